@@ -1,0 +1,127 @@
+"""Settings of the policy: model, workers, batches, optimizer, generation (`policy` section)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from nemo_rl.config.base import Section
+
+__all__ = [
+    "DTensorConfig",
+    "DynamicBatchingConfig",
+    "GenerationConfig",
+    "OptimizerConfig",
+    "PolicyConfig",
+    "SchedulerConfig",
+    "SequencePackingConfig",
+    "TokenizerConfig",
+]
+
+Probability = Annotated[float, Field(gt=0, le=1)]
+
+
+class TokenizerConfig(Section):
+    """Tokenizer and chat template."""
+
+    name: str | None = None
+    """Folder of the tokenizer; null uses `policy.model_name`."""
+    chat_template: str | None = None
+    """Jinja template that replaces the tokenizer's own."""
+
+
+class SequencePackingConfig(Section):
+    """Microbatches of whole sequences laid end to end in one row, without padding between them."""
+
+    enabled: bool = False
+    train_mb_tokens: PositiveInt = 8192
+    """Most tokens in one training microbatch: a hard cap."""
+    logprob_mb_tokens: PositiveInt = 8192
+
+
+class DynamicBatchingConfig(Section):
+    """Microbatches of padded rows, as many as fit under a token cap."""
+
+    enabled: bool = False
+    train_mb_tokens: PositiveInt = 8192
+    """Most tokens in one training microbatch, padding included: a hard cap."""
+    logprob_mb_tokens: PositiveInt = 8192
+
+
+class DTensorConfig(Section):
+    """The DTensor worker (FSDP2 over the data-parallel ranks)."""
+
+    enabled: bool = True
+    activation_checkpointing: bool = False
+    """Recompute each layer in the backward pass instead of keeping its activations."""
+
+
+class OptimizerConfig(Section):
+    """An optimizer by import path."""
+
+    name: str = "torch.optim.AdamW"
+    """`module.Class` of a torch optimizer."""
+    kwargs: dict[str, float | bool | int | list[float]] = Field(
+        default_factory=lambda: {"lr": 1e-6, "weight_decay": 0.01}
+    )
+
+
+class SchedulerConfig(Section):
+    """Learning rate as a factor of the optimizer's `lr`, advanced once per GRPO step."""
+
+    name: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up: flat, a straight line or half a cosine down to `min_factor`."""
+    warmup_steps: NonNegativeInt = 0
+    decay_steps: PositiveInt | None = None
+    """Step at which `min_factor` is reached; null uses `grpo.max_num_steps`."""
+    min_factor: Annotated[float, Field(ge=0, le=1)] = 0.1
+
+
+class GenerationConfig(Section):
+    """Rollouts."""
+
+    backend: Literal["torch"] = "torch"
+    """`torch`: the embedded engine, a batched KV-cache loop on the HF model."""
+    num_replicas: PositiveInt = 1
+    """Engines that share the prompts of a step."""
+    max_new_tokens: PositiveInt = 512
+    temperature: NonNegativeFloat = 1.0
+    """Sampling temperature of training rollouts; 0 is greedy and refused for training."""
+    top_p: Probability = 1.0
+    top_k: PositiveInt | None = None
+    val_temperature: NonNegativeFloat | None = None
+    """Temperature in validation; null uses `temperature`; 0 is greedy."""
+    stop_token_ids: list[NonNegativeInt] | None = None
+    """Tokens that end a response; null uses the tokenizer's end-of-sequence token."""
+    stop_strings: list[str] = Field(default_factory=list)
+    """Texts that end a response at the token that completes them; the text stays in the response."""
+    max_batch_size: PositiveInt = 1024
+    """Rows decoded together by one engine."""
+
+
+class PolicyConfig(Section):
+    """The trained model and how it is trained."""
+
+    model_name: str
+    """Folder of a Hugging Face causal language model (config, safetensors, tokenizer)."""
+    tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
+    precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Computation dtype; parameters and optimizer stay in float32."""
+    train_global_batch_size: PositiveInt = 512
+    """Samples per optimizer step."""
+    train_micro_batch_size: PositiveInt = 4
+    """Rows per microbatch when neither packing nor dynamic batching is on."""
+    logprob_batch_size: PositiveInt | None = None
+    """Rows per log-probability microbatch; null uses `train_micro_batch_size`."""
+    max_total_sequence_length: PositiveInt = 1024
+    """Prompt and response together, in tokens."""
+    make_sequence_length_divisible_by: PositiveInt = 1
+    """Padded width is rounded up to a multiple of this."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    sequence_packing: SequencePackingConfig = Field(default_factory=SequencePackingConfig)
+    dynamic_batching: DynamicBatchingConfig = Field(default_factory=DynamicBatchingConfig)
+    dtensor_cfg: DTensorConfig = Field(default_factory=DTensorConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
+    generation: GenerationConfig = Field(default_factory=GenerationConfig)

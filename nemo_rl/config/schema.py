@@ -1,0 +1,213 @@
+"""The whole config tree. Defaults live only here; YAML recipes hold values that differ.
+
+Key names follow the field's (NeMo-RL's), so that its users find their way. Every key that is accepted has an
+effect; combinations that would be ignored are refused in `nemo_rl.config.validate`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from nemo_rl.config.base import Section
+from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.config.policy import PolicyConfig
+
+__all__ = [
+    "CheckpointingConfig",
+    "ClusterConfig",
+    "DataConfig",
+    "DatasetConfig",
+    "EnvConfig",
+    "GRPOConfig",
+    "LoggerConfig",
+    "LossConfig",
+    "MasterConfig",
+    "WandbConfig",
+]
+
+Scalar = str | int | float | bool | None
+
+
+class GRPOConfig(Section):
+    """The loop: how many prompts, how many samples of each, when to validate, when to stop."""
+
+    num_prompts_per_step: PositiveInt = 32
+    """Prompts drawn from the dataset per step."""
+    num_generations_per_prompt: Annotated[int, Field(ge=2)] = 16
+    """Samples rolled out per prompt (the group size); a leave-one-out baseline needs at least 2."""
+    max_num_steps: PositiveInt = 1000
+    """Steps to run; a resumed run counts from its first step."""
+    max_num_epochs: PositiveInt | None = None
+    """Passes over the training prompts; null repeats them until `max_num_steps`."""
+    val_period: NonNegativeInt = 10
+    """Validate every so many steps; 0 turns periodic validation off."""
+    val_at_start: bool = True
+    val_at_end: bool = True
+    max_val_samples: PositiveInt = 256
+    """Validation prompts, one sampled response each."""
+    stop_at_validation_accuracy: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Stop early when a validation reaches this accuracy."""
+    normalize_rewards: bool = True
+    """Divide the advantage by the group's standard deviation."""
+    use_leave_one_out_baseline: bool = True
+    """Baseline of a sample is the mean reward of its siblings; false: mean of the whole group."""
+    advantage_clip_low: float | None = None
+    advantage_clip_high: float | None = None
+    drop_zero_advantage_groups: bool = True
+    """Leave groups whose rewards are all equal out of the update: they carry no gradient."""
+    overlong_filtering: bool = False
+    """Give truncated samples no weight in the loss; they still count for the baseline."""
+    use_generation_logprobs_as_prev: bool = False
+    """Take the sampler's log-probabilities as pi_old instead of recomputing them in the trainer."""
+    seed: int = 42
+
+
+class LossConfig(Section):
+    """Clipped policy gradient with a KL penalty to the reference policy."""
+
+    ratio_clip_min: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """Lower clip: ratios below 1 - this give no gradient for negative advantages."""
+    ratio_clip_max: PositiveFloat = 0.2
+    """Upper clip: 0.28 is DAPO's clip-higher."""
+    reference_policy_kl_penalty: NonNegativeFloat = 0.01
+    """Weight of the KL term; 0 skips the reference pass altogether."""
+    reference_policy_kl_type: Literal["k2", "k3"] = "k3"
+    kl_input_clamp_value: PositiveFloat = 20.0
+    """Clamp of log(pi_ref / pi) before the exponential; clamped tokens are counted in the metrics."""
+    kl_output_clamp_value: PositiveFloat = 10.0
+    """Clamp of the KL estimate of one token."""
+    token_level_loss: bool = True
+    """Mean over the tokens of the global batch; false: mean of per-sequence means."""
+
+
+class DatasetConfig(Section):
+    """One source of prompts."""
+
+    dataset_name: Literal["sort_digits", "reasoning_gym", "jsonl", "huggingface"] = "jsonl"
+    """`sort_digits` and `reasoning_gym` are generated; `jsonl` and `huggingface` read local files."""
+    data_path: Path | None = None
+    """File (`jsonl`) or folder (`huggingface`, as written by `datasets.save_to_disk`, or JSON/parquet files)."""
+    split: str | None = None
+    """Split of a `huggingface` dataset that has several."""
+    input_key: str = "input"
+    output_key: str = "output"
+    size: PositiveInt | None = None
+    """Number of generated prompts; for files, keep only the first so many."""
+    seed: int = 0
+    """Seed of generated prompts."""
+    options: dict[str, Scalar] = Field(default_factory=dict)
+    """Settings of the generator: `min_digits`/`max_digits` for sort_digits; any of the task's for reasoning_gym."""
+    task: str | None = None
+    """Task name of `reasoning_gym`, for example `chain_sum`."""
+    system_prompt: str | None = None
+    prompt_template: str = "{input}"
+    """Text of the user message; `{input}` is replaced by the prompt."""
+
+
+class DataConfig(Section):
+    """Prompts for training and validation."""
+
+    train: DatasetConfig = Field(default_factory=DatasetConfig)
+    validation: DatasetConfig | None = None
+    """Held-out prompts; texts that also occur here are removed from the training prompts. Null: no validation."""
+    max_input_seq_length: PositiveInt = 512
+    """Longest prompt in tokens, chat template included."""
+    overlong_prompts: Literal["skip", "error"] = "skip"
+    """What to do with longer prompts: count and skip them, or refuse to start."""
+    shuffle: bool = True
+
+
+class EnvConfig(Section):
+    """Where rewards come from."""
+
+    name: Literal["sort", "reasoning_gym", "math", "custom"] = "math"
+    reward_function: str | None = None
+    """`module:function` of a custom reward: `(prompt: str, response: str, answer: object) -> float`."""
+    timeout_s: PositiveFloat = 10.0
+    """Wall-clock limit of scoring one response; past it the scorer's process is ended."""
+    on_timeout: Literal["zero", "error"] = "zero"
+    """A response whose scoring takes too long: reward 0 and a counter, or stop the run."""
+    num_workers: PositiveInt = 1
+    """Scoring processes of `math` and `custom`."""
+    score_threshold: Annotated[float, Field(gt=0, le=1)] | None = None
+    """`reasoning_gym` gives partial credit; with a threshold the reward is 1 at or above it and 0 below."""
+
+
+class ClusterConfig(Section):
+    """Processes and machines."""
+
+    launcher: Literal["ray", "local"] = "ray"
+    """`ray`: workers are actors; `local`: everything in this process (one worker)."""
+    address: str | None = None
+    """Address of a running Ray cluster (`auto` finds it); null starts one on this machine."""
+    num_nodes: PositiveInt = 1
+    gpus_per_node: NonNegativeInt = 0
+    """Policy workers per node, one GPU each; 0 means CPU workers."""
+    cpu_workers_per_node: PositiveInt | None = None
+    """Policy workers per node on CPU; only with `gpus_per_node: 0` (default there: 1)."""
+    num_cpus: PositiveInt | None = None
+    """Logical CPUs that Ray may hand out on this machine; null: as many as the actors need, at least the cores."""
+    threads_per_worker: PositiveInt = 1
+    """Torch threads in every process of ours."""
+    worker_start_timeout_s: PositiveFloat = 120.0
+    collective_timeout_s: PositiveFloat = 120.0
+    """Deadline of one collective between workers, in seconds."""
+    stage_timeout_s: PositiveFloat = 1800.0
+    """Deadline of one stage (rollout, logprobs, train, refit, checkpoint), in seconds."""
+
+
+class CheckpointingConfig(Section):
+    """When to save, where, and which to keep."""
+
+    enabled: bool = True
+    checkpoint_dir: Path = Path("results/checkpoints")
+    save_period: PositiveInt = 10
+    """Save every so many steps, and at the last step."""
+    keep_top_k: PositiveInt | None = 3
+    """Best checkpoints to keep by `metric_name`, besides the latest; null keeps all."""
+    metric_name: str = "val:accuracy"
+    """`val:NAME` or `train:NAME` as logged."""
+    higher_is_better: bool = True
+    save_optimizer: bool = True
+    resume: bool = False
+    """Continue from the latest checkpoint in `checkpoint_dir`; an error if there is none."""
+
+
+class WandbConfig(Section):
+    """Weights & Biases (extra `wandb`)."""
+
+    project: str = "nemo_rl"
+    name: str | None = None
+    mode: Literal["online", "offline"] = "online"
+
+
+class LoggerConfig(Section):
+    """Trackers and files of a run. `metrics.jsonl` is always written."""
+
+    log_dir: Path = Path("results/logs")
+    tensorboard_enabled: bool = True
+    wandb_enabled: bool = False
+    wandb: WandbConfig = Field(default_factory=WandbConfig)
+    num_rollouts_to_log: NonNegativeInt = 16
+    """Readable rollouts per step written to `rollouts/step_N.jsonl`: text, reward, advantage."""
+    reward_curve: bool = True
+    """Write `reward_curve.png` at the end."""
+    live_panel: bool = True
+    """A panel that redraws itself on a terminal; elsewhere, and when false, one plain line per step."""
+
+
+class MasterConfig(Section):
+    """Everything a run needs."""
+
+    grpo: GRPOConfig = Field(default_factory=GRPOConfig)
+    loss_fn: LossConfig = Field(default_factory=LossConfig)
+    policy: PolicyConfig
+    data: DataConfig = Field(default_factory=DataConfig)
+    env: EnvConfig = Field(default_factory=EnvConfig)
+    data_plane: DataPlaneConfig = Field(default_factory=DataPlaneConfig)
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    checkpointing: CheckpointingConfig = Field(default_factory=CheckpointingConfig)
+    logger: LoggerConfig = Field(default_factory=LoggerConfig)

@@ -1,0 +1,331 @@
+"""The data plane's contract: `KVBatchMeta`, the client, and the payload store under it.
+
+A client is one ledger (the truth about rows) and one payload store (opaque bytes). Everybody programs against
+`DataPlaneClient`; only `factory.build_data_plane_client` knows which store and which ledger host are used.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import TypeAlias, TypeVar
+
+import torch
+from tensordict import TensorDict
+
+from nemo_rl.distributed.packing import PackPlan
+from nemo_rl.errors import SchemaMismatch, name_some
+
+__all__ = [
+    "Columns",
+    "DataPlaneClient",
+    "KVBatchMeta",
+    "PayloadStore",
+    "StoreHealth",
+    "TagValue",
+    "Tags",
+]
+
+_T = TypeVar("_T")
+
+TagValue: TypeAlias = str | int | float | bool | None
+Tags: TypeAlias = Mapping[str, TagValue]
+Columns: TypeAlias = Mapping[str, torch.Tensor | Sequence[object]] | TensorDict
+"""Field name -> rows. A tensor `[N, ...]` (jagged nested for ragged rows) or a list of N JSON-like objects."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVBatchMeta:
+    """Which rows: keys, lengths, tags and the pack plan; never tensors.
+
+    Example:
+        >>> meta = KVBatchMeta(partition_id="train", keys=("a_g0", "a_g1"), sequence_lengths=(3, 5))
+        >>> meta.subset([1]).keys
+        ('a_g1',)
+    """
+
+    partition_id: str
+    keys: tuple[str, ...]
+    task_name: str | None = None
+    """The consumer that claimed these rows, or None."""
+    fields: tuple[str, ...] = ()
+    """Columns known to be written for every row."""
+    sequence_lengths: tuple[int, ...] | None = None
+    """Tokens per row, aligned with `keys`."""
+    tags: tuple[Tags, ...] | None = None
+    """Small primitives per row, aligned with `keys`."""
+    versions: Mapping[str, int] = field(default_factory=dict)
+    """Family -> version the ledger gave it; a fetch that finds another one fails."""
+    pack: PackPlan | None = None
+    """Which rows form which microbatch on which rank, in indices into `keys`."""
+
+    def __post_init__(self) -> None:
+        set_ = object.__setattr__
+        set_(self, "keys", tuple(self.keys))
+        set_(self, "fields", tuple(dict.fromkeys(self.fields)))
+        set_(self, "versions", MappingProxyType(dict(self.versions)))
+        if len(set(self.keys)) != len(self.keys):
+            seen: set[str] = set()
+            twice = [key for key in self.keys if key in seen or seen.add(key)]  # type: ignore[func-returns-value]
+            raise SchemaMismatch(f"partition {self.partition_id!r}: duplicate keys: {name_some(twice)}")
+        if self.sequence_lengths is not None:
+            set_(self, "sequence_lengths", tuple(int(n) for n in self.sequence_lengths))
+            self._check_aligned("sequence_lengths", len(self.sequence_lengths))
+            if any(n < 0 for n in self.sequence_lengths):
+                raise SchemaMismatch(f"partition {self.partition_id!r}: a sequence length is negative")
+        if self.tags is not None:
+            set_(self, "tags", tuple(MappingProxyType(dict(row)) for row in self.tags))
+            self._check_aligned("tags", len(self.tags))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Mapping proxies do not pickle; the reader rebuilds them.
+        tags = None if self.tags is None else tuple(dict(row) for row in self.tags)
+        parts = (self.partition_id, self.keys, self.task_name, self.fields, self.sequence_lengths, tags)
+        return _rebuild_meta, (*parts, dict(self.versions), self.pack)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def size(self) -> int:
+        """Number of rows."""
+        return len(self.keys)
+
+    def subset(self, indices: Iterable[int]) -> KVBatchMeta:
+        """The rows at `indices`, in that order; the pack plan is cleared."""
+        picked = [int(i) for i in indices]
+        outside = [i for i in picked if not 0 <= i < len(self.keys)]
+        if outside:
+            raise SchemaMismatch(f"subset: rows {name_some(outside)} are outside 0..{len(self.keys) - 1}")
+        return replace(
+            self,
+            keys=tuple(self.keys[i] for i in picked),
+            sequence_lengths=_pick(self.sequence_lengths, picked),
+            tags=_pick(self.tags, picked),
+            pack=None,
+        )
+
+    def slice(self, start: int, stop: int) -> KVBatchMeta:
+        """Rows `start` to `stop`, clamped to what exists; the pack plan is cleared."""
+        size = len(self.keys)
+        first = min(max(start, 0), size)
+        return self.subset(range(first, min(max(stop, first), size)))
+
+    def concat(self, *others: KVBatchMeta) -> KVBatchMeta:
+        """Rows of this meta, then those of the others; the pack plan is cleared.
+
+        Raises:
+            SchemaMismatch: another partition, task, field set or family version; lengths or tags on one side only.
+        """
+        for other in others:
+            self._check_joins(other)
+        parts = (self, *others)
+        lengths = None if self.sequence_lengths is None else tuple(n for p in parts for n in p.sequence_lengths or ())
+        tags = None if self.tags is None else tuple(row for p in parts for row in p.tags or ())
+        keys = tuple(key for p in parts for key in p.keys)
+        return replace(self, keys=keys, sequence_lengths=lengths, tags=tags, pack=None)
+
+    def drop(self, indices: Iterable[int]) -> KVBatchMeta:
+        """All rows but those at `indices` (any order, repeats allowed); dropping all gives an empty meta."""
+        gone = {int(i) for i in indices}
+        outside = sorted(i for i in gone if not 0 <= i < len(self.keys))
+        if outside:
+            raise SchemaMismatch(f"drop: rows {name_some(outside)} are outside 0..{len(self.keys) - 1}")
+        return self.subset(i for i in range(len(self.keys)) if i not in gone)
+
+    def with_tags(self, columns: Mapping[str, Sequence[TagValue]]) -> KVBatchMeta:
+        """Adds or replaces tags, one value per row and name."""
+        for name, values in columns.items():
+            self._check_aligned(f"tag {name!r}", len(values))
+        old: Sequence[Tags] = self.tags if self.tags is not None else [{}] * len(self.keys)
+        tags = tuple({**row, **{name: values[i] for name, values in columns.items()}} for i, row in enumerate(old))
+        return replace(self, tags=tags)
+
+    def with_fields(self, names: Iterable[str], *, versions: Mapping[str, int] | None = None) -> KVBatchMeta:
+        """Adds field names (each once, order kept) and, if given, family versions."""
+        return replace(self, fields=(*self.fields, *names), versions={**self.versions, **(versions or {})})
+
+    def with_pack(self, pack: PackPlan | None) -> KVBatchMeta:
+        """The same rows under another pack plan."""
+        return replace(self, pack=pack)
+
+    def _check_aligned(self, what: str, count: int) -> None:
+        if count != len(self.keys):
+            raise SchemaMismatch(
+                f"partition {self.partition_id!r}: {what}: expected {len(self.keys)} values, one per key, got {count}"
+            )
+
+    def _check_joins(self, other: KVBatchMeta) -> None:
+        for what, mine, theirs in (
+            ("partition_id", self.partition_id, other.partition_id),
+            ("task_name", self.task_name, other.task_name),
+            ("fields", set(self.fields), set(other.fields)),
+            ("versions", dict(self.versions), dict(other.versions)),
+            ("sequence_lengths present", self.sequence_lengths is not None, other.sequence_lengths is not None),
+            ("tags present", self.tags is not None, other.tags is not None),
+        ):
+            if mine != theirs:
+                raise SchemaMismatch(f"concat: {what} differ: {mine!r} and {theirs!r}")
+
+
+def _rebuild_meta(
+    partition_id: str,
+    keys: tuple[str, ...],
+    task_name: str | None,
+    fields: tuple[str, ...],
+    sequence_lengths: tuple[int, ...] | None,
+    tags: tuple[Tags, ...] | None,
+    versions: Mapping[str, int],
+    pack: PackPlan | None,
+) -> KVBatchMeta:
+    return KVBatchMeta(
+        partition_id=partition_id,
+        keys=keys,
+        task_name=task_name,
+        fields=fields,
+        sequence_lengths=sequence_lengths,
+        tags=tags,
+        versions=versions,
+        pack=pack,
+    )
+
+
+def _pick(values: tuple[_T, ...] | None, indices: Sequence[int]) -> tuple[_T, ...] | None:
+    return None if values is None else tuple(values[i] for i in indices)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreHealth:
+    """What a payload store says about itself."""
+
+    is_alive: bool
+    detail: str = ""
+
+
+class PayloadStore(ABC):
+    """Opaque payloads under ids that are used once. Every call is bounded by a deadline and thread-safe."""
+
+    @abstractmethod
+    def put(self, chunks: Mapping[str, memoryview], *, timeout_s: float) -> None:
+        """Stores every chunk, or raises and leaves none readable."""
+
+    @abstractmethod
+    def get(self, chunk_ids: Sequence[str], *, timeout_s: float) -> list[memoryview]:
+        """The payloads in the order of `chunk_ids`; never fewer."""
+
+    @abstractmethod
+    def drop(self, chunk_ids: Sequence[str], *, timeout_s: float) -> None:
+        """Frees chunks; unknown ids are ignored."""
+
+    @abstractmethod
+    def health(self) -> StoreHealth:
+        """Whether the backend answers."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends this client's part; the owner's close also ends the backend. Idempotent."""
+
+
+class DataPlaneClient(ABC):
+    """Rows and columns in flight. Synchronous, thread-safe, and every call ends by a deadline."""
+
+    @abstractmethod
+    def register_partition(
+        self,
+        partition_id: str,
+        fields: Sequence[object],
+        num_samples: int,
+        consumer_tasks: Sequence[str],
+        grpo_group_size: int | None = None,
+    ) -> None:
+        """Declares schema and cursors. Idempotent for the same declaration.
+
+        Args:
+            fields: names of the FieldSpec table, or `FieldSpec`s of family `extras`.
+            num_samples: rows the partition may hold at one time.
+            consumer_tasks: tasks that may claim rows with `get_meta`.
+            grpo_group_size: claims hand out whole groups of this size; None hands out single rows.
+
+        Raises:
+            SchemaMismatch: declared before in another way, or an unknown field name.
+        """
+
+    @abstractmethod
+    def kv_batch_put(
+        self, keys: Sequence[str], partition_id: str, fields: Columns, tags: Sequence[Tags] | None = None
+    ) -> KVBatchMeta:
+        """Writes columns of the rows `keys`; all of them become readable at one moment, or none does.
+
+        Raises:
+            PartitionNotFound, SchemaMismatch, CapacityExceeded, LeaseExpired, DataPlaneTimeout, DataPlaneClosed.
+        """
+
+    @abstractmethod
+    def put_async(
+        self, keys: Sequence[str], partition_id: str, fields: Columns, tags: Sequence[Tags] | None = None
+    ) -> Future[KVBatchMeta]:
+        """As `kv_batch_put`, in the background; the columns must not be changed until the future is done."""
+
+    @abstractmethod
+    def kv_batch_get(self, keys: Sequence[str], partition_id: str, select_fields: Sequence[str]) -> TensorDict:
+        """The rows in the order of `keys`; never fewer rows, never fewer fields.
+
+        Ragged columns come back as jagged nested tensors, object columns as `NonTensorStack`.
+
+        Raises:
+            KeysNotFound, FieldNotProduced, PartitionNotFound, SchemaMismatch, DataPlaneTimeout, DataPlaneClosed.
+        """
+
+    @abstractmethod
+    def get_meta(
+        self,
+        partition_id: str,
+        task_name: str,
+        required_fields: Sequence[str],
+        batch_size: int,
+        *,
+        consumer_id: str,
+        blocking: bool = True,
+        timeout_s: float | None = None,
+    ) -> KVBatchMeta:
+        """Claims up to `batch_size` rows that have all `required_fields`, each once per task.
+
+        Blocking waits until at least one claimable unit (row or group) is there and raises DataPlaneTimeout past
+        `timeout_s`; non-blocking returns an empty meta. The claim is a lease renewed by this client's heartbeat; a
+        consumer that dies gives its rows back when the lease ends.
+        """
+
+    @abstractmethod
+    def release(self, meta: KVBatchMeta) -> None:
+        """Ends a claim: the rows are done for `meta.task_name`."""
+
+    @abstractmethod
+    def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
+        """The columns of `meta` (its own fields when none are named); checks the family versions it carries.
+
+        Raises:
+            VersionMismatch: a family was rewritten since `meta` was made. And the errors of `kv_batch_get`.
+        """
+
+    @abstractmethod
+    def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
+        """True when every live row has been claimed by every named task; an unknown task is an error."""
+
+    @abstractmethod
+    def kv_list(self, partition_id: str) -> dict[str, dict[str, TagValue]]:
+        """Keys of the live rows with their tags, in order of their first put."""
+
+    @abstractmethod
+    def kv_clear(self, keys: Sequence[str] | None, partition_id: str) -> None:
+        """Frees rows (all when None). Idempotent; unknown keys are ignored, an unknown partition is an error."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, int | float]:
+        """Cluster-wide `live_rows`, `live_bytes`, `live_chunks` and their `peak_` marks."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends this client; only the owner's close ends the service. Idempotent."""

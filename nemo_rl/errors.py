@@ -1,0 +1,209 @@
+"""The exception tree of the whole package, drawn once.
+
+NemoRLError
+|-- UserError                 something the user can fix; the command line exits with code 2
+|   |-- ConfigError           one or more problems in a recipe or an override
+|   |-- DatasetError          empty, missing or malformed prompts
+|   |-- ModelFolderError      a model or tokenizer folder that is missing or incomplete
+|   |-- ResourceError         too few CPUs, GPUs, ports or bytes for what was asked
+|   |-- RewardError           a reward function raised, hung or returned something that is no number
+|   |-- NonFiniteError        NaN or inf in a loss, a gradient norm or log-probabilities
+|   `-- CheckpointError       a checkpoint that cannot be written, read or resumed from
+|-- DataPlaneError
+|   |-- KeysNotFound          rows that are not in the partition
+|   |-- FieldNotProduced      a field that is declared, but not written yet for every row asked for
+|   |-- PartitionNotFound
+|   |-- SchemaMismatch        dtype, trailing shape, lengths, duplicates or an undeclared field
+|   |-- VersionMismatch       a meta that names other family versions than the ledger holds
+|   |-- LeaseExpired          a commit or a release under a claim that has been handed on
+|   |-- DataPlaneTimeout      a deadline passed; names partition, keys, fields, stage, owner and age
+|   |-- CapacityExceeded      the partition or the store is full
+|   `-- DataPlaneClosed       the client, its ledger or its backend has ended
+`-- WorkerError               a worker failed: rank, stage and text of the first cause
+    `-- CollectiveTimeout     a collective did not finish in time
+
+Data plane errors cross process borders as records (`to_record` / `from_record`), never as pickles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+__all__ = [
+    "CapacityExceeded",
+    "CheckpointError",
+    "CollectiveTimeout",
+    "ConfigError",
+    "DataPlaneClosed",
+    "DataPlaneError",
+    "DataPlaneTimeout",
+    "DatasetError",
+    "FieldNotProduced",
+    "KeysNotFound",
+    "LeaseExpired",
+    "ModelFolderError",
+    "NemoRLError",
+    "NonFiniteError",
+    "PartitionNotFound",
+    "ResourceError",
+    "RewardError",
+    "SchemaMismatch",
+    "UserError",
+    "VersionMismatch",
+    "WorkerError",
+    "from_record",
+    "name_some",
+    "to_record",
+]
+
+# How many keys or names an error message lists before it only counts the rest.
+NAMES_SHOWN = 5
+
+
+def name_some(names: Iterable[object], *, limit: int = NAMES_SHOWN) -> str:
+    """List the first few names and count the rest: `a, b, c and 17 more`."""
+    listed = [str(name) for name in names]
+    shown = ", ".join(listed[:limit])
+    return shown if len(listed) <= limit else f"{shown} and {len(listed) - limit} more"
+
+
+class NemoRLError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class UserError(NemoRLError):
+    """Something the user can fix: shown as one message without a traceback, exit code 2."""
+
+
+class ConfigError(UserError):
+    """All problems of a recipe at once; `problems` holds one line each."""
+
+    def __init__(self, problems: Sequence[str] | str) -> None:
+        self.problems: list[str] = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
+        return type(self), (self.problems,)
+
+
+class DatasetError(UserError):
+    """Prompts that are empty, missing or malformed."""
+
+
+class ModelFolderError(UserError):
+    """A model or tokenizer folder that is missing or incomplete."""
+
+
+class ResourceError(UserError):
+    """Too few CPUs, GPUs, ports or bytes for what was asked."""
+
+
+class RewardError(UserError):
+    """A reward function raised, hung or returned something that is no number."""
+
+
+class NonFiniteError(UserError):
+    """NaN or inf in a loss, a gradient norm or log-probabilities; the text names the samples."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that cannot be written, read or resumed from."""
+
+
+class DataPlaneError(NemoRLError):
+    """Base of the errors that every adapter raises alike."""
+
+
+class KeysNotFound(DataPlaneError):
+    """Rows that are not in the partition."""
+
+
+class FieldNotProduced(DataPlaneError):
+    """A declared field that is not written yet for every row asked for."""
+
+
+class PartitionNotFound(DataPlaneError):
+    """A partition that was never registered."""
+
+
+class SchemaMismatch(DataPlaneError):
+    """Rows, fields, lengths or dtypes that do not fit the declared schema."""
+
+
+class VersionMismatch(DataPlaneError):
+    """A meta that names other family versions than the ledger holds."""
+
+
+class LeaseExpired(DataPlaneError):
+    """A commit or a release under a claim that has been handed to another consumer."""
+
+
+class DataPlaneTimeout(DataPlaneError):
+    """A deadline passed; the text names partition, keys, fields, stage, owner and age."""
+
+
+class CapacityExceeded(DataPlaneError):
+    """The partition or the payload store has no room for these rows."""
+
+
+class DataPlaneClosed(DataPlaneError):
+    """The client, its ledger or its backend has ended."""
+
+
+class WorkerError(NemoRLError):
+    """A worker failed inside a stage: the first cause, with its rank."""
+
+    def __init__(self, text: str, *, rank: int | None = None, stage: str | None = None) -> None:
+        self.text, self.rank, self.stage = text, rank, stage
+        where = f"rank {rank}" if rank is not None else "a worker"
+        super().__init__(f"{where}, stage {stage or 'unknown'}: {text}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_worker_error, (type(self), self.text, self.rank, self.stage)
+
+
+class CollectiveTimeout(WorkerError):
+    """A collective did not finish in time: a peer has died or left the order of calls."""
+
+
+def _rebuild_worker_error(
+    kind: type[WorkerError], text: str, rank: int | None, stage: str | None
+) -> WorkerError:
+    return kind(text, rank=rank, stage=stage)
+
+
+_BY_NAME: Mapping[str, type[NemoRLError]] = {
+    kind.__name__: kind
+    for kind in (
+        CapacityExceeded,
+        DataPlaneClosed,
+        DataPlaneError,
+        DataPlaneTimeout,
+        FieldNotProduced,
+        KeysNotFound,
+        LeaseExpired,
+        PartitionNotFound,
+        SchemaMismatch,
+        VersionMismatch,
+        UserError,
+        DatasetError,
+        ModelFolderError,
+        ResourceError,
+        RewardError,
+        NonFiniteError,
+        CheckpointError,
+    )
+}
+
+
+def to_record(error: BaseException) -> dict[str, str]:
+    """The error as plain strings, for a socket or an actor reply."""
+    return {"kind": type(error).__name__, "text": str(error)}
+
+
+def from_record(record: Mapping[str, str]) -> NemoRLError:
+    """The error that `to_record` described; an unknown kind becomes a `DataPlaneError` that names it."""
+    kind = _BY_NAME.get(record["kind"])
+    if kind is None:
+        return DataPlaneError(f"{record['kind']}: {record['text']}")
+    return kind(record["text"])

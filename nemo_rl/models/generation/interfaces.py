@@ -1,0 +1,91 @@
+"""What a generation engine takes and gives."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["GenerationInterface", "GenerationOutput", "GenerationRequest", "SamplingParams"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn; the same for every row of a request."""
+
+    temperature: float
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int | None = None
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationRequest:
+    """P prompts, G samples of each. Rows come back prompt by prompt: row = p * G + g.
+
+    Example:
+        Two prompts, two samples each: `prompt_ids=[[1, 2], [3]]`, `seeds=[7, 8, 9, 10]`.
+    """
+
+    prompt_ids: tuple[tuple[int, ...], ...]
+    seeds: tuple[int, ...]
+    """P * G seeds. What a row samples depends on its seed, its prompt and the weights alone."""
+    sampling: SamplingParams
+
+    @property
+    def group_size(self) -> int:
+        return len(self.seeds) // len(self.prompt_ids) if self.prompt_ids else 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationOutput:
+    """N responses laid end to end."""
+
+    token_ids: torch.Tensor
+    """`[sum(lengths)]` int32, response tokens, the stop token included."""
+    logprobs: torch.Tensor
+    """`[sum(lengths)]` float32, log-probability under the distribution sampled from (temperature, top-p, top-k)."""
+    lengths: torch.Tensor
+    """`[N]` int64, at least 1."""
+    truncated: torch.Tensor
+    """`[N]` bool, True when `max_new_tokens` ended the row."""
+    weight_version: int
+    """Version of the weights that produced every token."""
+
+
+class GenerationInterface(ABC):
+    """A generation backend, possibly of several replicas."""
+
+    @abstractmethod
+    def generate(self, request: GenerationRequest) -> GenerationOutput:
+        """Samples all rows; an empty request gives an empty output."""
+
+    @abstractmethod
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:
+        """Loads every weight by HF name and returns the version now in use.
+
+        Raises:
+            ValueError: a name is missing, unknown or of another shape; the old weights and version stay in use.
+        """
+
+    @abstractmethod
+    def prepare_for_generation(self) -> None:
+        """Makes the engine ready; idempotent."""
+
+    @abstractmethod
+    def finish_generation(self) -> None:
+        """Frees caches between rollouts; idempotent."""
+
+    @property
+    @abstractmethod
+    def weight_version(self) -> int:
+        """-1 before the first `update_weights`."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Ends replicas. Idempotent."""
