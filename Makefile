@@ -1,0 +1,72 @@
+# One environment in .venv, made once; stamps keep later runs offline.
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+STARTER := checkpoints/starter_sort
+
+# Two threads are slower than one at this size, and every worker is a process of its own.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help demo test test-fast lint types imports configs learn-sort learn-chain-sum clean
+
+help:
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
+
+$(VENV)/.made:
+	$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else f"Python 3.11 to 3.13 is needed, got {sys.version.split()[0]}; set PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+# torch comes first: the build that suits this machine is then kept by everything that depends on it.
+$(VENV)/.torch: $(VENV)/.made
+	$(BIN)/pip install --quiet torch==2.13.0
+	touch $@
+
+$(VENV)/.base: pyproject.toml $(VENV)/.torch
+	$(BIN)/pip install --quiet -e .
+	touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.base
+	$(BIN)/pip install --quiet -e '.[envs,data,wandb,dev]'
+	touch $@
+
+$(STARTER)/config.json: | $(VENV)/.base
+	$(BIN)/python examples/make_starter.py --out $(STARTER)
+
+demo: $(VENV)/.base $(STARTER)/config.json ## install, make the starter checkpoint, run GRPO on sorting digits
+	$(BIN)/python examples/run_grpo.py --config configs/grpo_sort_cpu.yaml $(ARGS)
+
+test: lint types imports ## format, lint, types, import layers, every test
+	$(BIN)/python -m pytest
+
+test-fast: lint types imports ## the same without the slow tests
+	$(BIN)/python -m pytest -m 'not slow'
+
+lint: $(VENV)/.dev ## formatting and lint
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+imports: $(VENV)/.dev
+	$(BIN)/lint-imports
+
+configs: $(VENV)/.base ## write configs/grpo_base.yaml from the schema
+	$(BIN)/python -m nemo_rl.config.render configs/grpo_base.yaml
+
+learn-sort: $(VENV)/.base $(STARTER)/config.json ## learning run: the sort demo with three seeds
+	for seed in 1 2 3; do \
+	  $(BIN)/python examples/run_grpo.py --config configs/grpo_sort_cpu.yaml grpo.seed=$$seed \
+	    logger.log_dir=results/learn_sort/seed_$$seed checkpointing.enabled=false $(ARGS); \
+	done
+
+clean: ## remove results and caches; keeps .venv and checkpoints
+	rm -rf results .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build
+	find nemo_rl tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
