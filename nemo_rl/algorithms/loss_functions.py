@@ -1,0 +1,153 @@
+"""Losses on token log-probabilities: the clipped policy gradient, and negative log-likelihood.
+
+The driver builds one and sends it to the workers, which call it per microbatch. Invariant: a loss divides by the
+counts of the whole global batch (`LossScale`), so the sum over microbatches and ranks does not depend on how rows
+were laid out. Symbols: r = pi / pi_old, A advantage, m mask, x = log(pi_ref / pi). Shapes: N rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from nemo_rl.config.schema import LossConfig
+from nemo_rl.models.policy.interfaces import LossOutput, LossScale
+from nemo_rl.utils.metrics import Max, Mean, Min, Reduction, Sum
+
+__all__ = ["ClippedPGLoss", "NLLLoss", "kl_estimate", "valid_token_mask"]
+
+
+def valid_token_mask(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """`[N, T]` bool: tokens that count. Position 0 is never predicted and never counts."""
+    mask_NT = batch["token_mask"].bool() & (batch["sample_mask"] > 0)[:, None]
+    mask_NT[:, 0] = False
+    return mask_NT
+
+
+def kl_estimate(
+    log_ratio: torch.Tensor, *, kind: str, input_clamp: float, output_clamp: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """KL of one token from x = log(pi_ref / pi), and where a clamp cut its gradient off.
+
+    k3 = e^x - 1 - x, k2 = x^2 / 2 (Schulman).
+    """
+    x = log_ratio.clamp(-input_clamp, input_clamp)
+    estimate = x.exp() - 1 - x if kind == "k3" else x.square() / 2
+    is_clamped = (log_ratio.abs() > input_clamp) | (estimate > output_clamp)
+    return estimate.clamp(max=output_clamp), is_clamped
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedPGLoss:
+    """Clipped policy gradient: -min(r A, clip(r, 1 - low, 1 + high) A) + beta KL(pi || pi_ref).
+
+    Example:
+        >>> ClippedPGLoss(config=LossConfig(reference_policy_kl_penalty=0.0)).input_fields
+        ('token_mask', 'sample_mask', 'advantages', 'prev_logprobs', 'generation_logprobs')
+    """
+
+    config: LossConfig
+    prev_field: str = "prev_logprobs"
+    """Column of pi_old: `prev_logprobs`, or `generation_logprobs` when the sampler's are taken instead."""
+
+    @property
+    def input_fields(self) -> tuple[str, ...]:
+        fields = ["token_mask", "sample_mask", "advantages", self.prev_field, "generation_logprobs"]
+        if self.config.reference_policy_kl_penalty > 0:
+            fields.append("reference_policy_logprobs")
+        return tuple(dict.fromkeys(fields))
+
+    def __call__(
+        self, token_logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor], *, scale: LossScale
+    ) -> LossOutput:
+        config = self.config
+        mask_NT = valid_token_mask(batch)
+        advantages_NT = batch["advantages"]
+        # Masked positions are set to equal values before any exponential, so nothing there can overflow.
+        log_ratio_NT = torch.where(mask_NT, token_logprobs - batch[self.prev_field], 0.0)
+        ratio_NT = log_ratio_NT.exp()
+        clipped_NT = ratio_NT.clamp(1 - config.ratio_clip_min, 1 + config.ratio_clip_max)
+        actor_NT = -torch.minimum(ratio_NT * advantages_NT, clipped_NT * advantages_NT)
+        loss = self._aggregate(actor_NT, mask_NT, scale)
+        metrics = self._policy_metrics(token_logprobs, log_ratio_NT, batch, mask_NT)
+        metrics["clip_fraction"] = _mean((clipped_NT != ratio_NT).float(), mask_NT)
+        metrics["actor_loss"] = Sum(loss.item())
+        if config.reference_policy_kl_penalty > 0:
+            reference_NT = torch.where(mask_NT, batch["reference_policy_logprobs"] - token_logprobs, 0.0)
+            kl_NT, is_clamped_NT = kl_estimate(
+                reference_NT,
+                kind=config.reference_policy_kl_type,
+                input_clamp=config.kl_input_clamp_value,
+                output_clamp=config.kl_output_clamp_value,
+            )
+            kl_loss = config.reference_policy_kl_penalty * self._aggregate(kl_NT, mask_NT, scale)
+            loss = loss + kl_loss
+            metrics["kl_penalty"] = Sum(kl_loss.item())
+            metrics["reference_kl"] = _mean(kl_NT, mask_NT)
+            metrics["kl_clamped_tokens"] = Sum(float((is_clamped_NT & mask_NT).sum()))
+        metrics["loss"] = Sum(loss.item())
+        return LossOutput(loss=loss, metrics=metrics)
+
+    def _aggregate(self, values_NT: torch.Tensor, mask_NT: torch.Tensor, scale: LossScale) -> torch.Tensor:
+        kept_NT = torch.where(mask_NT, values_NT, 0.0)
+        if self.config.token_level_loss:
+            return kept_NT.sum() / max(scale.valid_tokens, 1.0)
+        means_N = kept_NT.sum(1) / mask_NT.sum(1).clamp(min=1)
+        return means_N.sum() / max(scale.valid_sequences, 1.0)
+
+    def _policy_metrics(
+        self,
+        token_logprobs: torch.Tensor,
+        log_ratio_NT: torch.Tensor,
+        batch: Mapping[str, torch.Tensor],
+        mask_NT: torch.Tensor,
+    ) -> dict[str, Reduction]:
+        with torch.no_grad():
+            logprobs_NT, log_ratio_NT = token_logprobs.detach(), log_ratio_NT.detach()
+            ratio_M = log_ratio_NT[mask_NT].exp()
+            # k3 of KL(pi_old || pi), from samples of pi_old.
+            policy_kl_NT = log_ratio_NT.exp() - 1 - log_ratio_NT
+            gap_NT = torch.where(mask_NT, batch[self.prev_field] - batch["generation_logprobs"], 0.0)
+            if self.prev_field == "generation_logprobs":
+                gap_NT = log_ratio_NT
+            return {
+                "policy_kl": _mean(policy_kl_NT, mask_NT),
+                "gen_kl_error": _mean(gap_NT.exp() - 1 - gap_NT, mask_NT),
+                "token_mult_prob_error": _mean(gap_NT.abs().exp(), mask_NT),
+                "probs_ratio": _mean(log_ratio_NT.exp(), mask_NT),
+                **_extremes("probs_ratio", ratio_M),
+                "approx_entropy": _mean(-logprobs_NT, mask_NT),
+                "valid_tokens": Sum(float(ratio_M.numel())),
+                "valid_sequences": Sum(float(mask_NT.any(1).sum())),
+            }
+
+
+@dataclass(frozen=True, kw_only=True)
+class NLLLoss:
+    """Mean negative log-likelihood over the tokens of the global batch, for supervised fine-tuning."""
+
+    @property
+    def input_fields(self) -> tuple[str, ...]:
+        return ("token_mask", "sample_mask")
+
+    def __call__(
+        self, token_logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor], *, scale: LossScale
+    ) -> LossOutput:
+        mask_NT = valid_token_mask(batch)
+        loss = -torch.where(mask_NT, token_logprobs, 0.0).sum() / max(scale.valid_tokens, 1.0)
+        count = float(mask_NT.sum())
+        return LossOutput(loss=loss, metrics={"loss": Sum(loss.item()), "valid_tokens": Sum(count)})
+
+
+def _mean(values_NT: torch.Tensor, mask_NT: torch.Tensor) -> Mean:
+    kept_M = values_NT.detach()[mask_NT]
+    return Mean(total=kept_M.sum(dtype=torch.float64).item(), weight=float(kept_M.numel()))
+
+
+def _extremes(name: str, values_M: torch.Tensor) -> dict[str, Reduction]:
+    # A microbatch without valid tokens has no extremes; infinities would spoil the merge.
+    if not values_M.numel():
+        return {}
+    return {f"{name}_min": Min(values_M.min().item()), f"{name}_max": Max(values_M.max().item())}

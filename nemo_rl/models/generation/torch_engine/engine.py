@@ -1,0 +1,203 @@
+"""`TorchEngine`: generation in this process on the Hugging Face model.
+
+Called by rollout actors, validation and the starter. Invariant: weights are replaced as a whole or not at all, and
+every output names the version that produced it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.data.tokenizer import load_tokenizer
+from nemo_rl.errors import name_some
+from nemo_rl.models.generation.interfaces import (
+    GenerationInterface,
+    GenerationOutput,
+    GenerationRequest,
+    SamplingParams,
+)
+from nemo_rl.models.generation.torch_engine.decode import DecodedRows, RowRequest, StopStrings, decode_rows
+from nemo_rl.models.loading import DTYPES, load_causal_lm, named_weights
+
+__all__ = ["TorchEngine"]
+
+
+class TorchEngine(GenerationInterface):
+    """One model, one process; rows are decoded together, `max_batch_size` at a time.
+
+    Example:
+        >>> engine = TorchEngine.from_config(config, weight_version=0)     # doctest: +SKIP
+        >>> output = engine.generate(request)                              # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None,
+        max_total_length: int,
+        max_batch_size: int = 1024,
+        weight_version: int = -1,
+    ) -> None:
+        """Args:
+        model: used as it is; it must not be trained while this engine generates.
+        tokenizer: only stop strings need one.
+        max_total_length: prompt and response together, in tokens.
+        weight_version: -1 when the weights are to be replaced before use, another number to use them at once.
+        """
+        self._model: PreTrainedModel | None = model.eval()
+        self._tokenizer = tokenizer
+        self._max_total_length = max_total_length
+        self._max_batch_size = max_batch_size
+        self._weight_version = weight_version
+
+    @classmethod
+    def from_config(
+        cls, config: PolicyConfig, *, device: torch.device | str = "cpu", weight_version: int = -1
+    ) -> TorchEngine:
+        """The engine of `policy.model_name` in the policy's precision.
+
+        Raises:
+            ModelFolderError: model or tokenizer folder is missing or incomplete.
+        """
+        model = load_causal_lm(config.model_name, dtype=DTYPES[config.precision])
+        model.to(device)  # type: ignore[arg-type]
+        return cls(
+            model,
+            tokenizer=load_tokenizer(config.tokenizer.name or config.model_name),
+            max_total_length=config.max_total_sequence_length,
+            max_batch_size=config.generation.max_batch_size,
+            weight_version=weight_version,
+        )
+
+    @property
+    def weight_version(self) -> int:
+        return self._weight_version
+
+    def generate(self, request: GenerationRequest) -> GenerationOutput:
+        """Samples all rows, prompt by prompt.
+
+        Raises:
+            ValueError: seeds do not divide by prompts, or a prompt is empty or leaves no room for a token.
+        """
+        rows = self._rows(request)
+        if not rows:
+            return _join([], order=[], version=self._weight_version)
+        stop_strings = self._stop_strings(request.sampling)
+        # Rows of like prompt length share a batch: less padding. The sort is stable, so groups stay together.
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i].prompt))
+        parts = [
+            decode_rows(
+                self._loaded_model(),
+                [rows[i] for i in order[start : start + self._max_batch_size]],
+                request.sampling,
+                stop_strings=stop_strings,
+            )
+            for start in range(0, len(order), self._max_batch_size)
+        ]
+        return _join(parts, order=order, version=self._weight_version)
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:
+        """Replaces every weight; a tied weight may come under either of its names, or both."""
+        model = self._loaded_model()
+        own = dict(named_weights(model))
+        aliases = {name: weight for name, weight in model.state_dict(keep_vars=True).items() if name not in own}
+        canonical = {id(weight): name for name, weight in own.items()}
+        staged: dict[str, torch.Tensor] = {}
+        problems: list[str] = []
+        for name, weight in weights:
+            target = aliases.get(name, own.get(name))
+            if target is None:
+                problems.append(f"{name}: unknown")
+            elif target.shape != weight.shape:
+                problems.append(f"{name}: expected shape {tuple(target.shape)}, got {tuple(weight.shape)}")
+            else:
+                staged[canonical[id(target)]] = weight
+        problems += [f"{name}: missing" for name in own if name not in staged]
+        if problems:
+            raise ValueError(
+                f"weight update to version {version} refused, version {self._weight_version} stays in use: "
+                f"{name_some(problems)}"
+            )
+        with torch.no_grad():
+            for name, weight in staged.items():
+                own[name].copy_(weight)
+        self._weight_version = version
+        return version
+
+    def prepare_for_generation(self) -> None:
+        """Nothing to wake: weights stay where they are."""
+        self._loaded_model()
+
+    def finish_generation(self) -> None:
+        """Hands unused cache memory back to the device; caches themselves end with each call."""
+        if self._model is not None and self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def shutdown(self) -> None:
+        self._model = None
+
+    def _loaded_model(self) -> PreTrainedModel:
+        if self._model is None:
+            raise RuntimeError("this engine was shut down; build a new one")
+        return self._model
+
+    def _stop_strings(self, sampling: SamplingParams) -> StopStrings | None:
+        if not sampling.stop_strings:
+            return None
+        if self._tokenizer is None:
+            raise ValueError("stop strings need a tokenizer; pass one to TorchEngine")
+        return StopStrings(sampling.stop_strings, self._tokenizer)
+
+    def _rows(self, request: GenerationRequest) -> list[RowRequest]:
+        num_prompts, num_rows = len(request.prompt_ids), len(request.seeds)
+        if (num_prompts == 0) != (num_rows == 0) or (num_prompts and num_rows % num_prompts):
+            raise ValueError(f"expected as many seeds for every prompt, got {num_prompts} prompts and {num_rows} seeds")
+        rows: list[RowRequest] = []
+        for p, prompt in enumerate(request.prompt_ids):
+            room = min(request.sampling.max_new_tokens, self._max_total_length - len(prompt))
+            if not prompt or room < 1:
+                raise ValueError(
+                    f"prompt {p}: expected 1 to {self._max_total_length - 1} tokens (max_total_length "
+                    f"{self._max_total_length} less one response token), got {len(prompt)}"
+                )
+            seeds = request.seeds[p * request.group_size : (p + 1) * request.group_size]
+            rows += [RowRequest(prompt=tuple(prompt), seed=seed, max_new_tokens=room) for seed in seeds]
+        return rows
+
+
+def _join(parts: Sequence[DecodedRows], *, order: Sequence[int], version: int) -> GenerationOutput:
+    """Rows of all batches in the order of the request, without padding."""
+    if not parts:
+        return GenerationOutput(
+            token_ids=torch.zeros(0, dtype=torch.int32),
+            logprobs=torch.zeros(0),
+            lengths=torch.zeros(0, dtype=torch.int64),
+            truncated=torch.zeros(0, dtype=torch.bool),
+            weight_version=version,
+        )
+    width = max(part.token_ids.shape[1] for part in parts)
+    wide = [
+        replace(
+            part,
+            token_ids=torch.nn.functional.pad(part.token_ids, (0, width - part.token_ids.shape[1])),
+            logprobs=torch.nn.functional.pad(part.logprobs, (0, width - part.logprobs.shape[1])),
+        )
+        for part in parts
+    ]
+    back = torch.empty(len(order), dtype=torch.int64)
+    back[torch.tensor(order)] = torch.arange(len(order))
+    lengths = torch.cat([part.lengths for part in wide]).cpu()[back]
+    used = torch.arange(width) < lengths[:, None]
+    return GenerationOutput(
+        token_ids=torch.cat([part.token_ids for part in wide]).cpu()[back][used].to(torch.int32),
+        logprobs=torch.cat([part.logprobs for part in wide]).cpu()[back][used],
+        lengths=lengths,
+        truncated=torch.cat([part.truncated for part in wide]).cpu()[back],
+        weight_version=version,
+    )
