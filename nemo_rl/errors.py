@@ -202,8 +202,8 @@ def to_record(error: BaseException) -> dict[str, str]:
 
 
 def from_record(record: Mapping[str, str]) -> NemoRLError:
-    """The error that `to_record` described; an unknown kind becomes a `DataPlaneError` that names it."""
+    """The error that `to_record` described; an unknown kind becomes a `NemoRLError` that names it."""
     kind = _BY_NAME.get(record["kind"])
     if kind is None:
-        return DataPlaneError(f"{record['kind']}: {record['text']}")
+        return NemoRLError(f"{record['kind']}: {record['text']}")
     return kind(record["text"])

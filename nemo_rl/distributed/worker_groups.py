@@ -1,0 +1,298 @@
+"""Groups of workers behind one call: in this process, or as Ray actors.
+
+The driver calls `run` with a stage name and a deadline and gets the results in rank order. Invariant: when one rank
+fails, the first cause is raised with its rank and stage, and the rest of the group is ended, never reused.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from nemo_rl.errors import CollectiveTimeout, NemoRLError, UserError, WorkerError, from_record, to_record
+
+__all__ = ["Call", "LocalWorkerGroup", "Payload", "RayPlacement", "RayWorkerGroup", "WorkerGroup"]
+
+logger = logging.getLogger(__name__)
+
+FIRST_CAUSE_GRACE_S = 2.0
+"""After the first failure, how long peers may still report: the root cause is often not the first to arrive."""
+COLLECTIVE_WORDS = ("connection closed", "connection reset", "timed out waiting", "gloo", "nccl", "broken pipe")
+"""Texts of errors that a peer's death causes; another cause in the same group is preferred to them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One method on every rank."""
+
+    method: str
+    stage: str
+    timeout_s: float
+    kwargs: Mapping[str, object] = field(default_factory=dict)
+    """Arguments that are the same on every rank."""
+    per_rank: Sequence[Mapping[str, object]] | None = None
+    """Further arguments, one mapping per rank."""
+    ranks: Sequence[int] | None = None
+    """Only these ranks; None means all."""
+
+    def arguments(self, rank: int) -> dict[str, object]:
+        return {**self.kwargs, **(self.per_rank[rank] if self.per_rank is not None else {})}
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """A result that the driver hands on without looking into it: the object itself, or Ray's reference to it."""
+
+    handle: object
+
+
+class WorkerGroup(ABC):
+    """Workers of one kind, rank 0 to `world_size - 1`."""
+
+    world_size: int
+
+    @abstractmethod
+    def run(self, call: Call) -> list[object]:
+        """Calls the method on the ranks at the same time and returns their results in rank order.
+
+        Raises:
+            UserError: a worker refused its input. WorkerError: a worker failed, died or passed the deadline.
+        """
+
+    @abstractmethod
+    def run_for_payload(self, call: Call) -> Payload:
+        """As `run`; keeps the result of the first rank where it is, and gives a handle to it."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Ends the workers. Idempotent."""
+
+
+class LocalWorkerGroup(WorkerGroup):
+    """One worker in this process."""
+
+    def __init__(self, factory: Callable[[], object]) -> None:
+        self.world_size = 1
+        self._worker: object | None = factory()
+
+    def run(self, call: Call) -> list[object]:
+        if self._worker is None:
+            raise WorkerError("the worker has been shut down", rank=0, stage=call.stage)
+        return [getattr(self._worker, call.method)(**_resolve(call.arguments(0)))]
+
+    def run_for_payload(self, call: Call) -> Payload:
+        return Payload(self.run(call)[0])
+
+    def shutdown(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.shutdown()  # type: ignore[attr-defined]
+
+
+class _Host:
+    """The Ray actor: holds one worker and answers with records, so that no exception has to be unpickled."""
+
+    def __init__(self) -> None:
+        self._worker: object | None = None
+
+    def start(self, factory: Callable[..., object], kwargs: Mapping[str, object]) -> dict[str, object]:
+        """Builds the worker; separate from the actor's start so that its errors come back as records."""
+        return self._guard(lambda: self._assign(factory(**kwargs)))[0]
+
+    def call(self, method: str, kwargs: Mapping[str, object]) -> dict[str, object]:
+        """Result inside the record."""
+        reply, value = self._guard(lambda: getattr(self._worker, method)(**_resolve(kwargs)))
+        return {**reply, "value": value}
+
+    @ray.method(num_returns=2)
+    def call_for_payload(self, method: str, kwargs: Mapping[str, object]) -> tuple[dict[str, object], object]:
+        """Record and result as two objects: the driver fetches only the record."""
+        return self._guard(lambda: getattr(self._worker, method)(**_resolve(kwargs)))
+
+    def node_ip(self) -> str:
+        return ray.util.get_node_ip_address()
+
+    def pick_port(self, choose: Callable[[str], int]) -> int:
+        return choose(ray.util.get_node_ip_address())
+
+    def _assign(self, worker: object) -> None:
+        self._worker = worker
+
+    def _guard(self, action: Callable[[], object]) -> tuple[dict[str, object], object]:
+        try:
+            return {"ok": True}, action()
+        except Exception as error:  # every failure becomes a record that names its cause
+            return {"ok": False, "error": to_record(error), "trace": traceback.format_exc()}, None
+
+
+def _resolve(kwargs: Mapping[str, object]) -> dict[str, object]:
+    """Payload handles become the objects they stand for."""
+    resolved = {}
+    for name, value in kwargs.items():
+        if isinstance(value, Payload):
+            value = ray.get(value.handle) if isinstance(value.handle, ray.ObjectRef) else value.handle
+        resolved[name] = value
+    return resolved
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RayPlacement:
+    """Where and with what the actors of a group run."""
+
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
+    placement_group: PlacementGroup | None = None
+    """Rank r runs in bundle r; None leaves placement to Ray."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Further environment variables."""
+
+
+class RayWorkerGroup(WorkerGroup):
+    """Workers as Ray actors, one process each.
+
+    Args:
+        name: appears in errors and logs.
+        world_size: number of actors.
+        placement: resources of each.
+    """
+
+    def __init__(self, name: str, *, world_size: int, placement: RayPlacement) -> None:
+        self.name, self.world_size = name, world_size
+        self._actors: list[ActorHandle] = [_new_actor(placement, rank) for rank in range(world_size)]
+
+    def start(
+        self, factory: Callable[..., object], per_rank: Sequence[Mapping[str, object]], *, timeout_s: float
+    ) -> None:
+        """Builds every worker with `factory(**per_rank[rank])`."""
+        refs = [
+            actor.start.remote(factory, dict(kwargs)) for actor, kwargs in zip(self._actors, per_rank, strict=True)
+        ]
+        self._collect(refs, list(range(self.world_size)), stage=f"start of {self.name}", timeout_s=timeout_s)
+
+    def rendezvous(self, choose_port: Callable[[str], int], *, timeout_s: float) -> tuple[str, int]:
+        """Address of rank 0's node and a port that is free there."""
+        address = str(ray.get(self._actors[0].node_ip.remote(), timeout=timeout_s))
+        return address, int(ray.get(self._actors[0].pick_port.remote(choose_port), timeout=timeout_s))
+
+    def run(self, call: Call) -> list[object]:
+        ranks = list(call.ranks) if call.ranks is not None else list(range(self.world_size))
+        refs = [self._alive(rank, call.stage).call.remote(call.method, call.arguments(rank)) for rank in ranks]
+        replies = self._collect(refs, ranks, stage=call.stage, timeout_s=call.timeout_s)
+        return [reply["value"] for reply in replies]
+
+    def run_for_payload(self, call: Call) -> Payload:
+        ranks = list(call.ranks) if call.ranks is not None else list(range(self.world_size))
+        pairs = [
+            self._alive(rank, call.stage).call_for_payload.remote(call.method, call.arguments(rank)) for rank in ranks
+        ]
+        self._collect([status for status, _ in pairs], ranks, stage=call.stage, timeout_s=call.timeout_s)
+        return Payload(pairs[0][1])
+
+    def shutdown(self) -> None:
+        actors, self._actors = self._actors, []
+        for actor in actors:
+            ray.kill(actor)
+
+    def _alive(self, rank: int, stage: str) -> ActorHandle:
+        if not self._actors:
+            raise WorkerError(f"{self.name} has been shut down", rank=rank, stage=stage)
+        return self._actors[rank]
+
+    def _collect(
+        self, refs: Sequence[ray.ObjectRef], ranks: Sequence[int], *, stage: str, timeout_s: float
+    ) -> list[dict[str, object]]:
+        """Replies in the order of `refs`; on the first failure ends the group and raises the root cause."""
+        waiting = list(refs)
+        deadline = time.monotonic() + timeout_s
+        replies: dict[ray.ObjectRef, dict[str, object]] = {}
+        failures: list[NemoRLError] = []
+        while waiting and time.monotonic() < deadline:
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            for ref in done:
+                reply = _reply(ref)
+                failure = _failure(reply, rank=ranks[refs.index(ref)], stage=stage)
+                if failure is None:
+                    replies[ref] = reply
+                    continue
+                if not failures:
+                    deadline = min(deadline, time.monotonic() + FIRST_CAUSE_GRACE_S)
+                failures.append(failure)
+        if failures or waiting:
+            self.shutdown()
+            raise _root_cause(failures) if failures else self._too_late(waiting, refs, ranks, stage, timeout_s)
+        return [replies[ref] for ref in refs]
+
+    def _too_late(
+        self,
+        waiting: Sequence[ray.ObjectRef],
+        refs: Sequence[ray.ObjectRef],
+        ranks: Sequence[int],
+        stage: str,
+        timeout_s: float,
+    ) -> WorkerError:
+        late = sorted(ranks[refs.index(ref)] for ref in waiting)
+        return CollectiveTimeout(
+            f"{self.name}: ranks {late} did not finish in {timeout_s:.0f} s; raise cluster.stage_timeout_s if the "
+            "stage is only slow",
+            rank=late[0],
+            stage=stage,
+        )
+
+
+def _new_actor(placement: RayPlacement, rank: int) -> ActorHandle:
+    options: dict[str, object] = {"num_cpus": placement.num_cpus, "num_gpus": placement.num_gpus, "max_restarts": 0}
+    if placement.placement_group is not None:
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+            placement_group=placement.placement_group, placement_group_bundle_index=rank
+        )
+    if placement.environment:
+        options["runtime_env"] = {"env_vars": dict(placement.environment)}
+    return ray.remote(_Host).options(**options).remote()
+
+
+def _reply(ref: ray.ObjectRef) -> dict[str, object]:
+    try:
+        return ray.get(ref)
+    except RayActorError as error:
+        return {"ok": False, "died": f"the worker process died: {_first_line(error)}"}
+    except RayError as error:
+        return {"ok": False, "died": f"the call was lost: {_first_line(error)}"}
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def _failure(reply: Mapping[str, object], *, rank: int, stage: str) -> NemoRLError | None:
+    if reply["ok"]:
+        return None
+    if "died" in reply:
+        return WorkerError(str(reply["died"]), rank=rank, stage=stage)
+    record = reply["error"]
+    assert isinstance(record, dict)
+    logger.debug("rank %s, stage %s:\n%s", rank, stage, reply["trace"])
+    error = from_record(record)
+    if isinstance(error, UserError):
+        error.add_note(f"rank {rank}, stage {stage}")
+        return error
+    return WorkerError(f"{record['kind']}: {record['text']}", rank=rank, stage=stage)
+
+
+def _root_cause(failures: Sequence[NemoRLError]) -> NemoRLError:
+    """The first failure that is not merely what a peer's death looks like."""
+    for failure in failures:
+        text = str(failure).lower()
+        if isinstance(failure, UserError) or not any(word in text for word in COLLECTIVE_WORDS):
+            return failure
+    return failures[0]

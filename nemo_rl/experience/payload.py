@@ -1,0 +1,87 @@
+"""Rollouts -> columns for the data plane, and the small per-row record that the driver carries.
+
+Called by the rollout worker. Invariant: nothing per token is in `DriverCarry`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.models.generation.interfaces import GenerationOutput
+
+__all__ = ["DriverCarry", "build_columns", "mint_keys"]
+
+UID_BYTES = 6
+"""Random bytes of a group uid: 2^48 values, and a put of a live key by another group is refused by the ledger."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DriverCarry:
+    """Per-row scalars that the driver needs for advantages, filters and metrics; rows as in the meta beside it."""
+
+    rewards: np.ndarray
+    """`[N]` float32."""
+    group_ids: np.ndarray
+    """`[N]` int32, equal for samples of one prompt, counted from 0 in row order."""
+    truncated: np.ndarray
+    """`[N]` bool."""
+    response_lengths: np.ndarray
+    """`[N]` int32, tokens."""
+
+    def select(self, rows: Sequence[int]) -> DriverCarry:
+        """The same columns at `rows`."""
+        index = np.asarray(rows, dtype=np.int64)
+        return DriverCarry(
+            rewards=self.rewards[index],
+            group_ids=self.group_ids[index],
+            truncated=self.truncated[index],
+            response_lengths=self.response_lengths[index],
+        )
+
+
+def mint_keys(num_groups: int, group_size: int) -> list[str]:
+    """Fresh keys `<group uid>_g<i>`, group by group."""
+    uids = [secrets.token_hex(UID_BYTES) for _ in range(num_groups)]
+    return [f"{uid}_g{i}" for uid in uids for i in range(group_size)]
+
+
+def build_columns(
+    prompt_ids: Sequence[Sequence[int]], output: GenerationOutput, *, group_size: int, pad_token_id: int
+) -> BatchedDataDict:
+    """The columns of the rollout stage, right-padded.
+
+    Args:
+        prompt_ids: P prompts.
+        output: P * group_size responses, prompt by prompt.
+
+    Returns:
+        `input_ids` [N, T] int32, `token_mask` [N, T] bool (response tokens), `generation_logprobs` [N, T] float32
+        (0 on the prompt), `input_lengths` [N] int32, `sample_mask` [N] float32 ones.
+    """
+    prompt_lengths = torch.tensor([len(ids) for ids in prompt_ids]).repeat_interleave(group_size)
+    lengths = prompt_lengths + output.lengths
+    num_rows, width = len(lengths), int(lengths.max()) if len(lengths) else 0
+    position = torch.arange(width)
+    is_prompt = position < prompt_lengths[:, None]
+    is_response = (position < lengths[:, None]) & ~is_prompt
+    input_ids = torch.full((num_rows, width), pad_token_id, dtype=torch.int32)
+    flat_prompts = torch.tensor([token for ids in prompt_ids for _ in range(group_size) for token in ids])
+    input_ids[is_prompt] = flat_prompts.to(torch.int32)
+    input_ids[is_response] = output.token_ids.to(torch.int32)
+    logprobs = torch.zeros(num_rows, width)
+    logprobs[is_response] = output.logprobs.float()
+    return BatchedDataDict(
+        {
+            "input_ids": input_ids,
+            "input_lengths": lengths.to(torch.int32),
+            "token_mask": is_response,
+            "generation_logprobs": logprobs,
+            "sample_mask": torch.ones(num_rows),
+        }
+    )

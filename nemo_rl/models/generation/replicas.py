@@ -1,0 +1,99 @@
+"""Several generation engines behind one `GenerationInterface`.
+
+The rollout worker calls `generate`; the weight sync calls `load_payload`. Prompts are split into consecutive blocks,
+one per replica, so a group of samples never crosses replicas. What a row samples does not depend on the split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import torch
+
+from nemo_rl.distributed.worker_groups import Call, Payload, WorkerGroup
+from nemo_rl.errors import WorkerError
+from nemo_rl.models.generation.interfaces import GenerationInterface, GenerationOutput, GenerationRequest
+from nemo_rl.models.weight_bundle import WeightBundle
+
+__all__ = ["GenerationReplicas", "join_outputs", "split_request"]
+
+
+class GenerationReplicas(GenerationInterface):
+    """Engines in a worker group.
+
+    Args:
+        engines: each worker is a `GenerationInterface` with `load_bundle`.
+        timeout_s: deadline of one call.
+    """
+
+    def __init__(self, engines: WorkerGroup, *, timeout_s: float) -> None:
+        self._engines = engines
+        self._timeout_s = timeout_s
+        self._version = -1
+
+    def generate(self, request: GenerationRequest) -> GenerationOutput:
+        parts = split_request(request, self._engines.world_size)
+        outputs = self._run("generate", per_rank=[{"request": part} for part in parts])
+        return join_outputs(cast("list[GenerationOutput]", outputs))
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:
+        held = self.load_payload(Payload(WeightBundle.collect(weights)), version=version)
+        return held[0]
+
+    def load_payload(self, payload: Payload, *, version: int) -> list[int]:
+        """Every engine loads the bundle behind `payload`; returns the version each of them now holds."""
+        held = cast("list[int]", self._run("load_bundle", bundle=payload, version=version))
+        self._version = version
+        return held
+
+    def prepare_for_generation(self) -> None:
+        self._run("prepare_for_generation")
+
+    def finish_generation(self) -> None:
+        self._run("finish_generation")
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    def shutdown(self) -> None:
+        self._engines.shutdown()
+
+    def _run(
+        self, method: str, *, per_rank: Sequence[dict[str, object]] | None = None, **kwargs: object
+    ) -> list[object]:
+        call = Call(method=method, stage="generation", timeout_s=self._timeout_s, kwargs=kwargs, per_rank=per_rank)
+        return self._engines.run(call)
+
+
+def split_request(request: GenerationRequest, num_parts: int) -> list[GenerationRequest]:
+    """Consecutive blocks of prompts with their seeds; sizes differ by at most one prompt."""
+    num_prompts, group = len(request.prompt_ids), request.group_size
+    bounds = [num_prompts * part // num_parts for part in range(num_parts + 1)]
+    return [
+        GenerationRequest(
+            prompt_ids=request.prompt_ids[start:stop],
+            seeds=request.seeds[start * group : stop * group],
+            sampling=request.sampling,
+        )
+        for start, stop in zip(bounds, bounds[1:], strict=False)
+    ]
+
+
+def join_outputs(outputs: Sequence[GenerationOutput]) -> GenerationOutput:
+    """Outputs of the blocks, in order.
+
+    Raises:
+        WorkerError: engines sampled from different weight versions.
+    """
+    versions = {output.weight_version for output in outputs if len(output.lengths)}
+    if len(versions) > 1:
+        raise WorkerError(f"engines sampled from weight versions {sorted(versions)}; refit all of them", stage="rollout")
+    return GenerationOutput(
+        token_ids=torch.cat([output.token_ids for output in outputs]),
+        logprobs=torch.cat([output.logprobs for output in outputs]),
+        lengths=torch.cat([output.lengths for output in outputs]),
+        truncated=torch.cat([output.truncated for output in outputs]),
+        weight_version=versions.pop() if versions else outputs[0].weight_version,
+    )

@@ -1,0 +1,140 @@
+"""`Policy`: the driver's view of the policy workers.
+
+Holds a worker group and turns each request into one call per rank. Bulk never passes through here except in
+`train` and `get_logprobs`, which take a batch that the caller already holds; GRPO uses `TQPolicy` instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.packing import PackPlan
+from nemo_rl.distributed.worker_groups import Call, Payload, WorkerGroup
+from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
+from nemo_rl.utils.metrics import Reduction, merge_metrics
+
+__all__ = ["Policy", "TrainSummary"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainSummary:
+    """`TrainResult`s of all ranks, merged."""
+
+    loss: float
+    """Mean over the optimizer steps of the call."""
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    metrics: dict[str, Reduction] = field(default_factory=dict)
+    learning_rate: float
+    num_tokens: int
+    total_flops: float
+    theoretical_tflops: float
+
+
+class Policy:
+    """The policy workers behind one object.
+
+    Args:
+        workers: one worker per data-parallel rank.
+        timeout_s: deadline of one stage.
+    """
+
+    def __init__(self, workers: WorkerGroup, *, timeout_s: float) -> None:
+        self._workers = workers
+        self._timeout_s = timeout_s
+
+    @property
+    def dp_world(self) -> int:
+        """Data-parallel ranks."""
+        return self._workers.world_size
+
+    def train(
+        self, batch: BatchedDataDict, loss_fn: LossFunction, *, plan: PackPlan, eval_mode: bool = False
+    ) -> TrainSummary:
+        """One optimizer step per global batch of `plan`."""
+        results = self._run(
+            "train",
+            "train",
+            loss_fn=loss_fn,
+            eval_mode=eval_mode,
+            per_rank=[{"batch": shard, "plan": part} for shard, part in self._shards(batch, plan)],
+        )
+        return summarize(cast("list[TrainResult]", results))
+
+    def get_logprobs(self, batch: BatchedDataDict, *, plan: PackPlan) -> torch.Tensor:
+        """`[N, T]` float32 in the order of `batch`."""
+        return self._logprobs("get_logprobs", batch, plan)
+
+    def get_reference_policy_logprobs(self, batch: BatchedDataDict, *, plan: PackPlan) -> torch.Tensor:
+        """`[N, T]` float32 under the reference weights."""
+        return self._logprobs("get_reference_policy_logprobs", batch, plan)
+
+    def prepare_for_lp_inference(self) -> None:
+        self._run("prepare_for_lp_inference", "logprob prep")
+
+    def prepare_for_training(self) -> None:
+        self._run("prepare_for_training", "train prep")
+
+    def export_weights(self) -> Payload:
+        """A handle to `{name: full CPU tensor}` in HF naming, kept at rank 0."""
+        self._run("offload_before_refit", "refit")
+        payload = self._workers.run_for_payload(self._call("collect_weights", "refit"))
+        self._run("offload_after_refit", "refit")
+        return payload
+
+    def save_checkpoint(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
+        """HF folder, sharded optimizer state and tokenizer; a failed write leaves only what the caller discards."""
+        self._run("save_checkpoint", "checkpoint", weights=weights, optimizer=optimizer, tokenizer=tokenizer)
+
+    def load_checkpoint(self, *, weights: Path, optimizer: Path | None) -> None:
+        self._run("load_checkpoint", "resume", weights=weights, optimizer=optimizer)
+
+    def is_alive(self) -> bool:
+        """Whether every worker answers."""
+        return all(self._run("is_alive", "health"))
+
+    def shutdown(self) -> None:
+        """Ends the workers. Idempotent."""
+        self._workers.shutdown()
+
+    def _logprobs(self, method: str, batch: BatchedDataDict, plan: PackPlan) -> torch.Tensor:
+        per_rank = [{"batch": shard, "plan": part} for shard, part in self._shards(batch, plan)]
+        parts = cast("list[torch.Tensor]", self._run(method, "logprobs", per_rank=per_rank))
+        order = [row for rank in range(plan.num_ranks) for row in plan.rows_of_rank(rank)]
+        merged = torch.zeros(batch.size, max(part.shape[1] for part in parts))
+        merged[torch.tensor(order)] = torch.cat(parts)
+        return merged
+
+    def _shards(self, batch: BatchedDataDict, plan: PackPlan) -> list[tuple[BatchedDataDict, PackPlan]]:
+        return [(batch.select_indices(plan.rows_of_rank(r)), plan.for_rank(r)) for r in range(plan.num_ranks)]
+
+    def _run(
+        self, method: str, stage: str, *, per_rank: Sequence[dict[str, object]] | None = None, **kwargs: object
+    ) -> list[object]:
+        return self._workers.run(self._call(method, stage, per_rank=per_rank, **kwargs))
+
+    def _call(
+        self, method: str, stage: str, *, per_rank: Sequence[dict[str, object]] | None = None, **kwargs: object
+    ) -> Call:
+        return Call(method=method, stage=stage, timeout_s=self._timeout_s, kwargs=kwargs, per_rank=per_rank)
+
+
+def summarize(results: Sequence[TrainResult]) -> TrainSummary:
+    """Merges the ranks: global numbers from rank 0, metrics over all microbatches of all ranks, counts added."""
+    first = results[0]
+    return TrainSummary(
+        loss=sum(first.loss) / len(first.loss) if first.loss else 0.0,
+        losses=first.loss,
+        grad_norms=first.grad_norm,
+        metrics=merge_metrics(microbatch for result in results for microbatch in result.metrics),
+        learning_rate=first.learning_rate,
+        num_tokens=sum(result.num_tokens for result in results),
+        total_flops=sum(result.total_flops for result in results),
+        theoretical_tflops=sum(result.theoretical_tflops for result in results),
+    )

@@ -1,0 +1,67 @@
+"""`TQPolicy`: a `Policy` whose workers take their rows from the data plane.
+
+The driver sends each rank a meta (keys, lengths, plan) and gets small results back; tensors go from the store to
+the workers and from the workers to the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from nemo_rl.data_plane.factory import DataPlaneAddress
+from nemo_rl.data_plane.interfaces import KVBatchMeta
+from nemo_rl.data_plane.preshard import shard_meta_for_dp
+from nemo_rl.distributed.packing import PackPlan
+from nemo_rl.distributed.worker_groups import WorkerGroup
+from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
+from nemo_rl.models.policy.lm_policy import Policy, TrainSummary, summarize
+
+__all__ = ["TQPolicy"]
+
+
+class TQPolicy(Policy):
+    """Policy over the data plane.
+
+    Args:
+        workers: one worker with `TQWorkerMixin` per data-parallel rank.
+        address: of the owner's data plane client.
+        timeout_s: deadline of one stage.
+    """
+
+    def __init__(self, workers: WorkerGroup, *, address: DataPlaneAddress, timeout_s: float) -> None:
+        super().__init__(workers, timeout_s=timeout_s)
+        self._run("setup_data_plane", "data plane setup", address=address)
+
+    def get_logprobs_from_meta(self, meta: KVBatchMeta, plan: PackPlan) -> KVBatchMeta:
+        """Workers write `prev_logprobs` of every row; returns the meta that knows them."""
+        return self._logprobs_from_meta("get_logprobs_presharded", "prev_logprobs", meta, plan)
+
+    def get_reference_policy_logprobs_from_meta(self, meta: KVBatchMeta, plan: PackPlan) -> KVBatchMeta:
+        """Workers write `reference_policy_logprobs` of every row."""
+        return self._logprobs_from_meta("get_reference_policy_logprobs_presharded", "reference_logprobs", meta, plan)
+
+    def train_from_meta(
+        self, meta: KVBatchMeta, plan: PackPlan, loss_fn: LossFunction, *, fields: Sequence[str]
+    ) -> TrainSummary:
+        """Workers fetch `fields` of their rows and train, one optimizer step per global batch of `plan`."""
+        results = self._run(
+            "train_presharded", "train", per_rank=self._metas(meta, plan), loss_fn=loss_fn, fields=tuple(fields)
+        )
+        return summarize(cast("list[TrainResult]", results))
+
+    def end_step(self) -> None:
+        """Workers forget what they fetched."""
+        self._run("end_step", "end of step")
+
+    def data_plane_snapshots(self) -> list[dict[str, object]]:
+        """Counters of every worker's client since the last call."""
+        return cast("list[dict[str, object]]", self._run("data_plane_snapshot", "metrics"))
+
+    def _logprobs_from_meta(self, method: str, stage: str, meta: KVBatchMeta, plan: PackPlan) -> KVBatchMeta:
+        metas = cast("list[KVBatchMeta]", self._run(method, stage, per_rank=self._metas(meta, plan)))
+        return meta.with_fields(metas[0].fields, versions=metas[0].versions)
+
+    @staticmethod
+    def _metas(meta: KVBatchMeta, plan: PackPlan) -> list[dict[str, object]]:
+        return [{"meta": part} for part in shard_meta_for_dp(meta, plan)]
