@@ -10,4 +10,6 @@ __all__ = ["Section"]
 class Section(BaseModel):
     """A frozen group of keys; a key that is not declared is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+    )

@@ -158,6 +158,11 @@ class ClusterConfig(Section):
     stage_timeout_s: PositiveFloat = 1800.0
     """Deadline of one stage (rollout, logprobs, train, refit, checkpoint), in seconds."""
 
+    @property
+    def num_workers(self) -> int:
+        """Policy workers over all nodes."""
+        return self.num_nodes * (self.gpus_per_node or self.cpu_workers_per_node or 1)
+
 
 class CheckpointingConfig(Section):
     """When to save, where, and which to keep."""

@@ -1,0 +1,187 @@
+"""From a YAML recipe and overrides to a `MasterConfig`: `load_config`.
+
+Called by the command line, tests and anything that starts a run. One `ConfigError` holds every problem: unknown keys
+at any depth, wrong types, missing keys, interpolations and cross-field rules. Imports neither torch nor ray.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Container, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from nemo_rl.config.compose import Recipe, compose
+from nemo_rl.config.interpolate import resolve_interpolations
+from nemo_rl.config.overrides import apply_overrides
+from nemo_rl.config.schema import MasterConfig
+from nemo_rl.config.schema_walk import lookup, place_of, suggest, suggest_path
+from nemo_rl.config.validate import RULES
+from nemo_rl.errors import ConfigError
+
+__all__ = ["load_config"]
+
+# What OmegaConf and Hydra users write for "must be set by whoever uses this file".
+_MUST_BE_SET = "???"
+
+_EXPECTED: Mapping[str, str] = {
+    "bool_type": "true or false",
+    "dict_type": "a mapping",
+    "finite_number": "a finite number",
+    "float_type": "a number",
+    "greater_than": "a number > {gt}",
+    "greater_than_equal": "a number >= {ge}",
+    "int_from_float": "an integer",
+    "int_type": "an integer",
+    "less_than": "a number < {lt}",
+    "less_than_equal": "a number <= {le}",
+    "list_type": "a list",
+    "literal_error": "one of {expected}",
+    "model_attributes_type": "a section",
+    "model_type": "a section",
+    "none_required": "null",
+    "path_type": "a path",
+    "string_type": "a text",
+}
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> MasterConfig:
+    """Composes `path`, applies `overrides`, resolves `${...}` and validates.
+
+    Raises:
+        ConfigError: with one line per problem, `FILE: dotted.path: what; expected ..., got ...; did you mean 'x'?`
+    """
+    recipe = compose(Path(path))
+    problems = apply_overrides(recipe, overrides)
+    unusable = resolve_interpolations(recipe) | _unset(recipe)
+    problems += [f"{recipe.source_of(path)}: {'.'.join(path)}: {text}" for path, text in unusable.items()]
+    for path in unusable:
+        _remove(recipe.tree, path)
+    try:
+        config = _parse(recipe.tree)
+    except ValidationError as error:
+        broken, lines = _translate(recipe, error, reported=unusable)
+        raise ConfigError([*problems, *lines, *_rules_on_the_rest(recipe, error, broken)]) from None
+    broken = [".".join(path) for path in unusable]
+    problems += [_located(recipe, line) for line in _run_rules(config) if not any(name in line for name in broken)]
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _parse(tree: Mapping[str, Any]) -> MasterConfig:
+    # JSON mode: strict about types ("32" is no integer), and lists and texts still become tuples and paths.
+    return MasterConfig.model_validate_json(json.dumps(tree), strict=True)
+
+
+def _run_rules(config: MasterConfig) -> list[str]:
+    return [line for rule in RULES for line in rule(config)]
+
+
+def _located(recipe: Recipe, line: str) -> str:
+    """Prefixes a rule's line with the file that set the key it starts with."""
+    return f"{recipe.source_of(line.split(':', 1)[0].split('.'))}: {line}"
+
+
+def _rules_on_the_rest(recipe: Recipe, error: ValidationError, broken: Sequence[str]) -> list[str]:
+    """Cross-field rules on what is sound: broken keys fall back to their defaults, and rules that name them are left out."""
+    tree = copy.deepcopy(recipe.tree)
+    for detail in error.errors():
+        path = _input_path(recipe.tree, detail)
+        _, section = lookup(tree, path[:-1])
+        if detail["type"] == "missing" and isinstance(section, dict):
+            section[path[-1]] = _MUST_BE_SET
+        elif isinstance(section, dict):
+            section.pop(path[-1], None)
+    try:
+        config = _parse(tree)
+    except ValidationError:
+        return []
+    lines = [line for line in _run_rules(config) if not any(name in line for name in broken)]
+    return [_located(recipe, line) for line in lines]
+
+
+def _unset(recipe: Recipe) -> dict[tuple[str, ...], str]:
+    """Keys whose value is still `???`, with what the schema says about them."""
+    return {path: _must_be_set(path) for path, value in recipe.leaves() if value == _MUST_BE_SET}
+
+
+def _must_be_set(path: Sequence[str]) -> str:
+    field = place_of(path).field
+    return f"must be set; {field.description}" if field is not None and field.description else "must be set"
+
+
+def _remove(tree: dict[str, Any], path: Sequence[str]) -> None:
+    """Removes a key; of a list with an unusable element, the whole list."""
+    node: Any = tree
+    for part in path[:-1]:
+        if not isinstance(node.get(part), dict):
+            node.pop(part, None)
+            return
+        node = node[part]
+    node.pop(path[-1], None)
+
+
+# ---- pydantic's errors as lines
+
+
+def _input_path(tree: Mapping[str, Any], detail: ErrorDetails) -> tuple[str, ...]:
+    """The path in the user's tree: pydantic adds the names of union members, which are no keys."""
+    path: list[str] = []
+    node: Any = tree
+    for index, part in enumerate(detail["loc"]):
+        is_missing_key = detail["type"] == "missing" and index == len(detail["loc"]) - 1
+        if isinstance(node, Mapping) and (part in node or is_missing_key):
+            node = node.get(part)
+        elif isinstance(node, list) and isinstance(part, int):
+            node = node[part]
+        else:
+            break
+        path.append(str(part))
+    return tuple(path)
+
+
+def _translate(
+    recipe: Recipe, error: ValidationError, *, reported: Container[tuple[str, ...]]
+) -> tuple[list[str], list[str]]:
+    """Dotted paths that are broken (with what may have been meant), and one line per problem."""
+    by_path: dict[tuple[str, ...], list[ErrorDetails]] = {}
+    for detail in error.errors():
+        by_path.setdefault(_input_path(recipe.tree, detail), []).append(detail)
+    broken: list[str] = []
+    lines: list[str] = []
+    for path, details in by_path.items():
+        name = ".".join(path)
+        text, meant = _describe(recipe, path, details)
+        broken += [name, *meant]
+        if path not in reported:
+            lines.append(f"{recipe.source_of(path)}: {name}: {text}")
+    return broken, lines
+
+
+def _describe(recipe: Recipe, path: tuple[str, ...], details: Sequence[ErrorDetails]) -> tuple[str, list[str]]:
+    first = details[0]
+    if first["type"] == "extra_forbidden":
+        place = place_of(path)
+        hint = suggest_path(path, place.candidates)
+        quoted = hint.split("'")[1::2]
+        return f"unknown key{hint}", [".".join((*path[:-1], name)) if "." not in name else name for name in quoted]
+    _, value = lookup(recipe.tree, path)
+    if first["type"] == "missing":
+        return _must_be_set(path), []
+    expected = " or ".join(dict.fromkeys(_expected(detail) for detail in details))
+    hint = ""
+    if first["type"] == "literal_error" and isinstance(value, str):
+        hint = suggest(value, str(first["ctx"]["expected"]).replace("'", "").replace(" or ", ", ").split(", "))
+    if value is None and lookup(recipe.tree, path)[0]:
+        value = first["input"]
+    return f"expected {expected}, got {'null' if value is None else repr(value)}{hint}", []
+
+
+def _expected(detail: ErrorDetails) -> str:
+    template = _EXPECTED.get(detail["type"])
+    return detail["msg"] if template is None else template.format(**detail.get("ctx", {}))

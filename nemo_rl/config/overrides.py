@@ -1,0 +1,110 @@
+"""Overrides of the command line: `a.b=v` changes a key, `+a.b=v` adds one, `~a.b` deletes one.
+
+Values are YAML (`lr=1e-4`, `betas=[0.9,0.95]`, `name=null`). Called by the loader; every problem is returned, none raised.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from nemo_rl.config.compose import COMMAND_LINE, Recipe
+from nemo_rl.config.schema_walk import default_tree, lookup, place_of, suggest, suggest_path
+
+__all__ = ["apply_overrides"]
+
+_OVERRIDE = re.compile(r"(?P<mode>[+~]?)(?P<path>[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*)(?P<value>=.*)?", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Override:
+    mode: str
+    path: tuple[str, ...]
+    value: Any
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.path)
+
+
+def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> list[str]:
+    """Changes `recipe` in the order given and returns one line per problem."""
+    problems: list[str] = []
+    for text in overrides:
+        parsed = _parse(text)
+        if isinstance(parsed, str):
+            problems.append(f"{COMMAND_LINE}: {parsed}")
+            continue
+        problem = _delete(recipe, parsed) if parsed.mode == "~" else _set(recipe, parsed)
+        if problem:
+            problems.append(f"{COMMAND_LINE}: {parsed.name}: {problem}")
+    return problems
+
+
+def _parse(text: str) -> _Override | str:
+    match = _OVERRIDE.fullmatch(text)
+    if match is None:
+        return f"{text!r}: expected a.b=VALUE, +a.b=VALUE or ~a.b"
+    mode, value = match["mode"], match["value"]
+    if (value is None) != (mode == "~"):
+        expected = "~a.b without a value" if mode == "~" else f"{match['path']}=VALUE"
+        return f"{text!r}: expected {expected}"
+    path = tuple(match["path"].split("."))
+    if mode == "~":
+        return _Override(mode=mode, path=path, value=None)
+    try:
+        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value{value}"]), resolve=False)["value"]
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        return f"{text!r}: the value is no valid YAML: {' '.join(str(error).split())}"
+    return _Override(mode=mode, path=path, value=parsed)
+
+
+def _set(recipe: Recipe, override: _Override) -> str | None:
+    place = place_of(override.path)
+    if not place.is_known:
+        path = override.path[: place.unknown_at + 1]
+        what = (
+            f"unknown key {path[-1]!r}" if len(path) < len(override.path) or place.candidates else "has no keys below"
+        )
+        return what + suggest_path(path, place.candidates)
+    if place.is_free:
+        _seed_free_section(recipe, override.path)
+    is_set, present = lookup(recipe.tree, override.path)
+    if override.mode == "+" and is_set:
+        return f"is already set to {present!r}; use {override.name}=... to change it"
+    if override.mode == "" and place.is_free and not is_set:
+        _, siblings = lookup(recipe.tree, override.path[:-1])
+        return (
+            f"is not set in the recipe{suggest(override.path[-1], siblings or ())}; use +{override.name}=... to add it"
+        )
+    recipe.set(override.path, override.value, source=COMMAND_LINE)
+    return None
+
+
+def _delete(recipe: Recipe, override: _Override) -> str | None:
+    is_set, _ = lookup(recipe.tree, override.path)
+    _, section = lookup(recipe.tree, override.path[:-1])
+    if not is_set:
+        names = section if isinstance(section, dict) else ()
+        return f"is not set in the recipe, so it cannot be deleted{suggest(override.path[-1], names)}"
+    del section[override.path[-1]]
+    recipe.sources.pop(override.path, None)
+    return None
+
+
+def _seed_free_section(recipe: Recipe, path: tuple[str, ...]) -> None:
+    """A dictionary with free keys that the recipe leaves at its default starts from that default."""
+    for end in range(1, len(path)):
+        section = path[:end]
+        if place_of(section).field is None or lookup(recipe.tree, section)[0]:
+            continue
+        has_default, value = lookup(default_tree(), section)
+        if has_default and isinstance(value, dict) and end == len(path) - 1:
+            recipe.set(section, copy.deepcopy(value), source=recipe.file)

@@ -1,0 +1,69 @@
+"""The config as YAML: a resolved one (`to_yaml`), and the commented defaults (`commented_defaults`).
+
+`to_yaml` serves `--print-config` and the file beside a run; `python -m nemo_rl.config.render FILE` writes
+`configs/grpo_base.yaml` from the schema and its docstrings, and a test checks that the two agree.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+
+from nemo_rl.config.schema import MasterConfig
+from nemo_rl.config.schema_walk import section_class
+
+__all__ = ["commented_defaults", "to_yaml"]
+
+_HEAD = """\
+# Every key with its default. Written by `make configs` from nemo_rl/config; do not edit by hand.
+# A recipe starts from this file (`defaults: grpo_base.yaml`) and holds only what differs.
+# `???` must be set by the recipe.
+"""
+_WIDTH = 116
+
+
+def to_yaml(config: MasterConfig) -> str:
+    """Every key of `config`; the text loads again as a recipe."""
+    # JSON is YAML too, but nobody reads it; dumping the JSON values keeps paths and tuples plain.
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=_WIDTH)
+
+
+def commented_defaults() -> str:
+    """The schema's defaults as YAML, each key under its docstring."""
+    return _HEAD + "\n".join(_section_lines(MasterConfig, indent=0)) + "\n"
+
+
+def _section_lines(section: type[BaseModel], *, indent: int) -> Iterator[str]:
+    pad = "  " * indent
+    for name, field in section.model_fields.items():
+        inner = section_class(field.annotation)
+        is_nested = inner is not None and (
+            field.is_required() or field.get_default(call_default_factory=True) is not None
+        )
+        about = field.description or (inner.__doc__ if inner is not None else None) or ""
+        if indent == 0:
+            yield ""
+        yield from (f"{pad}# {line}" for line in textwrap.wrap(" ".join(about.split()), _WIDTH - len(pad)))
+        if is_nested and inner is not None:
+            yield f"{pad}{name}:"
+            yield from _section_lines(inner, indent=indent + 1)
+        elif field.is_required():
+            yield f"{pad}{name}: ???"
+        else:
+            yield f"{pad}{name}: {_inline(field.get_default(call_default_factory=True))}"
+
+
+def _inline(value: Any) -> str:
+    plain = str(value) if isinstance(value, Path) else value
+    text = yaml.safe_dump(plain, default_flow_style=True, width=10_000, allow_unicode=True)
+    return str(text).removesuffix("...\n").strip()
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(commented_defaults(), encoding="utf-8")

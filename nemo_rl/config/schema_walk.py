@@ -1,0 +1,120 @@
+"""Questions about the config schema: what a dotted path leads to, what a misspelt name may have meant.
+
+Called by the loader, the overrides and the renderer. The schema itself is the only source: nothing here names a key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from nemo_rl.config.schema import MasterConfig
+
+__all__ = ["Place", "default_tree", "iter_fields", "place_of", "section_class", "suggest", "suggest_path"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a dotted path ends in the schema."""
+
+    is_known: bool
+    is_free: bool = False
+    """True inside a dictionary whose keys the schema does not list (`policy.optimizer.kwargs.lr`)."""
+    field: FieldInfo | None = None
+    unknown_at: int = 0
+    """Index of the first part of the path that the schema does not have."""
+    candidates: tuple[str, ...] = ()
+    """Names that the schema has at `unknown_at`."""
+
+
+def section_class(annotation: object) -> type[BaseModel] | None:
+    """The section that a field holds, also when it may be null; None for a plain value."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for part in typing.get_args(annotation) if _is_union(annotation) else ():
+        found = section_class(part)
+        if found is not None:
+            return found
+    return None
+
+
+def place_of(path: Sequence[str]) -> Place:
+    """Follows `path` from the root of the schema."""
+    section: type[BaseModel] = MasterConfig
+    for index, name in enumerate(path):
+        field = section.model_fields.get(name)
+        if field is None:
+            return Place(is_known=False, unknown_at=index, candidates=tuple(section.model_fields))
+        is_last = index == len(path) - 1
+        if is_last:
+            return Place(is_known=True, field=field)
+        inner = section_class(field.annotation)
+        if inner is None:
+            is_free = typing.get_origin(field.annotation) is dict
+            return Place(is_known=is_free, is_free=is_free, field=field, unknown_at=index + 1)
+        section = inner
+    return Place(is_known=True)
+
+
+def iter_fields(section: type[BaseModel] = MasterConfig, *, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every key with its dotted path, sections before what they hold."""
+    for name, field in section.model_fields.items():
+        path = f"{prefix}{name}"
+        yield path, field
+        inner = section_class(field.annotation)
+        if inner is not None:
+            yield from iter_fields(inner, prefix=f"{path}.")
+
+
+def default_tree(section: type[BaseModel] = MasterConfig) -> dict[str, Any]:
+    """The defaults as plain values; required keys are left out."""
+    tree: dict[str, Any] = {}
+    for name, field in section.model_fields.items():
+        inner = section_class(field.annotation)
+        if inner is not None and not _is_nullable(field.annotation):
+            tree[name] = default_tree(inner)
+        elif not field.is_required():
+            value = field.get_default(call_default_factory=True)
+            tree[name] = value if isinstance(value, (str, int, float, bool, list, dict, type(None))) else str(value)
+    return tree
+
+
+def suggest(name: str, candidates: Iterable[str]) -> str:
+    """`; did you mean 'x'?` or nothing."""
+    close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def suggest_path(path: Sequence[str], candidates: Iterable[str]) -> str:
+    """As `suggest`; a name that exists elsewhere in the schema is offered with its whole path."""
+    name = path[-1]
+    near = suggest(name, candidates)
+    if near:
+        return near
+    elsewhere = [known for known, _ in iter_fields() if known.rsplit(".", 1)[-1] == name]
+    return f"; did you mean {' or '.join(repr(known) for known in elsewhere)}?" if elsewhere else ""
+
+
+def lookup(tree: Mapping[str, Any], path: Sequence[str]) -> tuple[bool, Any]:
+    """Whether `path` is set in a plain tree, and its value."""
+    node: Any = tree
+    for part in path:
+        if not isinstance(node, Mapping) or part not in node:
+            return False, None
+        node = node[part]
+    return True, node
+
+
+def _is_union(annotation: object) -> bool:
+    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
+
+
+def _is_nullable(annotation: object) -> bool:
+    return _is_union(annotation) and type(None) in typing.get_args(annotation)

@@ -1,0 +1,389 @@
+"""Rules over several keys: what would be ignored, or cannot work, is refused when the recipe is loaded.
+
+Each rule is one function `rule_*(config) -> list[str]`; a line starts with the dotted path of the key to change. All
+rules run, so that all problems are reported at once. Called by the loader; add a rule by adding a function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from nemo_rl.config.base import Section
+from nemo_rl.config.policy import DynamicBatchingConfig, SequencePackingConfig
+from nemo_rl.config.schema import DatasetConfig, GRPOConfig, MasterConfig
+
+__all__ = ["RULES", "Rule"]
+
+Rule = Callable[[MasterConfig], list[str]]
+
+
+def _would_be_ignored(section: Section, prefix: str, names: Iterable[str], *, because: str) -> list[str]:
+    """One line for each of `names` that differs from its default."""
+    lines = []
+    for name in names:
+        value = getattr(section, name)
+        default = type(section).model_fields[name].get_default(call_default_factory=True)
+        if value != default:
+            shown = f"{value!r} " if isinstance(value, (str, int, float, bool)) else ""
+            lines.append(f"{prefix}.{name}: {shown}would be ignored, because {because}; leave it out")
+    return lines
+
+
+# ---- processes
+
+
+def rule_cpu_workers_only_without_gpus(config: MasterConfig) -> list[str]:
+    cluster = config.cluster
+    if cluster.cpu_workers_per_node is not None and cluster.gpus_per_node > 0:
+        return [
+            f"cluster.cpu_workers_per_node: {cluster.cpu_workers_per_node} would be ignored, because "
+            f"cluster.gpus_per_node is {cluster.gpus_per_node}; set cluster.gpus_per_node=0 for CPU workers"
+        ]
+    return []
+
+
+def rule_local_launcher_is_one_process(config: MasterConfig) -> list[str]:
+    cluster = config.cluster
+    if cluster.launcher != "local":
+        return []
+    lines = []
+    if cluster.num_workers > 1:
+        lines.append(
+            f"cluster.launcher: 'local' runs one worker in this process, got {cluster.num_workers}; "
+            "set cluster.cpu_workers_per_node=1 (or gpus_per_node=1) and num_nodes=1, or launcher=ray"
+        )
+    names = ("address", "num_cpus", "worker_start_timeout_s")
+    return lines + _would_be_ignored(cluster, "cluster", names, because="cluster.launcher is 'local'")
+
+
+def rule_address_and_nodes_agree(config: MasterConfig) -> list[str]:
+    cluster = config.cluster
+    lines = []
+    if cluster.address is not None and cluster.num_cpus is not None:
+        lines.append(
+            "cluster.num_cpus: would be ignored, because cluster.address names a running Ray cluster; leave it out"
+        )
+    if cluster.launcher == "ray" and cluster.num_nodes > 1 and cluster.address is None:
+        lines.append(
+            f"cluster.num_nodes: {cluster.num_nodes} nodes need a running Ray cluster; set cluster.address=auto"
+        )
+    return lines
+
+
+def rule_data_plane_fits_launcher(config: MasterConfig) -> list[str]:
+    plane, launcher = config.data_plane, config.cluster.launcher
+    if not plane.enabled:
+        return (
+            []
+            if launcher == "local"
+            else ["data_plane.enabled: false keeps rows in one process; set cluster.launcher=local, or enabled=true"]
+        )
+    if plane.impl == "noop" and launcher == "ray":
+        return ["data_plane.impl: 'noop' keeps rows in one process; set cluster.launcher=local, or impl=transfer_queue"]
+    if plane.impl == "transfer_queue" and launcher == "local":
+        return ["data_plane.impl: 'transfer_queue' lives in Ray actors; set cluster.launcher=ray, or impl=noop"]
+    return []
+
+
+def rule_ledger_host_fits_launcher(config: MasterConfig) -> list[str]:
+    host, cluster = config.data_plane.ledger_host, config.cluster
+    if cluster.launcher == "local" and host == "ray_actor":
+        return ["data_plane.ledger_host: 'ray_actor' needs Ray; set in_process or socket, or cluster.launcher=ray"]
+    if cluster.launcher == "ray" and host == "in_process":
+        return ["data_plane.ledger_host: 'in_process' cannot be reached by Ray actors; set ray_actor or socket"]
+    if cluster.launcher == "ray" and host == "socket" and (cluster.num_nodes > 1 or cluster.address is not None):
+        return ["data_plane.ledger_host: 'socket' serves one machine only; set ray_actor"]
+    return []
+
+
+def rule_simple_backend_keys_need_transfer_queue(config: MasterConfig) -> list[str]:
+    plane = config.data_plane
+    if plane.enabled and plane.impl == "transfer_queue":
+        return []
+    because = "data_plane.enabled is false" if not plane.enabled else f"data_plane.impl is {plane.impl!r}"
+    names = tuple(type(plane.simple).model_fields)
+    return _would_be_ignored(plane.simple, "data_plane.simple", names, because=because)
+
+
+# ---- batches
+
+
+def rule_one_way_of_batching(config: MasterConfig) -> list[str]:
+    policy = config.policy
+    if policy.sequence_packing.enabled and policy.dynamic_batching.enabled:
+        return [
+            "policy.dynamic_batching.enabled: packing and dynamic batching exclude each other; turn one of them off"
+        ]
+    return []
+
+
+def rule_batching_keys_need_their_switch(config: MasterConfig) -> list[str]:
+    policy = config.policy
+    lines = []
+    sections: tuple[tuple[str, SequencePackingConfig | DynamicBatchingConfig], ...] = (
+        ("policy.sequence_packing", policy.sequence_packing),
+        ("policy.dynamic_batching", policy.dynamic_batching),
+    )
+    for prefix, section in sections:
+        names = ("train_mb_tokens", "logprob_mb_tokens")
+        if not section.enabled:
+            lines += _would_be_ignored(section, prefix, names, because=f"{prefix}.enabled is false")
+        else:
+            multiple = policy.make_sequence_length_divisible_by
+            longest = -(-policy.max_total_sequence_length // multiple) * multiple
+            for name in names:
+                cap = getattr(section, name)
+                if cap < longest:
+                    lines.append(f"{prefix}.{name}: {cap} tokens do not hold one sequence; expected at least {longest}")
+    if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:
+        fixed = ("train_micro_batch_size", "logprob_batch_size")
+        lines += _would_be_ignored(policy, "policy", fixed, because="microbatches are planned by tokens")
+    return lines
+
+
+def rule_fixed_microbatches_divide(config: MasterConfig) -> list[str]:
+    policy, workers = config.policy, config.cluster.num_workers
+    if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:
+        return []
+    unit = workers * policy.train_micro_batch_size
+    if policy.train_global_batch_size % unit:
+        return [
+            f"policy.train_global_batch_size: {policy.train_global_batch_size} does not divide into {workers} workers x "
+            f"policy.train_micro_batch_size {policy.train_micro_batch_size}; expected a multiple of {unit}, or "
+            "policy.dynamic_batching.enabled=true, which needs no such thing"
+        ]
+    return []
+
+
+def rule_step_divides_into_global_batches(config: MasterConfig) -> list[str]:
+    grpo, batch = config.grpo, config.policy.train_global_batch_size
+    samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+    if samples % batch:
+        return [
+            f"policy.train_global_batch_size: expected a divisor of grpo.num_prompts_per_step x "
+            f"num_generations_per_prompt = {samples}, got {batch}"
+        ]
+    return []
+
+
+# ---- rollouts
+
+
+def rule_sampling_is_random_in_training(config: MasterConfig) -> list[str]:
+    if config.policy.generation.temperature == 0:
+        return [
+            "policy.generation.temperature: 0 is greedy: all samples of a group are equal and nothing is learned; "
+            "expected a number > 0 (greedy validation is val_temperature=0)"
+        ]
+    return []
+
+
+def rule_lengths_fit(config: MasterConfig) -> list[str]:
+    policy, prompt = config.policy, config.data.max_input_seq_length
+    new, total = policy.generation.max_new_tokens, policy.max_total_sequence_length
+    if prompt + new > total:
+        return [
+            f"policy.max_total_sequence_length: {total} does not hold data.max_input_seq_length {prompt} + "
+            f"policy.generation.max_new_tokens {new} = {prompt + new}"
+        ]
+    return []
+
+
+# ---- algorithm
+
+
+def rule_advantage_clip_is_an_interval(config: MasterConfig) -> list[str]:
+    low, high = config.grpo.advantage_clip_low, config.grpo.advantage_clip_high
+    if low is not None and high is not None and low >= high:
+        return [f"grpo.advantage_clip_low: {low} is not below grpo.advantage_clip_high {high}"]
+    return []
+
+
+def rule_kl_keys_need_a_penalty(config: MasterConfig) -> list[str]:
+    if config.loss_fn.reference_policy_kl_penalty > 0:
+        return []
+    names = ("reference_policy_kl_type", "kl_input_clamp_value", "kl_output_clamp_value")
+    because = "loss_fn.reference_policy_kl_penalty is 0"
+    return _would_be_ignored(config.loss_fn, "loss_fn", names, because=because)
+
+
+def rule_scheduler_keys_need_a_decay(config: MasterConfig) -> list[str]:
+    scheduler = config.policy.scheduler
+    if scheduler.name == "constant":
+        because = "policy.scheduler.name is 'constant', which never decays"
+        return _would_be_ignored(scheduler, "policy.scheduler", ("decay_steps", "min_factor"), because=because)
+    end = scheduler.decay_steps or config.grpo.max_num_steps
+    if scheduler.warmup_steps >= end:
+        return [f"policy.scheduler.warmup_steps: {scheduler.warmup_steps} leaves no step to decay before step {end}"]
+    return []
+
+
+def rule_dtensor_is_the_only_worker(config: MasterConfig) -> list[str]:
+    if not config.policy.dtensor_cfg.enabled:
+        return ["policy.dtensor_cfg.enabled: false leaves no training backend; expected true"]
+    return []
+
+
+# ---- validation
+
+
+def rule_validation_needs_prompts(config: MasterConfig) -> list[str]:
+    if config.data.validation is not None:
+        return []
+    grpo = config.grpo
+    asked = [
+        name
+        for name, is_on in (
+            ("val_period", grpo.val_period > 0),
+            ("val_at_start", grpo.val_at_start),
+            ("val_at_end", grpo.val_at_end),
+            ("stop_at_validation_accuracy", grpo.stop_at_validation_accuracy is not None),
+        )
+        if is_on
+    ]
+    off = {"val_period": "0", "stop_at_validation_accuracy": "null"}
+    lines = [
+        f"grpo.{name}: there is no data.validation; add one, or set grpo.{name}={off.get(name, 'false')}"
+        for name in asked
+    ]
+    because = "there is no data.validation"
+    return lines + _would_be_ignored(grpo, "grpo", ["max_val_samples"], because=because)
+
+
+def rule_validation_prompts_are_used(config: MasterConfig) -> list[str]:
+    if config.data.validation is None or _validates(config.grpo):
+        return []
+    lines = [
+        "data.validation: is never used, because grpo.val_period is 0 and val_at_start and val_at_end are false; "
+        "set it to null, or turn one of them on"
+    ]
+    if config.grpo.stop_at_validation_accuracy is not None:
+        lines.append("grpo.stop_at_validation_accuracy: nothing is ever validated; set grpo.val_period")
+    return lines
+
+
+def _validates(grpo: GRPOConfig) -> bool:
+    return grpo.val_period > 0 or grpo.val_at_start or grpo.val_at_end
+
+
+# ---- prompts and rewards
+
+
+def rule_dataset_keys_fit_their_kind(config: MasterConfig) -> list[str]:
+    lines = _dataset_lines(config.data.train, "data.train")
+    if config.data.validation is not None:
+        lines += _dataset_lines(config.data.validation, "data.validation")
+    return lines
+
+
+_GENERATED = ("sort_digits", "reasoning_gym")
+_SORT_OPTIONS = ("min_digits", "max_digits")
+
+
+def _dataset_lines(dataset: DatasetConfig, prefix: str) -> list[str]:
+    name = dataset.dataset_name
+    lines, ignored = [], []
+    if name in _GENERATED:
+        ignored += ["data_path", "split", "input_key", "output_key"]
+        if dataset.size is None:
+            lines.append(f"{prefix}.size: must be set: {name} is generated")
+    else:
+        ignored += ["seed", "options"]
+        if dataset.data_path is None:
+            lines.append(f"{prefix}.data_path: must be set: {name} reads local files")
+    if name == "jsonl":
+        ignored.append("split")
+    if name == "reasoning_gym":
+        if dataset.task is None:
+            lines.append(f"{prefix}.task: must be set to a reasoning_gym task, for example chain_sum")
+    else:
+        ignored.append("task")
+    if name == "sort_digits":
+        unknown = [option for option in dataset.options if option not in _SORT_OPTIONS]
+        lines += [f"{prefix}.options.{o}: sort_digits takes {' and '.join(_SORT_OPTIONS)} only" for o in unknown]
+    if "{input}" not in dataset.prompt_template:
+        lines.append(f"{prefix}.prompt_template: expected a text with {{input}}, got {dataset.prompt_template!r}")
+    return lines + _would_be_ignored(dataset, prefix, ignored, because=f"{prefix}.dataset_name is {name!r}")
+
+
+def rule_custom_reward_is_named(config: MasterConfig) -> list[str]:
+    name, function = config.env.name, config.env.reward_function
+    if name == "custom" and function is None:
+        return ["env.reward_function: must be set to module:function when env.name is 'custom'"]
+    if name != "custom" and function is not None:
+        return [
+            f"env.reward_function: {function!r} would be ignored, because env.name is {name!r}; set env.name=custom"
+        ]
+    if function is not None and not all(part.strip() for part in function.partition(":")):
+        return [f"env.reward_function: expected module:function, got {function!r}"]
+    return []
+
+
+def rule_reasoning_gym_scores_its_own_prompts(config: MasterConfig) -> list[str]:
+    if config.env.name != "reasoning_gym":
+        return []
+    datasets = {"data.train": config.data.train, "data.validation": config.data.validation}
+    return [
+        f"{prefix}.dataset_name: env.name 'reasoning_gym' scores reasoning_gym prompts only, got {d.dataset_name!r}"
+        for prefix, d in datasets.items()
+        if d is not None and d.dataset_name != "reasoning_gym"
+    ]
+
+
+def rule_scorer_keys_fit_the_environment(config: MasterConfig) -> list[str]:
+    env = config.env
+    ignored = [] if env.name in ("math", "custom") else ["timeout_s", "on_timeout", "num_workers"]
+    if env.name != "reasoning_gym":
+        ignored.append("score_threshold")
+    return _would_be_ignored(env, "env", ignored, because=f"env.name is {env.name!r}")
+
+
+# ---- files
+
+
+def rule_checkpoint_keys_need_checkpoints(config: MasterConfig) -> list[str]:
+    checkpointing = config.checkpointing
+    if checkpointing.enabled:
+        return []
+    if checkpointing.resume:
+        return ["checkpointing.resume: needs checkpointing.enabled=true"]
+    names = ("save_period", "keep_top_k", "metric_name", "higher_is_better", "save_optimizer")
+    return _would_be_ignored(checkpointing, "checkpointing", names, because="checkpointing.enabled is false")
+
+
+def rule_checkpoints_are_ranked_by_something_logged(config: MasterConfig) -> list[str]:
+    checkpointing = config.checkpointing
+    if not checkpointing.enabled:
+        return []
+    if checkpointing.keep_top_k is None:
+        names = ("metric_name", "higher_is_better")
+        return _would_be_ignored(
+            checkpointing, "checkpointing", names, because="checkpointing.keep_top_k is null: all are kept"
+        )
+    area, _, metric = checkpointing.metric_name.partition(":")
+    if area not in ("val", "train") or not metric:
+        return [f"checkpointing.metric_name: expected val:NAME or train:NAME, got {checkpointing.metric_name!r}"]
+    if area == "val" and (config.data.validation is None or not _validates(config.grpo)):
+        return [
+            f"checkpointing.metric_name: {checkpointing.metric_name!r} is never measured without validation; "
+            "set train:reward, or keep_top_k=null, or add data.validation"
+        ]
+    return []
+
+
+def rule_resume_needs_the_optimizer(config: MasterConfig) -> list[str]:
+    if config.checkpointing.resume and not config.checkpointing.save_optimizer:
+        return ["checkpointing.save_optimizer: false cannot be resumed from; set it to true, or resume=false"]
+    return []
+
+
+def rule_wandb_keys_need_wandb(config: MasterConfig) -> list[str]:
+    if config.logger.wandb_enabled:
+        return []
+    wandb = config.logger.wandb
+    names = tuple(type(wandb).model_fields)
+    return _would_be_ignored(wandb, "logger.wandb", names, because="logger.wandb_enabled is false")
+
+
+RULES: tuple[Rule, ...] = tuple(rule for name, rule in sorted(globals().items()) if name.startswith("rule_"))
+"""Every rule of this module, by name."""
