@@ -58,15 +58,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> MasterConfig
     recipe = compose(Path(path))
     problems = apply_overrides(recipe, overrides)
     unusable = resolve_interpolations(recipe) | _unset(recipe)
-    problems += [f"{recipe.source_of(path)}: {'.'.join(path)}: {text}" for path, text in unusable.items()]
-    for path in unusable:
-        _remove(recipe.tree, path)
+    problems += [f"{recipe.source_of(place)}: {'.'.join(place)}: {text}" for place, text in unusable.items()]
+    for place in unusable:
+        _remove(recipe.tree, place)
     try:
         config = _parse(recipe.tree)
     except ValidationError as error:
         broken, lines = _translate(recipe, error, reported=unusable)
         raise ConfigError([*problems, *lines, *_rules_on_the_rest(recipe, error, broken)]) from None
-    broken = [".".join(path) for path in unusable]
+    broken = [".".join(place) for place in unusable]
     problems += [_located(recipe, line) for line in _run_rules(config) if not any(name in line for name in broken)]
     if problems:
         raise ConfigError(problems)
@@ -88,7 +88,7 @@ def _located(recipe: Recipe, line: str) -> str:
 
 
 def _rules_on_the_rest(recipe: Recipe, error: ValidationError, broken: Sequence[str]) -> list[str]:
-    """Cross-field rules on what is sound: broken keys fall back to their defaults, and rules that name them are left out."""
+    """Cross-field rules on what is sound: broken keys take their defaults; rules that name them are left out."""
     tree = copy.deepcopy(recipe.tree)
     for detail in error.errors():
         path = _input_path(recipe.tree, detail)

@@ -1,6 +1,6 @@
 """Overrides of the command line: `a.b=v` changes a key, `+a.b=v` adds one, `~a.b` deletes one.
 
-Values are YAML (`lr=1e-4`, `betas=[0.9,0.95]`, `name=null`). Called by the loader; every problem is returned, none raised.
+Values are YAML (`lr=1e-4`, `betas=[0.9,0.95]`, `name=null`). Called by the loader; problems are returned, not raised.
 """
 
 from __future__ import annotations

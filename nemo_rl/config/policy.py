@@ -35,24 +35,29 @@ class SequencePackingConfig(Section):
     """Microbatches of whole sequences laid end to end in one row, without padding between them."""
 
     enabled: bool = False
+    """Excludes the other way of batching; with neither, microbatches have a fixed number of rows."""
     train_mb_tokens: PositiveInt = 8192
     """Most tokens in one training microbatch: a hard cap."""
     logprob_mb_tokens: PositiveInt = 8192
+    """The same for log-probability passes, which need less memory."""
 
 
 class DynamicBatchingConfig(Section):
     """Microbatches of padded rows, as many as fit under a token cap."""
 
     enabled: bool = False
+    """Excludes the other way of batching; with neither, microbatches have a fixed number of rows."""
     train_mb_tokens: PositiveInt = 8192
     """Most tokens in one training microbatch, padding included: a hard cap."""
     logprob_mb_tokens: PositiveInt = 8192
+    """The same for log-probability passes, which need less memory."""
 
 
 class DTensorConfig(Section):
     """The DTensor worker (FSDP2 over the data-parallel ranks)."""
 
     enabled: bool = True
+    """The only training backend; false is refused."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
 
@@ -62,9 +67,8 @@ class OptimizerConfig(Section):
 
     name: str = "torch.optim.AdamW"
     """`module.Class` of a torch optimizer."""
-    kwargs: dict[str, float | bool | int | list[float]] = Field(
-        default_factory=lambda: {"lr": 1e-6, "weight_decay": 0.01}
-    )
+    kwargs: dict[str, float | bool | int | list[float]] = {"lr": 1e-6, "weight_decay": 0.01}
+    """Arguments of the optimizer; `lr` is the peak that the scheduler's factor multiplies."""
 
 
 class SchedulerConfig(Section):
@@ -73,9 +77,11 @@ class SchedulerConfig(Section):
     name: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up: flat, a straight line or half a cosine down to `min_factor`."""
     warmup_steps: NonNegativeInt = 0
+    """Steps of linear warm-up from zero."""
     decay_steps: PositiveInt | None = None
     """Step at which `min_factor` is reached; null uses `grpo.max_num_steps`."""
     min_factor: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Factor at the end of the decay and from there on."""
 
 
 class GenerationConfig(Section):
@@ -86,10 +92,13 @@ class GenerationConfig(Section):
     num_replicas: PositiveInt = 1
     """Engines that share the prompts of a step."""
     max_new_tokens: PositiveInt = 512
+    """Longest response in tokens, the stop token included."""
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature of training rollouts; 0 is greedy and refused for training."""
     top_p: Probability = 1.0
+    """Sample from the smallest set of tokens with this probability; 1 keeps all."""
     top_k: PositiveInt | None = None
+    """Sample from the k most likely tokens; null keeps all."""
     val_temperature: NonNegativeFloat | None = None
     """Temperature in validation; null uses `temperature`; 0 is greedy."""
     stop_token_ids: list[NonNegativeInt] | None = None
@@ -119,6 +128,7 @@ class PolicyConfig(Section):
     make_sequence_length_divisible_by: PositiveInt = 1
     """Padded width is rounded up to a multiple of this."""
     max_grad_norm: PositiveFloat | None = 1.0
+    """Gradients are scaled down to this global norm; null never scales them."""
     sequence_packing: SequencePackingConfig = Field(default_factory=SequencePackingConfig)
     dynamic_batching: DynamicBatchingConfig = Field(default_factory=DynamicBatchingConfig)
     dtensor_cfg: DTensorConfig = Field(default_factory=DTensorConfig)

@@ -31,7 +31,7 @@ _WIDTH = 116
 def to_yaml(config: MasterConfig) -> str:
     """Every key of `config`; the text loads again as a recipe."""
     # JSON is YAML too, but nobody reads it; dumping the JSON values keeps paths and tuples plain.
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=_WIDTH)
+    return str(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=_WIDTH))
 
 
 def commented_defaults() -> str:

@@ -45,7 +45,9 @@ class GRPOConfig(Section):
     val_period: NonNegativeInt = 10
     """Validate every so many steps; 0 turns periodic validation off."""
     val_at_start: bool = True
+    """Validate before the first step."""
     val_at_end: bool = True
+    """Validate after the last step."""
     max_val_samples: PositiveInt = 256
     """Validation prompts, one sampled response each."""
     stop_at_validation_accuracy: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -55,7 +57,9 @@ class GRPOConfig(Section):
     use_leave_one_out_baseline: bool = True
     """Baseline of a sample is the mean reward of its siblings; false: mean of the whole group."""
     advantage_clip_low: float | None = None
+    """Advantages below this are raised to it; null: no limit."""
     advantage_clip_high: float | None = None
+    """Advantages above this are lowered to it; null: no limit."""
     drop_zero_advantage_groups: bool = True
     """Leave groups whose rewards are all equal out of the update: they carry no gradient."""
     overlong_filtering: bool = False
@@ -63,6 +67,7 @@ class GRPOConfig(Section):
     use_generation_logprobs_as_prev: bool = False
     """Take the sampler's log-probabilities as pi_old instead of recomputing them in the trainer."""
     seed: int = 42
+    """Seed of the prompt order and of sampling."""
 
 
 class LossConfig(Section):
@@ -75,6 +80,7 @@ class LossConfig(Section):
     reference_policy_kl_penalty: NonNegativeFloat = 0.01
     """Weight of the KL term; 0 skips the reference pass altogether."""
     reference_policy_kl_type: Literal["k2", "k3"] = "k3"
+    """Estimator of the KL of one token: k2 is half the squared log-ratio, k3 is r - 1 - log r."""
     kl_input_clamp_value: PositiveFloat = 20.0
     """Clamp of log(pi_ref / pi) before the exponential; clamped tokens are counted in the metrics."""
     kl_output_clamp_value: PositiveFloat = 10.0
@@ -93,7 +99,9 @@ class DatasetConfig(Section):
     split: str | None = None
     """Split of a `huggingface` dataset that has several."""
     input_key: str = "input"
+    """Name of the prompt's column in a file."""
     output_key: str = "output"
+    """Name of the answer's column in a file."""
     size: PositiveInt | None = None
     """Number of generated prompts; for files, keep only the first so many."""
     seed: int = 0
@@ -103,6 +111,7 @@ class DatasetConfig(Section):
     task: str | None = None
     """Task name of `reasoning_gym`, for example `chain_sum`."""
     system_prompt: str | None = None
+    """Text of a system message before the prompt; null: none."""
     prompt_template: str = "{input}"
     """Text of the user message; `{input}` is replaced by the prompt."""
 
@@ -118,12 +127,14 @@ class DataConfig(Section):
     overlong_prompts: Literal["skip", "error"] = "skip"
     """What to do with longer prompts: count and skip them, or refuse to start."""
     shuffle: bool = True
+    """Draw training prompts in a new order each epoch, from `grpo.seed`; false keeps the dataset's order."""
 
 
 class EnvConfig(Section):
     """Where rewards come from."""
 
     name: Literal["sort", "reasoning_gym", "math", "custom"] = "math"
+    """`sort`: exact match; `reasoning_gym`: the task's own score; `math`: math-verify; `custom`: your function."""
     reward_function: str | None = None
     """`module:function` of a custom reward: `(prompt: str, response: str, answer: object) -> float`."""
     timeout_s: PositiveFloat = 10.0
@@ -144,6 +155,7 @@ class ClusterConfig(Section):
     address: str | None = None
     """Address of a running Ray cluster (`auto` finds it); null starts one on this machine."""
     num_nodes: PositiveInt = 1
+    """Machines with policy workers."""
     gpus_per_node: NonNegativeInt = 0
     """Policy workers per node, one GPU each; 0 means CPU workers."""
     cpu_workers_per_node: PositiveInt | None = None
@@ -153,6 +165,7 @@ class ClusterConfig(Section):
     threads_per_worker: PositiveInt = 1
     """Torch threads in every process of ours."""
     worker_start_timeout_s: PositiveFloat = 120.0
+    """Deadline for all actors of a run to start, in seconds."""
     collective_timeout_s: PositiveFloat = 120.0
     """Deadline of one collective between workers, in seconds."""
     stage_timeout_s: PositiveFloat = 1800.0
@@ -168,7 +181,9 @@ class CheckpointingConfig(Section):
     """When to save, where, and which to keep."""
 
     enabled: bool = True
+    """Save checkpoints."""
     checkpoint_dir: Path = Path("results/checkpoints")
+    """Folder of the `step_N` folders and `latest`."""
     save_period: PositiveInt = 10
     """Save every so many steps, and at the last step."""
     keep_top_k: PositiveInt | None = 3
@@ -176,7 +191,9 @@ class CheckpointingConfig(Section):
     metric_name: str = "val:accuracy"
     """`val:NAME` or `train:NAME` as logged."""
     higher_is_better: bool = True
+    """Whether larger values of `metric_name` are better."""
     save_optimizer: bool = True
+    """Save what exact resuming needs besides the weights; false halves the size and cannot be resumed from."""
     resume: bool = False
     """Continue from the latest checkpoint in `checkpoint_dir`; an error if there is none."""
 
@@ -185,16 +202,22 @@ class WandbConfig(Section):
     """Weights & Biases (extra `wandb`)."""
 
     project: str = "nemo_rl"
+    """Project that the run appears in."""
     name: str | None = None
+    """Name of the run; null lets wandb choose one."""
     mode: Literal["online", "offline"] = "online"
+    """`offline` writes the run to the log folder; `wandb sync` uploads it later."""
 
 
 class LoggerConfig(Section):
     """Trackers and files of a run. `metrics.jsonl` is always written."""
 
     log_dir: Path = Path("results/logs")
+    """Folder of everything a run writes besides checkpoints."""
     tensorboard_enabled: bool = True
+    """Write TensorBoard events to `tensorboard/`."""
     wandb_enabled: bool = False
+    """Send metrics to Weights & Biases."""
     wandb: WandbConfig = Field(default_factory=WandbConfig)
     num_rollouts_to_log: NonNegativeInt = 16
     """Readable rollouts per step written to `rollouts/step_N.jsonl`: text, reward, advantage."""

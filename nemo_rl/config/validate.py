@@ -148,8 +148,8 @@ def rule_fixed_microbatches_divide(config: MasterConfig) -> list[str]:
     unit = workers * policy.train_micro_batch_size
     if policy.train_global_batch_size % unit:
         return [
-            f"policy.train_global_batch_size: {policy.train_global_batch_size} does not divide into {workers} workers x "
-            f"policy.train_micro_batch_size {policy.train_micro_batch_size}; expected a multiple of {unit}, or "
+            f"policy.train_global_batch_size: {policy.train_global_batch_size} does not divide into {workers} workers "
+            f"x policy.train_micro_batch_size {policy.train_micro_batch_size}; expected a multiple of {unit}, or "
             "policy.dynamic_batching.enabled=true, which needs no such thing"
         ]
     return []
