@@ -12,12 +12,15 @@ Three ways to form microbatches, all with the same number on every rank:
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["PackPlan", "plan_fixed", "plan_packs", "plan_padded", "replan_microbatches", "round_up"]
+__all__ = ["PackPlan", "plan_fixed", "plan_packs", "plan_padded", "replan_microbatches", "replan_rows", "round_up"]
 
 Bins = list[list[int]]
+BatchSizes = int | Sequence[int] | None
+"""Rows per optimizer step: the same for all, one number per step, or all rows in one step."""
 Load = Callable[[Sequence[int]], int]
 """Tokens that a microbatch of these row indices takes."""
 
@@ -73,7 +76,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def plan_packs(
-    lengths: Sequence[int], *, capacity: int, dp_world: int, pad_multiple: int = 1, global_batch_size: int | None = None
+    lengths: Sequence[int], *, capacity: int, dp_world: int, pad_multiple: int = 1, global_batch_size: BatchSizes = None
 ) -> PackPlan:
     """Packs rows end to end, at most `capacity` tokens per microbatch, balanced over ranks by tokens.
 
@@ -81,7 +84,8 @@ def plan_packs(
         lengths: tokens per row.
         capacity: most tokens in a microbatch; each row counts rounded up to `pad_multiple`.
         dp_world: data-parallel ranks.
-        global_batch_size: rows per optimizer step, in the order of `lengths`; None makes one step of all rows.
+        global_batch_size: rows per optimizer step, in the order of `lengths`; a sequence gives each step its own
+            number; None makes one step of all rows.
 
     Raises:
         ValueError: a row exceeds the cap, or a global batch has fewer rows than ranks.
@@ -98,7 +102,7 @@ def plan_packs(
 
 
 def plan_padded(
-    lengths: Sequence[int], *, capacity: int, dp_world: int, pad_multiple: int = 1, global_batch_size: int | None = None
+    lengths: Sequence[int], *, capacity: int, dp_world: int, pad_multiple: int = 1, global_batch_size: BatchSizes = None
 ) -> PackPlan:
     """As `plan_packs` for padded microbatches: rows x longest row is at most `capacity`."""
     padded = [round_up(n, pad_multiple) for n in lengths]
@@ -118,7 +122,7 @@ def plan_fixed(
     rows_per_microbatch: int,
     dp_world: int,
     pad_multiple: int = 1,
-    global_batch_size: int | None = None,
+    global_batch_size: BatchSizes = None,
 ) -> PackPlan:
     """Microbatches of `rows_per_microbatch` rows in the given order, dealt to the ranks in turn.
 
@@ -161,16 +165,32 @@ def replan_microbatches(plan: PackPlan, lengths: Sequence[int], *, capacity: int
     return _freeze(bins, [count], plan.pad_to, packed=plan.packed)
 
 
+def replan_rows(plan: PackPlan, *, rows_per_microbatch: int) -> PackPlan:
+    """Microbatches of a fixed number of rows over the same assignment, as one step; every rank needs as many rows."""
+    bins: list[Bins] = []
+    for rank in range(plan.num_ranks):
+        rows = list(plan.rows_of_rank(rank))
+        bins.append([rows[i : i + rows_per_microbatch] for i in range(0, len(rows), rows_per_microbatch)])
+    counts = {len(rank_bins) for rank_bins in bins}
+    if len(counts) > 1:
+        raise ValueError(f"packing: ranks have {sorted(counts)} microbatches; fixed rows need equal shards")
+    return _freeze(bins, sorted(counts), plan.pad_to, packed=plan.packed)
+
+
 def _load_function(padded: Sequence[int], *, packed: bool) -> Load:
     if packed:
         return lambda rows: sum(padded[i] for i in rows)
     return lambda rows: len(rows) * max((padded[i] for i in rows), default=0)
 
 
-def _global_batches(num_rows: int, size: int | None) -> Bins:
-    if size is None:
-        return [list(range(num_rows))] if num_rows else []
-    return [list(range(start, min(start + size, num_rows))) for start in range(0, num_rows, size)]
+def _global_batches(num_rows: int, size: BatchSizes) -> Bins:
+    if not isinstance(size, Sequence):
+        step = size or max(num_rows, 1)
+        size = [min(step, num_rows - start) for start in range(0, num_rows, step)]
+    if sum(size) != num_rows:
+        raise ValueError(f"packing: global batches of {list(size)} rows hold {sum(size)} rows, got {num_rows}")
+    starts = itertools.accumulate(size, initial=0)
+    return [list(range(start, start + count)) for start, count in zip(starts, size, strict=False)]
 
 
 def _plan(

@@ -73,6 +73,11 @@ class WorkerGroup(ABC):
     def run_for_payload(self, call: Call) -> Payload:
         """As `run`; keeps the result of the first rank where it is, and gives a handle to it."""
 
+    @property
+    @abstractmethod
+    def is_running(self) -> bool:
+        """False once the group was ended, by `shutdown` or by a failure."""
+
     @abstractmethod
     def shutdown(self) -> None:
         """Ends the workers. Idempotent."""
@@ -92,6 +97,10 @@ class LocalWorkerGroup(WorkerGroup):
 
     def run_for_payload(self, call: Call) -> Payload:
         return Payload(self.run(call)[0])
+
+    @property
+    def is_running(self) -> bool:
+        return self._worker is not None
 
     def shutdown(self) -> None:
         worker, self._worker = self._worker, None
@@ -197,6 +206,10 @@ class RayWorkerGroup(WorkerGroup):
         ]
         self._collect([status for status, _ in pairs], ranks, stage=call.stage, timeout_s=call.timeout_s)
         return Payload(pairs[0][1])
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self._actors)
 
     def shutdown(self) -> None:
         actors, self._actors = self._actors, []

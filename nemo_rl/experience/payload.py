@@ -18,7 +18,7 @@ from nemo_rl.models.generation.interfaces import GenerationOutput
 __all__ = ["DriverCarry", "build_columns", "mint_keys"]
 
 UID_BYTES = 6
-"""Random bytes of a group uid: 2^48 values, and a put of a live key by another group is refused by the ledger."""
+"""Random bytes of a group uid: with 2^48 values a collision among the live groups of a step is out of reach."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

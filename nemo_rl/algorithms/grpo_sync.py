@@ -1,0 +1,337 @@
+"""The synchronous GRPO trainer.
+
+    SyncGRPOTrainer.fit
+      |- refit            weights of version 0 -> engines                   (ColocatedWeightSync.sync)
+      |- validate         held-out prompts -> accuracy                      (RolloutHandle.validate)
+      `- step             once per step, inside open_step: rows are cleared also after an error
+           |- rollout     prompts -> samples -> rewards -> columns          (RolloutHandle.rollout)
+           |- score       DriverCarry -> group statistics, weights, tags    (score_rows)
+           |- plan        lengths -> rows of each rank and microbatch       (select_train_rows, plan_train)
+           |- logprobs    workers write prev_ and reference log-probs       (TQPolicy.get_logprobs_from_meta, ...)
+           |- advantages  row scalars -> data plane                         (write_columns)
+           |- train       workers fetch and train                           (TQPolicy.train_from_meta)
+           `- log_rollouts  readable samples                                (RolloutHandle.log_rollouts)
+         then refit, validate, save, report
+
+The driver holds keys, lengths, tags and per-row scalars, never a per-token tensor.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from nemo_rl.algorithms.grpo import ScoredRows, plan_logprobs, plan_train, score_rows, select_train_rows
+from nemo_rl.algorithms.stages import Stage, written_fields
+from nemo_rl.algorithms.step_metrics import StepRecord, data_plane_metrics, step_metrics
+from nemo_rl.config.schema import MasterConfig
+from nemo_rl.data.sampler import PromptSampler
+from nemo_rl.data_plane.column_io import write_columns
+from nemo_rl.data_plane.factory import open_step
+from nemo_rl.data_plane.interfaces import KVBatchMeta
+from nemo_rl.data_plane.observability import MetricsDataPlaneClient
+from nemo_rl.distributed.packing import PackPlan
+from nemo_rl.experience.payload import DriverCarry
+from nemo_rl.experience.sync_rollout_actor import RolloutHandle, ValidationResult
+from nemo_rl.models.policy.interfaces import LossFunction
+from nemo_rl.models.policy.lm_policy import TrainSummary
+from nemo_rl.models.policy.tq_policy import TQPolicy
+from nemo_rl.models.weight_sync.colocated import ColocatedWeightSync
+from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager
+from nemo_rl.utils.logger import Logger
+from nemo_rl.utils.panel import Panel, StepReport
+from nemo_rl.utils.timer import Timer
+
+__all__ = ["RunSummary", "SyncGRPOTrainer", "TrainerParts"]
+
+logger = logging.getLogger(__name__)
+
+PARTITION = "train"
+TASKS = ("prev_lp", "ref_lp", "train")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerParts:
+    """What a trainer drives; built by `setup`."""
+
+    config: MasterConfig
+    stages: tuple[Stage, ...]
+    loss_fn: LossFunction
+    client: MetricsDataPlaneClient
+    policy: TQPolicy
+    weight_sync: ColocatedWeightSync
+    rollout: RolloutHandle
+    sampler: PromptSampler
+    checkpoints: CheckpointManager | None
+    logger: Logger
+    panel: Panel
+    resume_from: Checkpoint | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSummary:
+    """How a run ended."""
+
+    first_accuracy: float | None
+    """Validation accuracy before training; None without validation."""
+    last_accuracy: float | None
+    num_steps: int
+    seconds: float
+    last_checkpoint: Path | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Chosen:
+    """The rows of a step that are trained."""
+
+    meta: KVBatchMeta
+    plan: PackPlan
+    advantages: torch.Tensor
+    sample_mask: torch.Tensor
+
+
+class SyncGRPOTrainer:
+    """Runs GRPO step by step.
+
+    Args:
+        parts: engines and settings, already started.
+    """
+
+    def __init__(self, parts: TrainerParts) -> None:
+        self._parts = parts
+        self._config = parts.config
+        self._stage_names = {stage.name for stage in parts.stages}
+        self._train_fields = next(stage.reads for stage in parts.stages if stage.name == "train")
+        self._timer = Timer()
+        self._step = 0
+        self._first_accuracy: float | None = None
+        self._accuracy: float | None = None
+        self._last_checkpoint: Path | None = None
+
+    def fit(self) -> RunSummary:
+        """Trains to the last step, or to the accuracy that stops early."""
+        started = time.monotonic()
+        self._open_run()
+        while not self._is_done():
+            record = self.step()
+            self._after_step(record)
+        return RunSummary(
+            first_accuracy=self._first_accuracy,
+            last_accuracy=self._accuracy,
+            num_steps=self._step,
+            seconds=time.monotonic() - started,
+            last_checkpoint=self._last_checkpoint,
+        )
+
+    def step(self) -> StepRecord:
+        """One step: rollout to optimizer update. No row of it is left in the data plane, also after an error."""
+        config, number = self._config.grpo, self._step + 1
+        prompts = self._parts.sampler.next(config.num_prompts_per_step)
+        started = time.monotonic()
+        try:
+            with open_step(self._parts.client, PARTITION):
+                with self._timer.time("rollout"):
+                    rolled = self._parts.rollout.rollout(prompts, step=number, version=self._parts.weight_sync.version)
+                scored = score_rows(rolled.carry, config)
+                chosen = self._choose(rolled.meta, scored)
+                summary = self._update(chosen) if chosen is not None else None
+                self._log_rollouts(number, rolled.meta, rolled.carry, scored)
+        finally:
+            self._forget_step()
+        self._step = number
+        return StepRecord(
+            step=number,
+            carry=rolled.carry,
+            scored=scored,
+            rollout_metrics=rolled.metrics,
+            num_tokens=sum(rolled.meta.sequence_lengths or ()),
+            train=summary,
+            plan=chosen.plan if chosen is not None else None,
+            seconds=time.monotonic() - started,
+        )
+
+    def _choose(self, meta: KVBatchMeta, scored: ScoredRows) -> _Chosen | None:
+        """Rows with weight, tagged and planned; None when no row carries a gradient."""
+        tagged = meta.with_tags({"group_std": [round(value, 6) for value in scored.stats.row_std.tolist()]})
+        dp_world = self._parts.policy.dp_world
+        chosen = select_train_rows(scored, self._config.policy, dp_world=dp_world)
+        if not chosen.rows:
+            logger.warning("step %d: every group has equal rewards; no update", self._step + 1)
+            return None
+        kept = tagged.subset(chosen.rows)
+        index = torch.tensor(chosen.rows)
+        plan = plan_train(kept.sequence_lengths or (), chosen.batch_sizes, self._config.policy, dp_world=dp_world)
+        return _Chosen(
+            meta=kept, plan=plan, advantages=scored.advantages[index], sample_mask=scored.sample_mask[index]
+        )
+
+    def _update(self, chosen: _Chosen) -> TrainSummary:
+        meta = self._logprobs(chosen.meta, chosen.plan)
+        with self._timer.time("advantages"), self._parts.client.stage("advantages"):
+            columns = {"advantages": chosen.advantages, "sample_mask": chosen.sample_mask}
+            meta = write_columns(self._parts.client, meta, columns)
+        with self._timer.time("train"):
+            self._parts.policy.prepare_for_training()
+            return self._parts.policy.train_from_meta(
+                meta, chosen.plan, self._parts.loss_fn, fields=self._train_fields
+            )
+
+    def _logprobs(self, meta: KVBatchMeta, plan: PackPlan) -> KVBatchMeta:
+        if not {"prev_logprobs", "reference_logprobs"} & self._stage_names:
+            return meta
+        policy = self._parts.policy
+        microbatches = plan_logprobs(plan, meta.sequence_lengths or (), self._config.policy)
+        policy.prepare_for_lp_inference()
+        if "prev_logprobs" in self._stage_names:
+            with self._timer.time("prev_logprobs"):
+                meta = policy.get_logprobs_from_meta(meta, microbatches)
+        if "reference_logprobs" in self._stage_names:
+            with self._timer.time("reference_logprobs"):
+                meta = policy.get_reference_policy_logprobs_from_meta(meta, microbatches)
+        return meta
+
+    def _log_rollouts(self, number: int, meta: KVBatchMeta, carry: DriverCarry, scored: ScoredRows) -> None:
+        rows = range(min(self._config.logger.num_rollouts_to_log, len(meta)))
+        if not rows:
+            return
+        with self._timer.time("log_rollouts"):
+            self._parts.rollout.log_rollouts(
+                meta.subset(rows),
+                path=self._config.logger.log_dir / "rollouts" / f"step_{number}.jsonl",
+                rewards=carry.rewards[: len(rows)].tolist(),
+                advantages=scored.advantages[: len(rows)].tolist(),
+            )
+
+    def _forget_step(self) -> None:
+        """Workers drop cached columns; a failed worker group has nothing left to drop."""
+        if self._parts.policy.is_running:
+            self._parts.policy.end_step()
+
+    def _open_run(self) -> None:
+        parts, config = self._parts, self._config
+        parts.client.register_partition(
+            PARTITION,
+            written_fields(parts.stages),
+            config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt,
+            TASKS,
+            grpo_group_size=config.grpo.num_generations_per_prompt,
+        )
+        if parts.resume_from is not None:
+            self._resume(parts.resume_from)
+        parts.weight_sync.sync(self._step)
+        if config.data.validation is not None and config.grpo.val_at_start and parts.resume_from is None:
+            result = self._validate()
+            self._first_accuracy = result.accuracy
+            parts.logger.log_metrics(result.metrics(), step=0)
+            parts.panel.validation(0, result.accuracy)
+
+    def _after_step(self, record: StepRecord) -> None:
+        """Refit, validate, log, save, in that order: a checkpoint knows the metrics of its step."""
+        with self._timer.time("refit"):
+            self._parts.weight_sync.sync(self._step)
+        metrics = step_metrics(record, self._config)
+        if self._validation_is_due():
+            metrics.update(self._validate().metrics())
+        stage_seconds = self._timer.seconds()
+        snapshots = [self._parts.client.snapshot(reset=True), self._parts.rollout.data_plane_snapshot()]
+        snapshots += self._parts.policy.data_plane_snapshots()
+        traffic = data_plane_metrics(snapshots, self._parts.client.stats(), step_seconds=record.seconds)
+        metrics.update({f"timing/{name}_s": value for name, value in stage_seconds.items()})
+        metrics.update(traffic.metrics)
+        if self._checkpoint_is_due():
+            with self._timer.time("checkpoint"):
+                self._save(metrics)
+            metrics["timing/checkpoint_s"] = self._timer.seconds().get("checkpoint", 0.0)
+        self._timer.reset()
+        self._parts.logger.log_metrics(metrics, step=self._step)
+        self._parts.panel.step(self._report(record, metrics, stage_seconds, traffic.stage_bytes))
+
+    def _report(
+        self,
+        record: StepRecord,
+        metrics: Mapping[str, float],
+        stage_seconds: Mapping[str, float],
+        stage_bytes: Mapping[str, int],
+    ) -> StepReport:
+        return StepReport(
+            step=self._step,
+            num_steps=self._config.grpo.max_num_steps,
+            reward=metrics["rollout/reward"],
+            val_accuracy=self._accuracy,
+            loss=metrics.get("train/loss"),
+            kl=metrics.get("train/reference_kl", metrics.get("train/policy_kl")),
+            tokens_per_s=record.num_tokens / record.seconds,
+            stage_seconds=dict(stage_seconds),
+            stage_bytes=dict(stage_bytes),
+        )
+
+    def _validate(self) -> ValidationResult:
+        with self._timer.time("validation"):
+            result = self._parts.rollout.validate(step=self._step, version=self._parts.weight_sync.version)
+        self._accuracy = result.accuracy
+        return result
+
+    def _validation_is_due(self) -> bool:
+        config = self._config.grpo
+        if self._config.data.validation is None:
+            return False
+        is_last = self._step >= config.max_num_steps or self._parts.sampler.is_exhausted
+        return (config.val_period > 0 and self._step % config.val_period == 0) or (config.val_at_end and is_last)
+
+    def _checkpoint_is_due(self) -> bool:
+        if self._parts.checkpoints is None:
+            return False
+        return self._step % self._config.checkpointing.save_period == 0 or self._is_done()
+
+    def _is_done(self) -> bool:
+        limit = self._config.grpo.stop_at_validation_accuracy
+        is_good_enough = limit is not None and self._accuracy is not None and self._accuracy >= limit
+        return self._step >= self._config.grpo.max_num_steps or self._parts.sampler.is_exhausted or is_good_enough
+
+    def _save(self, metrics: Mapping[str, float]) -> None:
+        assert self._parts.checkpoints is not None
+        save_optimizer = self._config.checkpointing.save_optimizer
+
+        def write(folder: Path) -> None:
+            self._parts.policy.save_checkpoint(
+                weights=folder / "policy" / "weights",
+                optimizer=folder / "policy" / "optimizer" if save_optimizer else None,
+                tokenizer=folder / "policy" / "weights",
+            )
+
+        state = {
+            "step": self._step,
+            "sampler": self._parts.sampler.state_dict(),
+            "metrics": dict(metrics),
+            "accuracy": self._accuracy,
+            "first_accuracy": self._first_accuracy,
+        }
+        self._last_checkpoint = self._parts.checkpoints.save(self._step, write=write, state=state)
+
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        state = checkpoint.state
+        optimizer = checkpoint.optimizer if checkpoint.optimizer.is_dir() else None
+        if optimizer is None:
+            logger.warning("%s has no optimizer state: the optimizer starts afresh", checkpoint.path)
+        self._parts.policy.load_checkpoint(weights=checkpoint.weights, optimizer=optimizer)
+        self._parts.sampler.load_state_dict(_mapping(state["sampler"]))
+        self._step = checkpoint.step
+        self._accuracy = _number(state.get("accuracy"))
+        self._first_accuracy = _number(state.get("first_accuracy"))
+        self._last_checkpoint = checkpoint.path
+        logger.info("resumed from %s", checkpoint.path)
+
+
+def _mapping(value: object) -> Mapping[str, object]:
+    assert isinstance(value, Mapping), f"checkpoint state: expected an object, got {type(value).__name__}"
+    return value
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None

@@ -1,0 +1,77 @@
+"""Which columns each stage of a step reads and writes, checked when the trainer is built.
+
+The declarations come from the FieldSpec table and the config; reading a column that no earlier stage writes is an
+error before anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nemo_rl.config.schema import MasterConfig
+from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS
+from nemo_rl.errors import ConfigError
+from nemo_rl.models.policy.interfaces import LossFunction
+
+__all__ = ["Stage", "build_stages", "check_stages", "written_fields"]
+
+ROLLOUT_FIELDS = ("input_ids", "input_lengths", "token_mask", "generation_logprobs", "sample_mask")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """One stage of a step."""
+
+    name: str
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+
+
+def build_stages(config: MasterConfig, loss_fn: LossFunction) -> tuple[Stage, ...]:
+    """The stages this config runs, in order."""
+    stages = [Stage(name="rollout", writes=ROLLOUT_FIELDS)]
+    if not config.grpo.use_generation_logprobs_as_prev:
+        stages.append(Stage(name="prev_logprobs", reads=LP_SEED_FIELDS, writes=("prev_logprobs",)))
+    if config.loss_fn.reference_policy_kl_penalty > 0:
+        stages.append(
+            Stage(name="reference_logprobs", reads=LP_SEED_FIELDS, writes=("reference_policy_logprobs",))
+        )
+    stages.append(Stage(name="advantages", writes=("advantages", "sample_mask")))
+    stages.append(Stage(name="train", reads=_train_fields(loss_fn)))
+    stages.append(Stage(name="log", reads=("input_ids", "token_mask", "advantages")))
+    check_stages(stages)
+    return tuple(stages)
+
+
+def check_stages(stages: Sequence[Stage]) -> None:
+    """Every column must be written before it is read.
+
+    Raises:
+        ConfigError: one line per column that is read too early or never written.
+    """
+    written: set[str] = set()
+    problems = []
+    for stage in stages:
+        for name in stage.reads:
+            if name not in written:
+                writer = next((other.name for other in stages if name in other.writes), None)
+                cause = f"is written only later, by {writer!r}" if writer else "is written by no stage"
+                problems.append(f"stage {stage.name!r} reads column {name!r}, which {cause}")
+        written.update(stage.writes)
+    if problems:
+        raise ConfigError(problems)
+
+
+def written_fields(stages: Sequence[Stage]) -> tuple[str, ...]:
+    """Every column of the step, in order of its first write."""
+    return tuple(dict.fromkeys(name for stage in stages for name in stage.writes))
+
+
+def _train_fields(loss_fn: LossFunction) -> tuple[str, ...]:
+    """Seed columns and what the loss reads, in the order of the table."""
+    needed = {*LP_SEED_FIELDS, *loss_fn.input_fields}
+    unknown = needed - set(DP_TRAIN_FIELDS)
+    if unknown:
+        raise ConfigError(f"the loss reads {sorted(unknown)}, which are no training columns of the FieldSpec table")
+    return tuple(name for name in DP_TRAIN_FIELDS if name in needed)

@@ -1,0 +1,85 @@
+"""The numbers of one step, as they are logged.
+
+Names are `area/name`; every value comes with its reduction from whoever made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from nemo_rl.algorithms.grpo import ScoredRows
+from nemo_rl.config.schema import MasterConfig
+from nemo_rl.distributed.packing import PackPlan
+from nemo_rl.experience.payload import DriverCarry
+from nemo_rl.models.policy.lm_policy import TrainSummary
+from nemo_rl.utils.metrics import Reduction, values
+
+__all__ = ["StepRecord", "Traffic", "data_plane_metrics", "step_metrics"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """What a step produced."""
+
+    step: int
+    carry: DriverCarry
+    scored: ScoredRows
+    rollout_metrics: Mapping[str, Reduction]
+    num_tokens: int
+    """Prompt and response tokens of the step."""
+    train: TrainSummary | None
+    """None when no row carried a gradient."""
+    plan: PackPlan | None
+    seconds: float
+    """Rollout to optimizer update."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """Data plane traffic of one step over all processes."""
+
+    metrics: dict[str, float]
+    stage_bytes: dict[str, int] = field(default_factory=dict)
+    """Payload bytes put and fetched, per stage."""
+
+
+def step_metrics(record: StepRecord, config: MasterConfig) -> dict[str, float]:
+    """Rollout, group and training metrics."""
+    rewards, stats = record.carry.rewards, record.scored.stats
+    metrics = {
+        "rollout/reward": float(np.mean(rewards)),
+        "rollout/reward_std": float(np.std(rewards)),
+        "rollout/trivial_group_share": float(stats.is_trivial.float().mean()),
+        "rollout/truncated_share": float(np.mean(record.carry.truncated)),
+        "rollout/mean_response_tokens": float(np.mean(record.carry.response_lengths)),
+        "train/rows": _trained_rows(record.plan),
+        "timing/step_s": record.seconds,
+        "rollout/tokens_per_s": record.num_tokens / record.seconds,
+    }
+    metrics.update({f"rollout/{name}": value for name, value in values(record.rollout_metrics).items()})
+    if record.train is not None:
+        metrics.update({f"train/{name}": value for name, value in values(record.train.metrics).items()})
+        metrics.update(
+            {
+                "train/loss": record.train.loss,
+                "train/grad_norm": float(np.mean(record.train.grad_norms)),
+                "train/learning_rate": record.train.learning_rate,
+                "train/tokens": float(record.train.num_tokens),
+                "train/total_flops": record.train.total_flops,
+            }
+        )
+    return metrics
+
+
+def _trained_rows(plan: PackPlan | None) -> float:
+    return float(sum(len(plan.rows_of_rank(rank)) for rank in range(plan.num_ranks))) if plan is not None else 0.0
+
+
+def data_plane_metrics(
+    snapshots: Iterable[Mapping[str, object]], stats: Mapping[str, int | float], *, step_seconds: float
+) -> Traffic:
+    """Placeholder until the snapshot record is known."""
+    raise NotImplementedError

@@ -1,0 +1,113 @@
+"""Single-turn rollouts: prompts -> samples -> texts -> rewards.
+
+Called by the rollout worker, for training and for validation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from nemo_rl.config.policy import GenerationConfig
+from nemo_rl.data.datasets import Prompt
+from nemo_rl.environments.interfaces import Environment, EnvReport
+from nemo_rl.errors import WorkerError
+from nemo_rl.models.generation.interfaces import (
+    GenerationInterface,
+    GenerationOutput,
+    GenerationRequest,
+    SamplingParams,
+)
+
+__all__ = ["Rollouts", "SeedSource", "run_rollouts", "sampling_params"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollouts:
+    """P prompts with G responses each, scored."""
+
+    output: GenerationOutput
+    report: EnvReport
+    """Rewards of all rows, and what happened while scoring."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SeedSource:
+    """Seeds that depend on the run, the purpose and the step, so that a resumed run samples the same."""
+
+    seed: int
+    purpose: str
+    step: int
+
+    def rows(self, count: int) -> tuple[int, ...]:
+        """One seed per row, below 2^63."""
+        digest = hashlib.blake2b(f"{self.seed}:{self.purpose}:{self.step}".encode(), digest_size=7).digest()
+        start = int.from_bytes(digest, "big")
+        return tuple(range(start, start + count))
+
+
+def sampling_params(
+    config: GenerationConfig, tokenizer: PreTrainedTokenizerBase, *, is_validation: bool
+) -> SamplingParams:
+    """Sampling settings of training or validation rollouts."""
+    temperature = config.temperature
+    if is_validation and config.val_temperature is not None:
+        temperature = config.val_temperature
+    stop_ids = config.stop_token_ids if config.stop_token_ids is not None else [int(tokenizer.eos_token_id)]
+    return SamplingParams(
+        temperature=temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        max_new_tokens=config.max_new_tokens,
+        stop_token_ids=tuple(stop_ids),
+        stop_strings=tuple(config.stop_strings),
+    )
+
+
+def run_rollouts(
+    prompts: Sequence[Prompt],
+    *,
+    group_size: int,
+    generation: GenerationInterface,
+    environment: Environment,
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: SamplingParams,
+    seeds: SeedSource,
+    version: int,
+) -> Rollouts:
+    """Samples `group_size` responses per prompt and scores them.
+
+    Raises:
+        WorkerError: the engines hold other weights than `version`.
+        RewardError: a reward function failed.
+    """
+    request = GenerationRequest(
+        prompt_ids=tuple(prompt.ids for prompt in prompts),
+        seeds=seeds.rows(len(prompts) * group_size),
+        sampling=sampling,
+    )
+    output = generation.generate(request)
+    if output.weight_version != version:
+        raise WorkerError(
+            f"expected samples of weight version {version}, the engines hold {output.weight_version}", stage="rollout"
+        )
+    responses = decode_responses(output, tokenizer, sampling.stop_token_ids)
+    rows = [prompt for prompt in prompts for _ in range(group_size)]
+    report = environment.score(rows, responses, output.truncated.tolist())
+    return Rollouts(output=output, report=report)
+
+
+def decode_responses(
+    output: GenerationOutput, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]
+) -> list[str]:
+    """Texts of all responses, without the stop token that ended them."""
+    stops = set(stop_token_ids)
+    flat, texts, start = output.token_ids.tolist(), [], 0
+    for length in output.lengths.tolist():
+        ids = flat[start : start + length]
+        start += length
+        texts.append(ids[:-1] if ids and ids[-1] in stops else ids)
+    return list(tokenizer.batch_decode(texts, skip_special_tokens=False))

@@ -1,0 +1,262 @@
+"""The rollout worker: holds prompts, environment and tokenizer, drives the engines, writes the first columns.
+
+`SyncRolloutWorker` runs in an actor (or in this process); `RolloutHandle` is the driver's side. What crosses
+between them: prompt numbers, metas and per-row scalars.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from nemo_rl.config.schema import MasterConfig
+from nemo_rl.data.datasets import PromptSet, build_prompt_sets
+from nemo_rl.data.tokenizer import load_tokenizer
+from nemo_rl.data_plane.column_io import kv_first_write, read_columns
+from nemo_rl.data_plane.factory import DataPlaneAddress, attach_data_plane
+from nemo_rl.data_plane.interfaces import KVBatchMeta
+from nemo_rl.data_plane.observability import MetricsDataPlaneClient
+from nemo_rl.distributed.worker_groups import Call, WorkerGroup
+from nemo_rl.environments.factory import build_environment
+from nemo_rl.errors import DataPlaneClosed
+from nemo_rl.experience.payload import DriverCarry, build_columns, mint_keys
+from nemo_rl.experience.rollouts import Rollouts, SeedSource, run_rollouts, sampling_params
+from nemo_rl.models.generation.interfaces import GenerationInterface
+from nemo_rl.utils.metrics import Max, Mean, Reduction, Sum
+
+__all__ = ["RolloutHandle", "RolloutInfo", "RolloutResult", "SyncRolloutWorker", "ValidationResult"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutInfo:
+    """What the rollout worker loaded."""
+
+    num_train_prompts: int
+    num_val_prompts: int
+    num_skipped_prompts: int
+    """Prompts longer than `data.max_input_seq_length`, left out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutResult:
+    """Rows of one step, already in the data plane."""
+
+    meta: KVBatchMeta
+    carry: DriverCarry
+    metrics: dict[str, Reduction] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValidationResult:
+    """Held-out accuracy: the mean reward of one response per prompt."""
+
+    accuracy: float
+    num_prompts: int
+    mean_response_tokens: float
+    truncated_share: float
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "val/accuracy": self.accuracy,
+            "val/num_prompts": float(self.num_prompts),
+            "val/mean_response_tokens": self.mean_response_tokens,
+            "val/truncated_share": self.truncated_share,
+        }
+
+
+class SyncRolloutWorker:
+    """Prompts to scored rows.
+
+    Args:
+        config: the whole tree; this worker reads `grpo`, `policy`, `data` and `env`.
+        generation: engines, shared with the weight sync.
+    """
+
+    def __init__(self, config: MasterConfig, *, generation: GenerationInterface) -> None:
+        self._config = config
+        self._generation = generation
+        self._tokenizer = load_tokenizer(
+            config.policy.tokenizer.name or config.policy.model_name,
+            chat_template=config.policy.tokenizer.chat_template,
+        )
+        self._train, self._validation = build_prompt_sets(config.data, self._tokenizer)
+        self._environment = build_environment(config.env, config.data)
+        self._client: MetricsDataPlaneClient | None = None
+
+    def describe(self) -> RolloutInfo:
+        """Sizes of the prompt sets."""
+        validation = self._validation
+        return RolloutInfo(
+            num_train_prompts=len(self._train.prompts),
+            num_val_prompts=len(validation.prompts) if validation is not None else 0,
+            num_skipped_prompts=self._train.num_skipped_overlong
+            + (validation.num_skipped_overlong if validation is not None else 0),
+        )
+
+    def setup_data_plane(self, address: DataPlaneAddress) -> None:
+        """Attaches this process's client."""
+        self._client = MetricsDataPlaneClient(attach_data_plane(address))
+
+    @property
+    def client(self) -> MetricsDataPlaneClient:
+        if self._client is None:
+            raise DataPlaneClosed("the rollout worker has no data plane client; call setup_data_plane first")
+        return self._client
+
+    def rollout(self, prompt_numbers: Sequence[int], *, step: int, version: int, partition_id: str) -> RolloutResult:
+        """Samples, scores and writes the rollout columns of `prompt_numbers`; rows come prompt by prompt."""
+        prompts = [self._train.prompts[number] for number in prompt_numbers]
+        group = self._config.grpo.num_generations_per_prompt
+        rollouts = self._run(self._train, prompt_numbers, group_size=group, step=step, version=version)
+        columns = build_columns(
+            [prompt.ids for prompt in prompts],
+            rollouts.output,
+            group_size=group,
+            pad_token_id=int(self._tokenizer.pad_token_id),
+        )
+        rewards = np.asarray(rollouts.report.rewards, dtype=np.float32)
+        with self.client.stage("rollout"):
+            meta = kv_first_write(
+                self.client,
+                columns,
+                mint_keys(len(prompts), group),
+                partition_id=partition_id,
+                tags=[{"reward": float(reward), "weight_version": version} for reward in rewards],
+            )
+        carry = DriverCarry(
+            rewards=rewards,
+            group_ids=np.repeat(np.arange(len(prompts), dtype=np.int32), group),
+            truncated=rollouts.output.truncated.numpy(),
+            response_lengths=rollouts.output.lengths.numpy().astype(np.int32),
+        )
+        return RolloutResult(meta=meta, carry=carry, metrics=_rollout_metrics(rollouts))
+
+    def validate(self, *, step: int, version: int) -> ValidationResult:
+        """One response to each held-out prompt."""
+        assert self._validation is not None, "validation was asked for without data.validation"
+        numbers = range(min(self._config.grpo.max_val_samples, len(self._validation.prompts)))
+        rollouts = self._run(self._validation, numbers, group_size=1, step=step, version=version)
+        lengths = rollouts.output.lengths.float()
+        return ValidationResult(
+            accuracy=float(np.mean(rollouts.report.rewards)),
+            num_prompts=len(numbers),
+            mean_response_tokens=float(lengths.mean()),
+            truncated_share=float(rollouts.output.truncated.float().mean()),
+        )
+
+    def log_rollouts(
+        self, meta: KVBatchMeta, *, path: Path, rewards: Sequence[float], advantages: Sequence[float]
+    ) -> None:
+        """Writes the rows as readable JSON lines: prompt, response, reward, advantage."""
+        with self.client.stage("log"):
+            batch = read_columns(self.client, meta, ("input_ids", "token_mask"), pad_values={})
+        ids, mask = batch.tensor("input_ids"), batch.tensor("token_mask").bool()
+        lines = []
+        for row, length in enumerate(meta.sequence_lengths or ()):
+            is_response = mask[row, :length]
+            record = {
+                "key": meta.keys[row],
+                "prompt": self._tokenizer.decode(ids[row, :length][~is_response].tolist()),
+                "response": self._tokenizer.decode(ids[row, :length][is_response].tolist()),
+                "reward": rewards[row],
+                "advantage": advantages[row],
+            }
+            lines.append(json.dumps(record, ensure_ascii=False))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tmp = path.with_suffix(".tmp")
+        tmp.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        os.replace(tmp, path)
+
+    def data_plane_snapshot(self) -> Mapping[str, object]:
+        """Counters of this process's client since the last call."""
+        return self.client.snapshot(reset=True)
+
+    def shutdown(self) -> None:
+        """Ends scoring processes and the client. Idempotent."""
+        self._environment.shutdown()
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def _run(
+        self, source: PromptSet, numbers: Sequence[int], *, group_size: int, step: int, version: int
+    ) -> Rollouts:
+        is_validation = source is self._validation
+        return run_rollouts(
+            [source.prompts[number] for number in numbers],
+            group_size=group_size,
+            generation=self._generation,
+            environment=self._environment,
+            tokenizer=self._tokenizer,
+            sampling=sampling_params(self._config.policy.generation, self._tokenizer, is_validation=is_validation),
+            seeds=SeedSource(
+                seed=self._config.grpo.seed, purpose="validation" if is_validation else "rollout", step=step
+            ),
+            version=version,
+        )
+
+
+class RolloutHandle:
+    """The driver's side of the rollout worker.
+
+    Args:
+        workers: a group of one `SyncRolloutWorker`.
+        timeout_s: deadline of one stage.
+        partition_id: where training rows are written.
+    """
+
+    def __init__(self, workers: WorkerGroup, *, timeout_s: float, partition_id: str) -> None:
+        self._workers = workers
+        self._timeout_s = timeout_s
+        self._partition_id = partition_id
+
+    def describe(self) -> RolloutInfo:
+        return cast("RolloutInfo", self._run("describe", "rollout setup"))
+
+    def setup_data_plane(self, address: DataPlaneAddress) -> None:
+        self._run("setup_data_plane", "data plane setup", address=address)
+
+    def rollout(self, prompt_numbers: Sequence[int], *, step: int, version: int) -> RolloutResult:
+        """Rows of one step in the data plane; see `SyncRolloutWorker.rollout`."""
+        result = self._run(
+            "rollout",
+            "rollout",
+            prompt_numbers=list(prompt_numbers),
+            step=step,
+            version=version,
+            partition_id=self._partition_id,
+        )
+        return cast("RolloutResult", result)
+
+    def validate(self, *, step: int, version: int) -> ValidationResult:
+        return cast("ValidationResult", self._run("validate", "validation", step=step, version=version))
+
+    def log_rollouts(
+        self, meta: KVBatchMeta, *, path: Path, rewards: Sequence[float], advantages: Sequence[float]
+    ) -> None:
+        self._run("log_rollouts", "log", meta=meta, path=path, rewards=rewards, advantages=advantages)
+
+    def data_plane_snapshot(self) -> Mapping[str, object]:
+        return cast("Mapping[str, object]", self._run("data_plane_snapshot", "metrics"))
+
+    def shutdown(self) -> None:
+        self._workers.shutdown()
+
+    def _run(self, method: str, stage: str, **kwargs: object) -> object:
+        return self._workers.run(Call(method=method, stage=stage, timeout_s=self._timeout_s, kwargs=kwargs))[0]
+
+
+def _rollout_metrics(rollouts: Rollouts) -> dict[str, Reduction]:
+    lengths = rollouts.output.lengths.float()
+    return {
+        "response_tokens": Sum(float(lengths.sum())),
+        "max_response_tokens": Max(float(lengths.max())),
+        "mean_generation_logprob": Mean(float(rollouts.output.logprobs.sum()), float(lengths.sum())),
+        "reward_timeouts": Sum(float(rollouts.report.num_timeouts)),
+    }
