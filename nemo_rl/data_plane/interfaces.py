@@ -16,6 +16,8 @@ from typing import TypeAlias, TypeVar
 import torch
 from tensordict import TensorDict
 
+from nemo_rl.data_plane.address import DataPlaneAddress
+from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import SchemaMismatch, name_some
 
@@ -232,11 +234,20 @@ class PayloadStore(ABC):
 class DataPlaneClient(ABC):
     """Rows and columns in flight. Synchronous, thread-safe, and every call ends by a deadline."""
 
+    @property
+    @abstractmethod
+    def address(self) -> DataPlaneAddress:
+        """What another process passes to `factory.attach_data_plane`; picklable."""
+
+    @abstractmethod
+    def partition_fields(self, partition_id: str) -> tuple[FieldSpec, ...]:
+        """The declared columns of a partition."""
+
     @abstractmethod
     def register_partition(
         self,
         partition_id: str,
-        fields: Sequence[object],
+        fields: Sequence[str | FieldSpec],
         num_samples: int,
         consumer_tasks: Sequence[str],
         grpo_group_size: int | None = None,

@@ -1,0 +1,59 @@
+"""`noop`: payloads in a dict of this process. The reference adapter, and the test double of all tests.
+
+Used by the single-process launcher; it satisfies the same contract suite as every other store.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+
+from nemo_rl.data_plane.interfaces import PayloadStore, StoreHealth
+from nemo_rl.errors import DataPlaneClosed, DataPlaneError, KeysNotFound, name_some
+
+__all__ = ["NoopStore"]
+
+
+class NoopStore(PayloadStore):
+    """Payloads by chunk id, shared by the clients of one process."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[str, memoryview] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def put(self, chunks: Mapping[str, memoryview], *, timeout_s: float) -> None:
+        with self._lock:
+            self._check_open()
+            known = [chunk_id for chunk_id in chunks if chunk_id in self._chunks]
+            if known:
+                raise DataPlaneError(f"chunk ids are used once, got again: {name_some(known)}")
+            self._chunks.update(chunks)
+
+    def get(self, chunk_ids: Sequence[str], *, timeout_s: float) -> list[memoryview]:
+        with self._lock:
+            self._check_open()
+            missing = [chunk_id for chunk_id in chunk_ids if chunk_id not in self._chunks]
+            if missing:
+                raise KeysNotFound(f"{len(missing)} of {len(chunk_ids)} chunks are gone: {name_some(missing)}")
+            return [self._chunks[chunk_id] for chunk_id in chunk_ids]
+
+    def drop(self, chunk_ids: Sequence[str], *, timeout_s: float) -> None:
+        with self._lock:
+            self._check_open()
+            for chunk_id in chunk_ids:
+                self._chunks.pop(chunk_id, None)
+
+    def health(self) -> StoreHealth:
+        with self._lock:
+            return StoreHealth(is_alive=not self._is_closed, detail=f"{len(self._chunks)} chunks in this process")
+
+    def close(self) -> None:
+        """Frees all payloads; called by the owner's client only."""
+        with self._lock:
+            self._is_closed = True
+            self._chunks.clear()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise DataPlaneClosed("the noop store has been closed by its owner")

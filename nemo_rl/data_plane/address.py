@@ -1,0 +1,38 @@
+"""How other processes find a data plane: plain, picklable records.
+
+The driver's client makes a `DataPlaneAddress`; it travels to workers in actor arguments or through a job store.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from nemo_rl.config.data_plane import DataPlaneConfig
+
+__all__ = ["DataPlaneAddress", "LedgerAddress"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LedgerAddress:
+    """Where the ledger of a run answers."""
+
+    kind: Literal["in_process", "ray_actor", "socket"]
+    run_id: str
+    actor_name: str = ""
+    """Name of the Ray actor, for `ray_actor`."""
+    port: int = 0
+    """TCP port on 127.0.0.1, for `socket`."""
+    token: str = ""
+    """Secret that a caller must show, for `socket`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataPlaneAddress:
+    """Everything `factory.attach_data_plane` needs."""
+
+    run_id: str
+    config: DataPlaneConfig
+    ledger: LedgerAddress
+    process_id: int
+    """The owner's process; the `noop` store can only be reached inside it."""

@@ -1,0 +1,233 @@
+"""Rows <-> chunk payloads.
+
+A chunk holds consecutive rows of one put and one family in one buffer that describes itself, so a payload is never
+empty and can be read by itself:
+
+    4 bytes magic | 4 bytes header length | msgpack header | columns, one after the other
+
+The header names each column, its dtype, its trailing dims and which table of row lengths it uses. Rows are jagged:
+no padding is ever encoded. Both directions copy each byte once and have no loop over rows.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nemo_rl.data_plane.columns import FlatColumn, Lengths, torch_dtype
+from nemo_rl.data_plane.schema import FieldSpec
+from nemo_rl.errors import SchemaMismatch
+
+__all__ = ["ChunkReader", "EncodedChunk", "GatheredColumn", "encode_rows", "gather"]
+
+Bytes = npt.NDArray[np.uint8]
+Run = Sequence[int]
+"""`[chunk, first row, rows]`."""
+
+_MAGIC = b"NRL1"
+_PREFIX = struct.Struct("<4sI")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodedChunk:
+    """A payload and what the ledger needs to know about it."""
+
+    family: str
+    fields: tuple[str, ...]
+    first: int
+    """First row of the put in this chunk."""
+    rows: int
+    payload: memoryview
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Source:
+    """A column as bytes."""
+
+    column: FlatColumn
+    content: Bytes
+    starts: Lengths
+    """`[N + 1]` byte offset of each row."""
+
+
+def encode_rows(columns: Mapping[str, FlatColumn], *, num_rows: int, chunk_bytes: int) -> list[EncodedChunk]:
+    """Chunks of about `chunk_bytes` for each family; a larger row is a chunk of its own."""
+    families: dict[str, list[FlatColumn]] = {}
+    for column in columns.values():
+        families.setdefault(column.spec.family, []).append(column)
+    chunks: list[EncodedChunk] = []
+    for family, members in families.items():
+        sources = [_as_source(column, num_rows) for column in members]
+        totals = np.sum([source.starts for source in sources], axis=0)
+        for first, stop in _split(totals, chunk_bytes):
+            payload = _encode_chunk(sources, first, stop)
+            names = tuple(column.spec.name for column in members)
+            chunks.append(EncodedChunk(family=family, fields=names, first=first, rows=stop - first, payload=payload))
+    return chunks
+
+
+def _as_source(column: FlatColumn, num_rows: int) -> _Source:
+    if column.objects is not None:
+        packed = [msgpack.packb(value, strict_types=True) for value in column.objects]
+        sizes = np.fromiter((len(p) for p in packed), dtype=np.int64, count=num_rows)
+        content: Bytes = np.frombuffer(b"".join(packed), dtype=np.uint8)
+        return _Source(column=column, content=content, starts=_starts(sizes))
+    assert column.values is not None
+    content = column.values.reshape(-1).view(torch.uint8).numpy()
+    entry = column.values.element_size() * prod(column.trailing)
+    lengths = np.ones(num_rows, dtype=np.int64) if column.lengths is None else column.lengths
+    return _Source(column=column, content=content, starts=_starts(lengths * entry))
+
+
+def _starts(sizes: Lengths) -> Lengths:
+    starts = np.zeros(len(sizes) + 1, dtype=np.int64)
+    np.cumsum(sizes, out=starts[1:])
+    return starts
+
+
+def _split(starts: Lengths, chunk_bytes: int) -> list[tuple[int, int]]:
+    """Row ranges whose bytes stay within the target; one row at least."""
+    ranges: list[tuple[int, int]] = []
+    first, num_rows = 0, len(starts) - 1
+    while first < num_rows:
+        stop = int(np.searchsorted(starts, starts[first] + chunk_bytes, side="right")) - 1
+        stop = max(stop, first + 1)
+        ranges.append((first, stop))
+        first = stop
+    return ranges
+
+
+def _encode_chunk(sources: Sequence[_Source], first: int, stop: int) -> memoryview:
+    tables: list[bytes] = []
+    described: list[list[object]] = []
+    parts: list[Bytes] = []
+    for source in sources:
+        column = source.column
+        low, high = int(source.starts[first]), int(source.starts[stop])
+        parts.append(source.content[low:high])
+        lengths = np.diff(source.starts[first : stop + 1]) if column.objects is not None else column.lengths
+        table = -1
+        if lengths is not None:
+            own = lengths if column.objects is not None else lengths[first:stop]
+            packed = own.astype(np.uint32).tobytes()
+            table = tables.index(packed) if packed in tables else len(tables)
+            if table == len(tables):
+                tables.append(packed)
+        described.append([column.spec.name, column.dtype, list(column.trailing), table, high - low])
+    header = msgpack.packb({"rows": stop - first, "tables": tables, "columns": described})
+    buffer = np.empty(_PREFIX.size + len(header) + sum(part.size for part in parts), dtype=np.uint8)
+    _PREFIX.pack_into(buffer, 0, _MAGIC, len(header))
+    at = _PREFIX.size + len(header)
+    buffer[_PREFIX.size : at] = np.frombuffer(header, dtype=np.uint8)
+    for part in parts:
+        buffer[at : at + part.size] = part
+        at += part.size
+    return memoryview(buffer)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ColumnIndex:
+    """Where one column of a chunk is."""
+
+    dtype: str
+    trailing: tuple[int, ...]
+    lengths: Lengths | None
+    starts: Lengths
+    """`[rows + 1]` byte offset of each row in the payload."""
+
+
+@dataclass(slots=True)
+class ChunkReader:
+    """Reads row ranges out of one payload.
+
+    Raises:
+        SchemaMismatch: the payload is no chunk, or shorter than its header says.
+    """
+
+    payload: memoryview
+    columns: dict[str, _ColumnIndex] = field(init=False)
+    num_bytes_used: int = field(init=False, default=0)
+    """Bytes of the columns asked for so far."""
+
+    def __post_init__(self) -> None:
+        size = self.payload.nbytes
+        if size < _PREFIX.size:
+            raise SchemaMismatch(f"a payload of {size} bytes is no chunk")
+        magic, header_bytes = _PREFIX.unpack_from(self.payload, 0)
+        if magic != _MAGIC or _PREFIX.size + header_bytes > size:
+            raise SchemaMismatch(f"a payload of {size} bytes that starts with {magic!r} is no chunk")
+        at = _PREFIX.size + header_bytes
+        header = msgpack.unpackb(self.payload[_PREFIX.size : at])
+        tables = [np.frombuffer(table, dtype=np.uint32).astype(np.int64) for table in header["tables"]]
+        self.columns = {}
+        for name, dtype, trailing, table, num_bytes in header["columns"]:
+            lengths = None if table < 0 else tables[table]
+            entry = 1 if dtype == "object" else torch_dtype(dtype).itemsize * prod(trailing)
+            counts = np.ones(header["rows"], dtype=np.int64) if lengths is None else lengths
+            index = _ColumnIndex(
+                dtype=dtype, trailing=tuple(trailing), lengths=lengths, starts=_starts(counts * entry) + at
+            )
+            if int(index.starts[-1]) - at != num_bytes:
+                raise SchemaMismatch(f"column {name!r} of a chunk has {num_bytes} bytes, its row lengths say otherwise")
+            self.columns[name] = index
+            at += num_bytes
+        if at != size:
+            raise SchemaMismatch(f"a chunk of {at} bytes was read back with {size} bytes")
+
+    def rows(self, name: str, first: int, count: int) -> Bytes:
+        """The bytes of `count` rows of a column."""
+        starts = self.columns[name].starts
+        low, high = int(starts[first]), int(starts[first + count])
+        self.num_bytes_used += high - low
+        return np.frombuffer(self.payload, dtype=np.uint8, count=high - low, offset=low) if high > low else _NOTHING
+
+
+_NOTHING: Bytes = np.empty(0, dtype=np.uint8)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatheredColumn:
+    """Rows of one column in the order they were asked for, in memory of their own."""
+
+    values: torch.Tensor | None
+    lengths: Lengths | None
+    objects: list[object] | None = None
+
+
+def gather(spec: FieldSpec, *, readers: Sequence[ChunkReader], runs: Sequence[Run]) -> GatheredColumn:
+    """The rows that `runs` name, copied once; no runs give an empty column."""
+    indexes = [readers[run[0]].columns[spec.name] for run in runs]
+    parts = [readers[chunk].rows(spec.name, first, count) for chunk, first, count in runs]
+    lengths: Lengths | None = None
+    if spec.is_object or spec.is_ragged:
+        tables = [_lengths_in(index, run[1], run[2]) for index, run in zip(indexes, runs, strict=True)]
+        lengths = np.concatenate(tables) if tables else np.zeros(0, dtype=np.int64)
+    content = np.concatenate(parts) if parts else _NOTHING.copy()
+    if spec.is_object:
+        assert lengths is not None
+        starts = _starts(lengths).tolist()
+        view = memoryview(content)
+        rows = [msgpack.unpackb(view[a:b]) for a, b in zip(starts[:-1], starts[1:], strict=True)]
+        return GatheredColumn(values=None, lengths=None, objects=rows)
+    kinds = {(index.dtype, index.trailing) for index in indexes}
+    if len(kinds) > 1:
+        raise SchemaMismatch(f"field {spec.name!r} is stored with several layouts: {sorted(kinds)}")
+    dims = spec.dims[1:] if spec.is_ragged else spec.dims
+    empty = (spec.dtypes[0], tuple(dim if isinstance(dim, int) else 0 for dim in dims))
+    dtype, trailing = next(iter(kinds), empty)
+    count = int(lengths.sum()) if lengths is not None else sum(run[2] for run in runs)
+    values = torch.from_numpy(content).view(torch_dtype(dtype)).reshape(count, *trailing)
+    return GatheredColumn(values=values, lengths=lengths)
+
+
+def _lengths_in(index: _ColumnIndex, first: int, count: int) -> Lengths:
+    if index.lengths is None:
+        raise SchemaMismatch("a chunk holds a ragged column without row lengths")
+    return index.lengths[first : first + count]

@@ -1,0 +1,118 @@
+"""Dense batches <-> columns of the data plane.
+
+The rollout actor calls `kv_first_write`; workers call `read_columns` and `write_columns`. Padding exists on this side
+only: it is cut before a put and made at a read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta, Tags
+from nemo_rl.data_plane.ragged import materialize, pack_per_token_field
+from nemo_rl.data_plane.schema import FieldSpec
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict, Column
+from nemo_rl.errors import SchemaMismatch
+
+__all__ = ["kv_first_write", "read_columns", "write_columns"]
+
+
+def kv_first_write(
+    client: DataPlaneClient,
+    batch: BatchedDataDict,
+    keys: Sequence[str],
+    *,
+    partition_id: str,
+    tags: Sequence[Tags] | None = None,
+    task_name: str | None = None,
+) -> KVBatchMeta:
+    """Writes the columns of fresh rollouts; padded `[N, T]` columns are cut by `input_lengths`.
+
+    Args:
+        batch: must have `input_lengths` and `sample_mask`; every column goes out.
+        task_name: recorded in the meta.
+
+    Raises:
+        SchemaMismatch: a required column is missing, no rows, or the errors of `kv_batch_put`.
+    """
+    missing = [name for name in ("input_lengths", "sample_mask") if name not in batch]
+    if missing or batch.size == 0:
+        raise SchemaMismatch(
+            f"first write to partition {partition_id!r}: expected at least one row with input_lengths and sample_mask, "
+            f"got {batch.size} rows, missing: {', '.join(missing) or 'none'}"
+        )
+    lengths = batch.tensor("input_lengths")
+    columns = _cut(batch, lengths, client.partition_fields(partition_id), partition_id)
+    meta = client.kv_batch_put(keys, partition_id, columns, tags)
+    return replace(meta, task_name=task_name, sequence_lengths=tuple(lengths.tolist()))
+
+
+def read_columns(
+    client: DataPlaneClient,
+    meta: KVBatchMeta,
+    select_fields: Sequence[str],
+    *,
+    pad_values: Mapping[str, float] | None = None,
+    pad_to: int | None = None,
+) -> BatchedDataDict:
+    """The rows of `meta` as a dense batch.
+
+    Args:
+        pad_values: field -> padding, beside the defaults of the schema; `input_ids` needs the tokenizer's pad id here.
+        pad_to: width of token-aligned columns; None takes the pack plan's, or else the longest row.
+    """
+    specs = {spec.name: spec for spec in client.partition_fields(meta.partition_id)}
+    wanted = [specs[name] for name in select_fields if name in specs]
+    pads = _pads(wanted, pad_values or {}, meta.partition_id)
+    width = meta.pack.pad_to if pad_to is None and meta.pack is not None else pad_to
+    aligned = [spec.name for spec in wanted if spec.is_token_aligned]
+    rows = client.get_data(meta, select_fields)
+    return BatchedDataDict(materialize(rows, pad_values=pads, pad_to=width, token_aligned=aligned))
+
+
+def write_columns(client: DataPlaneClient, meta: KVBatchMeta, columns: Mapping[str, Column]) -> KVBatchMeta:
+    """Writes columns of existing rows; per-token ones are cut by `meta.sequence_lengths`. No columns: nothing happens.
+
+    Returns:
+        The meta with the new fields and family versions.
+    """
+    if not columns:
+        return meta
+    specs = client.partition_fields(meta.partition_id)
+    lengths = None if meta.sequence_lengths is None else torch.tensor(meta.sequence_lengths, dtype=torch.int64)
+    cut = _cut(columns, lengths, specs, meta.partition_id)
+    put = client.kv_batch_put(meta.keys, meta.partition_id, cut)
+    return meta.with_fields(put.fields, versions=put.versions)
+
+
+def _cut(
+    columns: Mapping[str, Column], lengths: torch.Tensor | None, specs: Sequence[FieldSpec], partition_id: str
+) -> dict[str, Column]:
+    aligned = {spec.name for spec in specs if spec.is_token_aligned}
+    cut: dict[str, Column] = {}
+    for name, column in columns.items():
+        if name in aligned and isinstance(column, torch.Tensor):
+            if lengths is None:
+                raise SchemaMismatch(f"partition {partition_id!r}: field {name!r}: the meta has no sequence lengths")
+            cut[name] = pack_per_token_field(column, lengths)
+        else:
+            cut[name] = column
+    return cut
+
+
+def _pads(specs: Sequence[FieldSpec], given: Mapping[str, float], partition_id: str) -> dict[str, float]:
+    pads: dict[str, float] = {}
+    for spec in specs:
+        if spec.name in given:
+            pads[spec.name] = given[spec.name]
+        elif spec.pad == "token":
+            raise SchemaMismatch(
+                f"partition {partition_id!r}: field {spec.name!r} is padded with the tokenizer's pad id; "
+                f"pass pad_values={{{spec.name!r}: tokenizer.pad_token_id}}"
+            )
+        else:
+            pads[spec.name] = spec.pad
+    return pads

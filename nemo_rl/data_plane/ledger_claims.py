@@ -1,0 +1,150 @@
+"""The ledger's rules about claims: which rows a task may have, who holds them, and when they are done.
+
+Called by `ledger.py` only. A row is handed to one consumer per task at a time; a consumer that lost its lease to
+another one is told so (`LeaseExpired`) before anything changes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from nemo_rl.data_plane.ledger_state import Partition, Row, TaskCursor, group_uid
+from nemo_rl.errors import LeaseExpired, SchemaMismatch, name_some
+
+__all__ = ["Claims", "check_held", "explain", "finish_written", "parse", "pick_rows", "release"]
+
+Claims: TypeAlias = Mapping[str, Mapping[str, int]]
+"""Task -> key -> claim id: what the calling client believes to hold."""
+
+
+def parse(claims: object) -> Claims:
+    """The `claims` argument of a request."""
+    assert isinstance(claims, dict), f"claims: expected a dict, got {claims!r}"
+    return claims
+
+
+def pick_rows(
+    partition: Partition, cursor: TaskCursor, *, needed: Mapping[str, frozenset[str]], batch_size: int
+) -> list[str]:
+    """Up to `batch_size` pending rows that have every needed field, whole groups if the partition asks for them.
+
+    All rows picked have the same family versions, so that one meta can name them.
+    """
+    if partition.group_size is not None:
+        return _pick_groups(partition, cursor, needed, batch_size)
+    picked: list[str] = []
+    versions: tuple[int, ...] | None = None
+    for key in cursor.pending:
+        row = partition.rows[key]
+        if not row.is_ready(needed):
+            continue
+        its = tuple(row.cells[family].version for family in needed)
+        versions = versions or its
+        if its == versions:
+            picked.append(key)
+        if len(picked) == batch_size:
+            break
+    return picked
+
+
+def _pick_groups(
+    partition: Partition, cursor: TaskCursor, needed: Mapping[str, frozenset[str]], batch_size: int
+) -> list[str]:
+    assert partition.group_size is not None
+    if batch_size < partition.group_size:
+        raise SchemaMismatch(
+            f"claims hand out whole groups of {partition.group_size} rows, but batch_size is {batch_size}; "
+            "ask for at least one group"
+        )
+    picked: list[str] = []
+    versions: set[tuple[int, ...]] = set()
+    for uid in dict.fromkeys(group_uid(key) for key in cursor.pending):
+        group = partition.groups[uid]
+        keys = [key for key in group.keys if key not in cursor.done]
+        is_free = all(key in cursor.pending for key in keys)
+        rows = [partition.rows[key] for key in keys]
+        is_complete = group.num_put >= partition.group_size and all(row.is_ready(needed) for row in rows)
+        if not (is_free and is_complete):
+            continue
+        if len(picked) + len(keys) > batch_size:
+            break
+        its = versions | {tuple(row.cells[family].version for family in needed) for row in rows}
+        if len(its) > 1:
+            continue
+        versions = its
+        picked += keys
+    return picked
+
+
+def explain(
+    partition: Partition, cursor: TaskCursor, *, needed: Mapping[str, frozenset[str]], now: float
+) -> dict[str, object]:
+    """Why nothing can be claimed: for the text of a deadline error."""
+    late: Counter[str] = Counter()
+    for key in cursor.pending:
+        cells = partition.rows[key].cells
+        for family, names in needed.items():
+            late.update(n for n in names if family not in cells or not cells[family].has(frozenset((n,))))
+    leases = {id(lease): lease for lease in cursor.leases.values() if not lease.has_lapsed}.values()
+    return {
+        "live": len(partition.rows),
+        "pending": len(cursor.pending),
+        "done": len(cursor.done),
+        "not_written": dict(late),
+        "holders": [[lease.consumer_id, len(lease.keys), now - lease.taken] for lease in leases],
+    }
+
+
+def check_held(partition: Partition, keys: Sequence[str], claims: Claims) -> None:
+    """Raises when a row that the caller believes to hold was handed on, finished by another, or cleared."""
+    for task_name, held in claims.items():
+        cursor = partition.tasks.get(task_name)
+        if cursor is not None:
+            _check_owner(cursor, task_name, {key: held[key] for key in keys if key in held})
+
+
+def _check_owner(cursor: TaskCursor, task_name: str, held: Mapping[str, int]) -> None:
+    lost: list[str] = []
+    owners: set[str] = set()
+    for key, claim_id in held.items():
+        lease = cursor.leases.get(key)
+        if lease is not None and lease.claim_id == claim_id:
+            continue
+        if lease is None and cursor.done.get(key) in (claim_id, 0):
+            continue
+        lost.append(key)
+        if lease is not None:
+            owners.add(f"consumer {lease.consumer_id!r}")
+        else:
+            owners.add("a consumer that finished them" if key in cursor.done else "nobody: they were cleared")
+    if lost:
+        raise LeaseExpired(
+            f"task {task_name!r}: the claim on {len(lost)} rows has ended; they went to "
+            f"{name_some(sorted(owners))}: {name_some(lost)}; drop this work, or raise data_plane.lease_s"
+        )
+
+
+def finish_written(partition: Partition, keys: Sequence[str], rows: Sequence[Row], written: set[str]) -> None:
+    """Writing a task's fields is the signal that its stage is done for these rows."""
+    for cursor in partition.tasks.values():
+        if not cursor.writes or not cursor.writes & written:
+            continue
+        needed = partition.by_family(cursor.writes)
+        for key, row in zip(keys, rows, strict=True):
+            if key not in cursor.done and row.is_ready(needed):
+                cursor.finish(key)
+
+
+def release(partition: Partition, cursor: TaskCursor, *, keys: Sequence[str], claims: Claims, task_name: str) -> None:
+    """The rows are done. Rows that are done or cleared already are skipped."""
+    held = claims.get(task_name, {})
+    live = [key for key in keys if key in partition.rows]
+    _check_owner(cursor, task_name, {key: held[key] for key in live if key in held})
+    unfinished = [key for key in live if key not in cursor.done]
+    unclaimed = [key for key in unfinished if key not in cursor.leases]
+    if unclaimed:
+        raise LeaseExpired(f"task {task_name!r}: rows are not claimed by anybody: {name_some(unclaimed)}")
+    for key in unfinished:
+        cursor.finish(key)

@@ -1,0 +1,151 @@
+"""Ragged columns: padded <-> jagged nested tensors, without loops over rows.
+
+Used by `column_io` and by workers. The one invariant: padding exists only in dense batches, never on the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+import torch
+from tensordict import NonTensorStack, TensorDictBase
+
+from nemo_rl.data_plane.schema import TOKEN_ALIGNED_FIELDS
+from nemo_rl.distributed.batched_data_dict import Column
+from nemo_rl.errors import SchemaMismatch
+
+__all__ = [
+    "lengths_of",
+    "materialize",
+    "nest",
+    "object_rows",
+    "pack_per_token_field",
+    "pad_nested",
+    "response_from_nested",
+    "stack_or_nest",
+    "to_nested_by_length",
+    "values_of",
+]
+
+
+def nest(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """A jagged nested tensor over rows laid end to end: values `[sum(lengths), ...]`, lengths `[N]`."""
+    offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64)
+    torch.cumsum(lengths, dim=0, out=offsets[1:])
+    return torch.nested.nested_tensor_from_jagged(values, offsets)
+
+
+def lengths_of(nested: torch.Tensor) -> torch.Tensor:
+    """`[N]` int64 row lengths of a jagged nested tensor."""
+    return nested.offsets().diff()
+
+
+def values_of(nested: torch.Tensor) -> torch.Tensor:
+    """`[sum(lengths), ...]`: the rows of a nested tensor laid end to end, without holes."""
+    if nested.layout is torch.jagged and nested.lengths() is None:
+        return nested.values()
+    return torch.cat(list(nested.unbind()))
+
+
+def to_nested_by_length(padded: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Cuts the padding: `[N, S, ...]` and lengths `[N]` -> jagged `[N, (length), ...]`.
+
+    Raises:
+        SchemaMismatch: fewer than two dims, another number of rows, or a length outside 0..S.
+    """
+    if padded.dim() < 2:
+        raise SchemaMismatch(f"expected a padded column [N, S, ...], got shape {list(padded.shape)}")
+    cut = lengths.detach().to(device="cpu", dtype=torch.int64)
+    if cut.shape != padded.shape[:1]:
+        raise SchemaMismatch(f"expected lengths [{padded.shape[0]}], got shape {list(lengths.shape)}")
+    width = padded.shape[1]
+    if cut.numel() and (int(cut.max()) > width or int(cut.min()) < 0):
+        raise SchemaMismatch(f"lengths {int(cut.min())}..{int(cut.max())} do not fit a padded column of width {width}")
+    mask = torch.arange(width) < cut[:, None]
+    return nest(padded.detach().cpu()[mask], cut)
+
+
+def pack_per_token_field(column: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """A per-token column as jagged rows of `lengths`; a dense column may be wider (the junk is cut).
+
+    Raises:
+        SchemaMismatch: a nested column whose rows have other lengths, or a dense one that is too narrow.
+    """
+    if not column.is_nested:
+        return to_nested_by_length(column, lengths)
+    its = torch.tensor([row.shape[0] for row in column.unbind()]) if column.layout is not torch.jagged else None
+    found = lengths_of(column) if its is None else its
+    if found.tolist() != lengths.tolist():
+        raise SchemaMismatch(f"expected rows of lengths {lengths.tolist()[:5]}..., got {found.tolist()[:5]}...")
+    return column
+
+
+def stack_or_nest(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Rows of one shape stacked, others as a jagged nested tensor; no rows give an empty tensor."""
+    if not rows:
+        return torch.empty(0)
+    if all(row.shape == rows[0].shape for row in rows):
+        return torch.stack(list(rows))
+    return nest(torch.cat(list(rows)), torch.tensor([row.shape[0] for row in rows], dtype=torch.int64))
+
+
+def response_from_nested(full: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """What each response token was predicted from: the entries one position to the left of the masked ones.
+
+    Args:
+        full: jagged `[N, (length), ...]` over prompt and response.
+        response_mask: jagged bool `[N, (length)]`, True on response tokens.
+
+    Raises:
+        SchemaMismatch: other lengths, or a response token at position 0, which nothing predicts.
+    """
+    if lengths_of(full).tolist() != lengths_of(response_mask).tolist():
+        raise SchemaMismatch("response_mask: expected the row lengths of the full column")
+    mask, offsets = response_mask.values(), full.offsets()
+    starts = offsets[:-1][offsets.diff() > 0]
+    if bool(mask[starts].any()):
+        raise SchemaMismatch("response_mask: a row starts with a response token; position 0 has no predecessor")
+    counts = torch.cat([mask.new_zeros(1, dtype=torch.int64), mask.to(torch.int64).cumsum(0)])[offsets].diff()
+    return nest(full.values()[torch.nonzero(mask).squeeze(1) - 1], counts)
+
+
+def pad_nested(nested: torch.Tensor, *, pad: float, width: int | None = None) -> torch.Tensor:
+    """Jagged `[N, (length), ...]` -> dense `[N, width, ...]`, padded on the right; width None takes the longest row."""
+    lengths, values = lengths_of(nested), values_of(nested)
+    longest = int(lengths.max()) if lengths.numel() else 0
+    target = longest if width is None else width
+    if longest > target:
+        raise SchemaMismatch(f"a row of {longest} tokens does not fit the pad target of {target}")
+    dense = torch.full((lengths.numel(), target, *values.shape[1:]), pad, dtype=values.dtype)
+    dense[torch.arange(target) < lengths[:, None]] = values
+    return dense
+
+
+def materialize(
+    rows: TensorDictBase,
+    *,
+    pad_values: Mapping[str, float],
+    pad_to: int | None = None,
+    token_aligned: Collection[str] = TOKEN_ALIGNED_FIELDS,
+) -> dict[str, Column]:
+    """Dense columns: ragged ones padded (to `pad_to` when token-aligned, else to their longest row), objects as lists.
+
+    Columns that are dense already stay as they are, whatever their dims are.
+    """
+    columns: dict[str, Column] = {}
+    for name in rows.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
+        column = rows.get(name)
+        if not isinstance(column, torch.Tensor):
+            columns[name] = object_rows(column)
+        elif column.is_nested:
+            width = pad_to if name in token_aligned else None
+            columns[name] = pad_nested(column, pad=pad_values.get(name, 0.0), width=width)
+        else:
+            columns[name] = column
+    return columns
+
+
+def object_rows(column: NonTensorStack | Sequence[object]) -> list[object]:
+    """An object column of a TensorDict as a list."""
+    return list(column.tolist() if isinstance(column, NonTensorStack | np.ndarray) else column)

@@ -1,0 +1,289 @@
+"""The table of columns: one `FieldSpec` row per field, and every list that follows from it.
+
+The codec, padding, fetch lists, the checks before a put, the check of stage declarations and the docs table are all
+derived from `FIELDS`. A new column is one new row here, or an extra column (`extra_field`) declared by a partition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from nemo_rl.errors import SchemaMismatch, name_some
+
+__all__ = [
+    "DP_TRAIN_FIELDS",
+    "FIELDS",
+    "LP_SEED_FIELDS",
+    "TOKEN_ALIGNED_FIELDS",
+    "FieldSpec",
+    "docs_table",
+    "extra_field",
+    "family_of",
+    "reads_of",
+    "resolve_fields",
+    "spec_from_record",
+    "spec_to_record",
+    "stage_of_task",
+    "writes_of",
+]
+
+Dim: TypeAlias = str | int
+PadValue: TypeAlias = float | Literal["token"]
+
+EXTRAS = "extras"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FieldSpec:
+    """One column.
+
+    Example:
+        >>> FIELDS["input_ids"].is_token_aligned, FIELDS["sample_mask"].dims
+        (True, ())
+    """
+
+    name: str
+    dtypes: tuple[str, ...] = ()
+    """Accepted torch dtypes by name (`int32`); the first write of a partition settles which one. Empty for objects."""
+    dims: tuple[Dim, ...] = ()
+    """Dims of one row. `T` is the row's token count, another leading name is a ragged axis of its own, later names
+    are settled by the first write of a partition, integers are fixed."""
+    is_object: bool = False
+    """A JSON-like value per row instead of a tensor."""
+    pad: PadValue = 0.0
+    """Value to the right of a row in a dense batch; `token` is the tokenizer's pad id."""
+    family: str
+    """Fields of one family travel in the same chunks."""
+    produced_by: str
+    """The stage that writes the field first."""
+    read_by: tuple[str, ...] = ()
+    rewritten_by: tuple[str, ...] = ()
+    condition: str | None = None
+    """The field exists only when this holds; None means always."""
+
+    @property
+    def is_ragged(self) -> bool:
+        """Rows differ in their first dim."""
+        return not self.is_object and bool(self.dims) and isinstance(self.dims[0], str)
+
+    @property
+    def is_token_aligned(self) -> bool:
+        """One entry per token of the row."""
+        return not self.is_object and self.dims[:1] == ("T",)
+
+
+_ROWS = (
+    FieldSpec(
+        name="input_ids",
+        dtypes=("int32",),
+        dims=("T",),
+        pad="token",
+        family="tokens",
+        produced_by="rollout",
+        read_by=("prev_logprobs", "reference_logprobs", "train"),
+    ),
+    FieldSpec(
+        name="input_lengths",
+        dtypes=("int32",),
+        family="tokens",
+        produced_by="rollout",
+        read_by=("prev_logprobs", "reference_logprobs", "train"),
+    ),
+    FieldSpec(
+        name="generation_logprobs",
+        dtypes=("float32",),
+        dims=("T",),
+        family="generation_logprobs",
+        produced_by="rollout",
+        read_by=("train",),
+    ),
+    FieldSpec(
+        name="prev_logprobs",
+        dtypes=("float32",),
+        dims=("T",),
+        family="prev_logprobs",
+        produced_by="prev_logprobs",
+        read_by=("train",),
+    ),
+    FieldSpec(
+        name="reference_policy_logprobs",
+        dtypes=("float32",),
+        dims=("T",),
+        family="reference_policy_logprobs",
+        produced_by="reference_logprobs",
+        read_by=("train",),
+        condition="reference_kl",
+    ),
+    FieldSpec(
+        name="advantages",
+        dtypes=("float32",),
+        family="advantages",
+        produced_by="advantages",
+        read_by=("train",),
+    ),
+    FieldSpec(
+        name="token_mask",
+        dtypes=("bool",),
+        dims=("T",),
+        family="tokens",
+        produced_by="rollout",
+        read_by=("prev_logprobs", "reference_logprobs", "train"),
+    ),
+    FieldSpec(
+        name="sample_mask",
+        dtypes=("float32",),
+        family="sample_mask",
+        produced_by="rollout",
+        read_by=("prev_logprobs", "reference_logprobs", "advantages", "train"),
+        rewritten_by=("advantages",),
+    ),
+    FieldSpec(name="prompt_text", is_object=True, family="text", produced_by="rollout", read_by=("log",)),
+    FieldSpec(name="response_text", is_object=True, family="text", produced_by="rollout", read_by=("log",)),
+)
+
+FIELDS: Mapping[str, FieldSpec] = {spec.name: spec for spec in _ROWS}
+
+# Consumer tasks whose name is not the name of their stage.
+_STAGE_OF_TASK: Mapping[str, str] = {"prev_lp": "prev_logprobs", "ref_lp": "reference_logprobs"}
+
+
+def stage_of_task(task_name: str) -> str:
+    """The stage a consumer task runs: `prev_lp` runs `prev_logprobs`."""
+    return _STAGE_OF_TASK.get(task_name, task_name)
+
+
+def _holds(spec: FieldSpec, conditions: Collection[str] | None) -> bool:
+    return conditions is None or spec.condition is None or spec.condition in conditions
+
+
+def reads_of(stage: str, *, conditions: Collection[str] | None = None) -> tuple[str, ...]:
+    """Fields that `stage` reads, in table order; with `conditions`, without those whose condition is not among them."""
+    return tuple(s.name for s in _ROWS if stage in s.read_by and _holds(s, conditions))
+
+
+def writes_of(stage: str, *, conditions: Collection[str] | None = None, rewrites: bool = True) -> tuple[str, ...]:
+    """Fields that `stage` produces and, unless `rewrites` is off, those it rewrites."""
+    return tuple(
+        s.name
+        for s in _ROWS
+        if (s.produced_by == stage or (rewrites and stage in s.rewritten_by)) and _holds(s, conditions)
+    )
+
+
+DP_TRAIN_FIELDS: tuple[str, ...] = reads_of("train")
+LP_SEED_FIELDS: tuple[str, ...] = reads_of("prev_logprobs")
+TOKEN_ALIGNED_FIELDS: tuple[str, ...] = tuple(s.name for s in _ROWS if s.is_token_aligned)
+
+
+def family_of(name: str) -> str:
+    """The family of a field of the table."""
+    return resolve_fields([name])[0].family
+
+
+def extra_field(
+    name: str, *, dtypes: Sequence[str] = (), dims: Sequence[Dim] = (), is_object: bool = False, pad: PadValue = 0.0
+) -> FieldSpec:
+    """A column that a partition declares beside the table (image features, environment columns).
+
+    Example:
+        >>> extra_field("turn_lengths", dtypes=["int32"], dims=("turns",)).is_ragged
+        True
+    """
+    return FieldSpec(
+        name=name,
+        dtypes=tuple(dtypes),
+        dims=tuple(dims),
+        is_object=is_object,
+        pad=pad,
+        family=EXTRAS,
+        produced_by="rollout",
+    )
+
+
+def resolve_fields(fields: Iterable[str | FieldSpec]) -> tuple[FieldSpec, ...]:
+    """The specs of a declaration: names of the table, or specs of family `extras`.
+
+    Raises:
+        SchemaMismatch: an unknown name, a field given twice, or an extra column that is malformed.
+    """
+    specs: dict[str, FieldSpec] = {}
+    for field in fields:
+        if isinstance(field, FieldSpec):
+            spec = field
+            _check_extra(spec)
+        else:
+            known = FIELDS.get(field)
+            if known is None:
+                raise SchemaMismatch(
+                    f"unknown field {field!r}: expected one of {', '.join(FIELDS)}, or an extra_field(...) declaration"
+                )
+            spec = known
+        if spec.name in specs:
+            raise SchemaMismatch(f"field {spec.name!r} is declared twice")
+        specs[spec.name] = spec
+    return tuple(specs.values())
+
+
+def _check_extra(spec: FieldSpec) -> None:
+    if FIELDS.get(spec.name) == spec:
+        return
+    where = f"extra field {spec.name!r}"
+    if spec.name in FIELDS:
+        raise SchemaMismatch(f"{where}: the name belongs to the table of fields; choose another one")
+    if spec.family != EXTRAS:
+        raise SchemaMismatch(
+            f"{where}: expected family 'extras', got {spec.family!r}; declare it with extra_field(...)"
+        )
+    if spec.is_object and (spec.dims or spec.dtypes):
+        raise SchemaMismatch(f"{where}: an object column has neither dtypes nor dims")
+    if not spec.is_object and not spec.dtypes:
+        raise SchemaMismatch(f"{where}: a tensor column needs at least one dtype")
+    if "T" in spec.dims[1:]:
+        raise SchemaMismatch(f"{where}: 'T' must be the first dim, got {spec.dims}")
+
+
+def spec_to_record(spec: FieldSpec) -> dict[str, object]:
+    """The spec as plain values, for the ledger."""
+    return {
+        "name": spec.name,
+        "dtypes": list(spec.dtypes),
+        "dims": list(spec.dims),
+        "is_object": spec.is_object,
+        "pad": spec.pad,
+        "family": spec.family,
+    }
+
+
+def spec_from_record(record: Mapping[str, object]) -> FieldSpec:
+    """The spec that `spec_to_record` described; fields of the table come back as their table row."""
+    name = str(record["name"])
+    known = FIELDS.get(name)
+    if known is not None:
+        return known
+    dtypes, dims, pad = record["dtypes"], record["dims"], record["pad"]
+    assert isinstance(dtypes, list | tuple) and isinstance(dims, list | tuple), f"malformed field record: {record}"
+    assert isinstance(pad, int | float) or pad == "token", f"malformed field record: {record}"
+    return extra_field(name, dtypes=dtypes, dims=dims, is_object=bool(record["is_object"]), pad=pad)
+
+
+def docs_table() -> str:
+    """The table of fields as Markdown."""
+    header = ("field", "dtype", "dims", "pad", "family", "written by", "rewritten by", "read by", "condition")
+    rows = [
+        (
+            f"`{s.name}`",
+            "object" if s.is_object else ", ".join(s.dtypes),
+            "" if s.is_object else f"`[{', '.join(str(d) for d in s.dims)}]`",
+            "" if s.is_object or not s.dims else ("pad token" if s.pad == "token" else f"{s.pad:g}"),
+            s.family,
+            s.produced_by,
+            ", ".join(s.rewritten_by),
+            name_some(s.read_by, limit=len(s.read_by)),
+            s.condition or "",
+        )
+        for s in _ROWS
+    ]
+    lines = [header, tuple("---" for _ in header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
