@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = ["PackPlan", "plan_fixed", "plan_packs", "plan_padded", "replan_microbatches", "replan_rows", "round_up"]
 
@@ -151,17 +151,24 @@ def plan_fixed(
 def replan_microbatches(plan: PackPlan, lengths: Sequence[int], *, capacity: int, pad_multiple: int = 1) -> PackPlan:
     """Other microbatches over the same assignment of rows to ranks, as one step (for log-probability stages).
 
+    Falls back to the microbatches of `plan` when a rank has too few rows for as many microbatches as its peers need.
+
     Args:
         plan: keeps its row -> rank assignment.
         lengths: tokens per row of the whole batch.
-        capacity: most tokens in one of the new microbatches.
+        capacity: most tokens in one of the new microbatches; at least the cap of `plan`.
     """
     padded = [round_up(n, pad_multiple) for n in lengths]
     load = _load_function(padded, packed=plan.packed)
-    bins = [_fill(sorted(plan.rows_of_rank(r), key=lambda i: (-padded[i], i)), load, capacity) for r in range(plan.num_ranks)]
+    bins = [
+        _fill(sorted(plan.rows_of_rank(rank), key=lambda i: (-padded[i], i)), load, capacity)
+        for rank in range(plan.num_ranks)
+    ]
     count = max((len(rank_bins) for rank_bins in bins), default=0)
+    if any(len(plan.rows_of_rank(rank)) < count for rank in range(plan.num_ranks)):
+        return replace(plan, steps=(sum(plan.steps),))
     for rank_bins in bins:
-        _split_to(rank_bins, count, load, where=f"{len(padded)} rows")
+        _split_to(rank_bins, count, load)
     return _freeze(bins, [count], plan.pad_to, packed=plan.packed)
 
 
@@ -222,7 +229,7 @@ def _bins_for(group: Sequence[int], padded: Sequence[int], load: Load, capacity:
         )
     order = sorted(group, key=lambda i: (-padded[i], i))
     bins = _fill(order, load, capacity)
-    _split_to(bins, round_up(len(bins), dp_world), load, where=f"{len(group)} rows")
+    _split_to(bins, round_up(len(bins), dp_world), load)
     return bins
 
 
@@ -243,13 +250,13 @@ def _fill(order: Sequence[int], load: Load, capacity: int) -> Bins:
     return bins
 
 
-def _split_to(bins: Bins, count: int, load: Load, *, where: str) -> None:
+def _split_to(bins: Bins, count: int, load: Load) -> None:
     """Halves the bin with the largest load that still has two rows, until there are `count` bins."""
     heap = [(-load(rows), index) for index, rows in enumerate(bins) if len(rows) > 1]
     heapq.heapify(heap)
     while len(bins) < count:
         if not heap:
-            raise ValueError(f"packing: {where} cannot form {count} microbatches, {count - len(bins)} rows too few")
+            raise ValueError(f"packing: {len(bins)} rows cannot form {count} microbatches")
         _, index = heapq.heappop(heap)
         rows = bins[index]
         # Alternate rows so that both halves have about the same length profile.

@@ -178,15 +178,18 @@ class RayWorkerGroup(WorkerGroup):
     def __init__(self, name: str, *, world_size: int, placement: RayPlacement) -> None:
         self.name, self.world_size = name, world_size
         self._actors: list[ActorHandle] = [_new_actor(placement, rank) for rank in range(world_size)]
+        self._starting: list[ray.ObjectRef] = []
 
-    def start(
-        self, factory: Callable[..., object], per_rank: Sequence[Mapping[str, object]], *, timeout_s: float
-    ) -> None:
-        """Builds every worker with `factory(**per_rank[rank])`."""
-        refs = [
+    def begin_start(self, factory: Callable[..., object], per_rank: Sequence[Mapping[str, object]]) -> None:
+        """Asks every actor to build its worker with `factory(**per_rank[rank])`, without waiting."""
+        self._starting = [
             actor.start.remote(factory, dict(kwargs)) for actor, kwargs in zip(self._actors, per_rank, strict=True)
         ]
-        self._collect(refs, list(range(self.world_size)), stage=f"start of {self.name}", timeout_s=timeout_s)
+
+    def finish_start(self, *, timeout_s: float) -> None:
+        """Waits until every worker is built."""
+        starting, self._starting = self._starting, []
+        self._collect(starting, list(range(self.world_size)), stage=f"start of {self.name}", timeout_s=timeout_s)
 
     def rendezvous(self, choose_port: Callable[[str], int], *, timeout_s: float) -> tuple[str, int]:
         """Address of rank 0's node and a port that is free there."""

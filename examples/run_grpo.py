@@ -1,0 +1,75 @@
+"""Runs GRPO from a YAML recipe.
+
+    python examples/run_grpo.py --config configs/grpo_sort_cpu.yaml [a.b=value ...] [--print-config] [--validate-only]
+
+Exit codes: 0 done, 1 a worker or the data plane failed, 2 something the user can fix, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from nemo_rl.config.load import load_config
+from nemo_rl.config.render import to_yaml
+from nemo_rl.config.schema import MasterConfig
+from nemo_rl.errors import NemoRLError, UserError
+
+USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="GRPO from a YAML recipe")
+    parser.add_argument("--config", type=Path, required=True, help="recipe to run")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved config and exit")
+    parser.add_argument("--validate-only", action="store_true", help="check the config and exit")
+    parser.add_argument("overrides", nargs="*", help="a.b=value sets, +a.b=value adds, ~a.b deletes")
+    return parser.parse_intermixed_args(argv)
+
+
+def train(config: MasterConfig, console: Console) -> None:
+    """Imports torch and Ray only here, so that configs can be checked without them."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(config.cluster.threads_per_worker))
+    from nemo_rl.algorithms.run import run
+
+    run(config, console=console)
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """SIGTERM and SIGHUP end the run like Ctrl-C: everything that was started is ended."""
+    raise KeyboardInterrupt
+
+
+def main(argv: list[str]) -> int:
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    console, errors = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
+    args = parse_args(argv)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupt)
+    try:
+        config = load_config(args.config, args.overrides)
+        if args.print_config:
+            console.print(to_yaml(config), markup=False, highlight=False)
+        if not (args.print_config or args.validate_only):
+            train(config, console)
+        elif args.validate_only:
+            console.print(f"{args.config}: ok", markup=False, highlight=False)
+    except NemoRLError as error:
+        notes = "".join(f"\n  ({note})" for note in error.__notes__) if hasattr(error, "__notes__") else ""
+        errors.print(f"error: {error}{notes}", style="red", markup=False, highlight=False)
+        return USER_ERROR if isinstance(error, UserError) else FAILURE
+    except KeyboardInterrupt:
+        errors.print("interrupted; everything this run started has been ended", markup=False, highlight=False)
+        return INTERRUPTED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

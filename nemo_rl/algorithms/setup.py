@@ -1,0 +1,238 @@
+"""From a config to a trainer that is ready to run, and back down again.
+
+`open_trainer` is the only place that starts processes. Invariant: whatever was started is ended in reverse order
+when its block ends, also after an error or an interrupt.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from nemo_rl.algorithms.grpo_sync import PARTITION, SyncGRPOTrainer, TrainerParts
+from nemo_rl.algorithms.loss_functions import ClippedPGLoss
+from nemo_rl.algorithms.stages import build_stages
+from nemo_rl.config.render import to_yaml
+from nemo_rl.config.schema import MasterConfig
+from nemo_rl.data.sampler import PromptSampler
+from nemo_rl.data_plane.factory import build_data_plane_client
+from nemo_rl.data_plane.observability import MetricsDataPlaneClient
+from nemo_rl.distributed.collectives import RankSpec
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, free_port
+from nemo_rl.distributed.worker_groups import LocalWorkerGroup, RayPlacement, RayWorkerGroup, WorkerGroup
+from nemo_rl.errors import CheckpointError, DatasetError
+from nemo_rl.experience.sync_rollout_actor import RolloutHandle, SyncRolloutWorker
+from nemo_rl.models.generation.interfaces import GenerationInterface
+from nemo_rl.models.generation.replicas import GenerationReplicas
+from nemo_rl.models.generation.torch_engine.worker import EngineSpec, build_engine_worker
+from nemo_rl.models.loading import check_model_folder
+from nemo_rl.models.policy.tq_policy import TQPolicy
+from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
+from nemo_rl.models.weight_sync.colocated import ColocatedWeightSync
+from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager
+from nemo_rl.utils.logger import Logger
+from nemo_rl.utils.panel import Panel
+
+__all__ = ["open_trainer", "write_resolved_config"]
+
+logger = logging.getLogger(__name__)
+
+ROLLOUT_CPUS = 1
+CONTROLLER_CPUS = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Groups:
+    """The processes of a run."""
+
+    policy: WorkerGroup
+    engines: WorkerGroup
+    rollout: WorkerGroup
+
+
+@contextmanager
+def open_trainer(config: MasterConfig, *, console: Console) -> Iterator[SyncGRPOTrainer]:
+    """Starts everything a run needs and yields the trainer.
+
+    Raises:
+        UserError: a missing folder, an empty dataset, too few CPUs, or nothing to resume from.
+    """
+    checkpoints = _checkpoint_manager(config)
+    resume_from = _checkpoint_to_resume(config, checkpoints)
+    check_model_folder(config.policy.model_name)
+    loss_fn = ClippedPGLoss(
+        config=config.loss_fn,
+        prev_field="generation_logprobs" if config.grpo.use_generation_logprobs_as_prev else "prev_logprobs",
+    )
+    stages = build_stages(config, loss_fn)
+    with ExitStack() as stack:
+        write_resolved_config(config)
+        run_logger = stack.enter_context(Logger(config.logger, resume=resume_from is not None))
+        panel = stack.enter_context(Panel(config.logger, console=console))
+        cluster = stack.enter_context(RayVirtualCluster(config.cluster, other_cpus=_other_cpus(config))) if (
+            config.cluster.launcher == "ray"
+        ) else None
+        groups, client = _start(config, cluster, stack)
+        timeout_s = config.cluster.stage_timeout_s
+        rollout = RolloutHandle(groups.rollout, timeout_s=timeout_s, partition_id=PARTITION)
+        rollout.setup_data_plane(client.address)
+        policy = TQPolicy(groups.policy, address=client.address, timeout_s=timeout_s)
+        generation = GenerationReplicas(groups.engines, timeout_s=timeout_s)
+        parts = TrainerParts(
+            config=config,
+            stages=stages,
+            loss_fn=loss_fn,
+            client=client,
+            policy=policy,
+            weight_sync=ColocatedWeightSync(policy, generation),
+            rollout=rollout,
+            sampler=_sampler(config, rollout),
+            checkpoints=checkpoints,
+            logger=run_logger,
+            panel=panel,
+            resume_from=resume_from,
+        )
+        yield SyncGRPOTrainer(parts)
+
+
+def write_resolved_config(config: MasterConfig) -> Path:
+    """`config.yaml` beside the logs of the run."""
+    path = config.logger.log_dir / "config.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(to_yaml(config), encoding="utf-8")
+    return path
+
+
+def _other_cpus(config: MasterConfig) -> int:
+    storage = 0
+    if config.data_plane.impl == "transfer_queue":
+        storage = CONTROLLER_CPUS + config.data_plane.simple.num_storage_units
+    return config.policy.generation.num_replicas + ROLLOUT_CPUS + storage
+
+
+def _start(
+    config: MasterConfig, cluster: RayVirtualCluster | None, stack: ExitStack
+) -> tuple[_Groups, MetricsDataPlaneClient]:
+    run_id = uuid.uuid4().hex[:12]
+    groups = _local_groups(config, stack) if cluster is None else _ray_groups(config, cluster, stack)
+    # The workers build while the storage actors of the data plane start.
+    client = build_data_plane_client(config.data_plane, run_id=run_id, role="owner")
+    stack.callback(client.close)
+    for group in (groups.rollout, groups.engines, groups.policy):
+        if isinstance(group, RayWorkerGroup):
+            group.finish_start(timeout_s=config.cluster.worker_start_timeout_s)
+    return groups, MetricsDataPlaneClient(client)
+
+
+def _local_groups(config: MasterConfig, stack: ExitStack) -> _Groups:
+    spec = _worker_spec(config, RankSpec(rank=0, world_size=1))
+    policy = LocalWorkerGroup(lambda: build_policy_worker(spec))
+    stack.callback(policy.shutdown)
+    engine_spec = EngineSpec(policy=config.policy, threads=config.cluster.threads_per_worker)
+    engines = LocalWorkerGroup(lambda: build_engine_worker(engine_spec))
+    stack.callback(engines.shutdown)
+    replicas = GenerationReplicas(engines, timeout_s=config.cluster.stage_timeout_s)
+    rollout = LocalWorkerGroup(lambda: _build_rollout_worker(config, replicas))
+    stack.callback(rollout.shutdown)
+    return _Groups(policy=policy, engines=engines, rollout=rollout)
+
+
+def _ray_groups(config: MasterConfig, cluster: RayVirtualCluster, stack: ExitStack) -> _Groups:
+    start_s = config.cluster.worker_start_timeout_s
+    policy = RayWorkerGroup(
+        "policy",
+        world_size=cluster.num_workers,
+        placement=RayPlacement(
+            num_gpus=1.0 if cluster.uses_gpu else 0.0, placement_group=cluster.placement_group
+        ),
+    )
+    stack.callback(policy.shutdown)
+    engines = RayWorkerGroup(
+        "generation", world_size=config.policy.generation.num_replicas, placement=RayPlacement()
+    )
+    stack.callback(engines.shutdown)
+    rollout = RayWorkerGroup("rollout", world_size=1, placement=RayPlacement(num_cpus=ROLLOUT_CPUS))
+    stack.callback(rollout.shutdown)
+    address, port = policy.rendezvous(free_port, timeout_s=start_s)
+    ranks = _rank_specs(cluster.num_workers, address, port)
+    policy.begin_start(build_policy_worker, [{"spec": _worker_spec(config, rank)} for rank in ranks])
+    engine_spec = EngineSpec(policy=config.policy, threads=config.cluster.threads_per_worker)
+    engines.begin_start(build_engine_worker, [{"spec": engine_spec}] * engines.world_size)
+    replicas = GenerationReplicas(engines, timeout_s=config.cluster.stage_timeout_s)
+    rollout.begin_start(_build_rollout_worker, [{"config": config, "generation": replicas}])
+    return _Groups(policy=policy, engines=engines, rollout=rollout)
+
+
+def _rank_specs(world_size: int, address: str, port: int) -> list[RankSpec]:
+    return [
+        RankSpec(rank=rank, world_size=world_size, master_addr=address, master_port=port)
+        for rank in range(world_size)
+    ]
+
+
+def _worker_spec(config: MasterConfig, rank: RankSpec) -> WorkerSpec:
+    return WorkerSpec(
+        policy=config.policy,
+        rank=rank,
+        num_steps=config.grpo.max_num_steps,
+        keep_reference=config.loss_fn.reference_policy_kl_penalty > 0,
+        seed=config.grpo.seed,
+        use_gpu=config.cluster.gpus_per_node > 0,
+        threads=config.cluster.threads_per_worker,
+        collective_timeout_s=config.cluster.collective_timeout_s,
+    )
+
+
+def _build_rollout_worker(config: MasterConfig, generation: GenerationInterface) -> SyncRolloutWorker:
+    return SyncRolloutWorker(config, generation=generation)
+
+
+def _sampler(config: MasterConfig, rollout: RolloutHandle) -> PromptSampler:
+    info = rollout.describe()
+    if info.num_skipped_prompts:
+        logger.warning(
+            "%d prompts are longer than data.max_input_seq_length=%d and were skipped",
+            info.num_skipped_prompts,
+            config.data.max_input_seq_length,
+        )
+    if info.num_train_prompts < config.grpo.num_prompts_per_step:
+        raise DatasetError(
+            f"data.train: expected at least grpo.num_prompts_per_step={config.grpo.num_prompts_per_step} prompts, "
+            f"got {info.num_train_prompts}; add prompts or lower it"
+        )
+    return PromptSampler(
+        info.num_train_prompts,
+        seed=config.grpo.seed,
+        shuffle=config.data.shuffle,
+        max_epochs=config.grpo.max_num_epochs,
+    )
+
+
+def _checkpoint_manager(config: MasterConfig) -> CheckpointManager | None:
+    section = config.checkpointing
+    if not section.enabled:
+        return None
+    return CheckpointManager(
+        section.checkpoint_dir,
+        keep_top_k=section.keep_top_k,
+        metric_name=section.metric_name.replace(":", "/", 1),
+        higher_is_better=section.higher_is_better,
+    )
+
+
+def _checkpoint_to_resume(config: MasterConfig, checkpoints: CheckpointManager | None) -> Checkpoint | None:
+    if checkpoints is None or not config.checkpointing.resume:
+        return None
+    found = checkpoints.latest()
+    if found is None:
+        raise CheckpointError(
+            f"checkpointing.resume is true, but {config.checkpointing.checkpoint_dir} holds no complete checkpoint; "
+            "set it to false to start afresh, or point checkpointing.checkpoint_dir to the run to continue"
+        )
+    return found

@@ -1,0 +1,80 @@
+"""Starting one policy worker in its process: threads, process group, worker, in that order.
+
+`build_policy_worker` is the factory that worker groups call in an actor, in a plain process, or in this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.data.tokenizer import load_tokenizer
+from nemo_rl.data_plane.worker_mixin import TQWorkerMixin
+from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group
+from nemo_rl.models.policy.workers.dtensor_policy_worker import DTensorPolicyWorker
+from nemo_rl.models.weight_bundle import WeightBundle
+
+__all__ = ["DTensorTQWorker", "WorkerSpec", "build_policy_worker"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerSpec:
+    """Everything one rank needs to start."""
+
+    policy: PolicyConfig
+    rank: RankSpec
+    num_steps: int
+    """GRPO steps of the run, for the learning-rate schedule."""
+    keep_reference: bool
+    """Keep a copy of the first weights for the KL penalty."""
+    seed: int
+    use_gpu: bool = False
+    threads: int = 1
+    collective_timeout_s: float = 120.0
+
+
+class DTensorTQWorker(TQWorkerMixin, DTensorPolicyWorker):
+    """The DTensor worker on the data plane."""
+
+    pad_values: Mapping[str, float]
+
+    def collect_weights(self) -> WeightBundle | None:
+        """(collective) Full weights at rank 0, None elsewhere."""
+        exported = self.export_weights()
+        if self.rank == 0:
+            return WeightBundle.collect(exported)
+        for _ in exported:
+            pass
+        return None
+
+    def shutdown(self) -> None:
+        """Ends the client and leaves the process group. Idempotent."""
+        self.close_data_plane()
+        super().shutdown()
+        destroy_process_group()
+
+
+def build_policy_worker(spec: WorkerSpec) -> DTensorTQWorker:
+    """(collective) Starts one rank. Every rank of the job must call it."""
+    torch.set_num_threads(spec.threads)
+    device = torch.device("cuda", spec.rank.local_rank) if spec.use_gpu else torch.device("cpu")
+    if spec.use_gpu:
+        torch.cuda.set_device(device)
+    tokenizer = load_tokenizer(spec.policy.tokenizer.name or spec.policy.model_name)
+    init_process_group(spec.rank, device=device, timeout_s=spec.collective_timeout_s)
+    worker = DTensorTQWorker(
+        spec.policy,
+        rank=spec.rank.rank,
+        world_size=spec.rank.world_size,
+        num_steps=spec.num_steps,
+        collective_timeout_s=spec.collective_timeout_s,
+        seed=spec.seed,
+        keep_reference=spec.keep_reference,
+    )
+    worker.pad_values = {"input_ids": float(tokenizer.pad_token_id)}
+    dist.barrier()
+    return worker

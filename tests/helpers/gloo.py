@@ -1,0 +1,71 @@
+"""Runs a function on several gloo ranks, each a process of its own, with a deadline."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import time
+import traceback
+from collections.abc import Callable
+from queue import Empty
+
+import torch
+import torch.distributed as dist
+
+from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group
+from nemo_rl.distributed.virtual_cluster import free_port
+
+COLLECTIVE_TIMEOUT_S = 60.0
+
+
+def run_ranks(world_size: int, target: Callable[..., object], *args: object, timeout_s: float = 120.0) -> list[object]:
+    """`target(rank, *args)` on every rank of a fresh gloo job; results in rank order.
+
+    `target` must be a module-level function. A rank that raises fails the caller with its traceback.
+    """
+    context = mp.get_context("spawn")
+    queue = context.Queue()
+    port = free_port()
+    processes = [
+        context.Process(target=_main, args=(rank, world_size, port, queue, target, args)) for rank in range(world_size)
+    ]
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for process in processes:
+        process.start()
+    try:
+        return _collect(queue, world_size, timeout_s)
+    finally:
+        for process in processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _collect(queue: mp.Queue, world_size: int, timeout_s: float) -> list[object]:
+    results: dict[int, object] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(results) < world_size:
+        try:
+            rank, ok, value = queue.get(timeout=max(0.1, deadline - time.monotonic()))
+        except Empty:
+            missing = sorted(set(range(world_size)) - set(results))
+            raise AssertionError(f"ranks {missing} did not finish in {timeout_s:.0f} s") from None
+        if not ok:
+            raise AssertionError(f"rank {rank} failed:\n{value}")
+        results[rank] = value
+    return [results[rank] for rank in range(world_size)]
+
+
+def _main(rank: int, world_size: int, port: int, queue: mp.Queue, target: Callable[..., object], args: tuple) -> None:
+    torch.set_num_threads(1)
+    try:
+        spec = RankSpec(rank=rank, world_size=world_size, master_port=port)
+        init_process_group(spec, device=torch.device("cpu"), timeout_s=COLLECTIVE_TIMEOUT_S)
+        value = target(rank, *args)
+        dist.barrier()
+        queue.put((rank, True, value))
+    except BaseException:
+        queue.put((rank, False, traceback.format_exc()))
+    finally:
+        destroy_process_group()
