@@ -12,10 +12,14 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from nemo_rl.errors import ModelFolderError
 
 __all__ = ["DTYPES", "check_model_folder", "load_causal_lm", "load_model_config", "named_weights"]
+
+# Bars of every process would run through each other, and through the trainer's panel.
+transformers_logging.disable_progress_bar()
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CONFIG_FILE = "config.json"

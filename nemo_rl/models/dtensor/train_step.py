@@ -1,0 +1,298 @@
+"""Forward and backward passes of one rank: a global batch with its optimizer step, and log-probabilities.
+
+Called by the DTensor worker. Invariant: all ranks pass through the same collectives in the same order, also when a
+rank meets a NaN; whether to stop is decided together, after the last microbatch. Shapes: N rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.errors import NonFiniteError, name_some
+from nemo_rl.models.dtensor.microbatch import Microbatch, build_microbatch
+from nemo_rl.models.dtensor.optim import LossScaler
+from nemo_rl.models.dtensor.parallelize import PolicyModel, as_fsdp
+from nemo_rl.models.logprobs import SamplingView
+from nemo_rl.models.policy.interfaces import LossFunction, LossScale
+from nemo_rl.utils.metrics import Reduction
+
+__all__ = [
+    "BatchLayout",
+    "OptimizerStep",
+    "StepOutcome",
+    "StepRunner",
+    "all_reduce_sum",
+    "check_same_plan",
+    "row_names",
+    "trained_tokens",
+]
+
+# Optional list column with the keys of the rows; errors then name keys instead of row numbers.
+KEYS_COLUMN = "keys"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchLayout:
+    """How rows become forward passes."""
+
+    is_packed: bool
+    divisible_by: int
+    view: SamplingView
+    """Distribution of which log-probabilities are taken."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepOutcome:
+    """One global batch."""
+
+    loss: float
+    """Global loss, the same on every rank."""
+    grad_norm: float
+    """Global norm before clipping, the same on every rank; 0 in evaluation."""
+    metrics: tuple[dict[str, Reduction], ...]
+    """This rank's, one per microbatch."""
+
+
+def trained_tokens(batch: BatchedDataDict) -> torch.Tensor:
+    """`[N, T]` bool: tokens that count in the loss."""
+    mask_NT = batch.tensor("token_mask").bool() & (batch.tensor("sample_mask") > 0)[:, None]
+    mask_NT[:, 0] = False
+    columns = torch.arange(mask_NT.shape[1], device=mask_NT.device)
+    return mask_NT & (columns < batch.tensor("input_lengths")[:, None])
+
+
+def all_reduce_sum(values: Sequence[float], *, device: torch.device) -> list[float]:
+    """Sums over all ranks in float64 (collective)."""
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return [float(value) for value in total.tolist()]
+
+
+def check_same_plan(microbatches_per_step: Sequence[int], *, device: torch.device) -> None:
+    """Compares the number of passes over all ranks (collective): unequal numbers would leave a rank waiting for ever.
+
+    Raises:
+        ValueError: on every rank.
+    """
+    mine = torch.tensor([len(microbatches_per_step), sum(microbatches_per_step)], device=device)
+    everywhere = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, mine)
+    counts = [tuple(part.tolist()) for part in everywhere]
+    if len(set(counts)) != 1:
+        raise ValueError(
+            "expected the same number of optimizer steps and microbatches on every rank, got "
+            + ", ".join(f"rank {rank}: {steps} steps, {passes} passes" for rank, (steps, passes) in enumerate(counts))
+        )
+
+
+def row_names(batch: BatchedDataDict, rows: Sequence[int]) -> list[str]:
+    """Keys of the rows where the batch has them, else their numbers."""
+    keys = batch.get(KEYS_COLUMN)
+    return [str(keys[row]) for row in rows] if isinstance(keys, list) else [f"row {row}" for row in rows]
+
+
+class StepRunner:
+    """Runs microbatches of one rank on a sharded model."""
+
+    def __init__(self, model: PolicyModel, layout: BatchLayout) -> None:
+        self._model = model
+        self._layout = layout
+
+    def logprobs(
+        self, batch: BatchedDataDict, microbatches: Sequence[Sequence[int]], select_NT: torch.Tensor
+    ) -> torch.Tensor:
+        """`[N, T]` float32 log-probabilities of the selected tokens, 0 elsewhere (collective).
+
+        Raises:
+            NonFiniteError: on every rank, when any rank met NaN or inf; names the rows.
+        """
+        self._model.eval()
+        result_NT = torch.zeros(select_NT.shape, dtype=torch.float32, device=select_NT.device)
+        bad: list[int] = []
+        with torch.no_grad():
+            for rows in microbatches:
+                micro = self._build(batch, rows, select_NT, fields=())
+                logprobs_nt = self._forward(micro)
+                index = torch.tensor(micro.rows, dtype=torch.int64, device=result_NT.device)
+                result_NT[index, : micro.width] = logprobs_nt
+                bad += _bad_rows(micro, logprobs_nt)
+        self._raise_together("log-probabilities", batch, bad)
+        return result_NT
+
+    def topk_logits(
+        self, batch: BatchedDataDict, microbatches: Sequence[Sequence[int]], *, k: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values and ids `[N, T, k]` of the largest logits at each position, 0 in the padding (collective)."""
+        self._model.eval()
+        ids_NT = batch.tensor("input_ids")
+        values_NTk = torch.zeros(*ids_NT.shape, k, dtype=torch.float32, device=ids_NT.device)
+        tokens_NTk = torch.zeros(*ids_NT.shape, k, dtype=torch.int64, device=ids_NT.device)
+        nothing_NT = torch.zeros_like(ids_NT, dtype=torch.bool)
+        layout = replace(self._layout, is_packed=False)
+        for rows in microbatches:
+            micro = self._build(batch, rows, nothing_NT, fields=(), layout=layout)
+            inputs = replace(micro.inputs, keep_K=torch.arange(micro.width, device=ids_NT.device))
+            with torch.no_grad():
+                values, tokens = self._model(inputs, view=layout.view, top_k_logits=k)
+            for i, (row, length) in enumerate(zip(micro.rows, micro.lengths, strict=True)):
+                values_NTk[row, :length] = values[i, :length]
+                tokens_NTk[row, :length] = tokens[i, :length]
+        return values_NTk, tokens_NTk
+
+    def run(
+        self,
+        batch: BatchedDataDict,
+        microbatches: Sequence[Sequence[int]],
+        loss_fn: LossFunction,
+        scale: LossScale,
+        optimizer_step: OptimizerStep | None,
+    ) -> StepOutcome:
+        """One global batch (collective); `optimizer_step` None evaluates without gradients.
+
+        Raises:
+            NonFiniteError: on every rank, when loss, log-probabilities or gradients are NaN or inf; weights and
+                optimizer are as before.
+        """
+        if scale.valid_tokens == 0:
+            return StepOutcome(loss=0.0, grad_norm=0.0, metrics=())
+        if optimizer_step is None:
+            self._model.eval()
+            with torch.no_grad():
+                loss, metrics = self._passes(batch, microbatches, loss_fn, scale, loss_scale=None)
+            return StepOutcome(loss=loss, grad_norm=0.0, metrics=metrics)
+        self._model.train()
+        while True:
+            loss, metrics = self._passes(batch, microbatches, loss_fn, scale, loss_scale=optimizer_step.scaler.scale)
+            grad_norm = optimizer_step.finish()
+            if grad_norm is not None:
+                return StepOutcome(loss=loss, grad_norm=grad_norm, metrics=metrics)
+            if not optimizer_step.retry():
+                # The norm is global: every rank comes here together.
+                rows = [row for microbatch in microbatches for row in microbatch]
+                self._raise_together("the gradient norm", batch, rows)
+
+    def _passes(
+        self,
+        batch: BatchedDataDict,
+        microbatches: Sequence[Sequence[int]],
+        loss_fn: LossFunction,
+        scale: LossScale,
+        loss_scale: float | None,
+    ) -> tuple[float, tuple[dict[str, Reduction], ...]]:
+        select_NT = trained_tokens(batch)
+        world_size = dist.get_world_size()
+        total, metrics, bad = 0.0, [], []
+        for i, rows in enumerate(microbatches):
+            as_fsdp(self._model).set_requires_gradient_sync(i == len(microbatches) - 1)
+            micro = self._build(batch, rows, select_NT, fields=loss_fn.input_fields)
+            logprobs_nt = self._forward(micro)
+            bad += _bad_rows(micro, logprobs_nt.detach())
+            if not micro.rows:
+                loss = logprobs_nt.sum()
+            else:
+                output = loss_fn(logprobs_nt, micro.columns, scale=scale)
+                loss = output.loss
+                metrics.append(output.metrics)
+            value = float(loss.detach())
+            total += value
+            if value - value != 0.0:
+                bad += micro.rows
+            if loss_scale is not None:
+                # FSDP averages gradients over ranks, while the loss is divided by the global count already.
+                (loss * (world_size * loss_scale)).backward()
+        try:
+            self._raise_together("the loss", batch, sorted(set(bad)))
+        except NonFiniteError:
+            self._model.zero_grad(set_to_none=True)
+            raise
+        return all_reduce_sum([total], device=select_NT.device)[0], tuple(metrics)
+
+    def _build(
+        self,
+        batch: BatchedDataDict,
+        rows: Sequence[int],
+        select_NT: torch.Tensor,
+        fields: Sequence[str],
+        layout: BatchLayout | None = None,
+    ) -> Microbatch:
+        layout = layout or self._layout
+        return build_microbatch(
+            batch,
+            rows,
+            select_NT=select_NT,
+            fields=fields,
+            is_packed=layout.is_packed,
+            divisible_by=layout.divisible_by,
+        )
+
+    def _forward(self, micro: Microbatch) -> torch.Tensor:
+        logprobs_M = self._model(micro.inputs, view=self._layout.view)
+        if not micro.rows:
+            # The sum of no token: zero, but connected to the parameters, so that this rank's collectives take place.
+            return logprobs_M.sum()[None, None][:0]
+        return micro.to_rows(logprobs_M)
+
+    def _raise_together(self, what: str, batch: BatchedDataDict, rows: Sequence[int]) -> None:
+        device = next(self._model.parameters()).device
+        if all_reduce_sum([float(len(rows))], device=device)[0] == 0:
+            return
+        everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everywhere, row_names(batch, rows))
+        names = [f"{name} (rank {rank})" for rank, part in enumerate(everywhere) for name in part]
+        raise NonFiniteError(
+            f"NaN or inf in {what}: samples {name_some(names)}; the weights were not changed. Look at these samples, "
+            "lower the learning rate or use policy.precision=float32"
+        )
+
+
+class OptimizerStep:
+    """Gradient norm, clipping and the optimizer's step after the last microbatch."""
+
+    def __init__(
+        self, model: PolicyModel, optimizer: torch.optim.Optimizer, scaler: LossScaler, *, max_grad_norm: float | None
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._max_grad_norm = max_grad_norm
+        self.scaler = scaler
+
+    def finish(self) -> float | None:
+        """Clips and steps (collective). The global norm before clipping, or None if it is not finite: no step then."""
+        parameters = [p for p in self._model.parameters() if p.grad is not None]
+        grads = [p.grad for p in parameters if p.grad is not None]
+        if self.scaler.scale != 1.0:
+            torch._foreach_mul_(grads, 1.0 / self.scaler.scale)
+        norm = torch.nn.utils.get_total_norm(grads)
+        value = float(_full(norm))
+        if value - value != 0.0:
+            self._optimizer.zero_grad(set_to_none=True)
+            return None
+        if self._max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, _full(norm))
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.scaler.on_clean_step()
+        return value
+
+    def retry(self) -> bool:
+        """Lowers the loss scale; False when it cannot be the cause."""
+        if not self.scaler.can_retry():
+            return False
+        self.scaler.on_overflow()
+        return True
+
+
+def _full(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, torch.distributed.tensor.DTensor) else value
+
+
+def _bad_rows(micro: Microbatch, logprobs_nt: torch.Tensor) -> list[int]:
+    if not micro.rows:
+        return []
+    is_bad = ~logprobs_nt.isfinite().all(1)
+    return [row for row, bad in zip(micro.rows, is_bad.tolist(), strict=True) if bad]
