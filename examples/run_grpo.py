@@ -21,6 +21,7 @@ from nemo_rl.config.load import load_config
 from nemo_rl.config.render import to_yaml
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import NemoRLError, UserError
+from nemo_rl.utils.console import configure_logging, make_console
 
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 
@@ -48,25 +49,25 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def main(argv: list[str]) -> int:
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    console, errors = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
+    console, errors = make_console(), Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+    configure_logging(console, level=logging.WARNING)
     args = parse_args(argv)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupt)
     try:
         config = load_config(args.config, args.overrides)
         if args.print_config:
-            console.print(to_yaml(config), markup=False, highlight=False)
+            console.print(to_yaml(config))
         if not (args.print_config or args.validate_only):
             train(config, console)
         elif args.validate_only:
-            console.print(f"{args.config}: ok", markup=False, highlight=False)
+            console.print(f"{args.config}: ok")
     except NemoRLError as error:
         notes = "".join(f"\n  ({note})" for note in error.__notes__) if hasattr(error, "__notes__") else ""
-        errors.print(f"error: {error}{notes}", style="red", markup=False, highlight=False)
+        errors.print(f"error: {error}{notes}", style="red")
         return USER_ERROR if isinstance(error, UserError) else FAILURE
     except KeyboardInterrupt:
-        errors.print("interrupted; everything this run started has been ended", markup=False, highlight=False)
+        errors.print("interrupted; everything this run started has been ended")
         return INTERRUPTED
     return 0
 

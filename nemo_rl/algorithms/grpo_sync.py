@@ -20,11 +20,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from nemo_rl.algorithms.grpo import ScoredRows, plan_logprobs, plan_train, score_rows, select_train_rows
@@ -44,7 +43,7 @@ from nemo_rl.models.policy.lm_policy import TrainSummary
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.weight_sync.colocated import ColocatedWeightSync
 from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager
-from nemo_rl.utils.logger import Logger
+from nemo_rl.utils.logger import REWARD_METRIC, Logger
 from nemo_rl.utils.panel import Panel, StepReport
 from nemo_rl.utils.timer import Timer
 
@@ -262,7 +261,7 @@ class SyncGRPOTrainer:
         return StepReport(
             step=self._step,
             num_steps=self._config.grpo.max_num_steps,
-            reward=metrics["rollout/reward"],
+            reward=metrics[REWARD_METRIC],
             val_accuracy=self._accuracy,
             loss=metrics.get("train/loss"),
             kl=metrics.get("train/reference_kl", metrics.get("train/policy_kl")),

@@ -36,7 +36,8 @@ from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
 from nemo_rl.models.weight_sync.colocated import ColocatedWeightSync
 from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager
-from nemo_rl.utils.logger import Logger
+from nemo_rl.utils.files import write_text
+from nemo_rl.utils.logger import Logger, build_logger
 from nemo_rl.utils.panel import Panel
 
 __all__ = ["open_trainer", "write_resolved_config"]
@@ -73,8 +74,9 @@ def open_trainer(config: MasterConfig, *, console: Console) -> Iterator[SyncGRPO
     stages = build_stages(config, loss_fn)
     with ExitStack() as stack:
         write_resolved_config(config)
-        run_logger = stack.enter_context(Logger(config.logger, resume=resume_from is not None))
-        panel = stack.enter_context(Panel(config.logger, console=console))
+        run_logger = _logger(config, resume_from)
+        stack.callback(run_logger.close)
+        panel = stack.enter_context(Panel(console, live=config.logger.live_panel))
         cluster = stack.enter_context(RayVirtualCluster(config.cluster, other_cpus=_other_cpus(config))) if (
             config.cluster.launcher == "ray"
         ) else None
@@ -103,10 +105,15 @@ def open_trainer(config: MasterConfig, *, console: Console) -> Iterator[SyncGRPO
 
 def write_resolved_config(config: MasterConfig) -> Path:
     """`config.yaml` beside the logs of the run."""
-    path = config.logger.log_dir / "config.yaml"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_yaml(config), encoding="utf-8")
-    return path
+    return write_text(config.logger.log_dir / "config.yaml", to_yaml(config))
+
+
+def _logger(config: MasterConfig, resume_from: Checkpoint | None) -> Logger:
+    return build_logger(
+        config.logger,
+        run_config=config.model_dump(mode="json"),
+        resume_step=resume_from.step if resume_from is not None else None,
+    )
 
 
 def _other_cpus(config: MasterConfig) -> int:
@@ -210,7 +217,7 @@ def _sampler(config: MasterConfig, rollout: RolloutHandle) -> PromptSampler:
         info.num_train_prompts,
         seed=config.grpo.seed,
         shuffle=config.data.shuffle,
-        max_epochs=config.grpo.max_num_epochs,
+        max_num_epochs=config.grpo.max_num_epochs,
     )
 
 

@@ -15,6 +15,7 @@ from nemo_rl.config.schema import MasterConfig
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.experience.payload import DriverCarry
 from nemo_rl.models.policy.lm_policy import TrainSummary
+from nemo_rl.utils.logger import REWARD_METRIC
 from nemo_rl.utils.metrics import Reduction, values
 
 __all__ = ["StepRecord", "Traffic", "data_plane_metrics", "step_metrics"]
@@ -50,8 +51,8 @@ def step_metrics(record: StepRecord, config: MasterConfig) -> dict[str, float]:
     """Rollout, group and training metrics."""
     rewards, stats = record.carry.rewards, record.scored.stats
     metrics = {
-        "rollout/reward": float(np.mean(rewards)),
-        "rollout/reward_std": float(np.std(rewards)),
+        REWARD_METRIC: float(np.mean(rewards)),
+        "train/reward_std": float(np.std(rewards)),
         "rollout/trivial_group_share": float(stats.is_trivial.float().mean()),
         "rollout/truncated_share": float(np.mean(record.carry.truncated)),
         "rollout/mean_response_tokens": float(np.mean(record.carry.response_lengths)),

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from nemo_rl.data_plane.codec import materialize
+from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.column_io import write_columns
-from nemo_rl.data_plane.factory import DataPlaneAddress, attach_data_plane
+from nemo_rl.data_plane.factory import attach_data_plane
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.observability import MetricsDataPlaneClient
+from nemo_rl.data_plane.ragged import materialize, object_rows
 from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS, family_of
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import Fields, broadcast_from_leader
@@ -54,7 +55,7 @@ class ShardCache:
         return self._columns.get(self._key(meta, name))
 
     def put(self, meta: KVBatchMeta, name: str, column: torch.Tensor | list[object]) -> None:
-        size = column.numel() * column.element_size() if isinstance(column, torch.Tensor) else 0
+        size = _num_bytes(column)
         if family_of(name) in meta.versions and self._bytes + size <= self.max_bytes:
             self._columns[self._key(meta, name)] = column
             self._bytes += size
@@ -145,21 +146,21 @@ class TQWorkerMixin:
             lambda: self._read(meta, fields), group=self._replica.group, leader=self._replica.leader
         )
         width = meta.pack.pad_to if meta.pack is not None else max(meta.sequence_lengths or (0,))
-        batch = materialize(columns, pad_values=self.pad_values, pad_to=width)
+        batch = BatchedDataDict(materialize(columns, pad_values=self.pad_values, pad_to=width))
         batch["keys"] = list(meta.keys)
         return batch
 
     def _read(self, meta: KVBatchMeta, fields: Sequence[str]) -> Fields:
-        missing = [name for name in fields if self._cache.get(meta, name) is None]
+        """Columns from this step's cache, the rest from the store."""
+        columns = {name: cached for name in fields if (cached := self._cache.get(meta, name)) is not None}
+        missing = [name for name in fields if name not in columns]
         if missing:
             fetched = self.client.get_data(meta, missing)
             for name in missing:
                 column = fetched.get(name)
-                self._cache.put(meta, name, column if isinstance(column, torch.Tensor) else list(column))
-            fresh = {name: fetched.get(name) for name in missing}
-        else:
-            fresh = {}
-        return {name: fresh[name] if name in fresh else _present(self._cache.get(meta, name), name) for name in fields}
+                columns[name] = column if isinstance(column, torch.Tensor) else object_rows(column)
+                self._cache.put(meta, name, columns[name])
+        return {name: columns[name] for name in fields}
 
     def _write_back(self, meta: KVBatchMeta, name: str, values: torch.Tensor) -> KVBatchMeta:
         """Writes one result column `[N, T]`; only the write-back leader sends it."""
@@ -172,6 +173,8 @@ class TQWorkerMixin:
         return write_columns(self.client, meta, {name: values.detach().to("cpu")})
 
 
-def _present(column: torch.Tensor | list[object] | None, name: str) -> torch.Tensor | list[object]:
-    assert column is not None, f"column {name!r} left the cache while it was read"
-    return column
+def _num_bytes(column: torch.Tensor | list[object]) -> int:
+    if not isinstance(column, torch.Tensor):
+        return sum(len(str(row)) for row in column)
+    values = column.values() if column.is_nested else column
+    return values.numel() * values.element_size()

@@ -7,7 +7,6 @@ between them: prompt numbers, metas and per-row scalars.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,8 @@ from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.datasets import PromptSet, build_prompt_sets
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.data_plane.column_io import kv_first_write, read_columns
-from nemo_rl.data_plane.factory import DataPlaneAddress, attach_data_plane
+from nemo_rl.data_plane.address import DataPlaneAddress
+from nemo_rl.data_plane.factory import attach_data_plane
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.observability import MetricsDataPlaneClient
 from nemo_rl.distributed.worker_groups import Call, WorkerGroup
@@ -28,6 +28,7 @@ from nemo_rl.errors import DataPlaneClosed
 from nemo_rl.experience.payload import DriverCarry, build_columns, mint_keys
 from nemo_rl.experience.rollouts import Rollouts, SeedSource, run_rollouts, sampling_params
 from nemo_rl.models.generation.interfaces import GenerationInterface
+from nemo_rl.utils.files import write_text
 from nemo_rl.utils.metrics import Max, Mean, Reduction, Sum
 
 __all__ = ["RolloutHandle", "RolloutInfo", "RolloutResult", "SyncRolloutWorker", "ValidationResult"]
@@ -155,23 +156,20 @@ class SyncRolloutWorker:
     ) -> None:
         """Writes the rows as readable JSON lines: prompt, response, reward, advantage."""
         with self.client.stage("log"):
-            batch = read_columns(self.client, meta, ("input_ids", "token_mask"), pad_values={})
+            batch = read_columns(self.client, meta, ("input_ids", "token_mask"), pad_values={"input_ids": 0})
         ids, mask = batch.tensor("input_ids"), batch.tensor("token_mask").bool()
         lines = []
         for row, length in enumerate(meta.sequence_lengths or ()):
-            is_response = mask[row, :length]
+            tokens, is_response = ids[row, :length], mask[row, :length]
             record = {
                 "key": meta.keys[row],
-                "prompt": self._tokenizer.decode(ids[row, :length][~is_response].tolist()),
-                "response": self._tokenizer.decode(ids[row, :length][is_response].tolist()),
+                "prompt": self._tokenizer.decode(tokens[~is_response].tolist()),
+                "response": self._tokenizer.decode(tokens[is_response].tolist()),
                 "reward": rewards[row],
                 "advantage": advantages[row],
             }
-            lines.append(json.dumps(record, ensure_ascii=False))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tmp = path.with_suffix(".tmp")
-        tmp.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        os.replace(tmp, path)
+            lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+        write_text(path, "".join(lines))
 
     def data_plane_snapshot(self) -> Mapping[str, object]:
         """Counters of this process's client since the last call."""

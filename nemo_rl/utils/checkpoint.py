@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl.errors import CheckpointError, NemoRLError
+from nemo_rl.utils.files import write_text
 
 __all__ = ["Checkpoint", "CheckpointManager"]
 
@@ -71,9 +72,9 @@ class CheckpointManager:
             shutil.rmtree(tmp, ignore_errors=True)
             tmp.mkdir()
             write(tmp)
-            _write_text(tmp / STATE_FILE, json.dumps({**state, "step": step}, indent=2, sort_keys=True))
+            write_text(tmp / STATE_FILE, json.dumps({**state, "step": step}, indent=2, sort_keys=True))
             _replace_folder(tmp, target)
-            _write_text(self._folder / LATEST_FILE, target.name)
+            write_text(self._folder / LATEST_FILE, target.name)
         except (OSError, NemoRLError) as error:
             shutil.rmtree(tmp, ignore_errors=True)
             kept = self.latest()
@@ -130,13 +131,3 @@ def _replace_folder(source: Path, target: Path) -> None:
         os.replace(target, old)
     os.replace(source, target)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _write_text(path: Path, text: str) -> None:
-    """Writes and syncs a temporary file, then renames it."""
-    tmp = path.with_name(f".{path.name}.tmp")
-    with tmp.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(tmp, path)

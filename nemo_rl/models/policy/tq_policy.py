@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-from nemo_rl.data_plane.factory import DataPlaneAddress
+from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.preshard import shard_meta_for_dp
 from nemo_rl.distributed.packing import PackPlan
