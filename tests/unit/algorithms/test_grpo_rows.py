@@ -1,0 +1,79 @@
+"""Which rows of a step are trained, with which weight, in which optimizer step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from nemo_rl.algorithms.grpo import plan_logprobs, plan_train, score_rows, select_train_rows
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.schema import GRPOConfig
+from nemo_rl.errors import ConfigError
+from nemo_rl.experience.payload import DriverCarry
+
+
+def carry(rewards: list[float], group: int, truncated: list[bool] | None = None) -> DriverCarry:
+    count = len(rewards)
+    return DriverCarry(
+        rewards=np.asarray(rewards, dtype=np.float32),
+        group_ids=np.arange(count, dtype=np.int32) // group,
+        truncated=np.asarray(truncated or [False] * count),
+        response_lengths=np.full(count, 3, dtype=np.int32),
+    )
+
+
+def policy(**fields: object) -> PolicyConfig:
+    base = {"model_name": "m", "train_global_batch_size": 4, "dynamic_batching": {"enabled": True}}
+    return PolicyConfig.model_validate({**base, **fields})
+
+
+def test_groups_with_equal_rewards_have_no_weight_and_are_left_out():
+    scored = score_rows(carry([1, 1, 0, 1, 0, 0, 1, 0], group=2), GRPOConfig())
+    assert scored.sample_mask.tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
+    chosen = select_train_rows(scored, policy(), dp_world=2)
+    assert chosen.rows == (2, 3, 6, 7) and chosen.batch_sizes == (2, 2)
+
+
+def test_rows_of_weight_zero_fill_a_step_up_to_the_number_of_ranks():
+    scored = score_rows(carry([1, 0, 1, 1, 0, 0, 0, 0], group=2), GRPOConfig())
+    chosen = select_train_rows(scored, policy(), dp_world=3)
+    assert chosen.rows == (0, 1, 2) and chosen.batch_sizes == (3,)
+    assert scored.sample_mask[list(chosen.rows)].tolist() == [1, 1, 0]
+
+
+def test_fixed_microbatches_keep_all_rows_of_a_step():
+    fixed = policy(dynamic_batching={"enabled": False}, train_micro_batch_size=2)
+    scored = score_rows(carry([1, 0, 1, 1, 0, 0, 0, 0], group=2), GRPOConfig())
+    chosen = select_train_rows(scored, fixed, dp_world=2)
+    assert chosen.rows == (0, 1, 2, 3) and chosen.batch_sizes == (4,)
+    assert plan_train([5] * 4, chosen.batch_sizes, fixed, dp_world=2).steps == (1,)
+
+
+def test_a_step_without_any_signal_trains_nothing():
+    scored = score_rows(carry([1, 1, 0, 0], group=2), GRPOConfig())
+    assert select_train_rows(scored, policy(), dp_world=2).rows == ()
+
+
+def test_truncated_rows_lose_their_weight_only_when_asked():
+    rolled = carry([1, 0, 1, 0], group=2, truncated=[False, True, False, False])
+    assert score_rows(rolled, GRPOConfig()).sample_mask.tolist() == [1, 1, 1, 1]
+    filtered = score_rows(rolled, GRPOConfig(overlong_filtering=True))
+    assert filtered.sample_mask.tolist() == [1, 0, 1, 1]
+    assert filtered.advantages[1] < 0, "a filtered row still counts for its group's baseline"
+
+
+@pytest.mark.parametrize("mode", ["dynamic_batching", "sequence_packing"])
+def test_logprob_microbatches_keep_the_ranks_of_the_training_plan(mode):
+    caps = {"enabled": True, "train_mb_tokens": 20, "logprob_mb_tokens": 60}
+    settings = policy(**{"dynamic_batching": {"enabled": False}, mode: caps})
+    lengths = [10, 10, 10, 10, 5, 5, 5, 5]
+    plan = plan_train(lengths, (4, 4), settings, dp_world=2)
+    other = plan_logprobs(plan, lengths, settings)
+    assert len(plan.steps) == 2 and other.steps == (1,)
+    for rank in range(2):
+        assert set(plan.rows_of_rank(rank)) == set(other.rows_of_rank(rank))
+
+
+def test_a_plan_that_cannot_be_made_is_a_config_error():
+    with pytest.raises(ConfigError, match="cap of a microbatch is 8"):
+        plan_train([9, 9], (2,), policy(dynamic_batching={"enabled": True, "train_mb_tokens": 8}), dp_world=1)
