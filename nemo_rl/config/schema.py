@@ -142,7 +142,7 @@ class EnvConfig(Section):
     on_timeout: Literal["zero", "error"] = "zero"
     """A response whose scoring takes too long: reward 0 and a counter, or stop the run."""
     num_workers: PositiveInt = 1
-    """Scoring processes of `math` and `custom`."""
+    """Scoring processes; `sort` needs none."""
     score_threshold: Annotated[float, Field(gt=0, le=1)] | None = None
     """`reasoning_gym` gives partial credit; with a threshold the reward is 1 at or above it and 0 below."""
 

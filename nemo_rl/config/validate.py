@@ -332,7 +332,7 @@ def rule_reasoning_gym_scores_its_own_prompts(config: MasterConfig) -> list[str]
 
 def rule_scorer_keys_fit_the_environment(config: MasterConfig) -> list[str]:
     env = config.env
-    ignored = [] if env.name in ("math", "custom") else ["timeout_s", "on_timeout", "num_workers"]
+    ignored = [] if env.name != "sort" else ["timeout_s", "on_timeout", "num_workers"]
     if env.name != "reasoning_gym":
         ignored.append("score_threshold")
     return _would_be_ignored(env, "env", ignored, because=f"env.name is {env.name!r}")

@@ -1,0 +1,196 @@
+"""Prompt datasets by name: `build_prompt_sets` for a run, `load_prompts` for one source.
+
+Called by the rollout worker. A source yields `RawPrompt`s; everything after that (template, tokens, length limit,
+overlap with validation) is the same for all. New source = one function and one line in `SOURCES`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+
+from transformers import PreTrainedTokenizerBase
+
+from nemo_rl.config.schema import DataConfig, DatasetConfig
+from nemo_rl.data import huggingface_door, reasoning_gym_door, sort_digits
+from nemo_rl.data.messages import encode_prompt, prompt_messages
+from nemo_rl.errors import DatasetError
+
+__all__ = ["SOURCES", "Prompt", "PromptSet", "RawPrompt", "build_prompt_sets", "load_prompts"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RawPrompt:
+    """What a source yields."""
+
+    text: str
+    answer: object
+    """JSON-like; what an environment compares with."""
+    metadata: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """One prompt, ready for generation.
+
+    Example:
+        `Prompt(index=3, text="sort 4135", answer="1345", ids=(258, 117, ...))`
+    """
+
+    index: int
+    """Position in its `PromptSet`."""
+    text: str
+    """As the source gave it, without template."""
+    answer: object
+    ids: tuple[int, ...]
+    """Tokens of the whole prompt, chat template included, up to where the assistant begins."""
+    metadata: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptSet:
+    """Prompts of one source, and what was left out."""
+
+    prompts: tuple[Prompt, ...]
+    num_skipped_overlong: int = 0
+    """Prompts longer than `data.max_input_seq_length`."""
+    num_skipped_overlap: int = 0
+    """Training prompts whose text also occurs in validation."""
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+
+def build_prompt_sets(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptSet, PromptSet | None]:
+    """Training and validation prompts; a text that occurs in validation is not trained on.
+
+    Raises:
+        DatasetError: a source is missing, malformed or empty, or a prompt is too long and must not be skipped.
+    """
+    validation = None
+    if cfg.validation is not None:
+        validation = load_prompts(cfg.validation, tokenizer, limits=cfg, where="data.validation")
+    held_out = frozenset(prompt.text for prompt in validation.prompts) if validation is not None else frozenset()
+    return load_prompts(cfg.train, tokenizer, limits=cfg, where="data.train", exclude=held_out), validation
+
+
+def load_prompts(
+    cfg: DatasetConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    limits: DataConfig,
+    where: str,
+    exclude: Collection[str] = frozenset(),
+) -> PromptSet:
+    """The prompts of one source.
+
+    Args:
+        limits: length limit and what to do with longer prompts.
+        where: dotted path of `cfg`, for messages.
+        exclude: texts to leave out.
+    """
+    prompts: list[Prompt] = []
+    num_overlong = num_overlap = num_read = 0
+    for raw in SOURCES[cfg.dataset_name](cfg, where, exclude):
+        num_read += 1
+        if raw.text in exclude:
+            num_overlap += 1
+            continue
+        messages = prompt_messages(raw.text, system_prompt=cfg.system_prompt, prompt_template=cfg.prompt_template)
+        ids = encode_prompt(tokenizer, messages)
+        if len(ids) > limits.max_input_seq_length:
+            if limits.overlong_prompts == "error":
+                raise DatasetError(
+                    f"{where}: prompt {num_read - 1} has {len(ids)} tokens, data.max_input_seq_length allows "
+                    f"{limits.max_input_seq_length}: {raw.text[:80]!r}; raise the limit or set "
+                    "data.overlong_prompts=skip"
+                )
+            num_overlong += 1
+            continue
+        prompts.append(Prompt(index=len(prompts), text=raw.text, answer=raw.answer, ids=ids, metadata=raw.metadata))
+    if not prompts:
+        raise DatasetError(
+            f"{where}: no prompt is left of {num_read} read: {num_overlong} are longer than "
+            f"data.max_input_seq_length {limits.max_input_seq_length} tokens, {num_overlap} also occur in validation"
+        )
+    return PromptSet(prompts=tuple(prompts), num_skipped_overlong=num_overlong, num_skipped_overlap=num_overlap)
+
+
+# ---- sources
+
+
+def _sort_digits(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
+    limits: dict[str, int] = {}
+    for name, value in cfg.options.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise DatasetError(f"{where}.options.{name}: expected an integer, got {value!r}")
+        limits[name] = value
+    for problem in sort_digits.problems(cfg.size or 0, seed=cfg.seed, exclude=exclude, **limits):
+        yield RawPrompt(text=problem.prompt, answer=problem.answer)
+
+
+def _reasoning_gym(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
+    del exclude
+    task = reasoning_gym_door.Task(name=cfg.task or "", size=cfg.size or 0, seed=cfg.seed, options=dict(cfg.options))
+    for index, item in enumerate(reasoning_gym_door.questions(task, where=where)):
+        yield RawPrompt(text=item.question, answer=item.answer, metadata={"task": task.to_json(), "index": index})
+
+
+def _jsonl(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
+    del exclude
+    path = cfg.data_path
+    assert path is not None, "rule_dataset_keys_fit_their_kind lets no jsonl dataset pass without data_path"
+    try:
+        with path.open(encoding="utf-8") as lines:
+            filled = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+            for number, line in islice(filled, cfg.size):
+                yield _raw_prompt(_json_object(line, place=f"{path}:{number}"), cfg, place=f"{path}:{number}")
+    except OSError as error:
+        raise DatasetError(
+            f"{where}.data_path: {path} cannot be read: {error.strerror}; expected a JSON Lines file"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise DatasetError(f"{where}.data_path: {path} is no UTF-8 text: {error}") from error
+
+
+def _huggingface(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
+    del exclude
+    path = cfg.data_path
+    assert path is not None, "rule_dataset_keys_fit_their_kind lets no huggingface dataset pass without data_path"
+    rows = huggingface_door.rows(path, split=cfg.split, where=where)
+    for number, row in enumerate(islice(rows, cfg.size)):
+        yield _raw_prompt(row, cfg, place=f"{path} row {number}")
+
+
+def _json_object(line: str, *, place: str) -> Mapping[str, object]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DatasetError(f"{place}: expected a JSON object per line: {error}") from error
+    if not isinstance(row, dict):
+        raise DatasetError(f"{place}: expected a JSON object, got {type(row).__name__}")
+    return row
+
+
+def _raw_prompt(row: Mapping[str, object], cfg: DatasetConfig, *, place: str) -> RawPrompt:
+    missing = [key for key in (cfg.input_key, cfg.output_key) if key not in row]
+    if missing:
+        raise DatasetError(
+            f"{place}: no {' and no '.join(map(repr, missing))}, got {sorted(row)}; set input_key and output_key"
+        )
+    text = row[cfg.input_key]
+    if not isinstance(text, str) or not text:
+        raise DatasetError(f"{place}: {cfg.input_key!r}: expected a text, got {text!r}")
+    return RawPrompt(text=text, answer=row[cfg.output_key])
+
+
+Source = Callable[[DatasetConfig, str, Collection[str]], Iterator[RawPrompt]]
+SOURCES: Mapping[str, Source] = {
+    "sort_digits": _sort_digits,
+    "reasoning_gym": _reasoning_gym,
+    "jsonl": _jsonl,
+    "huggingface": _huggingface,
+}
+"""Dataset name -> its prompts; the third argument is the texts that a generator should avoid."""

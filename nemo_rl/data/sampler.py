@@ -1,0 +1,115 @@
+"""The order in which prompts are drawn: a function of the seed alone, and resumable at any position.
+
+Called by the trainer, which holds numbers only; the prompts themselves stay in the rollout worker.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+from nemo_rl.errors import CheckpointError, DatasetError
+
+__all__ = ["PromptSampler"]
+
+
+class PromptSampler:
+    """Draws prompt numbers `0 .. num_prompts - 1`, each once per epoch.
+
+    Args:
+        num_prompts: size of the training set.
+        seed: the order of epoch e depends on this and e alone.
+        shuffle: False keeps the dataset's order in every epoch.
+        max_num_epochs: passes over the prompts; None never ends.
+
+    Example:
+        >>> sampler = PromptSampler(3, seed=0, shuffle=False)
+        >>> sampler.next(2), sampler.next(2)
+        ([0, 1], [2, 0])
+    """
+
+    def __init__(self, num_prompts: int, *, seed: int, shuffle: bool = True, max_num_epochs: int | None = None) -> None:
+        if num_prompts < 1:
+            raise DatasetError(f"training prompts: expected at least one, got {num_prompts}; check data.train")
+        self._num_prompts = num_prompts
+        self._seed = seed
+        self._shuffle = shuffle
+        self._max_num_epochs = max_num_epochs
+        self._epoch = 0
+        self._position = 0
+        self._batch_size = 1
+        self._order = self._order_of(0)
+
+    @property
+    def epoch(self) -> int:
+        """Passes begun, counted from 0."""
+        return self._epoch
+
+    @property
+    def is_exhausted(self) -> bool:
+        """True when the last epoch has fewer prompts left than the last draw took."""
+        return self._num_left() < self._batch_size
+
+    def next(self, count: int) -> list[int]:
+        """The next `count` prompts; a draw may run over the end of an epoch.
+
+        Raises:
+            DatasetError: `max_num_epochs` leaves fewer than `count`.
+        """
+        if self._num_left() < count:
+            raise DatasetError(
+                f"training prompts: expected {count} more, got {self._num_left():.0f} of {self._num_prompts} prompts x "
+                f"grpo.max_num_epochs {self._max_num_epochs}; lower grpo.num_prompts_per_step or raise max_num_epochs"
+            )
+        self._batch_size = count
+        drawn: list[int] = []
+        while len(drawn) < count:
+            if self._position == self._num_prompts:
+                self._epoch, self._position = self._epoch + 1, 0
+                self._order = self._order_of(self._epoch)
+            taken = self._order[self._position : self._position + count - len(drawn)]
+            self._position += len(taken)
+            drawn += taken
+        return drawn
+
+    def state_dict(self) -> dict[str, int | bool]:
+        """Where the next draw starts, and what that position means."""
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "batch_size": self._batch_size,
+            "num_prompts": self._num_prompts,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+        }
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Continues where `state_dict` was taken.
+
+        Raises:
+            CheckpointError: the state belongs to another dataset size, seed or order.
+        """
+        for name, mine in (("num_prompts", self._num_prompts), ("seed", self._seed), ("shuffle", self._shuffle)):
+            if state.get(name) != mine:
+                raise CheckpointError(
+                    f"data position: {name}: the checkpoint has {state.get(name)!r}, this run {mine!r}; resume with "
+                    "the same data and seed, or start afresh with checkpointing.resume=false"
+                )
+        position, epoch, batch_size = (state.get(name) for name in ("position", "epoch", "batch_size"))
+        if not (isinstance(position, int) and isinstance(epoch, int) and isinstance(batch_size, int)):
+            raise CheckpointError(f"data position: expected whole numbers, got {dict(state)!r}")
+        if not (0 <= position <= self._num_prompts and epoch >= 0):
+            raise CheckpointError(f"data position: expected 0..{self._num_prompts}, got epoch {epoch}, {position}")
+        self._epoch, self._position, self._batch_size = epoch, position, batch_size
+        self._order = self._order_of(epoch)
+
+    def _num_left(self) -> float:
+        if self._max_num_epochs is None:
+            return float("inf")
+        return self._max_num_epochs * self._num_prompts - self._epoch * self._num_prompts - self._position
+
+    def _order_of(self, epoch: int) -> list[int]:
+        order = list(range(self._num_prompts))
+        if self._shuffle:
+            random.Random(f"{self._seed}:{epoch}").shuffle(order)
+        return order

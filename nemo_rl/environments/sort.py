@@ -1,0 +1,25 @@
+"""Exact match with the answer; a truncated response gets 0. Serves the sort demo and any task with one right text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nemo_rl.data.datasets import Prompt
+from nemo_rl.environments.interfaces import EnvReport
+from nemo_rl.environments.rewards.exact import exact_match
+
+__all__ = ["SortEnvironment"]
+
+
+class SortEnvironment:
+    """Scores in this process: a comparison of two short texts."""
+
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[str], truncated: Sequence[bool]) -> EnvReport:
+        """1 for the right text that ended by itself, else 0."""
+        rows = zip(prompts, responses, truncated, strict=True)
+        return EnvReport(
+            rewards=tuple(0.0 if cut else exact_match(response, prompt.answer) for prompt, response, cut in rows)
+        )
+
+    def shutdown(self) -> None:
+        """Nothing to end."""

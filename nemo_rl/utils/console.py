@@ -1,0 +1,26 @@
+"""One rich console for everything a person sees, and log records routed through it so that a live panel stays whole.
+
+Called by launchers; library code only uses `logging.getLogger(__name__)`.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from rich.console import Console
+from rich.logging import RichHandler
+
+__all__ = ["configure_logging", "make_console"]
+
+
+def make_console() -> Console:
+    """Standard output; no markup, so that brackets in texts and paths stay as they are."""
+    return Console(markup=False, highlight=False, soft_wrap=True)
+
+
+def configure_logging(console: Console, *, level: int = logging.INFO) -> None:
+    """Records of this package at `level`, those of others from WARNING on."""
+    handler = RichHandler(console=console, show_path=False, markup=False, log_time_format="%H:%M:%S")
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("nemo_rl").setLevel(level)
