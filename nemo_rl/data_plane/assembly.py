@@ -33,8 +33,9 @@ def assemble(
         column = gather(spec, readers=readers, runs=runs[spec.name])
         if column.objects is not None:
             rows.set(spec.name, NonTensorStack(*[NonTensorData(value) for value in column.objects]))
-        elif column.lengths is not None:
-            assert column.values is not None
+            continue
+        assert column.values is not None
+        if column.lengths is not None:
             rows.set(spec.name, _nest_shared(column.values, column.lengths, offsets))
         else:
             rows.set(spec.name, column.values)

@@ -149,7 +149,7 @@ class LedgerClient(DataPlaneClient):
             partition_id=partition_id,
             keys=tuple(listed),
             fields=tuple(columns),
-            sequence_lengths=listed_lengths,
+            sequence_lengths=None if listed_lengths is None else tuple(listed_lengths),
             tags=None if plain_tags is None else tuple(plain_tags),
             versions=versions,
         )
@@ -305,7 +305,7 @@ class LedgerClient(DataPlaneClient):
             keys=tuple(keys),
             task_name=task_name,
             fields=tuple(fields),
-            sequence_lengths=lengths,
+            sequence_lengths=None if lengths is None else tuple(lengths),
             tags=tuple(tags),
             versions=_versions(reply),
         )

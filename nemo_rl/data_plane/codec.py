@@ -14,6 +14,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 
 import msgpack
@@ -22,10 +23,28 @@ import numpy.typing as npt
 import torch
 
 from nemo_rl.data_plane.columns import FlatColumn, Lengths, torch_dtype
+from nemo_rl.data_plane.ragged import (
+    materialize,
+    pack_per_token_field,
+    response_from_nested,
+    stack_or_nest,
+    to_nested_by_length,
+)
 from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.errors import SchemaMismatch
 
-__all__ = ["ChunkReader", "EncodedChunk", "GatheredColumn", "encode_rows", "gather"]
+__all__ = [
+    "ChunkReader",
+    "EncodedChunk",
+    "GatheredColumn",
+    "encode_rows",
+    "gather",
+    "materialize",
+    "pack_per_token_field",
+    "response_from_nested",
+    "stack_or_nest",
+    "to_nested_by_length",
+]
 
 Bytes = npt.NDArray[np.uint8]
 Run = Sequence[int]
@@ -123,13 +142,13 @@ def _encode_chunk(sources: Sequence[_Source], first: int, stop: int) -> memoryvi
         described.append([column.spec.name, column.dtype, list(column.trailing), table, high - low])
     header = msgpack.packb({"rows": stop - first, "tables": tables, "columns": described})
     buffer = np.empty(_PREFIX.size + len(header) + sum(part.size for part in parts), dtype=np.uint8)
-    _PREFIX.pack_into(buffer, 0, _MAGIC, len(header))
+    _PREFIX.pack_into(buffer.data, 0, _MAGIC, len(header))
     at = _PREFIX.size + len(header)
     buffer[_PREFIX.size : at] = np.frombuffer(header, dtype=np.uint8)
     for part in parts:
         buffer[at : at + part.size] = part
         at += part.size
-    return memoryview(buffer)
+    return buffer.data
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,8 +232,8 @@ def gather(spec: FieldSpec, *, readers: Sequence[ChunkReader], runs: Sequence[Ru
     if spec.is_object:
         assert lengths is not None
         starts = _starts(lengths).tolist()
-        view = memoryview(content)
-        rows = [msgpack.unpackb(view[a:b]) for a, b in zip(starts[:-1], starts[1:], strict=True)]
+        view = content.data
+        rows = [msgpack.unpackb(view[a:b]) for a, b in pairwise(starts)]
         return GatheredColumn(values=None, lengths=None, objects=rows)
     kinds = {(index.dtype, index.trailing) for index in indexes}
     if len(kinds) > 1:

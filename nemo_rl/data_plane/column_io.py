@@ -70,7 +70,7 @@ def read_columns(
     width = meta.pack.pad_to if pad_to is None and meta.pack is not None else pad_to
     aligned = [spec.name for spec in wanted if spec.is_token_aligned]
     rows = client.get_data(meta, select_fields)
-    return BatchedDataDict(materialize(rows, pad_values=pads, pad_to=width, token_aligned=aligned))
+    return materialize(rows, pad_values=pads, pad_to=width, token_aligned=aligned)
 
 
 def write_columns(client: DataPlaneClient, meta: KVBatchMeta, columns: Mapping[str, Column]) -> KVBatchMeta:

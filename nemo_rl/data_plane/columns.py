@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from tensordict import NonTensorStack, TensorDictBase
+from tensordict import NonTensorStack
 
 from nemo_rl.data_plane.interfaces import Columns, Tags, TagValue
-from nemo_rl.data_plane.ragged import object_rows, values_of
+from nemo_rl.data_plane.ragged import lengths_of, object_rows, values_of
 from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.errors import SchemaMismatch, name_some
 
@@ -102,7 +102,7 @@ def check_columns(
         spec = specs.get(name)
         if spec is None:
             raise SchemaMismatch(f"{where}: field {name!r} is not declared; declared: {name_some(specs, limit=20)}")
-        column = columns.get(name) if isinstance(columns, TensorDictBase) else columns[name]
+        column = columns.get(name)
         at = f"{where}: field {name!r}"
         flat = _object_column(column, spec, at) if spec.is_object else _tensor_column(column, spec, at)
         _check_row_count(flat, column, len(keys), at)
@@ -167,10 +167,7 @@ def _tensor_column(column: object, spec: FieldSpec, at: str) -> FlatColumn:
     if column.is_nested:
         if not spec.is_ragged:
             raise SchemaMismatch(f"{at}: expected rows of one shape {list(spec.dims)}, got a nested tensor")
-        if column.layout is torch.jagged and column.lengths() is None:
-            lengths = column.offsets().diff().numpy()
-        else:
-            lengths = np.array([row.shape[0] for row in column.unbind()], dtype=np.int64)
+        lengths = lengths_of(column).numpy()
         values = values_of(column)
     else:
         values = column

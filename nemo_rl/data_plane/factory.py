@@ -21,7 +21,7 @@ from nemo_rl.data_plane.interfaces import DataPlaneClient, PayloadStore
 from nemo_rl.data_plane.ledger_host import InProcessHost, LedgerHost, LedgerService, build_ledger
 from nemo_rl.errors import ConfigError, DataPlaneClosed, DataPlaneError, name_some
 
-__all__ = ["attach_data_plane", "build_data_plane_client", "open_step"]
+__all__ = ["DataPlaneAddress", "attach_data_plane", "build_data_plane_client", "open_step"]
 
 logger = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from tensordict import TensorDict
 
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.schema import FieldSpec
+from nemo_rl.data_plane.wire import Packed, pack_rows, unpack_rows
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import SchemaMismatch, name_some
 
@@ -83,10 +84,9 @@ class KVBatchMeta:
             self._check_aligned("tags", len(self.tags))
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Mapping proxies do not pickle; the reader rebuilds them.
-        tags = None if self.tags is None else tuple(dict(row) for row in self.tags)
-        parts = (self.partition_id, self.keys, self.task_name, self.fields, self.sequence_lengths, tags)
-        return _rebuild_meta, (*parts, dict(self.versions), self.pack)
+        # Metas travel between the driver and every worker in each stage: keys, lengths and tags go in compact form.
+        rows = pack_rows(self.keys, self.sequence_lengths, self.tags)
+        return _rebuild_meta, (rows, self.partition_id, self.task_name, self.fields, dict(self.versions), self.pack)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -174,15 +174,14 @@ class KVBatchMeta:
 
 
 def _rebuild_meta(
+    rows: Packed,
     partition_id: str,
-    keys: tuple[str, ...],
     task_name: str | None,
     fields: tuple[str, ...],
-    sequence_lengths: tuple[int, ...] | None,
-    tags: tuple[Tags, ...] | None,
     versions: Mapping[str, int],
     pack: PackPlan | None,
 ) -> KVBatchMeta:
+    keys, sequence_lengths, tags = unpack_rows(rows)
     return KVBatchMeta(
         partition_id=partition_id,
         keys=keys,

@@ -6,20 +6,23 @@ Used by `column_io` and by workers. The one invariant: padding exists only in de
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
 from tensordict import NonTensorStack, TensorDictBase
 
 from nemo_rl.data_plane.schema import TOKEN_ALIGNED_FIELDS
-from nemo_rl.distributed.batched_data_dict import Column
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict, Column
 from nemo_rl.errors import SchemaMismatch
 
 __all__ = [
+    "is_packed",
     "lengths_of",
     "materialize",
     "nest",
     "object_rows",
+    "offsets_of",
     "pack_per_token_field",
     "pad_nested",
     "response_from_nested",
@@ -36,14 +39,27 @@ def nest(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     return torch.nested.nested_tensor_from_jagged(values, offsets)
 
 
+def offsets_of(nested: torch.Tensor) -> torch.Tensor:
+    """`[N + 1]` int64 row offsets of a jagged nested tensor."""
+    offsets: torch.Tensor = cast("Any", nested).offsets()
+    return offsets
+
+
 def lengths_of(nested: torch.Tensor) -> torch.Tensor:
-    """`[N]` int64 row lengths of a jagged nested tensor."""
-    return nested.offsets().diff()
+    """`[N]` int64 row lengths of a nested tensor."""
+    if is_packed(nested):
+        return offsets_of(nested).diff()
+    return torch.tensor([row.shape[0] for row in nested.unbind()], dtype=torch.int64)
+
+
+def is_packed(nested: torch.Tensor) -> bool:
+    """Whether the rows lie end to end, without holes between them."""
+    return nested.layout is torch.jagged and cast("Any", nested).lengths() is None
 
 
 def values_of(nested: torch.Tensor) -> torch.Tensor:
     """`[sum(lengths), ...]`: the rows of a nested tensor laid end to end, without holes."""
-    if nested.layout is torch.jagged and nested.lengths() is None:
+    if is_packed(nested):
         return nested.values()
     return torch.cat(list(nested.unbind()))
 
@@ -74,8 +90,7 @@ def pack_per_token_field(column: torch.Tensor, lengths: torch.Tensor) -> torch.T
     """
     if not column.is_nested:
         return to_nested_by_length(column, lengths)
-    its = torch.tensor([row.shape[0] for row in column.unbind()]) if column.layout is not torch.jagged else None
-    found = lengths_of(column) if its is None else its
+    found = lengths_of(column)
     if found.tolist() != lengths.tolist():
         raise SchemaMismatch(f"expected rows of lengths {lengths.tolist()[:5]}..., got {found.tolist()[:5]}...")
     return column
@@ -102,7 +117,7 @@ def response_from_nested(full: torch.Tensor, response_mask: torch.Tensor) -> tor
     """
     if lengths_of(full).tolist() != lengths_of(response_mask).tolist():
         raise SchemaMismatch("response_mask: expected the row lengths of the full column")
-    mask, offsets = response_mask.values(), full.offsets()
+    mask, offsets = values_of(response_mask), offsets_of(full)
     starts = offsets[:-1][offsets.diff() > 0]
     if bool(mask[starts].any()):
         raise SchemaMismatch("response_mask: a row starts with a response token; position 0 has no predecessor")
@@ -123,19 +138,19 @@ def pad_nested(nested: torch.Tensor, *, pad: float, width: int | None = None) ->
 
 
 def materialize(
-    rows: TensorDictBase,
+    rows: TensorDictBase | Mapping[str, Column],
     *,
     pad_values: Mapping[str, float],
     pad_to: int | None = None,
     token_aligned: Collection[str] = TOKEN_ALIGNED_FIELDS,
-) -> dict[str, Column]:
+) -> BatchedDataDict:
     """Dense columns: ragged ones padded (to `pad_to` when token-aligned, else to their longest row), objects as lists.
 
     Columns that are dense already stay as they are, whatever their dims are.
     """
-    columns: dict[str, Column] = {}
+    columns = BatchedDataDict()
     for name in rows.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
-        column = rows.get(name)
+        column = rows.get(name) if isinstance(rows, TensorDictBase) else rows[name]
         if not isinstance(column, torch.Tensor):
             columns[name] = object_rows(column)
         elif column.is_nested:
@@ -146,6 +161,8 @@ def materialize(
     return columns
 
 
-def object_rows(column: NonTensorStack | Sequence[object]) -> list[object]:
+def object_rows(column: object) -> list[object]:
     """An object column of a TensorDict as a list."""
-    return list(column.tolist() if isinstance(column, NonTensorStack | np.ndarray) else column)
+    rows = column.tolist() if isinstance(column, NonTensorStack | np.ndarray) else column
+    assert isinstance(rows, Sequence), f"an object column is a sequence, got {type(rows).__name__}"
+    return list(rows)

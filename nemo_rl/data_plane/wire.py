@@ -1,0 +1,185 @@
+"""The compact form in which keys, lengths and tags cross process borders.
+
+`KVBatchMeta` pickles itself with `pack_rows`; the observability client measures with it. Group uids are sent once,
+integers at their smallest width, tags by column: a constant once, few distinct values as one byte per row. What comes
+back equals what went in, types included.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+__all__ = ["Packed", "pack_rows", "packed_size", "unpack_rows"]
+
+TagScalar: TypeAlias = str | int | float | bool | None
+TagRows: TypeAlias = Sequence[Mapping[str, TagScalar]]
+Packed: TypeAlias = tuple[object, ...]
+
+_DOUBLE = struct.Struct("<d")
+_INT_TYPES = ("u1", "<u2", "<u4", "<i8")
+_MOST_DISTINCT = 256
+"""Values that one byte can number."""
+
+
+def pack_rows(keys: Sequence[str], lengths: Sequence[int] | None, tags: TagRows | None) -> Packed:
+    """The compact form: plain tuples, strings and bytes.
+
+    Example:
+        >>> unpack_rows(pack_rows(("a_g0", "a_g1"), (3, 5), ({"w": 1}, {"w": 1})))
+        (('a_g0', 'a_g1'), (3, 5), ({'w': 1}, {'w': 1}))
+    """
+    return (
+        _pack_keys(keys),
+        None if lengths is None else _pack_ints(lengths),
+        None if tags is None else _pack_tags(tags),
+    )
+
+
+def unpack_rows(
+    packed: Packed,
+) -> tuple[tuple[str, ...], tuple[int, ...] | None, tuple[dict[str, TagScalar], ...] | None]:
+    """Keys, lengths and tags out of the compact form."""
+    keys, lengths, tags = packed
+    unpacked = _unpack_keys(_tuple(keys))
+    return (
+        unpacked,
+        None if lengths is None else tuple(_unpack_ints(_tuple(lengths))),
+        None if tags is None else _unpack_tags(_tuple(tags), len(unpacked)),
+    )
+
+
+def packed_size(keys: Sequence[str], lengths: Sequence[int] | None = None, tags: TagRows | None = None) -> int:
+    """Bytes of keys, lengths and tags in a pickle."""
+    return len(pickle.dumps(pack_rows(keys, lengths, tags), protocol=5))
+
+
+def _pack_keys(keys: Sequence[str]) -> Packed:
+    parts = [_split_key(key) for key in keys]
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts) or not parts:
+        return ("keys", tuple(keys))
+    uids = list(dict.fromkeys(uid for uid, _ in known))
+    per_group, rest = divmod(len(keys), len(uids))
+    if not rest and known == [(uid, i) for uid in uids for i in range(per_group)]:
+        return ("groups", tuple(uids), per_group)
+    numbers = {uid: i for i, uid in enumerate(uids)}
+    return ("rows", tuple(uids), _pack_ints([numbers[uid] for uid, _ in known]), _pack_ints([i for _, i in known]))
+
+
+def _split_key(key: str) -> tuple[str, int] | None:
+    """`<uid>_g<i>` as (uid, i), or None for a key that this form would not give back exactly."""
+    uid, mark, digits = key.rpartition("_g")
+    is_plain = bool(mark) and digits.isascii() and digits.isdigit() and len(digits) < 10
+    return (uid, int(digits)) if is_plain and str(int(digits)) == digits else None
+
+
+def _unpack_keys(packed: Packed) -> tuple[str, ...]:
+    kind = packed[0]
+    if kind == "keys":
+        return _strings(packed[1])
+    uids = _strings(packed[1])
+    if kind == "groups":
+        per_group = packed[2]
+        assert isinstance(per_group, int)
+        return tuple(f"{uid}_g{i}" for uid in uids for i in range(per_group))
+    numbers, indices = _unpack_ints(_tuple(packed[2])), _unpack_ints(_tuple(packed[3]))
+    return tuple(f"{uids[number]}_g{i}" for number, i in zip(numbers, indices, strict=True))
+
+
+def _pack_ints(values: Sequence[int]) -> Packed:
+    low, high = min(values, default=0), max(values, default=0)
+    for kind in _INT_TYPES:
+        limits = np.iinfo(kind)
+        if limits.min <= low and high <= limits.max:
+            return (kind, np.array(values, dtype=kind).tobytes())
+    return ("big", tuple(values))
+
+
+def _unpack_ints(packed: Packed) -> list[int]:
+    kind, content = packed
+    if kind == "big":
+        return [int(value) for value in _tuple(content)]  # type: ignore[call-overload]
+    assert isinstance(kind, str) and isinstance(content, bytes)
+    values: list[int] = np.frombuffer(content, dtype=kind).tolist()
+    return values
+
+
+def _pack_tags(tags: TagRows) -> Packed:
+    names = dict.fromkeys(name for row in tags for name in row)
+    packed: list[object] = []
+    for name in names:
+        present = [name in row for row in tags]
+        column = [row[name] for row in tags if name in row]
+        bitmap = None if all(present) else np.packbits(present).tobytes()
+        packed.append((name, bitmap, _pack_values(column)))
+    return tuple(packed)
+
+
+def _unpack_tags(packed: Packed, num_rows: int) -> tuple[dict[str, TagScalar], ...]:
+    rows: list[dict[str, TagScalar]] = [{} for _ in range(num_rows)]
+    for name, bitmap, content in map(_tuple, packed):
+        assert isinstance(name, str)
+        targets = rows
+        if isinstance(bitmap, bytes):
+            present = np.unpackbits(np.frombuffer(bitmap, dtype=np.uint8), count=num_rows)
+            targets = [row for row, is_there in zip(rows, present, strict=True) if is_there]
+        for row, value in zip(targets, _unpack_values(_tuple(content), len(targets)), strict=True):
+            row[name] = value
+    return tuple(rows)
+
+
+def _identity(value: TagScalar) -> tuple[type, object]:
+    """Distinguishes 1, 1.0 and True, and 0.0 from -0.0; NaN equals itself."""
+    return type(value), _DOUBLE.pack(value) if isinstance(value, float) else value
+
+
+def _pack_values(values: Sequence[TagScalar]) -> Packed:
+    distinct: dict[tuple[type, object], TagScalar] = {}
+    identities = [_identity(value) for value in values]
+    for identity, value in zip(identities, values, strict=True):
+        distinct.setdefault(identity, value)
+    if len(distinct) == 1:
+        return ("same", values[0])
+    if len(distinct) <= _MOST_DISTINCT and len(distinct) < len(values):
+        numbers = {identity: i for i, identity in enumerate(distinct)}
+        return ("few", tuple(distinct.values()), bytes(numbers[identity] for identity in identities))
+    kinds = {type(value) for value in values}
+    if kinds == {float}:
+        wide = np.array(values, dtype="<f8")
+        narrow = wide.astype("<f4")
+        is_exact = bool((narrow.astype("<f8").view("<i8") == wide.view("<i8")).all())
+        return ("<f4", narrow.tobytes()) if is_exact else ("<f8", wide.tobytes())
+    if kinds == {int}:
+        return ("ints", _pack_ints([value for value in values if isinstance(value, int)]))
+    return ("values", tuple(values))
+
+
+def _unpack_values(packed: Packed, count: int) -> list[TagScalar]:
+    kind, content = packed[0], packed[1]
+    if kind == "same":
+        return [content] * count  # type: ignore[list-item]
+    if kind == "few":
+        numbers, distinct = packed[2], _tuple(content)
+        assert isinstance(numbers, bytes)
+        return [distinct[i] for i in numbers]  # type: ignore[misc]
+    if kind == "ints":
+        return list(_unpack_ints(_tuple(content)))
+    if kind == "values":
+        return list(_tuple(content))  # type: ignore[arg-type]
+    assert isinstance(kind, str) and isinstance(content, bytes)
+    floats: list[TagScalar] = np.frombuffer(content, dtype=kind).tolist()
+    return floats
+
+
+def _tuple(value: object) -> Packed:
+    assert isinstance(value, tuple), f"malformed packed rows: {value!r}"
+    return value
+
+
+def _strings(value: object) -> tuple[str, ...]:
+    return _tuple(value)  # type: ignore[return-value]
