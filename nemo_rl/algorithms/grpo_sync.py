@@ -34,7 +34,7 @@ from nemo_rl.data.sampler import PromptSampler
 from nemo_rl.data_plane.column_io import write_columns
 from nemo_rl.data_plane.factory import open_step
 from nemo_rl.data_plane.interfaces import KVBatchMeta
-from nemo_rl.data_plane.observability import MetricsDataPlaneClient
+from nemo_rl.data_plane.observability import MetricsDataPlaneClient, columns_bytes, meta_bytes
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.experience.payload import DriverCarry
 from nemo_rl.experience.sync_rollout_actor import RolloutHandle, ValidationResult
@@ -109,6 +109,7 @@ class SyncGRPOTrainer:
         self._train_fields = next(stage.reads for stage in parts.stages if stage.name == "train")
         self._timer = Timer()
         self._step = 0
+        self._driver_bytes = 0
         self._first_accuracy: float | None = None
         self._accuracy: float | None = None
         self._last_checkpoint: Path | None = None
@@ -137,6 +138,7 @@ class SyncGRPOTrainer:
             with open_step(self._parts.client, PARTITION):
                 with self._timer.time("rollout"):
                     rolled = self._parts.rollout.rollout(prompts, step=number, version=self._parts.weight_sync.version)
+                self._driver_bytes = meta_bytes(rolled.meta) + rolled.carry.num_bytes
                 scored = score_rows(rolled.carry, config)
                 chosen = self._choose(rolled.meta, scored)
                 summary = self._update(chosen) if chosen is not None else None
@@ -152,6 +154,7 @@ class SyncGRPOTrainer:
             num_tokens=sum(rolled.meta.sequence_lengths or ()),
             train=summary,
             plan=chosen.plan if chosen is not None else None,
+            driver_bytes=self._driver_bytes,
             seconds=time.monotonic() - started,
         )
 
@@ -175,7 +178,9 @@ class SyncGRPOTrainer:
         with self._timer.time("advantages"), self._parts.client.stage("advantages"):
             columns = {"advantages": chosen.advantages, "sample_mask": chosen.sample_mask}
             meta = write_columns(self._parts.client, meta, columns)
+            self._driver_bytes += meta_bytes(meta) + columns_bytes(columns)
         with self._timer.time("train"):
+            self._driver_bytes += meta_bytes(meta)
             self._parts.policy.prepare_for_training()
             return self._parts.policy.train_from_meta(
                 meta, chosen.plan, self._parts.loss_fn, fields=self._train_fields
@@ -189,9 +194,11 @@ class SyncGRPOTrainer:
         policy.prepare_for_lp_inference()
         if "prev_logprobs" in self._stage_names:
             with self._timer.time("prev_logprobs"):
+                self._driver_bytes += 2 * meta_bytes(meta)
                 meta = policy.get_logprobs_from_meta(meta, microbatches)
         if "reference_logprobs" in self._stage_names:
             with self._timer.time("reference_logprobs"):
+                self._driver_bytes += 2 * meta_bytes(meta)
                 meta = policy.get_reference_policy_logprobs_from_meta(meta, microbatches)
         return meta
 
@@ -240,7 +247,12 @@ class SyncGRPOTrainer:
         stage_seconds = self._timer.seconds()
         snapshots = [self._parts.client.snapshot(reset=True), self._parts.rollout.data_plane_snapshot()]
         snapshots += self._parts.policy.data_plane_snapshots()
-        traffic = data_plane_metrics(snapshots, self._parts.client.stats(), step_seconds=record.seconds)
+        traffic = data_plane_metrics(
+            snapshots,
+            self._parts.client.stats(),
+            driver_bytes=record.driver_bytes,
+            step_seconds=record.seconds,
+        )
         metrics.update({f"timing/{name}_s": value for name, value in stage_seconds.items()})
         metrics.update(traffic.metrics)
         if self._checkpoint_is_due():

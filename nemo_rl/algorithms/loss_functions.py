@@ -64,7 +64,9 @@ class ClippedPGLoss:
     ) -> LossOutput:
         config = self.config
         mask_NT = valid_token_mask(batch)
-        advantages_NT = batch["advantages"]
+        advantages = batch["advantages"]
+        # One number per row, or one per token.
+        advantages_NT = advantages[:, None] if advantages.dim() == 1 else advantages
         # Masked positions are set to equal values before any exponential, so nothing there can overflow.
         log_ratio_NT = torch.where(mask_NT, token_logprobs - batch[self.prev_field], 0.0)
         ratio_NT = log_ratio_NT.exp()

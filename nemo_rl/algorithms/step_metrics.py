@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 
 from nemo_rl.algorithms.grpo import ScoredRows
 from nemo_rl.config.schema import MasterConfig
+from nemo_rl.data_plane.observability import merge_snapshots
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.experience.payload import DriverCarry
 from nemo_rl.models.policy.lm_policy import TrainSummary
@@ -34,6 +36,8 @@ class StepRecord:
     train: TrainSummary | None
     """None when no row carried a gradient."""
     plan: PackPlan | None
+    driver_bytes: int
+    """Keys, lengths, tags and row scalars that the driver received or sent."""
     seconds: float
     """Rollout to optimizer update."""
 
@@ -80,7 +84,38 @@ def _trained_rows(plan: PackPlan | None) -> float:
 
 
 def data_plane_metrics(
-    snapshots: Iterable[Mapping[str, object]], stats: Mapping[str, int | float], *, step_seconds: float
+    snapshots: Iterable[Mapping[str, object]],
+    stats: Mapping[str, int | float],
+    *,
+    driver_bytes: int,
+    step_seconds: float,
 ) -> Traffic:
-    """Placeholder until the snapshot record is known."""
-    raise NotImplementedError
+    """Calls, milliseconds and bytes of a step, and the share of it that passed the driver.
+
+    Args:
+        snapshots: one per process, as given by `MetricsDataPlaneClient.snapshot`.
+        stats: cluster-wide live rows and marks after the step.
+        driver_bytes: keys, lengths, tags and row scalars that the driver received or sent.
+    """
+    merged = merge_snapshots(snapshots)
+    operations = cast("Mapping[str, Mapping[str, float]]", merged["operations"])
+    stages = cast("Mapping[str, Mapping[str, Mapping[str, float]]]", merged["stages"])
+    payload = float(cast("int", merged["payload_bytes"]))
+    milliseconds = sum(counts["ms"] for counts in operations.values())
+    metrics = {
+        "data_plane/payload_bytes": payload,
+        "data_plane/driver_bytes": float(driver_bytes),
+        "data_plane/driver_share": driver_bytes / payload if payload else 0.0,
+        "data_plane/seconds": milliseconds / 1e3,
+        "data_plane/share_of_step": milliseconds / 1e3 / step_seconds,
+    }
+    metrics.update({f"data_plane/{name}": float(value) for name, value in stats.items()})
+    for name, counts in operations.items():
+        metrics[f"data_plane/{name}_calls"] = float(counts["count"])
+        metrics[f"data_plane/{name}_ms"] = counts["ms"]
+    stage_bytes = {
+        stage: int(sum(counts["payload_bytes"] for counts in by_operation.values()))
+        for stage, by_operation in stages.items()
+        if stage
+    }
+    return Traffic(metrics=metrics, stage_bytes=stage_bytes)

@@ -25,7 +25,7 @@ from nemo_rl.data_plane.ragged import object_rows, values_of
 from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.data_plane.wire import packed_size
 
-__all__ = ["MetricsDataPlaneClient", "OperationCount", "columns_bytes", "merge_snapshots"]
+__all__ = ["MetricsDataPlaneClient", "OperationCount", "columns_bytes", "merge_snapshots", "meta_bytes"]
 
 _T = TypeVar("_T")
 
@@ -229,7 +229,7 @@ class MetricsDataPlaneClient(DataPlaneClient):
                 blocking=blocking,
                 timeout_s=timeout_s,
             )
-            cost.meta_bytes = _meta_bytes(meta)
+            cost.meta_bytes = meta_bytes(meta)
             return meta
 
         return self._measure("get_meta", claim)
@@ -290,8 +290,9 @@ class MetricsDataPlaneClient(DataPlaneClient):
 
 
 def _add_put(cost: _Cost, meta: KVBatchMeta, fields: Columns) -> None:
-    cost.payload_bytes, cost.meta_bytes = columns_bytes(fields), _meta_bytes(meta)
+    cost.payload_bytes, cost.meta_bytes = columns_bytes(fields), meta_bytes(meta)
 
 
-def _meta_bytes(meta: KVBatchMeta) -> int:
+def meta_bytes(meta: KVBatchMeta) -> int:
+    """Bytes of keys, lengths and tags when the meta crosses a process border."""
     return packed_size(meta.keys, meta.sequence_lengths, meta.tags)
