@@ -92,9 +92,9 @@ def _read(path: Path, *, chain: tuple[Path, ...]) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file{wanted_by}; expected a YAML recipe") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read{wanted_by}: {error}") from error
+        raise ConfigError(f"{path}: cannot be opened{wanted_by}: {error}") from error
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path}: is no valid YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{path}: expected a mapping of sections, got a list")
     tree: dict[str, Any] = OmegaConf.to_container(loaded, resolve=False)

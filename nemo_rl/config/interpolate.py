@@ -24,17 +24,9 @@ def resolve_interpolations(recipe: Recipe) -> dict[tuple[str, ...], str]:
         return {}
     _register_resolvers()
     problems: dict[tuple[str, ...], str] = {}
-    for path, value in wanted:
-        try:
-            OmegaConf.create({"value": value})
-        except OmegaConfBaseException as error:
-            problems[path] = _unresolved(value, error)
-            _assign(recipe.tree, path, None)
     everything = OmegaConf.create(_overlay(default_tree(), recipe.tree))
     resolved: list[tuple[tuple[str, ...], Any]] = []
     for path, value in wanted:
-        if path in problems:
-            continue
         try:
             resolved.append((path, _value_at(everything, path)))
         except (OmegaConfBaseException, RecursionError, ArithmeticError, TypeError) as error:

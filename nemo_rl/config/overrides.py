@@ -62,7 +62,7 @@ def _parse(text: str) -> _Override | str:
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value{value}"]), resolve=False)["value"]
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        return f"{text!r}: the value is no valid YAML: {' '.join(str(error).split())}"
+        return f"{text!r}: the value cannot be read: {' '.join(str(error).split())}"
     return _Override(mode=mode, path=path, value=parsed)
 
 

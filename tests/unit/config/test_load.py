@@ -1,0 +1,160 @@
+"""Composition, overrides, interpolation and messages of `load_config`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.config.load import load_config
+from nemo_rl.config.render import to_yaml
+from nemo_rl.errors import ConfigError
+
+DEMO = "configs/grpo_sort_cpu.yaml"
+
+
+def problems(path: str | Path, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return caught.value.problems
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def overlay(folder: Path, text: str, *, name: str = "recipe.yaml") -> Path:
+    return write(folder, name, f"defaults: {Path(DEMO).resolve()}\n{text}")
+
+
+def test_child_wins_over_parents_and_later_parents_over_earlier(tmp_path: Path) -> None:
+    overlay(tmp_path, "grpo: {seed: 1, val_period: 1, max_num_steps: 11}", name="a.yaml")
+    write(tmp_path, "b.yaml", "grpo: {seed: 2, val_period: 2}")
+    recipe = write(tmp_path, "sub/c.yaml", "defaults: [../a.yaml, ../b.yaml]\ngrpo: {seed: 3}")
+    grpo = load_config(recipe).grpo
+    assert (grpo.seed, grpo.val_period, grpo.max_num_steps) == (3, 2, 11)
+
+
+def test_override_marker_replaces_a_section(tmp_path: Path) -> None:
+    recipe = overlay(tmp_path, "policy: {optimizer: {kwargs: {_override_: true, lr: 0.5}}}")
+    assert load_config(recipe).policy.optimizer.kwargs == {"lr": 0.5}
+
+
+def test_files_that_inherit_from_each_other_are_reported(tmp_path: Path) -> None:
+    write(tmp_path, "a.yaml", "defaults: b.yaml")
+    write(tmp_path, "b.yaml", "defaults: a.yaml")
+    (line,) = problems(tmp_path / "a.yaml")
+    assert "inherit from each other" in line
+    assert line.count("a.yaml") >= 2
+
+
+def test_missing_parent_names_the_file_that_wants_it(tmp_path: Path) -> None:
+    (line,) = problems(write(tmp_path, "a.yaml", "defaults: gone.yaml"))
+    assert "gone.yaml: no such file" in line
+    assert "a.yaml" in line
+
+
+@pytest.mark.parametrize("text", ["grpo: {seed: 1", "- 1\n- 2", "grpo: {seed: 1}\ngrpo: {seed: 2}"])
+def test_text_that_is_no_mapping_is_a_config_error(tmp_path: Path, text: str) -> None:
+    (line,) = problems(write(tmp_path, "a.yaml", text))
+    assert line.startswith(str(tmp_path / "a.yaml"))
+
+
+def test_all_problems_come_at_once_with_file_path_and_suggestion(tmp_path: Path) -> None:
+    recipe = overlay(tmp_path, "grpo: {num_generation_per_prompt: 4, seed: '7'}\nlogger: {wandb: {mod: offline}}")
+    lines = problems(recipe, "policy.scheduler.name=liner", "cluster.gpus_per_node=2", "grpo.sed=1")
+    assert set(lines) == {
+        "command line: grpo.sed: unknown key 'sed'; did you mean 'seed'?",
+        "command line: policy.scheduler.name: expected one of 'constant', 'linear' or 'cosine', got 'liner'; "
+        "did you mean 'linear'?",
+        f"{recipe}: grpo.seed: expected an integer, got '7'",
+        f"{recipe}: grpo.num_generation_per_prompt: unknown key; did you mean 'num_generations_per_prompt'?",
+        f"{recipe}: logger.wandb.mod: unknown key; did you mean 'mode'?",
+        f"{Path(DEMO).resolve()}: cluster.cpu_workers_per_node: 2 would be ignored, because cluster.gpus_per_node is "
+        "2; set cluster.gpus_per_node=0 for CPU workers",
+    }
+    assert len(lines) == 6
+
+
+def test_a_misspelt_section_does_not_drag_its_consequences_along(tmp_path: Path) -> None:
+    recipe = overlay(tmp_path, "data: {validation: null, validaton: {dataset_name: sort_digits, size: 3}}")
+    assert problems(recipe) == [f"{recipe}: data.validaton: unknown key; did you mean 'validation'?"]
+
+
+def test_a_key_of_another_section_is_offered_with_its_path() -> None:
+    (line,) = problems(DEMO, "grpo.temperature=1")
+    assert line.endswith("did you mean 'policy.generation.temperature'?")
+
+
+def test_values_keep_their_yaml_types() -> None:
+    config = load_config(
+        DEMO, ["policy.optimizer.kwargs.lr=1e-4", "policy.generation.stop_strings=[a, 'b,c']", "logger.wandb_enabled=no"]
+    )
+    assert config.policy.optimizer.kwargs["lr"] == pytest.approx(1e-4)
+    assert config.policy.generation.stop_strings == ["a", "b,c"]
+    assert config.logger.wandb_enabled is False
+
+
+@pytest.mark.parametrize(
+    ("override", "fragment"),
+    [
+        ("grpo.num_prompts_per_step='32'", "expected an integer, got '32'"),
+        ("grpo.seed=true", "expected an integer, got True"),
+        ("grpo.num_prompts_per_step=0", "expected a number > 0, got 0"),
+        ("policy.generation.temperature=.nan", "expected a finite number, got nan"),
+        ("policy=3", "expected a section, got 3"),
+        ("policy.model_name=???", "command line: policy.model_name: must be set; Folder"),
+        ("grpo", "expected grpo=VALUE"),
+        ("~grpo.seed=3", "expected ~a.b without a value"),
+        ("=3", "expected a.b=VALUE"),
+        ("grpo.seed=[", "the value cannot be read"),
+        ("grpo.seed.deeper=3", "has no keys below"),
+        ("+grpo.seed=3", "is already set to 42; use grpo.seed="),
+        ("policy.optimizer.kwargs.beta=1", "did you mean 'betas'?; use +policy.optimizer.kwargs.beta="),
+        ("~policy.optimizer.kwargs.eps", "is not set in the recipe"),
+        ("grpo.seed=${grpo.nothing}", "cannot resolve '${grpo.nothing}'"),
+        ("grpo.seed=${grpo.seed}", "cannot resolve"),
+        ("logger.wandb.name=${", "the value cannot be read: no viable alternative"),
+    ],
+)
+def test_bad_override_is_explained_in_one_line(override: str, fragment: str) -> None:
+    lines = problems(DEMO, override)
+    assert [line for line in lines if fragment in line] == lines[:1]
+    assert len(lines) == 1
+
+
+def test_plus_adds_a_free_key_and_tilde_restores_a_default() -> None:
+    config = load_config(DEMO, ["+policy.optimizer.kwargs.eps=1e-8", "~loss_fn.ratio_clip_max"])
+    assert config.policy.optimizer.kwargs["eps"] == pytest.approx(1e-8)
+    assert config.loss_fn.ratio_clip_max == pytest.approx(0.2)
+
+
+def test_an_override_of_a_free_key_keeps_its_default_neighbours(tmp_path: Path) -> None:
+    text = Path(DEMO).read_text(encoding="utf-8").replace("defaults: grpo_base.yaml\n", "")
+    start, end = text.index("  optimizer:"), text.index("  scheduler:")
+    recipe = write(tmp_path, "a.yaml", text[:start] + text[end:])
+    config = load_config(recipe, ["policy.optimizer.kwargs.lr=0.25"])
+    assert config.policy.optimizer.kwargs == {"lr": 0.25, "weight_decay": 0.01}
+
+
+def test_interpolation_reaches_defaults_lists_and_sums(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "a.yaml",
+        Path(DEMO).read_text(encoding="utf-8").replace("defaults: grpo_base.yaml\n", "")
+        + "\n  wandb_enabled: true\n  wandb: {project: 'p${grpo.seed}', name: '${add:1,2}'}\n",
+    )
+    config = load_config(
+        tmp_path / "a.yaml", ["policy.generation.stop_strings=['${env.name}']", "logger.wandb.name='n${mul:2,3}'"]
+    )
+    assert config.logger.wandb.project == "p42"
+    assert config.logger.wandb.name == "n6"
+    assert config.policy.generation.stop_strings == ["sort"]
+
+
+def test_what_is_rendered_loads_again_to_the_same_config(tmp_path: Path) -> None:
+    config = load_config(DEMO, ["policy.generation.stop_strings=['a: b', '\"']"])
+    assert load_config(write(tmp_path, "resolved.yaml", to_yaml(config))) == config

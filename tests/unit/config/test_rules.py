@@ -1,0 +1,146 @@
+"""Every cross-field rule refuses what it is there for, and names the key to change."""
+
+from __future__ import annotations
+
+import pytest
+
+from nemo_rl.config import validate
+from nemo_rl.config.load import load_config
+from nemo_rl.errors import ConfigError
+
+DEMO = "configs/grpo_sort_cpu.yaml"
+LOCAL = ("cluster.launcher=local", "cluster.cpu_workers_per_node=1", "data_plane.impl=noop")
+NO_VALIDATION = ("data.validation=null", "grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false")
+FIXED = ("policy.dynamic_batching.enabled=false", "policy.dynamic_batching.logprob_mb_tokens=8192")
+JSONL = ("~data.train", "data.train.dataset_name=jsonl")
+
+REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
+    "rule_cpu_workers_only_without_gpus": [(("cluster.gpus_per_node=1",), "cluster.cpu_workers_per_node: 2")],
+    "rule_local_launcher_is_one_process": [
+        ((*LOCAL, "cluster.cpu_workers_per_node=2"), "cluster.launcher: 'local' runs one worker"),
+        ((*LOCAL, "cluster.address=auto"), "cluster.address: 'auto' would be ignored"),
+    ],
+    "rule_address_and_nodes_agree": [
+        (("cluster.num_nodes=2",), "cluster.num_nodes: 2 nodes need"),
+        (("cluster.address=auto", "cluster.num_cpus=8"), "cluster.num_cpus: would be ignored"),
+    ],
+    "rule_data_plane_fits_launcher": [
+        (("data_plane.enabled=false",), "data_plane.enabled: false keeps rows"),
+        (("data_plane.impl=noop",), "data_plane.impl: 'noop' keeps rows"),
+        ((*LOCAL, "data_plane.impl=transfer_queue"), "data_plane.impl: 'transfer_queue' lives in Ray"),
+    ],
+    "rule_ledger_host_fits_launcher": [
+        (("data_plane.ledger_host=in_process",), "data_plane.ledger_host: 'in_process'"),
+        ((*LOCAL, "data_plane.ledger_host=ray_actor"), "data_plane.ledger_host: 'ray_actor'"),
+        (("data_plane.ledger_host=socket", "cluster.address=auto"), "data_plane.ledger_host: 'socket'"),
+    ],
+    "rule_simple_backend_keys_need_transfer_queue": [
+        ((*LOCAL, "data_plane.simple.num_storage_units=2"), "data_plane.simple.num_storage_units: 2 would be ignored")
+    ],
+    "rule_one_way_of_batching": [
+        (("policy.sequence_packing.enabled=true",), "policy.dynamic_batching.enabled: packing and dynamic"),
+    ],
+    "rule_batching_keys_need_their_switch": [
+        (("policy.sequence_packing.train_mb_tokens=64",), "policy.sequence_packing.train_mb_tokens: 64 would be"),
+        (("policy.dynamic_batching.train_mb_tokens=47",), "policy.dynamic_batching.train_mb_tokens: 47 tokens do not"),
+        (("policy.train_micro_batch_size=8",), "policy.train_micro_batch_size: 8 would be ignored"),
+    ],
+    "rule_fixed_microbatches_divide": [
+        ((*FIXED, "policy.train_micro_batch_size=3"), "expected a multiple of 6"),
+    ],
+    "rule_step_divides_into_global_batches": [
+        (("policy.train_global_batch_size=300",), "grpo.num_prompts_per_step x num_generations_per_prompt = 1024"),
+    ],
+    "rule_sampling_is_random_in_training": [
+        (("policy.generation.temperature=0",), "policy.generation.temperature: 0 is greedy"),
+    ],
+    "rule_lengths_fit": [(("policy.generation.max_new_tokens=17",), "policy.max_total_sequence_length: 48 does not")],
+    "rule_advantage_clip_is_an_interval": [
+        (("grpo.advantage_clip_low=1", "grpo.advantage_clip_high=1"), "grpo.advantage_clip_low: 1.0 is not below"),
+    ],
+    "rule_kl_keys_need_a_penalty": [
+        (("loss_fn.reference_policy_kl_type=k2",), "loss_fn.reference_policy_kl_type: 'k2' would be ignored"),
+    ],
+    "rule_scheduler_keys_need_a_decay": [
+        (
+            ("policy.scheduler.name=constant", "policy.scheduler.min_factor=0.5"),
+            "policy.scheduler.min_factor: 0.5 would",
+        ),
+        (("policy.scheduler.warmup_steps=60",), "policy.scheduler.warmup_steps: 60 leaves no step"),
+    ],
+    "rule_dtensor_is_the_only_worker": [(("policy.dtensor_cfg.enabled=false",), "policy.dtensor_cfg.enabled: false")],
+    "rule_validation_needs_prompts": [
+        (("data.validation=null", "checkpointing.keep_top_k=null"), "grpo.val_period: there is no data.validation"),
+        ((*NO_VALIDATION, "grpo.stop_at_validation_accuracy=0.5"), "grpo.stop_at_validation_accuracy=null"),
+    ],
+    "rule_validation_prompts_are_used": [(NO_VALIDATION[1:], "data.validation: is never used")],
+    "rule_dataset_keys_fit_their_kind": [
+        (("data.train.size=null",), "data.train.size: must be set"),
+        (("data.validation.task=chain_sum",), "data.validation.task: 'chain_sum' would be ignored"),
+        (("data.train.options.digits=3",), "data.train.options.digits"),
+        (("+data.train.options.digits=3",), "data.train.options.digits: sort_digits takes min_digits and max_digits"),
+        (("data.train.dataset_name=reasoning_gym",), "data.train.task: must be set"),
+        (JSONL, "data.train.data_path: must be set"),
+        ((*JSONL, "data.train.data_path=a", "data.train.split=b"), "data.train.split: 'b' would be ignored"),
+        (("data.train.prompt_template=text",), "data.train.prompt_template: expected a text with {input}"),
+    ],
+    "rule_custom_reward_is_named": [
+        (("env.name=custom",), "env.reward_function: must be set"),
+        (("env.reward_function=a:b",), "env.reward_function: 'a:b' would be ignored"),
+        (("env.name=custom", "env.reward_function=a.b"), "env.reward_function: expected module:function"),
+    ],
+    "rule_reasoning_gym_scores_its_own_prompts": [
+        (("env.name=reasoning_gym",), "data.validation.dataset_name: env.name 'reasoning_gym'"),
+    ],
+    "rule_scorer_keys_fit_the_environment": [
+        (("env.timeout_s=3",), "env.timeout_s: 3.0 would be ignored"),
+        (("env.score_threshold=1",), "env.score_threshold: 1.0 would be ignored"),
+    ],
+    "rule_checkpoint_keys_need_checkpoints": [
+        (("checkpointing.enabled=false", "checkpointing.resume=true"), "checkpointing.resume: needs"),
+        (("checkpointing.enabled=false", "checkpointing.save_optimizer=false"), "checkpointing.save_optimizer: False"),
+    ],
+    "rule_checkpoints_are_ranked_by_something_logged": [
+        (("checkpointing.metric_name=accuracy",), "checkpointing.metric_name: expected val:NAME or train:NAME"),
+        (NO_VALIDATION, "checkpointing.metric_name: 'val:accuracy' is never measured"),
+        (("checkpointing.keep_top_k=null", "checkpointing.metric_name=a"), "checkpointing.metric_name: 'a' would be"),
+    ],
+    "rule_resume_needs_the_optimizer": [
+        (("checkpointing.resume=true", "checkpointing.save_optimizer=false"), "checkpointing.save_optimizer: false"),
+    ],
+    "rule_wandb_keys_need_wandb": [
+        (("logger.wandb.mode=offline",), "logger.wandb.mode: 'offline' would be ignored"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("rule", "overrides", "fragment"),
+    [(rule, overrides, fragment) for rule, cases in REFUSED.items() for overrides, fragment in cases],
+)
+def test_rule_refuses(rule: str, overrides: tuple[str, ...], fragment: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(DEMO, overrides)
+    assert any(fragment in line for line in caught.value.problems), caught.value.problems
+
+
+def test_every_rule_is_exercised() -> None:
+    assert {rule.__name__ for rule in validate.RULES} == set(REFUSED)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        LOCAL,
+        ("cluster.launcher=local", "cluster.cpu_workers_per_node=1", "data_plane.enabled=false"),
+        (*LOCAL, "data_plane.ledger_host=socket"),
+        ("data_plane.ledger_host=socket",),
+        (*NO_VALIDATION, "checkpointing.keep_top_k=null"),
+        (*NO_VALIDATION, "checkpointing.metric_name=train:loss"),
+        FIXED,
+        ("checkpointing.enabled=false", "checkpointing.keep_top_k=3", "checkpointing.save_period=10"),
+        ("env.name=custom", "env.reward_function=a.b:c", "env.timeout_s=3"),
+    ],
+)
+def test_combinations_that_work_are_accepted(overrides: tuple[str, ...]) -> None:
+    load_config(DEMO, overrides)
