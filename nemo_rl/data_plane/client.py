@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -75,8 +76,15 @@ class _Call:
 class LedgerClient(DataPlaneClient):
     """A ledger and a payload store behind the data plane's contract."""
 
-    def __init__(self, *, host: LedgerHost, store: PayloadStore, address: DataPlaneAddress, is_owner: bool) -> None:
-        self._host, self._store, self._address, self._is_owner = host, store, address, is_owner
+    def __init__(
+        self,
+        *,
+        host: LedgerHost,
+        store: PayloadStore,
+        address: DataPlaneAddress,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._host, self._store, self._address, self._on_close = host, store, address, on_close
         self._timeout_s = address.config.timeout_s
         self._client_id = uuid.uuid4().hex[:12]
         self._specs: dict[str, dict[str, FieldSpec]] = {}
@@ -360,10 +368,10 @@ class LedgerClient(DataPlaneClient):
         self._leases.close()
         if pool is not None:
             pool.shutdown(wait=True, cancel_futures=True)
-        try:
-            self._store.close()
-        finally:
-            self._host.close()
+        with ExitStack() as closing:
+            closing.callback(self._on_close)
+            closing.callback(self._host.close)
+            closing.callback(self._store.close)
 
     # ---- plumbing
 

@@ -94,6 +94,8 @@ class Ledger:
             reply = self._ops[str(request["op"])](args, now)
         except DataPlaneError as error:
             return {"error": to_record(error)}
+        except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+            return {"error": to_record(DataPlaneError(f"the ledger could not serve {request.get('op')!r}: {error!r}"))}
         finally:
             if self._validate:
                 check_invariants(self._partitions, self._chunks)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from nemo_rl.data_plane.interfaces import PayloadStore, StoreHealth
 from nemo_rl.errors import DataPlaneClosed, DataPlaneError, KeysNotFound, name_some
 
-__all__ = ["NoopStore"]
+__all__ = ["NoopStore", "SharedNoopStore"]
 
 
 class NoopStore(PayloadStore):
@@ -57,3 +57,25 @@ class NoopStore(PayloadStore):
     def _check_open(self) -> None:
         if self._is_closed:
             raise DataPlaneClosed("the noop store has been closed by its owner")
+
+
+class SharedNoopStore(PayloadStore):
+    """Another client's view of the owner's store; its close leaves the store open."""
+
+    def __init__(self, store: NoopStore) -> None:
+        self._store = store
+
+    def put(self, chunks: Mapping[str, memoryview], *, timeout_s: float) -> None:
+        self._store.put(chunks, timeout_s=timeout_s)
+
+    def get(self, chunk_ids: Sequence[str], *, timeout_s: float) -> list[memoryview]:
+        return self._store.get(chunk_ids, timeout_s=timeout_s)
+
+    def drop(self, chunk_ids: Sequence[str], *, timeout_s: float) -> None:
+        self._store.drop(chunk_ids, timeout_s=timeout_s)
+
+    def health(self) -> StoreHealth:
+        return self._store.health()
+
+    def close(self) -> None:
+        """Nothing to end."""
