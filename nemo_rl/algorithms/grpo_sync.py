@@ -117,7 +117,7 @@ class SyncGRPOTrainer:
     def fit(self) -> RunSummary:
         """Trains to the last step, or to the accuracy that stops early."""
         started = time.monotonic()
-        self._open_run()
+        self.open_run()
         while not self._is_done():
             record = self.step()
             self._after_step(record)
@@ -157,6 +157,10 @@ class SyncGRPOTrainer:
             driver_bytes=self._driver_bytes,
             seconds=time.monotonic() - started,
         )
+
+    def data_plane_stats(self) -> dict[str, int | float]:
+        """Live rows and bytes over the whole cluster."""
+        return self._parts.client.stats()
 
     def _choose(self, meta: KVBatchMeta, scored: ScoredRows) -> _Chosen | None:
         """Rows with weight, tagged and planned; None when no row carries a gradient."""
@@ -219,7 +223,8 @@ class SyncGRPOTrainer:
         if self._parts.policy.is_running:
             self._parts.policy.end_step()
 
-    def _open_run(self) -> None:
+    def open_run(self) -> None:
+        """Declares the partition, resumes if asked, brings the engines to the current weights, validates."""
         parts, config = self._parts, self._config
         parts.client.register_partition(
             PARTITION,

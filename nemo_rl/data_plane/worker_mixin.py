@@ -8,7 +8,7 @@ result, and an error of either reaches every rank of the group as text.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -82,9 +82,15 @@ class TQWorkerMixin:
     _replica: ReplicaView = ReplicaView()
     _cache: ShardCache
 
-    def setup_data_plane(self, address: DataPlaneAddress, *, replica: ReplicaView | None = None) -> None:
-        """Attaches this process's client. Every rank attaches; only leaders read."""
-        self._client = MetricsDataPlaneClient(attach_data_plane(address))
+    def setup_data_plane(self, address: DataPlaneAddress | None, *, replica: ReplicaView | None = None) -> None:
+        """Attaches this process's client.
+
+        Args:
+            address: of the owner's client; None for a rank that neither reads nor writes, which gets its columns from
+                its leader.
+            replica: place in the replica group; None for a rank that has its shard for itself.
+        """
+        self._client = None if address is None else MetricsDataPlaneClient(attach_data_plane(address))
         self._replica = replica or ReplicaView(leader=self.rank)
         self._cache = ShardCache()
 
@@ -134,7 +140,7 @@ class TQWorkerMixin:
     def _stage(self, name: str) -> Iterator[None]:
         """Attributes data plane calls to a stage, and drops cached columns when the stage fails."""
         try:
-            with self.client.stage(name):
+            with self.client.stage(name) if self._client is not None else nullcontext():
                 yield
         except BaseException:
             self.end_step()

@@ -63,7 +63,8 @@ def _main(rank: int, world_size: int, port: int, queue: mp.Queue, target: Callab
         spec = RankSpec(rank=rank, world_size=world_size, master_port=port)
         init_process_group(spec, device=torch.device("cpu"), timeout_s=COLLECTIVE_TIMEOUT_S)
         value = target(rank, *args)
-        dist.barrier()
+        if dist.is_initialized():
+            dist.barrier()
         queue.put((rank, True, value))
     except BaseException:
         queue.put((rank, False, traceback.format_exc()))

@@ -1,0 +1,106 @@
+"""A replica group without Ray: one rank reads the store, both compute, one writes, and errors reach both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.data_plane.column_io import kv_first_write, read_columns
+from nemo_rl.data_plane.factory import build_data_plane_client
+from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from nemo_rl.data_plane.worker_mixin import ReplicaView
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.collectives import replica_group_of
+from nemo_rl.distributed.packing import plan_padded
+from nemo_rl.errors import KeysNotFound, SchemaMismatch
+from nemo_rl.models.policy.workers.launch import DTensorTQWorker
+from tests.helpers.gloo import run_ranks
+from tests.helpers.tiny_model import tiny_batch, tiny_policy, write_tiny_folder
+
+FIELDS = ("input_ids", "input_lengths", "token_mask", "sample_mask", "generation_logprobs", "prev_logprobs")
+
+
+def rollout_batch() -> BatchedDataDict:
+    batch = tiny_batch(8)
+    names = ("input_ids", "input_lengths", "token_mask", "sample_mask", "generation_logprobs")
+    rows = BatchedDataDict({name: batch[name] for name in names})
+    rows["input_lengths"] = rows.tensor("input_lengths").to(torch.int32)
+    return rows
+
+
+def start_worker(rank: int, folder: str) -> DTensorTQWorker:
+    worker = DTensorTQWorker(
+        tiny_policy(folder), rank=rank, world_size=2, num_steps=4, collective_timeout_s=60, seed=0, device="cpu"
+    )
+    worker.pad_values = {"input_ids": 0.0}
+    return worker
+
+
+def open_store() -> tuple[DataPlaneClient, KVBatchMeta]:
+    config = DataPlaneConfig(impl="noop")
+    client = build_data_plane_client(config, run_id="mixin", role="owner")
+    client.register_partition("train", FIELDS, 8, ["prev_lp"])
+    meta = kv_first_write(client, rollout_batch(), [f"u{i}_g0" for i in range(8)], partition_id="train")
+    return client, meta
+
+
+def logprobs_of_a_replica_group(rank: int, folder: str) -> dict[str, object]:
+    """Rank 1 leads and owns the store; rank 0 has no client at all."""
+    group = replica_group_of(rank, [[0, 1]])
+    worker = start_worker(rank, folder)
+    client, meta = open_store() if rank == 1 else (None, described_meta())
+    plan = plan_padded(meta.sequence_lengths, capacity=64, dp_world=1)
+    meta = meta.subset(plan.rows_of_rank(0)).with_pack(plan.for_rank(0))
+    view = ReplicaView(group=group, leader=1, is_write_back_leader=rank == 1)
+    worker.setup_data_plane(client.address if client is not None else None, replica=view)
+    worker.prepare_for_lp_inference()
+    done = worker.get_logprobs_presharded(meta)
+    report: dict[str, object] = {"errors": errors(worker, meta)}
+    if client is not None:
+        read = read_columns(client, done, ("prev_logprobs",))
+        report["prev_logprobs"] = dict(zip(done.keys, read.tensor("prev_logprobs").tolist(), strict=True))
+        report["snapshot"] = worker.data_plane_snapshot()
+        assert done.versions["prev_logprobs"] == 1
+        client.close()
+    worker.shutdown()
+    return report
+
+
+def described_meta() -> KVBatchMeta:
+    lengths = tuple(rollout_batch().tensor("input_lengths").tolist())
+    return KVBatchMeta(partition_id="train", keys=tuple(f"u{i}_g0" for i in range(8)), sequence_lengths=lengths)
+
+
+def errors(worker: DTensorTQWorker, meta: KVBatchMeta) -> list[str]:
+    unknown = KVBatchMeta(partition_id="train", keys=("nobody_g0",), sequence_lengths=(9,))
+    with pytest.raises(KeysNotFound) as caught:
+        worker.get_logprobs_presharded(unknown)
+    with pytest.raises(SchemaMismatch, match=r"expected \[8, T\], got \[3, 4\]"):
+        worker._write_back(meta, "prev_logprobs", torch.zeros(3, 4))
+    return [str(caught.value)]
+
+
+def test_a_replica_group_reads_once_writes_once_and_shares_errors(tmp_path):
+    folder = str(write_tiny_folder(tmp_path / "model"))
+    follower, leader = run_ranks(2, logprobs_of_a_replica_group, folder)
+    assert follower["errors"] == leader["errors"] and "nobody_g0" in leader["errors"][0]
+    gets = leader["snapshot"]["stages"]["prev_logprobs"]["get_data"]
+    assert gets["count"] == 2 and gets["errors"] == 1
+    (expected,) = run_ranks(1, logprobs_of_one_process, folder)
+    got = leader["prev_logprobs"]
+    assert set(got) == set(expected)
+    for key, row in expected.items():
+        ours = torch.tensor(got[key])
+        reference = torch.zeros(len(ours))
+        reference[: len(row)] = torch.tensor(row)[: len(ours)]
+        torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-5)
+
+
+def logprobs_of_one_process(rank: int, folder: str) -> dict[str, list[float]]:
+    worker = DTensorTQWorker(
+        tiny_policy(folder), rank=0, world_size=1, num_steps=4, collective_timeout_s=60, seed=0, device="cpu"
+    )
+    values = worker.get_logprobs(rollout_batch(), mbs=8)
+    worker.shutdown()
+    return {f"u{i}_g0": row for i, row in enumerate(values.tolist())}

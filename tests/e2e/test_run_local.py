@@ -1,0 +1,130 @@
+"""Whole runs in one process: what is written, what is deterministic, what a failing stage leaves behind."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from nemo_rl.algorithms.run import run
+from nemo_rl.algorithms.setup import open_trainer
+from nemo_rl.errors import RewardError
+from tests.helpers.runs import LOCAL, load_recipe, logged_steps, rollouts_of, write_recipe
+from tests.helpers.tiny_model import write_tiny_folder
+
+
+GRPO = {"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_num_steps": 3, "val_period": 0, "seed": 5}
+SAVE_EVERY_STEP = {"enabled": True, "save_period": 1, "keep_top_k": None}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_tiny_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def from_the_root(monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+
+
+def train(recipe: Path, overrides: dict[str, str] | None = None) -> tuple[list[dict[str, float]], str]:
+    config = load_recipe(recipe, {**LOCAL, **(overrides or {})})
+    text = io.StringIO()
+    run(config, console=Console(file=text, width=200, markup=False, highlight=False))
+    return logged_steps(config.logger.log_dir), text.getvalue()
+
+
+def learning(row: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if not name.startswith("data_plane/")}
+
+
+def test_a_run_writes_everything_it_names_and_leaves_no_row(tmp_path, model):
+    recipe = write_recipe(
+        tmp_path,
+        model,
+        data={
+            "train": {"dataset_name": "sort_digits", "size": 64, "seed": 1},
+            "validation": {"dataset_name": "sort_digits", "size": 8, "seed": 2},
+        },
+        grpo={**GRPO, "val_at_start": True, "val_at_end": True},
+        checkpointing={"enabled": True, "checkpoint_dir": str(tmp_path / "ck"), "save_period": 2},
+        logger={"log_dir": str(tmp_path / "logs"), "tensorboard_enabled": True, "reward_curve": True, "num_rollouts_to_log": 3},
+    )
+    rows, text = train(recipe)
+    logs = tmp_path / "logs"
+    steps = [row for row in rows if "train/reward" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    assert all(row["data_plane/live_rows"] == 0 for row in steps)
+    assert "validation accuracy" in text and "in 3 steps" in text
+    for path in (logs / "config.yaml", logs / "reward_curve.png", tmp_path / "ck" / "step_3" / "training_info.json"):
+        assert path.is_file() and str(path.parent) in text
+    assert list((logs / "tensorboard").glob("events*"))
+    samples = rollouts_of(logs, 2)
+    assert len(samples) == 3
+    assert set(samples[0]) == {"key", "prompt", "response", "reward", "advantage"}
+    assert "sort" in samples[0]["prompt"]
+
+
+def test_the_same_seed_gives_the_same_numbers_and_another_seed_others(tmp_path, model):
+    first, _ = train(write_recipe(tmp_path / "a", model))
+    again, _ = train(write_recipe(tmp_path / "b", model))
+    other, _ = train(write_recipe(tmp_path / "c", model), {"grpo.seed": "6"})
+    assert first == again
+    assert [row["train/loss"] for row in first] != [row["train/loss"] for row in other]
+    assert all(row["train/grad_norm"] > 0 for row in first)
+
+
+def test_the_ledger_behind_a_socket_gives_the_same_numbers(tmp_path, model):
+    in_process, _ = train(write_recipe(tmp_path / "a", model))
+    socket, _ = train(write_recipe(tmp_path / "b", model), {"data_plane.ledger_host": "socket"})
+    assert in_process == socket
+
+
+def test_a_learning_rate_of_zero_changes_no_weight(tmp_path, model):
+    rows, _ = train(
+        write_recipe(
+            tmp_path, model, checkpointing={"enabled": True, "checkpoint_dir": str(tmp_path / "ck"), "save_period": 3, "keep_top_k": None}
+        ),
+        {"policy.optimizer.kwargs.lr": "0"},
+    )
+    assert rows[-1]["train/grad_norm"] > 0
+    saved = sorted((tmp_path / "ck" / "step_3" / "policy" / "weights").glob("*.safetensors"))
+    from safetensors.torch import load_file
+
+    before = load_file(model / "model.safetensors")
+    after = {name: tensor for path in saved for name, tensor in load_file(path).items()}
+    assert set(before) == set(after)
+    assert all(bool((before[name] == after[name]).all()) for name in before)
+
+
+def test_a_stage_that_raises_leaves_no_live_row(tmp_path, model):
+    recipe = write_recipe(tmp_path, model, env={"reward_function": "tests.helpers.run_rewards:explode"})
+    config = load_recipe(recipe, LOCAL)
+    with open_trainer(config, console=Console(file=io.StringIO())) as trainer:
+        trainer.open_run()
+        with pytest.raises(RewardError, match=r"explode.*this reward always fails"):
+            trainer.step()
+        assert trainer.data_plane_stats()["live_rows"] == 0
+
+
+def test_resuming_continues_with_the_same_prompts_and_losses(tmp_path, model):
+    checkpoints = {**SAVE_EVERY_STEP, "checkpoint_dir": str(tmp_path / "ck")}
+    whole, _ = train(write_recipe(tmp_path / "whole", model, checkpointing=checkpoints), {"grpo.max_num_steps": "4"})
+    for step in (3, 4):
+        (tmp_path / "ck" / f"step_{step}").rename(tmp_path / f"later_{step}")
+    os.unlink(tmp_path / "ck" / "latest")
+    rest, _ = train(
+        write_recipe(tmp_path / "rest", model, checkpointing=checkpoints),
+        {"grpo.max_num_steps": "4", "checkpointing.resume": "true"},
+    )
+    assert [row["step"] for row in rest] == [3, 4]
+    for ours, theirs in zip(rest, whole[2:], strict=True):
+        assert ours["train/loss"] == pytest.approx(theirs["train/loss"], abs=1e-6)
+        assert learning(ours) == learning(theirs)
+    for step in (3, 4):
+        whole_rows = rollouts_of(tmp_path / "whole" / "logs", step)
+        rest_rows = rollouts_of(tmp_path / "rest" / "logs", step)
+        assert [(r["prompt"], r["response"]) for r in whole_rows] == [(r["prompt"], r["response"]) for r in rest_rows]

@@ -1,0 +1,104 @@
+"""Small GRPO recipes for tests, on a tiny random model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from nemo_rl.config.load import load_config
+from nemo_rl.config.schema import MasterConfig
+from nemo_rl.utils.trackers.jsonl import read_metrics
+
+ROOT = Path(__file__).parents[2]
+LOCAL = {"cluster.launcher": "local", "cluster.cpu_workers_per_node": "1", "data_plane.impl": "noop"}
+"""Everything in one process."""
+OWN_TIME = ("timing/", "data_plane/seconds", "data_plane/share_of_step", "_ms", "_per_s")
+"""Metrics that differ from run to run."""
+
+
+def write_recipe(folder: Path, model: Path, **changes: object) -> Path:
+    """A recipe of 3 steps with 4 prompts x 4 samples; `changes` are sections that are merged over it."""
+    sections: dict[str, dict[str, object]] = {
+        "grpo": {
+            "num_prompts_per_step": 4,
+            "num_generations_per_prompt": 4,
+            "max_num_steps": 3,
+            "val_period": 0,
+            "val_at_start": False,
+            "val_at_end": False,
+            "seed": 5,
+        },
+        "loss_fn": {"reference_policy_kl_penalty": 0.01},
+        "policy": {
+            "model_name": str(model),
+            "precision": "float32",
+            "train_global_batch_size": 8,
+            "max_total_sequence_length": 32,
+            "dynamic_batching": {"enabled": True, "train_mb_tokens": 128, "logprob_mb_tokens": 256},
+            "optimizer": {"kwargs": {"lr": 1.0e-3, "weight_decay": 0}},
+            "generation": {"max_new_tokens": 6},
+        },
+        "data": {
+            "train": {"dataset_name": "sort_digits", "size": 64, "seed": 1, "options": {"min_digits": 3, "max_digits": 5}},
+            "max_input_seq_length": 24,
+        },
+        "env": {"name": "custom", "reward_function": "tests.helpers.run_rewards:digit_share"},
+        "data_plane": {},
+        "cluster": {"cpu_workers_per_node": 2},
+        "checkpointing": {"enabled": False},
+        "logger": {"log_dir": str(folder / "logs"), "tensorboard_enabled": False, "reward_curve": False},
+    }
+    for name, section in changes.items():
+        assert isinstance(section, Mapping)
+        sections[name] = {**sections[name], **section}
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(sections))
+    return path
+
+
+def load_recipe(path: Path, overrides: Mapping[str, str] | None = None) -> MasterConfig:
+    return load_config(path, [f"{name}={value}" for name, value in (overrides or {}).items()])
+
+
+def logged_steps(log_dir: Path) -> list[dict[str, float]]:
+    """Metrics per step, without those that measure time."""
+    rows = read_metrics(log_dir / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if not any(word in k for word in OWN_TIME)} for row in rows]
+
+
+def start_cli(recipe: Path, *overrides: str) -> subprocess.Popen[str]:
+    """The command line as a user starts it, in a process group of its own."""
+    return subprocess.Popen(
+        [sys.executable, "examples/run_grpo.py", "--config", str(recipe), *overrides],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run_cli(recipe: Path, *overrides: str, timeout_s: float = 180.0) -> tuple[int, str]:
+    """Exit code and everything it printed."""
+    process = start_cli(recipe, *overrides)
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+        raise AssertionError(f"no end after {timeout_s:.0f} s:\n{output[-4000:]}") from None
+    return process.returncode, output
+
+
+def rollouts_of(log_dir: Path, step: int) -> list[dict[str, object]]:
+    """The readable rollouts of a step."""
+    lines = (log_dir / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
