@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.packing import PackPlan
+from nemo_rl.distributed.packing import PackPlan, round_up
 from nemo_rl.models.dtensor.parallelize import ForwardInputs
 
 __all__ = ["Microbatch", "build_microbatch", "fixed_plan", "steps_of"]
@@ -76,12 +76,7 @@ def steps_of(plan: PackPlan, *, num_rows: int) -> list[tuple[tuple[int, ...], ..
         raise ValueError(f"the plan names {len(plan.rows_of_rank(0))} rows, expected each of the {num_rows} rows once")
     if sum(plan.steps) != len(plan.microbatches[0]):
         raise ValueError(f"the plan's steps {plan.steps} do not add up to {len(plan.microbatches[0])} microbatches")
-    steps: list[tuple[tuple[int, ...], ...]] = []
-    start = 0
-    for count in plan.steps:
-        steps.append(plan.microbatches[0][start : start + count])
-        start += count
-    return steps
+    return list(plan.iter_steps(0))
 
 
 def build_microbatch(
@@ -128,7 +123,7 @@ def build_microbatch(
 def _padded(
     ids_nt: torch.Tensor, lengths: Sequence[int], row_M: torch.Tensor, column_M: torch.Tensor, divisible_by: int
 ) -> ForwardInputs:
-    width = _round_up(ids_nt.shape[1], divisible_by)
+    width = round_up(ids_nt.shape[1], divisible_by)
     ids_nS = torch.nn.functional.pad(ids_nt, (0, width - ids_nt.shape[1]))
     if not len(lengths):
         ids_nS = ids_nt.new_zeros(1, width)
@@ -148,7 +143,7 @@ def _packed(
     device = ids_nt.device
     total = sum(lengths)
     # The tail that fills the width is a segment of its own: its positions restart at 0 as well.
-    tail = _round_up(max(total, 1), divisible_by) - total
+    tail = round_up(max(total, 1), divisible_by) - total
     segments = [length for length in (*lengths, tail) if length]
     pieces = [ids_nt[i, :length] for i, length in enumerate(lengths)]
     ids_S = torch.cat([*pieces, ids_nt.new_zeros(tail)])
@@ -164,7 +159,3 @@ def _packed(
         kept_M=torch.arange(len(place_M), device=device),
         target_M=ids_nt[row_M, column_M],
     )
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

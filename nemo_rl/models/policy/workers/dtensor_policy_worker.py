@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -97,7 +98,6 @@ class DTensorPolicyWorker:
         self._optimizer = build_optimizer(config.optimizer, self._model.parameters())
         self._base_lrs = tuple(float(group["lr"]) for group in self._optimizer.param_groups)
         self._scaler = LossScaler(precision=config.precision)
-        self._runner = StepRunner(self._model, _layout(config))
         self._calls_done = 0
         self._reference = [shard.to("cpu", copy=True) for shard in self._shards()] if keep_reference else None
         self._is_reference_in_use = False
@@ -140,8 +140,9 @@ class DTensorPolicyWorker:
         learning_rate = self._set_learning_rate()
         stepper = OptimizerStep(self._model, self._optimizer, self._scaler, max_grad_norm=self.config.max_grad_norm)
         scales = _loss_scales(batch, steps, device=self.device)
+        runner = self._runner(plan)
         outcomes = [
-            self._runner.run(batch, microbatches, loss_fn, scale, None if eval_mode else stepper)
+            runner.run(batch, microbatches, loss_fn, scale, None if eval_mode else stepper)
             for microbatches, scale in zip(steps, scales, strict=True)
         ]
         if not eval_mode:
@@ -167,15 +168,14 @@ class DTensorPolicyWorker:
         """
         self._require("get_logprobs", WorkerState.TRAINING, WorkerState.LOGPROBS)
         plan = plan or self._inference_plan(batch, mbs)
-        microbatches = plan.microbatches[0]
-        steps_of(plan, num_rows=batch.size)
+        microbatches = [rows for step in steps_of(plan, num_rows=batch.size) for rows in step]
         check_same_plan([len(microbatches)], device=self.device)
         batch = batch.to(self.device)
         if TOKEN_MASK in batch:
             select_NT = batch.tensor(TOKEN_MASK).bool()
         else:
             select_NT = torch.ones_like(batch.tensor("input_ids"), dtype=torch.bool)
-        return self._runner.logprobs(batch, microbatches, select_NT).cpu()
+        return self._runner(plan).logprobs(batch, microbatches, select_NT).cpu()
 
     def get_reference_policy_logprobs(
         self, batch: BatchedDataDict, *, mbs: int | None = None, plan: PackPlan | None = None
@@ -194,7 +194,7 @@ class DTensorPolicyWorker:
         self._require("get_topk_logits", WorkerState.TRAINING, WorkerState.LOGPROBS)
         plan = self._inference_plan(batch, mbs)
         check_same_plan([len(plan.microbatches[0])], device=self.device)
-        values, ids = self._runner.topk_logits(batch.to(self.device), plan.microbatches[0], k=k)
+        values, ids = self._runner(plan).topk_logits(batch.to(self.device), plan.microbatches[0], k=k)
         return values.cpu(), ids.cpu()
 
     @contextmanager
@@ -335,6 +335,9 @@ class DTensorPolicyWorker:
                 "prepare_for_lp_inference first"
             )
 
+    def _runner(self, plan: PackPlan) -> StepRunner:
+        return StepRunner(self._model, _layout(self.config, is_packed=plan.packed))
+
     def _shards(self) -> list[torch.Tensor]:
         return [local_shard(weight.detach()) for _, weight in named_weights(self._model.hf)]
 
@@ -355,22 +358,23 @@ class DTensorPolicyWorker:
                 f"a global batch of {int(rows_per_step * self.world_size)} samples does not divide by "
                 f"{self.world_size} data-parallel ranks; change policy.train_global_batch_size"
             )
-        return fixed_plan(
+        plan = fixed_plan(
             batch.size,
             rows_per_step=int(rows_per_step),
             rows_per_microbatch=mbs,
             pad_to=batch.tensor("input_ids").shape[1],
         )
+        return replace(plan, packed=self.config.sequence_packing.enabled)
 
     def _inference_plan(self, batch: BatchedDataDict, mbs: int | None) -> PackPlan:
         rows = mbs or self.config.logprob_batch_size or self.config.train_micro_batch_size
         return self._fixed_plan(batch, max(1, batch.size), rows)
 
 
-def _layout(config: PolicyConfig) -> BatchLayout:
+def _layout(config: PolicyConfig, *, is_packed: bool) -> BatchLayout:
     generation = config.generation
     return BatchLayout(
-        is_packed=config.sequence_packing.enabled,
+        is_packed=is_packed,
         divisible_by=config.make_sequence_length_divisible_by,
         # Greedy rollouts have no distribution of their own; the model's is taken.
         view=SamplingView(temperature=generation.temperature or 1.0, top_k=generation.top_k, top_p=generation.top_p),

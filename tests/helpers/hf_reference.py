@@ -1,0 +1,42 @@
+"""The slow reference of the policy worker: a plain Hugging Face model, one row at a time, no padding, no FSDP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.models.loading import load_causal_lm, named_weights
+from nemo_rl.models.policy.interfaces import LossFunction, LossScale
+
+
+def hf_logprobs(model: torch.nn.Module, batch: BatchedDataDict, *, temperature: float = 1.0) -> torch.Tensor:
+    """`[N, T]`, differentiable; 0 at position 0 and in the padding."""
+    ids, lengths = batch.tensor("input_ids").long(), batch.tensor("input_lengths").tolist()
+    rows = []
+    for i, length in enumerate(lengths):
+        logits = model(input_ids=ids[i : i + 1, :length], use_cache=False).logits[0].float() / temperature
+        picked = logits[:-1].log_softmax(-1).gather(-1, ids[i, 1:length, None])[:, 0]
+        rows.append(torch.nn.functional.pad(picked, (1, ids.shape[1] - length)))
+    return torch.stack(rows)
+
+
+def global_scale(batch: BatchedDataDict) -> LossScale:
+    """Counts over all rows of the batch."""
+    mask = batch.tensor("token_mask") & (batch.tensor("sample_mask") > 0)[:, None]
+    tokens = mask.sum(1)
+    return LossScale(valid_tokens=float(tokens.sum()), valid_sequences=float((tokens > 0).sum()))
+
+
+def hf_train_step(
+    folder: Path, batch: BatchedDataDict, loss_fn: LossFunction, optimizer: dict[str, object], *, max_norm: float
+) -> tuple[float, float, dict[str, torch.Tensor]]:
+    """Loss, gradient norm and the weights after one step of AdamW."""
+    model = load_causal_lm(folder)
+    adam = torch.optim.AdamW(model.parameters(), **optimizer)
+    loss = loss_fn(hf_logprobs(model, batch), batch, scale=global_scale(batch)).loss
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    adam.step()
+    return loss.item(), norm.item(), {name: weight.detach() for name, weight in named_weights(model)}

@@ -1,0 +1,89 @@
+"""Token log-probabilities against a float64 reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nemo_rl.models import logprobs
+from nemo_rl.models.logprobs import SamplingView, filter_logits, logprobs_from_logits, token_logprobs
+
+
+def _slow(logits: torch.Tensor, targets: torch.Tensor, view: SamplingView) -> torch.Tensor:
+    """One position at a time, in float64, by sorting in plain Python."""
+    result = []
+    for row, target in zip(logits.double() / view.temperature, targets.tolist(), strict=True):
+        order = sorted(range(len(row)), key=lambda i: -float(row.detach()[i]))
+        kept = order[: view.top_k or len(order)]
+        mass, inside = 0.0, []
+        for i, p in zip(kept, row.detach()[kept].softmax(0).tolist(), strict=True):
+            if mass >= view.top_p:
+                break
+            inside.append(i)
+            mass += p
+        result.append(row[target] - row[sorted({*inside, target})].logsumexp(0))
+    return torch.stack(result)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        SamplingView(),
+        SamplingView(temperature=0.7),
+        SamplingView(temperature=1.3, top_k=5),
+        SamplingView(top_p=0.8),
+        SamplingView(temperature=0.9, top_k=20, top_p=0.6),
+    ],
+)
+def test_values_and_gradients_equal_a_float64_reference_across_chunk_borders(
+    view: SamplingView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 3 * 40)
+    generator = torch.Generator().manual_seed(1)
+    logits = (torch.randn(11, 40, generator=generator) * 2).requires_grad_()
+    targets = torch.randint(0, 40, (11,), generator=generator)
+    weights = torch.randn(11, generator=generator)
+    reference_logits = logits.detach().double().requires_grad_()
+
+    values = token_logprobs(logits, targets, view=view)
+    expected = _slow(reference_logits, targets, view)
+    (values * weights).sum().backward()
+    (expected * weights.double()).sum().backward()
+
+    torch.testing.assert_close(values.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits.grad.double(), reference_logits.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_position_zero_is_zero_and_others_predict_their_own_token() -> None:
+    logits = torch.randn(2, 5, 7)
+    ids = torch.randint(0, 7, (2, 5))
+    result = logprobs_from_logits(logits, ids, view=SamplingView())
+    expected = logits.log_softmax(-1)
+    assert result[:, 0].tolist() == [0.0, 0.0]
+    assert result[1, 3].item() == pytest.approx(expected[1, 2, ids[1, 3]].item(), abs=1e-6)
+
+
+def test_no_selected_token_gives_no_values_and_zero_gradients() -> None:
+    logits = torch.randn(4, 9, requires_grad=True)
+    token_logprobs(logits[:0], torch.zeros(0, dtype=torch.int64), view=SamplingView()).sum().backward()
+    assert torch.equal(logits.grad, torch.zeros(4, 9))
+
+
+def test_top_p_keeps_the_token_that_crosses_the_threshold() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    kept = filter_logits(logits, top_k=None, top_p=0.6).isfinite()
+    assert kept.tolist() == [[True, True, False, False]]
+
+
+def test_half_precision_logits_are_evaluated_in_float32() -> None:
+    logits = (torch.randn(6, 50) * 4).bfloat16()
+    targets = torch.arange(6)
+    values = token_logprobs(logits, targets, view=SamplingView())
+    expected = logits.double().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    assert values.dtype == torch.float32
+    torch.testing.assert_close(values.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_temperature_zero_has_no_distribution() -> None:
+    with pytest.raises(ValueError, match="temperature"):
+        SamplingView(temperature=0.0)
