@@ -50,7 +50,7 @@ class WandbTracker(Tracker):
 
     def close(self) -> None:
         if self._run is not None:
-            self._run.finish(quiet=True)
+            self._run.finish()
             self._run = None
             # Ends the service process that `init` started.
             self._wandb.teardown()

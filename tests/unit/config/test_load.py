@@ -91,7 +91,8 @@ def test_a_key_of_another_section_is_offered_with_its_path() -> None:
 
 def test_values_keep_their_yaml_types() -> None:
     config = load_config(
-        DEMO, ["policy.optimizer.kwargs.lr=1e-4", "policy.generation.stop_strings=[a, 'b,c']", "logger.wandb_enabled=no"]
+        DEMO,
+        ["policy.optimizer.kwargs.lr=1e-4", "policy.generation.stop_strings=[a, 'b,c']", "logger.wandb_enabled=no"],
     )
     assert config.policy.optimizer.kwargs["lr"] == pytest.approx(1e-4)
     assert config.policy.generation.stop_strings == ["a", "b,c"]

@@ -16,7 +16,9 @@ def test_base_recipe_is_what_the_schema_renders() -> None:
 
 
 def test_every_key_is_documented() -> None:
-    assert [path for path, field in iter_fields() if not field.description and not section_class(field.annotation)] == []
+    assert [
+        path for path, field in iter_fields() if not field.description and not section_class(field.annotation)
+    ] == []
 
 
 def test_base_recipe_equals_the_defaults(tmp_path: Path) -> None:

@@ -1,0 +1,169 @@
+"""Prompt sources, and what is done to all of them alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from nemo_rl.config.schema import DataConfig, DatasetConfig
+from nemo_rl.data.datasets import build_prompt_sets
+from nemo_rl.data.tokenizer import build_tokenizer
+from nemo_rl.errors import DatasetError
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return build_tokenizer(["sort 123", "sort 98"])
+
+
+def jsonl(path: Path, *texts: str) -> DatasetConfig:
+    path.write_text("".join(json.dumps({"input": text, "output": [text]}) + "\n" for text in texts), encoding="utf-8")
+    return DatasetConfig(dataset_name="jsonl", data_path=path)
+
+
+def digits(size: int, seed: int, **options: int) -> DatasetConfig:
+    return DatasetConfig(dataset_name="sort_digits", size=size, seed=seed, options={"min_digits": 1, **options})
+
+
+def test_validation_texts_are_left_out_of_training(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    cfg = DataConfig(train=jsonl(tmp_path / "t", "a", "b", "c"), validation=jsonl(tmp_path / "v", "c", "x", "a"))
+    train, validation = build_prompt_sets(cfg, tokenizer)
+    assert [(p.index, p.text, p.answer) for p in train.prompts] == [(0, "b", ["b"])]
+    assert train.num_skipped_overlap == 2
+    assert validation is not None
+    assert len(validation) == 3
+
+
+def test_generated_validation_prompts_are_avoided_and_the_size_is_kept(tokenizer: PreTrainedTokenizerBase) -> None:
+    train, validation = build_prompt_sets(
+        DataConfig(train=digits(50, 1, max_digits=2), validation=digits(20, 2, max_digits=2)), tokenizer
+    )
+    assert validation is not None
+    assert (len(train), len(validation)) == (50, 20)
+    assert not {p.text for p in train.prompts} & {p.text for p in validation.prompts}
+
+
+def test_long_prompts_are_skipped_and_counted_or_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    source = jsonl(tmp_path / "t", "short", "long" * 50, "also short")
+    train, _ = build_prompt_sets(DataConfig(train=source, max_input_seq_length=60), tokenizer)
+    assert [p.text for p in train.prompts] == ["short", "also short"]
+    assert [p.index for p in train.prompts] == [0, 1]
+    assert train.num_skipped_overlong == 1
+    assert max(len(p.ids) for p in train.prompts) <= 60
+    with pytest.raises(DatasetError, match=r"data.train: prompt 1 has \d+ tokens"):
+        build_prompt_sets(DataConfig(train=source, max_input_seq_length=60, overlong_prompts="error"), tokenizer)
+
+
+def test_nothing_left_is_an_error_that_says_why(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(DatasetError, match="no prompt is left of 1 read: 1 are longer"):
+        build_prompt_sets(DataConfig(train=jsonl(tmp_path / "t", "long" * 50), max_input_seq_length=60), tokenizer)
+    with pytest.raises(DatasetError, match="no prompt is left of 0 read"):
+        build_prompt_sets(DataConfig(train=jsonl(tmp_path / "empty")), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"input": "a", "output": 1}\n{broken', "t:2: expected a JSON object per line"),
+        ("[1]\n", "t:1: expected a JSON object, got list"),
+        ('\n{"question": "a", "output": 1}\n', "t:2: no 'input', got .*question.*; set input_key"),
+        ('{"input": 3, "output": 1}\n', "t:1: 'input': expected a text, got 3"),
+    ],
+)
+def test_malformed_lines_are_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, content: str, message: str
+) -> None:
+    path = tmp_path / "t"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(DatasetError, match=message):
+        build_prompt_sets(DataConfig(train=DatasetConfig(data_path=path)), tokenizer)
+
+
+def test_missing_file_is_an_error(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(DatasetError, match="data.train.data_path: .*gone cannot be read: No such file"):
+        build_prompt_sets(DataConfig(train=DatasetConfig(data_path=tmp_path / "gone")), tokenizer)
+
+
+def _saved(folder: Path) -> str | None:
+    import datasets
+
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(folder))
+    return None
+
+
+def _saved_with_splits(folder: Path) -> str | None:
+    import datasets
+
+    train, test = datasets.Dataset.from_list(ROWS), datasets.Dataset.from_list(ROWS[:1])
+    datasets.DatasetDict({"train": train, "test": test}).save_to_disk(str(folder))
+    return "train"
+
+
+def _parquet(folder: Path) -> str | None:
+    import datasets
+
+    folder.mkdir()
+    datasets.Dataset.from_list(ROWS).to_parquet(str(folder / "part-0.parquet"))
+    return None
+
+
+def _json_files(folder: Path) -> str | None:
+    folder.mkdir()
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (folder / "test.jsonl").write_text(json.dumps({"question": "held out", "answer": "0"}) + "\n")
+    return "train"
+
+
+ROWS = [{"question": "one", "answer": "1"}, {"question": "two", "answer": "2"}]
+
+
+@pytest.mark.parametrize("make", [_saved, _saved_with_splits, _parquet, _json_files])
+def test_huggingface_reads_local_files(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, make: Callable[[Path], str | None]
+) -> None:
+    split = make(tmp_path / "d")
+    cfg = DatasetConfig(
+        dataset_name="huggingface",
+        data_path=tmp_path / "d",
+        split=split,
+        input_key="question",
+        output_key="answer",
+        size=2,
+    )
+    train, _ = build_prompt_sets(DataConfig(train=cfg), tokenizer)
+    assert [(p.text, p.answer) for p in train.prompts] == [("one", "1"), ("two", "2")]
+
+
+def test_huggingface_problems_are_dataset_errors(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    def load(path: Path, split: str | None = None) -> None:
+        cfg = DatasetConfig(dataset_name="huggingface", data_path=path, split=split)
+        build_prompt_sets(DataConfig(train=cfg), tokenizer)
+
+    with pytest.raises(DatasetError, match="does not exist"):
+        load(tmp_path / "gone")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DatasetError, match="expected a folder written by save_to_disk"):
+        load(tmp_path / "empty")
+    _json_files(tmp_path / "d")
+    with pytest.raises(DatasetError, match=r"data.train.split: expected one of \['test', 'train'\], got None"):
+        load(tmp_path / "d")
+
+
+def test_reasoning_gym_task_by_name(tokenizer: PreTrainedTokenizerBase) -> None:
+    def load(task: str, **options: int) -> list[str]:
+        cfg = DatasetConfig(dataset_name="reasoning_gym", task=task, size=5, seed=3, options=options)
+        return [p.text for p in build_prompt_sets(DataConfig(train=cfg), tokenizer)[0].prompts]
+
+    texts = load("chain_sum", min_terms=2, max_terms=2)
+    assert len(texts) == 5
+    assert texts == load("chain_sum", min_terms=2, max_terms=2)
+    with pytest.raises(DatasetError, match="did you mean 'chain_sum'"):
+        load("chainsum")
+    with pytest.raises(DatasetError, match=r"data.train.options: .*'chain_sum' refuses them: .*terms"):
+        load("chain_sum", terms=2)
+    with pytest.raises(DatasetError, match="min_terms must be positive"):
+        load("chain_sum", min_terms=0)

@@ -1,0 +1,65 @@
+"""The starter's tokenizer, and loading one from a folder."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.data.tokenizer import END_OF_TURN, build_tokenizer, load_tokenizer
+from nemo_rl.errors import ModelFolderError
+
+CORPUS = [f"user\nsort {i}\nassistant\n{i}" for i in range(100, 300)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    build_tokenizer(CORPUS).save_pretrained(str(path))
+    return path
+
+
+def test_digits_are_tokens_of_their_own(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    assert len(tokenizer.encode("41735986", add_special_tokens=False)) == 8
+
+
+def test_any_text_survives_encoding_and_decoding(folder: Path) -> None:
+    tokenizer, rng = load_tokenizer(folder), random.Random(0)
+    for _ in range(200):
+        text = "".join(
+            chr(rng.choice([rng.randrange(32, 127), rng.randrange(160, 0xD800), 0x1F600])) for _ in range(12)
+        )
+        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+def test_a_chat_ends_each_turn_and_the_prompt_is_its_prefix(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    user = [{"role": "user", "content": "sort 312"}]
+    prompt = tokenizer.apply_chat_template(user, add_generation_prompt=True, tokenize=False)
+    full = tokenizer.apply_chat_template([*user, {"role": "assistant", "content": "123"}], tokenize=False)
+    assert prompt == "<|im_start|>user\nsort 312<|im_end|>\n<|im_start|>assistant\n"
+    assert full.startswith(prompt)
+    assert tokenizer.eos_token == END_OF_TURN
+
+
+def test_a_given_chat_template_replaces_the_own_one(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder, chat_template="{{ messages[0]['content'] }}!")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+
+
+def test_a_missing_folder_names_the_setting(tmp_path: Path) -> None:
+    with pytest.raises(ModelFolderError, match=r"policy\.tokenizer\.name"):
+        load_tokenizer(tmp_path / "nowhere")
+
+
+def test_a_folder_without_tokenizer_files_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelFolderError, match="expected one of tokenizer.json"):
+        load_tokenizer(tmp_path)
+
+
+def test_an_unreadable_tokenizer_is_a_folder_error(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("not json")
+    with pytest.raises(ModelFolderError, match="cannot be read"):
+        load_tokenizer(tmp_path)

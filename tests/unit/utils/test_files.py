@@ -1,0 +1,22 @@
+"""A file is the old one or the whole new one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.utils.files import replace_file, write_text
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path) -> None:
+    path = write_text(tmp_path / "new" / "a.txt", "old")
+
+    def fill_half(temporary: Path) -> None:
+        temporary.write_text("half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        replace_file(path, fill_half)
+    assert path.read_text() == "old"
+    assert [p.name for p in path.parent.iterdir()] == ["a.txt"]

@@ -1,0 +1,153 @@
+"""The fan-out to trackers: real JSONL, TensorBoard and offline wandb files; a failing tracker never stops a run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import struct
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.config.schema import LoggerConfig
+from nemo_rl.utils.logger import REWARD_METRIC, VAL_ACCURACY_METRIC, Logger, build_logger
+from nemo_rl.utils.reward_curve import write_reward_curve
+from nemo_rl.utils.trackers.base import Tracker
+from nemo_rl.utils.trackers.jsonl import JsonlTracker, read_metrics
+
+
+class Recorder(Tracker):
+    """Keeps what it gets; raises from `fails_at` on."""
+
+    def __init__(self, name: str, *, fails_at: int = 10**9) -> None:
+        self.name, self._fails_at = name, fails_at
+        self.seen: list[tuple[int, dict[str, float]]] = []
+        self.is_closed = False
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        if step >= self._fails_at:
+            raise OSError("no space left")
+        self.seen.append((step, dict(metrics)))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_a_failing_tracker_warns_once_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    bad, good = Recorder("bad", fails_at=2), Recorder("good")
+    logger = Logger([bad, good])
+    with caplog.at_level(logging.WARNING):
+        for step in (1, 2, 3):
+            logger.log_metrics({"a": step}, step)
+    assert [record.getMessage() for record in caplog.records] == [
+        "tracker 'bad' failed and is switched off: OSError: no space left"
+    ]
+    assert [step for step, _ in good.seen] == [1, 2, 3]
+    assert bad.is_closed
+    assert logger.active == ("good",)
+    logger.close()
+    assert good.is_closed
+
+
+def test_a_tracker_that_cannot_start_warns_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tensorboard").write_text("a file where a folder is needed")
+    with caplog.at_level(logging.WARNING):
+        logger = build_logger(LoggerConfig(log_dir=tmp_path), run_config={})
+    logger.log_metrics({"a": 1.0}, 1)
+    assert logger.active == ("jsonl",)
+    assert "tracker 'tensorboard' failed" in caplog.text
+    logger.close()
+
+
+def test_jsonl_lines_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    tracker.log({"a": 0.5, "bad": math.nan}, step=3)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 3, "a": 0.5, "bad": None}
+    assert list(read_metrics(tmp_path / "metrics.jsonl")) == [{"step": 3, "a": 0.5}]
+    tracker.close()
+
+
+def test_a_resumed_run_replaces_the_steps_after_its_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 6, "a": 1}\n{"step": 7, "a": 2}\n{"step": 8, "a": 3}\n{"step": 9, "a"')
+    tracker = JsonlTracker(path, resume_step=7)
+    tracker.log({"a": 30.0}, step=8)
+    tracker.close()
+    assert [(row["step"], row["a"]) for row in read_metrics(path)] == [(6, 1), (7, 2), (8, 30.0)]
+
+
+def test_a_new_run_keeps_the_file_of_the_one_before(tmp_path: Path) -> None:
+    for value in (1.0, 2.0, 3.0):
+        tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+        tracker.log({"a": value}, step=1)
+        tracker.close()
+    kept = {path.name: next(read_metrics(path))["a"] for path in tmp_path.iterdir()}
+    assert kept == {"metrics.jsonl": 3.0, "metrics.1.jsonl": 1.0, "metrics.2.jsonl": 2.0}
+
+
+def test_tensorboard_events_hold_the_scalars(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = build_logger(LoggerConfig(log_dir=tmp_path), run_config={})
+    logger.log_metrics({"train/loss": 0.25}, 4)
+    logger.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(4, 0.25)]
+
+
+@pytest.mark.slow
+def test_wandb_offline_run_holds_the_metrics_and_leaves_no_process(tmp_path: Path) -> None:
+    """In a process of its own: wandb starts a service and changes global state."""
+    script = textwrap.dedent(
+        """
+        import sys
+        from pathlib import Path
+        from nemo_rl.config.schema import LoggerConfig, WandbConfig
+        from nemo_rl.utils.logger import build_logger
+        import psutil
+
+        config = LoggerConfig(
+            log_dir=Path(sys.argv[1]), wandb_enabled=True, wandb=WandbConfig(mode="offline", name="a_run"),
+            tensorboard_enabled=False,
+        )
+        logger = build_logger(config, run_config={"grpo": {"seed": 3}})
+        assert logger.active == ("jsonl", "wandb"), logger.active
+        for step in (1, 2):
+            logger.log_metrics({"train/loss_of_this_test": 0.5 / step}, step)
+        assert logger.active == ("jsonl", "wandb"), logger.active
+        logger.close()
+        gone, alive = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=20)
+        assert not alive, alive
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    (recorded,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    content = recorded.read_bytes()
+    assert b"train/loss_of_this_test" in content
+    assert b"a_run" in content
+
+
+def test_reward_curve_is_a_picture_of_what_was_logged(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert not path.exists()
+    tracker = JsonlTracker(path)
+    assert write_reward_curve(path, tmp_path / "reward_curve.png") is None
+    for step in range(1, 4):
+        tracker.log({REWARD_METRIC: step / 10}, step=step)
+    tracker.log({VAL_ACCURACY_METRIC: 0.3}, step=3)
+    tracker.close()
+    picture = write_reward_curve(path, tmp_path / "reward_curve.png")
+    assert picture is not None
+    head = picture.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", head[16:24]) == (840, 480)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "reward_curve.png"]

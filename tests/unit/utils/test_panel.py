@@ -1,0 +1,71 @@
+"""What a run shows: plain lines without a terminal, a redrawn panel on one."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from nemo_rl.utils.panel import Panel, StepReport, final_lines, step_line
+
+REPORT = StepReport(
+    step=7,
+    num_steps=60,
+    reward=0.4321,
+    val_accuracy=0.305,
+    loss=-0.01234,
+    kl=0.00031,
+    tokens_per_s=21345.6,
+    stage_seconds={"rollout": 0.512, "train": 0.7},
+    stage_bytes={"rollout": 137_216, "train": 3 * 1024**2},
+)
+
+
+def test_step_line_shows_everything() -> None:
+    assert step_line(REPORT) == (
+        "step  7/60  reward 0.432  val 0.305  loss -0.0123  kl 0.00031  21346 tokens/s  "
+        "| rollout 0.51s/134KiB train 0.70s/3MiB"
+    )
+
+
+def test_step_line_leaves_out_what_was_not_measured() -> None:
+    assert step_line(StepReport(step=1, num_steps=2, reward=0.0)) == "step 1/2  reward 0.000  0 tokens/s"
+
+
+def test_without_a_terminal_there_is_one_line_per_step() -> None:
+    console = Console(file=io.StringIO(), width=300)
+    with Panel(console) as panel:
+        panel.validation(0, 0.25)
+        panel.step(REPORT)
+    assert console.file.getvalue().splitlines() == ["validation after step 0: accuracy 0.250", step_line(REPORT)]
+
+
+def test_on_a_terminal_the_panel_redraws_and_restores_the_cursor_after_an_error() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, height=30)
+    with pytest.raises(RuntimeError), Panel(console) as panel:
+        panel.step(REPORT)
+        raise RuntimeError("stop")
+    shown = console.file.getvalue()
+    for text in ("step 7 of 60", "reward 0.432", "loss -0.0123", "134KiB", "rollout"):
+        assert text in shown
+    assert shown.rstrip().endswith("\x1b[?25h")
+
+
+def test_live_panel_can_be_turned_off_on_a_terminal() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=300, color_system=None)
+    with Panel(console, live=False) as panel:
+        panel.step(REPORT)
+    assert console.file.getvalue() == step_line(REPORT) + "\n"
+
+
+def test_final_lines_state_the_gain_and_the_files() -> None:
+    lines = final_lines(
+        first_accuracy=0.301,
+        last_accuracy=0.914,
+        num_steps=60,
+        seconds=95.7,
+        paths={"metrics": Path("a/metrics.jsonl")},
+    )
+    assert lines == ["validation accuracy 0.30 -> 0.91 in 60 steps, 96 s", "  metrics  a/metrics.jsonl"]
