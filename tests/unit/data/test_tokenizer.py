@@ -55,7 +55,7 @@ def test_a_missing_folder_names_the_setting(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_tokenizer_files_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelFolderError, match="expected one of tokenizer.json"):
+    with pytest.raises(ModelFolderError, match=r"expected one of tokenizer\.json"):
         load_tokenizer(tmp_path)
 
 
