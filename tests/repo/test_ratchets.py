@@ -1,0 +1,121 @@
+"""Limits that hold for the whole repository: sizes, forbidden calls, docstrings, command line flags."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 100
+
+LIBRARY = sorted((ROOT / "nemo_rl").rglob("*.py"))
+SOURCES = [path for folder in ("nemo_rl", "examples", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
+EVERYTHING = [*SOURCES, *sorted((ROOT / "tests").rglob("*.py"))]
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def dotted(node: ast.expr) -> str:
+    """`torch.load` of the expression `torch.load`; empty for anything that is no plain name."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        prefix = dotted(node.value)
+        return f"{prefix}.{node.attr}" if prefix else ""
+    return ""
+
+
+def calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            yield dotted(node.func), node
+
+
+def test_files_fit_the_limit() -> None:
+    sizes = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in EVERYTHING}
+    assert {name: size for name, size in sizes.items() if size > MAX_FILE_LINES} == {}
+
+
+def test_functions_fit_the_limit() -> None:
+    too_long = {}
+    for path in EVERYTHING:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                size = (node.end_lineno or node.lineno) - node.lineno + 1
+                if size > MAX_FUNCTION_LINES:
+                    too_long[f"{name_of(path)}:{node.name}"] = size
+    assert too_long == {}
+
+
+def test_every_module_says_what_it_is() -> None:
+    silent = [
+        name_of(path)
+        for path in EVERYTHING
+        if path.read_text(encoding="utf-8").strip()
+        and not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert silent == []
+
+
+def test_library_never_prints_evaluates_or_unpickles() -> None:
+    forbidden = {"print", "eval", "exec", "pickle.load", "pickle.loads", "cloudpickle.load", "cloudpickle.loads"}
+    found = [
+        f"{name_of(path)}:{call.lineno}: {name}" for path in LIBRARY for name, call in calls(path) if name in forbidden
+    ]
+    assert found == []
+
+
+def test_torch_load_reads_weights_only() -> None:
+    unsafe = [
+        f"{name_of(path)}:{call.lineno}"
+        for path in EVERYTHING
+        for name, call in calls(path)
+        if name == "torch.load"
+        and not any(
+            k.arg == "weights_only" and isinstance(k.value, ast.Constant) and k.value.value for k in call.keywords
+        )
+    ]
+    assert unsafe == []
+
+
+def test_getattr_is_never_given_a_literal_and_a_default() -> None:
+    found = [
+        f"{name_of(path)}:{call.lineno}"
+        for path in LIBRARY
+        for name, call in calls(path)
+        if name == "getattr" and len(call.args) == 3 and isinstance(call.args[1], ast.Constant)
+    ]
+    assert found == []
+
+
+def test_source_is_ascii() -> None:
+    assert [name_of(path) for path in SOURCES if not path.read_text(encoding="utf-8").isascii()] == []
+
+
+FLAGS = {
+    "examples/run_grpo.py": {"--help", "--config", "--print-config", "--validate-only"},
+    "examples/make_starter.py": {"--help", "--out", "--seed", "--threads"},
+}
+"""A new flag is a change to this list; settings of a run belong into the recipe."""
+
+
+@pytest.mark.parametrize("script", sorted(FLAGS))
+def test_command_line_flags_are_the_frozen_ones(script: str) -> None:
+    shown = subprocess.run(
+        [sys.executable, script, "--help"],
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    ).stdout
+    assert {word.strip("[],.") for word in shown.split() if word.strip("[],.").startswith("--")} == FLAGS[script]
