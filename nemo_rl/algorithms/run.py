@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from rich.console import Console
@@ -16,14 +17,15 @@ __all__ = ["run"]
 
 
 def run(config: MasterConfig, *, console: Console) -> RunSummary:
-    """Trains, writes the reward curve, and prints what was reached and where it lies."""
+    """Trains, writes the reward curve, and prints what was reached, how long it all took, and where it lies."""
+    started = time.monotonic()
     with open_trainer(config, console=console) as trainer:
         summary = trainer.fit()
     lines = final_lines(
         first_accuracy=summary.first_accuracy,
         last_accuracy=summary.last_accuracy,
         num_steps=summary.num_steps,
-        seconds=summary.seconds,
+        seconds=time.monotonic() - started,
         paths=_outputs(config.logger, summary),
     )
     for line in lines:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 
-def digit_share(prompt: str, response: str, answer: object) -> float:
-    """Share of digits in the response: varies between samples of an untrained model."""
-    return sum(character.isdigit() for character in response) / max(len(response), 1)
+def odd_share(prompt: str, response: str, answer: object) -> float:
+    """Share of characters with an odd code: varies between the samples of any untrained model."""
+    return sum(ord(character) % 2 for character in response) / max(len(response), 1)
 
 
 def explode(prompt: str, response: str, answer: object) -> float:

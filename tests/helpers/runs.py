@@ -48,7 +48,7 @@ def write_recipe(folder: Path, model: Path, **changes: object) -> Path:
             "train": {"dataset_name": "sort_digits", "size": 64, "seed": 1, "options": {"min_digits": 3, "max_digits": 5}},
             "max_input_seq_length": 24,
         },
-        "env": {"name": "custom", "reward_function": "tests.helpers.run_rewards:digit_share"},
+        "env": {"name": "custom", "reward_function": "tests.helpers.run_rewards:odd_share"},
         "data_plane": {},
         "cluster": {"cpu_workers_per_node": 2},
         "checkpointing": {"enabled": False},
