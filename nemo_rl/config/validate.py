@@ -52,6 +52,9 @@ def rule_local_launcher_is_one_process(config: MasterConfig) -> list[str]:
             f"cluster.launcher: 'local' runs one worker in this process, got {cluster.num_workers}; "
             "set cluster.cpu_workers_per_node=1 (or gpus_per_node=1) and num_nodes=1, or launcher=ray"
         )
+    replicas = config.policy.generation.num_replicas
+    if replicas > 1:
+        lines.append(f"policy.generation.num_replicas: one process holds one engine, got {replicas}; set it to 1")
     names = ("address", "num_cpus", "worker_start_timeout_s")
     return lines + _would_be_ignored(cluster, "cluster", names, because="cluster.launcher is 'local'")
 

@@ -9,7 +9,12 @@ from nemo_rl.config.load import load_config
 from nemo_rl.errors import ConfigError
 
 DEMO = "configs/grpo_sort_cpu.yaml"
-LOCAL = ("cluster.launcher=local", "cluster.cpu_workers_per_node=1", "data_plane.impl=noop")
+LOCAL = (
+    "cluster.launcher=local",
+    "cluster.cpu_workers_per_node=1",
+    "policy.generation.num_replicas=1",
+    "data_plane.impl=noop",
+)
 NO_VALIDATION = ("data.validation=null", "grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false")
 FIXED = ("policy.dynamic_batching.enabled=false", "policy.dynamic_batching.logprob_mb_tokens=8192")
 JSONL = ("~data.train", "data.train.dataset_name=jsonl")
@@ -18,6 +23,7 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
     "rule_cpu_workers_only_without_gpus": [(("cluster.gpus_per_node=1",), "cluster.cpu_workers_per_node: 2")],
     "rule_local_launcher_is_one_process": [
         ((*LOCAL, "cluster.cpu_workers_per_node=2"), "cluster.launcher: 'local' runs one worker"),
+        ((*LOCAL, "policy.generation.num_replicas=2"), "policy.generation.num_replicas: one process holds one engine"),
         ((*LOCAL, "cluster.address=auto"), "cluster.address: 'auto' would be ignored"),
     ],
     "rule_address_and_nodes_agree": [
@@ -132,7 +138,7 @@ def test_every_rule_is_exercised() -> None:
     "overrides",
     [
         LOCAL,
-        ("cluster.launcher=local", "cluster.cpu_workers_per_node=1", "data_plane.enabled=false"),
+        (*LOCAL[:3], "data_plane.enabled=false"),
         (*LOCAL, "data_plane.ledger_host=socket"),
         ("data_plane.ledger_host=socket",),
         (*NO_VALIDATION, "checkpointing.keep_top_k=null"),
