@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from nemo_rl.algorithms.advantage_estimator import GroupStats, estimate_advantages, group_statistics
@@ -44,7 +43,7 @@ class TrainRows:
 
 def score_rows(carry: DriverCarry, config: GRPOConfig) -> ScoredRows:
     """Group statistics, advantages, and the weight of each row."""
-    rewards = torch.from_numpy(np.asarray(carry.rewards, dtype=np.float32))
+    rewards = torch.tensor(carry.rewards, dtype=torch.float32)
     stats = group_statistics(rewards, carry.group_ids.tolist())
     advantages = estimate_advantages(
         rewards,
@@ -56,7 +55,7 @@ def score_rows(carry: DriverCarry, config: GRPOConfig) -> ScoredRows:
     )
     weight = torch.ones(len(rewards))
     if config.overlong_filtering:
-        weight[torch.from_numpy(np.asarray(carry.truncated))] = 0.0
+        weight[torch.tensor(carry.truncated)] = 0.0
     if config.drop_zero_advantage_groups:
         weight[stats.row_is_trivial] = 0.0
     return ScoredRows(stats=stats, advantages=advantages, sample_mask=weight)

@@ -1,0 +1,88 @@
+"""Whole runs over Ray and TransferQueue: the same numbers as in one process, and a driver that holds no bulk."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from nemo_rl.algorithms.run import run
+from nemo_rl.distributed import worker_groups
+from nemo_rl.distributed.worker_groups import Call, RayWorkerGroup
+from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
+from tests.helpers.tiny_model import write_tiny_folder
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_tiny_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def from_the_root(monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+
+
+def train(recipe: Path, overrides: dict[str, str]) -> list[dict[str, float]]:
+    config = load_recipe(recipe, overrides)
+    run(config, console=Console(file=io.StringIO()))
+    return logged_steps(config.logger.log_dir)
+
+
+def learning(row: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if not name.startswith("data_plane/")}
+
+
+def test_transfer_queue_with_the_ledger_in_an_actor_gives_the_numbers_of_one_process(tmp_path, model):
+    one_process = train(write_recipe(tmp_path / "noop", model), LOCAL)
+    over_ray = train(write_recipe(tmp_path / "tq", model), {"cluster.cpu_workers_per_node": "1"})
+    assert len(one_process) == 3
+    for ours, theirs in zip(over_ray, one_process, strict=True):
+        assert learning(ours) == learning(theirs), "loss, gradient norm and metrics must be bit-identical"
+    assert all(row["data_plane/live_rows"] == 0 for row in over_ray)
+
+
+def bulk_in(value: object, num_rows: int) -> Iterator[str]:
+    """Tensors and arrays with more than one number per row, anywhere in what crosses the driver."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        if value.ndim > 1 or value.size > num_rows if isinstance(value, np.ndarray) else value.numel() > num_rows:
+            yield f"{type(value).__name__}{tuple(value.shape)}"
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from bulk_in(item, num_rows)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from bulk_in(item, num_rows)
+    elif hasattr(type(value), "__dataclass_fields__"):
+        for name in type(value).__dataclass_fields__:
+            yield from bulk_in(getattr(value, name), num_rows)
+
+
+class Watched(RayWorkerGroup):
+    """A worker group that looks at everything the driver sends and receives."""
+
+    seen: list[str] = []
+    calls: set[str] = set()
+
+    def run(self, call: Call) -> list[object]:
+        results = super().run(call)
+        Watched.calls.add(call.method)
+        Watched.seen += [f"{call.method}: {what}" for what in bulk_in([call.kwargs, call.per_rank, results], 16)]
+        return results
+
+
+def test_no_per_token_tensor_passes_the_driver_and_two_ranks_train(tmp_path, model, monkeypatch):
+    monkeypatch.setattr("nemo_rl.algorithms.setup.RayWorkerGroup", Watched)
+    rows = train(write_recipe(tmp_path, model), {})
+    assert {"rollout", "train_presharded", "get_logprobs_presharded"} <= Watched.calls
+    assert Watched.seen == []
+    assert worker_groups.RayWorkerGroup is not Watched
+    assert all(row["train/grad_norm"] > 0 for row in rows)
+    assert all(0 < row["data_plane/driver_share"] for row in rows)
