@@ -61,11 +61,16 @@ imports: $(VENV)/.dev
 configs: $(VENV)/.base ## write configs/grpo_base.yaml from the schema
 	$(BIN)/python -m nemo_rl.config.render configs/grpo_base.yaml
 
-learn-sort: $(VENV)/.base $(STARTER)/config.json ## learning run: the sort demo with three seeds
+learn-sort: $(VENV)/.base $(STARTER)/config.json ## learning run: the sort demo with three seeds, and with learning rate 0
 	for seed in 1 2 3; do \
 	  $(BIN)/python examples/run_grpo.py --config configs/grpo_sort_cpu.yaml grpo.seed=$$seed \
 	    logger.log_dir=results/learn_sort/seed_$$seed checkpointing.enabled=false $(ARGS); \
 	done
+	$(BIN)/python examples/run_grpo.py --config configs/grpo_sort_cpu.yaml policy.optimizer.kwargs.lr=0 \
+	  logger.log_dir=results/learn_sort/lr_0 checkpointing.enabled=false $(ARGS)
+
+learn-chain-sum: $(VENV)/.dev ## learning run: reasoning_gym's chain_sum, from checkpoints/starter_chain_sum
+	$(BIN)/python examples/run_grpo.py --config configs/recipes/grpo_chain_sum_cpu.yaml $(ARGS)
 
 clean: ## remove results and caches; keeps .venv and checkpoints
 	rm -rf results .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build

@@ -8,10 +8,11 @@ Called by the loader; the tree is not validated here.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -19,10 +20,19 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_rl.errors import ConfigError
 
-__all__ = ["COMMAND_LINE", "Recipe", "compose"]
+__all__ = ["COMMAND_LINE", "Layer", "Recipe", "compose"]
 
-COMMAND_LINE = "command line"
 _REPLACE = "_override_"
+
+
+class Layer(NamedTuple):
+    """A file or the command line; later layers win over earlier ones."""
+
+    order: int
+    name: str
+
+
+COMMAND_LINE = Layer(order=sys.maxsize, name="command line")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -32,22 +42,28 @@ class Recipe:
     file: str
     """The recipe the user named."""
     tree: dict[str, Any] = field(default_factory=dict)
-    sources: dict[tuple[str, ...], str] = field(default_factory=dict)
-    """Path of every value set -> file (or the command line) that set it last."""
+    layers: dict[tuple[str, ...], Layer] = field(default_factory=dict)
+    """Path of every value set -> who set it last."""
+    num_files: int = 0
 
-    def source_of(self, path: Sequence[str]) -> str:
-        """Who set `path`, or the nearest section above it, or anything below it; else the recipe itself."""
+    def layer_of(self, path: Sequence[str]) -> Layer | None:
+        """Who set `path`, or the nearest section above it; None for a default."""
         for end in range(len(path), 0, -1):
-            found = self.sources.get(tuple(path[:end]))
+            found = self.layers.get(tuple(path[:end]))
             if found is not None:
                 return found
-        return self.file
+        return None
+
+    def source_of(self, path: Sequence[str]) -> str:
+        """Name of the layer that set `path`; for a default, the recipe itself."""
+        layer = self.layer_of(path)
+        return self.file if layer is None else layer.name
 
     def leaves(self) -> list[tuple[tuple[str, ...], Any]]:
         """Path and value of everything that is no section; elements of a list by their index."""
         return list(_leaves(self.tree, prefix=()))
 
-    def set(self, path: Sequence[str], value: Any, *, source: str) -> None:
+    def set(self, path: Sequence[str], value: Any, *, layer: Layer) -> None:
         """Sets one value, making the sections above it."""
         node = self.tree
         for part in path[:-1]:
@@ -55,7 +71,14 @@ class Recipe:
                 node[part] = {}
             node = node[part]
         node[path[-1]] = value
-        self.sources[tuple(path)] = source
+        self.mark(tuple(path), layer)
+
+    def mark(self, path: tuple[str, ...], layer: Layer | None) -> None:
+        """Notes who set `path` with all that is below it; None forgets it."""
+        for below in [known for known in self.layers if known[: len(path)] == path]:
+            del self.layers[below]
+        if layer is not None:
+            self.layers[path] = layer
 
 
 def compose(path: Path) -> Recipe:
@@ -82,7 +105,8 @@ def _read_into(recipe: Recipe, path: Path, *, chain: tuple[Path, ...]) -> None:
         raise ConfigError(f"{path}: defaults: expected a path or a list of paths, got {parents!r}")
     for parent in parents:
         _read_into(recipe, path.parent / parent, chain=(*chain, real))
-    _merge(recipe, recipe.tree, tree, prefix=(), source=str(path))
+    recipe.num_files += 1
+    _merge(recipe, recipe.tree, tree, prefix=(), layer=Layer(order=recipe.num_files, name=str(path)))
 
 
 def _read(path: Path, *, chain: tuple[Path, ...]) -> dict[str, Any]:
@@ -102,7 +126,7 @@ def _read(path: Path, *, chain: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _merge(
-    recipe: Recipe, into: dict[Any, Any], child: Mapping[Any, Any], *, prefix: tuple[str, ...], source: str
+    recipe: Recipe, into: dict[Any, Any], child: Mapping[Any, Any], *, prefix: tuple[str, ...], layer: Layer
 ) -> None:
     for key, value in child.items():
         path = (*prefix, str(key))
@@ -111,11 +135,11 @@ def _merge(
             present = into.get(key)
             if replaces or not isinstance(present, dict):
                 into[key] = {}
-                recipe.sources[path] = source
-            _merge(recipe, into[key], value, prefix=path, source=source)
+                recipe.mark(path, layer)
+            _merge(recipe, into[key], value, prefix=path, layer=layer)
         else:
             into[key] = copy.deepcopy(value)
-            recipe.sources[path] = source
+            recipe.mark(path, layer)
 
 
 def _leaves(node: Any, *, prefix: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from nemo_rl.config.compose import Recipe, compose
+from nemo_rl.config.ignored import Ignored
 from nemo_rl.config.interpolate import resolve_interpolations
 from nemo_rl.config.overrides import apply_overrides
 from nemo_rl.config.schema import MasterConfig
@@ -67,7 +68,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> MasterConfig
         broken, lines = _translate(recipe, error, reported=unusable)
         raise ConfigError([*problems, *lines, *_rules_on_the_rest(recipe, error, broken)]) from None
     broken = [".".join(place) for place in unusable]
-    problems += [_located(recipe, line) for line in _run_rules(config) if not any(name in line for name in broken)]
+    problems += _rule_problems(recipe, config, broken)
     if problems:
         raise ConfigError(problems)
     return config
@@ -78,13 +79,20 @@ def _parse(tree: Mapping[str, Any]) -> MasterConfig:
     return MasterConfig.model_validate_json(json.dumps(tree), strict=True)
 
 
-def _run_rules(config: MasterConfig) -> list[str]:
-    return [line for rule in RULES for line in rule(config)]
+def _rule_problems(recipe: Recipe, config: MasterConfig, broken: Sequence[str]) -> list[str]:
+    """What the rules find, with the file to change; lines that name a key in `broken` are only its consequences."""
+    lines = [line for rule in RULES for line in rule(config) if not any(name in line for name in broken)]
+    return [
+        f"{recipe.source_of(line.split(':', 1)[0].split('.'))}: {line}"
+        for line in lines
+        if not (isinstance(line, Ignored) and _is_switched_off_later(recipe, line))
+    ]
 
 
-def _located(recipe: Recipe, line: str) -> str:
-    """Prefixes a rule's line with the file that set the key it starts with."""
-    return f"{recipe.source_of(line.split(':', 1)[0].split('.'))}: {line}"
+def _is_switched_off_later(recipe: Recipe, line: Ignored) -> bool:
+    """A child recipe or the command line may turn off what its parent has set up; no key of its own is ignored."""
+    key, switch = recipe.layer_of(line.key.split(".")), recipe.layer_of(line.switch.split("."))
+    return key is not None and switch is not None and key.order < switch.order
 
 
 def _rules_on_the_rest(recipe: Recipe, error: ValidationError, broken: Sequence[str]) -> list[str]:
@@ -101,8 +109,7 @@ def _rules_on_the_rest(recipe: Recipe, error: ValidationError, broken: Sequence[
         config = _parse(tree)
     except ValidationError:
         return []
-    lines = [line for line in _run_rules(config) if not any(name in line for name in broken)]
-    return [_located(recipe, line) for line in lines]
+    return _rule_problems(recipe, config, broken)
 
 
 def _unset(recipe: Recipe) -> dict[tuple[str, ...], str]:

@@ -40,11 +40,11 @@ def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> list[str]:
     for text in overrides:
         parsed = _parse(text)
         if isinstance(parsed, str):
-            problems.append(f"{COMMAND_LINE}: {parsed}")
+            problems.append(f"{COMMAND_LINE.name}: {parsed}")
             continue
         problem = _delete(recipe, parsed) if parsed.mode == "~" else _set(recipe, parsed)
         if problem:
-            problems.append(f"{COMMAND_LINE}: {parsed.name}: {problem}")
+            problems.append(f"{COMMAND_LINE.name}: {parsed.name}: {problem}")
     return problems
 
 
@@ -84,7 +84,7 @@ def _set(recipe: Recipe, override: _Override) -> str | None:
         return (
             f"is not set in the recipe{suggest(override.path[-1], siblings or ())}; use +{override.name}=... to add it"
         )
-    recipe.set(override.path, override.value, source=COMMAND_LINE)
+    recipe.set(override.path, override.value, layer=COMMAND_LINE)
     return None
 
 
@@ -95,7 +95,7 @@ def _delete(recipe: Recipe, override: _Override) -> str | None:
         names = section if isinstance(section, dict) else ()
         return f"is not set in the recipe, so it cannot be deleted{suggest(override.path[-1], names)}"
     del section[override.path[-1]]
-    recipe.sources.pop(override.path, None)
+    recipe.mark(override.path, None)
     return None
 
 
@@ -107,4 +107,4 @@ def _seed_free_section(recipe: Recipe, path: tuple[str, ...]) -> None:
             continue
         has_default, value = lookup(default_tree(), section)
         if has_default and isinstance(value, dict) and end == len(path) - 1:
-            recipe.set(section, copy.deepcopy(value), source=recipe.file)
+            recipe.set(section, copy.deepcopy(value), layer=COMMAND_LINE)

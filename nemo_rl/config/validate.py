@@ -6,9 +6,9 @@ rules run, so that all problems are reported at once. Called by the loader; add 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-from nemo_rl.config.base import Section
+from nemo_rl.config.ignored import would_be_ignored
 from nemo_rl.config.policy import DynamicBatchingConfig, SequencePackingConfig
 from nemo_rl.config.schema import DatasetConfig, GRPOConfig, MasterConfig
 
@@ -17,28 +17,16 @@ __all__ = ["RULES", "Rule"]
 Rule = Callable[[MasterConfig], list[str]]
 
 
-def _would_be_ignored(section: Section, prefix: str, names: Iterable[str], *, because: str) -> list[str]:
-    """One line for each of `names` that differs from its default."""
-    lines = []
-    for name in names:
-        value = getattr(section, name)
-        default = type(section).model_fields[name].get_default(call_default_factory=True)
-        if value != default:
-            shown = f"{value!r} " if isinstance(value, (str, int, float, bool)) else ""
-            lines.append(f"{prefix}.{name}: {shown}would be ignored, because {because}; leave it out")
-    return lines
-
-
 # ---- processes
 
 
 def rule_cpu_workers_only_without_gpus(config: MasterConfig) -> list[str]:
     cluster = config.cluster
     if cluster.cpu_workers_per_node is not None and cluster.gpus_per_node > 0:
-        return [
-            f"cluster.cpu_workers_per_node: {cluster.cpu_workers_per_node} would be ignored, because "
-            f"cluster.gpus_per_node is {cluster.gpus_per_node}; set cluster.gpus_per_node=0 for CPU workers"
-        ]
+        because = f"cluster.gpus_per_node is {cluster.gpus_per_node}"
+        return would_be_ignored(
+            cluster, "cluster", ["cpu_workers_per_node"], switch="cluster.gpus_per_node", because=because
+        )
     return []
 
 
@@ -56,7 +44,8 @@ def rule_local_launcher_is_one_process(config: MasterConfig) -> list[str]:
     if replicas > 1:
         lines.append(f"policy.generation.num_replicas: one process holds one engine, got {replicas}; set it to 1")
     names = ("address", "num_cpus", "worker_start_timeout_s")
-    return lines + _would_be_ignored(cluster, "cluster", names, because="cluster.launcher is 'local'")
+    because = "cluster.launcher is 'local'"
+    return lines + would_be_ignored(cluster, "cluster", names, switch="cluster.launcher", because=because)
 
 
 def rule_address_and_nodes_agree(config: MasterConfig) -> list[str]:
@@ -103,9 +92,10 @@ def rule_simple_backend_keys_need_transfer_queue(config: MasterConfig) -> list[s
     plane = config.data_plane
     if plane.enabled and plane.impl == "transfer_queue":
         return []
-    because = "data_plane.enabled is false" if not plane.enabled else f"data_plane.impl is {plane.impl!r}"
+    switch = "data_plane.impl" if plane.enabled else "data_plane.enabled"
+    because = f"{switch} is {plane.impl!r}" if plane.enabled else f"{switch} is false"
     names = tuple(type(plane.simple).model_fields)
-    return _would_be_ignored(plane.simple, "data_plane.simple", names, because=because)
+    return would_be_ignored(plane.simple, "data_plane.simple", names, switch=switch, because=because)
 
 
 # ---- batches
@@ -130,7 +120,8 @@ def rule_batching_keys_need_their_switch(config: MasterConfig) -> list[str]:
     for prefix, section in sections:
         names = ("train_mb_tokens", "logprob_mb_tokens")
         if not section.enabled:
-            lines += _would_be_ignored(section, prefix, names, because=f"{prefix}.enabled is false")
+            switch = f"{prefix}.enabled"
+            lines += would_be_ignored(section, prefix, names, switch=switch, because=f"{switch} is false")
         else:
             multiple = policy.make_sequence_length_divisible_by
             longest = -(-policy.max_total_sequence_length // multiple) * multiple
@@ -140,7 +131,8 @@ def rule_batching_keys_need_their_switch(config: MasterConfig) -> list[str]:
                     lines.append(f"{prefix}.{name}: {cap} tokens do not hold one sequence; expected at least {longest}")
     if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:
         fixed = ("train_micro_batch_size", "logprob_batch_size")
-        lines += _would_be_ignored(policy, "policy", fixed, because="microbatches are planned by tokens")
+        switch = f"policy.{'sequence_packing' if policy.sequence_packing.enabled else 'dynamic_batching'}.enabled"
+        lines += would_be_ignored(policy, "policy", fixed, switch=switch, because=f"{switch} is true")
     return lines
 
 
@@ -206,15 +198,16 @@ def rule_kl_keys_need_a_penalty(config: MasterConfig) -> list[str]:
     if config.loss_fn.reference_policy_kl_penalty > 0:
         return []
     names = ("reference_policy_kl_type", "kl_input_clamp_value", "kl_output_clamp_value")
-    because = "loss_fn.reference_policy_kl_penalty is 0"
-    return _would_be_ignored(config.loss_fn, "loss_fn", names, because=because)
+    switch = "loss_fn.reference_policy_kl_penalty"
+    return would_be_ignored(config.loss_fn, "loss_fn", names, switch=switch, because=f"{switch} is 0")
 
 
 def rule_scheduler_keys_need_a_decay(config: MasterConfig) -> list[str]:
     scheduler = config.policy.scheduler
     if scheduler.name == "constant":
-        because = "policy.scheduler.name is 'constant', which never decays"
-        return _would_be_ignored(scheduler, "policy.scheduler", ("decay_steps", "min_factor"), because=because)
+        switch, names = "policy.scheduler.name", ("decay_steps", "min_factor")
+        because = f"{switch} is 'constant', which never decays"
+        return would_be_ignored(scheduler, "policy.scheduler", names, switch=switch, because=because)
     end = scheduler.decay_steps or config.grpo.max_num_steps
     if scheduler.warmup_steps >= end:
         return [f"policy.scheduler.warmup_steps: {scheduler.warmup_steps} leaves no step to decay before step {end}"]
@@ -250,7 +243,7 @@ def rule_validation_needs_prompts(config: MasterConfig) -> list[str]:
         for name in asked
     ]
     because = "there is no data.validation"
-    return lines + _would_be_ignored(grpo, "grpo", ["max_val_samples"], because=because)
+    return lines + would_be_ignored(grpo, "grpo", ["max_val_samples"], switch="data.validation", because=because)
 
 
 def rule_validation_prompts_are_used(config: MasterConfig) -> list[str]:
@@ -306,7 +299,8 @@ def _dataset_lines(dataset: DatasetConfig, prefix: str) -> list[str]:
         lines += [f"{prefix}.options.{o}: sort_digits takes {' and '.join(_SORT_OPTIONS)} only" for o in unknown]
     if "{input}" not in dataset.prompt_template:
         lines.append(f"{prefix}.prompt_template: expected a text with {{input}}, got {dataset.prompt_template!r}")
-    return lines + _would_be_ignored(dataset, prefix, ignored, because=f"{prefix}.dataset_name is {name!r}")
+    switch = f"{prefix}.dataset_name"
+    return lines + would_be_ignored(dataset, prefix, ignored, switch=switch, because=f"{switch} is {name!r}")
 
 
 def rule_custom_reward_is_named(config: MasterConfig) -> list[str]:
@@ -314,9 +308,8 @@ def rule_custom_reward_is_named(config: MasterConfig) -> list[str]:
     if name == "custom" and function is None:
         return ["env.reward_function: must be set to module:function when env.name is 'custom'"]
     if name != "custom" and function is not None:
-        return [
-            f"env.reward_function: {function!r} would be ignored, because env.name is {name!r}; set env.name=custom"
-        ]
+        because = f"env.name is {name!r}"
+        return would_be_ignored(config.env, "env", ["reward_function"], switch="env.name", because=because)
     if function is not None and not all(part.strip() for part in function.partition(":")):
         return [f"env.reward_function: expected module:function, got {function!r}"]
     return []
@@ -338,7 +331,7 @@ def rule_scorer_keys_fit_the_environment(config: MasterConfig) -> list[str]:
     ignored = [] if env.name != "sort" else ["timeout_s", "on_timeout", "num_workers"]
     if env.name != "reasoning_gym":
         ignored.append("score_threshold")
-    return _would_be_ignored(env, "env", ignored, because=f"env.name is {env.name!r}")
+    return would_be_ignored(env, "env", ignored, switch="env.name", because=f"env.name is {env.name!r}")
 
 
 # ---- files
@@ -351,7 +344,8 @@ def rule_checkpoint_keys_need_checkpoints(config: MasterConfig) -> list[str]:
     if checkpointing.resume:
         return ["checkpointing.resume: needs checkpointing.enabled=true"]
     names = ("save_period", "keep_top_k", "metric_name", "higher_is_better", "save_optimizer")
-    return _would_be_ignored(checkpointing, "checkpointing", names, because="checkpointing.enabled is false")
+    switch = "checkpointing.enabled"
+    return would_be_ignored(checkpointing, "checkpointing", names, switch=switch, because=f"{switch} is false")
 
 
 def rule_checkpoints_are_ranked_by_something_logged(config: MasterConfig) -> list[str]:
@@ -359,10 +353,9 @@ def rule_checkpoints_are_ranked_by_something_logged(config: MasterConfig) -> lis
     if not checkpointing.enabled:
         return []
     if checkpointing.keep_top_k is None:
-        names = ("metric_name", "higher_is_better")
-        return _would_be_ignored(
-            checkpointing, "checkpointing", names, because="checkpointing.keep_top_k is null: all are kept"
-        )
+        names, switch = ("metric_name", "higher_is_better"), "checkpointing.keep_top_k"
+        because = f"{switch} is null: all are kept"
+        return would_be_ignored(checkpointing, "checkpointing", names, switch=switch, because=because)
     area, _, metric = checkpointing.metric_name.partition(":")
     if area not in ("val", "train") or not metric:
         return [f"checkpointing.metric_name: expected val:NAME or train:NAME, got {checkpointing.metric_name!r}"]
@@ -385,7 +378,8 @@ def rule_wandb_keys_need_wandb(config: MasterConfig) -> list[str]:
         return []
     wandb = config.logger.wandb
     names = tuple(type(wandb).model_fields)
-    return _would_be_ignored(wandb, "logger.wandb", names, because="logger.wandb_enabled is false")
+    switch = "logger.wandb_enabled"
+    return would_be_ignored(wandb, "logger.wandb", names, switch=switch, because=f"{switch} is false")
 
 
 RULES: tuple[Rule, ...] = tuple(rule for name, rule in sorted(globals().items()) if name.startswith("rule_"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from nemo_rl.config.schema import DataConfig, EnvConfig
+from nemo_rl.config.schema import EnvConfig
 from nemo_rl.data.reasoning_gym_door import has_reasoning_gym
 from nemo_rl.environments.interfaces import Environment
 from nemo_rl.environments.process_environment import ProcessEnvironment
@@ -16,14 +16,13 @@ from nemo_rl.errors import ConfigError
 __all__ = ["ENVIRONMENTS", "build_environment"]
 
 
-def build_environment(cfg: EnvConfig, data: DataConfig) -> Environment:
+def build_environment(cfg: EnvConfig) -> Environment:
     """The environment that `cfg` names.
 
     Raises:
         ConfigError: its extra is not installed.
         RewardError: the custom reward cannot be loaded.
     """
-    del data
     return ENVIRONMENTS[cfg.name](cfg)
 
 

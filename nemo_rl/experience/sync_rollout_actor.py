@@ -87,7 +87,7 @@ class SyncRolloutWorker:
             chat_template=config.policy.tokenizer.chat_template,
         )
         self._train, self._validation = build_prompt_sets(config.data, self._tokenizer)
-        self._environment = build_environment(config.env, config.data)
+        self._environment = build_environment(config.env)
         self._client: MetricsDataPlaneClient | None = None
 
     def describe(self) -> RolloutInfo:

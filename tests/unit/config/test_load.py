@@ -65,7 +65,7 @@ def test_text_that_is_no_mapping_is_a_config_error(tmp_path: Path, text: str) ->
 
 def test_all_problems_come_at_once_with_file_path_and_suggestion(tmp_path: Path) -> None:
     recipe = overlay(tmp_path, "grpo: {num_generation_per_prompt: 4, seed: '7'}\nlogger: {wandb: {mod: offline}}")
-    lines = problems(recipe, "policy.scheduler.name=liner", "cluster.gpus_per_node=2", "grpo.sed=1")
+    lines = problems(recipe, "policy.scheduler.name=liner", "env.timeout_s=3", "grpo.sed=1")
     assert set(lines) == {
         "command line: grpo.sed: unknown key 'sed'; did you mean 'seed'?",
         "command line: policy.scheduler.name: expected one of 'constant', 'linear' or 'cosine', got 'liner'; "
@@ -73,8 +73,8 @@ def test_all_problems_come_at_once_with_file_path_and_suggestion(tmp_path: Path)
         f"{recipe}: grpo.seed: expected an integer, got '7'",
         f"{recipe}: grpo.num_generation_per_prompt: unknown key; did you mean 'num_generations_per_prompt'?",
         f"{recipe}: logger.wandb.mod: unknown key; did you mean 'mode'?",
-        f"{Path(DEMO).resolve()}: cluster.cpu_workers_per_node: 2 would be ignored, because cluster.gpus_per_node is "
-        "2; set cluster.gpus_per_node=0 for CPU workers",
+        "command line: env.timeout_s: 3.0 would be ignored, because env.name is 'sort'; "
+        "leave it out, or change env.name",
     }
     assert len(lines) == 6
 

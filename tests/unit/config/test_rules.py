@@ -16,11 +16,13 @@ LOCAL = (
     "data_plane.impl=noop",
 )
 NO_VALIDATION = ("data.validation=null", "grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false")
-FIXED = ("policy.dynamic_batching.enabled=false", "policy.dynamic_batching.logprob_mb_tokens=8192")
+FIXED = ("policy.dynamic_batching.enabled=false",)
 JSONL = ("~data.train", "data.train.dataset_name=jsonl")
 
 REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
-    "rule_cpu_workers_only_without_gpus": [(("cluster.gpus_per_node=1",), "cluster.cpu_workers_per_node: 2")],
+    "rule_cpu_workers_only_without_gpus": [
+        (("cluster.gpus_per_node=1", "cluster.cpu_workers_per_node=2"), "cluster.cpu_workers_per_node: 2 would be")
+    ],
     "rule_local_launcher_is_one_process": [
         ((*LOCAL, "cluster.cpu_workers_per_node=2"), "cluster.launcher: 'local' runs one worker"),
         ((*LOCAL, "policy.generation.num_replicas=2"), "policy.generation.num_replicas: one process holds one engine"),
@@ -144,9 +146,22 @@ def test_every_rule_is_exercised() -> None:
         (*NO_VALIDATION, "checkpointing.keep_top_k=null"),
         (*NO_VALIDATION, "checkpointing.metric_name=train:loss"),
         FIXED,
-        ("checkpointing.enabled=false", "checkpointing.keep_top_k=3", "checkpointing.save_period=10"),
         ("env.name=custom", "env.reward_function=a.b:c", "env.timeout_s=3"),
     ],
 )
 def test_combinations_that_work_are_accepted(overrides: tuple[str, ...]) -> None:
     load_config(DEMO, overrides)
+
+
+@pytest.mark.parametrize(
+    ("switch", "key"),
+    [
+        ("checkpointing.enabled=false", "checkpointing.save_period=20"),
+        ("policy.dynamic_batching.enabled=false", "policy.dynamic_batching.logprob_mb_tokens=16384"),
+        ("cluster.gpus_per_node=2", "cluster.cpu_workers_per_node=2"),
+    ],
+)
+def test_what_a_parent_set_up_may_be_switched_off_but_not_set_again(switch: str, key: str) -> None:
+    load_config(DEMO, [switch])
+    with pytest.raises(ConfigError, match=f"command line: {key.split('=')[0]}: .* would be ignored"):
+        load_config(DEMO, [switch, key])

@@ -30,7 +30,7 @@ REWARDS = "tests.helpers.rewards"
 def environment(**keys: object) -> Iterator[Environment]:
     """Built, and checked to leave neither processes nor threads."""
     threads = set(threading.enumerate())
-    built = build_environment(EnvConfig(**keys), DataConfig())
+    built = build_environment(EnvConfig(**keys))
     try:
         yield built
     finally:
@@ -159,14 +159,14 @@ def test_no_scoring_process_outlives_a_killed_owner() -> None:
         """
         import threading, time
         import psutil
-        from nemo_rl.config.schema import DataConfig, EnvConfig
+        from nemo_rl.config.schema import EnvConfig
         from nemo_rl.data.datasets import Prompt
         from nemo_rl.environments.factory import build_environment
 
         cfg = EnvConfig(
             name="custom", reward_function="tests.helpers.rewards:hang_on_request", timeout_s=600, num_workers=2
         )
-        env = build_environment(cfg, DataConfig())
+        env = build_environment(cfg)
         prompt = Prompt(index=0, text="p", answer=None, ids=(1,))
         hangs = ["hang in C", "hang"]
         threading.Thread(target=env.score, args=([prompt] * 2, hangs, [False] * 2), daemon=True).start()
