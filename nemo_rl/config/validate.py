@@ -208,9 +208,12 @@ def rule_scheduler_keys_need_a_decay(config: MasterConfig) -> list[str]:
         switch, names = "policy.scheduler.name", ("decay_steps", "min_factor")
         because = f"{switch} is 'constant', which never decays"
         return would_be_ignored(scheduler, "policy.scheduler", names, switch=switch, because=because)
-    end = scheduler.decay_steps or config.grpo.max_num_steps
-    if scheduler.warmup_steps >= end:
-        return [f"policy.scheduler.warmup_steps: {scheduler.warmup_steps} leaves no step to decay before step {end}"]
+    end = scheduler.decay_steps
+    if end is not None and scheduler.warmup_steps >= end:
+        return [
+            f"policy.scheduler.warmup_steps: {scheduler.warmup_steps} leaves no step to decay before "
+            f"policy.scheduler.decay_steps {end}"
+        ]
     return []
 
 

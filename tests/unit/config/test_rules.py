@@ -74,7 +74,7 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
             ("policy.scheduler.name=constant", "policy.scheduler.min_factor=0.5"),
             "policy.scheduler.min_factor: 0.5 would",
         ),
-        (("policy.scheduler.warmup_steps=60",), "policy.scheduler.warmup_steps: 60 leaves no step"),
+        (("policy.scheduler.decay_steps=5",), "policy.scheduler.warmup_steps: 5 leaves no step"),
     ],
     "rule_dtensor_is_the_only_worker": [(("policy.dtensor_cfg.enabled=false",), "policy.dtensor_cfg.enabled: false")],
     "rule_validation_needs_prompts": [
@@ -144,6 +144,7 @@ def test_every_rule_is_exercised() -> None:
         (*LOCAL, "data_plane.ledger_host=socket"),
         ("data_plane.ledger_host=socket",),
         (*NO_VALIDATION, "checkpointing.keep_top_k=null"),
+        ("grpo.max_num_steps=2",),
         (*NO_VALIDATION, "checkpointing.metric_name=train:loss"),
         FIXED,
         ("env.name=custom", "env.reward_function=a.b:c", "env.timeout_s=3"),
