@@ -20,7 +20,7 @@ __all__ = ["REWARD_METRIC", "VAL_ACCURACY_METRIC", "Logger", "build_logger"]
 
 logger = logging.getLogger(__name__)
 
-REWARD_METRIC = "rollout/reward"
+REWARD_METRIC = "train/reward"
 """Mean reward of a step's samples, read by the reward curve."""
 VAL_ACCURACY_METRIC = "val/accuracy"
 """Mean reward of a validation, read by the reward curve."""
