@@ -242,7 +242,10 @@ def gather(spec: FieldSpec, *, readers: Sequence[ChunkReader], runs: Sequence[Ru
     empty = (spec.dtypes[0], tuple(dim if isinstance(dim, int) else 0 for dim in dims))
     dtype, trailing = next(iter(kinds), empty)
     count = int(lengths.sum()) if lengths is not None else sum(run[2] for run in runs)
-    values = torch.from_numpy(content).view(torch_dtype(dtype)).reshape(count, *trailing)
+    if content.size:
+        values = torch.from_numpy(content).view(torch_dtype(dtype)).reshape(count, *trailing)
+    else:
+        values = torch.empty(count, *trailing, dtype=torch_dtype(dtype))
     return GatheredColumn(values=values, lengths=lengths)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from nemo_rl.config.data_plane import DataPlaneConfig
@@ -57,7 +57,8 @@ def read_reply(reply: Mapping[str, object]) -> Reply:
 class LedgerService:
     """A ledger with the one lock that serialises its calls; shared by the threads of one process."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self.run_id = ledger.run_id
         self._ledger = ledger
         self._lock = threading.Lock()
@@ -75,7 +76,7 @@ class LedgerService:
         try:
             if self._is_closed:
                 raise DataPlaneClosed(f"the ledger of run {self.run_id!r} has been closed by its owner")
-            return self._ledger.handle(request, now=time.monotonic())
+            return self._ledger.handle(request, now=self._clock())
         finally:
             self._lock.release()
 

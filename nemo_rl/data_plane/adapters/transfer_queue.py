@@ -55,6 +55,8 @@ CPU_WAIT_S = 5.0
 CLOSE_TIMEOUT_S = 30.0
 PROBE_S = 1.0
 """A call that takes longer asks Ray whether the actors are alive, so that a death is seen before the deadline."""
+GIVE_UP_S = 5.0
+"""How long a function that was made to fail may take to notice."""
 CLEAR_BATCH = 4096
 """Keys per clear: the controller answers all clients from one thread."""
 
@@ -113,7 +115,12 @@ class TransferQueueStore(PayloadStore):
             namespace = ray.get_runtime_context().namespace
             units = config.simple.num_storage_units
             try:
-                _bounded("start", lambda: tq.init(_tq_config(run_id, namespace, units)), timeout_s=START_TIMEOUT_S)
+                _bounded(
+                    "start",
+                    lambda: tq.init(_tq_config(run_id, namespace, units)),
+                    timeout_s=START_TIMEOUT_S,
+                    give_up=lambda: _end_actors(namespace, units),
+                )
             except BaseException:
                 _end_actors(namespace, units)
                 raise
@@ -161,8 +168,8 @@ class TransferQueueStore(PayloadStore):
                 "put", lambda: tq.async_kv_batch_put(keys=keys, partition_id=self._partition, fields=payloads), deadline
             )
             self._check_accepted(keys, deadline)
-        except DataPlaneTimeout:
-            raise  # the connection has ended with it: nothing can be cleared
+        except (DataPlaneClosed, DataPlaneTimeout):
+            raise  # the connection has ended: nothing can be cleared
         except DataPlaneError:
             self._clear_quietly(keys, deadline)
             raise
@@ -379,8 +386,14 @@ def _dead_actors(session: _Session) -> list[str]:
     return dead
 
 
-def _bounded(what: str, action: Callable[[], _T], *, timeout_s: float) -> _T:
-    """Runs a blocking TransferQueue function that has no deadline of its own."""
+def _bounded(
+    what: str, action: Callable[[], _T], *, timeout_s: float, give_up: Callable[[], None] = lambda: None
+) -> _T:
+    """Runs a blocking TransferQueue function that has no deadline of its own.
+
+    Args:
+        give_up: called past the deadline, to make the function fail; it gets a moment to end.
+    """
     outcome: concurrent.futures.Future[_T] = concurrent.futures.Future()
 
     def run() -> None:
@@ -389,10 +402,13 @@ def _bounded(what: str, action: Callable[[], _T], *, timeout_s: float) -> _T:
         except BaseException as error:  # noqa: BLE001 - raised again in the caller
             outcome.set_exception(error)
 
-    threading.Thread(target=run, name=f"transfer-queue-{what}", daemon=True).start()
+    thread = threading.Thread(target=run, name=f"transfer-queue-{what}", daemon=True)
+    thread.start()
     try:
         return outcome.result(timeout=timeout_s)
     except concurrent.futures.TimeoutError as error:
+        give_up()
+        thread.join(GIVE_UP_S)
         raise DataPlaneTimeout(f"TransferQueue did not {what} within {timeout_s:.1f} s") from error
 
 

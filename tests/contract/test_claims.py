@@ -1,0 +1,199 @@
+"""Contract of every data plane: claims, leases, consumption, closing."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from nemo_rl.errors import DataPlaneClosed, DataPlaneTimeout, LeaseExpired, SchemaMismatch
+from tests.helpers.planes import LEASE_S, Plane, check_closed, ids_column, keys_of, open_plane, wait_until
+
+FIELDS = ("input_ids", "sample_mask", "prev_logprobs")
+TASKS = ("train", "prev_lp")
+
+
+def put(plane: Plane, partition: str, keys: list[str]) -> None:
+    tags = [{"group": key} for key in keys]
+    columns = {"input_ids": ids_column([2] * len(keys)), "sample_mask": torch.ones(len(keys))}
+    plane.owner.kv_batch_put(keys, partition, columns, tags)
+
+
+def claim(
+    client: DataPlaneClient,
+    partition: str,
+    count: int,
+    *,
+    task: str = "train",
+    who: str = "c",
+    fields: tuple = ("input_ids",),
+) -> KVBatchMeta:
+    return client.get_meta(partition, task, fields, count, consumer_id=who, blocking=False)
+
+
+def test_a_claim_carries_what_the_rows_are(plane: Plane) -> None:
+    partition, keys = plane.partition(FIELDS, tasks=TASKS), keys_of(2)
+    put(plane, partition, keys)
+    meta = claim(plane.owner, partition, 3)
+    assert meta.keys == tuple(keys[:3]) and meta.task_name == "train" and meta.fields == ("input_ids",)
+    assert meta.sequence_lengths == (2, 2, 2) and dict(meta.versions) == {"tokens": 1}
+    assert [row["group"] for row in meta.tags or ()] == keys[:3]
+    assert len(plane.owner.get_data(meta)) == 3
+
+
+def test_rows_are_claimed_once_per_task(plane: Plane) -> None:
+    partition, keys = plane.partition(FIELDS, tasks=TASKS), keys_of(2)
+    put(plane, partition, keys)
+    assert claim(plane.owner, partition, 5).keys == tuple(keys[:5])
+    assert claim(plane.owner, partition, 5).keys == tuple(keys[5:])
+    assert claim(plane.owner, partition, 5).keys == ()
+    assert claim(plane.owner, partition, 99, task="prev_lp").keys == tuple(keys)
+    with pytest.raises(SchemaMismatch, match="unknown task 'other'"):
+        claim(plane.owner, partition, 1, task="other")
+
+
+def test_four_threads_share_all_rows_without_overlap(plane: Plane) -> None:
+    partition, keys = plane.partition(FIELDS, tasks=TASKS), keys_of(50)
+    put(plane, partition, keys)
+
+    def consume(worker: int) -> list[str]:
+        client, mine = plane.attach(), []
+        while meta := claim(client, partition, 3, who=f"c{worker}"):
+            mine += meta.keys
+            client.release(meta)
+        return mine
+
+    with ThreadPoolExecutor(4) as pool:
+        claimed = [key for part in pool.map(consume, range(4)) for key in part]
+    assert sorted(claimed) == sorted(keys)
+    assert plane.owner.check_consumption_status(partition, ["train"])
+    assert not plane.owner.check_consumption_status(partition, ["train", "prev_lp"])
+
+
+def test_groups_are_handed_out_whole(plane: Plane) -> None:
+    partition = plane.partition(FIELDS, tasks=TASKS, grpo_group_size=4)
+    keys = keys_of(3)
+    put(plane, partition, keys[:6])
+    assert claim(plane.owner, partition, 7).keys == tuple(keys[:4])
+    assert claim(plane.owner, partition, 7).keys == ()
+    put(plane, partition, keys[6:])
+    assert claim(plane.owner, partition, 99).keys == tuple(keys[4:])
+    with pytest.raises(SchemaMismatch, match="at least one group"):
+        claim(plane.owner, partition, 3)
+
+
+def test_a_group_with_cleared_rows_is_still_handed_out(plane: Plane) -> None:
+    partition = plane.partition(FIELDS, tasks=TASKS, grpo_group_size=4)
+    put(plane, partition, keys_of(1))
+    plane.owner.kv_clear(["u0_g1"], partition)
+    assert claim(plane.owner, partition, 4).keys == ("u0_g0", "u0_g2", "u0_g3")
+
+
+def test_only_rows_with_every_required_field_are_claimed(plane: Plane) -> None:
+    partition, keys = plane.partition(FIELDS, tasks=TASKS), keys_of(1)
+    put(plane, partition, keys)
+    fields = ("input_ids", "prev_logprobs")
+    assert claim(plane.owner, partition, 9, fields=fields).keys == ()
+    plane.owner.kv_batch_put(keys[1:3], partition, {"prev_logprobs": torch.zeros(2, 2)})
+    assert claim(plane.owner, partition, 9, fields=fields).keys == tuple(keys[1:3])
+
+
+def test_a_claim_holds_rows_of_one_version(plane: Plane) -> None:
+    partition, keys = plane.partition(FIELDS, tasks=TASKS), keys_of(1)
+    put(plane, partition, keys)
+    plane.owner.kv_batch_put(keys[1:2], partition, {"sample_mask": torch.zeros(1)})
+    first = claim(plane.owner, partition, 9, fields=("sample_mask",))
+    assert first.keys == ("u0_g0", "u0_g2", "u0_g3") and dict(first.versions) == {"sample_mask": 1}
+    second = claim(plane.owner, partition, 9, fields=("sample_mask",))
+    assert second.keys == ("u0_g1",) and dict(second.versions) == {"sample_mask": 2}
+    assert plane.owner.get_data(first)["sample_mask"].tolist() == [1, 1, 1]
+
+
+def test_a_blocking_claim_waits_for_rows(plane: Plane) -> None:
+    partition = plane.partition(FIELDS, tasks=TASKS)
+    consumer = plane.attach()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(consumer.get_meta, partition, "train", ["input_ids"], 2, consumer_id="c", timeout_s=15)
+        time.sleep(0.1)
+        assert not waiting.done()
+        put(plane, partition, keys_of(1))
+        assert waiting.result(timeout=15).keys == ("u0_g0", "u0_g1")
+
+
+def test_a_claim_that_waits_in_vain_says_why(plane: Plane) -> None:
+    partition = plane.partition(FIELDS, tasks=TASKS)
+    put(plane, partition, keys_of(1))
+    claim(plane.owner, partition, 1, who="holder")
+    started = time.monotonic()
+    with pytest.raises(DataPlaneTimeout) as caught:
+        plane.owner.get_meta(partition, "train", ["prev_logprobs"], 1, consumer_id="late", timeout_s=0.3)
+    assert 0.2 < time.monotonic() - started < 3
+    for part in (partition, "'train'", "prev_logprobs (3 rows)", "holder", "holds 1 rows", "'late'"):
+        assert part in str(caught.value)
+
+
+def test_writing_the_fields_of_a_task_ends_its_claim(plane: Plane) -> None:
+    partition, keys = plane.partition(FIELDS, tasks=TASKS), keys_of(1)
+    put(plane, partition, keys)
+    meta = claim(plane.owner, partition, 3, task="prev_lp")
+    assert not plane.owner.check_consumption_status(partition, ["prev_lp"])
+    plane.owner.kv_batch_put(meta.keys, partition, {"prev_logprobs": torch.zeros(3, 2)})
+    # The fourth row was written without a claim: its stage is done as well.
+    plane.owner.kv_batch_put(keys[3:], partition, {"prev_logprobs": torch.zeros(1, 2)})
+    assert plane.owner.check_consumption_status(partition, ["prev_lp"])
+    assert claim(plane.owner, partition, 9, task="prev_lp").keys == ()
+
+
+def test_rows_of_a_dead_consumer_are_handed_out_again(plane: Plane) -> None:
+    partition, keys = plane.partition(FIELDS, tasks=TASKS), keys_of(1)
+    put(plane, partition, keys)
+    dead = plane.attach()
+    assert claim(dead, partition, 2, who="dead").keys == tuple(keys[:2])
+    dead.close()
+    assert claim(plane.owner, partition, 9, who="heir").keys == tuple(keys[2:])
+    heir = plane.owner.get_meta(partition, "train", ["input_ids"], 9, consumer_id="heir", timeout_s=10 * LEASE_S)
+    assert heir.keys == tuple(keys[:2])
+
+
+def test_a_heartbeat_keeps_a_claim(plane: Plane) -> None:
+    partition = plane.partition(FIELDS, tasks=TASKS)
+    put(plane, partition, keys_of(1))
+    meta = claim(plane.attach(), partition, 4, who="slow")
+    time.sleep(1.5 * LEASE_S)
+    assert claim(plane.owner, partition, 4).keys == ()
+    assert plane.owner.check_consumption_status(partition, ["train"])
+    plane.attached[0].release(meta)
+
+
+def test_a_release_needs_a_claim(plane: Plane) -> None:
+    partition = plane.partition(FIELDS, tasks=TASKS)
+    put(plane, partition, keys_of(1))
+    meta = claim(plane.owner, partition, 2)
+    with pytest.raises(LeaseExpired, match="not claimed"):
+        plane.owner.release(KVBatchMeta(partition_id=partition, keys=("u0_g3",), task_name="train"))
+    with pytest.raises(SchemaMismatch, match="names no task"):
+        plane.owner.release(KVBatchMeta(partition_id=partition, keys=("u0_g0",)))
+    plane.owner.release(meta)
+    plane.owner.release(meta)
+    plane.owner.kv_clear(None, partition)
+    plane.owner.release(meta)
+
+
+@pytest.mark.parametrize("name", ["noop", "noop-socket"])
+def test_after_the_owner_has_closed_every_call_fails_at_once(name: str) -> None:
+    with open_plane(name) as plane:
+        check_closed(plane)
+
+
+def test_a_call_under_way_when_the_client_closes_ends(plane: Plane) -> None:
+    partition = plane.partition(FIELDS, tasks=TASKS)
+    consumer = plane.attach()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(consumer.get_meta, partition, "train", ["input_ids"], 1, consumer_id="c", timeout_s=30)
+        wait_until(waiting.running)
+        consumer.close()
+        with pytest.raises(DataPlaneClosed):
+            waiting.result(timeout=10)

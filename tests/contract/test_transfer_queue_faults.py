@@ -1,0 +1,176 @@
+"""What TransferQueue would do silently, or for ever: the adapter turns each into an error in bounded time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import ray
+import torch
+import transfer_queue as tq
+from transfer_queue.controller import TransferQueueController
+
+from nemo_rl.data_plane.adapters import transfer_queue as adapter
+from nemo_rl.data_plane.adapters.transfer_queue import TransferQueueStore
+from nemo_rl.errors import DataPlaneClosed, DataPlaneError, DataPlaneTimeout, KeysNotFound, ResourceError
+from tests.helpers.planes import CONFIGS, check_closed, ids_column, keys_of, open_plane, ray_cluster, wait_until
+
+pytestmark = pytest.mark.slow
+
+CONFIG = CONFIGS["transfer_queue"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    with ray_cluster():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    yield
+    wait_until(lambda: not ray.util.list_named_actors(all_namespaces=True))
+
+
+class Stranger:
+    """Another program on the same cluster."""
+
+    def start(self) -> str:
+        with pytest.raises(ResourceError) as caught:
+            TransferQueueStore.start(CONFIG, run_id="stranger")
+        return str(caught.value)
+
+    def join(self, run_id: str) -> str:
+        with pytest.raises(DataPlaneClosed) as caught:
+            TransferQueueStore.join(run_id=run_id, timeout_s=5)
+        return str(caught.value)
+
+
+class Hog:
+    """Holds CPUs."""
+
+    def ping(self) -> None:
+        return None
+
+
+def test_reads_are_never_short_and_a_put_is_checked() -> None:
+    with open_plane("transfer_queue") as plane:
+        store = TransferQueueStore.join(run_id=plane.owner.address.run_id, timeout_s=5)
+        store.put({"x": memoryview(b"abc"), "y": memoryview(b"d")}, timeout_s=10)
+        assert [bytes(chunk) for chunk in store.get(["y", "x"], timeout_s=10)] == [b"d", b"abc"]
+        for ids in (["x", "gone"], ["gone"]):
+            with pytest.raises(KeysNotFound, match=f"1 of {len(ids)} chunks"):
+                store.get(ids, timeout_s=10)
+        with pytest.raises(DataPlaneError, match="did not accept"):
+            store._check_accepted(["x", "gone"], time.monotonic() + 10)
+        store.drop(["x", "gone"], timeout_s=10)
+        with pytest.raises(KeysNotFound):
+            store.get(["x"], timeout_s=10)
+        store.close()
+        with pytest.raises(DataPlaneClosed):
+            store.get(["y"], timeout_s=10)
+        assert plane.owner.stats()["live_rows"] == 0
+
+
+def test_an_unsatisfied_fetch_blocks_nobody_and_other_runs_are_refused() -> None:
+    with open_plane("transfer_queue") as plane:
+        started = time.monotonic()
+        found = tq.get_client().get_meta(
+            data_fields=["never"], batch_size=1, partition_id="nowhere", task_name="t", mode="fetch"
+        )
+        # Without polling mode the controller sleeps for 5 s here, and all of its clients with it.
+        assert found.size == 0 and time.monotonic() - started < 4
+        stranger = ray.remote(Stranger).options(num_cpus=0).remote()
+        assert f"of run '{plane.owner.address.run_id}'" in ray.get(stranger.start.remote())
+        assert "not 'stranger'" in ray.get(stranger.join.remote("stranger"))
+        with pytest.raises(ResourceError, match="already"):
+            TransferQueueStore.start(CONFIG, run_id="second")
+        with pytest.raises(DataPlaneClosed, match="not to 'second'"):
+            TransferQueueStore.join(run_id="second", timeout_s=1)
+        ray.kill(stranger)
+
+
+def test_too_few_cpus_are_an_error_and_not_a_hang() -> None:
+    hog = ray.remote(Hog).options(num_cpus=7).remote()
+    ray.get(hog.ping.remote())
+    wait_until(lambda: ray.available_resources().get("CPU", 0) <= 1)
+    started = time.monotonic()
+    with pytest.raises(ResourceError, match="needs 2 free CPUs in Ray .* there are 1"):
+        TransferQueueStore.start(CONFIG, run_id="starved")
+    assert time.monotonic() - started < 3 * adapter.CPU_WAIT_S
+    ray.kill(hog)
+    wait_until(lambda: ray.available_resources().get("CPU", 0) >= 8)
+
+
+def test_a_start_that_fails_leaves_no_half_made_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(adapter, "START_TIMEOUT_S", 1.0)
+        with pytest.raises(DataPlaneTimeout, match="did not start within 1.0 s"):
+            TransferQueueStore.start(CONFIG, run_id="half")
+    wait_until(lambda: not ray.util.list_named_actors(all_namespaces=True))
+    with open_plane("transfer_queue") as plane:
+        assert plane.owner.stats()["live_rows"] == 0
+
+
+def test_a_controller_that_was_never_finished_is_refused() -> None:
+    half = TransferQueueController.options(name=adapter.CONTROLLER, namespace=adapter.CONTROLLER_NAMESPACE).remote()
+    ray.get(half.get_config.remote())
+    with pytest.raises(ResourceError, match="half made"):
+        TransferQueueStore.start(CONFIG, run_id="r")
+    started = time.monotonic()
+    with pytest.raises(DataPlaneTimeout, match="not finished after 1.0 s"):
+        TransferQueueStore.join(run_id="r", timeout_s=1.0)
+    assert time.monotonic() - started < 6
+    ray.kill(half)
+    wait_until(lambda: not ray.util.list_named_actors(all_namespaces=True))
+    with pytest.raises(DataPlaneTimeout, match="no controller"):
+        TransferQueueStore.join(run_id="r", timeout_s=0.5)
+
+
+@pytest.mark.parametrize("victim", ["TransferQueueController", "TransferQueueStorageUnit#0"])
+def test_the_death_of_an_actor_ends_calls_soon(victim: str) -> None:
+    with open_plane("transfer_queue") as plane:
+        partition = plane.partition()
+        columns = {"input_ids": ids_column([2] * 4)}
+        plane.owner.kv_batch_put(keys_of(1), partition, columns)
+        namespace = {a["name"]: a["namespace"] for a in ray.util.list_named_actors(all_namespaces=True)}[victim]
+        ray.kill(ray.get_actor(victim, namespace=namespace))
+        for call in (
+            lambda: plane.owner.kv_batch_get(keys_of(1), partition, ["input_ids"]),
+            lambda: plane.owner.kv_batch_put(keys_of(1), partition, columns),
+        ):
+            started = time.monotonic()
+            with pytest.raises(DataPlaneClosed, match="has lost"):
+                call()
+            assert time.monotonic() - started < 10
+        started = time.monotonic()
+        plane.owner.close()
+        assert time.monotonic() - started < 30
+
+
+def test_the_death_of_the_ledger_ends_calls_at_once() -> None:
+    with open_plane("transfer_queue") as plane:
+        partition = plane.partition()
+        ray.kill(ray.get_actor(plane.owner.address.ledger.actor_name, namespace="nemo_rl"))
+        for _ in range(2):
+            with pytest.raises(DataPlaneClosed, match="ledger actor is gone"):
+                plane.owner.kv_batch_put(["a"], partition, {"sample_mask": torch.ones(1)})
+        with pytest.raises(DataPlaneClosed, match="no ledger actor"):
+            plane.attach()
+
+
+def test_past_a_deadline_the_connection_is_broken_for_good() -> None:
+    with open_plane("transfer_queue") as plane:
+        store = TransferQueueStore.join(run_id=plane.owner.address.run_id, timeout_s=5)
+        with pytest.raises(DataPlaneTimeout, match="did not finish a put"):
+            store.put({"x": memoryview(b"abc")}, timeout_s=0.0)
+        with pytest.raises(DataPlaneClosed, match="earlier put did not end in time"):
+            store.get(["x"], timeout_s=10)
+        assert not store.health().is_alive
+        store.close()
+
+
+def test_after_the_owner_has_closed_every_call_fails_at_once() -> None:
+    with open_plane("transfer_queue") as plane:
+        check_closed(plane)

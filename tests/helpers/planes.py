@@ -1,0 +1,143 @@
+"""Data planes for tests: rows with known values, ledgers with a clock that tests move, one Ray cluster per module."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+import ray
+import torch
+
+from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.data_plane.environment import transport_environment
+from nemo_rl.data_plane.factory import attach_data_plane, build_data_plane_client
+from nemo_rl.data_plane.interfaces import DataPlaneClient
+from nemo_rl.data_plane.ragged import nest
+from nemo_rl.errors import DataPlaneClosed
+
+PLANES = ("noop", "noop-socket", "transfer_queue")
+
+NOOP = DataPlaneConfig(impl="noop", timeout_s=20.0)
+CONFIGS = {
+    "noop": NOOP,
+    "noop-socket": NOOP.model_copy(update={"ledger_host": "socket"}),
+    "transfer_queue": DataPlaneConfig(impl="transfer_queue", timeout_s=20.0),
+}
+LEASE_S = 1.0
+
+
+@dataclass
+class Plane:
+    """The owner's client, fresh partitions and more clients of the same run."""
+
+    name: str
+    owner: DataPlaneClient
+    attached: list[DataPlaneClient] = field(default_factory=list)
+    partitions: list[str] = field(default_factory=list)
+
+    def attach(self) -> DataPlaneClient:
+        client = attach_data_plane(self.owner.address)
+        self.attached.append(client)
+        return client
+
+    def partition(
+        self, fields: Sequence[object] = ("input_ids", "sample_mask"), *, tasks: Sequence[str] = (), **options: object
+    ) -> str:
+        """A fresh partition."""
+        partition_id = f"p{uuid.uuid4().hex[:8]}"
+        self.owner.register_partition(partition_id, fields, options.pop("num_samples", 4096), tasks, **options)
+        self.partitions.append(partition_id)
+        return partition_id
+
+    def settle(self) -> None:
+        """Ends what a test has opened, and checks that nothing is left behind."""
+        for client in self.attached:
+            client.close()
+        for partition_id in self.partitions:
+            self.owner.kv_clear(None, partition_id)
+        self.attached, self.partitions = [], []
+        left = {name: value for name, value in self.owner.stats().items() if name.startswith("live")}
+        assert left == {"live_rows": 0, "live_bytes": 0, "live_chunks": 0}
+
+
+@contextmanager
+def ray_cluster(num_cpus: int = 8) -> Iterator[None]:
+    ray.init(
+        num_cpus=num_cpus,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        _node_ip_address="127.0.0.1",
+        object_store_memory=100 << 20,
+        runtime_env={"env_vars": {**transport_environment(CONFIGS["transfer_queue"]), "OMP_NUM_THREADS": "1"}},
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def open_plane(name: str, *, lease_s: float = LEASE_S) -> Iterator[Plane]:
+    config = CONFIGS[name].model_copy(update={"lease_s": lease_s, "chunk_bytes": 1024})
+    client = build_data_plane_client(config, run_id=f"run-{uuid.uuid4().hex[:8]}")
+    try:
+        yield Plane(name, client)
+    finally:
+        client.close()
+
+
+def ids_column(lengths: Sequence[int], *, start: int = 0) -> torch.Tensor:
+    """Jagged int32 rows whose values count up from `start`."""
+    values = torch.arange(start, start + sum(lengths), dtype=torch.int32)
+    return nest(values, torch.tensor(list(lengths), dtype=torch.int64))
+
+
+def rows_of(column: torch.Tensor) -> list[list[object]]:
+    return [row.tolist() for row in column.unbind()]
+
+
+def keys_of(num_groups: int, group_size: int = 4, *, prefix: str = "u") -> list[str]:
+    return [f"{prefix}{group}_g{i}" for group in range(num_groups) for i in range(group_size)]
+
+
+def wait_until(condition: Callable[[], bool], *, timeout_s: float = 10.0) -> None:
+    give_up = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up, "the condition did not come true in time"
+        time.sleep(0.02)
+
+
+def check_closed(plane: Plane) -> None:
+    """After the owner's close every call of every client fails at once."""
+    partition = plane.partition(("input_ids", "sample_mask"), tasks=["train"])
+    plane.owner.kv_batch_put(["a"], partition, {"input_ids": ids_column([1])})
+    meta = plane.owner.get_meta(partition, "train", ["input_ids"], 1, consumer_id="c")
+    other = plane.attach()
+    plane.owner.close()
+    plane.owner.close()
+    calls: list[Callable[[DataPlaneClient], object]] = [
+        lambda c: c.register_partition("q", ["input_ids"], 1, []),
+        lambda c: c.kv_batch_put(["x"], partition, {"sample_mask": torch.ones(1)}),
+        lambda c: c.kv_batch_get(["a"], partition, ["input_ids"]),
+        lambda c: c.get_meta(partition, "train", ["input_ids"], 1, consumer_id="c"),
+        lambda c: c.get_data(meta),
+        lambda c: c.release(meta),
+        lambda c: c.check_consumption_status(partition, ["train"]),
+        lambda c: c.kv_list(partition),
+        lambda c: c.kv_clear(None, partition),
+        lambda c: c.stats(),
+    ]
+    for client in (plane.owner, other):
+        for call in calls:
+            started = time.monotonic()
+            with pytest.raises(DataPlaneClosed):
+                call(client)
+            assert time.monotonic() - started < 6
+    other.close()
+    with pytest.raises(DataPlaneClosed):
+        plane.attach()
