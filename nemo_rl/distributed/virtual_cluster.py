@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import TracebackType
@@ -124,6 +126,9 @@ class RayVirtualCluster:
 
     def _start_ray(self) -> None:
         environment = worker_environment(self._config.threads_per_worker)
+        # ray.init puts a SIGTERM handler of its own in place, which leaves without our teardown.
+        handler = signal.getsignal(signal.SIGTERM)
+        logging.getLogger("ray").setLevel(logging.ERROR)
         if self._config.address is not None:
             ray.init(address=self._config.address, runtime_env={"env_vars": environment}, log_to_driver=False)
         else:
@@ -133,10 +138,12 @@ class RayVirtualCluster:
                 num_gpus=self._config.gpus_per_node if self.uses_gpu else 0,
                 include_dashboard=False,
                 log_to_driver=False,
-                logging_level=logging.WARNING,
+                logging_level=logging.ERROR,
                 _node_ip_address=LOOPBACK if self._config.num_nodes == 1 else None,
             )
         self._started = True
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
     def _logical_cpus(self) -> int:
         if self._config.num_cpus is not None:

@@ -1,0 +1,141 @@
+"""Bad input ends with one clear message, exit code 2, no traceback, and nothing lost."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.runs import LOCAL, logged_steps, run_cli, write_recipe
+from tests.helpers.tiny_model import write_tiny_folder
+
+ROOT = Path(__file__).parents[2]
+DATA = {"dataset_name": "jsonl", "size": None}
+
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_tiny_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def run(capfd, monkeypatch) -> Run:
+    """The command line's `main` in this process: exit code and everything it printed."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    spec = importlib.util.spec_from_file_location("run_grpo", ROOT / "examples" / "run_grpo.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def call(recipe: Path, *overrides: str) -> tuple[int, str]:
+        settings = [f"{name}={value}" for name, value in LOCAL.items()]
+        code = module.main(["--config", str(recipe), *settings, *overrides])
+        out, err = capfd.readouterr()
+        text = out + err
+        assert "Traceback" not in text, text
+        return code, text
+
+    return call
+
+
+def jsonl(path: Path, prompts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"input": text, "output": "x"}) + "\n" for text in prompts))
+    return path
+
+
+def recipe_on_file(folder: Path, model: Path, path: Path, **data: object) -> Path:
+    section = {"train": {"dataset_name": "jsonl", "data_path": str(path)}, "max_input_seq_length": 24, **data}
+    return write_recipe(folder, model, data=section)
+
+
+def test_unknown_keys_and_wrong_types_are_all_reported_with_a_suggestion(run, tmp_path, model):
+    recipe = write_recipe(tmp_path, model, grpo={"num_generation_per_prompt": 4, "max_num_steps": "many"})
+    code, text = run(recipe)
+    assert code == 2
+    assert "grpo.num_generation_per_prompt" in text and "did you mean 'num_generations_per_prompt'" in text
+    assert "grpo.max_num_steps" in text and "'many'" in text
+
+
+def test_fixed_microbatches_that_do_not_divide_are_refused_and_capped_ones_are_not(run, tmp_path, model):
+    recipe = write_recipe(tmp_path, model)
+    fixed = ("policy.dynamic_batching.enabled=false", "policy.train_micro_batch_size=3")
+    fixed += ("~policy.dynamic_batching.train_mb_tokens", "~policy.dynamic_batching.logprob_mb_tokens")
+    code, text = run(recipe, *fixed)
+    assert code == 2 and "train_micro_batch_size" in text and "8" in text and "3" in text
+    assert run(recipe, "--validate-only")[0] == 0
+
+
+def test_a_missing_model_folder_is_named(run, tmp_path, model):
+    code, text = run(write_recipe(tmp_path, model), f"policy.model_name={tmp_path / 'nowhere'}")
+    assert code == 2 and "nowhere" in text and "policy.model_name" in text
+
+
+def test_an_empty_dataset_is_named(run, tmp_path, model):
+    code, text = run(recipe_on_file(tmp_path, model, jsonl(tmp_path / "empty.jsonl", [])))
+    assert code == 2 and "data.train" in text and "no prompt" in text
+
+
+def test_too_few_prompts_for_a_step_are_refused(run, tmp_path, model):
+    code, text = run(recipe_on_file(tmp_path, model, jsonl(tmp_path / "two.jsonl", ["a", "b"])))
+    assert code == 2 and "num_prompts_per_step=4" in text and "got 2" in text
+
+
+def test_overlong_prompts_are_counted_and_skipped_or_refused(run, tmp_path, model):
+    path = jsonl(tmp_path / "p.jsonl", ["1", "2", "3", "4", "5" * 60])
+    recipe = recipe_on_file(tmp_path, model, path)
+    code, text = run(recipe, "grpo.max_num_steps=1")
+    assert code == 0 and "1 prompts are longer than data.max_input_seq_length=24" in text
+    code, text = run(recipe, "data.overlong_prompts=error")
+    assert code == 2 and "prompt 4" in text and "data.overlong_prompts=skip" in text
+
+
+@pytest.mark.slow
+def test_too_few_cpus_for_the_actors_are_counted(tmp_path, model):
+    code, text = run_cli(write_recipe(tmp_path, model), "cluster.num_cpus=2")
+    assert code == 2 and "6 logical CPUs are needed" in text and "cluster.num_cpus" in text
+    assert "Traceback" not in text
+
+
+def test_a_reward_that_raises_names_prompt_response_and_cause(run, tmp_path, model):
+    code, text = run(write_recipe(tmp_path, model), "env.reward_function=tests.helpers.run_rewards:explode")
+    assert code == 2 and "this reward always fails" in text and "prompt:" in text and "response:" in text
+
+
+def test_a_reward_that_hangs_is_cut_off_and_counted_or_stops_the_run(run, tmp_path, model):
+    hanging = ("env.reward_function=tests.helpers.run_rewards:hang", "env.timeout_s=0.3", "grpo.max_num_steps=1")
+    small = ("grpo.num_prompts_per_step=1", "grpo.num_generations_per_prompt=2", "policy.train_global_batch_size=2")
+    code, text = run(write_recipe(tmp_path, model), *hanging, *small)
+    assert code == 0, text
+    assert logged_steps(tmp_path / "logs")[-1]["rollout/reward_timeouts"] == 2
+    code, text = run(write_recipe(tmp_path / "b", model), *hanging, *small, "env.on_timeout=error")
+    assert code == 2 and "env.timeout_s 0.3" in text and "env.on_timeout=zero" in text
+
+
+def test_numbers_that_are_not_finite_stop_the_run_and_name_the_samples(run, tmp_path, model):
+    code, text = run(write_recipe(tmp_path, model), "policy.optimizer.kwargs.lr=1e30")
+    assert code == 2 and "_g" in text and ("nan" in text.lower() or "inf" in text.lower() or "finite" in text)
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint_valid(run, tmp_path, model):
+    saving = {"enabled": True, "save_period": 1, "keep_top_k": None, "checkpoint_dir": str(tmp_path / "ck")}
+    recipe = write_recipe(tmp_path, model, checkpointing=saving)
+    assert run(recipe, "grpo.max_num_steps=1")[0] == 0
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # A file of 64 KiB is the largest that fits: logs do, weights do not.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, hard))
+    try:
+        code, text = run(recipe, "checkpointing.resume=true")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert code == 2 and "checkpoint of step 2" in text and "step_1" in text
+    assert sorted(path.name for path in (tmp_path / "ck").iterdir()) == ["latest", "step_1"]
+    code, text = run(recipe, "checkpointing.resume=true")
+    assert code == 0, text
+    assert (tmp_path / "ck" / "latest").read_text() == "step_3"
