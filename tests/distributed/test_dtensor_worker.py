@@ -84,6 +84,7 @@ def _train_twice(folder: Path, rank: int, world_size: int, checkpoint: Path, *, 
         worker.load_checkpoint(**paths)
     else:
         worker.train(shard, LOSS, plan=part)
+        torch.rand(3 + rank)
         worker.save_checkpoint(**paths, tokenizer=checkpoint / "weights")
     noise = torch.rand(2).tolist()
     loaded = _exported(worker)

@@ -74,6 +74,7 @@ def build_policy_worker(spec: WorkerSpec) -> DTensorTQWorker:
         collective_timeout_s=spec.collective_timeout_s,
         seed=spec.seed,
         keep_reference=spec.keep_reference,
+        device=str(device),
     )
     worker.pad_values = {"input_ids": float(tokenizer.pad_token_id)}
     dist.barrier()

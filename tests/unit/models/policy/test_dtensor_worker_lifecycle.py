@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,11 +14,11 @@ from nemo_rl.algorithms.loss_functions import ClippedPGLoss
 from nemo_rl.config.policy import SchedulerConfig
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.packing import PackPlan
-from nemo_rl.errors import NonFiniteError
+from nemo_rl.errors import CheckpointError, NonFiniteError
 from nemo_rl.models.dtensor.optim import INITIAL_SCALE
 from nemo_rl.models.policy.workers.base import WorkerState, check_placement
 from nemo_rl.models.policy.workers.dtensor_policy_worker import DTensorPolicyWorker
-from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker, write_tiny_folder
+from tests.helpers.tiny_model import tiny_batch, tiny_model, tiny_policy, tiny_worker, write_tiny_folder
 
 LOSS = ClippedPGLoss(config=LossConfig())
 
@@ -64,6 +66,13 @@ def test_a_leftover_gradient_is_found(worker: DTensorPolicyWorker) -> None:
     weight.grad = torch.zeros_like(weight)
     with pytest.raises(AssertionError, match="still has a gradient"):
         check_placement(WorkerState.REFIT, model=worker._model, optimizer=worker._optimizer, device=worker.device)
+
+
+def test_a_gradient_left_by_a_broken_step_is_freed_before_refit(worker: DTensorPolicyWorker) -> None:
+    weight = next(worker._model.parameters())
+    weight.grad = torch.zeros_like(weight)
+    worker.offload_before_refit()
+    assert weight.grad is None
 
 
 def test_optimizer_state_on_another_device_is_found(worker: DTensorPolicyWorker) -> None:
@@ -200,9 +209,48 @@ def test_rows_that_do_not_divide_into_global_batches_are_refused(worker: DTensor
         worker.train(tiny_batch(8), LOSS, gbs=3)
 
 
-def test_checkpoint_round_trip_is_exact_and_continues_the_run(
-    worker: DTensorPolicyWorker, folder: Path, tmp_path: Path
+@pytest.mark.parametrize("which", ["weights", "optimizer"])
+def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_the_earlier_one(
+    worker: DTensorPolicyWorker, tmp_path: Path, which: str
 ) -> None:
+    paths = {"weights": tmp_path / "weights", "optimizer": tmp_path / "optimizer"}
+    worker.save_checkpoint(**paths, tokenizer=None)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    worker.train(tiny_batch(), LOSS)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Room for the weights (120 KB) in the second case, not for the two moments as well.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000 if which == "optimizer" else 50_000, hard))
+    try:
+        with pytest.raises(CheckpointError, match=f"{which}'.*rank 0 could not write it"):
+            worker.save_checkpoint(**paths, tokenizer=None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and which in str(path)}
+    assert after == {path: content for path, content in before.items() if which in str(path)}
+    assert not list(tmp_path.glob("*.part"))
+    worker.load_checkpoint(**paths)
+
+
+@pytest.mark.parametrize("fault", ["no optimizer", "other model", "torn optimizer"])
+def test_a_checkpoint_that_cannot_be_read_says_why(
+    worker: DTensorPolicyWorker, folder: Path, tmp_path: Path, fault: str
+) -> None:
+    paths = {"weights": tmp_path / "weights", "optimizer": tmp_path / "optimizer"}
+    worker.save_checkpoint(**paths, tokenizer=None)
+    if fault == "no optimizer":
+        shutil.rmtree(paths["optimizer"])
+    elif fault == "other model":
+        tiny_model(num_layers=1).save_pretrained(str(paths["weights"]))
+    else:
+        (paths["optimizer"] / ".metadata").write_bytes(b"torn")
+    message = "weights of another model" if fault == "other model" else "optimizer state cannot be read"
+    with pytest.raises(CheckpointError, match=message):
+        worker.load_checkpoint(**paths)
+
+
+def test_checkpoint_round_trip_is_exact_and_continues_the_run(folder: Path, tmp_path: Path) -> None:
+    config = tiny_policy(folder, scheduler=SchedulerConfig(name="linear"))
+    worker = tiny_worker(config, keep_reference=True)
     batch = tiny_batch()
     worker.train(batch, LOSS)
     worker.offload_before_refit()
@@ -214,10 +262,11 @@ def test_checkpoint_round_trip_is_exact_and_continues_the_run(
     expected = worker.train(batch, LOSS), _weights(worker)
     worker.shutdown()
 
-    other = tiny_worker(tiny_policy(folder), keep_reference=True)
+    other = tiny_worker(config, keep_reference=True)
     other.load_checkpoint(**paths)
     result = other.train(batch, LOSS), _weights(other)
     assert (result[0].loss, result[0].grad_norm) == (expected[0].loss, expected[0].grad_norm)
+    assert result[0].learning_rate == expected[0].learning_rate < 1e-3
     assert _same(result[1], expected[1])
     other.shutdown()
     # The folder of weights is a model folder of its own.
