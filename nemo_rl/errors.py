@@ -166,9 +166,7 @@ class CollectiveTimeout(WorkerError):
     """A collective did not finish in time: a peer has died or left the order of calls."""
 
 
-def _rebuild_worker_error(
-    kind: type[WorkerError], text: str, rank: int | None, stage: str | None
-) -> WorkerError:
+def _rebuild_worker_error(kind: type[WorkerError], text: str, rank: int | None, stage: str | None) -> WorkerError:
     return kind(text, rank=rank, stage=stage)
 
 

@@ -173,9 +173,7 @@ class SyncGRPOTrainer:
         kept = tagged.subset(chosen.rows)
         index = torch.tensor(chosen.rows)
         plan = plan_train(kept.sequence_lengths or (), chosen.batch_sizes, self._config.policy, dp_world=dp_world)
-        return _Chosen(
-            meta=kept, plan=plan, advantages=scored.advantages[index], sample_mask=scored.sample_mask[index]
-        )
+        return _Chosen(meta=kept, plan=plan, advantages=scored.advantages[index], sample_mask=scored.sample_mask[index])
 
     def _update(self, chosen: _Chosen) -> TrainSummary:
         meta = self._logprobs(chosen.meta, chosen.plan)
@@ -186,9 +184,7 @@ class SyncGRPOTrainer:
         with self._timer.time("train"):
             self._driver_bytes += meta_bytes(meta)
             self._parts.policy.prepare_for_training()
-            return self._parts.policy.train_from_meta(
-                meta, chosen.plan, self._parts.loss_fn, fields=self._train_fields
-            )
+            return self._parts.policy.train_from_meta(meta, chosen.plan, self._parts.loss_fn, fields=self._train_fields)
 
     def _logprobs(self, meta: KVBatchMeta, plan: PackPlan) -> KVBatchMeta:
         if not {"prev_logprobs", "reference_logprobs"} & self._stage_names:

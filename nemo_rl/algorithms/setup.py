@@ -77,9 +77,11 @@ def open_trainer(config: MasterConfig, *, console: Console) -> Iterator[SyncGRPO
         run_logger = _logger(config, resume_from)
         stack.callback(run_logger.close)
         panel = stack.enter_context(Panel(console, live=config.logger.live_panel))
-        cluster = stack.enter_context(RayVirtualCluster(config.cluster, other_cpus=_other_cpus(config))) if (
-            config.cluster.launcher == "ray"
-        ) else None
+        cluster = (
+            stack.enter_context(RayVirtualCluster(config.cluster, other_cpus=_other_cpus(config)))
+            if (config.cluster.launcher == "ray")
+            else None
+        )
         groups, client = _start(config, cluster, stack)
         timeout_s = config.cluster.stage_timeout_s
         rollout = RolloutHandle(groups.rollout, timeout_s=timeout_s, partition_id=PARTITION)
@@ -155,14 +157,10 @@ def _ray_groups(config: MasterConfig, cluster: RayVirtualCluster, stack: ExitSta
     policy = RayWorkerGroup(
         "policy",
         world_size=cluster.num_workers,
-        placement=RayPlacement(
-            num_gpus=1.0 if cluster.uses_gpu else 0.0, placement_group=cluster.placement_group
-        ),
+        placement=RayPlacement(num_gpus=1.0 if cluster.uses_gpu else 0.0, placement_group=cluster.placement_group),
     )
     stack.callback(policy.shutdown)
-    engines = RayWorkerGroup(
-        "generation", world_size=config.policy.generation.num_replicas, placement=RayPlacement()
-    )
+    engines = RayWorkerGroup("generation", world_size=config.policy.generation.num_replicas, placement=RayPlacement())
     stack.callback(engines.shutdown)
     rollout = RayWorkerGroup("rollout", world_size=1, placement=RayPlacement(num_cpus=ROLLOUT_CPUS))
     stack.callback(rollout.shutdown)
@@ -178,8 +176,7 @@ def _ray_groups(config: MasterConfig, cluster: RayVirtualCluster, stack: ExitSta
 
 def _rank_specs(world_size: int, address: str, port: int) -> list[RankSpec]:
     return [
-        RankSpec(rank=rank, world_size=world_size, master_addr=address, master_port=port)
-        for rank in range(world_size)
+        RankSpec(rank=rank, world_size=world_size, master_addr=address, master_port=port) for rank in range(world_size)
     ]
 
 

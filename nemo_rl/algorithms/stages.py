@@ -34,9 +34,7 @@ def build_stages(config: MasterConfig, loss_fn: LossFunction) -> tuple[Stage, ..
     if not config.grpo.use_generation_logprobs_as_prev:
         stages.append(Stage(name="prev_logprobs", reads=LP_SEED_FIELDS, writes=("prev_logprobs",)))
     if config.loss_fn.reference_policy_kl_penalty > 0:
-        stages.append(
-            Stage(name="reference_logprobs", reads=LP_SEED_FIELDS, writes=("reference_policy_logprobs",))
-        )
+        stages.append(Stage(name="reference_logprobs", reads=LP_SEED_FIELDS, writes=("reference_policy_logprobs",)))
     stages.append(Stage(name="advantages", writes=("advantages", "sample_mask")))
     stages.append(Stage(name="train", reads=_train_fields(loss_fn)))
     stages.append(Stage(name="log", reads=("input_ids", "token_mask", "advantages")))

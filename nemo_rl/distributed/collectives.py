@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ _STATUS_OK, _STATUS_ERROR = 0, 1
 LOOPBACK_INTERFACE = "lo"
 
 Fields = dict[str, torch.Tensor | list[object]]
+Json = dict[str, Any]
+"""A decoded header."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,9 +55,7 @@ def init_process_group(spec: RankSpec, *, device: torch.device, timeout_s: float
     store = dist.TCPStore(
         spec.master_addr, spec.master_port, spec.world_size, is_master=spec.rank == 0, timeout=timeout
     )
-    dist.init_process_group(
-        _backend(device), store=store, rank=spec.rank, world_size=spec.world_size, timeout=timeout
-    )
+    dist.init_process_group(_backend(device), store=store, rank=spec.rank, world_size=spec.world_size, timeout=timeout)
 
 
 def _backend(device: torch.device) -> str:
@@ -135,13 +136,12 @@ def _follow(group: dist.ProcessGroup, leader: int) -> Fields:
     return fields
 
 
-def _describe(column: torch.Tensor | list[object]) -> dict[str, object]:
+def _describe(column: torch.Tensor | list[object]) -> Json:
     if not isinstance(column, torch.Tensor):
         return {"rows": column}
-    described: dict[str, object] = {"dtype": str(column.dtype).removeprefix("torch.")}
+    described: Json = {"dtype": str(column.dtype).removeprefix("torch."), "shape": list(_values(column).shape)}
     if column.is_nested:
-        described["offsets"] = column.offsets().tolist()
-    described["shape"] = list(_values(column).shape)
+        described["offsets"] = column.offsets().tolist()  # type: ignore[attr-defined]
     return described
 
 
@@ -166,14 +166,14 @@ def _group_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
 
 
-def _send_header(status: int, header: Mapping[str, object], group: dist.ProcessGroup, leader: int) -> None:
+def _send_header(status: int, header: Mapping[str, Any], group: dist.ProcessGroup, leader: int) -> None:
     text = json.dumps(header).encode()
     device = _group_device(group)
     dist.broadcast(torch.tensor([status, len(text)], device=device), src=leader, group=group)
     dist.broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device), src=leader, group=group)
 
 
-def _receive_header(group: dist.ProcessGroup, leader: int) -> tuple[int, dict[str, dict[str, object]]]:
+def _receive_header(group: dist.ProcessGroup, leader: int) -> tuple[int, Json]:
     device = _group_device(group)
     word = torch.zeros(2, dtype=torch.int64, device=device)
     dist.broadcast(word, src=leader, group=group)

@@ -200,9 +200,7 @@ def _global_batches(num_rows: int, size: BatchSizes) -> Bins:
     return [list(range(start, start + count)) for start, count in zip(starts, size, strict=False)]
 
 
-def _plan(
-    padded: Sequence[int], *, load: Load, capacity: int, dp_world: int, groups: Bins, packed: bool
-) -> PackPlan:
+def _plan(padded: Sequence[int], *, load: Load, capacity: int, dp_world: int, groups: Bins, packed: bool) -> PackPlan:
     over = [i for i, n in enumerate(padded) if n > capacity]
     if over:
         worst = max(over, key=lambda i: padded[i])

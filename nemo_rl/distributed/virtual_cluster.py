@@ -1,7 +1,6 @@
 """The Ray cluster of a run: logical resources, placement, ports, ordered teardown.
 
-`setup` opens it with a `with` statement; everything that was started is gone when the block ends, also after an
-error. Invariant: enough logical CPUs are checked before any actor is asked for, so that nothing waits for a
+`setup` opens it with a `with` statement; Ray is gone when the block ends, also after an error. Invariant: enough logical CPUs are checked before any actor is asked for, so that nothing waits for a
 resource that will never come.
 """
 
@@ -12,20 +11,18 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from types import TracebackType
 
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from nemo_rl.config.schema import ClusterConfig
 from nemo_rl.errors import ResourceError
 
 __all__ = ["RayVirtualCluster", "free_port", "worker_environment"]
-
-logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 PLACEMENT_TIMEOUT_S = 60.0
@@ -71,7 +68,6 @@ class RayVirtualCluster:
         self._other_cpus = other_cpus
         self._group: PlacementGroup | None = None
         self._started = False
-        self._teardown: list[tuple[str, Callable[[], None]]] = []
 
     @property
     def num_workers(self) -> int:
@@ -104,20 +100,10 @@ class RayVirtualCluster:
     ) -> None:
         self.close()
 
-    def at_close(self, what: str, action: Callable[[], None]) -> None:
-        """Registers a step of the teardown; the last one registered runs first."""
-        self._teardown.append((what, action))
-
     def close(self) -> None:
-        """Ends everything in reverse order of its start. Idempotent; a failing step is logged, the rest still runs."""
-        while self._teardown:
-            what, action = self._teardown.pop()
-            try:
-                action()
-            except Exception as error:  # a teardown must reach its end whatever one step does
-                logger.warning("teardown of %s failed: %s", what, error)
+        """Frees the placement group and, where we started it, Ray. Idempotent."""
         if self._group is not None:
-            with suppress(Exception):
+            with suppress(RayError):
                 remove_placement_group(self._group)
             self._group = None
         if self._started:

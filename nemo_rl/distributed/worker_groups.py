@@ -55,6 +55,10 @@ class Payload:
 
     handle: object
 
+    def resolve(self) -> object:
+        """The object; the caller must be in a process of the run."""
+        return ray.get(self.handle) if isinstance(self.handle, ray.ObjectRef) else self.handle
+
 
 class WorkerGroup(ABC):
     """Workers of one kind, rank 0 to `world_size - 1`."""
@@ -140,18 +144,13 @@ class _Host:
     def _guard(self, action: Callable[[], object]) -> tuple[dict[str, object], object]:
         try:
             return {"ok": True}, action()
-        except Exception as error:  # every failure becomes a record that names its cause
+        except Exception as error:  # noqa: BLE001 - every failure becomes a record that names its cause
             return {"ok": False, "error": to_record(error), "trace": traceback.format_exc()}, None
 
 
 def _resolve(kwargs: Mapping[str, object]) -> dict[str, object]:
     """Payload handles become the objects they stand for."""
-    resolved = {}
-    for name, value in kwargs.items():
-        if isinstance(value, Payload):
-            value = ray.get(value.handle) if isinstance(value.handle, ray.ObjectRef) else value.handle
-        resolved[name] = value
-    return resolved
+    return {name: value.resolve() if isinstance(value, Payload) else value for name, value in kwargs.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,9 +36,7 @@ class DriverCarry:
 
     @property
     def num_bytes(self) -> int:
-        return sum(
-            column.nbytes for column in (self.rewards, self.group_ids, self.truncated, self.response_lengths)
-        )
+        return sum(column.nbytes for column in (self.rewards, self.group_ids, self.truncated, self.response_lengths))
 
     def select(self, rows: Sequence[int]) -> DriverCarry:
         """The same columns at `rows`."""

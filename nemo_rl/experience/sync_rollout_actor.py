@@ -17,8 +17,8 @@ import numpy as np
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.datasets import PromptSet, build_prompt_sets
 from nemo_rl.data.tokenizer import load_tokenizer
-from nemo_rl.data_plane.column_io import kv_first_write, read_columns
 from nemo_rl.data_plane.address import DataPlaneAddress
+from nemo_rl.data_plane.column_io import kv_first_write, read_columns
 from nemo_rl.data_plane.factory import attach_data_plane
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.observability import MetricsDataPlaneClient
@@ -182,9 +182,7 @@ class SyncRolloutWorker:
         if client is not None:
             client.close()
 
-    def _run(
-        self, source: PromptSet, numbers: Sequence[int], *, group_size: int, step: int, version: int
-    ) -> Rollouts:
+    def _run(self, source: PromptSet, numbers: Sequence[int], *, group_size: int, step: int, version: int) -> Rollouts:
         is_validation = source is self._validation
         return run_rollouts(
             [source.prompts[number] for number in numbers],

@@ -41,9 +41,10 @@ def every_case(rank: int) -> dict[str, object]:
         assert got[name].dtype == expected[name].dtype and torch.equal(got[name], expected[name])
     only_leader_fetched = list(calls)
     broadcast_from_leader(fetch, group=alone, leader=rank)
-    return {"calls": only_leader_fetched, "alone": alone is None and len(calls) == len(only_leader_fetched) + 1} | errors(
-        rank, group
-    )
+    return {
+        "calls": only_leader_fetched,
+        "alone": alone is None and len(calls) == len(only_leader_fetched) + 1,
+    } | errors(rank, group)
 
 
 def errors(rank: int, group: object) -> dict[str, object]:

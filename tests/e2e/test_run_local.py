@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from safetensors.torch import load_file
 
 from nemo_rl.algorithms.run import run
 from nemo_rl.algorithms.setup import open_trainer
 from nemo_rl.errors import RewardError
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, rollouts_of, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
-
 
 GRPO = {"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_num_steps": 3, "val_period": 0, "seed": 5}
 SAVE_EVERY_STEP = {"enabled": True, "save_period": 1, "keep_top_k": None}
@@ -51,7 +51,7 @@ def test_a_run_writes_everything_it_names_and_leaves_no_row(tmp_path, model):
         },
         grpo={**GRPO, "val_at_start": True, "val_at_end": True},
         checkpointing={"enabled": True, "checkpoint_dir": str(tmp_path / "ck"), "save_period": 2},
-        logger={"log_dir": str(tmp_path / "logs"), "tensorboard_enabled": True, "reward_curve": True, "num_rollouts_to_log": 3},
+        logger={"tensorboard_enabled": True, "reward_curve": True, "num_rollouts_to_log": 3},
     )
     rows, text = train(recipe)
     logs = tmp_path / "logs"
@@ -84,16 +84,10 @@ def test_the_ledger_behind_a_socket_gives_the_same_numbers(tmp_path, model):
 
 
 def test_a_learning_rate_of_zero_changes_no_weight(tmp_path, model):
-    rows, _ = train(
-        write_recipe(
-            tmp_path, model, checkpointing={"enabled": True, "checkpoint_dir": str(tmp_path / "ck"), "save_period": 3, "keep_top_k": None}
-        ),
-        {"policy.optimizer.kwargs.lr": "0"},
-    )
+    recipe = write_recipe(tmp_path, model, checkpointing={**SAVE_EVERY_STEP, "checkpoint_dir": str(tmp_path / "ck")})
+    rows, _ = train(recipe, {"policy.optimizer.kwargs.lr": "0"})
     assert rows[-1]["train/grad_norm"] > 0
     saved = sorted((tmp_path / "ck" / "step_3" / "policy" / "weights").glob("*.safetensors"))
-    from safetensors.torch import load_file
-
     before = load_file(model / "model.safetensors")
     after = {name: tensor for path in saved for name, tensor in load_file(path).items()}
     assert set(before) == set(after)

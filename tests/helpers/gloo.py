@@ -66,7 +66,7 @@ def _main(rank: int, world_size: int, port: int, queue: mp.Queue, target: Callab
         if dist.is_initialized():
             dist.barrier()
         queue.put((rank, True, value))
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - the parent reports whatever it was
         queue.put((rank, False, traceback.format_exc()))
     finally:
         destroy_process_group()

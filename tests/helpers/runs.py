@@ -45,7 +45,12 @@ def write_recipe(folder: Path, model: Path, **changes: object) -> Path:
             "generation": {"max_new_tokens": 6},
         },
         "data": {
-            "train": {"dataset_name": "sort_digits", "size": 64, "seed": 1, "options": {"min_digits": 3, "max_digits": 5}},
+            "train": {
+                "dataset_name": "sort_digits",
+                "size": 64,
+                "seed": 1,
+                "options": {"min_digits": 3, "max_digits": 5},
+            },
             "max_input_seq_length": 24,
         },
         "env": {"name": "custom", "reward_function": "tests.helpers.run_rewards:odd_share"},

@@ -7,6 +7,7 @@ one per replica, so a group of samples never crosses replicas. What a row sample
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import cast
 
 import torch
@@ -77,7 +78,7 @@ def split_request(request: GenerationRequest, num_parts: int) -> list[Generation
             seeds=request.seeds[start * group : stop * group],
             sampling=request.sampling,
         )
-        for start, stop in zip(bounds, bounds[1:], strict=False)
+        for start, stop in pairwise(bounds)
     ]
 
 
@@ -89,7 +90,9 @@ def join_outputs(outputs: Sequence[GenerationOutput]) -> GenerationOutput:
     """
     versions = {output.weight_version for output in outputs if len(output.lengths)}
     if len(versions) > 1:
-        raise WorkerError(f"engines sampled from weight versions {sorted(versions)}; refit all of them", stage="rollout")
+        raise WorkerError(
+            f"engines sampled from weight versions {sorted(versions)}; refit all of them", stage="rollout"
+        )
     return GenerationOutput(
         token_ids=torch.cat([output.token_ids for output in outputs]),
         logprobs=torch.cat([output.logprobs for output in outputs]),

@@ -95,9 +95,14 @@ class PolicyWorker(Protocol):
         mbs: int | None = None,
         plan: PackPlan | None = None,
     ) -> TrainResult:
-        """(collective) One optimizer step per global batch; `plan` overrides `gbs` and `mbs`. `eval_mode` keeps weights."""
+        """(collective) One optimizer step per global batch; `plan` overrides `gbs` and `mbs`.
 
-    def get_logprobs(self, batch: BatchedDataDict, *, mbs: int | None = None, plan: PackPlan | None = None) -> torch.Tensor:
+        `eval_mode` computes loss and metrics and leaves the weights as they are.
+        """
+
+    def get_logprobs(
+        self, batch: BatchedDataDict, *, mbs: int | None = None, plan: PackPlan | None = None
+    ) -> torch.Tensor:
         """(collective) `[N, T]` float32, position 0 is 0, padding is 0."""
 
     def get_reference_policy_logprobs(

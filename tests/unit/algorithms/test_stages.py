@@ -22,9 +22,7 @@ def names(settings: MasterConfig, prev_field: str = "prev_logprobs") -> list[str
 def test_a_stage_runs_only_when_the_config_needs_it():
     full = config(loss_fn={"reference_policy_kl_penalty": 0.1})
     assert names(full) == ["rollout", "prev_logprobs", "reference_logprobs", "advantages", "train", "log"]
-    lean = config(
-        loss_fn={"reference_policy_kl_penalty": 0}, grpo={"use_generation_logprobs_as_prev": True}
-    )
+    lean = config(loss_fn={"reference_policy_kl_penalty": 0}, grpo={"use_generation_logprobs_as_prev": True})
     assert names(lean, "generation_logprobs") == ["rollout", "advantages", "train", "log"]
 
 
