@@ -1,7 +1,7 @@
 """The Ray cluster of a run: logical resources, placement, ports, ordered teardown.
 
-`setup` opens it with a `with` statement; Ray is gone when the block ends, also after an error. Invariant: enough logical CPUs are checked before any actor is asked for, so that nothing waits for a
-resource that will never come.
+`setup` opens it with a `with` statement; Ray is gone when the block ends, also after an error. Invariant: enough
+logical CPUs are checked before any actor is asked for, so that nothing waits for a resource that will never come.
 """
 
 from __future__ import annotations
