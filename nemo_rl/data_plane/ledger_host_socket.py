@@ -142,6 +142,9 @@ class SocketLedgerHost:
         except (OSError, EOFError) as error:
             _drop(connection)
             raise DataPlaneClosed(f"run {self._address.run_id!r}: the ledger's socket is gone: {error}") from error
+        except ValueError as error:
+            _drop(connection)
+            raise DataPlaneError(f"the ledger's socket cannot carry this call: {error}") from error
         except BaseException:
             _drop(connection)
             raise

@@ -151,7 +151,8 @@ def _pack_values(values: Sequence[TagScalar]) -> Packed:
     kinds = {type(value) for value in values}
     if kinds == {float}:
         wide = np.array(values, dtype="<f8")
-        narrow = wide.astype("<f4")
+        with np.errstate(all="ignore"):  # values that do not fit are found by the comparison
+            narrow = wide.astype("<f4")
         is_exact = bool((narrow.astype("<f8").view("<i8") == wide.view("<i8")).all())
         return ("<f4", narrow.tobytes()) if is_exact else ("<f8", wide.tobytes())
     if kinds == {int}:

@@ -1,0 +1,158 @@
+"""Algebra of `KVBatchMeta`, on random metas."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_rl.data_plane.interfaces import KVBatchMeta
+from nemo_rl.data_plane.wire import pack_rows, packed_size, unpack_rows
+from nemo_rl.distributed.packing import PackPlan
+from nemo_rl.errors import SchemaMismatch
+
+uids = st.text(alphabet="ab_g0", min_size=1, max_size=4)
+group_keys = st.tuples(uids, st.integers(0, 300)).map(lambda part: f"{part[0]}_g{part[1]}")
+odd_keys = st.sampled_from(["plain", "a_g01", "b_g", "_g3", "c_g-1", "d_g\u0663", "e_g1_g2"])
+tag_values = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3)
+PLAN = PackPlan(microbatches=(((0,),),), steps=(1,), pad_to=8)
+
+
+@st.composite
+def metas(draw: st.DrawFn, *, min_size: int = 0) -> KVBatchMeta:
+    keys = draw(st.lists(group_keys | odd_keys, unique=True, min_size=min_size, max_size=12))
+    names = draw(st.lists(st.sampled_from(["std", "reward", "version"]), unique=True))
+    row = st.fixed_dictionaries({}, optional=dict.fromkeys(names, tag_values))
+    aligned = {"min_size": len(keys), "max_size": len(keys)}
+    return KVBatchMeta(
+        partition_id="train",
+        keys=tuple(keys),
+        fields=("input_ids",),
+        sequence_lengths=draw(st.none() | st.lists(st.integers(0, 2**33), **aligned).map(tuple)),
+        tags=draw(st.none() | st.lists(row, **aligned).map(tuple)),
+        versions={"tokens": draw(st.integers(1, 3))},
+        pack=draw(st.none() | st.just(PLAN)),
+    )
+
+
+def exact(meta: KVBatchMeta) -> tuple[object, ...]:
+    """Equality that tells 1, 1.0, True and -0.0 apart."""
+    tags = None if meta.tags is None else tuple(repr(sorted(row.items())) for row in meta.tags)
+    return (
+        meta.partition_id,
+        meta.keys,
+        meta.task_name,
+        meta.fields,
+        meta.sequence_lengths,
+        tags,
+        meta.versions,
+        meta.pack,
+    )
+
+
+@given(metas())
+def test_a_meta_survives_pickling_with_types_and_order(meta: KVBatchMeta) -> None:
+    assert exact(pickle.loads(pickle.dumps(meta))) == exact(meta)
+
+
+@given(metas(min_size=1), st.data())
+def test_subset_follows_the_indices_and_composes(meta: KVBatchMeta, data: st.DataObject) -> None:
+    order = data.draw(st.permutations(range(len(meta))))
+    picked = order[: data.draw(st.integers(0, len(order)))]
+    part = meta.subset(picked)
+    assert part.keys == tuple(meta.keys[i] for i in picked) and part.pack is None
+    for mine, theirs in ((part.sequence_lengths, meta.sequence_lengths), (part.tags, meta.tags)):
+        assert (mine is None) == (theirs is None)
+        if mine is not None and theirs is not None:
+            assert list(mine) == [theirs[i] for i in picked]
+    assert part.versions == meta.versions and part.fields == meta.fields
+    back = [picked.index(i) for i in sorted(picked)]
+    assert exact(part.subset(back)) == exact(meta.subset(sorted(picked)))
+
+
+@given(metas(), st.integers(-5, 20), st.integers(-5, 20))
+def test_slices_are_clamped_and_join_to_the_whole(meta: KVBatchMeta, a: int, b: int) -> None:
+    low, high = sorted((a, b))
+    parts = meta.slice(-9, low), meta.slice(low, high), meta.slice(high, 99)
+    assert sum(part.size for part in parts) == meta.size
+    joined = parts[0].concat(*parts[1:])
+    assert exact(joined) == exact(meta.with_pack(None))
+
+
+@given(metas(), st.data())
+def test_drop_is_the_complement_of_subset(meta: KVBatchMeta, data: st.DataObject) -> None:
+    indices = st.integers(0, len(meta) - 1) if len(meta) else st.nothing()
+    gone = data.draw(st.lists(indices, max_size=15 if len(meta) else 0))
+    kept = [i for i in range(len(meta)) if i not in gone]
+    assert exact(meta.drop(gone)) == exact(meta.subset(kept))
+    everything = meta.drop([*range(len(meta)), *range(len(meta))])
+    assert everything.size == 0 and everything.partition_id == "train"
+
+
+@given(metas(min_size=1))
+def test_metas_that_do_not_fit_are_refused(meta: KVBatchMeta) -> None:
+    with pytest.raises(SchemaMismatch, match="duplicate keys"):
+        meta.concat(meta)
+    others = (
+        KVBatchMeta(partition_id="val", keys=("z_g0",)),
+        meta.drop(range(len(meta))).with_fields(["x"]),
+        meta.drop(range(len(meta))).with_fields([], versions={"tokens": 9}),
+    )
+    for other in others:
+        with pytest.raises(SchemaMismatch, match="concat"):
+            meta.concat(other)
+    for call in (meta.subset, meta.drop):
+        for bad in (-1, len(meta)):
+            with pytest.raises(SchemaMismatch, match="outside"):
+                call([bad])
+
+
+@given(metas(), st.data())
+def test_tags_are_copied_and_checked(meta: KVBatchMeta, data: st.DataObject) -> None:
+    values = data.draw(st.lists(tag_values, min_size=len(meta), max_size=len(meta)))
+    tagged = meta.with_tags({"std": values, "fresh": values})
+    assert [row["std"] for row in tagged.tags or ()] == values == [row["fresh"] for row in tagged.tags or ()]
+    assert tagged.pack == meta.pack
+    if meta.tags is not None:
+        assert all("fresh" not in row for row in meta.tags)
+    with pytest.raises(SchemaMismatch):
+        meta.with_tags({"std": [*values, 1]})
+    source = [{"x": 1} for _ in meta.keys]
+    copied = KVBatchMeta(partition_id="p", keys=meta.keys, tags=tuple(source))
+    for row in source:
+        row["x"] = 2
+    assert all(row["x"] == 1 for row in copied.tags or ())
+
+
+@given(metas())
+def test_lengths_and_tags_must_align(meta: KVBatchMeta) -> None:
+    for extra in ({"sequence_lengths": (*range(len(meta)), 1)}, {"tags": ({},) * (len(meta) + 1)}):
+        with pytest.raises(SchemaMismatch, match="one per key"):
+            KVBatchMeta(partition_id="p", keys=meta.keys, **extra)
+    if meta.keys:
+        with pytest.raises(SchemaMismatch, match="negative"):
+            KVBatchMeta(partition_id="p", keys=meta.keys, sequence_lengths=(-1,) * len(meta))
+
+
+@given(metas())
+def test_fields_are_kept_once_and_in_order(meta: KVBatchMeta) -> None:
+    more = meta.with_fields(["b", "input_ids", "a", "b"], versions={"tokens": 7, "text": 1})
+    assert more.fields == ("input_ids", "b", "a")
+    assert dict(more.versions) == {"tokens": 7, "text": 1} and more.pack == meta.pack
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**-24, 1e300, 1e-320])
+def test_many_distinct_floats_keep_every_bit(scale: float) -> None:
+    values = [(i + 1) * scale for i in range(400)] + [float("inf"), float("nan"), -0.0]
+    tags = tuple({"x": value} for value in values)
+    unpacked = unpack_rows(pack_rows(tuple(f"k_g{i}" for i in range(len(values))), None, tags))[2]
+    assert unpacked is not None and [repr(row["x"]) for row in unpacked] == [repr(value) for value in values]
+
+
+def test_a_meta_of_1024_rows_costs_few_bytes_per_row() -> None:
+    keys = [f"{group:032x}_g{i}" for group in range(64) for i in range(16)]
+    tags = [{"std": i * 0.37, "weight_version": 3} for i in range(1024)]
+    size = packed_size(keys, [100 + i for i in range(1024)], tags)
+    assert (size - 64 * 32) / 1024 <= 12

@@ -1,0 +1,149 @@
+"""What one client does by itself: limits, deadlines, over-read, late replies."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+
+from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.data_plane.adapters.noop import NoopStore
+from nemo_rl.data_plane.address import DataPlaneAddress
+from nemo_rl.data_plane.client import LedgerClient
+from nemo_rl.data_plane.factory import attach_data_plane, build_data_plane_client, open_step
+from nemo_rl.data_plane.ledger_host import InProcessHost, LedgerService, build_ledger
+from nemo_rl.errors import (
+    CapacityExceeded,
+    ConfigError,
+    DataPlaneClosed,
+    DataPlaneError,
+    DataPlaneTimeout,
+)
+from tests.helpers.planes import NOOP, ids_column, keys_of, open_plane
+
+
+class FaultyStore(NoopStore):
+    """A store that loses or delays on request."""
+
+    fault: Exception | None = None
+
+    def put(self, chunks: Mapping[str, memoryview], *, timeout_s: float) -> None:
+        super().put(chunks, timeout_s=timeout_s)
+        self._fail()
+
+    def get(self, chunk_ids: Sequence[str], *, timeout_s: float) -> list[memoryview]:
+        self._fail()
+        return super().get(chunk_ids, timeout_s=timeout_s)
+
+    def _fail(self) -> None:
+        if self.fault is not None:
+            raise self.fault
+
+
+def faulty_client(config: DataPlaneConfig = NOOP) -> tuple[LedgerClient, FaultyStore, LedgerService]:
+    service, store = LedgerService(build_ledger(config, run_id="r", validate=True)), FaultyStore()
+    host = InProcessHost(service, is_owner=True)
+    address = DataPlaneAddress(run_id="r", config=config, ledger=host.address, process_id=1)
+    client = LedgerClient(host=host, store=store, address=address)
+    client.register_partition("p", ["input_ids", "sample_mask"], 99, [])
+    return client, store, service
+
+
+@pytest.mark.parametrize("limit", [{"capacity_rows": 3}, {"capacity_bytes": 400}])
+def test_a_put_over_the_capacity_leaves_nothing(limit: dict) -> None:
+    client, store, _ = faulty_client(NOOP.model_copy(update=limit))
+    client.kv_batch_put(["a", "b"], "p", {"input_ids": ids_column([20, 20])})
+    with pytest.raises(CapacityExceeded, match=next(iter(limit))):
+        client.kv_batch_put(["c", "d"], "p", {"input_ids": ids_column([40, 40])})
+    assert list(client.kv_list("p")) == ["a", "b"] and len(store._chunks) == 1
+    client.kv_clear(None, "p")
+    client.kv_batch_put(["c", "d"], "p", {"input_ids": ids_column([40, 40])})
+    client.close()
+
+
+def test_rows_stay_invisible_when_the_store_fails() -> None:
+    client, store, _ = faulty_client()
+    store.fault = DataPlaneError("disk on fire")
+    with pytest.raises(DataPlaneError, match="disk on fire"):
+        client.kv_batch_put(["a"], "p", {"sample_mask": torch.ones(1)})
+    store.fault = None
+    assert client.kv_list("p") == {}
+    client.close()
+
+
+def test_a_deadline_error_names_what_where_who_and_for_how_long() -> None:
+    client, store, service = faulty_client(NOOP.model_copy(update={"timeout_s": 0.2}))
+    client.kv_batch_put(["a"], "p", {"sample_mask": torch.ones(1)})
+    store.fault = DataPlaneTimeout("the store slept")
+    with pytest.raises(DataPlaneTimeout) as caught:
+        client.kv_batch_get(["a"], "p", ["sample_mask"])
+    for part in ("partition 'p'", "1 rows (a)", "sample_mask", "the store slept", "age 0.", "run 'r' in process 1"):
+        assert part in str(caught.value)
+    with service._lock, pytest.raises(DataPlaneTimeout, match="ledger was busy"):
+        client.stats()
+    client.close()
+
+
+def test_a_store_that_lost_a_chunk_is_an_error_and_not_a_loop() -> None:
+    client, store, _ = faulty_client()
+    client.kv_batch_put(["a"], "p", {"sample_mask": torch.ones(1)})
+    store._chunks.clear()
+    with pytest.raises(DataPlaneError, match="names chunks that the store lacks"):
+        client.kv_batch_get(["a"], "p", ["sample_mask"])
+    client.close()
+
+
+def test_bytes_read_but_not_asked_for_are_counted() -> None:
+    client, _, _ = faulty_client()
+    client.kv_batch_put(keys_of(4), "p", {"input_ids": ids_column([10] * 16)})
+    client.kv_batch_get(["u0_g0"], "p", ["input_ids"])
+    counters = client.counters
+    assert counters["get_bytes"] == counters["put_bytes"] > 640
+    assert counters["over_read_bytes"] == counters["get_bytes"] - 40
+    client.close()
+
+
+def test_only_one_owner_per_run_and_process() -> None:
+    with open_plane("noop") as plane:
+        with pytest.raises(DataPlaneError, match="already"):
+            build_data_plane_client(NOOP, run_id=plane.owner.address.run_id)
+        with pytest.raises(DataPlaneError, match="address of that run's owner"):
+            build_data_plane_client(NOOP, run_id="other", role="attach", address=plane.owner.address)
+    with pytest.raises(DataPlaneClosed):
+        attach_data_plane(plane.owner.address)
+
+
+def test_a_ledger_in_this_process_cannot_serve_others() -> None:
+    with pytest.raises(ConfigError, match="in_process"):
+        build_data_plane_client(DataPlaneConfig(impl="transfer_queue", ledger_host="in_process"), run_id="r")
+
+
+def test_data_plane_disabled_means_noop() -> None:
+    client = build_data_plane_client(DataPlaneConfig(enabled=False), run_id="disabled")
+    assert client.stats()["live_rows"] == 0
+    client.close()
+
+
+def test_rows_that_a_late_stage_leaves_in_a_step_are_an_error() -> None:
+    client, _, _ = faulty_client()
+    clear = client.kv_clear
+    client.kv_clear = lambda keys, partition: clear(["a"], partition)  # type: ignore[method-assign]
+    with pytest.raises(DataPlaneError, match="1 rows are alive after the step was cleared: b"), open_step(client, "p"):
+        client.kv_batch_put(["a", "b"], "p", {"sample_mask": torch.ones(2)})
+    client.close()
+
+
+def test_closing_waits_for_background_puts_and_leaves_no_threads() -> None:
+    before = set(threading.enumerate())
+    client, _, _ = faulty_client()
+    client.put_async(["a"], "p", {"sample_mask": torch.ones(1)}).result(timeout=10)
+    client.register_partition("q", ["sample_mask"], 9, ["train"])
+    client.kv_batch_put(["a"], "q", {"sample_mask": torch.ones(1)})
+    assert len(client.get_meta("q", "train", ["sample_mask"], 1, consumer_id="c")) == 1
+    assert len(set(threading.enumerate()) - before) >= 2
+    started = time.monotonic()
+    client.close()
+    assert time.monotonic() - started < 5 and set(threading.enumerate()) <= before

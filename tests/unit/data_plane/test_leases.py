@@ -1,0 +1,125 @@
+"""Claims under a clock that the test moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.data_plane.adapters.noop import NoopStore, SharedNoopStore
+from nemo_rl.data_plane.address import DataPlaneAddress, LedgerAddress
+from nemo_rl.data_plane.client import LedgerClient
+from nemo_rl.data_plane.interfaces import KVBatchMeta
+from nemo_rl.data_plane.ledger_host import InProcessHost, LedgerService, build_ledger
+from nemo_rl.errors import KeysNotFound, LeaseExpired
+from tests.helpers.planes import ids_column, keys_of
+
+# So long that no heartbeat is sent during a test: only the test's clock makes claims lapse.
+CONFIG = DataPlaneConfig(impl="noop", lease_s=3600.0)
+
+
+@dataclass
+class Bench:
+    """A ledger whose clock stands still, and clients of it."""
+
+    now: float = 0.0
+    clients: list[LedgerClient] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        ledger = build_ledger(CONFIG, run_id="r", validate=True)
+        self.service = LedgerService(ledger, clock=lambda: self.now)
+        self.store = NoopStore()
+        address = DataPlaneAddress(
+            run_id="r", config=CONFIG, ledger=LedgerAddress(kind="in_process", run_id="r"), process_id=0
+        )
+        for _ in range(2):
+            host = InProcessHost(self.service, is_owner=False)
+            self.clients.append(LedgerClient(host=host, store=SharedNoopStore(self.store), address=address))
+        self.clients[0].register_partition("p", ["input_ids", "prev_logprobs"], 99, ["prev_lp", "train"])
+        self.clients[0].kv_batch_put(keys_of(1), "p", {"input_ids": ids_column([1] * 4)})
+
+    def claim(self, client: int, count: int = 2, task: str = "prev_lp") -> KVBatchMeta:
+        return self.clients[client].get_meta("p", task, ["input_ids"], count, consumer_id="c", blocking=False)
+
+    def write(self, client: int, meta: KVBatchMeta) -> None:
+        self.clients[client].kv_batch_put(meta.keys, "p", {"prev_logprobs": torch.zeros(len(meta), 1)})
+
+    def pass_lease(self) -> None:
+        self.now += CONFIG.lease_s + 1
+
+
+@pytest.fixture
+def bench() -> object:
+    bench = Bench()
+    yield bench
+    for client in bench.clients:
+        client.close()
+
+
+def test_a_late_writer_whose_rows_were_handed_on_is_refused(bench: Bench) -> None:
+    slow = bench.claim(0)
+    bench.pass_lease()
+    heir = bench.claim(1)
+    assert heir.keys == slow.keys
+    with pytest.raises(LeaseExpired, match="2 rows has ended; they went to consumer 'c@"):
+        bench.write(0, slow)
+    assert len(bench.store._chunks) == 1
+    bench.write(1, heir)
+    with pytest.raises(LeaseExpired, match="a consumer that finished them"):
+        bench.write(0, slow)
+    assert bench.clients[0].check_consumption_status("p", ["prev_lp"]) is False
+
+
+def test_a_late_release_of_rows_that_were_handed_on_is_refused(bench: Bench) -> None:
+    slow = bench.claim(0, task="train")
+    bench.pass_lease()
+    heir = bench.claim(1, task="train")
+    with pytest.raises(LeaseExpired):
+        bench.clients[0].release(slow)
+    bench.clients[1].release(heir)
+
+
+def test_a_late_writer_whose_rows_nobody_took_is_fine(bench: Bench) -> None:
+    slow = bench.claim(0)
+    bench.pass_lease()
+    assert not bench.clients[1].check_consumption_status("p", ["prev_lp"])
+    bench.write(0, slow)
+    assert bench.claim(1, 9).keys == ("u0_g2", "u0_g3")
+
+
+def test_only_what_lapsed_is_handed_on_and_in_the_old_order(bench: Bench) -> None:
+    first = bench.claim(0, 3)
+    bench.write(0, first.subset([1]))
+    bench.pass_lease()
+    assert bench.claim(1, 9).keys == ("u0_g0", "u0_g2", "u0_g3")
+
+
+def test_a_heartbeat_takes_a_lapsed_claim_up_again(bench: Bench) -> None:
+    mine = bench.claim(0)
+    bench.pass_lease()
+    assert not bench.clients[1].check_consumption_status("p", ["prev_lp"])
+    host = InProcessHost(bench.service, is_owner=False)
+    assert host.call("heartbeat", {"claims": [1, 99]}, timeout_s=1) == {"ended": [99]}
+    assert bench.claim(1, 9).keys == ("u0_g2", "u0_g3")
+    bench.write(0, mine)
+    assert bench.clients[0].check_consumption_status("p", ["prev_lp"])
+
+
+def test_clearing_rows_ends_their_claims(bench: Bench) -> None:
+    mine = bench.claim(0)
+    bench.clients[1].kv_clear(None, "p")
+    with pytest.raises(LeaseExpired, match="they were cleared"):
+        bench.write(0, mine)
+    with pytest.raises(KeysNotFound):
+        bench.write(1, mine)
+    bench.clients[0].release(mine)
+
+
+def test_a_put_under_the_claim_of_another_task_keeps_that_claim(bench: Bench) -> None:
+    train = bench.claim(1, 4, task="train")
+    bench.write(0, bench.claim(0, 4))
+    assert bench.claim(0, 4, task="train").keys == ()
+    bench.clients[1].release(train)
+    assert bench.clients[0].check_consumption_status("p", ["train", "prev_lp"])
