@@ -23,22 +23,6 @@ from tests.helpers.planes import Plane, ids_column, keys_of, rows_of
 
 DTYPES = ["bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16"]
 DTYPES += ["bfloat16", "float32", "float64", "complex64", "float8_e4m3fn"]
-    "bool",
-    "uint8",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint16",
-    "uint32",
-    "uint64",
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-    "complex64",
-    "float8_e4m3fn",
-]
 
 
 def put_ids(plane: Plane, partition: str, keys: list[str], *, start: int = 0) -> None:
