@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 ROLLOUT_CPUS = 1
 CONTROLLER_CPUS = 1
+GPU_SHARE = 0.5
+"""Of a policy worker, and of the engine that takes turns with it on the same GPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,11 +79,7 @@ def open_trainer(config: MasterConfig, *, console: Console) -> Iterator[SyncGRPO
         run_logger = _logger(config, resume_from)
         stack.callback(run_logger.close)
         panel = stack.enter_context(Panel(console, live=config.logger.live_panel))
-        cluster = (
-            stack.enter_context(RayVirtualCluster(config.cluster, other_cpus=_other_cpus(config)))
-            if (config.cluster.launcher == "ray")
-            else None
-        )
+        cluster = stack.enter_context(_cluster(config)) if config.cluster.launcher == "ray" else None
         groups, client = _start(config, cluster, stack)
         timeout_s = config.cluster.stage_timeout_s
         rollout = RolloutHandle(groups.rollout, timeout_s=timeout_s, partition_id=PARTITION)
@@ -118,11 +116,16 @@ def _logger(config: MasterConfig, resume_from: Checkpoint | None) -> Logger:
     )
 
 
-def _other_cpus(config: MasterConfig) -> int:
+def _cluster(config: MasterConfig) -> RayVirtualCluster:
+    """On GPU an engine shares its GPU and its bundle with a policy worker; on CPU engines stand on their own."""
+    uses_gpu = config.cluster.gpus_per_node > 0
     storage = 0
     if config.data_plane.impl == "transfer_queue":
         storage = CONTROLLER_CPUS + config.data_plane.simple.num_storage_units
-    return config.policy.generation.num_replicas + ROLLOUT_CPUS + storage
+    engines = 0 if uses_gpu else config.policy.generation.num_replicas
+    return RayVirtualCluster(
+        config.cluster, other_cpus=engines + ROLLOUT_CPUS + storage, cpus_per_bundle=2 if uses_gpu else 1
+    )
 
 
 def _start(
@@ -143,8 +146,7 @@ def _local_groups(config: MasterConfig, stack: ExitStack) -> _Groups:
     spec = _worker_spec(config, RankSpec(rank=0, world_size=1))
     policy = LocalWorkerGroup(lambda: build_policy_worker(spec))
     stack.callback(policy.shutdown)
-    engine_spec = EngineSpec(policy=config.policy, threads=config.cluster.threads_per_worker)
-    engines = LocalWorkerGroup(lambda: build_engine_worker(engine_spec))
+    engines = LocalWorkerGroup(lambda: build_engine_worker(_engine_spec(config)))
     stack.callback(engines.shutdown)
     replicas = GenerationReplicas(engines, timeout_s=config.cluster.stage_timeout_s)
     rollout = LocalWorkerGroup(lambda: _build_rollout_worker(config, replicas))
@@ -154,21 +156,27 @@ def _local_groups(config: MasterConfig, stack: ExitStack) -> _Groups:
 
 def _ray_groups(config: MasterConfig, cluster: RayVirtualCluster, stack: ExitStack) -> _Groups:
     start_s = config.cluster.worker_start_timeout_s
+    gpu_share = GPU_SHARE if cluster.uses_gpu else 0.0
     policy = RayWorkerGroup(
         "policy",
         world_size=cluster.num_workers,
-        placement=RayPlacement(num_gpus=1.0 if cluster.uses_gpu else 0.0, placement_group=cluster.placement_group),
+        placement=RayPlacement(num_gpus=gpu_share, placement_group=cluster.placement_group),
     )
     stack.callback(policy.shutdown)
-    engines = RayWorkerGroup("generation", world_size=config.policy.generation.num_replicas, placement=RayPlacement())
+    engines = RayWorkerGroup(
+        "generation",
+        world_size=config.policy.generation.num_replicas,
+        placement=RayPlacement(
+            num_gpus=gpu_share, placement_group=cluster.placement_group if cluster.uses_gpu else None
+        ),
+    )
     stack.callback(engines.shutdown)
     rollout = RayWorkerGroup("rollout", world_size=1, placement=RayPlacement(num_cpus=ROLLOUT_CPUS))
     stack.callback(rollout.shutdown)
     address, port = policy.rendezvous(free_port, timeout_s=start_s)
     ranks = _rank_specs(cluster.num_workers, address, port)
     policy.begin_start(build_policy_worker, [{"spec": _worker_spec(config, rank)} for rank in ranks])
-    engine_spec = EngineSpec(policy=config.policy, threads=config.cluster.threads_per_worker)
-    engines.begin_start(build_engine_worker, [{"spec": engine_spec}] * engines.world_size)
+    engines.begin_start(build_engine_worker, [{"spec": _engine_spec(config)}] * engines.world_size)
     replicas = GenerationReplicas(engines, timeout_s=config.cluster.stage_timeout_s)
     rollout.begin_start(_build_rollout_worker, [{"config": config, "generation": replicas}])
     return _Groups(policy=policy, engines=engines, rollout=rollout)
@@ -190,6 +198,12 @@ def _worker_spec(config: MasterConfig, rank: RankSpec) -> WorkerSpec:
         use_gpu=config.cluster.gpus_per_node > 0,
         threads=config.cluster.threads_per_worker,
         collective_timeout_s=config.cluster.collective_timeout_s,
+    )
+
+
+def _engine_spec(config: MasterConfig) -> EngineSpec:
+    return EngineSpec(
+        policy=config.policy, use_gpu=config.cluster.gpus_per_node > 0, threads=config.cluster.threads_per_worker
     )
 
 

@@ -62,6 +62,16 @@ def rule_address_and_nodes_agree(config: MasterConfig) -> list[str]:
     return lines
 
 
+def rule_engines_share_gpus_with_workers(config: MasterConfig) -> list[str]:
+    cluster, replicas = config.cluster, config.policy.generation.num_replicas
+    if cluster.launcher == "ray" and cluster.gpus_per_node > 0 and replicas > cluster.num_workers:
+        return [
+            f"policy.generation.num_replicas: an engine shares a GPU with a policy worker; expected at most "
+            f"{cluster.num_workers}, got {replicas}"
+        ]
+    return []
+
+
 def rule_data_plane_fits_launcher(config: MasterConfig) -> list[str]:
     plane, launcher = config.data_plane, config.cluster.launcher
     if not plane.enabled:
@@ -383,6 +393,20 @@ def rule_wandb_keys_need_wandb(config: MasterConfig) -> list[str]:
     names = tuple(type(wandb).model_fields)
     switch = "logger.wandb_enabled"
     return would_be_ignored(wandb, "logger.wandb", names, switch=switch, because=f"{switch} is false")
+
+
+def rule_logprob_microbatches_are_not_smaller(config: MasterConfig) -> list[str]:
+    lines = []
+    for name, section in (
+        ("sequence_packing", config.policy.sequence_packing),
+        ("dynamic_batching", config.policy.dynamic_batching),
+    ):
+        if section.enabled and section.logprob_mb_tokens < section.train_mb_tokens:
+            lines.append(
+                f"policy.{name}.logprob_mb_tokens: expected at least train_mb_tokens {section.train_mb_tokens} (a pass "
+                f"without gradients needs less memory), got {section.logprob_mb_tokens}"
+            )
+    return lines
 
 
 RULES: tuple[Rule, ...] = tuple(rule for name, rule in sorted(globals().items()) if name.startswith("rule_"))

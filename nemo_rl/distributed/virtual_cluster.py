@@ -60,20 +60,21 @@ class RayVirtualCluster:
 
     Args:
         config: the `cluster` section.
-        other_cpus: logical CPUs of the actors that are not policy workers (rollout, generation, storage).
+        other_cpus: logical CPUs of the actors outside the bundles (rollout, storage; on CPU also generation).
+        cpus_per_bundle: logical CPUs of a bundle: 1 for the policy worker, 1 more for an engine that shares its GPU.
     """
 
-    def __init__(self, config: ClusterConfig, *, other_cpus: int) -> None:
+    def __init__(self, config: ClusterConfig, *, other_cpus: int, cpus_per_bundle: int = 1) -> None:
         self._config = config
         self._other_cpus = other_cpus
+        self._cpus_per_bundle = cpus_per_bundle
         self._group: PlacementGroup | None = None
         self._started = False
 
     @property
     def num_workers(self) -> int:
         """Policy workers of the whole job."""
-        per_node = self._config.gpus_per_node or self._config.cpu_workers_per_node or 1
-        return self._config.num_nodes * per_node
+        return self._config.num_workers
 
     @property
     def uses_gpu(self) -> bool:
@@ -137,7 +138,7 @@ class RayVirtualCluster:
         return max(self._cpus_needed(), os.cpu_count() or 1)
 
     def _cpus_needed(self) -> int:
-        return self.num_workers + self._other_cpus
+        return self.num_workers * self._cpus_per_bundle + self._other_cpus
 
     def _check_resources(self) -> None:
         have: Mapping[str, float] = ray.available_resources()
@@ -155,7 +156,7 @@ class RayVirtualCluster:
             )
 
     def _place(self) -> None:
-        bundle = {"CPU": 1.0, **({"GPU": 1.0} if self.uses_gpu else {})}
+        bundle = {"CPU": float(self._cpus_per_bundle), **({"GPU": 1.0} if self.uses_gpu else {})}
         self._group = placement_group([dict(bundle) for _ in range(self.num_workers)], strategy="PACK")
         try:
             ray.get(self._group.ready(), timeout=PLACEMENT_TIMEOUT_S)

@@ -160,7 +160,7 @@ class RayPlacement:
     num_cpus: float = 1.0
     num_gpus: float = 0.0
     placement_group: PlacementGroup | None = None
-    """Rank r runs in bundle r; None leaves placement to Ray."""
+    """Rank r runs in bundle r, counted around; None leaves placement to Ray."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Further environment variables."""
 
@@ -268,7 +268,8 @@ def _new_actor(placement: RayPlacement, rank: int) -> ActorHandle:
     options: dict[str, object] = {"num_cpus": placement.num_cpus, "num_gpus": placement.num_gpus, "max_restarts": 0}
     if placement.placement_group is not None:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-            placement_group=placement.placement_group, placement_group_bundle_index=rank
+            placement_group=placement.placement_group,
+            placement_group_bundle_index=rank % placement.placement_group.bundle_count,
         )
     if placement.environment:
         options["runtime_env"] = {"env_vars": dict(placement.environment)}

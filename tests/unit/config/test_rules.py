@@ -28,6 +28,18 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         ((*LOCAL, "policy.generation.num_replicas=2"), "policy.generation.num_replicas: one process holds one engine"),
         ((*LOCAL, "cluster.address=auto"), "cluster.address: 'auto' would be ignored"),
     ],
+    "rule_engines_share_gpus_with_workers": [
+        (
+            ("~cluster.cpu_workers_per_node", "cluster.gpus_per_node=1", "policy.generation.num_replicas=2"),
+            "policy.generation.num_replicas: an engine shares a GPU",
+        ),
+    ],
+    "rule_logprob_microbatches_are_not_smaller": [
+        (
+            ("policy.dynamic_batching.enabled=true", "policy.dynamic_batching.logprob_mb_tokens=100"),
+            "policy.dynamic_batching.logprob_mb_tokens: expected at least train_mb_tokens",
+        ),
+    ],
     "rule_address_and_nodes_agree": [
         (("cluster.num_nodes=2",), "cluster.num_nodes: 2 nodes need"),
         (("cluster.address=auto", "cluster.num_cpus=8"), "cluster.num_cpus: would be ignored"),
