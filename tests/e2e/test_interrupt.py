@@ -59,16 +59,22 @@ def test_no_process_is_left_after_the_end(tmp_path, model, mark, how):
         os.killpg(process.pid, signal.SIGINT)
     else:
         process.send_signal(signal.SIGTERM if how == "sigterm" else signal.SIGKILL)
-    left = [name for name in wait_for_others(mark) if name]
-    assert left == []
+    assert wait_for_none(mark, timeout_s=GONE_S) == []
     output, _ = process.communicate(timeout=GONE_S)
     if how != "sigkill":
         assert process.returncode == 130 and "interrupted" in output and "Traceback" not in output, output[-3000:]
 
 
-def wait_for_others(mark: str) -> list[str]:
-    """The test itself carries the mark in its environment only since the fixture; it is not read from /proc."""
-    return wait_for_none(mark, timeout_s=GONE_S)
+def test_a_worker_that_is_killed_ends_the_run_with_its_cause(tmp_path, model, mark):
+    process = start_cli(write_recipe(tmp_path, model), "grpo.max_num_steps=100000")
+    wait_for_step(tmp_path / "logs", 1, process)
+    workers = [other for other in marked(mark) if "_Host" in " ".join(other.cmdline())]
+    assert len(workers) == 4, "two policy workers, one engine, one rollout worker"
+    workers[0].kill()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, output[-3000:]
+    assert "process died" in output and "stage" in output and "Traceback" not in output, output[-3000:]
+    assert wait_for_none(mark, timeout_s=GONE_S) == []
 
 
 def test_a_killed_run_resumes_with_the_prompts_and_losses_of_an_uninterrupted_one(tmp_path, model, mark):
