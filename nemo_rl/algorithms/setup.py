@@ -21,6 +21,7 @@ from nemo_rl.algorithms.stages import build_stages
 from nemo_rl.config.render import to_yaml
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.sampler import PromptSampler
+from nemo_rl.data_plane.environment import transport_environment
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.observability import MetricsDataPlaneClient
 from nemo_rl.distributed.collectives import RankSpec
@@ -124,7 +125,10 @@ def _cluster(config: MasterConfig) -> RayVirtualCluster:
         storage = CONTROLLER_CPUS + config.data_plane.simple.num_storage_units
     engines = 0 if uses_gpu else config.policy.generation.num_replicas
     return RayVirtualCluster(
-        config.cluster, other_cpus=engines + ROLLOUT_CPUS + storage, cpus_per_bundle=2 if uses_gpu else 1
+        config.cluster,
+        other_cpus=engines + ROLLOUT_CPUS + storage,
+        cpus_per_bundle=2 if uses_gpu else 1,
+        environment=transport_environment(config.data_plane),
     )
 
 

@@ -31,20 +31,17 @@ PLACEMENT_TIMEOUT_S = 60.0
 def worker_environment(threads: int) -> dict[str, str]:
     """Environment of every process of a run: thread counts, and no look-ups on a model hub.
 
-    More OpenMP threads than cores make CPU tensors many times slower; huge pages halve the page faults of large
-    transfers.
+    More OpenMP threads than cores make CPU tensors many times slower.
     """
     return {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
-        "TQ_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        "THP_MEM_ALLOC_ENABLE": "1",
     }
 
 
@@ -62,10 +59,19 @@ class RayVirtualCluster:
         config: the `cluster` section.
         other_cpus: logical CPUs of the actors outside the bundles (rollout, storage; on CPU also generation).
         cpus_per_bundle: logical CPUs of a bundle: 1 for the policy worker, 1 more for an engine that shares its GPU.
+        environment: variables for every process, beside those of `worker_environment`.
     """
 
-    def __init__(self, config: ClusterConfig, *, other_cpus: int, cpus_per_bundle: int = 1) -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        *,
+        other_cpus: int,
+        cpus_per_bundle: int = 1,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._config = config
+        self._environment = {**worker_environment(config.threads_per_worker), **(environment or {})}
         self._other_cpus = other_cpus
         self._cpus_per_bundle = cpus_per_bundle
         self._group: PlacementGroup | None = None
@@ -112,14 +118,13 @@ class RayVirtualCluster:
             self._started = False
 
     def _start_ray(self) -> None:
-        environment = worker_environment(self._config.threads_per_worker)
         # ray.init puts a SIGTERM handler of its own in place, which leaves without our teardown.
         handler = signal.getsignal(signal.SIGTERM)
         logging.getLogger("ray").setLevel(logging.ERROR)
         if self._config.address is not None:
-            ray.init(address=self._config.address, runtime_env={"env_vars": environment}, log_to_driver=False)
+            ray.init(address=self._config.address, runtime_env={"env_vars": self._environment}, log_to_driver=False)
         else:
-            os.environ.update(environment)
+            os.environ.update(self._environment)
             ray.init(
                 num_cpus=self._logical_cpus(),
                 num_gpus=self._config.gpus_per_node if self.uses_gpu else 0,
