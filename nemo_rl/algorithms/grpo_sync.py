@@ -206,7 +206,7 @@ class SyncGRPOTrainer:
         rows = range(min(self._config.logger.num_rollouts_to_log, len(meta)))
         if not rows:
             return
-        with self._timer.time("log_rollouts"):
+        with self._timer.time("log"):
             self._parts.rollout.log_rollouts(
                 meta.subset(rows),
                 path=self._config.logger.log_dir / "rollouts" / f"step_{number}.jsonl",

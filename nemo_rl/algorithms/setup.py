@@ -80,6 +80,7 @@ def open_trainer(config: MasterConfig, *, console: Console) -> Iterator[SyncGRPO
         run_logger = _logger(config, resume_from)
         stack.callback(run_logger.close)
         panel = stack.enter_context(Panel(console, live=config.logger.live_panel))
+        panel.note(_what_starts(config))
         cluster = stack.enter_context(_cluster(config)) if config.cluster.launcher == "ray" else None
         groups, client = _start(config, cluster, stack)
         timeout_s = config.cluster.stage_timeout_s
@@ -102,6 +103,15 @@ def open_trainer(config: MasterConfig, *, console: Console) -> Iterator[SyncGRPO
             resume_from=resume_from,
         )
         yield SyncGRPOTrainer(parts)
+
+
+def _what_starts(config: MasterConfig) -> str:
+    if config.cluster.launcher == "local":
+        return "starting policy, engine and rollout worker in this process"
+    return (
+        f"starting Ray, {config.cluster.num_workers} policy workers, {config.policy.generation.num_replicas} engines, "
+        f"1 rollout worker, data plane {config.data_plane.impl}"
+    )
 
 
 def write_resolved_config(config: MasterConfig) -> Path:

@@ -24,3 +24,5 @@ def configure_logging(console: Console, *, level: int = logging.INFO) -> None:
     handler.setFormatter(logging.Formatter("%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("nemo_rl").setLevel(level)
+    # torch warns about an internal name whenever a library asks whether it is being traced.
+    logging.getLogger("torch.fx._symbolic_trace").addFilter(lambda record: record.levelno >= logging.ERROR)

@@ -36,7 +36,7 @@ class StepReport:
     loss: float | None = None
     """None when the step had nothing to train on."""
     kl: float | None = None
-    """KL to the reference, or None when it is not computed."""
+    """KL to the reference where it is computed, else to the policy that sampled; None without an update."""
     tokens_per_s: float = 0.0
     stage_seconds: Mapping[str, float] = field(default_factory=dict)
     stage_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -75,6 +75,10 @@ class Panel:
         if self._live is not None and self._is_open:
             self._live.stop()
         self._is_open = False
+
+    def note(self, text: str) -> None:
+        """A line above the numbers: what is being started, what is waited for."""
+        self._console.print(text)
 
     def validation(self, step: int, accuracy: float) -> None:
         """A validation outside the steps, such as the one before training."""
