@@ -8,6 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 STARTER := checkpoints/starter_sort
+CHAIN_SUM_STARTER := checkpoints/starter_chain_sum
 
 # Two threads are slower than one at this size, and every worker is a process of its own.
 export OMP_NUM_THREADS ?= 1
@@ -39,6 +40,9 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.base
 $(STARTER)/config.json: | $(VENV)/.base
 	$(BIN)/python examples/make_starter.py --out $(STARTER)
 
+$(CHAIN_SUM_STARTER)/config.json: | $(VENV)/.dev
+	$(BIN)/python examples/make_starter.py --out $(CHAIN_SUM_STARTER) --task chain_sum
+
 demo: $(VENV)/.base $(STARTER)/config.json ## install, make the starter checkpoint, run GRPO on sorting digits
 	$(BIN)/python examples/run_grpo.py --config configs/grpo_sort_cpu.yaml $(ARGS)
 
@@ -69,7 +73,7 @@ learn-sort: $(VENV)/.base $(STARTER)/config.json ## learning run: the sort demo 
 	$(BIN)/python examples/run_grpo.py --config configs/grpo_sort_cpu.yaml policy.optimizer.kwargs.lr=0 \
 	  logger.log_dir=results/learn_sort/lr_0 checkpointing.enabled=false $(ARGS)
 
-learn-chain-sum: $(VENV)/.dev ## learning run: reasoning_gym's chain_sum, from checkpoints/starter_chain_sum
+learn-chain-sum: $(VENV)/.dev $(CHAIN_SUM_STARTER)/config.json ## learning run: reasoning_gym's chain_sum, makes its own starter
 	$(BIN)/python examples/run_grpo.py --config configs/recipes/grpo_chain_sum_cpu.yaml $(ARGS)
 
 clean: ## remove results and caches; keeps .venv and checkpoints

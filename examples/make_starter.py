@@ -1,30 +1,44 @@
-"""Writes the starter checkpoint of the CPU demo: a Hugging Face folder with model and tokenizer.
+"""Writes a starter checkpoint of the CPU recipes: a Hugging Face folder with model and tokenizer.
 
-Usage: python examples/make_starter.py --out checkpoints/starter_sort [--seed 0]
+Usage: python examples/make_starter.py --out checkpoints/starter_sort [--task sort] [--seed 0]
 """
 
 from __future__ import annotations
 
 import logging
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 
-from nemo_rl.models.starter import StarterConfig, make_starter
+from nemo_rl.errors import UserError
+from nemo_rl.models.starter import make_starter
+from nemo_rl.models.starter_tasks import STARTER_TASKS
+
+USER_ERROR = 2
 
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder to write; one that is there is replaced.")],
+    task: Annotated[str, typer.Option(help=f"One of: {', '.join(STARTER_TASKS)}.")] = "sort",
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the training order.")] = 0,
     threads: Annotated[int, typer.Option(help="Torch threads.")] = 1,
 ) -> None:
-    """Warm-starts a 0.43M parameter Qwen3 on sorting digits to a sampled accuracy of about 0.3."""
+    """Warm-starts a 0.43M parameter Qwen3 on one task to a sampled accuracy of about 0.3."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    if task not in STARTER_TASKS:
+        raise typer.BadParameter(f"expected one of {', '.join(STARTER_TASKS)}, got {task!r}", param_hint="--task")
     torch.set_num_threads(threads)
-    report = make_starter(out, StarterConfig(seed=seed))
+    chosen = STARTER_TASKS[task]
+    try:
+        report = make_starter(out, chosen, config=replace(chosen.config, seed=seed))
+    except UserError as error:
+        logging.error("error: %s", error)
+        sys.exit(USER_ERROR)
     logging.info("wrote %s: %d steps, sampled accuracy %.3f", out, report.steps, report.accuracy)
 
 

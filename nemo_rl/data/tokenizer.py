@@ -12,13 +12,14 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from nemo_rl.data.thinking import THINK_END, THINK_START
 from nemo_rl.errors import ModelFolderError
 
 __all__ = ["CHATML_TEMPLATE", "END_OF_TURN", "build_tokenizer", "load_tokenizer"]
 
 PAD = "<|pad|>"
 END_OF_TURN = "<|im_end|>"
-SPECIAL_TOKENS = (PAD, "<|im_start|>", END_OF_TURN, "<think>", "</think>", "<answer>", "</answer>")
+SPECIAL_TOKENS = (PAD, "<|im_start|>", END_OF_TURN, THINK_START, THINK_END, "<answer>", "</answer>")
 CHATML_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

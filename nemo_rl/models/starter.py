@@ -1,4 +1,4 @@
-"""The starter checkpoint of the CPU demo: a small Qwen3 that sorts digits right about three times in ten.
+"""Starter checkpoints of the CPU recipes: a small Qwen3 that is right about three times in ten.
 
 Called by `examples/make_starter.py`. Invariant: no prompt of the validation or calibration split is ever trained on,
 and the accuracy that ends the warm start is measured on the calibration split alone.
@@ -16,44 +16,20 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
-from nemo_rl.data.sort_digits import SortProblem, problems
+from nemo_rl.data.datasets import RawPrompt
+from nemo_rl.data.thinking import final_answer
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine import TorchEngine
 from nemo_rl.models.logprobs import SamplingView, token_logprobs
+from nemo_rl.models.starter_tasks import StarterConfig, StarterTask
 
-__all__ = ["StarterConfig", "StarterReport", "make_starter", "sampled_accuracy"]
+__all__ = ["StarterReport", "make_starter", "sampled_accuracy"]
 
 logger = logging.getLogger(__name__)
 
-# The held-out split of the demo: `problems(256, seed=777)`.
-VALIDATION_SEED, VALIDATION_SIZE = 777, 256
-CALIBRATION_SEED, CALIBRATION_SIZE = 778, 512
-TOKENIZER_SEED, TOKENIZER_SIZE = 5, 2000
-# Longest answer is 8 digits and the end-of-turn token; two more tokens let a wrong answer run over.
-MAX_NEW_TOKENS = 10
-MAX_LENGTH = 64
 # Vocabulary rows are rounded up to a multiple, as larger models do.
 VOCAB_MULTIPLE = 64
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StarterConfig:
-    """Recipe of the warm start (supervised fine-tuning, AdamW, response tokens only)."""
-
-    seed: int = 0
-    stop_accuracy: float = 0.25
-    """Stop at the first evaluation that reaches this sampled accuracy on the calibration split."""
-    target_accuracy: float = 0.30
-    """Of the last evaluations, the weights nearest to this accuracy are kept."""
-    num_problems: int = 8000
-    batch_size: int = 64
-    learning_rate: float = 2e-3
-    warmup_steps: int = 20
-    max_steps: int = 600
-    first_evaluation: int = 40
-    evaluate_every: int = 5
-    max_grad_norm: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,19 +42,14 @@ class StarterReport:
     """Sampled accuracy of those weights on the calibration split."""
 
 
-def make_starter(folder: Path, config: StarterConfig) -> StarterReport:
+def make_starter(folder: Path, task: StarterTask, *, config: StarterConfig) -> StarterReport:
     """Builds tokenizer and model, warm-starts it and writes a Hugging Face folder; replaces one that is there."""
-    held_out = frozenset(
-        problem.prompt for problem in (*problems(VALIDATION_SIZE, seed=VALIDATION_SEED), *_calibration_problems())
-    )
     tokenizer = build_tokenizer(
-        f"user\n{problem.prompt}\nassistant\n{problem.answer}"
-        for problem in problems(TOKENIZER_SIZE, seed=TOKENIZER_SEED, exclude=held_out)
+        f"user\n{problem.text}\nassistant\n{task.demonstrate(problem)}" for problem in task.corpus()
     )
     torch.manual_seed(config.seed)
     model = _build_model(tokenizer)
-    training = problems(config.num_problems, seed=10_000_000 + config.seed, exclude=held_out)
-    report = _warm_start(model, tokenizer, training, config)
+    report = _warm_start(model, tokenizer, task, config)
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
@@ -90,28 +61,29 @@ def make_starter(folder: Path, config: StarterConfig) -> StarterReport:
 
 
 def sampled_accuracy(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, split: Sequence[SortProblem], *, seed: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    split: Sequence[RawPrompt],
+    *,
+    task: StarterTask,
+    seed: int,
 ) -> float:
-    """Share of problems whose one sampled answer (temperature 1) is exactly right and ends by itself."""
-    engine = TorchEngine(model, tokenizer=tokenizer, max_total_length=MAX_LENGTH, weight_version=0)
+    """Share of problems whose one sampled answer (temperature 1) is right and ends by itself."""
+    engine = TorchEngine(model, tokenizer=tokenizer, max_total_length=task.max_length, weight_version=0)
     output = engine.generate(
         GenerationRequest(
-            prompt_ids=tuple(_prompt_ids(tokenizer, problem.prompt) for problem in split),
+            prompt_ids=tuple(_prompt_ids(tokenizer, problem.text) for problem in split),
             seeds=tuple(seed * len(split) + i for i in range(len(split))),
             sampling=SamplingParams(
-                temperature=1.0, max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=(int(tokenizer.eos_token_id),)
+                temperature=1.0, max_new_tokens=task.max_new_tokens, stop_token_ids=(int(tokenizer.eos_token_id),)
             ),
         )
     )
     responses = output.token_ids.split(output.lengths.tolist())
     right = 0
     for problem, tokens, is_truncated in zip(split, responses, output.truncated.tolist(), strict=True):
-        right += not is_truncated and tokenizer.decode(tokens[:-1].tolist()) == problem.answer
+        right += not is_truncated and final_answer(tokenizer.decode(tokens[:-1].tolist())) == problem.answer
     return right / len(split)
-
-
-def _calibration_problems() -> list[SortProblem]:
-    return problems(CALIBRATION_SIZE, seed=CALIBRATION_SEED)
 
 
 def _build_model(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -137,12 +109,13 @@ def _build_model(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
 def _warm_start(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    training: Sequence[SortProblem],
+    task: StarterTask,
     config: StarterConfig,
 ) -> StarterReport:
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
-    rows = [_training_row(tokenizer, problem) for problem in training]
-    calibration = _calibration_problems()
+    training = task.training(size=config.num_problems, seed=config.seed)
+    rows = [_training_row(tokenizer, problem.text, task.demonstrate(problem)) for problem in training]
+    calibration = task.calibration()
     rng = random.Random(config.seed)
     best, best_weights = StarterReport(steps=0, accuracy=0.0), _copy_weights(model)
     for step in range(1, config.max_steps + 1):
@@ -156,7 +129,7 @@ def _warm_start(
         optimizer.step()
         if step < config.first_evaluation or step % config.evaluate_every:
             continue
-        accuracy = sampled_accuracy(model, tokenizer, calibration, seed=config.seed)
+        accuracy = sampled_accuracy(model, tokenizer, calibration, task=task, seed=config.seed)
         logger.info("warm start: step %d, loss %.3f, sampled accuracy %.3f", step, loss.item(), accuracy)
         if abs(accuracy - config.target_accuracy) <= abs(best.accuracy - config.target_accuracy):
             best, best_weights = StarterReport(steps=step, accuracy=accuracy), _copy_weights(model)
@@ -176,11 +149,11 @@ def _prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[int, .
     return tuple(ids)
 
 
-def _training_row(tokenizer: PreTrainedTokenizerBase, problem: SortProblem) -> tuple[tuple[int, ...], int]:
-    """All tokens of prompt and answer, and how many are the prompt's."""
-    prompt = _prompt_ids(tokenizer, problem.prompt)
-    answer = tokenizer.encode(problem.answer, add_special_tokens=False)
-    return (*prompt, *answer, int(tokenizer.eos_token_id)), len(prompt)
+def _training_row(tokenizer: PreTrainedTokenizerBase, text: str, response: str) -> tuple[tuple[int, ...], int]:
+    """All tokens of prompt and response, and how many are the prompt's."""
+    prompt = _prompt_ids(tokenizer, text)
+    ids = tokenizer.encode(response, add_special_tokens=False)
+    return (*prompt, *ids, int(tokenizer.eos_token_id)), len(prompt)
 
 
 def _nll(model: PreTrainedModel, rows: Sequence[tuple[tuple[int, ...], int]]) -> torch.Tensor:

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from nemo_rl.data.reasoning_gym_door import Task, TaskScorer
+from nemo_rl.data.thinking import final_answer
 
 __all__ = ["make_reasoning_gym_reward"]
 
@@ -16,7 +17,7 @@ def make_reasoning_gym_reward() -> ReasoningGymReward:
 
 
 class ReasoningGymReward:
-    """Partial credit in 0..1."""
+    """Partial credit in 0..1 for what a response says after its thoughts (`</think>`), or for all of it."""
 
     def __init__(self) -> None:
         self._scorers: dict[str, TaskScorer] = {}
@@ -28,4 +29,4 @@ class ReasoningGymReward:
         key = json.dumps(answer["task"], sort_keys=True)
         if key not in self._scorers:
             self._scorers[key] = TaskScorer(Task(**answer["task"]))
-        return self._scorers[key].score(answer["index"], response.strip(), question=prompt)
+        return self._scorers[key].score(answer["index"], final_answer(response), question=prompt)

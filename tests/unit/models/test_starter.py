@@ -2,51 +2,85 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from nemo_rl.data.sort_digits import problems
+from nemo_rl.config.load import load_config
+from nemo_rl.data.thinking import final_answer
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.models.loading import load_causal_lm
-from nemo_rl.models.starter import (
-    CALIBRATION_SEED,
-    CALIBRATION_SIZE,
-    VALIDATION_SEED,
-    VALIDATION_SIZE,
-    StarterConfig,
-    make_starter,
-    sampled_accuracy,
-)
+from nemo_rl.models.starter import make_starter, sampled_accuracy
+from nemo_rl.models.starter_tasks import STARTER_TASKS, StarterConfig
+
+ROOT = Path(__file__).parents[3]
+SORT = STARTER_TASKS["sort"]
+RECIPES = {"sort": "configs/grpo_sort_cpu.yaml", "chain_sum": "configs/recipes/grpo_chain_sum_cpu.yaml"}
 
 
 def test_a_short_warm_start_writes_a_loadable_folder_and_replaces_an_old_one(tmp_path: Path) -> None:
     folder = tmp_path / "starter"
     folder.mkdir()
     (folder / "stale.txt").write_text("old")
-    report = make_starter(folder, StarterConfig(max_steps=2, first_evaluation=2, evaluate_every=1, num_problems=200))
+    short = StarterConfig(max_steps=2, first_evaluation=2, evaluate_every=1, num_problems=200)
+    report = make_starter(folder, SORT, config=short)
     assert report.steps == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["starter"]
     assert not (folder / "stale.txt").exists()
     model, tokenizer = load_causal_lm(folder), load_tokenizer(folder)
     assert model.config.vocab_size >= len(tokenizer)
     assert model.config.eos_token_id == tokenizer.eos_token_id
-    split = problems(8, seed=1)
-    assert sampled_accuracy(model, tokenizer, split, seed=0) == 0.0
+    assert sampled_accuracy(model, tokenizer, SORT.validation()[:8], task=SORT, seed=0) == 0.0
 
 
 @pytest.mark.slow
-def test_the_starter_sorts_about_three_in_ten_held_out_numbers(tmp_path: Path) -> None:
-    report = make_starter(tmp_path / "starter", StarterConfig(seed=0))
+@pytest.mark.parametrize(("name", "low", "high"), [("sort", 0.18, 0.40), ("chain_sum", 0.20, 0.45)])
+def test_the_starter_solves_about_three_in_ten_held_out_problems(
+    tmp_path: Path, name: str, low: float, high: float
+) -> None:
+    task = STARTER_TASKS[name]
+    report = make_starter(tmp_path / "starter", task, config=replace(task.config, seed=0))
     assert 0.25 <= report.accuracy <= 0.40
     model, tokenizer = load_causal_lm(tmp_path / "starter"), load_tokenizer(tmp_path / "starter")
-    held_out = problems(VALIDATION_SIZE, seed=VALIDATION_SEED)
-    accuracy = sum(sampled_accuracy(model, tokenizer, held_out, seed=s) for s in range(4)) / 4
-    # Four samples of 256 prompts: standard error below 0.015.
-    assert 0.18 <= accuracy < 0.40
+    held_out = task.validation()
+    accuracy = sum(sampled_accuracy(model, tokenizer, held_out, task=task, seed=s) for s in range(4)) / 4
+    # Four samples of 256 prompts: standard error below 0.016.
+    assert low <= accuracy < high
 
 
-def test_calibration_and_validation_prompts_are_different_splits() -> None:
-    validation = {p.prompt for p in problems(VALIDATION_SIZE, seed=VALIDATION_SEED)}
-    calibration = {p.prompt for p in problems(CALIBRATION_SIZE, seed=CALIBRATION_SEED)}
+@pytest.mark.parametrize("name", sorted(STARTER_TASKS))
+def test_the_warm_start_never_sees_validation_or_calibration_prompts(name: str) -> None:
+    task = STARTER_TASKS[name]
+    validation, calibration, training = (
+        {problem.text for problem in split}
+        for split in (task.validation(), task.calibration(), task.training(size=2000, seed=0))
+    )
+    assert len(validation) > 200 and len(calibration) > 200 and len(training) > 500
     assert not validation & calibration
+    assert not (validation | calibration) & training
+    assert not (validation | calibration) & {problem.text for problem in task.corpus()}
+
+
+@pytest.mark.parametrize("name", sorted(STARTER_TASKS))
+def test_the_recipe_validates_on_the_split_that_the_starter_holds_out(name: str) -> None:
+    config = load_config(ROOT / RECIPES[name])
+    assert config.data.validation == STARTER_TASKS[name].validation_dataset
+    assert config.policy.model_name == f"checkpoints/starter_{name}"
+    assert config.policy.generation.max_new_tokens == STARTER_TASKS[name].max_new_tokens
+
+
+@pytest.mark.parametrize("name", sorted(STARTER_TASKS))
+def test_every_demonstration_ends_with_the_answer(name: str) -> None:
+    task = STARTER_TASKS[name]
+    problems = task.training(size=500, seed=3)
+    assert [final_answer(task.demonstrate(problem)) for problem in problems] == [problem.answer for problem in problems]
+
+
+def test_a_chain_of_sums_is_written_out_step_by_step() -> None:
+    task = STARTER_TASKS["chain_sum"]
+    problem = next(p for p in task.training(size=50, seed=0) if " - " in p.text and p.text.count(" ") > 12)
+    terms = problem.text.rpartition(": ")[2].removesuffix(" =").replace("+ ", "").replace("- ", "-").split()
+    first, second, third = (int(term) for term in terms)
+    one, two = f"{first}{second:+d}={first + second}", f"{first + second}{third:+d}={first + second + third}"
+    assert task.demonstrate(problem) == f"<think>{one} {two}</think>{problem.answer}"
