@@ -105,7 +105,7 @@ class DatasetConfig(Section):
     size: PositiveInt | None = None
     """Number of generated prompts; for files, keep only the first so many."""
     seed: int = 0
-    """Seed of generated prompts."""
+    """Seed of generated prompts. reasoning_gym draws item i with seed + i: keep two seeds further apart than `size`."""
     options: dict[str, Scalar] = Field(default_factory=dict)
     """Settings of the generator: `min_digits`/`max_digits` for sort_digits; any of the task's for reasoning_gym."""
     task: str | None = None
@@ -144,7 +144,8 @@ class EnvConfig(Section):
     num_workers: PositiveInt = 1
     """Scoring processes; `sort` needs none."""
     score_threshold: Annotated[float, Field(gt=0, le=1)] | None = None
-    """`reasoning_gym` gives partial credit; with a threshold the reward is 1 at or above it and 0 below."""
+    """`reasoning_gym` gives partial credit; with a threshold the reward is 1 at or above it and 0 below. It scores what
+    follows `</think>` where a response has that, else all of it."""
 
 
 class ClusterConfig(Section):
