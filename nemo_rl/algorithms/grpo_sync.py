@@ -134,17 +134,15 @@ class SyncGRPOTrainer:
         config, number = self._config.grpo, self._step + 1
         prompts = self._parts.sampler.next(config.num_prompts_per_step)
         started = time.monotonic()
-        try:
-            with open_step(self._parts.client, PARTITION):
-                with self._timer.time("rollout"):
-                    rolled = self._parts.rollout.rollout(prompts, step=number, version=self._parts.weight_sync.version)
-                self._driver_bytes = meta_bytes(rolled.meta) + rolled.carry.num_bytes
-                scored = score_rows(rolled.carry, config)
-                chosen = self._choose(rolled.meta, scored)
-                summary = self._update(chosen) if chosen is not None else None
-                self._log_rollouts(number, rolled.meta, rolled.carry, scored)
-        finally:
-            self._forget_step()
+        with open_step(self._parts.client, PARTITION):
+            with self._timer.time("rollout"):
+                rolled = self._parts.rollout.rollout(prompts, step=number, version=self._parts.weight_sync.version)
+            self._driver_bytes = meta_bytes(rolled.meta) + rolled.carry.num_bytes
+            scored = score_rows(rolled.carry, config)
+            chosen = self._choose(rolled.meta, scored)
+            summary = self._update(chosen) if chosen is not None else None
+            self._log_rollouts(number, rolled.meta, rolled.carry, scored)
+        self._parts.policy.end_step()
         self._step = number
         return StepRecord(
             step=number,
@@ -213,11 +211,6 @@ class SyncGRPOTrainer:
                 rewards=carry.rewards[: len(rows)].tolist(),
                 advantages=scored.advantages[: len(rows)].tolist(),
             )
-
-    def _forget_step(self) -> None:
-        """Workers drop cached columns; a failed worker group has nothing left to drop."""
-        if self._parts.policy.is_running:
-            self._parts.policy.end_step()
 
     def open_run(self) -> None:
         """Declares the partition, resumes if asked, brings the engines to the current weights, validates."""
