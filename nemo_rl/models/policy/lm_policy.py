@@ -95,11 +95,6 @@ class Policy:
     def load_checkpoint(self, *, weights: Path, optimizer: Path | None) -> None:
         self._run("load_checkpoint", "resume", weights=weights, optimizer=optimizer)
 
-    @property
-    def is_running(self) -> bool:
-        """Whether the workers have not been ended, by `shutdown` or by a failure."""
-        return self._workers.is_running
-
     def is_alive(self) -> bool:
         """Whether every worker answers."""
         return all(self._run("is_alive", "health"))
