@@ -136,14 +136,14 @@ def test_the_death_of_an_actor_ends_calls_soon(victim: str) -> None:
         plane.owner.kv_batch_put(keys_of(1), partition, columns)
         namespace = {a["name"]: a["namespace"] for a in ray.util.list_named_actors(all_namespaces=True)}[victim]
         ray.kill(ray.get_actor(victim, namespace=namespace))
-        for call in (
-            lambda: plane.owner.kv_batch_get(keys_of(1), partition, ["input_ids"]),
-            lambda: plane.owner.kv_batch_put(keys_of(1), partition, columns),
-        ):
-            started = time.monotonic()
-            with pytest.raises(DataPlaneClosed, match="has lost"):
-                call()
-            assert time.monotonic() - started < 10
+        # Killing is not instantaneous: calls may succeed for a moment, and then fail as they must.
+        started = time.monotonic()
+        with pytest.raises(DataPlaneClosed, match="has lost"):
+            while time.monotonic() - started < 10:
+                plane.owner.kv_batch_get(keys_of(1), partition, ["input_ids"])
+        assert time.monotonic() - started < 15
+        with pytest.raises(DataPlaneClosed, match="has lost"):
+            plane.owner.kv_batch_put(keys_of(1), partition, columns)
         started = time.monotonic()
         plane.owner.close()
         assert time.monotonic() - started < 30
