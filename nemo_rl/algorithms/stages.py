@@ -10,13 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nemo_rl.config.schema import MasterConfig
-from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS
+from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS, reads_of, writes_of
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.policy.interfaces import LossFunction
 
 __all__ = ["Stage", "build_stages", "check_stages", "written_fields"]
-
-ROLLOUT_FIELDS = ("input_ids", "input_lengths", "token_mask", "generation_logprobs", "sample_mask")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,15 +27,15 @@ class Stage:
 
 
 def build_stages(config: MasterConfig, loss_fn: LossFunction) -> tuple[Stage, ...]:
-    """The stages this config runs, in order."""
-    stages = [Stage(name="rollout", writes=ROLLOUT_FIELDS)]
+    """The stages this config runs, in order; their columns come from the FieldSpec table."""
+    names = ["rollout"]
     if not config.grpo.use_generation_logprobs_as_prev:
-        stages.append(Stage(name="prev_logprobs", reads=LP_SEED_FIELDS, writes=("prev_logprobs",)))
+        names.append("prev_logprobs")
     if config.loss_fn.reference_policy_kl_penalty > 0:
-        stages.append(Stage(name="reference_logprobs", reads=LP_SEED_FIELDS, writes=("reference_policy_logprobs",)))
-    stages.append(Stage(name="advantages", writes=("advantages", "sample_mask")))
+        names.append("reference_logprobs")
+    stages = [Stage(name=name, reads=reads_of(name), writes=writes_of(name)) for name in (*names, "advantages")]
     stages.append(Stage(name="train", reads=_train_fields(loss_fn)))
-    stages.append(Stage(name="log", reads=("input_ids", "token_mask", "advantages")))
+    stages.append(Stage(name="log", reads=reads_of("log")))
     check_stages(stages)
     return tuple(stages)
 

@@ -82,7 +82,7 @@ _ROWS = (
         pad="token",
         family="tokens",
         produced_by="rollout",
-        read_by=("prev_logprobs", "reference_logprobs", "train"),
+        read_by=("prev_logprobs", "reference_logprobs", "train", "log"),
     ),
     FieldSpec(
         name="input_lengths",
@@ -129,18 +129,16 @@ _ROWS = (
         dims=("T",),
         family="tokens",
         produced_by="rollout",
-        read_by=("prev_logprobs", "reference_logprobs", "train"),
+        read_by=("prev_logprobs", "reference_logprobs", "train", "log"),
     ),
     FieldSpec(
         name="sample_mask",
         dtypes=("float32",),
         family="sample_mask",
         produced_by="rollout",
-        read_by=("prev_logprobs", "reference_logprobs", "advantages", "train"),
+        read_by=("prev_logprobs", "reference_logprobs", "train"),
         rewritten_by=("advantages",),
     ),
-    FieldSpec(name="prompt_text", is_object=True, family="text", produced_by="rollout", read_by=("log",)),
-    FieldSpec(name="response_text", is_object=True, family="text", produced_by="rollout", read_by=("log",)),
 )
 
 FIELDS: Mapping[str, FieldSpec] = {spec.name: spec for spec in _ROWS}

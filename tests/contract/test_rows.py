@@ -24,6 +24,8 @@ from tests.helpers.planes import Plane, ids_column, keys_of, rows_of
 DTYPES = ["bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16"]
 DTYPES += ["bfloat16", "float32", "float64", "complex64", "float8_e4m3fn"]
 
+TEXT = extra_field("prompt_text", is_object=True)
+
 
 def put_ids(plane: Plane, partition: str, keys: list[str], *, start: int = 0) -> None:
     lengths = [1 + i % 5 for i in range(len(keys))]
@@ -71,7 +73,7 @@ def test_rows_without_tokens_and_rows_larger_than_a_chunk_are_fine(plane: Plane)
 
 
 def test_object_columns_keep_json_values_and_refuse_others(plane: Plane) -> None:
-    partition = plane.partition(["prompt_text", extra_field("info", is_object=True)])
+    partition = plane.partition([TEXT, extra_field("info", is_object=True)])
     values = ["", "text \u00e9", None, {"a": [1, 2.5, None, True], "b": {"c": "d"}}, [[], {}], 2**62, float("inf")]
     keys = keys_of(1, len(values))
     plane.owner.kv_batch_put(keys, partition, {"info": values})
@@ -134,7 +136,7 @@ def test_duplicate_keys_are_refused_and_nothing_is_written(plane: Plane) -> None
 )
 def test_a_bad_column_is_refused_before_anything_is_sent(plane: Plane, columns: dict, message: str) -> None:
     image = extra_field("image", dtypes=["float32"], dims=(3, 5))
-    partition = plane.partition(["input_ids", "token_mask", "input_lengths", "sample_mask", "prompt_text", image])
+    partition = plane.partition(["input_ids", "token_mask", "input_lengths", "sample_mask", TEXT, image])
     good = {} if "sample_mask" in columns else {"sample_mask": torch.ones(2)}
     with pytest.raises(SchemaMismatch, match=message):
         plane.owner.kv_batch_put(["a_g0", "a_g1"], partition, {**good, **columns})
@@ -292,7 +294,7 @@ def test_rows_are_copies_on_both_sides(plane: Plane) -> None:
 
 
 def test_no_rows_are_a_batch_too(plane: Plane) -> None:
-    partition = plane.partition(["input_ids", "sample_mask", "prompt_text"])
+    partition = plane.partition(["input_ids", "sample_mask", TEXT])
     meta = plane.owner.kv_batch_put([], partition, {"sample_mask": torch.zeros(0), "prompt_text": []})
     assert len(meta) == 0
     rows = plane.owner.kv_batch_get([], partition, ["input_ids", "sample_mask", "prompt_text"])
@@ -303,7 +305,7 @@ def test_no_rows_are_a_batch_too(plane: Plane) -> None:
 
 
 def test_a_tensordict_of_columns_strided_rows_and_gradients_are_accepted(plane: Plane) -> None:
-    partition = plane.partition(["input_ids", "sample_mask", "prompt_text"])
+    partition = plane.partition(["input_ids", "sample_mask", TEXT])
     mask = torch.arange(8.0, requires_grad=True)[::2]
     strided = torch.nested.nested_tensor([torch.arange(3, dtype=torch.int32), torch.arange(1, dtype=torch.int32)] * 2)
     columns = TensorDict({"sample_mask": mask, "prompt_text": ["a", "b", "c", "d"]}, batch_size=[4])

@@ -17,6 +17,8 @@ from tests.helpers.planes import Plane, open_plane, rows_of
 LENGTHS = (2, 4, 0, 3)
 KEYS = ("a_g0", "a_g1", "b_g0", "b_g1")
 
+TEXT = extra_field("prompt_text", is_object=True)
+
 
 @pytest.fixture
 def plane() -> Iterator[Plane]:
@@ -40,7 +42,7 @@ def rollouts() -> BatchedDataDict:
 def first_write(plane: Plane) -> KVBatchMeta:
     routes = extra_field("routes", dtypes=["uint8"], dims=("T", "K"), pad=255)
     image = extra_field("image", dtypes=["float32"], dims=(3, 5))
-    partition = plane.partition([*DP_TRAIN_FIELDS, "prompt_text", routes, image])
+    partition = plane.partition([*DP_TRAIN_FIELDS, TEXT, routes, image])
     return kv_first_write(
         plane.owner, rollouts(), KEYS, partition_id=partition, tags=[{"i": i} for i in range(4)], task_name="train"
     )
