@@ -1,3 +1,5 @@
+"""Rows become chunks and come back: every dtype, ragged and empty rows, objects, padding on read only."""
+
 from __future__ import annotations
 
 import numpy as np

@@ -1,3 +1,5 @@
+"""Dense batches to columns and back: what is cut, what is padded, what the metas know."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator

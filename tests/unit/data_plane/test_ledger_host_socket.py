@@ -1,3 +1,5 @@
+"""The ledger behind a loopback socket: token, run id, frame limits, deadlines, and its end."""
+
 from __future__ import annotations
 
 import contextlib

@@ -1,3 +1,5 @@
+"""What the counting client counts: calls, bytes, milliseconds and errors, per operation and stage."""
+
 from __future__ import annotations
 
 import threading
@@ -6,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from nemo_rl.config.data_plane import ObservabilityConfig
 from nemo_rl.data_plane.observability import MetricsDataPlaneClient, merge_snapshots
 from nemo_rl.errors import KeysNotFound
 from tests.helpers.planes import Plane, ids_column, keys_of, open_plane
@@ -81,3 +84,13 @@ def test_the_drivers_share_is_small_for_long_rows(plane: Plane) -> None:
     client.kv_batch_put(keys, partition, {"input_ids": ids, "generation_logprobs": ids.to(torch.float32)}, tags)
     snapshot = client.snapshot()
     assert snapshot["meta_bytes"] < 0.01 * snapshot["payload_bytes"]
+
+
+def test_nothing_is_counted_when_observability_is_off() -> None:
+    with open_plane("noop", observability=ObservabilityConfig(enabled=False)) as plane:
+        partition, client = plane.partition(), MetricsDataPlaneClient(plane.owner)
+        client.kv_batch_put(keys_of(1), partition, {"sample_mask": torch.ones(4)})
+        client.put_async(keys_of(1), partition, {"sample_mask": torch.ones(4)}).result(timeout=10)
+        assert client.snapshot() == {"operations": {}, "stages": {}, "payload_bytes": 0, "meta_bytes": 0}
+        client.kv_clear(None, partition)
+        plane.settle()

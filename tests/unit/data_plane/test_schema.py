@@ -1,3 +1,5 @@
+"""The FieldSpec table and the lists that follow from it."""
+
 from __future__ import annotations
 
 import pytest
