@@ -34,7 +34,8 @@ from nemo_rl.data.sampler import PromptSampler
 from nemo_rl.data_plane.column_io import write_columns
 from nemo_rl.data_plane.factory import open_step
 from nemo_rl.data_plane.interfaces import KVBatchMeta
-from nemo_rl.data_plane.observability import MetricsDataPlaneClient, columns_bytes, meta_bytes
+from nemo_rl.data_plane.observability import MetricsDataPlaneClient, columns_bytes
+from nemo_rl.data_plane.wire import pickled_size
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.experience.payload import DriverCarry
 from nemo_rl.experience.sync_rollout_actor import RolloutHandle, ValidationResult
@@ -109,7 +110,7 @@ class SyncGRPOTrainer:
         self._train_fields = next(stage.reads for stage in parts.stages if stage.name == "train")
         self._timer = Timer()
         self._step = 0
-        self._driver_bytes = 0
+        self._put_bytes = 0
         self._first_accuracy: float | None = None
         self._accuracy: float | None = None
         self._last_checkpoint: Path | None = None
@@ -133,11 +134,10 @@ class SyncGRPOTrainer:
         """One step: rollout to optimizer update. No row of it is left in the data plane, also after an error."""
         config, number = self._config.grpo, self._step + 1
         prompts = self._parts.sampler.next(config.num_prompts_per_step)
-        started = time.monotonic()
-        with open_step(self._parts.client, PARTITION):
+        started, bytes_before = time.monotonic(), self._driver_bytes()
+        with self._parts.client.stage("clear"), open_step(self._parts.client, PARTITION):
             with self._timer.time("rollout"):
                 rolled = self._parts.rollout.rollout(prompts, step=number, version=self._parts.weight_sync.version)
-            self._driver_bytes = meta_bytes(rolled.meta) + rolled.carry.num_bytes
             scored = score_rows(rolled.carry, config)
             chosen = self._choose(rolled.meta, scored)
             summary = self._update(chosen) if chosen is not None else None
@@ -152,13 +152,17 @@ class SyncGRPOTrainer:
             num_tokens=sum(rolled.meta.sequence_lengths or ()),
             train=summary,
             plan=chosen.plan if chosen is not None else None,
-            driver_bytes=self._driver_bytes,
+            driver_bytes=self._driver_bytes() - bytes_before,
             seconds=time.monotonic() - started,
         )
 
     def data_plane_stats(self) -> dict[str, int | float]:
         """Live rows and bytes over the whole cluster."""
         return self._parts.client.stats()
+
+    def _driver_bytes(self) -> int:
+        """Bytes about rows that the driver has sent or received since the start."""
+        return self._parts.rollout.driver_bytes + self._parts.policy.driver_bytes + self._put_bytes
 
     def _choose(self, meta: KVBatchMeta, scored: ScoredRows) -> _Chosen | None:
         """Rows with weight, tagged and planned; None when no row carries a gradient."""
@@ -178,9 +182,8 @@ class SyncGRPOTrainer:
         with self._timer.time("advantages"), self._parts.client.stage("advantages"):
             columns = {"advantages": chosen.advantages, "sample_mask": chosen.sample_mask}
             meta = write_columns(self._parts.client, meta, columns)
-            self._driver_bytes += meta_bytes(meta) + columns_bytes(columns)
+            self._put_bytes += pickled_size(meta.keys) + columns_bytes(columns)
         with self._timer.time("train"):
-            self._driver_bytes += meta_bytes(meta)
             self._parts.policy.prepare_for_training()
             return self._parts.policy.train_from_meta(meta, chosen.plan, self._parts.loss_fn, fields=self._train_fields)
 
@@ -192,11 +195,9 @@ class SyncGRPOTrainer:
         policy.prepare_for_lp_inference()
         if "prev_logprobs" in self._stage_names:
             with self._timer.time("prev_logprobs"):
-                self._driver_bytes += 2 * meta_bytes(meta)
                 meta = policy.get_logprobs_from_meta(meta, microbatches)
         if "reference_logprobs" in self._stage_names:
             with self._timer.time("reference_logprobs"):
-                self._driver_bytes += 2 * meta_bytes(meta)
                 meta = policy.get_reference_policy_logprobs_from_meta(meta, microbatches)
         return meta
 
@@ -230,6 +231,7 @@ class SyncGRPOTrainer:
             self._first_accuracy = result.accuracy
             parts.logger.log_metrics(result.metrics(), step=0)
             parts.panel.validation(0, result.accuracy)
+        self._timer.reset()
 
     def _after_step(self, record: StepRecord) -> None:
         """Refit, validate, log, save, in that order: a checkpoint knows the metrics of its step."""

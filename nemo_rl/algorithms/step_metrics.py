@@ -5,7 +5,7 @@ Names are `area/name`; every value comes with its reduction from whoever made it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -37,9 +37,9 @@ class StepRecord:
     """None when no row carried a gradient."""
     plan: PackPlan | None
     driver_bytes: int
-    """Keys, lengths, tags and row scalars that the driver received or sent."""
+    """Metas, plans, row scalars and results that the driver received or sent."""
     seconds: float
-    """Rollout to optimizer update."""
+    """Rollout to cleared rows; refit, validation and checkpoint come after it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,32 +84,40 @@ def _trained_rows(plan: PackPlan | None) -> float:
 
 
 def data_plane_metrics(
-    snapshots: Iterable[Mapping[str, object]],
+    snapshots: Sequence[Mapping[str, object]],
     stats: Mapping[str, int | float],
     *,
     driver_bytes: int,
     step_seconds: float,
 ) -> Traffic:
-    """Calls, milliseconds and bytes of a step, and the share of it that passed the driver.
+    """Calls, seconds and bytes of a step, and the share of the bytes that passed the driver.
+
+    Stages follow each other and the processes of a stage work side by side, so `data_plane/seconds` and its share of
+    the step take from each stage the process that spent most in the data plane; `data_plane/process_seconds` adds all
+    processes up. Calls outside every stage (registration, statistics) are counted, but are no part of the step.
 
     Args:
-        snapshots: one per process, as given by `MetricsDataPlaneClient.snapshot`.
+        snapshots: one per process, as given by `MetricsDataPlaneClient.snapshot`. When nothing was counted, only
+            `stats` is reported.
         stats: cluster-wide live rows and marks after the step.
-        driver_bytes: keys, lengths, tags and row scalars that the driver received or sent.
+        driver_bytes: metas, plans, row scalars and results that the driver received or sent.
     """
+    metrics = {f"data_plane/{name}": float(value) for name, value in stats.items()}
     merged = merge_snapshots(snapshots)
     operations = cast("Mapping[str, Mapping[str, float]]", merged["operations"])
     stages = cast("Mapping[str, Mapping[str, Mapping[str, float]]]", merged["stages"])
     payload = float(cast("int", merged["payload_bytes"]))
-    milliseconds = sum(counts["ms"] for counts in operations.values())
-    metrics = {
+    if not payload:
+        return Traffic(metrics=metrics)
+    seconds = sum(max(_stage_ms(snapshot, stage) for snapshot in snapshots) for stage in stages if stage) / 1e3
+    metrics |= {
         "data_plane/payload_bytes": payload,
         "data_plane/driver_bytes": float(driver_bytes),
-        "data_plane/driver_share": driver_bytes / payload if payload else 0.0,
-        "data_plane/seconds": milliseconds / 1e3,
-        "data_plane/share_of_step": milliseconds / 1e3 / step_seconds,
+        "data_plane/driver_share": driver_bytes / payload,
+        "data_plane/seconds": seconds,
+        "data_plane/share_of_step": seconds / step_seconds,
+        "data_plane/process_seconds": sum(counts["ms"] for counts in operations.values()) / 1e3,
     }
-    metrics.update({f"data_plane/{name}": float(value) for name, value in stats.items()})
     for name, counts in operations.items():
         metrics[f"data_plane/{name}_calls"] = float(counts["count"])
         metrics[f"data_plane/{name}_ms"] = counts["ms"]
@@ -118,4 +126,10 @@ def data_plane_metrics(
         for stage, by_operation in stages.items()
         if stage
     }
-    return Traffic(metrics=metrics, stage_bytes=stage_bytes)
+    return Traffic(metrics=metrics, stage_bytes={stage: moved for stage, moved in stage_bytes.items() if moved})
+
+
+def _stage_ms(snapshot: Mapping[str, object], stage: str) -> float:
+    """Milliseconds that one process spent in the data plane during a stage."""
+    stages = cast("Mapping[str, Mapping[str, Mapping[str, float]]]", snapshot["stages"])
+    return sum(counts["ms"] for counts in stages.get(stage, {}).values())

@@ -108,6 +108,8 @@ def merge_snapshots(snapshots: Iterable[Mapping[str, object]]) -> dict[str, obje
 class MetricsDataPlaneClient(DataPlaneClient):
     """Counts calls, errors, milliseconds and bytes per operation and per stage. Thread-safe.
 
+    Counts nothing where `data_plane.observability.enabled` is false.
+
     Example:
         >>> with client.stage("train"):                        # doctest: +SKIP
         ...     client.get_data(meta, ["input_ids"])
@@ -117,6 +119,7 @@ class MetricsDataPlaneClient(DataPlaneClient):
 
     def __init__(self, inner: DataPlaneClient) -> None:
         self._inner = inner
+        self._is_counting = inner.address.config.observability.enabled
         self._totals = _Totals()
         self._lock = threading.Lock()
         self._stage: ContextVar[str] = ContextVar("data_plane_stage", default=NO_STAGE)
@@ -278,6 +281,8 @@ class MetricsDataPlaneClient(DataPlaneClient):
             self._add(stage, operation, started, cost, has_failed=has_failed)
 
     def _add(self, stage: str, operation: str, started: float, cost: _Cost, *, has_failed: bool) -> None:
+        if not self._is_counting:
+            return
         counted = OperationCount(
             count=1,
             errors=int(has_failed),

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-__all__ = ["Packed", "pack_rows", "packed_size", "unpack_rows"]
+__all__ = ["Packed", "pack_rows", "packed_size", "pickled_size", "unpack_rows"]
 
 TagScalar: TypeAlias = str | int | float | bool | None
 TagRows: TypeAlias = Sequence[Mapping[str, TagScalar]]
@@ -55,7 +55,12 @@ def unpack_rows(
 
 def packed_size(keys: Sequence[str], lengths: Sequence[int] | None = None, tags: TagRows | None = None) -> int:
     """Bytes of keys, lengths and tags in a pickle."""
-    return len(pickle.dumps(pack_rows(keys, lengths, tags), protocol=5))
+    return pickled_size(pack_rows(keys, lengths, tags))
+
+
+def pickled_size(*values: object) -> int:
+    """Bytes of `values`, each as one message to or from another process."""
+    return sum(len(pickle.dumps(value, protocol=5)) for value in values)
 
 
 def _pack_keys(keys: Sequence[str]) -> Packed:

@@ -34,10 +34,6 @@ class DriverCarry:
     response_lengths: np.ndarray
     """`[N]` int32, tokens."""
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(column.nbytes for column in (self.rewards, self.group_ids, self.truncated, self.response_lengths))
-
     def select(self, rows: Sequence[int]) -> DriverCarry:
         """The same columns at `rows`."""
         index = np.asarray(rows, dtype=np.int64)

@@ -22,6 +22,7 @@ from nemo_rl.data_plane.column_io import kv_first_write, read_columns
 from nemo_rl.data_plane.factory import attach_data_plane
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.observability import MetricsDataPlaneClient
+from nemo_rl.data_plane.wire import pickled_size
 from nemo_rl.distributed.worker_groups import Call, WorkerGroup
 from nemo_rl.environments.factory import build_environment
 from nemo_rl.errors import DataPlaneClosed
@@ -211,6 +212,8 @@ class RolloutHandle:
         self._workers = workers
         self._timeout_s = timeout_s
         self._partition_id = partition_id
+        self.driver_bytes = 0
+        """Bytes of prompt numbers, metas and row scalars that this driver has sent or received so far."""
 
     def describe(self) -> RolloutInfo:
         return cast("RolloutInfo", self._run("describe", "rollout setup"))
@@ -228,6 +231,7 @@ class RolloutHandle:
             version=version,
             partition_id=self._partition_id,
         )
+        self.driver_bytes += pickled_size(list(prompt_numbers), result)
         return cast("RolloutResult", result)
 
     def validate(self, *, step: int, version: int) -> ValidationResult:
@@ -237,6 +241,7 @@ class RolloutHandle:
         self, meta: KVBatchMeta, *, path: Path, rewards: Sequence[float], advantages: Sequence[float]
     ) -> None:
         self._run("log_rollouts", "log", meta=meta, path=path, rewards=rewards, advantages=advantages)
+        self.driver_bytes += pickled_size(meta, rewards, advantages)
 
     def data_plane_snapshot(self) -> Mapping[str, object]:
         return cast("Mapping[str, object]", self._run("data_plane_snapshot", "metrics"))

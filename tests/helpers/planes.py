@@ -82,8 +82,8 @@ def ray_cluster(num_cpus: int = 8) -> Iterator[None]:
 
 
 @contextmanager
-def open_plane(name: str, *, lease_s: float = LEASE_S) -> Iterator[Plane]:
-    config = CONFIGS[name].model_copy(update={"lease_s": lease_s, "chunk_bytes": 1024})
+def open_plane(name: str, *, lease_s: float = LEASE_S, **changes: object) -> Iterator[Plane]:
+    config = CONFIGS[name].model_copy(update={"lease_s": lease_s, "chunk_bytes": 1024, **changes})
     client = build_data_plane_client(config, run_id=f"run-{uuid.uuid4().hex[:8]}")
     try:
         yield Plane(name, client)

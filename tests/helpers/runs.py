@@ -18,7 +18,7 @@ from nemo_rl.utils.trackers.jsonl import read_metrics
 ROOT = Path(__file__).parents[2]
 LOCAL = {"cluster.launcher": "local", "cluster.cpu_workers_per_node": "1", "data_plane.impl": "noop"}
 """Everything in one process."""
-OWN_TIME = ("timing/", "data_plane/seconds", "data_plane/share_of_step", "_ms", "_per_s")
+OWN_TIME = ("timing/", "data_plane/seconds", "data_plane/process_seconds", "data_plane/share_of_step", "_ms", "_per_s")
 """Metrics that differ from run to run."""
 
 

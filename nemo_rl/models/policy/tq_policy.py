@@ -12,6 +12,7 @@ from typing import cast
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.preshard import shard_meta_for_dp
+from nemo_rl.data_plane.wire import pickled_size
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_groups import WorkerGroup
 from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
@@ -31,6 +32,8 @@ class TQPolicy(Policy):
 
     def __init__(self, workers: WorkerGroup, *, address: DataPlaneAddress, timeout_s: float) -> None:
         super().__init__(workers, timeout_s=timeout_s)
+        self.driver_bytes = 0
+        """Bytes of metas, plans and results that this driver has sent or received so far."""
         self._run("setup_data_plane", "data plane setup", address=address)
 
     def get_logprobs_from_meta(self, meta: KVBatchMeta, plan: PackPlan) -> KVBatchMeta:
@@ -45,9 +48,10 @@ class TQPolicy(Policy):
         self, meta: KVBatchMeta, plan: PackPlan, loss_fn: LossFunction, *, fields: Sequence[str]
     ) -> TrainSummary:
         """Workers fetch `fields` of their rows and train, one optimizer step per global batch of `plan`."""
-        results = self._run(
-            "train_presharded", "train", per_rank=self._metas(meta, plan), loss_fn=loss_fn, fields=tuple(fields)
-        )
+        metas = shard_meta_for_dp(meta, plan)
+        per_rank: list[dict[str, object]] = [{"meta": part} for part in metas]
+        results = self._run("train_presharded", "train", per_rank=per_rank, loss_fn=loss_fn, fields=tuple(fields))
+        self.driver_bytes += pickled_size(*metas, *results)
         return summarize(cast("list[TrainResult]", results))
 
     def end_step(self) -> None:
@@ -59,9 +63,7 @@ class TQPolicy(Policy):
         return cast("list[dict[str, object]]", self._run("data_plane_snapshot", "metrics"))
 
     def _logprobs_from_meta(self, method: str, stage: str, meta: KVBatchMeta, plan: PackPlan) -> KVBatchMeta:
-        metas = cast("list[KVBatchMeta]", self._run(method, stage, per_rank=self._metas(meta, plan)))
-        return meta.with_fields(metas[0].fields, versions=metas[0].versions)
-
-    @staticmethod
-    def _metas(meta: KVBatchMeta, plan: PackPlan) -> list[dict[str, object]]:
-        return [{"meta": part} for part in shard_meta_for_dp(meta, plan)]
+        metas = shard_meta_for_dp(meta, plan)
+        written = cast("list[KVBatchMeta]", self._run(method, stage, per_rank=[{"meta": part} for part in metas]))
+        self.driver_bytes += pickled_size(*metas, *written)
+        return meta.with_fields(written[0].fields, versions=written[0].versions)

@@ -1,0 +1,39 @@
+"""Data plane numbers of a step: what is summed over processes, and what lies on the step's own path."""
+
+from __future__ import annotations
+
+import pytest
+
+from nemo_rl.algorithms.step_metrics import data_plane_metrics
+
+
+def snapshot(**ms_of_stage: float) -> dict[str, object]:
+    """One process: one put of 100 bytes per stage; `outside` is the time of calls outside every stage."""
+    stages = {
+        "" if stage == "outside" else stage: {
+            "kv_batch_put": {"count": 1, "errors": 0, "ms": ms, "payload_bytes": 100, "meta_bytes": 10}
+        }
+        for stage, ms in ms_of_stage.items()
+    }
+    return {"stages": stages}
+
+
+def test_side_by_side_processes_count_once_per_stage() -> None:
+    driver, rollout = snapshot(advantages=5.0, outside=1000.0), snapshot(rollout=20.0)
+    workers = [snapshot(train=30.0), snapshot(train=45.0)]
+    traffic = data_plane_metrics(
+        [driver, rollout, *workers], {"live_rows": 0, "peak_rows": 8}, driver_bytes=3, step_seconds=0.7
+    )
+    assert traffic.metrics["data_plane/seconds"] == pytest.approx(0.005 + 0.020 + 0.045)
+    assert traffic.metrics["data_plane/share_of_step"] == pytest.approx(0.1)
+    assert traffic.metrics["data_plane/process_seconds"] == pytest.approx(1.1)
+    assert traffic.metrics["data_plane/kv_batch_put_calls"] == 5
+    assert traffic.metrics["data_plane/driver_share"] == 3 / 500
+    assert traffic.metrics["data_plane/live_rows"] == 0 and traffic.metrics["data_plane/peak_rows"] == 8
+    assert traffic.stage_bytes == {"advantages": 100, "rollout": 100, "train": 200}
+
+
+def test_without_counting_there_are_no_shares() -> None:
+    nothing = {"stages": {}}
+    traffic = data_plane_metrics([nothing, nothing], {"live_rows": 0}, driver_bytes=3, step_seconds=1.0)
+    assert traffic.metrics == {"data_plane/live_rows": 0.0} and traffic.stage_bytes == {}
