@@ -14,7 +14,7 @@ CHAIN_SUM_STARTER := checkpoints/starter_chain_sum
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-fast lint types imports configs learn-sort learn-chain-sum clean
+.PHONY: help demo test test-fast lint types imports configs learn-sort learn-chain-sum bench-step clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -75,6 +75,9 @@ learn-sort: $(VENV)/.base $(STARTER)/config.json ## learning run: the sort demo 
 
 learn-chain-sum: $(VENV)/.dev $(CHAIN_SUM_STARTER)/config.json ## learning run: reasoning_gym's chain_sum, makes its own starter
 	$(BIN)/python examples/run_grpo.py --config configs/recipes/grpo_chain_sum_cpu.yaml $(ARGS)
+
+bench-step: $(VENV)/.base $(STARTER)/config.json ## seconds and bytes per stage, store by store; writes results/bench_grpo_step.json
+	$(BIN)/python benchmarks/grpo_step.py --json results/bench_grpo_step.json $(ARGS)
 
 clean: ## remove results and caches; keeps .venv and checkpoints
 	rm -rf results .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build

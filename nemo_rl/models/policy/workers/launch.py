@@ -5,18 +5,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data.tokenizer import load_tokenizer
+from nemo_rl.data_plane.interfaces import KVBatchMeta
+from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS
 from nemo_rl.data_plane.worker_mixin import TQWorkerMixin
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group
+from nemo_rl.models.policy.interfaces import TrainResult
 from nemo_rl.models.policy.workers.dtensor_policy_worker import DTensorPolicyWorker
 from nemo_rl.models.weight_bundle import WeightBundle
+from nemo_rl.utils.metrics import merge_metrics
 
 __all__ = ["DTensorTQWorker", "WorkerSpec", "build_policy_worker"]
 
@@ -41,6 +45,14 @@ class DTensorTQWorker(TQWorkerMixin, DTensorPolicyWorker):
     """The DTensor worker on the data plane."""
 
     pad_values: Mapping[str, float]
+
+    def train_presharded(
+        self, meta: KVBatchMeta, loss_fn: object, *, fields: Sequence[str] = DP_TRAIN_FIELDS, eval_mode: bool = False
+    ) -> TrainResult:
+        """(collective) As in the mixin. The metrics of all microbatches go to the driver as one."""
+        result = super().train_presharded(meta, loss_fn, fields=fields, eval_mode=eval_mode)
+        assert isinstance(result, TrainResult)
+        return replace(result, metrics=(merge_metrics(result.metrics),))
 
     def collect_weights(self) -> WeightBundle | None:
         """(collective) Full weights at rank 0, None elsewhere."""
