@@ -127,7 +127,8 @@ class RayVirtualCluster:
             os.environ.update(self._environment)
             ray.init(
                 num_cpus=self._logical_cpus(),
-                num_gpus=self._config.gpus_per_node if self.uses_gpu else 0,
+                # None: Ray looks for them; a number would be believed, also where there are none.
+                num_gpus=None if self.uses_gpu else 0,
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,

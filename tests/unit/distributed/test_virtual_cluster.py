@@ -1,0 +1,161 @@
+"""The cluster of a run on a real Ray: refusals that count, environment of actors, an end that leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+import psutil
+import pytest
+import ray
+import torch
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from nemo_rl.config.schema import ClusterConfig
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.distributed.worker_groups import Call, RayPlacement, RayWorkerGroup
+from nemo_rl.errors import ResourceError
+
+pytestmark = pytest.mark.slow
+
+THREADS = 3
+"""Unlike the 1 that this process has, so that an actor cannot have it by accident."""
+
+
+def terminated(number: int, frame: FrameType | None) -> None:
+    """Stands for the launcher's handler."""
+
+
+class Probe:
+    """A worker that says what it was started with."""
+
+    def environment(self) -> dict[str, str]:
+        return dict(os.environ)
+
+    def shutdown(self) -> None:
+        pass
+
+
+@dataclass
+class Opened:
+    cluster: RayVirtualCluster
+    handler: object
+    """Of SIGTERM while the cluster is open."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def restored() -> Iterator[None]:
+    environment, handler = dict(os.environ), signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+@pytest.fixture(scope="module")
+def opened(restored: None) -> Iterator[Opened]:
+    signal.signal(signal.SIGTERM, terminated)
+    config = ClusterConfig(cpu_workers_per_node=2, threads_per_worker=THREADS)
+    with RayVirtualCluster(config, other_cpus=1, environment={"TRANSPORT_WORD": "carried"}) as cluster:
+        yield Opened(cluster, signal.getsignal(signal.SIGTERM))
+
+
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE}
+
+
+def wait_until_gone(before: set[int], *, timeout_s: float = 30.0) -> None:
+    give_up = time.monotonic() + timeout_s
+    while children() - before:
+        left = [psutil.Process(pid).name() for pid in children() - before]
+        assert time.monotonic() < give_up, f"still alive: {left}"
+        time.sleep(0.1)
+
+
+# The clusters that refuse or fail come after the shared one: one process has one Ray.
+
+
+def test_variables_reach_every_actor(opened):
+    placement = RayPlacement(placement_group=opened.cluster.placement_group)
+    workers = RayWorkerGroup("probe", world_size=2, placement=placement)
+    try:
+        workers.begin_start(Probe, [{}, {}])
+        workers.finish_start(timeout_s=60.0)
+        found = workers.run(Call(method="environment", stage="probe", timeout_s=30.0))
+    finally:
+        workers.shutdown()
+    for environment in found:
+        assert environment["OMP_NUM_THREADS"] == environment["MKL_NUM_THREADS"] == str(THREADS)
+        assert environment["TOKENIZERS_PARALLELISM"] == "false" and environment["HF_HUB_OFFLINE"] == "1"
+        assert environment["TRANSPORT_WORD"] == "carried"
+
+
+def test_variables_also_reach_what_others_start_on_the_cluster(opened):
+    """Storage actors are started by TransferQueue, outside our worker groups and bundles."""
+
+    @ray.remote(num_cpus=1)
+    def environment() -> dict[str, str]:
+        return dict(os.environ)
+
+    found = ray.get(environment.remote(), timeout=60.0)
+    assert found["OMP_NUM_THREADS"] == str(THREADS) and found["TRANSPORT_WORD"] == "carried"
+
+
+def test_each_worker_has_a_bundle_of_its_own(opened):
+    group = opened.cluster.placement_group
+    assert opened.cluster.num_workers == group.bundle_count == 2
+    assert group.bundle_specs == [{"CPU": 1.0}, {"CPU": 1.0}]
+    strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=1)
+
+    @ray.remote(num_cpus=1, scheduling_strategy=strategy)
+    def process() -> int:
+        return os.getpid()
+
+    assert ray.get(process.remote(), timeout=60.0) != os.getpid()
+
+
+def test_the_launchers_handler_of_sigterm_is_kept(opened):
+    assert opened.handler is terminated
+
+
+def test_too_few_cpus_are_counted_and_ray_is_gone(opened):
+    opened.cluster.close()
+    before = children()
+    config = ClusterConfig(num_cpus=3, cpu_workers_per_node=2)
+    with (
+        pytest.raises(ResourceError, match=r"5 logical CPUs are needed \(2 policy workers and 3 for .*Ray has 3 free"),
+        RayVirtualCluster(config, other_cpus=3),
+    ):
+        raise AssertionError("the cluster must not open")
+    assert not ray.is_initialized()
+    wait_until_gone(before)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")
+def test_gpus_that_are_not_there_are_refused(opened):
+    opened.cluster.close()
+    config = ClusterConfig(gpus_per_node=2)
+    with (
+        pytest.raises(ResourceError, match=r"2 GPUs are needed, Ray has 0 free; lower cluster.gpus_per_node"),
+        RayVirtualCluster(config, other_cpus=1, cpus_per_bundle=2),
+    ):
+        raise AssertionError("the cluster must not open")
+    assert not ray.is_initialized()
+
+
+def test_an_error_inside_the_block_ends_ray_with_all_its_processes(opened):
+    opened.cluster.close()
+    before = children()
+    cluster = RayVirtualCluster(ClusterConfig(cpu_workers_per_node=1), other_cpus=0)
+    with pytest.raises(ValueError, match="a stage failed"), cluster:
+        assert children() - before, "Ray runs in processes of its own"
+        raise ValueError("a stage failed")
+    assert not ray.is_initialized()
+    with pytest.raises(RuntimeError, match="use it in a with statement"):
+        _ = cluster.placement_group
+    wait_until_gone(before)
+    cluster.close()
