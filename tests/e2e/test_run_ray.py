@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,10 +71,16 @@ class Watched(RayWorkerGroup):
 
     seen: list[str] = []
     calls: set[str] = set()
+    num_bytes: int = 0
+    """Of everything about rows that the driver has sent or received."""
 
     def run(self, call: Call) -> list[object]:
         results = super().run(call)
         Watched.calls.add(call.method)
+        if call.method in ("rollout", "log_rollouts") or call.method.endswith("_presharded"):
+            sent = [value for name, value in call.kwargs.items() if name in ("meta", "rewards", "advantages")]
+            sent += [value for arguments in call.per_rank or () for value in arguments.values()]
+            Watched.num_bytes += sum(len(pickle.dumps(value, protocol=5)) for value in (*sent, *results))
         Watched.seen += [f"{call.method}: {what}" for what in bulk_in([call.kwargs, call.per_rank, results], 16)]
         return results
 
@@ -85,4 +92,6 @@ def test_no_per_token_tensor_passes_the_driver_and_two_ranks_train(tmp_path, mod
     assert Watched.seen == []
     assert worker_groups.RayWorkerGroup is not Watched
     assert all(row["train/grad_norm"] > 0 for row in rows)
+    counted = sum(row["data_plane/driver_bytes"] for row in rows)
+    assert counted > Watched.num_bytes > 0, "metas with plans, row scalars and results are counted as they are sent"
     assert all(row["data_plane/driver_share"] > 0 for row in rows)
