@@ -111,9 +111,10 @@ def test_a_reward_that_misbehaves_is_reported_with_prompt_and_response(response:
     ],
 )
 def test_a_reward_that_cannot_be_loaded_is_reported_before_any_rollout(function: str, cause: str) -> None:
+    children = set(psutil.Process().children())
     with pytest.raises(RewardError, match=cause), environment(name="custom", reward_function=function):
         pass
-    assert psutil.Process().children() == []
+    assert set(psutil.Process().children()) <= children
 
 
 def test_math_compares_values_not_texts() -> None:
