@@ -211,15 +211,17 @@ def _plan(padded: Sequence[int], *, load: Load, capacity: int, dp_world: int, gr
     per_rank: list[Bins] = [[] for _ in range(dp_world)]
     steps: list[int] = []
     for group in groups:
-        bins = _bins_for(group, padded, load, capacity, dp_world)
+        bins = _bins_for(group, padded, load, capacity, dp_world, packed=packed)
         for rank, mine in enumerate(_deal(bins, padded, dp_world)):
             per_rank[rank] += mine
         steps.append(len(bins) // dp_world)
     return _freeze(per_rank, steps, max(padded, default=0), packed=packed)
 
 
-def _bins_for(group: Sequence[int], padded: Sequence[int], load: Load, capacity: int, dp_world: int) -> Bins:
-    """Capped bins whose number is a multiple of the ranks."""
+def _bins_for(
+    group: Sequence[int], padded: Sequence[int], load: Load, capacity: int, dp_world: int, *, packed: bool
+) -> Bins:
+    """Capped bins of about the same load, whose number is a multiple of the ranks."""
     if len(group) < dp_world:
         raise ValueError(
             f"packing: {len(group)} rows for {dp_world} ranks, {dp_world - len(group)} too few; "
@@ -227,7 +229,48 @@ def _bins_for(group: Sequence[int], padded: Sequence[int], load: Load, capacity:
         )
     order = sorted(group, key=lambda i: (-padded[i], i))
     bins = _fill(order, load, capacity)
-    _split_to(bins, round_up(len(bins), dp_world), load)
+    count = round_up(len(bins), dp_world)
+    level = _level_packed if packed else _level_padded
+    bins = level(order, padded, count, capacity) or bins
+    _split_to(bins, count, load)
+    return bins
+
+
+def _level_packed(order: Sequence[int], padded: Sequence[int], count: int, capacity: int) -> Bins | None:
+    """Each row, longest first, to the bin with the fewest tokens; None when a row fits nowhere."""
+    bins: Bins = [[] for _ in range(count)]
+    heap = [(0, index) for index in range(count)]
+    for row in order:
+        tokens, index = heap[0]
+        if tokens + padded[row] > capacity:
+            return None
+        bins[index].append(row)
+        heapq.heapreplace(heap, (tokens + padded[row], index))
+    return [rows for rows in bins if rows]
+
+
+def _level_padded(order: Sequence[int], padded: Sequence[int], count: int, capacity: int) -> Bins | None:
+    """Runs of rows of like length, cut so that the largest is as small as it can be; None when the cap is too low."""
+    low, high = padded[order[0]], capacity
+    if len(_sweep(order, padded, high)) > count:
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        if len(_sweep(order, padded, middle)) <= count:
+            high = middle
+        else:
+            low = middle + 1
+    return _sweep(order, padded, high)
+
+
+def _sweep(order: Sequence[int], padded: Sequence[int], limit: int) -> Bins:
+    """Consecutive rows per bin, as many as stay under `limit` with padding."""
+    bins: Bins = []
+    for row in order:
+        if bins and (len(bins[-1]) + 1) * padded[bins[-1][0]] <= limit:
+            bins[-1].append(row)
+        else:
+            bins.append([row])
     return bins
 
 

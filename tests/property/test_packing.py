@@ -81,11 +81,16 @@ def test_plans_do_not_depend_on_anything_but_their_input():
     assert plan_packs(lengths, capacity=40, dp_world=2) == plan_packs(list(lengths), capacity=40, dp_world=2)
 
 
-def test_tokens_are_balanced_over_ranks():
-    lengths = [1 + (i * 37) % 200 for i in range(512)]
-    plan = plan_packs(lengths, capacity=2048, dp_world=4)
-    tokens = [sum(lengths[i] for i in plan.rows_of_rank(rank)) for rank in range(4)]
-    assert max(tokens) <= 1.05 * sum(tokens) / 4
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("num_rows", "dp_world", "cap"), [(512, 4, 2048), (356, 2, 8192), (700, 2, 8192)])
+def test_load_is_balanced_over_ranks(packed, num_rows, dp_world, cap):
+    lengths = [20 + (i * 37) % 9 for i in range(num_rows)]
+    planner = plan_packs if packed else plan_padded
+    plan = planner(lengths, capacity=cap, dp_world=dp_world)
+    tokens = [sum(lengths[i] for i in plan.rows_of_rank(rank)) for rank in range(dp_world)]
+    assert max(tokens) <= 1.05 * sum(tokens) / dp_world
+    biggest, total = max(loads(plan, lengths, packed=packed)), sum(loads(plan, lengths, packed=packed))
+    assert biggest <= 1.1 * total / (dp_world * plan.steps[0]), "no microbatch is much larger than the others"
 
 
 def test_fixed_microbatches_divide_or_say_which_keys_to_change():
