@@ -22,6 +22,9 @@ from nemo_rl.utils.metrics import Reduction, values
 
 __all__ = ["StepRecord", "Traffic", "data_plane_metrics", "step_metrics"]
 
+LOSS_PARTS = {"actor_loss", "kl_penalty"}
+"""Summed within an optimizer step; reported, like the loss, as the mean over the optimizer steps of a GRPO step."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
@@ -67,6 +70,8 @@ def step_metrics(record: StepRecord, config: MasterConfig) -> dict[str, float]:
     metrics.update({f"rollout/{name}": value for name, value in values(record.rollout_metrics).items()})
     if record.train is not None:
         metrics.update({f"train/{name}": value for name, value in values(record.train.metrics).items()})
+        for name in LOSS_PARTS & record.train.metrics.keys():
+            metrics[f"train/{name}"] /= len(record.train.losses)
         metrics.update(
             {
                 "train/loss": record.train.loss,

@@ -58,6 +58,9 @@ def test_a_run_writes_everything_it_names_and_leaves_no_row(tmp_path, model):
     steps = [row for row in rows if "train/reward" in row]
     assert [row["step"] for row in steps] == [1, 2, 3]
     assert all(row["data_plane/live_rows"] == 0 for row in steps)
+    for row in steps:
+        parts = row["train/actor_loss"] + row["train/kl_penalty"]
+        assert row["train/loss"] == pytest.approx(parts, rel=1e-4, abs=1e-7), "the loss is the sum of its parts"
     assert "validation accuracy" in text and "in 3 steps" in text
     for path in (logs / "config.yaml", logs / "reward_curve.png", tmp_path / "ck" / "step_3" / "training_info.json"):
         assert path.is_file() and str(path.parent) in text
