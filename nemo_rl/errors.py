@@ -15,9 +15,10 @@ NemoRLError
 |   |-- PartitionNotFound
 |   |-- SchemaMismatch        dtype, trailing shape, lengths, duplicates or an undeclared field
 |   |-- VersionMismatch       a meta that names other family versions than the ledger holds
-|   |-- LeaseExpired          a commit or a release under a claim that has been handed on
+|   |-- LeaseExpired          a commit or a release under a claim that has ended
 |   |-- DataPlaneTimeout      a deadline passed; names partition, keys, fields, stage, owner and age
 |   |-- CapacityExceeded      the partition or the store is full
+|   |-- PayloadLost           the process that held the bytes of these rows is gone; the data plane itself lives
 |   `-- DataPlaneClosed       the client, its ledger or its backend has ended
 `-- WorkerError               a worker failed: rank, stage and text of the first cause
     `-- CollectiveTimeout     a collective did not finish in time
@@ -45,6 +46,7 @@ __all__ = [
     "NemoRLError",
     "NonFiniteError",
     "PartitionNotFound",
+    "PayloadLost",
     "ResourceError",
     "RewardError",
     "SchemaMismatch",
@@ -135,7 +137,7 @@ class VersionMismatch(DataPlaneError):
 
 
 class LeaseExpired(DataPlaneError):
-    """A commit or a release under a claim that has been handed to another consumer."""
+    """A commit or a release under a claim that has ended: its time is over, whether or not others took the rows."""
 
 
 class DataPlaneTimeout(DataPlaneError):
@@ -144,6 +146,10 @@ class DataPlaneTimeout(DataPlaneError):
 
 class CapacityExceeded(DataPlaneError):
     """The partition or the payload store has no room for these rows."""
+
+
+class PayloadLost(DataPlaneError):
+    """The process that held the bytes of these rows is gone; make them again."""
 
 
 class DataPlaneClosed(DataPlaneError):
@@ -181,6 +187,7 @@ _BY_NAME: Mapping[str, type[NemoRLError]] = {
         KeysNotFound,
         LeaseExpired,
         PartitionNotFound,
+        PayloadLost,
         SchemaMismatch,
         VersionMismatch,
         UserError,

@@ -8,7 +8,37 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from nemo_rl.config.base import Section
 
-__all__ = ["DataPlaneConfig", "ObservabilityConfig", "SimpleBackendConfig"]
+__all__ = [
+    "DataPlaneConfig",
+    "MooncakeConfig",
+    "ObservabilityConfig",
+    "RayStoreConfig",
+    "SharedMemoryConfig",
+    "SimpleBackendConfig",
+    "StorageCapacityConfig",
+]
+
+
+class RayStoreConfig(Section):
+    """Payloads in Ray's object store or in shared memory (`impl: ray`)."""
+
+    owner: Literal["producer", "holder", "node"] = "producer"
+    """Whose death loses payloads: `producer` (fastest), `holder` (an actor copies them, slower), `node` (segments of
+    shared memory that belong to the node)."""
+    chunk_bytes: PositiveInt = 64 << 20
+    """Target size of one object, in bytes. Readers on its node copy only the rows they ask for; another node gets
+    whole objects, so many data-parallel nodes are served better by smaller ones."""
+
+
+class SharedMemoryConfig(Section):
+    """Segments in the node's shared memory (`impl: shm`, and `impl: ray` with `ray.owner: node`)."""
+
+    folder: str = "/dev/shm"
+    """Where segments live; a tmpfs large enough for a step's rows on this node."""
+    chunk_bytes: PositiveInt = 64 << 20
+    """Target size of one segment, in bytes; readers copy only the rows they ask for."""
+    keep_bytes: PositiveInt = 1 << 30
+    """Free segments kept for the next put, in bytes: memory that is warm is several times faster."""
 
 
 class SimpleBackendConfig(Section):
@@ -20,21 +50,61 @@ class SimpleBackendConfig(Section):
     """Limit of one transfer to a storage unit, in seconds (TransferQueue's own default is 200)."""
 
 
+class MooncakeConfig(Section):
+    """Mooncake's store (`impl: mooncake`, and `impl: transfer_queue` with `backend: mooncake_cpu`)."""
+
+    host: str = "127.0.0.1"
+    """Address of this node where the run's master and holder listen. With several nodes: the owner node's address in
+    the trusted network, for Mooncake's ports ask nobody who they are."""
+    master_address: str | None = None
+    """`host:port` of a running master to use; null starts one for this run. Only for `impl: mooncake`."""
+    segment_owner: Literal["holder", "producer"] = "holder"
+    """Whose death loses rows: `holder` (a process of the run's owner), `producer` (the process that put them; its own
+    memory, so a put is a memcpy)."""
+    segment_bytes: PositiveInt = 512 << 20
+    """Bytes of rows that fit: in all with `holder`, per process with `producer`. Memory is taken when it is first
+    written, and kept."""
+    chunk_bytes: PositiveInt = 512 << 10
+    """Target size of one object, in bytes: each object costs time, and readers get whole ones. Only for
+    `impl: mooncake`."""
+    local_buffer_bytes: PositiveInt = 256 << 20
+    """Transfer buffers that one process keeps registered and warm, in bytes."""
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    """How bytes travel; `rdma` needs such network cards."""
+    device_name: str = ""
+    """RDMA devices, separated by commas; empty lets Mooncake choose."""
+
+
+class StorageCapacityConfig(Section):
+    """What may be live at one time, over all partitions. A put that does not fit waits for rows to be cleared, until
+    its deadline."""
+
+    rows: PositiveInt = 1_000_000
+    """Live rows."""
+    bytes: PositiveInt | None = None
+    """Live payload bytes, those on their way included; null means no limit."""
+
+
 class ObservabilityConfig(Section):
     """What the client records about its own calls."""
 
     enabled: bool = True
     """Count calls, bytes and milliseconds per operation; they appear under `data_plane/` in the metrics."""
+    event_log: bool = True
+    """Write what happens to each row to `data_plane_events.jsonl` in `logger.log_dir`, for `nemo-rl data-plane`."""
+    callback: str | None = None
+    """`package.module:function`, called in every process with a `DataPlaneEvent` after each data plane call."""
 
 
 class DataPlaneConfig(Section):
     """Which payload store carries bulk tensors, and its limits."""
 
     enabled: bool = True
-    """False: rows stay in this process (`noop`); needs `cluster.launcher: local`."""
-    impl: Literal["noop", "transfer_queue"] = "transfer_queue"
-    """`noop` works inside one process; `transfer_queue` serves Ray actors."""
-    backend: Literal["simple"] = "simple"
+    """False: the store that `impl: null` picks, with its defaults."""
+    impl: Literal["noop", "shm", "ray", "transfer_queue", "mooncake"] | None = None
+    """`noop` works inside one process, `shm` between the processes of one node, `ray` and `transfer_queue` between Ray
+    actors, `mooncake` between processes and actors. Null picks `ray` under Ray and `noop` in one process."""
+    backend: Literal["simple", "mooncake_cpu"] = "simple"
     """TransferQueue's storage backend; read only by `impl: transfer_queue`."""
     ledger_host: Literal["in_process", "ray_actor", "socket"] | None = None
     """Where the ledger lives; null picks `in_process` for one process and `ray_actor` under Ray."""
@@ -42,11 +112,21 @@ class DataPlaneConfig(Section):
     """Deadline of one data plane call, in seconds."""
     lease_s: PositiveFloat = 30.0
     """A claim whose consumer sends no heartbeat for so long is handed on, in seconds."""
-    capacity_rows: PositiveInt = 1_000_000
-    """Live rows over all partitions before a put is refused."""
-    capacity_bytes: PositiveInt | None = None
-    """Live payload bytes over all partitions before a put is refused; null means no limit."""
+    storage_capacity: StorageCapacityConfig = Field(default_factory=StorageCapacityConfig)
     chunk_bytes: PositiveInt = 128 * 1024
     """Target size of one chunk; a larger row is a chunk of its own."""
+    ray: RayStoreConfig = Field(default_factory=RayStoreConfig)
+    shm: SharedMemoryConfig = Field(default_factory=SharedMemoryConfig)
     simple: SimpleBackendConfig = Field(default_factory=SimpleBackendConfig)
+    mooncake: MooncakeConfig = Field(default_factory=MooncakeConfig)
     observability: ObservabilityConfig = Field(default_factory=ObservabilityConfig)
+
+    def resolved(self, *, has_actors: bool) -> DataPlaneConfig:
+        """The same with a named `impl`.
+
+        Args:
+            has_actors: workers are Ray actors.
+        """
+        if self.enabled and self.impl is not None:
+            return self
+        return self.model_copy(update={"enabled": True, "impl": "ray" if has_actors else "noop"})

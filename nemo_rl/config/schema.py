@@ -240,3 +240,8 @@ class MasterConfig(Section):
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     checkpointing: CheckpointingConfig = Field(default_factory=CheckpointingConfig)
     logger: LoggerConfig = Field(default_factory=LoggerConfig)
+
+    @property
+    def active_data_plane(self) -> DataPlaneConfig:
+        """The data plane with the store that this run uses."""
+        return self.data_plane.resolved(has_actors=self.cluster.launcher == "ray")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from nemo_rl.config.base import Section
 from nemo_rl.config.ignored import would_be_ignored
 from nemo_rl.config.policy import DynamicBatchingConfig, SequencePackingConfig
 from nemo_rl.config.schema import DatasetConfig, GRPOConfig, MasterConfig
@@ -73,17 +74,12 @@ def rule_engines_share_gpus_with_workers(config: MasterConfig) -> list[str]:
 
 
 def rule_data_plane_fits_launcher(config: MasterConfig) -> list[str]:
-    plane, launcher = config.data_plane, config.cluster.launcher
-    if not plane.enabled:
-        return (
-            []
-            if launcher == "local"
-            else ["data_plane.enabled: false keeps rows in one process; set cluster.launcher=local, or enabled=true"]
-        )
-    if plane.impl == "noop" and launcher == "ray":
-        return ["data_plane.impl: 'noop' keeps rows in one process; set cluster.launcher=local, or impl=transfer_queue"]
-    if plane.impl == "transfer_queue" and launcher == "local":
-        return ["data_plane.impl: 'transfer_queue' lives in Ray actors; set cluster.launcher=ray, or impl=noop"]
+    impl, launcher = config.active_data_plane.impl, config.cluster.launcher
+    if impl in ("noop", "shm") and launcher == "ray":
+        reach = "keeps rows in one process" if impl == "noop" else "joins processes of one node without Ray"
+        return [f"data_plane.impl: {impl!r} {reach}; set impl=ray (shared memory: ray.owner=node)"]
+    if impl in ("ray", "transfer_queue") and launcher == "local":
+        return [f"data_plane.impl: {impl!r} lives in Ray; set cluster.launcher=ray, or impl=noop"]
     return []
 
 
@@ -98,14 +94,57 @@ def rule_ledger_host_fits_launcher(config: MasterConfig) -> list[str]:
     return []
 
 
-def rule_simple_backend_keys_need_transfer_queue(config: MasterConfig) -> list[str]:
-    plane = config.data_plane
-    if plane.enabled and plane.impl == "transfer_queue":
+def rule_store_sections_need_their_store(config: MasterConfig) -> list[str]:
+    plane = config.active_data_plane
+    is_node = plane.impl == "ray" and plane.ray.owner == "node"
+    used = {
+        "ray": plane.impl == "ray",
+        "shm": plane.impl == "shm" or is_node,
+        "simple": plane.impl == "transfer_queue" and plane.backend == "simple",
+        "mooncake": plane.impl == "mooncake" or (plane.impl == "transfer_queue" and plane.backend == "mooncake_cpu"),
+    }
+    sections: dict[str, Section] = {
+        "ray": plane.ray,
+        "shm": plane.shm,
+        "simple": plane.simple,
+        "mooncake": plane.mooncake,
+    }
+    switch = "data_plane.impl" if config.data_plane.enabled else "data_plane.enabled"
+    because = f"the store is {plane.impl!r}" + (f" with owner {plane.ray.owner!r}" if plane.impl == "ray" else "")
+    lines: list[str] = []
+    for name, section in sections.items():
+        if not used[name]:
+            names = tuple(type(section).model_fields)
+            lines += would_be_ignored(section, f"data_plane.{name}", names, switch=switch, because=because)
+    return lines
+
+
+def rule_backend_needs_transfer_queue(config: MasterConfig) -> list[str]:
+    plane = config.active_data_plane
+    if plane.backend == "simple" or plane.impl == "transfer_queue":
         return []
-    switch = "data_plane.impl" if plane.enabled else "data_plane.enabled"
-    because = f"{switch} is {plane.impl!r}" if plane.enabled else f"{switch} is false"
-    names = tuple(type(plane.simple).model_fields)
-    return would_be_ignored(plane.simple, "data_plane.simple", names, switch=switch, because=because)
+    return [
+        f"data_plane.backend: {plane.backend!r} would be ignored, the store is {plane.impl!r}; set impl=transfer_queue"
+    ]
+
+
+def rule_mooncake_fits_its_user(config: MasterConfig) -> list[str]:
+    plane, nodes = config.active_data_plane, config.cluster.num_nodes
+    under_queue = plane.impl == "transfer_queue" and plane.backend == "mooncake_cpu"
+    if plane.impl != "mooncake" and not under_queue:
+        return []
+    lines = []
+    if nodes > 1 and plane.mooncake.host.startswith("127."):
+        lines.append(
+            f"data_plane.mooncake.host: {nodes} nodes cannot reach {plane.mooncake.host}; set this node's address in "
+            "the trusted network"
+        )
+    if under_queue:
+        names = ("master_address", "chunk_bytes")
+        because = "TransferQueue names its objects alike in every run and makes its own sizes"
+        switch = "data_plane.impl"
+        lines += would_be_ignored(plane.mooncake, "data_plane.mooncake", names, switch=switch, because=because)
+    return lines
 
 
 # ---- batches

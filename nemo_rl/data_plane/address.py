@@ -5,12 +5,16 @@ The driver's client makes a `DataPlaneAddress`; it travels to workers in actor a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from nemo_rl.config.data_plane import DataPlaneConfig
 
-__all__ = ["DataPlaneAddress", "LedgerAddress"]
+__all__ = ["DataPlaneAddress", "Handles", "LedgerAddress"]
+
+Handles: TypeAlias = Mapping[str, object]
+"""Chunk id -> plain values that a reader needs to reach the chunk; the ledger's host carries them beside the ledger."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,8 +25,10 @@ class LedgerAddress:
     run_id: str
     actor_name: str = ""
     """Name of the Ray actor, for `ray_actor`."""
+    node: str = ""
+    """Ray id of the actor's node, for `ray_actor`: processes there may use its port."""
     port: int = 0
-    """TCP port on 127.0.0.1, for `socket`."""
+    """TCP port on 127.0.0.1, for `socket`, and beside a Ray actor."""
     token: str = ""
     """Secret that a caller must show, for `socket`."""
 
@@ -36,3 +42,5 @@ class DataPlaneAddress:
     ledger: LedgerAddress
     process_id: int
     """The owner's process; the `noop` store can only be reached inside it."""
+    store: str = ""
+    """Where the payload store answers, in its own form; empty for stores that are found by the run id."""

@@ -1,36 +1,63 @@
-"""From located chunks to a `TensorDict`: the reading half of the client.
+"""From located chunks to columns: the reading half of the client.
 
-Ragged columns of equal row lengths share one offsets tensor, so that torch treats them as one ragged axis.
+`assemble` gives jagged columns, `assemble_padded` a dense batch straight from the chunks, so that each byte is copied
+once. Ragged columns of equal row lengths share one offsets tensor, so that torch treats them as one ragged axis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from nemo_rl.data_plane.codec import ChunkReader, gather
+from nemo_rl.data_plane.codec import ChunkReader, Run, gather, gather_padded
 from nemo_rl.data_plane.columns import Lengths
+from nemo_rl.data_plane.interfaces import Parts
 from nemo_rl.data_plane.ledger import Reply
 from nemo_rl.data_plane.schema import FieldSpec
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
-__all__ = ["assemble"]
+__all__ = ["Located", "assemble", "assemble_padded"]
 
 
-def assemble(
-    specs: Sequence[FieldSpec], located: Reply, payloads: Sequence[memoryview], *, num_rows: int
-) -> tuple[TensorDict, int]:
-    """The columns of `specs` in the order asked for, and how many payload bytes they use."""
-    readers = [ChunkReader(payload) for payload in payloads]
-    placements = located["placements"]
-    assert isinstance(placements, list), f"malformed reply: {located}"
-    runs = {name: placement["runs"] for placement in placements for name in placement["fields"]}
-    rows = TensorDict({}, batch_size=[num_rows])
+@dataclass(kw_only=True, slots=True)
+class Located:
+    """The chunks of one read, and where its rows are in them."""
+
+    specs: Sequence[FieldSpec]
+    """Fields in the order asked for."""
+    reply: Reply
+    payloads: Sequence[Parts]
+    num_rows: int
+    readers: list[ChunkReader] = field(init=False)
+    runs: dict[str, Sequence[Run]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.readers = [ChunkReader(payload) for payload in self.payloads]
+        placements = self.reply["placements"]
+        assert isinstance(placements, list), f"malformed reply: {self.reply}"
+        self.runs = {name: placement["runs"] for placement in placements for name in placement["fields"]}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the store has moved."""
+        return sum(part.nbytes for payload in self.payloads for part in payload)
+
+    @property
+    def num_bytes_used(self) -> int:
+        """Bytes of the columns asked for."""
+        return sum(reader.num_bytes_used for reader in self.readers)
+
+
+def assemble(located: Located) -> TensorDict:
+    """The columns in the order asked for, in memory of their own."""
+    rows = TensorDict({}, batch_size=[located.num_rows])
     offsets: list[tuple[Lengths, torch.Tensor]] = []
-    for spec in specs:
-        column = gather(spec, readers=readers, runs=runs[spec.name])
+    for spec in located.specs:
+        column = gather(spec, readers=located.readers, runs=located.runs[spec.name])
         if column.objects is not None:
             rows.set(spec.name, NonTensorStack(*[NonTensorData(value) for value in column.objects]))
             continue
@@ -39,7 +66,24 @@ def assemble(
             rows.set(spec.name, _nest_shared(column.values, column.lengths, offsets))
         else:
             rows.set(spec.name, column.values)
-    return rows, sum(reader.num_bytes_used for reader in readers)
+    return rows
+
+
+def assemble_padded(located: Located, *, pad_values: Mapping[str, float], pad_to: int | None = None) -> BatchedDataDict:
+    """The columns as a dense batch; see `DataPlaneClient.get_padded`."""
+    batch = BatchedDataDict()
+    for spec in located.specs:
+        runs = located.runs[spec.name]
+        if spec.is_ragged:
+            width = pad_to if spec.is_token_aligned else None
+            pad = pad_values.get(spec.name, 0.0)
+            batch[spec.name] = gather_padded(spec, readers=located.readers, runs=runs, pad=pad, width=width)
+            continue
+        column = gather(spec, readers=located.readers, runs=runs)
+        rows = column.values if column.objects is None else column.objects
+        assert rows is not None
+        batch[spec.name] = rows
+    return batch
 
 
 def _nest_shared(values: torch.Tensor, lengths: Lengths, known: list[tuple[Lengths, torch.Tensor]]) -> torch.Tensor:

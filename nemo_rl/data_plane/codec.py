@@ -1,12 +1,13 @@
 """Rows <-> chunk payloads.
 
-A chunk holds consecutive rows of one put and one family in one buffer that describes itself, so a payload is never
-empty and can be read by itself:
+A chunk holds consecutive rows of one put and one family and describes itself, so a payload is never empty and can be
+read by itself:
 
     4 bytes magic | 4 bytes header length | msgpack header | columns, one after the other
 
 The header names each column, its dtype, its trailing dims and which table of row lengths it uses. Rows are jagged:
-no padding is ever encoded. Both directions copy each byte once and have no loop over rows.
+no padding is ever encoded. A chunk travels as parts (header, columns): encoding copies nothing, a store copies each
+byte once, and so does reading. Neither direction has a loop over rows.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 
 import msgpack
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from nemo_rl.data_plane.columns import FlatColumn, Lengths, torch_dtype
+from nemo_rl.data_plane.dense import WARM_MEMORY, Bytes, pad_rows
+from nemo_rl.data_plane.interfaces import Parts
 from nemo_rl.data_plane.ragged import (
     materialize,
     pack_per_token_field,
@@ -39,6 +41,8 @@ __all__ = [
     "GatheredColumn",
     "encode_rows",
     "gather",
+    "gather_padded",
+    "join",
     "materialize",
     "pack_per_token_field",
     "response_from_nested",
@@ -46,7 +50,6 @@ __all__ = [
     "to_nested_by_length",
 ]
 
-Bytes = npt.NDArray[np.uint8]
 Run = Sequence[int]
 """`[chunk, first row, rows]`."""
 
@@ -63,7 +66,19 @@ class EncodedChunk:
     first: int
     """First row of the put in this chunk."""
     rows: int
-    payload: memoryview
+    parts: Parts
+    """Header, then the columns; views of the columns' own memory."""
+    sizes: tuple[int, ...]
+    """Bytes of each field."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.parts[0].nbytes + sum(self.sizes)
+
+
+def join(parts: Parts) -> memoryview:
+    """One chunk as one buffer of its own."""
+    return np.concatenate([_as_bytes(part) for part in parts]).data
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,9 +101,17 @@ def encode_rows(columns: Mapping[str, FlatColumn], *, num_rows: int, chunk_bytes
         sources = [_as_source(column, num_rows) for column in members]
         totals = np.sum([source.starts for source in sources], axis=0)
         for first, stop in _split(totals, chunk_bytes):
-            payload = _encode_chunk(sources, first, stop)
-            names = tuple(column.spec.name for column in members)
-            chunks.append(EncodedChunk(family=family, fields=names, first=first, rows=stop - first, payload=payload))
+            parts = _encode_chunk(sources, first, stop)
+            chunks.append(
+                EncodedChunk(
+                    family=family,
+                    fields=tuple(column.spec.name for column in members),
+                    first=first,
+                    rows=stop - first,
+                    parts=parts,
+                    sizes=tuple(part.nbytes for part in parts[1:]),
+                )
+            )
     return chunks
 
 
@@ -123,14 +146,14 @@ def _split(starts: Lengths, chunk_bytes: int) -> list[tuple[int, int]]:
     return ranges
 
 
-def _encode_chunk(sources: Sequence[_Source], first: int, stop: int) -> memoryview:
+def _encode_chunk(sources: Sequence[_Source], first: int, stop: int) -> list[memoryview]:
     tables: list[bytes] = []
     described: list[list[object]] = []
-    parts: list[Bytes] = []
+    parts: list[memoryview] = []
     for source in sources:
         column = source.column
         low, high = int(source.starts[first]), int(source.starts[stop])
-        parts.append(source.content[low:high])
+        parts.append(source.content[low:high].data)
         lengths = np.diff(source.starts[first : stop + 1]) if column.objects is not None else column.lengths
         table = -1
         if lengths is not None:
@@ -141,14 +164,7 @@ def _encode_chunk(sources: Sequence[_Source], first: int, stop: int) -> memoryvi
                 tables.append(packed)
         described.append([column.spec.name, column.dtype, list(column.trailing), table, high - low])
     header = msgpack.packb({"rows": stop - first, "tables": tables, "columns": described})
-    buffer = np.empty(_PREFIX.size + len(header) + sum(part.size for part in parts), dtype=np.uint8)
-    _PREFIX.pack_into(buffer.data, 0, _MAGIC, len(header))
-    at = _PREFIX.size + len(header)
-    buffer[_PREFIX.size : at] = np.frombuffer(header, dtype=np.uint8)
-    for part in parts:
-        buffer[at : at + part.size] = part
-        at += part.size
-    return buffer.data
+    return [memoryview(_PREFIX.pack(_MAGIC, len(header)) + header), *parts]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,53 +175,73 @@ class _ColumnIndex:
     trailing: tuple[int, ...]
     lengths: Lengths | None
     starts: Lengths
-    """`[rows + 1]` byte offset of each row in the payload."""
+    """`[rows + 1]` byte offset of each row in the column."""
+    content: Bytes
 
 
 @dataclass(slots=True)
 class ChunkReader:
-    """Reads row ranges out of one payload.
+    """Reads row ranges out of one chunk.
 
     Raises:
         SchemaMismatch: the payload is no chunk, or shorter than its header says.
     """
 
-    payload: memoryview
+    parts: Parts
     columns: dict[str, _ColumnIndex] = field(init=False)
     num_bytes_used: int = field(init=False, default=0)
     """Bytes of the columns asked for so far."""
 
     def __post_init__(self) -> None:
-        size = self.payload.nbytes
-        if size < _PREFIX.size:
+        size = sum(part.nbytes for part in self.parts)
+        first = self.parts[0]
+        if first.nbytes < _PREFIX.size:
             raise SchemaMismatch(f"a payload of {size} bytes is no chunk")
-        magic, header_bytes = _PREFIX.unpack_from(self.payload, 0)
-        if magic != _MAGIC or _PREFIX.size + header_bytes > size:
-            raise SchemaMismatch(f"a payload of {size} bytes that starts with {magic!r} is no chunk")
+        magic, header_bytes = _PREFIX.unpack_from(first, 0)
         at = _PREFIX.size + header_bytes
-        header = msgpack.unpackb(self.payload[_PREFIX.size : at])
+        if magic != _MAGIC or at > first.nbytes:
+            raise SchemaMismatch(f"a payload of {size} bytes that starts with {bytes(magic)!r} is no chunk")
+        header = msgpack.unpackb(first[_PREFIX.size : at])
         tables = [np.frombuffer(table, dtype=np.uint32).astype(np.int64) for table in header["tables"]]
+        columns = header["columns"]
+        if len(self.parts) == 1:
+            contents = _split_columns(first[at:], [column[4] for column in columns], size)
+        else:
+            contents = list(self.parts[1:])
+        if len(contents) != len(columns):
+            raise SchemaMismatch(f"a chunk of {len(columns)} columns was read back with {len(contents)}")
         self.columns = {}
-        for name, dtype, trailing, table, num_bytes in header["columns"]:
+        for (name, dtype, trailing, table, num_bytes), content in zip(columns, contents, strict=True):
             lengths = None if table < 0 else tables[table]
             entry = 1 if dtype == "object" else torch_dtype(dtype).itemsize * prod(trailing)
             counts = np.ones(header["rows"], dtype=np.int64) if lengths is None else lengths
-            index = _ColumnIndex(
-                dtype=dtype, trailing=tuple(trailing), lengths=lengths, starts=_starts(counts * entry) + at
+            starts = _starts(counts * entry)
+            if int(starts[-1]) != num_bytes or content.nbytes != num_bytes:
+                raise SchemaMismatch(
+                    f"column {name!r} of a chunk has {num_bytes} bytes by its header, {int(starts[-1])} by its row "
+                    f"lengths, and {content.nbytes} were read back"
+                )
+            self.columns[name] = _ColumnIndex(
+                dtype=dtype, trailing=tuple(trailing), lengths=lengths, starts=starts, content=_as_bytes(content)
             )
-            if int(index.starts[-1]) - at != num_bytes:
-                raise SchemaMismatch(f"column {name!r} of a chunk has {num_bytes} bytes, its row lengths say otherwise")
-            self.columns[name] = index
-            at += num_bytes
-        if at != size:
-            raise SchemaMismatch(f"a chunk of {at} bytes was read back with {size} bytes")
 
     def rows(self, name: str, first: int, count: int) -> Bytes:
         """The bytes of `count` rows of a column."""
-        starts = self.columns[name].starts
-        low, high = int(starts[first]), int(starts[first + count])
+        index = self.columns[name]
+        low, high = int(index.starts[first]), int(index.starts[first + count])
         self.num_bytes_used += high - low
-        return np.frombuffer(self.payload, dtype=np.uint8, count=high - low, offset=low) if high > low else _NOTHING
+        return index.content[low:high]
+
+
+def _split_columns(content: memoryview, sizes: Sequence[int], total: int) -> list[memoryview]:
+    if sum(sizes) != content.nbytes:
+        raise SchemaMismatch(f"a chunk of {total - content.nbytes + sum(sizes)} bytes was read back with {total} bytes")
+    starts = [0, *accumulate(sizes)]
+    return [content[low:high] for low, high in pairwise(starts)]
+
+
+def _as_bytes(content: memoryview) -> Bytes:
+    return np.frombuffer(content, dtype=np.uint8) if content.nbytes else _NOTHING
 
 
 _NOTHING: Bytes = np.empty(0, dtype=np.uint8)
@@ -228,25 +264,48 @@ def gather(spec: FieldSpec, *, readers: Sequence[ChunkReader], runs: Sequence[Ru
     if spec.is_object or spec.is_ragged:
         tables = [_lengths_in(index, run[1], run[2]) for index, run in zip(indexes, runs, strict=True)]
         lengths = np.concatenate(tables) if tables else np.zeros(0, dtype=np.int64)
-    content = np.concatenate(parts) if parts else _NOTHING.copy()
+    content = _concatenate(parts)
     if spec.is_object:
         assert lengths is not None
         starts = _starts(lengths).tolist()
         view = content.data
         rows = [msgpack.unpackb(view[a:b]) for a, b in pairwise(starts)]
         return GatheredColumn(values=None, lengths=None, objects=rows)
-    kinds = {(index.dtype, index.trailing) for index in indexes}
-    if len(kinds) > 1:
-        raise SchemaMismatch(f"field {spec.name!r} is stored with several layouts: {sorted(kinds)}")
-    dims = spec.dims[1:] if spec.is_ragged else spec.dims
-    empty = (spec.dtypes[0], tuple(dim if isinstance(dim, int) else 0 for dim in dims))
-    dtype, trailing = next(iter(kinds), empty)
+    dtype, trailing = _layout(spec, indexes)
     count = int(lengths.sum()) if lengths is not None else sum(run[2] for run in runs)
     if content.size:
         values = torch.from_numpy(content).view(torch_dtype(dtype)).reshape(count, *trailing)
     else:
         values = torch.empty(count, *trailing, dtype=torch_dtype(dtype))
     return GatheredColumn(values=values, lengths=lengths)
+
+
+def gather_padded(
+    spec: FieldSpec, *, readers: Sequence[ChunkReader], runs: Sequence[Run], pad: float, width: int | None
+) -> torch.Tensor:
+    """The rows of a ragged column that `runs` name as a dense tensor `[N, width, ...]`, copied once."""
+    indexes = [readers[run[0]].columns[spec.name] for run in runs]
+    dtype, trailing = _layout(spec, indexes)
+    sources = [
+        (readers[run[0]].rows(spec.name, run[1], run[2]), _lengths_in(index, run[1], run[2]))
+        for index, run in zip(indexes, runs, strict=True)
+    ]
+    return pad_rows(sources, dtype=torch_dtype(dtype), trailing=trailing, pad=pad, width=width)
+
+
+def _layout(spec: FieldSpec, indexes: Sequence[_ColumnIndex]) -> tuple[str, tuple[int, ...]]:
+    """dtype and trailing dims; those of the schema when there are no rows."""
+    kinds = {(index.dtype, index.trailing) for index in indexes}
+    if len(kinds) > 1:
+        raise SchemaMismatch(f"field {spec.name!r} is stored with several layouts: {sorted(kinds)}")
+    dims = spec.dims[1:] if spec.is_ragged else spec.dims
+    empty = (spec.dtypes[0], tuple(dim if isinstance(dim, int) else 0 for dim in dims))
+    return next(iter(kinds), empty)
+
+
+def _concatenate(parts: Sequence[Bytes]) -> Bytes:
+    content = WARM_MEMORY.empty(sum(part.size for part in parts))
+    return np.concatenate(parts, out=content) if parts else content
 
 
 def _lengths_in(index: _ColumnIndex, first: int, count: int) -> Lengths:

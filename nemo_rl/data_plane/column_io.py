@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta, Tags
-from nemo_rl.data_plane.ragged import materialize, pack_per_token_field
+from nemo_rl.data_plane.ragged import pack_per_token_field
 from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, Column
 from nemo_rl.errors import SchemaMismatch
@@ -68,9 +68,7 @@ def read_columns(
     wanted = [specs[name] for name in select_fields if name in specs]
     pads = _pads(wanted, pad_values or {}, meta.partition_id)
     width = meta.pack.pad_to if pad_to is None and meta.pack is not None else pad_to
-    aligned = [spec.name for spec in wanted if spec.is_token_aligned]
-    rows = client.get_data(meta, select_fields)
-    return materialize(rows, pad_values=pads, pad_to=width, token_aligned=aligned)
+    return client.get_padded(meta, select_fields, pad_values=pads, pad_to=width)
 
 
 def write_columns(client: DataPlaneClient, meta: KVBatchMeta, columns: Mapping[str, Column]) -> KVBatchMeta:

@@ -8,34 +8,36 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Literal
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
 
 from nemo_rl.config.data_plane import DataPlaneConfig
-from nemo_rl.data_plane.adapters.noop import NoopStore, SharedNoopStore
 from nemo_rl.data_plane.address import DataPlaneAddress, LedgerAddress
+from nemo_rl.data_plane.attach_file import AttachPoint, write_attach_file
 from nemo_rl.data_plane.client import LedgerClient
-from nemo_rl.data_plane.environment import transport_environment
-from nemo_rl.data_plane.interfaces import DataPlaneClient, PayloadStore
-from nemo_rl.data_plane.ledger_host import InProcessHost, LedgerHost, LedgerService, build_ledger
+from nemo_rl.data_plane.interfaces import DataPlaneClient
+from nemo_rl.data_plane.ledger_host import InProcessHost, LedgerHost, LedgerService, build_service
 from nemo_rl.data_plane.ledger_host_socket import LedgerServer, SocketLedgerHost
+from nemo_rl.data_plane.stores import forget_store, impl_of, join_store, start_store
 from nemo_rl.errors import ConfigError, DataPlaneClosed, DataPlaneError, name_some
 
-if TYPE_CHECKING:
-    from nemo_rl.data_plane.adapters.transfer_queue import TransferQueueStore
-
-__all__ = ["DataPlaneAddress", "attach_data_plane", "build_data_plane_client", "open_step"]
+__all__ = ["DataPlaneAddress", "attach_data_plane", "build_data_plane_client", "check_empty", "observe", "open_step"]
 
 logger = logging.getLogger(__name__)
 
 HostKind = Literal["in_process", "ray_actor", "socket"]
 
+_DEFAULT_HOSTS: dict[str, HostKind] = {"noop": "in_process", "shm": "socket"}
+"""Of adapters that need no Ray; `ray_actor` for the others."""
+
 _owned: set[str] = set()
 """Runs whose owner is in this process, with what other clients of this process join."""
 _services: dict[str, LedgerService] = {}
-_noop_stores: dict[str, NoopStore] = {}
 _registry_lock = threading.Lock()
 
 
@@ -45,11 +47,15 @@ def build_data_plane_client(
     run_id: str,
     role: Literal["owner", "attach"] = "owner",
     address: DataPlaneAddress | None = None,
+    validate: bool = False,
+    log_dir: Path | None = None,
 ) -> DataPlaneClient:
     """A client of the run's data plane.
 
     Args:
         role: the owner starts ledger and store, and its close ends them; `attach` joins those at `address`.
+        validate: the owner's ledger checks all of its invariants after each request; slow, for tests.
+        log_dir: where the owner writes events and the file that `nemo-rl data-plane` attaches with.
 
     Raises:
         ConfigError: a combination of store and ledger host that cannot work.
@@ -64,13 +70,18 @@ def build_data_plane_client(
             raise DataPlaneError(f"run {run_id!r} has a data plane in this process already; close its owner first")
         _owned.add(run_id)
     with ExitStack() as undo:
-        undo.callback(_forget, run_id)
-        host = _own_host(config, run_id)
+        at_end = undo.enter_context(ExitStack())
+        at_end.callback(_forget, run_id)
+        host = _own_host(config, run_id, validate=validate, log_dir=log_dir)
         undo.callback(host.close)
-        store = _own_store(config, run_id)
+        if log_dir is not None:
+            _open_to_onlookers(log_dir, host.address, at_end)
+        store = start_store(config, run_id=run_id)
         undo.pop_all()
-    own = DataPlaneAddress(run_id=run_id, config=config, ledger=host.address, process_id=os.getpid())
-    return LedgerClient(host=host, store=store, address=own, on_close=lambda: _forget(run_id))
+    own = DataPlaneAddress(
+        run_id=run_id, config=config, ledger=host.address, process_id=os.getpid(), store=store.address
+    )
+    return LedgerClient(host=host, store=store, address=own, on_close=at_end.close)
 
 
 def attach_data_plane(address: DataPlaneAddress) -> DataPlaneClient:
@@ -82,9 +93,17 @@ def attach_data_plane(address: DataPlaneAddress) -> DataPlaneClient:
     with ExitStack() as undo:
         host = _join_host(address.ledger)
         undo.callback(host.close)
-        store = _join_store(address)
+        store = join_store(address)
         undo.pop_all()
     return LedgerClient(host=host, store=store, address=address)
+
+
+def observe(point: AttachPoint) -> LedgerHost:
+    """The ledger of a running job, for onlookers on its machine: no store, and its close leaves the job as it is.
+
+    Calls raise DataPlaneClosed when the job has ended.
+    """
+    return SocketLedgerHost(replace(point.ledger, kind="socket"))
 
 
 @contextmanager
@@ -92,54 +111,80 @@ def open_step(client: DataPlaneClient, partition_id: str) -> Iterator[None]:
     """One step in a registered partition: it is cleared at the end, also after an error, and must then be empty."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         try:
-            client.kv_clear(None, partition_id)
-        except DataPlaneError as error:
-            logger.warning("could not clear partition %r after a failed step: %s", partition_id, error)
+            client.kv_clear(None, partition_id, reason=f"failed step: {type(error).__name__}")
+        except DataPlaneError as problem:
+            logger.warning("could not clear partition %r after a failed step: %s", partition_id, problem)
         raise
-    client.kv_clear(None, partition_id)
-    left = client.kv_list(partition_id)
-    if left:
-        raise DataPlaneError(
-            f"partition {partition_id!r}: {len(left)} rows are alive after the step was cleared: {name_some(left)}; "
-            "a stage still writes"
-        )
+    client.kv_clear(None, partition_id, reason="step end")
+    check_empty(client, [partition_id])
+
+
+def check_empty(client: DataPlaneClient, partition_ids: Iterable[str]) -> None:
+    """Raises when rows are alive after a step, with the clients that made them."""
+    for partition_id in partition_ids:
+        owners = client.row_owners(partition_id)
+        if owners:
+            rows = name_some(f"{key} (put by {owner or 'an unnamed client'})" for key, owner in owners.items())
+            raise DataPlaneError(
+                f"partition {partition_id!r}: {len(owners)} rows are alive after the step was cleared: {rows}; "
+                "a stage still writes"
+            )
 
 
 def _forget(run_id: str) -> None:
     with _registry_lock:
         _owned.discard(run_id)
         _services.pop(run_id, None)
-        _noop_stores.pop(run_id, None)
-
-
-def _impl(config: DataPlaneConfig) -> str:
-    return config.impl if config.enabled else "noop"
+        forget_store(run_id)
 
 
 def _host_kind(config: DataPlaneConfig) -> HostKind:
-    kind: HostKind = config.ledger_host or ("in_process" if _impl(config) == "noop" else "ray_actor")
-    if _impl(config) == "transfer_queue" and kind == "in_process":
+    impl = impl_of(config)
+    kind: HostKind = config.ledger_host or _DEFAULT_HOSTS.get(impl, "ray_actor")
+    if impl == "mooncake" and config.ledger_host is None and not _is_in_ray():
+        kind = "socket"
+    if impl in ("ray", "transfer_queue", "mooncake") and kind == "in_process":
         raise ConfigError(
-            "data_plane.ledger_host: 'in_process' cannot serve the processes of impl 'transfer_queue'; "
+            f"data_plane.ledger_host: 'in_process' cannot serve the processes of impl {impl!r}; leave it null"
+        )
+    if impl == "ray" and config.ray.owner != "node" and kind != "ray_actor":
+        raise ConfigError(
+            f"data_plane.ledger_host: impl 'ray' keeps its references in the ledger's actor, got {kind!r}; "
             "use 'ray_actor' or leave it null"
         )
     return kind
 
 
-def _own_host(config: DataPlaneConfig, run_id: str) -> LedgerHost:
+def _is_in_ray() -> bool:
+    """Whether this process is connected to Ray; asked without importing it."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
+
+
+def _own_host(config: DataPlaneConfig, run_id: str, *, validate: bool, log_dir: Path | None) -> LedgerHost:
     kind = _host_kind(config)
     if kind == "ray_actor":
         from nemo_rl.data_plane.ledger_host_ray import RayLedgerHost  # noqa: PLC0415 - Ray is optional here
 
-        return RayLedgerHost.start(config, run_id=run_id)
-    service = LedgerService(build_ledger(config, run_id=run_id))
+        return RayLedgerHost.start(config, run_id=run_id, validate=validate, log_dir=log_dir)
+    service = build_service(config, run_id=run_id, validate=validate, log_dir=log_dir)
     if kind == "socket":
         server = LedgerServer(service)
         return SocketLedgerHost(server.address, server=server)
     _services[run_id] = service
     return InProcessHost(service, is_owner=True)
+
+
+def _open_to_onlookers(log_dir: Path, ledger: LedgerAddress, at_end: ExitStack) -> None:
+    """Tells `nemo-rl data-plane` where the ledger answers; a ledger of this process gets a socket for it."""
+    if ledger.kind == "in_process":
+        server = LedgerServer(_services[ledger.run_id])
+        at_end.callback(server.close)
+        ledger = server.address
+    path = write_attach_file(log_dir, ledger=ledger)
+    at_end.callback(path.unlink, missing_ok=True)
 
 
 def _join_host(address: LedgerAddress) -> LedgerHost:
@@ -153,31 +198,3 @@ def _join_host(address: LedgerAddress) -> LedgerHost:
     if service is None:
         raise DataPlaneClosed(f"run {address.run_id!r} has no ledger in this process, or its owner has closed it")
     return InProcessHost(service, is_owner=False)
-
-
-def _own_store(config: DataPlaneConfig, run_id: str) -> PayloadStore:
-    if _impl(config) == "transfer_queue":
-        return _transfer_queue(config).start(config, run_id=run_id)
-    store = _noop_stores[run_id] = NoopStore()
-    return store
-
-
-def _join_store(address: DataPlaneAddress) -> PayloadStore:
-    if _impl(address.config) == "transfer_queue":
-        return _transfer_queue(address.config).join(run_id=address.run_id, timeout_s=address.config.timeout_s)
-    store = _noop_stores.get(address.run_id)
-    if store is None:
-        raise DataPlaneClosed(
-            f"run {address.run_id!r}: its noop store lives in process {address.process_id} and this is {os.getpid()}, "
-            "or its owner has closed it; use data_plane.impl=transfer_queue for workers in other processes"
-        )
-    return SharedNoopStore(store)
-
-
-def _transfer_queue(config: DataPlaneConfig) -> type[TransferQueueStore]:
-    """The adapter, imported after the variables that TransferQueue reads at import are set."""
-    for name, value in transport_environment(config).items():
-        os.environ.setdefault(name, value)
-    from nemo_rl.data_plane.adapters.transfer_queue import TransferQueueStore  # noqa: PLC0415 - see above
-
-    return TransferQueueStore

@@ -6,6 +6,7 @@ A client is one ledger (the truth about rows) and one payload store (opaque byte
 
 from __future__ import annotations
 
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -16,16 +17,20 @@ from typing import TypeAlias, TypeVar
 import torch
 from tensordict import TensorDict
 
-from nemo_rl.data_plane.address import DataPlaneAddress
+from nemo_rl.data_plane.address import DataPlaneAddress, Handles
+from nemo_rl.data_plane.ragged import materialize
 from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.data_plane.wire import Packed, pack_rows, unpack_rows
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import SchemaMismatch, name_some
 
 __all__ = [
     "Columns",
     "DataPlaneClient",
+    "Handles",
     "KVBatchMeta",
+    "Parts",
     "PayloadStore",
     "StoreHealth",
     "TagValue",
@@ -38,6 +43,10 @@ TagValue: TypeAlias = str | int | float | bool | None
 Tags: TypeAlias = Mapping[str, TagValue]
 Columns: TypeAlias = Mapping[str, torch.Tensor | Sequence[object]] | TensorDict
 """Field name -> rows. A tensor `[N, ...]` (jagged nested for ragged rows) or a list of N JSON-like objects."""
+
+
+Parts: TypeAlias = Sequence[memoryview]
+"""Buffers whose concatenation is one chunk; a store that moves whole chunks gives one part back."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,13 +218,51 @@ class StoreHealth:
 class PayloadStore(ABC):
     """Opaque payloads under ids that are used once. Every call is bounded by a deadline and thread-safe."""
 
-    @abstractmethod
-    def put(self, chunks: Mapping[str, memoryview], *, timeout_s: float) -> None:
-        """Stores every chunk, or raises and leaves none readable."""
+    @property
+    def chunk_bytes(self) -> int | None:
+        """The chunk size that suits this store, in bytes; None takes `data_plane.chunk_bytes`."""
+        return None
+
+    @property
+    def address(self) -> str:
+        """What other processes need to join, beside the run id; empty when that is enough."""
+        return ""
+
+    @property
+    def reuses_memory(self) -> bool:
+        """The bytes of a dropped chunk may be overwritten while a `get` of it is under way.
+
+        The client then asks the ledger after each get whether its chunks are still live: they are dropped there first.
+        """
+        return False
+
+    @property
+    def place(self) -> str:
+        """Where this process is, for the names of its chunks."""
+        return socket.gethostname()
 
     @abstractmethod
-    def get(self, chunk_ids: Sequence[str], *, timeout_s: float) -> list[memoryview]:
-        """The payloads in the order of `chunk_ids`; never fewer."""
+    def put(self, chunks: Mapping[str, Parts], *, timeout_s: float) -> Handles | None:
+        """Stores a copy of every chunk, or raises and leaves none readable.
+
+        Returns:
+            What readers need to reach the chunks, for stores whose chunks are not found by their id alone.
+        """
+
+    @abstractmethod
+    def get(self, chunk_ids: Sequence[str], *, timeout_s: float, handles: Handles) -> list[Parts]:
+        """The payloads in the order of `chunk_ids`; never fewer. The buffers are read-only to the caller.
+
+        Raises:
+            KeysNotFound: a chunk was freed. PayloadLost: the process that held it is gone.
+        """
+
+    def confirm(self, chunk_ids: Sequence[str]) -> None:  # noqa: B027 - most stores never reuse memory
+        """Called when the bytes of a `get` have been copied out.
+
+        Raises:
+            KeysNotFound: a chunk was freed while it was copied; the copy is worthless.
+        """
 
     @abstractmethod
     def drop(self, chunk_ids: Sequence[str], *, timeout_s: float) -> None:
@@ -237,6 +284,11 @@ class DataPlaneClient(ABC):
     @abstractmethod
     def address(self) -> DataPlaneAddress:
         """What another process passes to `factory.attach_data_plane`; picklable."""
+
+    @property
+    @abstractmethod
+    def counters(self) -> dict[str, int]:
+        """Bytes that this client moved: `put_bytes`, `get_bytes`; of the latter nobody asked for `over_read_bytes`."""
 
     @abstractmethod
     def partition_fields(self, partition_id: str) -> tuple[FieldSpec, ...]:
@@ -320,6 +372,24 @@ class DataPlaneClient(ABC):
             VersionMismatch: a family was rewritten since `meta` was made. And the errors of `kv_batch_get`.
         """
 
+    def get_padded(
+        self,
+        meta: KVBatchMeta,
+        select_fields: Sequence[str],
+        *,
+        pad_values: Mapping[str, float],
+        pad_to: int | None = None,
+    ) -> BatchedDataDict:
+        """As `get_data`, as a dense batch: rows `[N, width, ...]` padded on the right, object columns as lists.
+
+        Args:
+            pad_values: field -> padding; 0 for others.
+            pad_to: width of token-aligned columns; None takes the longest row. Other ragged columns take their own.
+        """
+        aligned = [spec.name for spec in self.partition_fields(meta.partition_id) if spec.is_token_aligned]
+        rows = self.get_data(meta, select_fields)
+        return materialize(rows, pad_values=pad_values, pad_to=pad_to, token_aligned=aligned)
+
     @abstractmethod
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
         """True when every live row has been claimed by every named task; an unknown task is an error."""
@@ -329,12 +399,26 @@ class DataPlaneClient(ABC):
         """Keys of the live rows with their tags, in order of their first put."""
 
     @abstractmethod
-    def kv_clear(self, keys: Sequence[str] | None, partition_id: str) -> None:
-        """Frees rows (all when None). Idempotent; unknown keys are ignored, an unknown partition is an error."""
+    def kv_clear(self, keys: Sequence[str] | None, partition_id: str, *, reason: str = "") -> None:
+        """Frees rows (all when None). Idempotent; unknown keys are ignored, an unknown partition is an error.
+
+        Args:
+            reason: why, for the rows' history.
+        """
 
     @abstractmethod
-    def stats(self) -> dict[str, int | float]:
-        """Cluster-wide `live_rows`, `live_bytes`, `live_chunks` and their `peak_` marks."""
+    def row_owners(self, partition_id: str) -> dict[str, str]:
+        """Keys of the live rows with the label of the client that created each."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, object]:
+        """Cluster-wide numbers, JSON-like.
+
+        Returns:
+            `live_rows`, `live_bytes`, `live_chunks` and their `peak_` marks; `reserved_bytes` (room promised to puts
+            under way), `blocked_put_s` (seconds that puts have waited for room), `oldest_row_age_s`; `partitions`:
+            name -> `rows`, `bytes`, `peak_rows`, `peak_bytes`, `oldest_row_age_s`, `fields` (field -> bytes).
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """The ledger: the only truth about rows. A pure state machine without I/O, threads or clocks.
 
-A host (`ledger_host`, `ledger_ray`, `ledger_socket`) serialises the calls and passes `now`. Requests and replies are
-plain values that msgpack carries, so one dispatcher, `Ledger.handle`, serves all hosts. Every operation checks
-everything before it changes anything: a refused commit leaves no trace.
+A host (`ledger_host`, `ledger_host_ray`, `ledger_host_socket`) serialises the calls and passes `now`. Requests and
+replies are plain values that msgpack carries, so one dispatcher, `Ledger.handle`, serves all hosts. Every operation
+checks everything before it changes anything: a refused commit leaves no trace.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from nemo_rl.data_plane import ledger_claims
-from nemo_rl.data_plane.ledger_state import Cell, Chunk, Lease, Partition, Piece, Row, TaskCursor, check_invariants
+from nemo_rl.data_plane.ledger_capacity import Capacity, Demand
+from nemo_rl.data_plane.ledger_events import EventSink, Recorder, explain_row
+from nemo_rl.data_plane.ledger_reads import locate
+from nemo_rl.data_plane.ledger_state import Chunk, FamilyColumn, Lease, Partition, TaskCursor, check_invariants
 from nemo_rl.data_plane.schema import spec_from_record
 from nemo_rl.errors import (
-    CapacityExceeded,
     DataPlaneClosed,
     DataPlaneError,
-    FieldNotProduced,
     KeysNotFound,
     PartitionNotFound,
     SchemaMismatch,
-    VersionMismatch,
     name_some,
     to_record,
 )
@@ -31,6 +31,9 @@ __all__ = ["Args", "Ledger", "Reply"]
 Args: TypeAlias = dict[str, object]
 """Plain values only: None, bool, int, float, str, bytes, list and dict with string keys."""
 Reply: TypeAlias = dict[str, object]
+
+DECLARATION = ("partition", "fields", "num_samples", "tasks", "task_writes", "group_size")
+"""What of a `register` request must be the same when it is repeated."""
 
 
 class Ledger:
@@ -49,32 +52,36 @@ class Ledger:
         capacity_rows: int,
         capacity_bytes: int | None,
         lease_s: float,
+        on_event: EventSink | None = None,
         validate: bool = False,
     ) -> None:
         self.run_id = run_id
-        self._capacity_rows = capacity_rows
-        self._capacity_bytes = capacity_bytes
         self._lease_s = lease_s
         self._validate = validate
         self._partitions: dict[str, Partition] = {}
         self._chunks: dict[str, Chunk] = {}
         self._claims: dict[int, tuple[str, str, Lease]] = {}
         self._num_claims = 0
-        self._stats: dict[str, int] = {
-            f"{prefix}_{what}": 0 for prefix in ("live", "peak") for what in ("rows", "bytes", "chunks")
-        }
+        self._record = Recorder(on_event)
+        self._capacity = Capacity(
+            rows=capacity_rows, nbytes=capacity_bytes, partitions=self._partitions, lease_s=lease_s
+        )
         self._ops: Mapping[str, Callable[[Args, float], Reply]] = {
             "register": self._register,
             "describe": self._describe,
+            "reserve": self._reserve,
+            "unreserve": self._unreserve,
             "commit": self._commit,
             "locate": self._locate,
+            "gone": lambda args, now: {"chunks": [i for i in _texts(args, "chunks") if i not in self._chunks]},
             "claim": self._claim,
             "release": self._release,
             "heartbeat": self._heartbeat,
             "consumption": self._consumption,
             "list": self._list,
+            "explain": self._explain,
             "clear": self._clear,
-            "stats": lambda args, now: dict(self._stats),
+            "stats": lambda args, now: self._capacity.stats(now),
         }
 
     def handle(self, request: Mapping[str, object], *, now: float) -> Reply:
@@ -105,9 +112,10 @@ class Ledger:
 
     def _register(self, args: Args, now: float) -> Reply:
         name = _text(args, "partition")
+        declaration = {what: args[what] for what in DECLARATION}
         existing = self._partitions.get(name)
         if existing is not None:
-            differ = [what for what, value in existing.declaration.items() if args[what] != value]
+            differ = [what for what, value in existing.declaration.items() if declaration[what] != value]
             if differ:
                 raise SchemaMismatch(
                     f"partition {name!r} is registered with another declaration: {', '.join(differ)} differ; "
@@ -119,14 +127,17 @@ class Ledger:
         assert isinstance(writes, dict)
         group_size = args["group_size"]
         self._partitions[name] = Partition(
-            declaration=dict(args),
+            name=name,
+            declaration=declaration,
             specs=specs,
             num_samples=_number(args, "num_samples"),
             group_size=None if group_size is None else _number(args, "group_size"),
             tasks={
                 task: TaskCursor(writes=frozenset(writes[task]) & frozenset(specs)) for task in _texts(args, "tasks")
             },
+            columns={spec.family: FamilyColumn() for spec in specs.values()},
         )
+        self._record("register", args, (), now, fields=list(specs))
         return {}
 
     def _describe(self, args: Args, now: float) -> Reply:
@@ -134,147 +145,150 @@ class Ledger:
 
     # ---- writing
 
+    def _reserve(self, args: Args, now: float) -> Reply:
+        """Room for a put before its bytes go to the store: a reservation, or `blocked`."""
+        partition, keys = self._partition(args), _texts(args, "keys")
+        self._capacity.blocked_s += _seconds(args, "waited_s")
+        demand = _demand(partition, keys, nbytes=_number(args, "nbytes"))
+        blocked = self._capacity.lacks_room(partition, demand, now=now)
+        if blocked is not None:
+            return {"blocked": blocked}
+        return {"reservation": self._capacity.reserve(partition, demand, now=now)}
+
+    def _unreserve(self, args: Args, now: float) -> Reply:
+        """A put has given up."""
+        self._capacity.blocked_s += _seconds(args, "waited_s")
+        self._capacity.end(_number(args, "reservation"))
+        return {}
+
     def _commit(self, args: Args, now: float) -> Reply:
+        """Makes a put visible, or answers `blocked` when it does not fit now."""
         partition, keys = self._partition(args), _texts(args, "keys")
         chunks = _records(args, "chunks")
-        self._check_room(partition, keys, chunks, where=f"partition {args['partition']!r}")
-        layouts = _check_layouts(partition, keys, chunks, args)
-        ledger_claims.check_held(partition, keys, ledger_claims.parse(args["claims"]))
+        self._capacity.blocked_s += _seconds(args, "waited_s")
+        layouts = _check_layouts(partition, keys, chunks, args["lengths"])
+        ledger_claims.check_held(partition, keys, ledger_claims.parse(args["claims"]), now=now)
         if not args["may_create"]:
-            _check_present(partition, keys, str(args["partition"]))
+            _check_present(partition, keys)
+        nbytes = sum([_number(record, "nbytes") for record in chunks])
+        reservation = args.get("reservation", 0)
+        assert isinstance(reservation, int)
+        demand = _demand(partition, keys, nbytes=nbytes, reservation=reservation)
+        blocked = self._capacity.lacks_room(partition, demand, now=now)
+        if blocked is not None:
+            return {"blocked": blocked}
 
+        self._capacity.end(reservation)
         partition.layouts.update(layouts)
-        rows = [partition.rows.get(key) or partition.add_row(key) for key in keys]
-        tags, lengths = args["tags"], args["lengths"]
-        if isinstance(lengths, list):
-            for row, length in zip(rows, lengths, strict=True):
-                row.length = length
-        if isinstance(tags, list):
-            for row, extra in zip(rows, tags, strict=True):
-                row.tags.update(extra)
-        dropped: list[str] = []
-        versions = _next_versions(rows, chunks)
+        self._put_rows(partition, keys, args, now)
+        written: dict[str, frozenset[str]] = {}
         for record in chunks:
-            dropped += self._attach(rows, record, version=versions[str(record["family"])])
-        for chunk_id in dropped:
-            del self._chunks[chunk_id]
-        written = {name for record in chunks for name in _texts(record, "fields")}
-        ledger_claims.finish_written(partition, keys, rows, written)
-        self._recount()
+            family = _text(record, "family")
+            written[family] = written.get(family, frozenset()) | frozenset(_texts(record, "fields"))
+        versions = partition.next_versions(keys, written)
+        partition.top_version = max(partition.top_version, *versions.values(), 0)
+        dropped: list[str] = []
+        for record in chunks:
+            dropped += self._attach(partition, keys, record, version=versions[_text(record, "family")])
+        fields = frozenset().union(*written.values())
+        ledger_claims.finish_written(partition, keys, fields)
+        self._capacity.mark(partition)
+        if self._record.is_on:
+            self._record("commit", args, keys, now, rows=partition.rows, fields=sorted(fields), nbytes=nbytes)
         return {"versions": versions, "drop": dropped}
 
-    def _check_room(self, partition: Partition, keys: Sequence[str], chunks: Sequence[Args], *, where: str) -> None:
-        new_rows = sum(1 for key in keys if key not in partition.rows)
-        if len(partition.rows) + new_rows > partition.num_samples:
-            raise CapacityExceeded(
-                f"{where}: {new_rows} new rows beside {len(partition.rows)} live ones are more than the "
-                f"{partition.num_samples} declared; clear rows or register with a larger num_samples"
-            )
-        if self._stats["live_rows"] + new_rows > self._capacity_rows:
-            raise CapacityExceeded(
-                f"{where}: {new_rows} new rows beside {self._stats['live_rows']} live ones are more than "
-                f"data_plane.capacity_rows = {self._capacity_rows}; clear rows or raise it"
-            )
-        num_bytes = sum(_number(record, "nbytes") for record in chunks)
-        if self._capacity_bytes is not None and self._stats["live_bytes"] + num_bytes > self._capacity_bytes:
-            raise CapacityExceeded(
-                f"{where}: {num_bytes} new bytes beside {self._stats['live_bytes']} live ones are more than "
-                f"data_plane.capacity_bytes = {self._capacity_bytes}; clear rows or raise it"
-            )
+    def _put_rows(self, partition: Partition, keys: Sequence[str], args: Args, now: float) -> None:
+        """Creates the rows that are new and settles lengths and tags."""
+        rows, owner = partition.rows, str(args.get("who", ""))
+        before = len(rows)
+        found = [rows.get(key) or partition.add_row(key, owner=owner, now=now) for key in keys]
+        self._capacity.live_rows += len(rows) - before
+        tags, lengths = args["tags"], args["lengths"]
+        if isinstance(lengths, list):
+            for row, length in zip(found, lengths, strict=True):
+                row.length = length
+        if isinstance(tags, list):
+            for row, extra in zip(found, tags, strict=True):
+                row.tags.update(extra)
 
-    def _attach(self, rows: Sequence[Row], record: Args, *, version: int) -> list[str]:
+    def _attach(self, partition: Partition, keys: Sequence[str], record: Args, *, version: int) -> list[str]:
         """Points rows at a new chunk; returns chunks that lost their last row."""
-        chunk_id, family = _text(record, "id"), _text(record, "family")
-        fields = frozenset(_texts(record, "fields"))
-        first, count = _number(record, "first"), _number(record, "rows")
-        chunk = self._chunks[chunk_id] = Chunk(nbytes=_number(record, "nbytes"), refs=count)
-        self._stats["live_bytes"] += chunk.nbytes
-        dropped: list[str] = []
-        for index, row in enumerate(rows[first : first + count]):
-            piece = Piece(chunk_id, index, fields)
-            cell = row.cells.get(family)
-            if cell is None:
-                row.cells[family] = Cell(version, [piece])
-                continue
-            kept: list[Piece] = []
-            for old in cell.pieces:
-                rest = old.fields - fields
-                if rest:
-                    kept.append(Piece(old.chunk_id, old.index, rest))
-                else:
-                    dropped += self._unref(old.chunk_id)
-            row.cells[family] = Cell(version, [*kept, piece])
-        return dropped
+        chunk_id, first = _text(record, "id"), _number(record, "first")
+        fields, sizes = _texts(record, "fields"), record.get("sizes")
+        chunk = Chunk(
+            chunk_id=chunk_id,
+            nbytes=_number(record, "nbytes"),
+            fields=frozenset(fields),
+            sizes=dict(zip(fields, sizes, strict=True)) if isinstance(sizes, list) else {},
+            version=version,
+        )
+        self._chunks[chunk_id] = chunk
+        self._capacity.attach(partition, chunk)
+        span = keys[first : first + _number(record, "rows")]
+        return self._unref(partition, partition.columns[_text(record, "family")].attach(span, chunk))
 
-    def _unref(self, chunk_id: str) -> list[str]:
-        chunk = self._chunks[chunk_id]
-        chunk.refs -= 1
-        if chunk.refs:
-            return []
-        self._stats["live_bytes"] -= chunk.nbytes
-        return [chunk_id]
+    def _unref(self, partition: Partition, left: Sequence[Chunk]) -> list[str]:
+        """One row less reads from each of these chunks; returns the ids of those that nobody reads now."""
+        dropped: list[str] = []
+        for chunk in left:
+            chunk.refs -= 1
+            if not chunk.refs:
+                self._capacity.detach(partition, chunk)
+                del self._chunks[chunk.chunk_id]
+                dropped.append(chunk.chunk_id)
+        return dropped
 
     def _clear(self, args: Args, now: float) -> Reply:
         partition = self._partition(args)
-        keys = list(partition.rows) if args["keys"] is None else _texts(args, "keys")
+        keys = list(partition.rows if args["keys"] is None else dict.fromkeys(_texts(args, "keys")))
+        gone = [key for key in keys if key in partition.rows]
+        if gone and self._record.is_on:
+            self._record("clear", args, gone, now, reason=args.get("reason", ""))
         dropped: list[str] = []
-        cleared = 0
-        for key in keys:
-            if key not in partition.rows:
-                continue
-            cleared += 1
-            for cell in partition.remove_row(key).cells.values():
-                for piece in cell.pieces:
-                    dropped += self._unref(piece.chunk_id)
-        for chunk_id in dropped:
-            del self._chunks[chunk_id]
+        if len(gone) == len(partition.rows):
+            chunks = partition.remove_all()
+            for chunk in chunks:
+                chunk.refs = 1
+            dropped = self._unref(partition, chunks)
+        else:
+            for key in gone:
+                dropped += self._unref(partition, partition.remove_row(key))
+        partition.forget_cleared()
+        self._capacity.live_rows -= len(gone)
         self._claims = {i: claim for i, claim in self._claims.items() if claim[2].keys}
-        self._recount()
-        return {"rows": cleared, "drop": dropped}
-
-    def _recount(self) -> None:
-        self._stats["live_rows"] = sum(len(p.rows) for p in self._partitions.values())
-        self._stats["live_chunks"] = len(self._chunks)
-        for what in ("rows", "bytes", "chunks"):
-            self._stats[f"peak_{what}"] = max(self._stats[f"peak_{what}"], self._stats[f"live_{what}"])
+        return {"rows": len(gone), "drop": dropped}
 
     # ---- reading
 
     def _locate(self, args: Args, now: float) -> Reply:
-        partition, name = self._partition(args), _text(args, "partition")
-        keys, fields = _texts(args, "keys"), _texts(args, "fields")
-        _check_present(partition, keys, name)
-        rows = [partition.rows[key] for key in keys]
-        needed = partition.by_family(fields)
-        for family, names in needed.items():
-            _check_written(name, keys, rows, family, names)
+        partition, keys, fields = self._partition(args), _texts(args, "keys"), _texts(args, "fields")
+        _check_present(partition, keys)
         expected = args["versions"]
         assert isinstance(expected, dict)
-        for family in needed:
-            if family in expected:
-                _check_version(name, keys, rows, family, expected[family])
-        table: dict[str, int] = {}
-        placements: list[Reply] = []
-        for family, names in needed.items():
-            cells = [row.cells[family] for row in rows]
-            if all(len(cell.pieces) == 1 for cell in cells):
-                placements.append({"fields": sorted(names), "runs": _runs([c.pieces[0] for c in cells], table)})
-            else:
-                for field in sorted(names):
-                    placements.append({"fields": [field], "runs": _runs([c.piece_of(field) for c in cells], table)})
-        layouts = {field: [*partition.layouts[field]] for field in fields if field in partition.layouts}
-        return {"chunks": list(table), "placements": placements, "layouts": layouts}
+        reply = locate(partition, keys, fields, expected=expected)
+        if self._record.is_on:
+            self._record("read", args, keys, now, rows=partition.rows, fields=fields)
+        return reply
 
     def _list(self, args: Args, now: float) -> Reply:
         rows = self._partition(args).rows
-        return {"keys": list(rows), "tags": [dict(row.tags) for row in rows.values()]}
+        return {
+            "keys": list(rows),
+            "tags": [dict(row.tags) for row in rows.values()],
+            "owners": [row.owner for row in rows.values()],
+        }
+
+    def _explain(self, args: Args, now: float) -> Reply:
+        """What is known about one key, for every partition that holds it."""
+        key = _text(args, "key")
+        return {"rows": [explain_row(p, key, now=now) for p in self._partitions.values() if key in p.rows]}
 
     # ---- claims
 
     def _claim(self, args: Args, now: float) -> Reply:
         partition, task_name = self._partition(args), _text(args, "task")
-        cursor = self._cursor(partition, args, task_name)
-        cursor.lapse(now, partition.rows)
+        cursor = self._cursor(partition, task_name)
+        self._lapse(partition, task_name, cursor, now)
         needed = partition.by_family(_texts(args, "fields"))
         keys = ledger_claims.pick_rows(partition, cursor, needed=needed, batch_size=_number(args, "batch_size"))
         if not keys:
@@ -289,7 +303,8 @@ class Ledger:
         )
         for key in keys:
             cursor.lease(key, lease)
-        self._claims[lease.claim_id] = (_text(args, "partition"), task_name, lease)
+        self._claims[lease.claim_id] = (partition.name, task_name, lease)
+        self._record("claim", args, keys, now, rows=partition.rows, task=task_name, by=lease.consumer_id)
         rows = [partition.rows[key] for key in keys]
         lengths = [row.length for row in rows]
         return {
@@ -298,19 +313,17 @@ class Ledger:
             "lease_s": self._lease_s,
             "lengths": None if None in lengths else lengths,
             "tags": [dict(row.tags) for row in rows],
-            "versions": {family: rows[0].cells[family].version for family in needed},
+            "versions": {family: partition.columns[family].version_of(keys[0]) for family in needed},
         }
 
     def _release(self, args: Args, now: float) -> Reply:
         partition, task_name = self._partition(args), _text(args, "task")
-        cursor = self._cursor(partition, args, task_name)
-        ledger_claims.release(
-            partition,
-            cursor,
-            keys=_texts(args, "keys"),
-            claims=ledger_claims.parse(args["claims"]),
-            task_name=task_name,
-        )
+        keys, cursor = _texts(args, "keys"), self._cursor(partition, task_name)
+        claims = ledger_claims.parse(args["claims"])
+        finished = ledger_claims.release(partition, task_name, keys=keys, claims=claims, now=now)
+        for key in finished:
+            cursor.finish(key)
+        self._record("release", args, finished, now, rows=partition.rows, task=task_name)
         return {}
 
     def _heartbeat(self, args: Args, now: float) -> Reply:
@@ -337,10 +350,17 @@ class Ledger:
         partition = self._partition(args)
         done = True
         for task_name in _texts(args, "tasks"):
-            cursor = self._cursor(partition, args, task_name)
-            cursor.lapse(now, partition.rows)
+            cursor = self._cursor(partition, task_name)
+            self._lapse(partition, task_name, cursor, now)
             done = done and not cursor.pending
         return {"done": done}
+
+    def _lapse(self, partition: Partition, task_name: str, cursor: TaskCursor, now: float) -> None:
+        for lease in cursor.lapse(now, partition.rows):
+            where: Args = {"partition": partition.name}
+            self._record(
+                "lapse", where, sorted(lease.keys), now, rows=partition.rows, task=task_name, by=lease.consumer_id
+            )
 
     # ---- look-ups
 
@@ -353,31 +373,35 @@ class Ledger:
             )
         return partition
 
-    def _cursor(self, partition: Partition, args: Args, task_name: str) -> TaskCursor:
+    def _cursor(self, partition: Partition, task_name: str) -> TaskCursor:
         cursor = partition.tasks.get(task_name)
         if cursor is None:
             raise SchemaMismatch(
-                f"partition {args['partition']!r}: unknown task {task_name!r}; declared consumer_tasks: "
+                f"partition {partition.name!r}: unknown task {task_name!r}; declared consumer_tasks: "
                 f"{name_some(partition.tasks) or 'none'}"
             )
         return cursor
 
 
-def _check_present(partition: Partition, keys: Sequence[str], name: str) -> None:
+def _check_present(partition: Partition, keys: Sequence[str]) -> None:
     missing = [key for key in keys if key not in partition.rows]
     if missing:
         raise KeysNotFound(
-            f"partition {name!r}: {len(missing)} of {len(keys)} rows are not there (never put, or cleared): "
+            f"partition {partition.name!r}: {len(missing)} of {len(keys)} rows are not there (never put, or cleared): "
             f"{name_some(missing)}"
         )
 
 
+def _demand(partition: Partition, keys: Sequence[str], *, nbytes: int, reservation: int = 0) -> Demand:
+    new_rows = len([key for key in keys if key not in partition.rows])
+    return Demand(num_keys=len(keys), new_rows=new_rows, nbytes=nbytes, reservation=reservation)
+
+
 def _check_layouts(
-    partition: Partition, keys: Sequence[str], chunks: Sequence[Args], args: Args
+    partition: Partition, keys: Sequence[str], chunks: Sequence[Args], lengths: object
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """dtype, trailing dims and lengths must agree with what the partition already holds."""
-    where = f"partition {args['partition']!r}"
-    lengths = args["lengths"]
+    where = f"partition {partition.name!r}"
     if isinstance(lengths, list):
         for key, length in zip(keys, lengths, strict=True):
             row = partition.rows.get(key)
@@ -399,53 +423,6 @@ def _check_layouts(
     return settled
 
 
-def _next_versions(rows: Sequence[Row], chunks: Sequence[Args]) -> dict[str, int]:
-    """Version of each family after the commit: one more when a field is rewritten, the same for all rows of a put."""
-    versions: dict[str, int] = {}
-    families = {_text(record, "family"): _texts(record, "fields") for record in chunks}
-    for family, fields in families.items():
-        versions[family] = 1
-        for row in rows:
-            cell = row.cells.get(family)
-            if cell is not None:
-                is_rewrite = any(name in piece.fields for name in fields for piece in cell.pieces)
-                versions[family] = max(versions[family], cell.version + is_rewrite)
-    return versions
-
-
-def _check_written(
-    partition: str, keys: Sequence[str], rows: Sequence[Row], family: str, names: frozenset[str]
-) -> None:
-    late = [i for i, row in enumerate(rows) if family not in row.cells or not row.cells[family].has(names)]
-    if late:
-        raise FieldNotProduced(
-            f"partition {partition!r}: fields {', '.join(sorted(names))} are not written yet for {len(late)} of "
-            f"{len(rows)} rows: {name_some(keys[i] for i in late)}"
-        )
-
-
-def _check_version(partition: str, keys: Sequence[str], rows: Sequence[Row], family: str, expected: object) -> None:
-    other = [i for i, row in enumerate(rows) if row.cells[family].version != expected]
-    if other:
-        raise VersionMismatch(
-            f"partition {partition!r}: family {family!r} was rewritten: the meta names version {expected}, the ledger "
-            f"holds {rows[other[0]].cells[family].version} for {name_some(keys[i] for i in other)}; "
-            "use the meta that the rewriting put returned"
-        )
-
-
-def _runs(pieces: Sequence[Piece], table: dict[str, int]) -> list[list[int]]:
-    """Rows as runs `[chunk, first row, rows]`, in order; `table` numbers the chunks."""
-    runs: list[list[int]] = []
-    for piece in pieces:
-        chunk = table.setdefault(piece.chunk_id, len(table))
-        if runs and runs[-1][0] == chunk and runs[-1][1] + runs[-1][2] == piece.index:
-            runs[-1][2] += 1
-        else:
-            runs.append([chunk, piece.index, 1])
-    return runs
-
-
 def _text(args: Mapping[str, object], name: str) -> str:
     value = args[name]
     assert isinstance(value, str), f"{name}: expected a string, got {value!r}"
@@ -456,6 +433,12 @@ def _number(args: Mapping[str, object], name: str) -> int:
     value = args[name]
     assert isinstance(value, int), f"{name}: expected an integer, got {value!r}"
     return value
+
+
+def _seconds(args: Mapping[str, object], name: str) -> float:
+    value = args.get(name, 0.0)
+    assert isinstance(value, int | float), f"{name}: expected seconds, got {value!r}"
+    return float(value)
 
 
 def _texts(args: Mapping[str, object], name: str) -> list[str]:

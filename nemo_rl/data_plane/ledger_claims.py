@@ -1,7 +1,7 @@
 """The ledger's rules about claims: which rows a task may have, who holds them, and when they are done.
 
-Called by `ledger.py` only. A row is handed to one consumer per task at a time; a consumer that lost its lease to
-another one is told so (`LeaseExpired`) before anything changes.
+Called by `ledger.py` only. A row is handed to one consumer per task at a time; a consumer whose lease has ended is told
+so (`LeaseExpired`) before anything changes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from nemo_rl.data_plane.ledger_state import Partition, Row, TaskCursor, group_uid
+from nemo_rl.data_plane.ledger_state import Partition, TaskCursor, group_uid
 from nemo_rl.errors import LeaseExpired, SchemaMismatch, name_some
 
 __all__ = ["Claims", "check_held", "explain", "finish_written", "parse", "pick_rows", "release"]
@@ -37,10 +37,9 @@ def pick_rows(
     picked: list[str] = []
     versions: tuple[int, ...] | None = None
     for key in cursor.pending:
-        row = partition.rows[key]
-        if not row.is_ready(needed):
+        if not partition.is_ready(key, needed):
             continue
-        its = tuple(row.cells[family].version for family in needed)
+        its = _versions(partition, key, needed)
         versions = versions or its
         if its == versions:
             picked.append(key)
@@ -64,18 +63,21 @@ def _pick_groups(
         group = partition.groups[uid]
         keys = [key for key in group.keys if key not in cursor.done]
         is_free = all(key in cursor.pending for key in keys)
-        rows = [partition.rows[key] for key in keys]
-        is_complete = group.num_put >= partition.group_size and all(row.is_ready(needed) for row in rows)
+        is_complete = group.num_put >= partition.group_size and all(partition.is_ready(key, needed) for key in keys)
         if not (is_free and is_complete):
             continue
         if len(picked) + len(keys) > batch_size:
             break
-        its = versions | {tuple(row.cells[family].version for family in needed) for row in rows}
+        its = versions | {_versions(partition, key, needed) for key in keys}
         if len(its) > 1:
             continue
         versions = its
         picked += keys
     return picked
+
+
+def _versions(partition: Partition, key: str, needed: Mapping[str, frozenset[str]]) -> tuple[int, ...]:
+    return tuple([partition.columns[family].version_of(key) for family in needed])
 
 
 def explain(
@@ -84,9 +86,9 @@ def explain(
     """Why nothing can be claimed: for the text of a deadline error."""
     late: Counter[str] = Counter()
     for key in cursor.pending:
-        cells = partition.rows[key].cells
         for family, names in needed.items():
-            late.update(n for n in names if family not in cells or not cells[family].has(frozenset((n,))))
+            column = partition.columns[family]
+            late.update(name for name in names if not column.has(key, frozenset((name,))))
     leases = {id(lease): lease for lease in cursor.leases.values() if not lease.has_lapsed}.values()
     return {
         "live": len(partition.rows),
@@ -97,28 +99,30 @@ def explain(
     }
 
 
-def check_held(partition: Partition, keys: Sequence[str], claims: Claims) -> None:
-    """Raises when a row that the caller believes to hold was handed on, finished by another, or cleared."""
+def check_held(partition: Partition, keys: Sequence[str], claims: Claims, *, now: float) -> None:
+    """Raises when the caller's lease of a row is over: handed on, finished by another, cleared, or not renewed."""
     for task_name, held in claims.items():
         cursor = partition.tasks.get(task_name)
         if cursor is not None:
-            _check_owner(cursor, task_name, {key: held[key] for key in keys if key in held})
+            _check_owner(cursor, task_name, {key: held[key] for key in keys if key in held}, now=now)
 
 
-def _check_owner(cursor: TaskCursor, task_name: str, held: Mapping[str, int]) -> None:
+def _check_owner(cursor: TaskCursor, task_name: str, held: Mapping[str, int], *, now: float) -> None:
     lost: list[str] = []
     owners: set[str] = set()
     for key, claim_id in held.items():
         lease = cursor.leases.get(key)
         if lease is not None and lease.claim_id == claim_id:
-            continue
-        if lease is None and cursor.done.get(key) in (claim_id, 0):
-            continue
-        lost.append(key)
-        if lease is not None:
+            if lease.expires > now:
+                continue
+            owners.add(f"nobody yet: no heartbeat came for {now - lease.expires:.1f} s beyond the lease")
+        elif lease is not None:
             owners.add(f"consumer {lease.consumer_id!r}")
+        elif cursor.done.get(key) in (claim_id, 0):
+            continue
         else:
             owners.add("a consumer that finished them" if key in cursor.done else "nobody: they were cleared")
+        lost.append(key)
     if lost:
         raise LeaseExpired(
             f"task {task_name!r}: the claim on {len(lost)} rows has ended; they went to "
@@ -126,25 +130,25 @@ def _check_owner(cursor: TaskCursor, task_name: str, held: Mapping[str, int]) ->
         )
 
 
-def finish_written(partition: Partition, keys: Sequence[str], rows: Sequence[Row], written: set[str]) -> None:
+def finish_written(partition: Partition, keys: Sequence[str], written: frozenset[str]) -> None:
     """Writing a task's fields is the signal that its stage is done for these rows."""
     for cursor in partition.tasks.values():
-        if not cursor.writes or not cursor.writes & written:
+        if not cursor.writes & written:
             continue
-        needed = partition.by_family(cursor.writes)
-        for key, row in zip(keys, rows, strict=True):
-            if key not in cursor.done and row.is_ready(needed):
+        needed = {} if cursor.writes <= written else partition.by_family(cursor.writes)
+        for key in keys:
+            if key not in cursor.done and partition.is_ready(key, needed):
                 cursor.finish(key)
 
 
-def release(partition: Partition, cursor: TaskCursor, *, keys: Sequence[str], claims: Claims, task_name: str) -> None:
-    """The rows are done. Rows that are done or cleared already are skipped."""
+def release(partition: Partition, task_name: str, *, keys: Sequence[str], claims: Claims, now: float) -> list[str]:
+    """The rows that a release finishes; those that are done or cleared already are skipped."""
+    cursor = partition.tasks[task_name]
     held = claims.get(task_name, {})
     live = [key for key in keys if key in partition.rows]
-    _check_owner(cursor, task_name, {key: held[key] for key in live if key in held})
+    _check_owner(cursor, task_name, {key: held[key] for key in live if key in held}, now=now)
     unfinished = [key for key in live if key not in cursor.done]
-    unclaimed = [key for key in unfinished if key not in cursor.leases]
+    unclaimed = [key for key in unfinished if key not in cursor.leases or cursor.leases[key].expires <= now]
     if unclaimed:
         raise LeaseExpired(f"task {task_name!r}: rows are not claimed by anybody: {name_some(unclaimed)}")
-    for key in unfinished:
-        cursor.finish(key)
+    return unfinished

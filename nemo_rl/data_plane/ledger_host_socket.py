@@ -17,7 +17,7 @@ from collections.abc import Mapping
 
 import msgpack
 
-from nemo_rl.data_plane.address import LedgerAddress
+from nemo_rl.data_plane.address import Handles, LedgerAddress
 from nemo_rl.data_plane.ledger import Args, Reply
 from nemo_rl.data_plane.ledger_host import LedgerService, read_reply
 from nemo_rl.errors import DataPlaneClosed, DataPlaneError, DataPlaneTimeout, to_record
@@ -128,9 +128,9 @@ class SocketLedgerHost:
     def address(self) -> LedgerAddress:
         return self._address
 
-    def call(self, op: str, args: Args, *, timeout_s: float) -> Reply:
+    def call(self, op: str, args: Args, *, timeout_s: float, handles: Handles | None = None) -> Reply:
         deadline = time.monotonic() + timeout_s
-        request = {"run": self._address.run_id, "op": op, "args": args, "timeout_s": timeout_s}
+        request = {"run": self._address.run_id, "op": op, "args": args, "handles": handles, "timeout_s": timeout_s}
         connection = None
         try:
             connection = self._take(deadline)

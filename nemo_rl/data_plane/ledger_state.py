@@ -1,25 +1,28 @@
 """Records of the ledger: partitions, rows, chunk references, cursors and leases. Plain Python, no I/O.
 
-Only `ledger.py` changes them. Invariants are written down once, in `check_invariants`.
+Only the `ledger*` modules change them. A family of a partition is a column of cells, so that whole puts and reads are
+handled by dict operations instead of loops. Invariants are written down once, in `check_invariants`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from itertools import repeat
+from typing import NamedTuple, TypeAlias
 
 from nemo_rl.data_plane.schema import FieldSpec
 
 __all__ = [
-    "Cell",
     "Chunk",
+    "FamilyColumn",
     "Group",
     "Lease",
     "Partition",
     "Piece",
     "Row",
+    "Split",
     "TagScalar",
     "TaskCursor",
     "check_invariants",
@@ -28,6 +31,9 @@ __all__ = [
 
 TagScalar: TypeAlias = str | int | float | bool | None
 
+MAX_REMEMBERED_KEYS = 65_536
+"""Cleared keys of one partition whose last version is remembered; more of them raise the version of all new rows."""
+
 
 def group_uid(key: str) -> str:
     """The group a key belongs to: all before its last `_g`; a key without one is a group of its own."""
@@ -35,52 +41,135 @@ def group_uid(key: str) -> str:
     return uid if mark else key
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Chunk:
-    """One payload in the store."""
-
-    nbytes: int
-    refs: int = 0
-    """Pieces of live rows that read from it; it is dropped at 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Where some fields of one row are."""
+    """One payload in the store: consecutive rows of one put and one family."""
 
     chunk_id: str
-    index: int
+    nbytes: int
+    fields: frozenset[str]
+    sizes: Mapping[str, int]
+    """Bytes of each field."""
+    version: int
+    """Version that its family got with this put."""
+    refs: int = 0
+    """Rows that read from it; it is dropped at 0."""
+
+
+class Piece(NamedTuple):
+    """Where some fields of one row are."""
+
+    chunk: Chunk
+    at: int
     """Row inside the chunk."""
     fields: frozenset[str]
 
 
 @dataclass(slots=True)
-class Cell:
-    """One family of one row. More than one piece only when its fields were written by different puts."""
+class Split:
+    """One family of one row whose fields were written by different puts."""
 
     version: int
     pieces: list[Piece]
 
     def has(self, fields: frozenset[str]) -> bool:
-        if len(self.pieces) == 1:
-            return fields <= self.pieces[0].fields
         return all(any(name in piece.fields for piece in self.pieces) for name in fields)
 
-    def piece_of(self, name: str) -> Piece:
-        return next(piece for piece in self.pieces if name in piece.fields)
+    def place_of(self, name: str) -> tuple[Chunk, int]:
+        return next((piece.chunk, piece.at) for piece in self.pieces if name in piece.fields)
+
+
+@dataclass(slots=True)
+class FamilyColumn:
+    """One family of a partition: key -> where its bytes are. A key is in `whole` or in `split`, or not written."""
+
+    whole: dict[str, tuple[Chunk, int]] = field(default_factory=dict)
+    split: dict[str, Split] = field(default_factory=dict)
+
+    def has(self, key: str, fields: frozenset[str]) -> bool:
+        place = self.whole.get(key)
+        if place is not None:
+            return fields <= place[0].fields
+        return key in self.split and self.split[key].has(fields)
+
+    def version_of(self, key: str) -> int:
+        """0 when nothing was written."""
+        place = self.whole.get(key)
+        if place is not None:
+            return place[0].version
+        return self.split[key].version if key in self.split else 0
+
+    def place_of(self, key: str, name: str) -> tuple[Chunk, int]:
+        return self.whole[key] if key in self.whole else self.split[key].place_of(name)
+
+    def next_version(self, keys: Sequence[str], fields: frozenset[str]) -> int:
+        """One more than the rows have when one of `fields` is rewritten; 0 when no row has any."""
+        whole = self.whole
+        chunks = {whole[key][0] for key in keys if key in whole}
+        version = max((chunk.version + (not fields.isdisjoint(chunk.fields)) for chunk in chunks), default=0)
+        for key in keys if self.split else ():
+            cell = self.split.get(key)
+            if cell is not None:
+                is_rewrite = any(not fields.isdisjoint(piece.fields) for piece in cell.pieces)
+                version = max(version, cell.version + is_rewrite)
+        return version
+
+    def attach(self, keys: Sequence[str], chunk: Chunk) -> list[Chunk]:
+        """Points rows at a new chunk; returns, for each row that left one, the chunk that it left."""
+        whole, split = self.whole, self.split
+        chunk.refs = len(keys)
+        if whole.keys().isdisjoint(keys) and (not split or split.keys().isdisjoint(keys)):
+            whole.update(zip(keys, zip(repeat(chunk), range(len(keys)), strict=False), strict=False))
+            return []
+        left: list[Chunk] = []
+        for index, key in enumerate(keys):
+            place = whole.get(key)
+            if place is None:
+                self._attach_to_split(key, index, chunk, left)
+            elif place[0].fields <= chunk.fields:
+                left.append(place[0])
+                whole[key] = (chunk, index)
+            else:
+                del whole[key]
+                old = Piece(*place, place[0].fields - chunk.fields)
+                split[key] = Split(chunk.version, [old, Piece(chunk, index, chunk.fields)])
+        return left
+
+    def _attach_to_split(self, key: str, index: int, chunk: Chunk, left: list[Chunk]) -> None:
+        cell = self.split.pop(key, None)
+        kept: list[Piece] = []
+        for old in cell.pieces if cell is not None else ():
+            rest = old.fields - chunk.fields
+            if rest:
+                kept.append(old._replace(fields=rest))
+            else:
+                left.append(old.chunk)
+        if kept:
+            self.split[key] = Split(chunk.version, [*kept, Piece(chunk, index, chunk.fields)])
+        else:
+            self.whole[key] = (chunk, index)
+
+    def remove(self, key: str) -> list[Chunk]:
+        """The chunks that the row read from."""
+        place = self.whole.pop(key, None)
+        if place is not None:
+            return [place[0]]
+        cell = self.split.pop(key, None)
+        return [piece.chunk for piece in cell.pieces] if cell is not None else []
 
 
 @dataclass(slots=True)
 class Row:
     sequence: int
     """Order of first put inside the partition."""
+    owner: str = ""
+    """Label of the client that created it."""
+    put_at: float = 0.0
+    """Seconds on the ledger's clock."""
     length: int | None = None
     tags: dict[str, TagScalar] = field(default_factory=dict)
-    cells: dict[str, Cell] = field(default_factory=dict)
-
-    def is_ready(self, needed: Mapping[str, frozenset[str]]) -> bool:
-        """Every needed field (family -> fields) is written."""
-        return all(family in self.cells and self.cells[family].has(names) for family, names in needed.items())
+    history: list[Mapping[str, object]] = field(default_factory=list)
+    """Events that named it; kept only where events are recorded."""
 
 
 @dataclass(slots=True)
@@ -114,6 +203,13 @@ class TaskCursor:
         self.done.pop(key, None)
         self._unlease(key)
 
+    def forget_all(self) -> None:
+        """All rows are gone."""
+        for lease in self.leases.values():
+            lease.keys.clear()
+        for held in (self.pending, self.done, self.leases):
+            held.clear()
+
     def finish(self, key: str) -> None:
         """The row is done."""
         self.pending.pop(key, None)
@@ -127,15 +223,16 @@ class TaskCursor:
         self.leases[key] = lease
         lease.keys.add(key)
 
-    def lapse(self, now: float, rows: Mapping[str, Row]) -> None:
-        """Rows of leases that ended without a heartbeat become pending again."""
-        lapsed = {id(lease): lease for lease in self.leases.values() if lease.expires <= now and not lease.has_lapsed}
-        if not lapsed:
-            return
-        for lease in lapsed.values():
+    def lapse(self, now: float, rows: Mapping[str, Row]) -> list[Lease]:
+        """Rows of leases that ended without a heartbeat become pending again; returns these leases."""
+        over = {id(lease): lease for lease in self.leases.values() if lease.expires <= now and not lease.has_lapsed}
+        if not over:
+            return []
+        for lease in over.values():
             lease.has_lapsed = True
             self.pending.update(dict.fromkeys(lease.keys))
         self.pending = dict.fromkeys(sorted(self.pending, key=lambda key: rows[key].sequence))
+        return list(over.values())
 
     def _unlease(self, key: str) -> None:
         lease = self.leases.pop(key, None)
@@ -153,6 +250,7 @@ class Group:
 
 @dataclass(slots=True)
 class Partition:
+    name: str
     declaration: dict[str, object]
     """The request that registered it, for idempotence and for `describe`."""
     specs: dict[str, FieldSpec]
@@ -160,24 +258,40 @@ class Partition:
     group_size: int | None
     tasks: dict[str, TaskCursor]
     rows: dict[str, Row] = field(default_factory=dict)
+    columns: dict[str, FamilyColumn] = field(default_factory=dict)
+    """Family -> its cells."""
     groups: dict[str, Group] = field(default_factory=dict)
     layouts: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     """Field -> dtype and trailing dims, settled by its first write."""
     num_put: int = 0
+    nbytes: int = 0
+    peak_rows: int = 0
+    peak_bytes: int = 0
+    field_bytes: dict[str, int] = field(default_factory=dict)
+    top_version: int = 0
+    """The highest version that any family ever had here."""
+    first_version: int = 1
+    """Version of a family that no row of a put has yet; above the versions of all rows that were forgotten."""
+    cleared: dict[str, int] = field(default_factory=dict)
+    """Cleared keys -> highest version they had: if they come back, they get a higher one."""
 
-    def add_row(self, key: str) -> Row:
-        row = Row(sequence=self.num_put)
+    def add_row(self, key: str, *, owner: str, now: float) -> Row:
+        row = Row(self.num_put, owner, now)
         self.num_put += 1
         self.rows[key] = row
-        group = self.groups.setdefault(group_uid(key), Group())
+        uid = group_uid(key)
+        group = self.groups.get(uid)
+        if group is None:
+            group = self.groups[uid] = Group()
         group.keys[key] = None
         group.num_put += 1
         for task in self.tasks.values():
             task.pending[key] = None
         return row
 
-    def remove_row(self, key: str) -> Row:
-        row = self.rows.pop(key)
+    def remove_row(self, key: str) -> list[Chunk]:
+        """Forgets a row; returns the chunks that it read from."""
+        del self.rows[key]
         uid = group_uid(key)
         group = self.groups[uid]
         del group.keys[key]
@@ -185,7 +299,34 @@ class Partition:
             del self.groups[uid]
         for task in self.tasks.values():
             task.forget(key)
-        return row
+        self.cleared[key] = max((column.version_of(key) for column in self.columns.values()), default=0)
+        return [chunk for column in self.columns.values() for chunk in column.remove(key)]
+
+    def remove_all(self) -> list[Chunk]:
+        """Forgets every row; returns the chunks of the partition, each once."""
+        chunks = {chunk for column in self.columns.values() for chunk, _ in column.whole.values()}
+        chunks |= {piece.chunk for c in self.columns.values() for cell in c.split.values() for piece in cell.pieces}
+        self.columns = {family: FamilyColumn() for family in self.columns}
+        for task in self.tasks.values():
+            task.forget_all()
+        self.rows.clear()
+        self.groups.clear()
+        return list(chunks)
+
+    def forget_cleared(self) -> None:
+        """Keeps the memory of cleared keys small: an empty partition starts above all versions that it ever gave."""
+        if not self.rows or len(self.cleared) > MAX_REMEMBERED_KEYS:
+            self.first_version = self.top_version + 1
+            self.cleared.clear()
+
+    def next_versions(self, keys: Sequence[str], written: Mapping[str, frozenset[str]]) -> dict[str, int]:
+        """Version of each family (-> its fields) after a put: the same for all rows of the put, never given before."""
+        lowest = self.first_version
+        if self.cleared:
+            lowest = max(lowest, 1 + max((self.cleared.get(key, 0) for key in keys), default=0))
+        return {
+            family: max(lowest, self.columns[family].next_version(keys, fields)) for family, fields in written.items()
+        }
 
     def by_family(self, fields: Iterable[str]) -> dict[str, frozenset[str]]:
         """Declared fields grouped by family."""
@@ -194,6 +335,14 @@ class Partition:
             grouped.setdefault(self.specs[name].family, set()).add(name)
         return {family: frozenset(names) for family, names in grouped.items()}
 
+    def is_ready(self, key: str, needed: Mapping[str, frozenset[str]]) -> bool:
+        """Every needed field (family -> fields) of the row is written."""
+        return all(self.columns[family].has(key, names) for family, names in needed.items())
+
+    def oldest_put(self) -> float | None:
+        """When the oldest live row was first put; None when there is none."""
+        return next(iter(self.rows.values())).put_at if self.rows else None
+
 
 def check_invariants(partitions: Mapping[str, Partition], chunks: Mapping[str, Chunk]) -> None:
     """Raises AssertionError when the records contradict each other (tests run it after every transition)."""
@@ -201,12 +350,15 @@ def check_invariants(partitions: Mapping[str, Partition], chunks: Mapping[str, C
     for name, partition in partitions.items():
         rows = set(partition.rows)
         assert len(rows) <= partition.num_samples, f"{name}: more rows than declared"
-        for row in partition.rows.values():
-            for family, cell in row.cells.items():
-                assert cell.version >= 1, f"{name}: family {family} without a version"
-                fields = [f for piece in cell.pieces for f in piece.fields]
-                assert len(fields) == len(set(fields)), f"{name}: a field of {family} is in two pieces"
-                refs.update(piece.chunk_id for piece in cell.pieces)
+        own: dict[str, Chunk] = {}
+        for family, column in partition.columns.items():
+            own |= _check_column(f"{name}/{family}", column, rows, refs)
+        assert partition.nbytes == sum(chunk.nbytes for chunk in own.values()), f"{name}: bytes do not add up"
+        sizes: Counter[str] = Counter()
+        for chunk in own.values():
+            sizes.update(chunk.sizes)
+            assert chunk.version <= partition.top_version, f"{name}: a version above the highest"
+        assert +sizes == +Counter(partition.field_bytes), f"{name}: bytes by field do not add up"
         grouped = {key for group in partition.groups.values() for key in group.keys}
         assert grouped == rows, f"{name}: groups and rows differ"
         for task_name, task in partition.tasks.items():
@@ -214,6 +366,19 @@ def check_invariants(partitions: Mapping[str, Partition], chunks: Mapping[str, C
     assert set(refs) == set(chunks), "chunks without rows, or rows without chunks"
     for chunk_id, chunk in chunks.items():
         assert chunk.refs == refs[chunk_id], f"chunk {chunk_id}: {chunk.refs} references, counted {refs[chunk_id]}"
+
+
+def _check_column(name: str, column: FamilyColumn, rows: set[str], refs: Counter[str]) -> dict[str, Chunk]:
+    assert not column.whole.keys() & column.split.keys(), f"{name}: a row is whole and split"
+    assert (column.whole.keys() | column.split.keys()) <= rows, f"{name}: a row that is gone has cells"
+    own = [chunk for chunk, _ in column.whole.values()]
+    for cell in column.split.values():
+        fields = [f for piece in cell.pieces for f in piece.fields]
+        assert len(fields) == len(set(fields)), f"{name}: a field is in two pieces"
+        assert cell.version >= max(piece.chunk.version for piece in cell.pieces) >= 1, f"{name}: a version went down"
+        own += [piece.chunk for piece in cell.pieces]
+    refs.update(chunk.chunk_id for chunk in own)
+    return {chunk.chunk_id: chunk for chunk in own}
 
 
 def _check_cursor(name: str, task: TaskCursor, rows: set[str]) -> None:

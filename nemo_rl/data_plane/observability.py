@@ -1,4 +1,4 @@
-"""`MetricsDataPlaneClient`: counts what a client's calls cost, without changing what they do.
+"""`MetricsDataPlaneClient`: counts what a client's calls cost and tells a callback, without changing what they do.
 
 Every process wraps its own client; the driver sums the snapshots with `merge_snapshots`. Payload (columns) and meta
 (keys, lengths and tags that cross with a call) are counted apart, so that the driver's share can be stated.
@@ -8,101 +8,58 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field
-from typing import TypeVar, cast
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
 
 import msgpack
 import torch
 from tensordict import TensorDict
 
 from nemo_rl.data_plane.address import DataPlaneAddress
+from nemo_rl.data_plane.event_callback import DataPlaneEvent, load_callback
 from nemo_rl.data_plane.interfaces import Columns, DataPlaneClient, KVBatchMeta, Tags, TagValue
+from nemo_rl.data_plane.operation_counts import OperationCount, Totals, merge_snapshots
 from nemo_rl.data_plane.ragged import object_rows, values_of
 from nemo_rl.data_plane.schema import FieldSpec
+from nemo_rl.data_plane.stage_context import current_stage
 from nemo_rl.data_plane.wire import packed_size
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.errors import DataPlaneTimeout
 
-__all__ = ["MetricsDataPlaneClient", "OperationCount", "columns_bytes", "merge_snapshots", "meta_bytes"]
+__all__ = ["DataPlaneEvent", "MetricsDataPlaneClient", "columns_bytes", "merge_snapshots", "meta_bytes"]
 
 _T = TypeVar("_T")
-
-NO_STAGE = ""
-
-
-@dataclass(slots=True)
-class OperationCount:
-    """Totals of one operation."""
-
-    count: int = 0
-    errors: int = 0
-    ms: float = 0.0
-    payload_bytes: int = 0
-    """Columns put or fetched, padding excluded."""
-    meta_bytes: int = 0
-    """Keys, lengths and tags, in their compact form."""
-
-    def add(self, other: OperationCount) -> None:
-        self.count += other.count
-        self.errors += other.errors
-        self.ms += other.ms
-        self.payload_bytes += other.payload_bytes
-        self.meta_bytes += other.meta_bytes
 
 
 @dataclass(slots=True)
 class _Cost:
-    """What one call moved; filled by the call itself."""
+    """What one call is about and what it moved; filled by the call itself."""
 
-    payload_bytes: int = 0
+    partition: str = ""
+    rows: int = 0
+    fields: tuple[str, ...] = ()
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Payload bytes by field."""
     meta_bytes: int = 0
-
-
-@dataclass(slots=True)
-class _Totals:
-    stages: dict[str, dict[str, OperationCount]] = field(default_factory=dict)
-
-    def add(self, stage: str, operation: str, cost: OperationCount) -> None:
-        self.stages.setdefault(stage, {}).setdefault(operation, OperationCount()).add(cost)
-
-    def snapshot(self) -> dict[str, object]:
-        operations: dict[str, OperationCount] = {}
-        total = OperationCount()
-        for counts in self.stages.values():
-            for operation, count in counts.items():
-                operations.setdefault(operation, OperationCount()).add(count)
-                total.add(count)
-        return {
-            "operations": {name: asdict(count) for name, count in operations.items()},
-            "stages": {s: {name: asdict(c) for name, c in counts.items()} for s, counts in self.stages.items()},
-            "payload_bytes": total.payload_bytes,
-            "meta_bytes": total.meta_bytes,
-        }
 
 
 def columns_bytes(columns: Columns) -> int:
     """Bytes of the rows themselves: tensors without padding, objects as JSON-like values."""
-    total = 0
-    for name in columns.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
-        column = columns.get(str(name))
+    return sum(_column_sizes(columns).values())
+
+
+def _column_sizes(columns: Columns) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for name in map(str, columns.keys()):
+        column = columns.get(name)
         if isinstance(column, torch.Tensor):
-            total += (values_of(column) if column.is_nested else column).nbytes
+            sizes[name] = (values_of(column) if column.is_nested else column).nbytes
         else:
-            total += len(msgpack.packb(object_rows(column)))
-    return total
-
-
-def merge_snapshots(snapshots: Iterable[Mapping[str, object]]) -> dict[str, object]:
-    """The sum of the snapshots of several processes, in the same form."""
-    merged = _Totals()
-    for snapshot in snapshots:
-        stages = cast("Mapping[str, Mapping[str, Mapping[str, float]]]", snapshot["stages"])
-        for stage, counts in stages.items():
-            for operation, count in counts.items():
-                merged.add(stage, operation, OperationCount(**count))  # type: ignore[arg-type]
-    return merged.snapshot()
+            sizes[name] = len(msgpack.packb(object_rows(column)))
+    return sizes
 
 
 class MetricsDataPlaneClient(DataPlaneClient):
@@ -118,11 +75,14 @@ class MetricsDataPlaneClient(DataPlaneClient):
     """
 
     def __init__(self, inner: DataPlaneClient) -> None:
+        """Raises ConfigError when the callback of the config does not exist."""
         self._inner = inner
-        self._is_counting = inner.address.config.observability.enabled
-        self._totals = _Totals()
+        settings = inner.address.config.observability
+        self._is_counting = settings.enabled
+        self._callback = load_callback(settings.callback)
+        self._totals = Totals()
+        self._over_read_before = 0
         self._lock = threading.Lock()
-        self._stage: ContextVar[str] = ContextVar("data_plane_stage", default=NO_STAGE)
 
     @property
     def address(self) -> DataPlaneAddress:
@@ -131,24 +91,30 @@ class MetricsDataPlaneClient(DataPlaneClient):
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Calls made inside, in this thread, are counted for stage `name`."""
-        token = self._stage.set(name)
+        token = current_stage.set(name)
         try:
             yield
         finally:
-            self._stage.reset(token)
+            current_stage.reset(token)
 
     def snapshot(self, *, reset: bool = False) -> dict[str, object]:
         """Totals since the start or the last reset.
 
         Returns:
             `operations`: name -> `OperationCount` as a dict; `stages`: stage ("" for calls outside any stage) -> the
-            same per operation; `payload_bytes` and `meta_bytes` in all.
+            same per operation; `payload_bytes` and `meta_bytes` in all; `field_bytes`: field -> payload bytes;
+            `over_read_bytes`.
         """
         with self._lock:
-            totals = self._totals
+            totals, over_read = self._totals, self._inner.counters["over_read_bytes"]
+            totals.over_read_bytes = over_read - self._over_read_before if self._is_counting else 0
             if reset:
-                self._totals = _Totals()
+                self._totals, self._over_read_before = Totals(), over_read
             return totals.snapshot()
+
+    @property
+    def counters(self) -> dict[str, int]:
+        return self._inner.counters
 
     def register_partition(
         self,
@@ -163,6 +129,7 @@ class MetricsDataPlaneClient(DataPlaneClient):
             lambda cost: self._inner.register_partition(
                 partition_id, fields, num_samples, consumer_tasks, grpo_group_size
             ),
+            _Cost(partition=partition_id),
         )
 
     def partition_fields(self, partition_id: str) -> tuple[FieldSpec, ...]:
@@ -176,21 +143,22 @@ class MetricsDataPlaneClient(DataPlaneClient):
             _add_put(cost, meta, fields)
             return meta
 
-        return self._measure("kv_batch_put", put)
+        about = _Cost(partition=partition_id, rows=len(keys), fields=tuple(map(str, fields.keys())))
+        return self._measure("kv_batch_put", put, about)
 
     def put_async(
         self, keys: Sequence[str], partition_id: str, fields: Columns, tags: Sequence[Tags] | None = None
     ) -> Future[KVBatchMeta]:
         """Counted when the put is done, for the stage that started it."""
-        stage, started = self._stage.get(), time.perf_counter()
+        stage, started = current_stage.get(), time.perf_counter()
         future = self._inner.put_async(keys, partition_id, fields, tags)
 
         def count(done: Future[KVBatchMeta]) -> None:
-            cost = _Cost()
-            has_failed = done.cancelled() or done.exception() is not None
-            if not has_failed:
+            cost = _Cost(partition=partition_id, rows=len(keys), fields=tuple(map(str, fields.keys())))
+            error = CancelledError() if done.cancelled() else done.exception()
+            if error is None:
                 _add_put(cost, done.result(), fields)
-            self._add(stage, "put_async", started, cost, has_failed=has_failed)
+            self._add(stage, "put_async", started, cost, error)
 
         future.add_done_callback(count)
         return future
@@ -198,18 +166,36 @@ class MetricsDataPlaneClient(DataPlaneClient):
     def kv_batch_get(self, keys: Sequence[str], partition_id: str, select_fields: Sequence[str]) -> TensorDict:
         def get(cost: _Cost) -> TensorDict:
             rows = self._inner.kv_batch_get(keys, partition_id, select_fields)
-            cost.payload_bytes, cost.meta_bytes = columns_bytes(rows), packed_size(keys)
+            cost.sizes, cost.meta_bytes = _column_sizes(rows), packed_size(keys)
             return rows
 
-        return self._measure("kv_batch_get", get)
+        about = _Cost(partition=partition_id, rows=len(keys), fields=tuple(select_fields))
+        return self._measure("kv_batch_get", get, about)
 
     def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
         def get(cost: _Cost) -> TensorDict:
             rows = self._inner.get_data(meta, select_fields)
-            cost.payload_bytes, cost.meta_bytes = columns_bytes(rows), packed_size(meta.keys)
+            cost.sizes, cost.meta_bytes = _column_sizes(rows), packed_size(meta.keys)
             return rows
 
-        return self._measure("get_data", get)
+        names = meta.fields if select_fields is None else tuple(select_fields)
+        return self._measure("get_data", get, _Cost(partition=meta.partition_id, rows=len(meta), fields=names))
+
+    def get_padded(
+        self,
+        meta: KVBatchMeta,
+        select_fields: Sequence[str],
+        *,
+        pad_values: Mapping[str, float],
+        pad_to: int | None = None,
+    ) -> BatchedDataDict:
+        def get(cost: _Cost) -> BatchedDataDict:
+            rows = self._inner.get_padded(meta, select_fields, pad_values=pad_values, pad_to=pad_to)
+            cost.sizes, cost.meta_bytes = _column_sizes(rows.data), packed_size(meta.keys)
+            return rows
+
+        about = _Cost(partition=meta.partition_id, rows=len(meta), fields=tuple(select_fields))
+        return self._measure("get_data", get, about)
 
     def get_meta(
         self,
@@ -232,70 +218,90 @@ class MetricsDataPlaneClient(DataPlaneClient):
                 blocking=blocking,
                 timeout_s=timeout_s,
             )
-            cost.meta_bytes = meta_bytes(meta)
+            cost.rows, cost.meta_bytes = len(meta), meta_bytes(meta)
             return meta
 
-        return self._measure("get_meta", claim)
+        about = _Cost(partition=partition_id, fields=tuple(required_fields))
+        return self._measure("get_meta", claim, about)
 
     def release(self, meta: KVBatchMeta) -> None:
         def end(cost: _Cost) -> None:
             self._inner.release(meta)
             cost.meta_bytes = packed_size(meta.keys)
 
-        self._measure("release", end)
+        self._measure("release", end, _Cost(partition=meta.partition_id, rows=len(meta)))
 
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
         return self._measure(
-            "check_consumption_status", lambda cost: self._inner.check_consumption_status(partition_id, task_names)
+            "check_consumption_status",
+            lambda cost: self._inner.check_consumption_status(partition_id, task_names),
+            _Cost(partition=partition_id),
         )
 
     def kv_list(self, partition_id: str) -> dict[str, dict[str, TagValue]]:
         def list_rows(cost: _Cost) -> dict[str, dict[str, TagValue]]:
             rows = self._inner.kv_list(partition_id)
-            cost.meta_bytes = packed_size(list(rows), None, list(rows.values()))
+            cost.rows, cost.meta_bytes = len(rows), packed_size(list(rows), None, list(rows.values()))
             return rows
 
-        return self._measure("kv_list", list_rows)
+        return self._measure("kv_list", list_rows, _Cost(partition=partition_id))
 
-    def kv_clear(self, keys: Sequence[str] | None, partition_id: str) -> None:
+    def kv_clear(self, keys: Sequence[str] | None, partition_id: str, *, reason: str = "") -> None:
         def clear(cost: _Cost) -> None:
-            self._inner.kv_clear(keys, partition_id)
+            self._inner.kv_clear(keys, partition_id, reason=reason)
             cost.meta_bytes = packed_size(keys) if keys else 0
 
-        self._measure("kv_clear", clear)
+        self._measure("kv_clear", clear, _Cost(partition=partition_id, rows=len(keys or ())))
 
-    def stats(self) -> dict[str, int | float]:
-        return self._measure("stats", lambda cost: self._inner.stats())
+    def row_owners(self, partition_id: str) -> dict[str, str]:
+        about = _Cost(partition=partition_id)
+        return self._measure("row_owners", lambda cost: self._inner.row_owners(partition_id), about)
+
+    def stats(self) -> dict[str, object]:
+        return self._measure("stats", lambda cost: self._inner.stats(), _Cost())
 
     def close(self) -> None:
-        self._measure("close", lambda cost: self._inner.close())
+        self._measure("close", lambda cost: self._inner.close(), _Cost())
 
-    def _measure(self, operation: str, action: Callable[[_Cost], _T]) -> _T:
-        cost, started, stage = _Cost(), time.perf_counter(), self._stage.get()
-        has_failed = True
+    def _measure(self, operation: str, action: Callable[[_Cost], _T], cost: _Cost) -> _T:
+        started, stage = time.perf_counter(), current_stage.get()
         try:
             result = action(cost)
-            has_failed = False
-            return result
-        finally:
-            self._add(stage, operation, started, cost, has_failed=has_failed)
+        except BaseException as error:
+            self._add(stage, operation, started, cost, error)
+            raise
+        self._add(stage, operation, started, cost, None)
+        return result
 
-    def _add(self, stage: str, operation: str, started: float, cost: _Cost, *, has_failed: bool) -> None:
-        if not self._is_counting:
-            return
-        counted = OperationCount(
-            count=1,
-            errors=int(has_failed),
-            ms=(time.perf_counter() - started) * 1e3,
-            payload_bytes=cost.payload_bytes,
-            meta_bytes=cost.meta_bytes,
-        )
-        with self._lock:
-            self._totals.add(stage, operation, counted)
+    def _add(self, stage: str, operation: str, started: float, cost: _Cost, error: BaseException | None) -> None:
+        """Counts one call and tells the callback."""
+        ms, num_bytes = (time.perf_counter() - started) * 1e3, sum(cost.sizes.values())
+        if self._is_counting:
+            counted = OperationCount.of_call(
+                ms, has_failed=error is not None, payload_bytes=num_bytes, meta_bytes=cost.meta_bytes
+            )
+            with self._lock:
+                self._totals.add(stage, operation, counted)
+                self._totals.add_fields(cost.sizes)
+        if self._callback is not None:
+            status: Literal["ok", "error", "timeout"] = "ok" if error is None else "error"
+            self._callback(
+                DataPlaneEvent(
+                    op=operation,
+                    stage=stage,
+                    partition=cost.partition,
+                    rows=cost.rows,
+                    fields=cost.fields,
+                    bytes=num_bytes,
+                    meta_bytes=cost.meta_bytes,
+                    ms=ms,
+                    status="timeout" if isinstance(error, DataPlaneTimeout) else status,
+                )
+            )
 
 
 def _add_put(cost: _Cost, meta: KVBatchMeta, fields: Columns) -> None:
-    cost.payload_bytes, cost.meta_bytes = columns_bytes(fields), meta_bytes(meta)
+    cost.sizes, cost.meta_bytes = _column_sizes(fields), meta_bytes(meta)
 
 
 def meta_bytes(meta: KVBatchMeta) -> int:

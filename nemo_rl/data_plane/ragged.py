@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from tensordict import NonTensorStack, TensorDictBase
 
+from nemo_rl.data_plane.dense import pad_rows
 from nemo_rl.data_plane.schema import TOKEN_ALIGNED_FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, Column
-from nemo_rl.errors import SchemaMismatch
+from nemo_rl.errors import SchemaMismatch, name_some
 
 __all__ = [
     "is_packed",
@@ -28,8 +29,12 @@ __all__ = [
     "response_from_nested",
     "stack_or_nest",
     "to_nested_by_length",
+    "unwrap_wire_stripped_payload",
     "values_of",
 ]
+
+
+_NO_BYTES = np.empty(0, dtype=np.uint8)
 
 
 def nest(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -53,15 +58,33 @@ def lengths_of(nested: torch.Tensor) -> torch.Tensor:
 
 
 def is_packed(nested: torch.Tensor) -> bool:
-    """Whether the rows lie end to end, without holes between them."""
-    return nested.layout is torch.jagged and cast("Any", nested).lengths() is None
+    """Whether the rows lie end to end, ragged in their first dim and without holes between them."""
+    if nested.layout is not torch.jagged:
+        return False
+    jagged = cast("Any", nested)
+    # A transposed jagged tensor has offsets too, but into another dim of its values; torch has no public accessor.
+    return jagged.lengths() is None and jagged._ragged_idx == 1
 
 
 def values_of(nested: torch.Tensor) -> torch.Tensor:
-    """`[sum(lengths), ...]`: the rows of a nested tensor laid end to end, without holes."""
+    """`[sum(lengths), ...]`: the rows of a nested tensor laid end to end, without holes.
+
+    Raises:
+        SchemaMismatch: rows that differ in more than their first dim.
+    """
     if is_packed(nested):
         return nested.values()
-    return torch.cat(list(nested.unbind()))
+    return _lay_end_to_end(list(nested.unbind()))
+
+
+def _lay_end_to_end(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    trailing = {tuple(row.shape[1:]) for row in rows}
+    if len(trailing) != 1 or len({row.dim() for row in rows}) != 1 or rows[0].dim() == 0:
+        raise SchemaMismatch(
+            f"expected rows that differ in their first dim only, got shapes "
+            f"{name_some(list(row.shape) for row in rows)}; pad the other dims"
+        )
+    return torch.cat(list(rows))
 
 
 def to_nested_by_length(padded: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -97,12 +120,16 @@ def pack_per_token_field(column: torch.Tensor, lengths: torch.Tensor) -> torch.T
 
 
 def stack_or_nest(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Rows of one shape stacked, others as a jagged nested tensor; no rows give an empty tensor."""
+    """Rows of one shape stacked, others as a jagged nested tensor; no rows give an empty tensor.
+
+    Raises:
+        SchemaMismatch: rows that differ in more than their first dim.
+    """
     if not rows:
         return torch.empty(0)
     if all(row.shape == rows[0].shape for row in rows):
         return torch.stack(list(rows))
-    return nest(torch.cat(list(rows)), torch.tensor([row.shape[0] for row in rows], dtype=torch.int64))
+    return nest(_lay_end_to_end(rows), torch.tensor([row.shape[0] for row in rows], dtype=torch.int64))
 
 
 def response_from_nested(full: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
@@ -117,24 +144,21 @@ def response_from_nested(full: torch.Tensor, response_mask: torch.Tensor) -> tor
     """
     if lengths_of(full).tolist() != lengths_of(response_mask).tolist():
         raise SchemaMismatch("response_mask: expected the row lengths of the full column")
-    mask, offsets = values_of(response_mask), offsets_of(full)
-    starts = offsets[:-1][offsets.diff() > 0]
+    mask, lengths = values_of(response_mask), lengths_of(full)
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    starts = offsets[:-1][lengths > 0]
     if bool(mask[starts].any()):
         raise SchemaMismatch("response_mask: a row starts with a response token; position 0 has no predecessor")
     counts = torch.cat([mask.new_zeros(1, dtype=torch.int64), mask.to(torch.int64).cumsum(0)])[offsets].diff()
-    return nest(full.values()[torch.nonzero(mask).squeeze(1) - 1], counts)
+    return nest(values_of(full)[torch.nonzero(mask).squeeze(1) - 1], counts)
 
 
 def pad_nested(nested: torch.Tensor, *, pad: float, width: int | None = None) -> torch.Tensor:
     """Jagged `[N, (length), ...]` -> dense `[N, width, ...]`, padded on the right; width None takes the longest row."""
     lengths, values = lengths_of(nested), values_of(nested)
-    longest = int(lengths.max()) if lengths.numel() else 0
-    target = longest if width is None else width
-    if longest > target:
-        raise SchemaMismatch(f"a row of {longest} tokens does not fit the pad target of {target}")
-    dense = torch.full((lengths.numel(), target, *values.shape[1:]), pad, dtype=values.dtype)
-    dense[torch.arange(target) < lengths[:, None]] = values
-    return dense
+    content = values.detach().contiguous().view(-1).view(torch.uint8).numpy() if values.numel() else _NO_BYTES
+    source = (content, lengths.numpy())
+    return pad_rows([source], dtype=values.dtype, trailing=tuple(values.shape[1:]), pad=pad, width=width)
 
 
 def materialize(
@@ -165,4 +189,14 @@ def object_rows(column: object) -> list[object]:
     """An object column of a TensorDict as a list."""
     rows = column.tolist() if isinstance(column, NonTensorStack | np.ndarray) else column
     assert isinstance(rows, Sequence), f"an object column is a sequence, got {type(rows).__name__}"
-    return list(rows)
+    return [unwrap_wire_stripped_payload(row) for row in rows]
+
+
+def unwrap_wire_stripped_payload(payload: object) -> object:
+    """None for a `NonTensorData` that lost its value on the wire; all else passes through.
+
+    An encoder that knows only tensors sends a `NonTensorData` as what it inherits: a TensorDict without batch dims and
+    without entries. Exactly that signature means "nothing is left".
+    """
+    is_stripped = isinstance(payload, TensorDictBase) and payload.batch_size == torch.Size() and payload.is_empty()
+    return None if is_stripped else payload

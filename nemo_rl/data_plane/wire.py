@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-__all__ = ["Packed", "pack_rows", "packed_size", "pickled_size", "unpack_rows"]
+__all__ = ["Packed", "pack_rows", "packed_size", "pickled_size", "split_key", "unpack_rows"]
 
 TagScalar: TypeAlias = str | int | float | bool | None
 TagRows: TypeAlias = Sequence[Mapping[str, TagScalar]]
@@ -64,7 +64,7 @@ def pickled_size(*values: object) -> int:
 
 
 def _pack_keys(keys: Sequence[str]) -> Packed:
-    parts = [_split_key(key) for key in keys]
+    parts = [split_key(key) for key in keys]
     known = [part for part in parts if part is not None]
     if len(known) < len(parts) or not parts:
         return ("keys", tuple(keys))
@@ -76,7 +76,7 @@ def _pack_keys(keys: Sequence[str]) -> Packed:
     return ("rows", tuple(uids), _pack_ints([numbers[uid] for uid, _ in known]), _pack_ints([i for _, i in known]))
 
 
-def _split_key(key: str) -> tuple[str, int] | None:
+def split_key(key: str) -> tuple[str, int] | None:
     """`<uid>_g<i>` as (uid, i), or None for a key that this form would not give back exactly."""
     uid, mark, digits = key.rpartition("_g")
     is_plain = bool(mark) and digits.isascii() and digits.isdigit() and len(digits) < 10

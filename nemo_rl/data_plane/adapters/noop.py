@@ -8,7 +8,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 
-from nemo_rl.data_plane.interfaces import PayloadStore, StoreHealth
+from nemo_rl.data_plane.codec import join
+from nemo_rl.data_plane.interfaces import Handles, Parts, PayloadStore, StoreHealth
 from nemo_rl.errors import DataPlaneClosed, DataPlaneError, KeysNotFound, name_some
 
 __all__ = ["NoopStore", "SharedNoopStore"]
@@ -22,21 +23,22 @@ class NoopStore(PayloadStore):
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def put(self, chunks: Mapping[str, memoryview], *, timeout_s: float) -> None:
+    def put(self, chunks: Mapping[str, Parts], *, timeout_s: float) -> None:
+        copies = {chunk_id: join(parts) for chunk_id, parts in chunks.items()}
         with self._lock:
             self._check_open()
             known = [chunk_id for chunk_id in chunks if chunk_id in self._chunks]
             if known:
                 raise DataPlaneError(f"chunk ids are used once, got again: {name_some(known)}")
-            self._chunks.update(chunks)
+            self._chunks.update(copies)
 
-    def get(self, chunk_ids: Sequence[str], *, timeout_s: float) -> list[memoryview]:
+    def get(self, chunk_ids: Sequence[str], *, timeout_s: float, handles: Handles) -> list[Parts]:
         with self._lock:
             self._check_open()
             missing = [chunk_id for chunk_id in chunk_ids if chunk_id not in self._chunks]
             if missing:
                 raise KeysNotFound(f"{len(missing)} of {len(chunk_ids)} chunks are gone: {name_some(missing)}")
-            return [self._chunks[chunk_id] for chunk_id in chunk_ids]
+            return [(self._chunks[chunk_id],) for chunk_id in chunk_ids]
 
     def drop(self, chunk_ids: Sequence[str], *, timeout_s: float) -> None:
         with self._lock:
@@ -65,11 +67,11 @@ class SharedNoopStore(PayloadStore):
     def __init__(self, store: NoopStore) -> None:
         self._store = store
 
-    def put(self, chunks: Mapping[str, memoryview], *, timeout_s: float) -> None:
+    def put(self, chunks: Mapping[str, Parts], *, timeout_s: float) -> None:
         self._store.put(chunks, timeout_s=timeout_s)
 
-    def get(self, chunk_ids: Sequence[str], *, timeout_s: float) -> list[memoryview]:
-        return self._store.get(chunk_ids, timeout_s=timeout_s)
+    def get(self, chunk_ids: Sequence[str], *, timeout_s: float, handles: Handles) -> list[Parts]:
+        return self._store.get(chunk_ids, timeout_s=timeout_s, handles=handles)
 
     def drop(self, chunk_ids: Sequence[str], *, timeout_s: float) -> None:
         self._store.drop(chunk_ids, timeout_s=timeout_s)

@@ -1,0 +1,186 @@
+"""A process's one connection to a run's Mooncake store, shared by its clients. Used by `mooncake.MooncakeStore`.
+
+Mooncake's client has dozens of threads, and closing one holds Python's interpreter lock for a second, so a process has
+one per run. The invariant: no native call starts after the connection has ended, and it is not torn down under a call;
+either would crash the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.data_plane.adapters.deadline_calls import DeadlineCalls
+from nemo_rl.data_plane.adapters.mooncake_buffers import BufferPool
+from nemo_rl.data_plane.adapters.mooncake_codes import OK
+from nemo_rl.data_plane.adapters.mooncake_master import (
+    MooncakeServers,
+    StoreAddress,
+    check_installed,
+    is_listening,
+    own_address,
+)
+from nemo_rl.errors import CapacityExceeded, DataPlaneClosed, DataPlaneError, DataPlaneTimeout
+
+__all__ = ["CLOSE_GRACE_S", "MooncakeLink"]
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+LOCAL_TIMEOUT_S = 20.0
+"""For calls that stay in this process or on this machine."""
+CLOSE_GRACE_S = 1.0
+"""For calls that are about to end; then the owner ends the servers, which ends calls that wait for them."""
+CLOSE_TIMEOUT_S = 10.0
+
+_links: dict[tuple[str, str], MooncakeLink] = {}
+"""Of this process, by run and address of the servers."""
+_links_lock = threading.Lock()
+
+
+class MooncakeLink:
+    """Mooncake's client, its transfer buffers and its calls."""
+
+    def __init__(self, config: DataPlaneConfig, *, run_id: str, address: StoreAddress) -> None:
+        """Connects; use `take`, which shares."""
+        check_installed()
+        from mooncake.store import MooncakeDistributedStore, ReplicateConfig  # noqa: PLC0415 - an optional extra
+
+        self.host = own_address(address.master)
+        self.native: Any = MooncakeDistributedStore()
+        self.placement: Any = ReplicateConfig()
+        self.placement.with_hard_pin = True
+        self.endpoint = ""
+        """Where peers reach this process's own segment; empty while it has none."""
+        self.ended = ""
+        """Why the connection cannot be used any more."""
+        self._config, self._run_id, self._address = config.mooncake, run_id, address
+        self._users = 0
+        self._mounting = threading.Lock()
+        self._calls = DeadlineCalls("mooncake")
+        self.buffers = BufferPool(
+            register=lambda at, size: self._quick(lambda: int(self.native.register_buffer(at, size))),
+            unregister=lambda at: self._quick(lambda: int(self.native.unregister_buffer(at))),
+            keep_bytes=self._config.local_buffer_bytes,
+        )
+        self._connect(min(config.timeout_s, LOCAL_TIMEOUT_S))
+
+    @classmethod
+    def take(cls, config: DataPlaneConfig, *, run_id: str, address: StoreAddress) -> MooncakeLink:
+        """This process's connection, made if there is none that works; ends when each taker has given it back.
+
+        Raises:
+            DataPlaneClosed: nothing answers at the address.
+        """
+        with _links_lock:
+            link = _links.get((run_id, str(address)))
+            if link is None or link.ended:
+                link = _links[run_id, str(address)] = cls(config, run_id=run_id, address=address)
+            link._users += 1
+            return link
+
+    def give_back(self, servers: MooncakeServers | None) -> None:
+        """One taker is done.
+
+        Args:
+            servers: given by the owner, whose close ends them, and the connection for everybody.
+        """
+        with _links_lock:
+            self._users -= 1
+            if servers is None and self._users > 0:
+                return
+            self.ended = self.ended or f"run {self._run_id!r} is closed in this process"
+            if _links.get((self._run_id, str(self._address))) is self:
+                del _links[self._run_id, str(self._address)]
+        self._end(servers)
+
+    def run(self, what: str, action: Callable[[], _T], deadline: float) -> _T:
+        """One native call; past the deadline the connection counts as broken, for the call is still inside it."""
+        if self.ended:
+            raise DataPlaneClosed(f"Mooncake cannot be used: {self.ended}")
+        try:
+            return self._calls.run(action, timeout_s=deadline - time.monotonic())
+        except DataPlaneTimeout as error:
+            self.ended = f"an earlier {what} did not end in time, so its connection is broken; build a new client"
+            raise DataPlaneTimeout(f"{what}: {error}; master {self._address.master}") from error
+
+    def mount_own_segment(self, deadline: float) -> None:
+        """This process's own memory for what it puts, made once."""
+        with self._mounting:
+            if self.endpoint:
+                return
+            size, protocol = self._config.segment_bytes, self._config.protocol
+            made = self.run("mount", lambda: self.native.allocate_and_mount_segment(size, protocol), deadline)
+            if made["ret"] != OK:
+                raise CapacityExceeded(f"data_plane.mooncake.segment_bytes: Mooncake cannot mount {size} bytes: {made}")
+            self.placement.preferred_segment = self.native.get_hostname()
+            lease = self.buffers.lease(1)
+            self.endpoint = self.run("mount", lambda: self._find_endpoint(lease.address), deadline)
+
+    def _find_endpoint(self, byte: int) -> str:
+        """Mooncake tells where a segment is reached only with an object that lies there."""
+        probes = [f"nemo_rl/{self._run_id}/probe/{self.host}:{os.getpid()}.{id(self)}"]
+        self.native.batch_put_from(probes, [byte], [1], self.placement)
+        copies = self.native.batch_get_replica_desc(probes).get(probes[0], [])
+        self.native.batch_remove(probes, force=True)
+        if not copies:
+            raise DataPlaneError(f"Mooncake did not take a first object into the segment of {self.host}")
+        return str(copies[0].get_memory_descriptor().buffer_descriptor.transport_endpoint)
+
+    def _quick(self, action: Callable[[], _T]) -> _T:
+        return self._calls.run(action, timeout_s=LOCAL_TIMEOUT_S)
+
+    def _connect(self, timeout_s: float) -> None:
+        master = self._address.master
+        # Mooncake would retry for minutes.
+        if not is_listening(master):
+            raise DataPlaneClosed(
+                f"run {self._run_id!r}: no Mooncake master listens at {master}; its owner has closed it, or "
+                "data_plane.mooncake.host is not an address that this node reaches"
+            )
+        os.environ["MC_TCP_BIND_ADDRESS"] = self.host
+        config, native = self._config, self.native
+        arguments = (self.host, "P2PHANDSHAKE", 0, 0, config.protocol, config.device_name, master)
+        try:
+            code = self._calls.run(lambda: native.setup(*arguments), timeout_s=timeout_s)
+        except BaseException:
+            self._end(None)
+            raise
+        if code != OK:
+            self._end(None)
+            raise DataPlaneClosed(f"Mooncake's client at {self.host} cannot join the master at {master}: code {code}")
+
+    def _end(self, servers: MooncakeServers | None) -> None:
+        self.buffers.close()
+        is_idle = self._calls.close(grace_s=CLOSE_GRACE_S)
+        if is_idle:
+            self._disconnect()
+        if servers is not None:
+            servers.stop()
+        if is_idle:
+            return
+        if servers is not None and self._calls.close(grace_s=CLOSE_TIMEOUT_S):
+            self._disconnect()
+            return
+        self._never_destroy()
+        logger.warning("a Mooncake call of run %s does not end; its client is left behind", self._run_id)
+
+    def _disconnect(self) -> None:
+        closing = DeadlineCalls("mooncake-close")
+        try:
+            closing.run(self.native.close, timeout_s=CLOSE_TIMEOUT_S)
+        except DataPlaneTimeout as error:
+            self._never_destroy()
+            logger.warning("Mooncake's client does not close: %s", error)
+        closing.close(grace_s=CLOSE_GRACE_S)
+
+    def _never_destroy(self) -> None:
+        """Its destructor under a running call would crash the process."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.native))

@@ -1,0 +1,218 @@
+"""`ray`, owners `producer` and `holder`: payloads in Ray's object store as numpy arrays.
+
+Readers on an object's node see it without a copy, Ray moves it between nodes. On one node all chunks of a put are one
+object, because each `ray.put` costs a millisecond; on several nodes each chunk is one, because whole objects move.
+Nobody can find an object by a chunk id: the ledger's actor keeps the references, so an object lives exactly as long as
+a row needs it. They are sent without waiting: a Ray call costs more than the ledger's socket and the store together.
+With owner `producer` the process that puts owns the objects, and they are lost when it dies;
+with `holder` an actor puts them once more and owns them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import ray
+from ray import exceptions as ray_errors
+
+from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.data_plane.address import Handles
+from nemo_rl.data_plane.interfaces import Parts, PayloadStore, StoreHealth
+from nemo_rl.data_plane.labels import owner_of
+from nemo_rl.data_plane.ledger_host_ray import NAMESPACE, ledger_actor_name
+from nemo_rl.errors import (
+    CapacityExceeded,
+    DataPlaneClosed,
+    DataPlaneTimeout,
+    KeysNotFound,
+    PayloadLost,
+    name_some,
+)
+
+__all__ = ["RayStore", "check_connected", "node_place", "owners"]
+
+
+START_TIMEOUT_S = 60.0
+"""A worker process on a busy node can take tens of seconds to import Ray."""
+PROBE_S = 1.0
+"""How long the holder may take to say that it lives."""
+
+
+class _Holder:
+    """Puts payloads again, so that they outlive their producer."""
+
+    def put(self, objects: Sequence[Sequence[Sequence[np.ndarray]]]) -> list[Any]:
+        return [ray.put(list(chunks)) for chunks in objects]
+
+    def ping(self) -> bool:
+        return True
+
+
+class RayStore(PayloadStore):
+    """Chunks in Ray's object store."""
+
+    def __init__(self, config: DataPlaneConfig, *, run_id: str, holder: Any, is_owner: bool) -> None:
+        check_connected(run_id)
+        self._chunk_bytes = config.ray.chunk_bytes
+        self._keeper = _find_actor(ledger_actor_name(run_id), run_id, "ledger")
+        self._run_id, self._holder, self._is_owner = run_id, holder, is_owner
+        self._place = node_place()
+        self._joins_chunks = sum(node["Alive"] for node in ray.nodes()) == 1
+        self._is_closed = False
+
+    @classmethod
+    def start(cls, config: DataPlaneConfig, *, run_id: str) -> RayStore:
+        """The owner's store; with owner `holder` it starts the holder actor.
+
+        Raises:
+            DataPlaneTimeout: the holder did not answer in time.
+            DataPlaneClosed: this process is not connected to Ray, or the holder died while it started.
+        """
+        if config.ray.owner != "holder":
+            return cls(config, run_id=run_id, holder=None, is_owner=True)
+        check_connected(run_id)
+        actor_class = ray.remote(_Holder)
+        holder = actor_class.options(
+            name=_holder_name(run_id), namespace=NAMESPACE, num_cpus=0, max_restarts=0, max_concurrency=4
+        ).remote()
+        store = cls(config, run_id=run_id, holder=holder, is_owner=True)
+        try:
+            store._wait("start", holder.ping.remote(), timeout_s=START_TIMEOUT_S)
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    @classmethod
+    def join(cls, config: DataPlaneConfig, *, run_id: str) -> RayStore:
+        """Another process's store of the run.
+
+        Raises:
+            DataPlaneClosed: this process is not connected to Ray, or the run's holder is gone.
+        """
+        if config.ray.owner != "holder":
+            return cls(config, run_id=run_id, holder=None, is_owner=False)
+        check_connected(run_id)
+        holder = _find_actor(_holder_name(run_id), run_id, "holder")
+        return cls(config, run_id=run_id, holder=holder, is_owner=False)
+
+    @property
+    def chunk_bytes(self) -> int | None:
+        return self._chunk_bytes
+
+    @property
+    def place(self) -> str:
+        return self._place
+
+    def put(self, chunks: Mapping[str, Parts], *, timeout_s: float) -> Handles | None:
+        self._check_open()
+        payloads = [[np.frombuffer(part, dtype=np.uint8) for part in parts] for parts in chunks.values()]
+        objects = [payloads] if self._joins_chunks else [[payload] for payload in payloads]
+        if self._holder is None:
+            references = [self._put_one(payloads) for payloads in objects]
+        else:
+            references = self._wait("put", self._holder.put.remote(objects), timeout_s=timeout_s)
+        places = [(reference, i) for reference, held in zip(references, objects, strict=True) for i in range(len(held))]
+        self._keeper.hold.remote(dict(zip(chunks, places, strict=True)))
+        return None
+
+    def get(self, chunk_ids: Sequence[str], *, timeout_s: float, handles: Handles) -> list[Parts]:
+        self._check_open()
+        deadline = time.monotonic() + timeout_s
+        lent = self._wait("lend references", self._keeper.lend.remote(list(chunk_ids)), timeout_s=timeout_s)
+        missing = [chunk_id for chunk_id in chunk_ids if chunk_id not in lent]
+        if missing:
+            raise KeysNotFound(
+                f"{len(missing)} of {len(chunk_ids)} chunks of {owners(missing)} lack a reference: {name_some(missing)}"
+            )
+        places: list[tuple[Any, int]] = [lent[chunk_id] for chunk_id in chunk_ids]
+        references = list(dict.fromkeys(reference for reference, _ in places))
+        try:
+            brought = ray.get(references, timeout=max(deadline - time.monotonic(), 0.0))
+        except ray_errors.GetTimeoutError as error:
+            raise DataPlaneTimeout(
+                f"Ray did not bring {len(chunk_ids)} chunks of {owners(chunk_ids)} within {timeout_s:.1f} s"
+            ) from error
+        except ray_errors.ObjectLostError as error:
+            raise PayloadLost(
+                f"{len(chunk_ids)} chunks cannot be read: their owner {owners(chunk_ids)} is gone "
+                f"({type(error).__name__}); data_plane.ray.owner=node or holder outlives producers"
+            ) from error
+        objects = dict(zip(references, brought, strict=True))
+        return [[part.data for part in objects[reference][index]] for reference, index in places]
+
+    def drop(self, chunk_ids: Sequence[str], *, timeout_s: float) -> None:
+        self._check_open()
+        self._keeper.let_go.remote(list(chunk_ids))
+
+    def health(self) -> StoreHealth:
+        if self._is_closed or not ray.is_initialized():
+            return StoreHealth(is_alive=False, detail="this client is closed, or Ray is")
+        if self._holder is None:
+            return StoreHealth(is_alive=True, detail="each producer owns its objects")
+        try:
+            self._wait("answer", self._holder.ping.remote(), timeout_s=PROBE_S)
+        except (DataPlaneClosed, DataPlaneTimeout) as error:
+            return StoreHealth(is_alive=False, detail=str(error))
+        return StoreHealth(is_alive=True, detail="the holder lives")
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._is_owner and self._holder is not None and ray.is_initialized():
+            ray.kill(self._holder, no_restart=True)
+
+    def _put_one(self, payloads: Sequence[Sequence[np.ndarray]]) -> Any:
+        try:
+            return ray.put(list(payloads))
+        except ray_errors.ObjectStoreFullError as error:
+            num_bytes = sum(part.nbytes for payload in payloads for part in payload)
+            raise CapacityExceeded(
+                f"Ray's object store has no room for {num_bytes} bytes; clear rows, set "
+                "data_plane.storage_capacity.bytes below it, or start Ray with a larger --object-store-memory"
+            ) from error
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise DataPlaneClosed(f"this client of run {self._run_id!r} is closed")
+        check_connected(self._run_id)
+
+    def _wait(self, what: str, reference: Any, *, timeout_s: float) -> Any:
+        try:
+            return ray.get(reference, timeout=timeout_s)
+        except ray_errors.GetTimeoutError as error:
+            raise DataPlaneTimeout(f"an actor of the store did not {what} within {timeout_s:.1f} s") from error
+        except (ray_errors.RayActorError, ray_errors.RaySystemError) as error:
+            raise DataPlaneClosed(f"run {self._run_id!r}: an actor of the store is gone: {error}") from error
+
+
+def _find_actor(name: str, run_id: str, what: str) -> Any:
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError as error:
+        raise DataPlaneClosed(f"run {run_id!r} has no {what} actor; its owner has closed it") from error
+
+
+def node_place() -> str:
+    """This process's node: its address, and enough of its id to tell nodes on one machine apart."""
+    context = ray.get_runtime_context()
+    return f"{ray.util.get_node_ip_address()}~{context.get_node_id()[:8]}"
+
+
+def owners(chunk_ids: Sequence[str]) -> str:
+    """The clients that made the chunks, in words."""
+    return name_some(dict.fromkeys(owner_of(chunk_id) for chunk_id in chunk_ids))
+
+
+def check_connected(run_id: str) -> None:
+    """Raises DataPlaneClosed unless this process is connected to Ray."""
+    if not ray.is_initialized():
+        raise DataPlaneClosed(f"run {run_id!r}: this process is not connected to Ray; call ray.init first")
+
+
+def _holder_name(run_id: str) -> str:
+    return f"holder-{run_id}"

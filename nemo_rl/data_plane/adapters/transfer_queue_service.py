@@ -1,0 +1,232 @@
+"""TransferQueue's actors: finding, starting and ending controller and storage units. Used by `transfer_queue` only.
+
+There is one TransferQueue per Ray cluster, so a controller that another run made is refused, and what a failed start
+has half made is ended: a controller without a configuration would make every later call wait for ever.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import ray
+from omegaconf import OmegaConf
+from ray import exceptions as ray_errors
+from transfer_queue import interface as tq_interface
+
+from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.errors import DataPlaneClosed, DataPlaneTimeout, ResourceError
+
+__all__ = [
+    "CONTROLLER",
+    "CONTROLLER_CPUS",
+    "CONTROLLER_NAMESPACE",
+    "CPU_WAIT_S",
+    "await_controller",
+    "bounded",
+    "dead_actors",
+    "end_actors",
+    "forget_module_state",
+    "num_units",
+    "refuse_other_controller",
+    "service_config",
+    "wait_for_cpus",
+]
+
+_T = TypeVar("_T")
+
+CONTROLLER = "TransferQueueController"
+CONTROLLER_NAMESPACE = "transfer_queue"
+CONTROLLER_CPUS = 1
+CPU_WAIT_S = 5.0
+"""Ray's view of free CPUs lags behind actors that have just ended."""
+GIVE_UP_S = 5.0
+"""How long a function that was made to fail may take to notice."""
+
+
+def num_units(config: DataPlaneConfig) -> int:
+    """Storage actors of the backend."""
+    return config.simple.num_storage_units if config.backend == "simple" else 0
+
+
+def service_config(config: DataPlaneConfig, *, run_id: str, namespace: str, mooncake: str) -> Any:
+    """What `tq.init` takes; `nemo_rl` in it is ours, and tells those that join.
+
+    Args:
+        mooncake: address of the run's Mooncake servers; empty for backend `simple`.
+    """
+    units = num_units(config)
+    backend: dict[str, object] = {
+        "storage_backend": "SimpleStorage",
+        "SimpleStorage": {"num_data_storage_units": units, "total_storage_size": None},
+    }
+    if mooncake:
+        section = config.mooncake
+        backend = {
+            "storage_backend": "MooncakeStore",
+            "MooncakeStore": {
+                "auto_init": False,  # it would kill every master of this machine, and leave its own running
+                "metadata_server": "P2PHANDSHAKE",
+                "master_server_address": mooncake.partition(",")[0],
+                "local_hostname": "",  # each process: its own node's address
+                "protocol": section.protocol,
+                "device_name": section.device_name,
+                "global_segment_size": section.segment_bytes if section.segment_owner == "producer" else 0,
+                "local_buffer_size": section.local_buffer_bytes,
+                "hard_pin": True,
+            },
+        }
+    return OmegaConf.create(
+        {
+            "nemo_rl": {"run_id": run_id, "namespace": namespace, "units": units, "mooncake": mooncake},
+            # Without polling mode an unsatisfied fetch of anybody blocks the controller's only thread for seconds.
+            "controller": {"polling_mode": True},
+            "backend": backend,
+        }
+    )
+
+
+def _find_controller() -> Any:
+    try:
+        return ray.get_actor(CONTROLLER, namespace=CONTROLLER_NAMESPACE)
+    except ValueError:
+        return None
+
+
+def _read_config(controller: Any, timeout_s: float) -> Mapping[str, Any] | None:
+    """Our part of a controller's configuration; empty for one that another program made, None while it starts.
+
+    Raises:
+        RayActorError: the controller has died.
+    """
+    try:
+        config = ray.get(controller.get_config.remote(), timeout=timeout_s)
+    except ray_errors.GetTimeoutError:
+        return None
+    return None if config is None else dict(config.get("nemo_rl", {}))
+
+
+def refuse_other_controller(run_id: str) -> None:
+    """There is one TransferQueue per Ray cluster: a second `init` would silently join the first.
+
+    Raises:
+        ResourceError: a controller exists already.
+    """
+    give_up = time.monotonic() + CPU_WAIT_S
+    while (controller := _find_controller()) is not None:
+        try:
+            ours = _read_config(controller, CPU_WAIT_S)
+        except ray_errors.RayActorError:
+            ours = None  # it is ending; its name is free in a moment
+        else:
+            other = "half made" if ours is None else f"of run {ours.get('run_id', 'another program')!r}"
+            raise ResourceError(
+                f"this Ray cluster has a TransferQueue controller already ({other}), run {run_id!r} needs its own; "
+                "end that run, or start this one on another cluster"
+            )
+        if time.monotonic() > give_up:
+            raise ResourceError("a TransferQueue controller that has ended keeps its name; restart the Ray cluster")
+        time.sleep(0.1)
+
+
+def await_controller(run_id: str, timeout_s: float) -> Mapping[str, Any]:
+    """Our part of the configuration of the run's controller.
+
+    Raises:
+        DataPlaneClosed: another run's controller, or this process is not connected to Ray.
+        DataPlaneTimeout: no controller, or one that was never finished, within `timeout_s`.
+    """
+    if not ray.is_initialized():
+        raise DataPlaneClosed(f"run {run_id!r}: this process is not connected to Ray; call ray.init first")
+    give_up = time.monotonic() + timeout_s
+    state = "there is no controller"
+    while True:
+        controller = _find_controller()
+        try:
+            ours = None if controller is None else _read_config(controller, max(give_up - time.monotonic(), 0.1))
+        except ray_errors.RayActorError:
+            controller = ours = None
+        if ours is not None:
+            if ours.get("run_id") != run_id:
+                raise DataPlaneClosed(
+                    f"the TransferQueue controller serves run {ours.get('run_id')!r}, not {run_id!r}, which has ended"
+                )
+            return ours
+        state = "its controller is not finished" if controller is not None else "there is no controller"
+        if time.monotonic() > give_up:
+            raise DataPlaneTimeout(f"attach to TransferQueue of run {run_id!r}: {state} after {timeout_s:.1f} s")
+        time.sleep(0.1)
+
+
+def wait_for_cpus(needed: int) -> None:
+    """Without CPUs for its actors, TransferQueue's start never returns."""
+    give_up = time.monotonic() + CPU_WAIT_S
+    while (free := ray.available_resources().get("CPU", 0.0)) < needed:
+        if time.monotonic() > give_up:
+            raise ResourceError(
+                f"TransferQueue needs {needed} free CPUs in Ray (controller and storage units, one each), there are "
+                f"{free:g}; raise cluster.num_cpus, or lower data_plane.simple.num_storage_units"
+            )
+        time.sleep(0.1)
+
+
+def dead_actors(namespace: str, units: int) -> list[str]:
+    """Names of the service's actors that do not live."""
+    names = [(CONTROLLER, CONTROLLER_NAMESPACE)]
+    names += [(f"TransferQueueStorageUnit#{i}", namespace) for i in range(units)]
+    dead: list[str] = []
+    for name, where in names:
+        try:
+            ray.get_actor(name, namespace=where)
+        except ValueError:
+            dead.append(name)
+    return dead
+
+
+def bounded(what: str, action: Callable[[], _T], *, timeout_s: float, give_up: Callable[[], None] = lambda: None) -> _T:
+    """Runs a blocking TransferQueue function that has no deadline of its own.
+
+    Args:
+        give_up: called past the deadline, to make the function fail; it gets a moment to end.
+    """
+    outcome: concurrent.futures.Future[_T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(action())
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=run, name=f"transfer-queue-{what}", daemon=True)
+    thread.start()
+    try:
+        return outcome.result(timeout=timeout_s)
+    except concurrent.futures.TimeoutError as error:
+        give_up()
+        thread.join(GIVE_UP_S)
+        raise DataPlaneTimeout(f"TransferQueue did not {what} within {timeout_s:.1f} s") from error
+
+
+def end_actors(namespace: str, units: int) -> None:
+    """Ends what is left of controller and units, and frees TransferQueue's module state for a new start."""
+    names = [(CONTROLLER, CONTROLLER_NAMESPACE)]
+    names += [(f"TransferQueueStorageUnit#{i}", namespace) for i in range(units)]
+    for name, where in names:
+        try:
+            ray.kill(ray.get_actor(name, namespace=where))
+        except ValueError:
+            continue
+    give_up = time.monotonic() + CPU_WAIT_S
+    while _find_controller() is not None and time.monotonic() < give_up:
+        time.sleep(0.05)
+    forget_module_state()
+
+
+def forget_module_state() -> None:
+    """Frees TransferQueue's module globals, so that this process can join or start another service."""
+    tq_interface._TQ_CLIENT = None
+    tq_interface._TQ_STORAGE = None
+    tq_interface._TQ_CONTROLLER = None
