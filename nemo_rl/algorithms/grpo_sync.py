@@ -32,7 +32,7 @@ from nemo_rl.algorithms.step_metrics import StepRecord, data_plane_metrics, step
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.sampler import PromptSampler
 from nemo_rl.data_plane.column_io import write_columns
-from nemo_rl.data_plane.factory import open_step
+from nemo_rl.data_plane.factory import check_empty, open_step
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.observability import MetricsDataPlaneClient, columns_bytes
 from nemo_rl.data_plane.wire import pickled_size
@@ -142,6 +142,7 @@ class SyncGRPOTrainer:
             chosen = self._choose(rolled.meta, scored)
             summary = self._update(chosen) if chosen is not None else None
             self._log_rollouts(number, rolled.meta, rolled.carry, scored)
+            self._drop_untrained(rolled.meta, chosen)
         self._parts.policy.end_step()
         self._step = number
         return StepRecord(
@@ -156,7 +157,16 @@ class SyncGRPOTrainer:
             seconds=time.monotonic() - started,
         )
 
-    def data_plane_stats(self) -> dict[str, int | float]:
+    def _drop_untrained(self, meta: KVBatchMeta, chosen: _Chosen | None) -> None:
+        """Clears the rows that were not trained first, so that their history says why."""
+        kept = set(chosen.meta.keys) if chosen is not None else set()
+        dropped = [key for key in meta.keys if key not in kept]
+        if dropped:
+            self._parts.client.kv_clear(
+                dropped, PARTITION, reason="not trained: no weight (equal rewards in its group)"
+            )
+
+    def data_plane_stats(self) -> dict[str, object]:
         """Live rows and bytes over the whole cluster."""
         return self._parts.client.stats()
 
@@ -243,9 +253,12 @@ class SyncGRPOTrainer:
         stage_seconds = self._timer.seconds()
         snapshots = [self._parts.client.snapshot(reset=True), self._parts.rollout.data_plane_snapshot()]
         snapshots += self._parts.policy.data_plane_snapshots()
+        stats = self.data_plane_stats()
+        if stats["live_rows"]:
+            check_empty(self._parts.client, _mapping(stats["partitions"]))
         traffic = data_plane_metrics(
             snapshots,
-            self._parts.client.stats(),
+            stats,
             driver_bytes=record.driver_bytes,
             step_seconds=record.seconds,
         )
@@ -336,7 +349,7 @@ class SyncGRPOTrainer:
 
 
 def _mapping(value: object) -> Mapping[str, object]:
-    assert isinstance(value, Mapping), f"checkpoint state: expected an object, got {type(value).__name__}"
+    assert isinstance(value, Mapping), f"expected an object, got {type(value).__name__}"
     return value
 
 

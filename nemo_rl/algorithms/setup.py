@@ -23,6 +23,7 @@ from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.sampler import PromptSampler
 from nemo_rl.data_plane.environment import transport_environment
 from nemo_rl.data_plane.factory import build_data_plane_client
+from nemo_rl.data_plane.memory_plan import memory_plan
 from nemo_rl.data_plane.observability import MetricsDataPlaneClient
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, free_port
@@ -107,11 +108,15 @@ def open_trainer(config: MasterConfig, *, console: Console) -> Iterator[SyncGRPO
 
 def _what_starts(config: MasterConfig) -> str:
     if config.cluster.launcher == "local":
-        return "starting policy, engine and rollout worker in this process"
-    return (
+        plan = memory_plan(config.active_data_plane, num_processes=1)
+        return "; ".join(filter(None, ("starting policy, engine and rollout worker in this process", plan)))
+    # The driver, the policy workers and the rollout worker have clients.
+    plan = memory_plan(config.active_data_plane, num_processes=config.cluster.num_workers + 2)
+    what = (
         f"starting Ray, {config.cluster.num_workers} policy workers, {config.policy.generation.num_replicas} engines, "
-        f"1 rollout worker, data plane {config.data_plane.impl}"
+        f"1 rollout worker, data plane {config.active_data_plane.impl}"
     )
+    return "; ".join(filter(None, (what, plan)))
 
 
 def write_resolved_config(config: MasterConfig) -> Path:
@@ -131,14 +136,15 @@ def _cluster(config: MasterConfig) -> RayVirtualCluster:
     """On GPU an engine shares its GPU and its bundle with a policy worker; on CPU engines stand on their own."""
     uses_gpu = config.cluster.gpus_per_node > 0
     storage = 0
-    if config.data_plane.impl == "transfer_queue":
-        storage = CONTROLLER_CPUS + config.data_plane.simple.num_storage_units
+    plane = config.active_data_plane
+    if plane.impl == "transfer_queue":
+        storage = CONTROLLER_CPUS + (plane.simple.num_storage_units if plane.backend == "simple" else 0)
     engines = 0 if uses_gpu else config.policy.generation.num_replicas
     return RayVirtualCluster(
         config.cluster,
         other_cpus=engines + ROLLOUT_CPUS + storage,
         cpus_per_bundle=2 if uses_gpu else 1,
-        environment=transport_environment(config.data_plane),
+        environment=transport_environment(plane),
     )
 
 
@@ -148,7 +154,9 @@ def _start(
     run_id = uuid.uuid4().hex[:12]
     groups = _local_groups(config, stack) if cluster is None else _ray_groups(config, cluster, stack)
     # The workers build while the storage actors of the data plane start.
-    client = build_data_plane_client(config.data_plane, run_id=run_id, role="owner")
+    client = build_data_plane_client(
+        config.active_data_plane, run_id=run_id, role="owner", log_dir=config.logger.log_dir
+    )
     stack.callback(client.close)
     for group in (groups.rollout, groups.engines, groups.policy):
         if isinstance(group, RayWorkerGroup):

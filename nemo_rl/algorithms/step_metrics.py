@@ -13,7 +13,7 @@ import numpy as np
 
 from nemo_rl.algorithms.grpo import ScoredRows
 from nemo_rl.config.schema import MasterConfig
-from nemo_rl.data_plane.observability import merge_snapshots
+from nemo_rl.data_plane.operation_counts import OperationCount, merge_snapshots
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.experience.payload import DriverCarry
 from nemo_rl.models.policy.lm_policy import TrainSummary
@@ -90,7 +90,7 @@ def _trained_rows(plan: PackPlan | None) -> float:
 
 def data_plane_metrics(
     snapshots: Sequence[Mapping[str, object]],
-    stats: Mapping[str, int | float],
+    stats: Mapping[str, object],
     *,
     driver_bytes: int,
     step_seconds: float,
@@ -107,7 +107,7 @@ def data_plane_metrics(
         stats: cluster-wide live rows and marks after the step.
         driver_bytes: metas, plans, row scalars and results that the driver received or sent.
     """
-    metrics = {f"data_plane/{name}": float(value) for name, value in stats.items()}
+    metrics = {f"data_plane/{name}": float(value) for name, value in stats.items() if isinstance(value, int | float)}
     merged = merge_snapshots(snapshots)
     operations = cast("Mapping[str, Mapping[str, float]]", merged["operations"])
     stages = cast("Mapping[str, Mapping[str, Mapping[str, float]]]", merged["stages"])
@@ -123,15 +123,33 @@ def data_plane_metrics(
         "data_plane/share_of_step": seconds / step_seconds,
         "data_plane/process_seconds": sum(counts["ms"] for counts in operations.values()) / 1e3,
     }
-    for name, counts in operations.items():
-        metrics[f"data_plane/{name}_calls"] = float(counts["count"])
-        metrics[f"data_plane/{name}_ms"] = counts["ms"]
+    metrics |= _operation_metrics(operations)
+    metrics |= {
+        f"data_plane/bytes/{name}": float(n) for name, n in cast("Mapping[str, int]", merged["field_bytes"]).items()
+    }
+    metrics["data_plane/over_read_bytes"] = float(cast("int", merged["over_read_bytes"]))
     stage_bytes = {
         stage: int(sum(counts["payload_bytes"] for counts in by_operation.values()))
         for stage, by_operation in stages.items()
         if stage
     }
     return Traffic(metrics=metrics, stage_bytes={stage: moved for stage, moved in stage_bytes.items() if moved})
+
+
+def _operation_metrics(operations: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Calls, bytes and durations per operation, over all processes."""
+    metrics: dict[str, float] = {}
+    for name, record in operations.items():
+        counts = OperationCount(**record)  # type: ignore[arg-type]
+        metrics |= {
+            f"data_plane/{name}/count": float(counts.count),
+            f"data_plane/{name}/errors": float(counts.errors),
+            f"data_plane/{name}/bytes": float(counts.payload_bytes),
+            f"data_plane/{name}/ms_total": counts.ms,
+            f"data_plane/{name}/ms_p50": counts.percentile_ms(0.5),
+            f"data_plane/{name}/ms_p99": counts.percentile_ms(0.99),
+        }
+    return metrics
 
 
 def _stage_ms(snapshot: Mapping[str, object], stage: str) -> float:

@@ -126,6 +126,8 @@ class RayVirtualCluster:
         else:
             os.environ.update(self._environment)
             ray.init(
+                # Without it Ray joins whatever cluster somebody else has started on this machine.
+                address="local",
                 num_cpus=self._logical_cpus(),
                 # None: Ray looks for them; a number would be believed, also where there are none.
                 num_gpus=None if self.uses_gpu else 0,

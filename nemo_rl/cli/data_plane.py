@@ -1,0 +1,218 @@
+"""`nemo-rl data-plane stat|ls|explain|bench`: looks into the data plane of a running job, or of a finished one.
+
+A running job is asked through its ledger, read-only (`stats`, `list`, `explain`); what is over is read from the event
+log in the run's folder. No payload store is opened.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from nemo_rl.cli.row_story import read_story, story_of_key
+from nemo_rl.data_plane.attach_file import ATTACH_FILE, AttachPoint, read_attach_file
+from nemo_rl.data_plane.event_log import EVENTS_FILE
+from nemo_rl.data_plane.factory import observe
+from nemo_rl.data_plane.ledger_host import LedgerHost
+from nemo_rl.errors import DataPlaneClosed, UserError, name_some
+
+__all__ = ["app"]
+
+TIMEOUT_S = 10.0
+"""One question to a running ledger."""
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "data_plane.py"
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look into the data plane of a run.")
+
+RunFolder = Annotated[
+    Path, typer.Option("--run", help=f"logger.log_dir of the run: holds {ATTACH_FILE} or {EVENTS_FILE}")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
+
+
+@app.command()
+def stat(run: RunFolder, as_json: AsJson = False) -> None:
+    """Rows and bytes, live and at their peak; of a finished run, what its event log counts."""
+    with _ledger(run) as ledger:
+        if ledger is not None:
+            stats = ledger.call("stats", {}, timeout_s=TIMEOUT_S)
+            _show(stats, _stat_lines(ledger.address.run_id, stats), as_json=as_json)
+            return
+    story = read_story(_events(run))
+    _show(story.as_record(), story.lines(), as_json=as_json)
+
+
+@app.command(name="ls")
+def list_rows(
+    run: RunFolder,
+    partition: Annotated[str | None, typer.Option("--partition", help="only this one")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Live rows with their tags and the client that made each; of a finished run, rows that were never cleared."""
+    with _ledger(run) as ledger:
+        if ledger is not None:
+            rows = _live_rows(ledger, partition)
+            _show(
+                rows,
+                [f"{r['partition']}  {r['key']}  {r['owner']}  {_words(r['tags'])}" for r in rows],
+                as_json=as_json,
+            )
+            return
+    left = read_story(_events(run)).left
+    found = [{"partition": p, "key": key} for p, keys in left.items() if partition in (None, p) for key in keys]
+    _show(found, [f"{row['partition']}  {row['key']}" for row in found] or ["no row is left"], as_json=as_json)
+
+
+@app.command()
+def explain(key: str, run: RunFolder, as_json: AsJson = False) -> None:
+    """One sample's life: made, put, read by whom, trained or dropped and why, cleared."""
+    events = run / EVENTS_FILE
+    with _ledger(run) as ledger:
+        live = [] if ledger is None else ledger.call("explain", {"key": key}, timeout_s=TIMEOUT_S)["rows"]
+    assert isinstance(live, list)
+    told = story_of_key(events, key) if events.is_file() else None
+    if told is None and not live:
+        where = f"no event of {events} names it" if events.is_file() else f"{events} does not exist"
+        raise UserError(
+            f"unknown key {key!r}: {where}; expected `<group uid>_g<index>` as `nemo-rl data-plane ls` shows it"
+        )
+    record = {"key": key, "events": told.events if told else [], "outcome": told.outcome if told else "live"}
+    lines = told.lines() if told else [line for row in live for line in _history_lines(row)]
+    lines += [line for row in live for line in _state_lines(row)]
+    _show({**record, "live": live}, lines, as_json=as_json)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(context: typer.Context) -> None:
+    """Moves a GRPO batch through the adapters: `benchmarks/data_plane.py --quick`, further options are passed on."""
+    if not BENCHMARK.is_file():
+        raise UserError(f"expected {BENCHMARK}, found nothing; benchmarks are part of a checkout: run it from one")
+    done = subprocess.run([sys.executable, str(BENCHMARK), "--quick", *context.args], check=False)
+    raise typer.Exit(done.returncode)
+
+
+@contextmanager
+def _ledger(run: Path) -> Iterator[LedgerHost | None]:
+    """The ledger of a running job; None when it has ended.
+
+    Raises:
+        UserError: the folder is not that of a run.
+    """
+    if not run.is_dir():
+        raise UserError(f"--run: {run} is no folder; pass logger.log_dir of a run")
+    point = read_attach_file(run)
+    if point is None and not (run / EVENTS_FILE).is_file():
+        raise UserError(
+            f"--run: {run} holds neither {ATTACH_FILE} (a running job) nor {EVENTS_FILE} (its event log); pass "
+            "logger.log_dir of a run with data_plane.observability.event_log=true"
+        )
+    host = None if point is None else _reach(point, run)
+    try:
+        yield host
+    finally:
+        if host is not None:
+            host.close()
+
+
+def _reach(point: AttachPoint, run: Path) -> LedgerHost | None:
+    """None when the job was killed before it could remove its file."""
+    if point.host_name != socket.gethostname():
+        raise UserError(f"{run / ATTACH_FILE}: the job runs on {point.host_name}; look into it there")
+    host = observe(point)
+    try:
+        host.call("stats", {}, timeout_s=TIMEOUT_S)
+    except DataPlaneClosed as error:
+        note = f"the job of process {point.process_id} on {point.host_name} does not answer any more ({error})"
+        _console(stderr=True).print(f"{note}; reading its log")
+        return None
+    return host
+
+
+def _events(run: Path) -> Path:
+    path = run / EVENTS_FILE
+    if not path.is_file():
+        raise UserError(
+            f"{path} does not exist: the job has ended and left no events; run with "
+            "data_plane.observability.event_log=true"
+        )
+    return path
+
+
+def _live_rows(ledger: LedgerHost, partition: str | None) -> list[dict[str, object]]:
+    partitions = ledger.call("stats", {}, timeout_s=TIMEOUT_S)["partitions"]
+    assert isinstance(partitions, dict)
+    if partition is not None and partition not in partitions:
+        raise UserError(f"--partition: unknown {partition!r}; registered: {name_some(partitions) or 'none'}")
+    rows: list[dict[str, object]] = []
+    for name in partitions if partition is None else [partition]:
+        reply = ledger.call("list", {"partition": name}, timeout_s=TIMEOUT_S)
+        keys, tags, owners = reply["keys"], reply["tags"], reply["owners"]
+        assert isinstance(keys, list) and isinstance(tags, list) and isinstance(owners, list)
+        rows += [
+            {"partition": name, "key": key, "owner": owner, "tags": tag}
+            for key, tag, owner in zip(keys, tags, owners, strict=True)
+        ]
+    return rows
+
+
+def _stat_lines(run_id: str, stats: Mapping[str, object]) -> list[str]:
+    lines = [f"run {run_id}, running"]
+    lines += [f"  {name:<18} {_number(value)}" for name, value in stats.items() if name != "partitions"]
+    partitions = stats["partitions"]
+    assert isinstance(partitions, dict)
+    for name, partition in partitions.items():
+        lines.append(
+            f"partition {name}: {partition['rows']} rows, {_number(partition['bytes'])} bytes "
+            f"(peak {partition['peak_rows']} and {_number(partition['peak_bytes'])}), "
+            f"oldest {partition['oldest_row_age_s']:.1f} s"
+        )
+        lines += [f"  {field:<28} {_number(size)} bytes" for field, size in partition["fields"].items()]
+    return lines
+
+
+def _state_lines(row: Mapping[str, object]) -> list[str]:
+    fields, tasks = row["fields"], row["tasks"]
+    assert isinstance(fields, dict) and isinstance(tasks, dict)
+    return [
+        f"now: live in partition {row['partition']} for {row['age_s']:.1f} s, made by {row['owner']}",
+        f"  tokens {row['length']}, tags {_words(row['tags'])}",
+        *(f"  field {name:<26} version {cell['version']}, chunk {cell['chunk']}" for name, cell in fields.items()),
+        *(f"  task {name}: {state}" for name, state in tasks.items()),
+    ]
+
+
+def _history_lines(row: Mapping[str, object]) -> list[str]:
+    history = row["history"]
+    assert isinstance(history, list)
+    return [f"{event['age_s']:.1f} s ago: {event['event']} by {event['who']}" for event in history]
+
+
+def _show(record: object, lines: list[str], as_json: bool) -> None:
+    console = _console()
+    if as_json:
+        console.print_json(json.dumps(record))
+        return
+    for line in lines:
+        console.print(line)
+
+
+def _console(*, stderr: bool = False) -> Console:
+    return Console(stderr=stderr, soft_wrap=True, markup=False, highlight=False)
+
+
+def _number(value: object) -> str:
+    return f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"
+
+
+def _words(tags: object) -> str:
+    assert isinstance(tags, dict)
+    return " ".join(f"{name}={value}" for name, value in tags.items()) or "none"
