@@ -158,16 +158,6 @@ def test_rows_of_a_dead_consumer_are_handed_out_again(plane: Plane) -> None:
     assert heir.keys == tuple(keys[:2])
 
 
-def test_a_heartbeat_keeps_a_claim(plane: Plane) -> None:
-    partition = plane.partition(FIELDS, tasks=TASKS)
-    put(plane, partition, keys_of(1))
-    meta = claim(plane.attach(), partition, 4, who="slow")
-    time.sleep(1.5 * LEASE_S)
-    assert claim(plane.owner, partition, 4).keys == ()
-    assert plane.owner.check_consumption_status(partition, ["train"])
-    plane.attached[0].release(meta)
-
-
 def test_a_release_needs_a_claim(plane: Plane) -> None:
     partition = plane.partition(FIELDS, tasks=TASKS)
     put(plane, partition, keys_of(1))

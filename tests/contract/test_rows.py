@@ -39,7 +39,7 @@ def test_rows_come_back_in_the_order_of_the_keys(plane: Plane) -> None:
     assert meta.keys == tuple(keys) and meta.sequence_lengths == tuple(i % 7 for i in range(160))
     assert dict(meta.versions) == {"tokens": 1, "sample_mask": 1}
     order = [159, 3, 77, 0, 78, 4]
-    rows = plane.owner.kv_batch_get([keys[i] for i in order], partition, ["sample_mask", "input_ids"])
+    rows = plane.peer.kv_batch_get([keys[i] for i in order], partition, ["sample_mask", "input_ids"])
     assert list(rows.keys()) == ["sample_mask", "input_ids"] and rows.batch_size == torch.Size([6])
     assert rows["sample_mask"].tolist() == [float(i) for i in order]
     expected = rows_of(columns["input_ids"])
@@ -55,7 +55,7 @@ def test_every_dtype_survives_bit_for_bit(plane: Plane, dtype: str) -> None:
     values = (raw % 2 if kind is torch.bool else raw * 37).view(kind)[:18].reshape(6, 3)
     x = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 4, 4, 6]))
     plane.owner.kv_batch_put(["a", "b", "c"], partition, {"x": x, "y": values[:3, 0].clone()})
-    rows = plane.owner.kv_batch_get(["a", "b", "c"], partition, ["x", "y"])
+    rows = plane.peer.kv_batch_get(["a", "b", "c"], partition, ["x", "y"])
     assert rows["x"].dtype == rows["y"].dtype == kind
     assert rows["x"].offsets().tolist() == [0, 4, 4, 6]
     assert torch.equal(rows["x"].values().contiguous().view(torch.uint8), values.contiguous().view(torch.uint8))
@@ -68,7 +68,7 @@ def test_rows_without_tokens_and_rows_larger_than_a_chunk_are_fine(plane: Plane)
     keys = keys_of(1, 6)
     column = ids_column(lengths)
     plane.owner.kv_batch_put(keys, partition, {"input_ids": column})
-    assert rows_of(plane.owner.kv_batch_get(keys, partition, ["input_ids"])["input_ids"]) == rows_of(column)
+    assert rows_of(plane.peer.kv_batch_get(keys, partition, ["input_ids"])["input_ids"]) == rows_of(column)
     assert plane.owner.stats()["live_chunks"] >= 3
 
 
@@ -77,7 +77,7 @@ def test_object_columns_keep_json_values_and_refuse_others(plane: Plane) -> None
     values = ["", "text \u00e9", None, {"a": [1, 2.5, None, True], "b": {"c": "d"}}, [[], {}], 2**62, float("inf")]
     keys = keys_of(1, len(values))
     plane.owner.kv_batch_put(keys, partition, {"info": values})
-    assert plane.owner.kv_batch_get(keys[::-1], partition, ["info"]).get("info").tolist() == values[::-1]
+    assert plane.peer.kv_batch_get(keys[::-1], partition, ["info"]).get("info").tolist() == values[::-1]
     for bad in ((1, 2), {1: 2}, b"pickle", object(), 2**70, {"a": {3}}):
         with pytest.raises(SchemaMismatch, match="JSON-like"):
             plane.owner.kv_batch_put(["x_g0"], partition, {"info": [bad]})
@@ -88,7 +88,7 @@ def test_a_read_never_gives_fewer_rows(plane: Plane) -> None:
     put_ids(plane, partition, ["a_g0", "a_g1"])
     for keys in (["a_g0", "missing_g0"], ["missing_g0"], ["missing_g0", "missing_g1", "a_g1"]):
         with pytest.raises(KeysNotFound, match="missing_g0"):
-            plane.owner.kv_batch_get(keys, partition, ["input_ids"])
+            plane.peer.kv_batch_get(keys, partition, ["input_ids"])
 
 
 def test_a_read_never_gives_fewer_fields(plane: Plane) -> None:
@@ -96,14 +96,14 @@ def test_a_read_never_gives_fewer_fields(plane: Plane) -> None:
     put_ids(plane, partition, ["a_g0", "a_g1"])
     for fields in (["sample_mask"], ["input_ids", "sample_mask"]):
         with pytest.raises(FieldNotProduced, match="sample_mask"):
-            plane.owner.kv_batch_get(["a_g0"], partition, fields)
+            plane.peer.kv_batch_get(["a_g0"], partition, fields)
     plane.owner.kv_batch_put(["a_g0"], partition, {"sample_mask": torch.ones(1)})
     with pytest.raises(FieldNotProduced, match="1 of 2 rows: a_g1"):
-        plane.owner.kv_batch_get(["a_g0", "a_g1"], partition, ["input_ids", "sample_mask"])
+        plane.peer.kv_batch_get(["a_g0", "a_g1"], partition, ["input_ids", "sample_mask"])
     with pytest.raises(SchemaMismatch, match="advantages"):
-        plane.owner.kv_batch_get(["a_g0"], partition, ["input_ids", "advantages"])
+        plane.peer.kv_batch_get(["a_g0"], partition, ["input_ids", "advantages"])
     with pytest.raises(SchemaMismatch, match="distinct fields"):
-        plane.owner.kv_batch_get(["a_g0"], partition, [])
+        plane.peer.kv_batch_get(["a_g0"], partition, [])
 
 
 def test_duplicate_keys_are_refused_and_nothing_is_written(plane: Plane) -> None:
@@ -113,7 +113,7 @@ def test_duplicate_keys_are_refused_and_nothing_is_written(plane: Plane) -> None
     assert plane.owner.kv_list(partition) == {}
     put_ids(plane, partition, ["a_g0"])
     with pytest.raises(SchemaMismatch, match="duplicate keys"):
-        plane.owner.kv_batch_get(["a_g0", "a_g0"], partition, ["input_ids"])
+        plane.peer.kv_batch_get(["a_g0", "a_g0"], partition, ["input_ids"])
 
 
 @pytest.mark.parametrize(
@@ -178,8 +178,8 @@ def test_a_put_over_the_declared_rows_leaves_nothing(plane: Plane) -> None:
     partition = plane.partition(num_samples=3)
     put_ids(plane, partition, ["a", "b"])
     chunks = plane.owner.stats()["live_chunks"]
-    with pytest.raises(CapacityExceeded, match="2 new rows beside 2"):
-        put_ids(plane, partition, ["b", "c", "d"])
+    with pytest.raises(CapacityExceeded, match="can never fit: 4 rows in one put are more than the num_samples = 3"):
+        put_ids(plane, partition, ["c", "d", "e", "f"])
     assert list(plane.owner.kv_list(partition)) == ["a", "b"] and plane.owner.stats()["live_chunks"] == chunks
     put_ids(plane, partition, ["c"])
 
@@ -191,10 +191,10 @@ def test_a_rewrite_gives_a_new_version_and_old_metas_fail(plane: Plane) -> None:
     new = plane.owner.kv_batch_put(keys[2:5], partition, {"sample_mask": torch.full((3,), 7.0)})
     assert dict(new.versions) == {"sample_mask": 2}
     with pytest.raises(VersionMismatch, match="'sample_mask' was rewritten"):
-        plane.owner.get_data(old, ["sample_mask"])
-    assert len(plane.owner.get_data(old, ["input_ids"])) == 8
-    assert plane.owner.get_data(new)["sample_mask"].tolist() == [7.0] * 3
-    masks = plane.owner.kv_batch_get(keys, partition, ["sample_mask"])["sample_mask"]
+        plane.peer.get_data(old, ["sample_mask"])
+    assert len(plane.peer.get_data(old, ["input_ids"])) == 8
+    assert plane.peer.get_data(new)["sample_mask"].tolist() == [7.0] * 3
+    masks = plane.peer.kv_batch_get(keys, partition, ["sample_mask"])["sample_mask"]
     assert masks.tolist() == [1, 1, 7, 7, 7, 1, 1, 1]
 
 
@@ -204,11 +204,11 @@ def test_a_column_added_to_a_family_does_not_change_its_version(plane: Plane) ->
     first = plane.owner.kv_batch_put(keys, partition, {"a": torch.arange(4)})
     second = plane.owner.kv_batch_put(keys[:2], partition, {"b": torch.arange(2)})
     assert dict(first.versions) == dict(second.versions) == {"extras": 1}
-    assert plane.owner.get_data(first)["a"].tolist() == [0, 1, 2, 3]
-    both = plane.owner.kv_batch_get(keys[:2], partition, ["b", "a"])
+    assert plane.peer.get_data(first)["a"].tolist() == [0, 1, 2, 3]
+    both = plane.peer.kv_batch_get(keys[:2], partition, ["b", "a"])
     assert both["a"].tolist() == both["b"].tolist() == [0, 1]
     assert dict(plane.owner.kv_batch_put(keys[:1], partition, {"a": torch.tensor([9])}).versions) == {"extras": 2}
-    assert plane.owner.kv_batch_get(keys[:2], partition, ["a"])["a"].tolist() == [9, 1]
+    assert plane.peer.kv_batch_get(keys[:2], partition, ["a"])["a"].tolist() == [9, 1]
 
 
 def test_chunks_are_freed_with_their_last_row(plane: Plane) -> None:
@@ -287,21 +287,21 @@ def test_rows_are_copies_on_both_sides(plane: Plane) -> None:
     partition, source = plane.partition(), torch.arange(4.0)
     plane.owner.kv_batch_put(keys_of(1), partition, {"sample_mask": source})
     source.zero_()
-    first = plane.owner.kv_batch_get(keys_of(1), partition, ["sample_mask"])["sample_mask"]
+    first = plane.peer.kv_batch_get(keys_of(1), partition, ["sample_mask"])["sample_mask"]
     assert first.tolist() == [0, 1, 2, 3]
     first.zero_()
-    assert plane.owner.kv_batch_get(keys_of(1), partition, ["sample_mask"])["sample_mask"].tolist() == [0, 1, 2, 3]
+    assert plane.peer.kv_batch_get(keys_of(1), partition, ["sample_mask"])["sample_mask"].tolist() == [0, 1, 2, 3]
 
 
 def test_no_rows_are_a_batch_too(plane: Plane) -> None:
     partition = plane.partition(["input_ids", "sample_mask", TEXT])
     meta = plane.owner.kv_batch_put([], partition, {"sample_mask": torch.zeros(0), "prompt_text": []})
     assert len(meta) == 0
-    rows = plane.owner.kv_batch_get([], partition, ["input_ids", "sample_mask", "prompt_text"])
+    rows = plane.peer.kv_batch_get([], partition, ["input_ids", "sample_mask", "prompt_text"])
     assert rows.batch_size == torch.Size([0]) and set(rows.keys()) == {"input_ids", "sample_mask", "prompt_text"}
     assert rows["input_ids"].dtype == torch.int32 and rows["sample_mask"].dtype == torch.float32
     plane.owner.kv_batch_put(["a", "b"], partition, {"input_ids": ids_column([0, 0])})
-    assert rows_of(plane.owner.kv_batch_get(["b", "a"], partition, ["input_ids"])["input_ids"]) == [[], []]
+    assert rows_of(plane.peer.kv_batch_get(["b", "a"], partition, ["input_ids"])["input_ids"]) == [[], []]
 
 
 def test_a_tensordict_of_columns_strided_rows_and_gradients_are_accepted(plane: Plane) -> None:
@@ -311,7 +311,7 @@ def test_a_tensordict_of_columns_strided_rows_and_gradients_are_accepted(plane: 
     columns = TensorDict({"sample_mask": mask, "prompt_text": ["a", "b", "c", "d"]}, batch_size=[4])
     plane.owner.kv_batch_put(keys_of(1), partition, columns)
     plane.owner.kv_batch_put(keys_of(1), partition, {"input_ids": strided})
-    rows = plane.owner.kv_batch_get(keys_of(1), partition, ["sample_mask", "prompt_text", "input_ids"])
+    rows = plane.peer.kv_batch_get(keys_of(1), partition, ["sample_mask", "prompt_text", "input_ids"])
     assert rows["sample_mask"].tolist() == [0, 2, 4, 6] and not rows["sample_mask"].requires_grad
     assert rows.get("prompt_text").tolist() == ["a", "b", "c", "d"]
     assert rows_of(rows["input_ids"]) == [[0, 1, 2], [0], [0, 1, 2], [0]]
@@ -323,7 +323,7 @@ def test_background_puts_deliver_metas_and_errors(plane: Plane) -> None:
         plane.owner.put_async([f"k{i}"], partition, {"sample_mask": torch.full((1,), float(i))}) for i in range(8)
     ]
     assert [future.result(timeout=20).keys for future in futures] == [(f"k{i}",) for i in range(8)]
-    rows = plane.owner.kv_batch_get([f"k{i}" for i in range(8)], partition, ["sample_mask"])
+    rows = plane.peer.kv_batch_get([f"k{i}" for i in range(8)], partition, ["sample_mask"])
     assert rows["sample_mask"].tolist() == [float(i) for i in range(8)]
     with pytest.raises(SchemaMismatch):
         plane.owner.put_async(["x"], partition, {"sample_mask": torch.ones(2)}).result(timeout=20)
@@ -339,7 +339,7 @@ def test_another_client_reads_what_one_wrote_and_its_close_ends_only_itself(plan
     other.close()
     with pytest.raises(DataPlaneError, match="closed"):
         other.kv_list(partition)
-    assert rows_of(plane.owner.kv_batch_get(["b"], partition, ["input_ids"])["input_ids"]) == [[0, 1]]
+    assert rows_of(plane.peer.kv_batch_get(["b"], partition, ["input_ids"])["input_ids"]) == [[0, 1]]
     put_ids(plane, partition, ["c"])
 
 
@@ -362,7 +362,7 @@ def test_threads_share_a_client(plane: Plane) -> None:
             keys = [f"w{worker}t{turn}_g{i}" for i in range(5)]
             start = worker * 1000 + turn
             plane.owner.kv_batch_put(keys, partition, {"input_ids": ids_column([2] * 5, start=start)})
-            rows = plane.owner.kv_batch_get(keys, partition, ["input_ids"])
+            rows = plane.peer.kv_batch_get(keys, partition, ["input_ids"])
             assert rows["input_ids"].values().tolist() == list(range(start, start + 10))
             plane.owner.kv_clear(keys, partition)
 
@@ -384,7 +384,7 @@ def test_reads_that_meet_a_rewrite_or_a_clear_are_whole(plane: Plane) -> None:
         done = pool.submit(rewrite)
         while not done.done():
             try:
-                rows = plane.owner.kv_batch_get(keys, partition, ["sample_mask"])
+                rows = plane.peer.kv_batch_get(keys, partition, ["sample_mask"])
             except KeysNotFound:
                 break
             assert len(set(rows["sample_mask"].tolist())) == 1

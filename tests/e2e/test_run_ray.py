@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.console import Console
 from nemo_rl.algorithms.run import run
 from nemo_rl.distributed import worker_groups
 from nemo_rl.distributed.worker_groups import Call, RayWorkerGroup
+from tests.helpers import mooncake
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 
@@ -41,13 +43,33 @@ def learning(row: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in row.items() if not name.startswith("data_plane/")}
 
 
-def test_transfer_queue_with_the_ledger_in_an_actor_gives_the_numbers_of_one_process(tmp_path, model):
-    one_process = train(write_recipe(tmp_path / "noop", model), LOCAL)
-    over_ray = train(write_recipe(tmp_path / "tq", model), {"cluster.cpu_workers_per_node": "1"})
-    assert len(one_process) == 3
-    for ours, theirs in zip(over_ray, one_process, strict=True):
+@pytest.fixture(scope="module")
+def in_one_process(tmp_path_factory, model) -> list[dict[str, float]]:
+    os.chdir(Path(__file__).parents[2])
+    rows = train(write_recipe(tmp_path_factory.mktemp("noop"), model), LOCAL)
+    assert len(rows) == 3
+    return rows
+
+
+RAY = {"cluster.cpu_workers_per_node": "1"}
+STORES = {
+    "off": {**RAY, "data_plane.enabled": "false"},
+    "ray-node": {**RAY, "data_plane.impl": "ray", "data_plane.ray.owner": "node"},
+    "transfer_queue": {**RAY, "data_plane.impl": "transfer_queue"},
+    "transfer_queue-mooncake": {**RAY, "data_plane.impl": "transfer_queue", "data_plane.backend": "mooncake_cpu"},
+    "shm": {**LOCAL, "data_plane.impl": "shm"},
+    "mooncake": {**LOCAL, "data_plane.impl": "mooncake"},
+}
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_every_store_gives_the_numbers_of_one_process(tmp_path, model, in_one_process, name):
+    if "mooncake" in name and (why := mooncake.why_not()):
+        pytest.skip(why)
+    rows = train(write_recipe(tmp_path, model), STORES[name])
+    for ours, theirs in zip(rows, in_one_process, strict=True):
         assert learning(ours) == learning(theirs), "loss, gradient norm and metrics must be bit-identical"
-    assert all(row["data_plane/live_rows"] == 0 for row in over_ray)
+    assert all(row["data_plane/live_rows"] == 0 for row in rows)
 
 
 def bulk_in(value: object, num_rows: int) -> Iterator[str]:

@@ -7,26 +7,54 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import ray
 import torch
 
-from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.config.data_plane import DataPlaneConfig, RayStoreConfig
+from nemo_rl.data_plane import stores
 from nemo_rl.data_plane.environment import transport_environment
 from nemo_rl.data_plane.factory import attach_data_plane, build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.ragged import nest
 from nemo_rl.errors import DataPlaneClosed
-
-PLANES = ("noop", "noop-socket", "transfer_queue")
+from tests.helpers import mooncake
+from tests.helpers.peers import PEERS, Mode, Peer
 
 NOOP = DataPlaneConfig(impl="noop", timeout_s=20.0)
-CONFIGS = {
-    "noop": NOOP,
-    "noop-socket": NOOP.model_copy(update={"ledger_host": "socket"}),
-    "transfer_queue": DataPlaneConfig(impl="transfer_queue", timeout_s=20.0),
+
+
+@dataclass(frozen=True)
+class PlaneKind:
+    """One adapter under the contract suite."""
+
+    config: DataPlaneConfig
+    modes: tuple[Mode, ...]
+    """Where the other client lives; the suite runs once for each."""
+
+    @property
+    def needs_ray(self) -> bool:
+        return self.config.impl in ("ray", "transfer_queue") or "actors" in self.modes
+
+
+PLANES: dict[str, PlaneKind] = {
+    "noop": PlaneKind(NOOP, ("threads",)),
+    "noop-socket": PlaneKind(NOOP.model_copy(update={"ledger_host": "socket"}), ("threads",)),
+    "shm": PlaneKind(DataPlaneConfig(impl="shm", timeout_s=20.0), ("threads", "processes")),
+    "ray-producer": PlaneKind(DataPlaneConfig(impl="ray", timeout_s=20.0), ("actors",)),
+    "ray-holder": PlaneKind(
+        DataPlaneConfig(impl="ray", ray=RayStoreConfig(owner="holder"), timeout_s=20.0), ("actors",)
+    ),
+    "ray-node": PlaneKind(DataPlaneConfig(impl="ray", ray=RayStoreConfig(owner="node"), timeout_s=20.0), ("actors",)),
+    "transfer_queue": PlaneKind(DataPlaneConfig(impl="transfer_queue", timeout_s=20.0), ("actors",)),
+    "mooncake": PlaneKind(mooncake.small_config(segment_bytes=96 << 20), ("threads", "processes")),
+    "transfer_queue-mooncake": PlaneKind(mooncake.under_transfer_queue(segment_bytes=96 << 20), ("actors",)),
+    "mooncake-ray": PlaneKind(mooncake.small_config(segment_bytes=96 << 20), ("actors",)),
 }
+"""Each adapter once; a new one is added here, and the whole suite runs over it."""
+CONFIGS = {name: kind.config for name, kind in PLANES.items()}
 LEASE_S = 1.0
 
 
@@ -36,13 +64,37 @@ class Plane:
 
     name: str
     owner: DataPlaneClient
+    mode: Mode = "threads"
     attached: list[DataPlaneClient] = field(default_factory=list)
     partitions: list[str] = field(default_factory=list)
+    _peer: Peer | None = None
+    _guest: Peer | None = None
 
     def attach(self) -> DataPlaneClient:
         client = attach_data_plane(self.owner.address)
         self.attached.append(client)
         return client
+
+    @property
+    def peer(self) -> Peer:
+        """The other client, in another process if the mode says so. The same one for the life of the plane."""
+        if self._peer is None:
+            self._peer = PEERS[self.mode](self.owner.address)
+        return self._peer
+
+    def guest(self) -> Peer:
+        """One more client with a process of its own, for tests that close or kill it."""
+        if self._guest is None:
+            self._guest = PEERS[self.mode](self.owner.address)
+        else:
+            self._guest.reopen()
+        return self._guest
+
+    def kill_guest(self) -> None:
+        """Its process ends at once: no client is closed."""
+        assert self._guest is not None
+        guest, self._guest = self._guest, None
+        guest.kill()
 
     def partition(
         self, fields: Sequence[object] = ("input_ids", "sample_mask"), *, tasks: Sequence[str] = (), **options: object
@@ -62,11 +114,13 @@ class Plane:
         self.attached, self.partitions = [], []
         left = {name: value for name, value in self.owner.stats().items() if name.startswith("live")}
         assert left == {"live_rows": 0, "live_bytes": 0, "live_chunks": 0}
+        assert not stored_chunks(self), "the ledger has let go of chunks that the store still has"
 
 
 @contextmanager
 def ray_cluster(num_cpus: int = 8) -> Iterator[None]:
     ray.init(
+        address="local",
         num_cpus=num_cpus,
         include_dashboard=False,
         log_to_driver=False,
@@ -81,13 +135,29 @@ def ray_cluster(num_cpus: int = 8) -> Iterator[None]:
         ray.shutdown()
 
 
+def with_small_chunks(config: DataPlaneConfig, chunk_bytes: int = 1024) -> DataPlaneConfig:
+    """So that a test's few rows fill several chunks."""
+    small = {"chunk_bytes": chunk_bytes}
+    sections = {name: getattr(config, name).model_copy(update=small) for name in ("ray", "shm", "mooncake")}
+    return config.model_copy(update={**small, **sections})
+
+
 @contextmanager
-def open_plane(name: str, *, lease_s: float = LEASE_S, **changes: object) -> Iterator[Plane]:
-    config = CONFIGS[name].model_copy(update={"lease_s": lease_s, "chunk_bytes": 1024, **changes})
-    client = build_data_plane_client(config, run_id=f"run-{uuid.uuid4().hex[:8]}")
+def open_plane(
+    name: str, *, mode: Mode = "threads", lease_s: float = LEASE_S, validate: bool = True, **changes: object
+) -> Iterator[Plane]:
+    """A data plane of its own; its ledger checks its invariants after each request, unless told otherwise."""
+    if "mooncake" in name and mooncake.why_not():
+        pytest.skip(mooncake.why_not())
+    config = with_small_chunks(CONFIGS[name]).model_copy(update={"lease_s": lease_s, **changes})
+    client = build_data_plane_client(config, run_id=f"run-{uuid.uuid4().hex[:8]}", validate=validate)
+    plane = Plane(name, client, mode)
     try:
-        yield Plane(name, client)
+        yield plane
     finally:
+        for peer in (plane._peer, plane._guest):
+            if peer is not None:
+                peer.end()
         client.close()
 
 
@@ -103,6 +173,19 @@ def rows_of(column: torch.Tensor) -> list[list[object]]:
 
 def keys_of(num_groups: int, group_size: int = 4, *, prefix: str = "u") -> list[str]:
     return [f"{prefix}{group}_g{i}" for group in range(num_groups) for i in range(group_size)]
+
+
+def stored_chunks(plane: Plane) -> list[str]:
+    """Chunks that the payload store holds, for stores of this process and of this node's shared memory."""
+    run_id = plane.owner.address.run_id
+    if plane.owner.address.config.impl == "noop":
+        return list(stores._noop_stores[run_id]._chunks)
+    return [str(path) for folder in segments(run_id) for path in Path(folder).glob("live/*")]
+
+
+def segments(run_id: str) -> list[str]:
+    """What a run has in the node's shared memory."""
+    return sorted(str(path) for path in Path("/dev/shm").glob(f"*{run_id}*"))
 
 
 def wait_until(condition: Callable[[], bool], *, timeout_s: float = 10.0) -> None:

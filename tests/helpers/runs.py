@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -18,7 +19,16 @@ from nemo_rl.utils.trackers.jsonl import read_metrics
 ROOT = Path(__file__).parents[2]
 LOCAL = {"cluster.launcher": "local", "cluster.cpu_workers_per_node": "1", "data_plane.impl": "noop"}
 """Everything in one process."""
-OWN_TIME = ("timing/", "data_plane/seconds", "data_plane/process_seconds", "data_plane/share_of_step", "_ms", "_per_s")
+OWN_TIME = (
+    "timing/",
+    "data_plane/seconds",
+    "data_plane/process_seconds",
+    "data_plane/share_of_step",
+    "/ms_",
+    "age_s",
+    "_ms",
+    "_per_s",
+)
 """Metrics that differ from run to run."""
 
 
@@ -88,6 +98,8 @@ def start_cli(recipe: Path, *overrides: str) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # A shell that runs the tests in the background ignores Ctrl-C, which its children inherit.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
     )
 
 

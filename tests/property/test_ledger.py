@@ -6,15 +6,27 @@ import itertools
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
 
 from nemo_rl.data_plane.ledger import Ledger
+from nemo_rl.data_plane.schema import FIELDS as FieldTable
 from nemo_rl.data_plane.schema import resolve_fields, spec_to_record
 
 LEASE_S = 10.0
 CAPACITY = 24
 KEYS = [f"u{group}_g{i}" for group in range(5) for i in range(3)]
-FIELDS = ["input_ids", "sample_mask", "prev_logprobs"]
+FIELDS = ["input_ids", "token_mask", "sample_mask", "prev_logprobs"]
+FAMILIES = {name: FieldTable[name].family for name in FIELDS}
+"""The first two travel in one family, the others in families of their own."""
 
 
 class LedgerHistory(RuleBasedStateMachine):
@@ -29,6 +41,8 @@ class LedgerHistory(RuleBasedStateMachine):
         self.ids = itertools.count()
         self.rows: dict[str, dict[str, int]] = {}  # key -> field -> value of its latest put
         self.chunks: dict[str, list[tuple[str, str, int]]] = {}  # chunk -> rows (key, field, value)
+        self.versions: dict[tuple[str, str], int] = {}  # key, family -> highest version ever seen
+        self.spent: dict[tuple[str, str], int] = {}  # key, family -> highest version when it was last cleared
         self.done: dict[str, int] = {}  # key -> claim it was released under
         self.holders: dict[str, tuple[int, float]] = {}  # key -> claim, time it lapses
 
@@ -46,7 +60,7 @@ class LedgerHistory(RuleBasedStateMachine):
 
     @rule(keys=st.lists(st.sampled_from(KEYS), unique=True, min_size=1, max_size=6), field=st.sampled_from(FIELDS))
     def put(self, keys: list[str], field: str) -> None:
-        family = {"input_ids": "tokens"}.get(field, field)
+        family = FAMILIES[field]
         half = (len(keys) + 1) // 2
         spans = [(0, half), (half, len(keys) - half)] if len(keys) > 1 else [(0, 1)]
         values = {key: next(self.ids) for key in keys}
@@ -55,7 +69,7 @@ class LedgerHistory(RuleBasedStateMachine):
             chunk_id = f"c{next(self.ids)}"
             chunks.append(
                 {"id": chunk_id, "family": family, "fields": [field], "first": first, "rows": count, "nbytes": 1}
-                | {"layouts": {}}
+                | {"layouts": {}, "sizes": [1]}
             )
         reply = self.ask(
             "commit", keys=keys, lengths=None, tags=None, chunks=chunks, claims={}, may_create=field != "prev_logprobs"
@@ -66,8 +80,14 @@ class LedgerHistory(RuleBasedStateMachine):
         for chunk in chunks:
             span = keys[chunk["first"] : chunk["first"] + chunk["rows"]]
             self.chunks[chunk["id"]] = [(key, field, values[key]) for key in span]
+        version = reply["ok"]["versions"][family]
         for key in keys:
-            self.rows.setdefault(key, {})[field] = values[key]
+            is_fresh = field not in self.rows.setdefault(key, {})
+            self.rows[key][field] = values[key]
+            before = self.versions.get((key, family), 0)
+            assert version > self.spent.get((key, family), 0), "an old meta could match a row that came back"
+            assert version > before or (version == before and is_fresh), "an old meta could match a new row"
+            self.versions[key, family] = version
         self.forget_dropped(reply["ok"]["drop"])
 
     @rule(target=claims, who=st.sampled_from("ab"), count=st.integers(3, 7))
@@ -89,7 +109,9 @@ class LedgerHistory(RuleBasedStateMachine):
         claim_id, keys = claim
         reply = self.ask("release", task="t", keys=keys, claims={"t": dict.fromkeys(keys, claim_id)})
         live = [key for key in keys if key in self.rows]
-        lost = [key for key in live if self.done.get(key, self.holders.get(key, (0, 0))[0]) != claim_id]
+        held = {key for key in live if self.holders.get(key, (0, 0.0)) > (claim_id, self.now)}
+        held &= {key for key in live if self.holders.get(key, (0, 0.0))[0] == claim_id}
+        lost = [key for key in live if self.done.get(key) != claim_id and key not in held]
         if lost:
             assert reply["error"]["kind"] == "LeaseExpired"
             return
@@ -110,6 +132,7 @@ class LedgerHistory(RuleBasedStateMachine):
         reply = self.ask("clear", keys=keys)["ok"]
         gone = [key for key in (self.rows if keys is None else set(keys)) if key in self.rows]
         assert reply["rows"] == len(gone)
+        self.spent |= {where: version for where, version in self.versions.items() if where[0] in gone}
         for key in gone:
             for held in (self.rows, self.done, self.holders):
                 held.pop(key, None)
@@ -134,6 +157,18 @@ class LedgerHistory(RuleBasedStateMachine):
             ]
             assert found == [(key, field, self.rows[key][field]) for key in keys]
 
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data(), field=st.sampled_from(FIELDS))
+    def read_written_rows(self, data: st.DataObject, field: str) -> None:
+        written = [key for key in self.rows if field in self.rows[key]]
+        if written:
+            self.read(data.draw(st.lists(st.sampled_from(written), unique=True, min_size=1)), field)
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def clear_live_rows(self, data: st.DataObject) -> None:
+        self.clear(data.draw(st.lists(st.sampled_from(list(self.rows)), unique=True, max_size=3)))
+
     def forget_dropped(self, chunk_ids: list[str]) -> None:
         for chunk_id in chunk_ids:
             gone = self.chunks.pop(chunk_id)
@@ -142,6 +177,8 @@ class LedgerHistory(RuleBasedStateMachine):
     @invariant()
     def counts_agree(self) -> None:
         stats = self.ask("stats")["ok"]
+        partition = stats["partitions"]["p"]
+        assert partition["rows"] == len(self.rows) and sum(partition["fields"].values()) == stats["live_bytes"]
         assert stats["live_rows"] == len(self.rows) and stats["live_chunks"] == len(self.chunks) == stats["live_bytes"]
         assert list(self.ask("list").get("ok", {"keys": []})["keys"]) == list(self.rows)
 

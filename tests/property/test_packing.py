@@ -35,7 +35,12 @@ def rows_of_step(plan: PackPlan, step: int) -> list[int]:
 @given(lengths=LENGTHS, dp_world=st.integers(1, 4), cap=st.integers(64, 400), multiple=st.sampled_from([1, 4]))
 def test_capped_plans_keep_every_row_once_under_the_cap_with_equal_counts(packed, lengths, dp_world, cap, multiple):
     planner = plan_packs if packed else plan_padded
-    plan = planner(lengths, capacity=cap, dp_world=dp_world, pad_multiple=multiple)
+    try:
+        plan = planner(lengths, capacity=cap, dp_world=dp_world, pad_multiple=multiple)
+    except ValueError as error:
+        # The next multiple of the ranks may be more microbatches than there are rows, unless the ranks divide them.
+        assert "cannot form" in str(error) and len(lengths) % dp_world
+        return
     assert sorted(row for rank in range(dp_world) for row in plan.rows_of_rank(rank)) == list(range(len(lengths)))
     padded = [round_up(n, multiple) for n in lengths]
     assert max(loads(plan, padded, packed=packed)) <= cap

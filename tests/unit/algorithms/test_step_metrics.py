@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
 from nemo_rl.algorithms.step_metrics import data_plane_metrics
+from nemo_rl.data_plane.operation_counts import OperationCount
 
 
 def snapshot(**ms_of_stage: float) -> dict[str, object]:
     """One process: one put of 100 bytes per stage; `outside` is the time of calls outside every stage."""
     stages = {
         "" if stage == "outside" else stage: {
-            "kv_batch_put": {"count": 1, "errors": 0, "ms": ms, "payload_bytes": 100, "meta_bytes": 10}
+            "kv_batch_put": asdict(OperationCount.of_call(ms, has_failed=False, payload_bytes=100, meta_bytes=10))
         }
         for stage, ms in ms_of_stage.items()
     }
-    return {"stages": stages}
+    return {"stages": stages, "field_bytes": {"input_ids": 60, "advantages": 40}, "over_read_bytes": 7}
 
 
 def test_side_by_side_processes_count_once_per_stage() -> None:
@@ -27,7 +30,12 @@ def test_side_by_side_processes_count_once_per_stage() -> None:
     assert traffic.metrics["data_plane/seconds"] == pytest.approx(0.005 + 0.020 + 0.045)
     assert traffic.metrics["data_plane/share_of_step"] == pytest.approx(0.1)
     assert traffic.metrics["data_plane/process_seconds"] == pytest.approx(1.1)
-    assert traffic.metrics["data_plane/kv_batch_put_calls"] == 5
+    assert traffic.metrics["data_plane/kv_batch_put/count"] == 5
+    assert traffic.metrics["data_plane/kv_batch_put/bytes"] == 500
+    assert traffic.metrics["data_plane/kv_batch_put/ms_total"] == 1100
+    assert traffic.metrics["data_plane/kv_batch_put/ms_p50"] == pytest.approx(30, rel=0.05)
+    assert traffic.metrics["data_plane/kv_batch_put/ms_p99"] == pytest.approx(1000, rel=0.05)
+    assert traffic.metrics["data_plane/bytes/input_ids"] == 240 and traffic.metrics["data_plane/over_read_bytes"] == 28
     assert traffic.metrics["data_plane/driver_share"] == 3 / 500
     assert traffic.metrics["data_plane/live_rows"] == 0 and traffic.metrics["data_plane/peak_rows"] == 8
     assert traffic.stage_bytes == {"advantages": 100, "rollout": 100, "train": 200}

@@ -45,17 +45,45 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("cluster.address=auto", "cluster.num_cpus=8"), "cluster.num_cpus: would be ignored"),
     ],
     "rule_data_plane_fits_launcher": [
-        (("data_plane.enabled=false",), "data_plane.enabled: false keeps rows"),
         (("data_plane.impl=noop",), "data_plane.impl: 'noop' keeps rows"),
+        (("data_plane.impl=shm",), "data_plane.impl: 'shm' joins processes of one node"),
         ((*LOCAL, "data_plane.impl=transfer_queue"), "data_plane.impl: 'transfer_queue' lives in Ray"),
+        ((*LOCAL, "data_plane.impl=ray"), "data_plane.impl: 'ray' lives in Ray"),
     ],
     "rule_ledger_host_fits_launcher": [
         (("data_plane.ledger_host=in_process",), "data_plane.ledger_host: 'in_process'"),
         ((*LOCAL, "data_plane.ledger_host=ray_actor"), "data_plane.ledger_host: 'ray_actor'"),
         (("data_plane.ledger_host=socket", "cluster.address=auto"), "data_plane.ledger_host: 'socket'"),
     ],
-    "rule_simple_backend_keys_need_transfer_queue": [
-        ((*LOCAL, "data_plane.simple.num_storage_units=2"), "data_plane.simple.num_storage_units: 2 would be ignored")
+    "rule_backend_needs_transfer_queue": [
+        (
+            ("data_plane.impl=mooncake", "data_plane.backend=mooncake_cpu"),
+            "data_plane.backend: 'mooncake_cpu' would be",
+        ),
+    ],
+    "rule_mooncake_fits_its_user": [
+        (
+            ("data_plane.impl=mooncake", "cluster.num_nodes=2", "cluster.address=auto"),
+            "data_plane.mooncake.host: 2 nodes cannot reach 127.0.0.1",
+        ),
+        (
+            (
+                "data_plane.impl=transfer_queue",
+                "data_plane.backend=mooncake_cpu",
+                "data_plane.mooncake.master_address=10.0.0.1:50051",
+            ),
+            "data_plane.mooncake.master_address: '10.0.0.1:50051' would be ignored",
+        ),
+    ],
+    "rule_store_sections_need_their_store": [
+        ((*LOCAL, "data_plane.simple.num_storage_units=2"), "data_plane.simple.num_storage_units: 2 would be ignored"),
+        ((*LOCAL, "data_plane.mooncake.protocol=rdma"), "data_plane.mooncake.protocol: 'rdma' would be ignored"),
+        (("data_plane.ray.owner=node",), "data_plane.ray.owner: 'node' would be ignored"),
+        (("data_plane.impl=ray", "data_plane.shm.keep_bytes=5"), "data_plane.shm.keep_bytes: 5 would be ignored"),
+        (
+            ("data_plane.enabled=false", "data_plane.simple.num_storage_units=2"),
+            "because the store is 'ray' with owner 'producer'; leave it out, or change data_plane.enabled",
+        ),
     ],
     "rule_one_way_of_batching": [
         (("policy.sequence_packing.enabled=true",), "policy.dynamic_batching.enabled: packing and dynamic"),

@@ -11,12 +11,12 @@ import torch
 
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.adapters.noop import NoopStore
-from nemo_rl.data_plane.address import DataPlaneAddress
+from nemo_rl.data_plane.address import DataPlaneAddress, Handles
 from nemo_rl.data_plane.client import LedgerClient
 from nemo_rl.data_plane.factory import attach_data_plane, build_data_plane_client, open_step
+from nemo_rl.data_plane.interfaces import Parts
 from nemo_rl.data_plane.ledger_host import InProcessHost, LedgerService, build_ledger
 from nemo_rl.errors import (
-    CapacityExceeded,
     ConfigError,
     DataPlaneClosed,
     DataPlaneError,
@@ -30,13 +30,13 @@ class FaultyStore(NoopStore):
 
     fault: Exception | None = None
 
-    def put(self, chunks: Mapping[str, memoryview], *, timeout_s: float) -> None:
+    def put(self, chunks: Mapping[str, Parts], *, timeout_s: float) -> None:
         super().put(chunks, timeout_s=timeout_s)
         self._fail()
 
-    def get(self, chunk_ids: Sequence[str], *, timeout_s: float) -> list[memoryview]:
+    def get(self, chunk_ids: Sequence[str], *, timeout_s: float, handles: Handles) -> list[Parts]:
         self._fail()
-        return super().get(chunk_ids, timeout_s=timeout_s)
+        return super().get(chunk_ids, timeout_s=timeout_s, handles=handles)
 
     def _fail(self) -> None:
         if self.fault is not None:
@@ -50,18 +50,6 @@ def faulty_client(config: DataPlaneConfig = NOOP) -> tuple[LedgerClient, FaultyS
     client = LedgerClient(host=host, store=store, address=address)
     client.register_partition("p", ["input_ids", "sample_mask"], 99, [])
     return client, store, service
-
-
-@pytest.mark.parametrize("limit", [{"capacity_rows": 3}, {"capacity_bytes": 400}])
-def test_a_put_over_the_capacity_leaves_nothing(limit: dict) -> None:
-    client, store, _ = faulty_client(NOOP.model_copy(update=limit))
-    client.kv_batch_put(["a", "b"], "p", {"input_ids": ids_column([20, 20])})
-    with pytest.raises(CapacityExceeded, match=next(iter(limit))):
-        client.kv_batch_put(["c", "d"], "p", {"input_ids": ids_column([40, 40])})
-    assert list(client.kv_list("p")) == ["a", "b"] and len(store._chunks) == 1
-    client.kv_clear(None, "p")
-    client.kv_batch_put(["c", "d"], "p", {"input_ids": ids_column([40, 40])})
-    client.close()
 
 
 def test_rows_stay_invisible_when_the_store_fails() -> None:
@@ -130,8 +118,11 @@ def test_data_plane_disabled_means_noop() -> None:
 def test_rows_that_a_late_stage_leaves_in_a_step_are_an_error() -> None:
     client, _, _ = faulty_client()
     clear = client.kv_clear
-    client.kv_clear = lambda keys, partition: clear(["a"], partition)  # type: ignore[method-assign]
-    with pytest.raises(DataPlaneError, match="1 rows are alive after the step was cleared: b"), open_step(client, "p"):
+    client.kv_clear = lambda keys, partition, reason: clear(["a"], partition)  # type: ignore[method-assign]
+    with (
+        pytest.raises(DataPlaneError, match=r"1 rows are alive after the step .* b \(put by .*:\d+\.\w{6}\)"),
+        open_step(client, "p"),
+    ):
         client.kv_batch_put(["a", "b"], "p", {"sample_mask": torch.ones(2)})
     client.close()
 

@@ -11,6 +11,7 @@ from nemo_rl.data_plane.codec import (
     ChunkReader,
     encode_rows,
     gather,
+    join,
     materialize,
     pack_per_token_field,
     response_from_nested,
@@ -34,9 +35,9 @@ def test_chunks_hold_consecutive_rows_up_to_the_target_and_one_at_least() -> Non
     lengths = [10, 10, 10, 300, 10, 0, 0, 25]
     chunks = encoded({"input_ids": ids_column(lengths)}, 8, chunk_bytes=100)
     assert [(c.first, c.rows) for c in chunks] == [(0, 2), (2, 1), (3, 1), (4, 3), (7, 1)]
-    assert all(c.payload.nbytes > 0 for c in chunks)
+    assert all(c.nbytes > 0 for c in chunks)
     values = torch.cat(
-        [gather(FIELDS["input_ids"], readers=[ChunkReader(c.payload)], runs=[(0, 0, c.rows)]).values for c in chunks]
+        [gather(FIELDS["input_ids"], readers=[ChunkReader(c.parts)], runs=[(0, 0, c.rows)]).values for c in chunks]
     )
     assert values.tolist() == list(range(sum(lengths)))
 
@@ -54,12 +55,12 @@ def test_families_travel_in_chunks_of_their_own_and_padding_is_never_encoded() -
         "tokens": {"input_ids", "input_lengths"},
         "sample_mask": {"sample_mask"},
     }
-    assert sum(c.payload.nbytes for c in chunks.values()) < 400
+    assert sum(c.nbytes for c in chunks.values()) < 400
 
 
 def test_runs_over_several_chunks_are_gathered_in_their_order() -> None:
     chunks = encoded({"input_ids": ids_column([1, 2, 3, 4])}, 4, chunk_bytes=12)
-    readers = [ChunkReader(c.payload) for c in chunks]
+    readers = [ChunkReader(c.parts) for c in chunks]
     assert [(c.first, c.rows) for c in chunks] == [(0, 2), (2, 1), (3, 1)]
     column = gather(FIELDS["input_ids"], readers=readers, runs=[(2, 0, 1), (0, 1, 1), (1, 0, 1)])
     assert column.values.tolist() == [6, 7, 8, 9, 1, 2, 3, 4, 5] and column.lengths.tolist() == [4, 2, 3]
@@ -67,16 +68,19 @@ def test_runs_over_several_chunks_are_gathered_in_their_order() -> None:
 
 def test_a_payload_that_is_cut_or_foreign_is_refused() -> None:
     (chunk,) = encoded({"input_ids": ids_column([3, 4])}, 2)
-    whole = bytes(chunk.payload)
+    whole = bytes(join(chunk.parts))
     for broken in (b"", b"NRL1", b"XXXX" + whole[4:], whole[:-1], whole + b"x", whole[:20]):
         with pytest.raises((SchemaMismatch, ValueError)):
-            ChunkReader(memoryview(broken))
-    assert ChunkReader(memoryview(whole)).columns.keys() == {"input_ids"}
+            ChunkReader([memoryview(broken)])
+    assert ChunkReader([memoryview(whole)]).columns.keys() == {"input_ids"}
+    for parts in (chunk.parts[:1], [*chunk.parts, memoryview(b"x")], [chunk.parts[0], chunk.parts[1][:-1]]):
+        with pytest.raises(SchemaMismatch):
+            ChunkReader(parts)
 
 
 def test_bytes_used_are_those_of_the_rows_asked_for() -> None:
     (chunk,) = encoded({"input_ids": ids_column([3, 4, 5])}, 3)
-    reader = ChunkReader(chunk.payload)
+    reader = ChunkReader(chunk.parts)
     gather(FIELDS["input_ids"], readers=[reader], runs=[(0, 1, 1)])
     assert reader.num_bytes_used == 16
 
@@ -144,4 +148,4 @@ def test_many_small_rows_need_no_loop_over_rows() -> None:
     """1024 rows of 25 tokens: a loop would show as thousands of numpy arrays."""
     lengths = np.full(1024, 25).tolist()
     chunks = encoded({"input_ids": ids_column(lengths), "sample_mask": torch.ones(1024)}, 1024)
-    assert len(chunks) == 2 and chunks[0].payload.nbytes < 1024 * 25 * 4 + 5000
+    assert len(chunks) == 2 and chunks[0].nbytes < 1024 * 25 * 4 + 5000

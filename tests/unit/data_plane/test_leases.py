@@ -13,7 +13,7 @@ from nemo_rl.data_plane.address import DataPlaneAddress, LedgerAddress
 from nemo_rl.data_plane.client import LedgerClient
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.ledger_host import InProcessHost, LedgerService, build_ledger
-from nemo_rl.errors import KeysNotFound, LeaseExpired
+from nemo_rl.errors import FieldNotProduced, KeysNotFound, LeaseExpired
 from tests.helpers.planes import ids_column, keys_of
 
 # So long that no heartbeat is sent during a test: only the test's clock makes claims lapse.
@@ -81,11 +81,35 @@ def test_a_late_release_of_rows_that_were_handed_on_is_refused(bench: Bench) -> 
     bench.clients[1].release(heir)
 
 
-def test_a_late_writer_whose_rows_nobody_took_is_fine(bench: Bench) -> None:
+def test_a_late_writer_is_refused_also_when_nobody_took_its_rows(bench: Bench) -> None:
     slow = bench.claim(0)
     bench.pass_lease()
-    assert not bench.clients[1].check_consumption_status("p", ["prev_lp"])
-    bench.write(0, slow)
+    chunks = len(bench.store._chunks)
+    with pytest.raises(LeaseExpired, match="nobody yet: no heartbeat came for 1.0 s beyond the lease"):
+        bench.write(0, slow)
+    assert len(bench.store._chunks) == chunks
+    with pytest.raises(FieldNotProduced):
+        bench.clients[1].kv_batch_get(slow.keys, "p", ["prev_logprobs"])
+    assert bench.claim(1, 9).keys == ("u0_g0", "u0_g1", "u0_g2", "u0_g3")
+
+
+def test_a_late_release_is_refused_also_when_nobody_took_its_rows(bench: Bench) -> None:
+    slow = bench.claim(0, task="train")
+    bench.pass_lease()
+    with pytest.raises(LeaseExpired, match="nobody yet"):
+        bench.clients[0].release(slow)
+    with pytest.raises(LeaseExpired, match="not claimed by anybody"):
+        bench.clients[1].release(slow)
+    assert bench.claim(1, 9, task="train").keys[:2] == slow.keys
+
+
+def test_a_lease_holds_until_its_last_moment_and_each_heartbeat_renews_it(bench: Bench) -> None:
+    mine, host = bench.claim(0), InProcessHost(bench.service, is_owner=False)
+    for _ in range(3):
+        bench.now += CONFIG.lease_s - 1
+        assert host.call("heartbeat", {"claims": [1]}, timeout_s=1) == {"ended": []}
+    bench.now += CONFIG.lease_s - 0.5
+    bench.write(0, mine)
     assert bench.claim(1, 9).keys == ("u0_g2", "u0_g3")
 
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nemo_rl.config.data_plane import ObservabilityConfig
-from nemo_rl.data_plane.observability import MetricsDataPlaneClient, merge_snapshots
-from nemo_rl.errors import KeysNotFound
+from nemo_rl.data_plane.event_callback import DataPlaneEvent
+from nemo_rl.data_plane.interfaces import DataPlaneClient
+from nemo_rl.data_plane.observability import MetricsDataPlaneClient
+from nemo_rl.data_plane.operation_counts import OperationCount, merge_snapshots
+from nemo_rl.data_plane.schema import FieldSpec
+from nemo_rl.errors import ConfigError, DataPlaneTimeout, KeysNotFound
 from tests.helpers.planes import Plane, ids_column, keys_of, open_plane
 
 
@@ -38,15 +47,17 @@ def test_calls_bytes_errors_and_time_are_counted_per_operation_and_stage(plane: 
     assert put["ms"] > 0 and 0 < put["meta_bytes"] < 150
     assert snapshot["stages"]["rollout"]["put_async"]["payload_bytes"] == 16
     assert snapshot["stages"]["train"]["get_data"]["payload_bytes"] == 48
-    assert snapshot["stages"]["train"]["kv_batch_get"] | {"ms": 0} == {
+    assert snapshot["stages"]["train"]["kv_batch_get"] | {"ms": 0, "buckets": {}} == {
         "count": 1,
         "errors": 1,
         "ms": 0,
         "payload_bytes": 0,
         "meta_bytes": 0,
+        "buckets": {},
     }
     assert list(snapshot["stages"][""]) == ["kv_clear"]
     assert snapshot["payload_bytes"] == 64 + 16 + 48
+    assert snapshot["field_bytes"] == {"input_ids": 48 + 48, "sample_mask": 16 + 16}
     assert client.snapshot()["operations"] == {}
 
 
@@ -91,6 +102,82 @@ def test_nothing_is_counted_when_observability_is_off() -> None:
         partition, client = plane.partition(), MetricsDataPlaneClient(plane.owner)
         client.kv_batch_put(keys_of(1), partition, {"sample_mask": torch.ones(4)})
         client.put_async(keys_of(1), partition, {"sample_mask": torch.ones(4)}).result(timeout=10)
-        assert client.snapshot() == {"operations": {}, "stages": {}, "payload_bytes": 0, "meta_bytes": 0}
+        client.kv_batch_get(keys_of(1)[:1], partition, ["sample_mask"])
+        assert not any(client.snapshot().values())
         client.kv_clear(None, partition)
         plane.settle()
+
+
+def test_bytes_that_were_read_but_not_asked_for_are_counted_once(plane: Plane) -> None:
+    partition, client = plane.partition(), MetricsDataPlaneClient(plane.owner)
+    client.kv_batch_put(keys_of(1), partition, {"sample_mask": torch.ones(4)})
+    client.kv_batch_get(keys_of(1)[:1], partition, ["sample_mask"])
+    first = client.snapshot(reset=True)
+    assert first["over_read_bytes"] >= 12
+    client.kv_batch_get(keys_of(1), partition, ["sample_mask"])
+    assert client.snapshot()["over_read_bytes"] < first["over_read_bytes"]
+
+
+def test_objects_count_by_their_bytes(plane: Plane) -> None:
+    spec = FieldSpec(name="notes", is_object=True, family="extras", produced_by="rollout")
+    partition, client = plane.partition([spec]), MetricsDataPlaneClient(plane.owner)
+    client.kv_batch_put(["a", "b"], partition, {"notes": [{"x": "y" * 100}, None]})
+    client.kv_batch_get(["a"], partition, ["notes"])
+    operations = client.snapshot()["operations"]
+    assert 100 < operations["kv_batch_put"]["payload_bytes"] < 120
+    assert 100 < operations["kv_batch_get"]["payload_bytes"] < 120
+
+
+def test_every_call_is_told_to_the_callback(plane: Plane) -> None:
+    told: list[DataPlaneEvent] = []
+    vars(sys.modules[__name__])["listener"] = told.append
+    client = MetricsDataPlaneClient(with_callback(plane.owner, f"{__name__}:listener"))
+    partition = plane.partition()
+    with client.stage("rollout"):
+        client.kv_batch_put(keys_of(1), partition, {"input_ids": ids_column([3] * 4), "sample_mask": torch.ones(4)})
+    with pytest.raises(KeysNotFound):
+        client.kv_batch_get(["nobody"], partition, ["input_ids"])
+    with pytest.raises(DataPlaneTimeout):
+        task = plane.partition(tasks=["train"])
+        client.get_meta(task, "train", ["input_ids"], 1, consumer_id="c", timeout_s=0.1)
+    put, get, claim = told
+    assert (put.op, put.stage, put.partition, put.rows) == ("kv_batch_put", "rollout", partition, 4)
+    assert put.fields == ("input_ids", "sample_mask") and put.bytes == 64 and put.meta_bytes > 0 and put.ms > 0
+    assert [event.status for event in told] == ["ok", "error", "timeout"]
+    assert (get.stage, get.rows, get.bytes, claim.op) == ("", 1, 0, "get_meta")
+
+
+def test_a_callback_that_raises_is_reported_once_and_breaks_nothing(plane: Plane, caplog) -> None:
+    vars(sys.modules[__name__])["broken"] = lambda event: 1 / 0
+    client = MetricsDataPlaneClient(with_callback(plane.owner, f"{__name__}:broken"))
+    for _ in range(3):
+        assert client.stats()["live_rows"] == 0
+    assert caplog.text.count("ZeroDivisionError") == 1 and client.snapshot()["operations"]["stats"]["count"] == 3
+
+
+@pytest.mark.parametrize("name", ["nowhere.at_all:f", "json:nothing", "json", "json:decoder", ":f"])
+def test_a_callback_that_does_not_exist_is_a_config_error(plane: Plane, name: str) -> None:
+    with pytest.raises(ConfigError, match="data_plane.observability.callback: expected"):
+        MetricsDataPlaneClient(with_callback(plane.owner, name))
+
+
+def with_callback(inner: DataPlaneClient, name: str) -> DataPlaneClient:
+    """The same client under a config that names a callback."""
+    config = inner.address.config
+    observability = config.observability.model_copy(update={"callback": name})
+    inner._link.address = replace(inner.address, config=config.model_copy(update={"observability": observability}))
+    return inner
+
+
+@given(st.lists(st.floats(0.01, 1e5), min_size=1, max_size=200), st.integers(1, 5))
+def test_percentiles_of_merged_processes_are_those_of_all_calls(durations: list[float], processes: int) -> None:
+    counts = [OperationCount() for _ in range(processes)]
+    for i, ms in enumerate(durations):
+        counts[i % processes].add(OperationCount.of_call(ms, has_failed=False, payload_bytes=0, meta_bytes=0))
+    merged = OperationCount()
+    for count in counts:
+        merged.add(count)
+    for share in (0.5, 0.99):
+        exact = sorted(durations)[math.ceil(share * len(durations)) - 1]
+        assert merged.percentile_ms(share) == pytest.approx(exact, rel=0.05)
+    assert OperationCount().percentile_ms(0.5) == 0.0

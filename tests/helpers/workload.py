@@ -1,0 +1,114 @@
+"""Writers and readers that check every row they get: its content says which key and which version it is.
+
+Used by the stress test, in threads, processes and actors. A key has one writer, so everybody knows what it may hold.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import torch
+
+from nemo_rl.data_plane.interfaces import DataPlaneClient
+from nemo_rl.data_plane.ragged import nest
+from nemo_rl.data_plane.schema import extra_field
+from nemo_rl.errors import KeysNotFound, LeaseExpired
+
+ROWS = extra_field("x", dtypes=["int64"], dims=("W",))
+STAMP = extra_field("stamp", dtypes=["int64"])
+FIELDS = ("sample_mask", ROWS, STAMP)
+TASK = "train"
+KEYS_PER_WORKER = 24
+BATCH = 6
+
+
+@dataclass
+class Outcome:
+    """What one worker did and saw."""
+
+    operations: int = 0
+    live: dict[str, int] = field(default_factory=dict)
+    """Its own keys -> the version they hold at the end."""
+    made: list[str] = field(default_factory=list)
+    """Rows it put to be claimed, each once."""
+    claimed: list[str] = field(default_factory=list)
+
+
+def key_of(worker: int, number: int) -> str:
+    return f"w{worker}_g{number}"
+
+
+def row_of(key: str, version: int) -> list[int]:
+    """Key, version, and filling whose length and content depend on both."""
+    worker, number = (int(part) for part in key[1:].split("_g"))
+    code = worker * 1000 + number
+    return [code, version, *[code * 7 + version * 13 + i for i in range((code + version) % 9)]]
+
+
+def columns_of(keys: list[str], version: int) -> dict[str, torch.Tensor]:
+    rows = [row_of(key, version) for key in keys]
+    lengths = torch.tensor([len(row) for row in rows])
+    return {
+        "x": nest(torch.tensor([value for row in rows for value in row]), lengths),
+        "stamp": torch.tensor([row[0] * 1_000_000 + version for row in rows]),
+    }
+
+
+def check_rows(rows: object, keys: list[str]) -> list[int]:
+    """Every row is the one that was asked for, whole and of one version; returns the versions."""
+    versions = []
+    for key, row, stamp in zip(keys, rows["x"].unbind(), rows["stamp"].tolist(), strict=True):
+        found = row.tolist()
+        assert len(found) >= 2 and found == row_of(key, found[1]), f"row {key}: foreign or torn content {found[:4]}"
+        assert stamp == found[0] * 1_000_000 + found[1], f"row {key}: columns of two versions, {found[:2]} and {stamp}"
+        versions.append(found[1])
+    return versions
+
+
+def churn(client: DataPlaneClient, partitions: tuple[str, str], worker: int, workers: int, turns: int) -> Outcome:
+    """Puts, rewrites and clears its own rows, reads everybody's; makes rows in the second partition, and claims."""
+    partition, to_claim = partitions
+    chance, outcome = random.Random(worker), Outcome()
+    own = [key_of(worker, number) for number in range(KEYS_PER_WORKER)]
+    seen: dict[str, int] = {}
+    for version in range(1, turns + 1):
+        keys = chance.sample(own, BATCH)
+        client.kv_batch_put(keys, partition, columns_of(keys, version))
+        outcome.live.update(dict.fromkeys(keys, version))
+        # No other client writes these: they must be there, in any order, exactly as they were written last.
+        mine = chance.sample(sorted(outcome.live), min(BATCH, len(outcome.live)))
+        assert check_rows(client.kv_batch_get(mine, partition, ["x", "stamp"]), mine) == [outcome.live[k] for k in mine]
+        other = chance.randrange(workers)
+        theirs = [key_of(other, number) for number in chance.sample(range(KEYS_PER_WORKER), BATCH)]
+        try:
+            found = check_rows(client.kv_batch_get(theirs, partition, ["stamp", "x"]), theirs)
+        except KeysNotFound:
+            found = []
+        for key, number in zip(theirs, found, strict=False):
+            assert number >= seen.get(key, 0), f"row {key}: version {number} after {seen[key]}"
+            seen[key] = number
+        _make_and_claim(client, to_claim, worker, version, outcome)
+        outcome.operations += 6
+        if version % 5 == 0:
+            gone = chance.sample(own, 4)
+            client.kv_clear(gone, partition)
+            outcome.live = {key: number for key, number in outcome.live.items() if key not in gone}
+            outcome.operations += 1
+    return outcome
+
+
+def _make_and_claim(client: DataPlaneClient, partition: str, worker: int, version: int, outcome: Outcome) -> None:
+    """One new row for whoever claims it; claims some, which are then cleared."""
+    key = f"{worker}-{version}"
+    client.kv_batch_put([key], partition, {"sample_mask": torch.tensor([float(version)])}, [{"made": key}])
+    outcome.made.append(key)
+    meta = client.get_meta(partition, TASK, ["sample_mask"], 2, consumer_id=f"w{worker}", blocking=False)
+    if meta:
+        assert [tags["made"] for tags in meta.tags or ()] == list(meta.keys)
+        try:
+            client.release(meta)
+        except LeaseExpired:
+            return  # a loaded machine kept this worker's heartbeat up: somebody else has the rows now
+        outcome.claimed += meta.keys
+        client.kv_clear(list(meta.keys), partition)
