@@ -14,7 +14,7 @@ CHAIN_SUM_STARTER := checkpoints/starter_chain_sum
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-fast lint types imports configs learn-sort learn-chain-sum bench-step clean
+.PHONY: help demo test test-fast lint types imports configs learn-sort learn-chain-sum bench-step bench-data-plane clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -37,6 +37,17 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.base
 	$(BIN)/pip install --quiet -e '.[envs,data,wandb,dev]'
 	touch $@
 
+# Mooncake's store needs libibverbs, also over TCP. Where we may not install it, its tests skip and say why.
+$(VENV)/.mooncake: pyproject.toml $(VENV)/.dev
+	$(BIN)/pip install --quiet -e '.[mooncake]' || echo "no Mooncake for this machine: its tests skip"
+	problem=$$($(BIN)/python -c 'import mooncake.store' 2>&1 || true); \
+	if [[ $$problem == *libibverbs* ]]; then \
+	  as=; [ "$$(id -u)" = 0 ] || as='sudo -n'; \
+	  { $$as apt-get update --quiet && $$as apt-get install --quiet --yes libibverbs1; } \
+	  || echo "libibverbs1 could not be installed: Mooncake's tests skip"; \
+	fi
+	touch $@
+
 $(STARTER)/config.json: | $(VENV)/.base
 	$(BIN)/python examples/make_starter.py --out $(STARTER)
 
@@ -46,10 +57,10 @@ $(CHAIN_SUM_STARTER)/config.json: | $(VENV)/.dev
 demo: $(VENV)/.base $(STARTER)/config.json ## install, make the starter checkpoint, run GRPO on sorting digits
 	$(BIN)/python examples/run_grpo.py --config configs/grpo_sort_cpu.yaml $(ARGS)
 
-test: lint types imports ## format, lint, types, import layers, every test
+test: lint types imports $(VENV)/.mooncake ## format, lint, types, import layers, every test
 	$(BIN)/python -m pytest
 
-test-fast: lint types imports ## the same without the slow tests
+test-fast: lint types imports $(VENV)/.mooncake ## the same without the slow tests
 	$(BIN)/python -m pytest -m 'not slow'
 
 lint: $(VENV)/.dev ## formatting and lint
@@ -78,6 +89,9 @@ learn-chain-sum: $(VENV)/.dev $(CHAIN_SUM_STARTER)/config.json ## learning run: 
 
 bench-step: $(VENV)/.base $(STARTER)/config.json ## seconds and bytes per stage, store by store; writes results/bench_grpo_step.json
 	$(BIN)/python benchmarks/grpo_step.py --json results/bench_grpo_step.json $(ARGS)
+
+bench-data-plane: $(VENV)/.dev ## the data plane against raw engines; writes results/bench_data_plane.json
+	$(BIN)/python benchmarks/data_plane.py --json results/bench_data_plane.json $(ARGS)
 
 clean: ## remove results and caches; keeps .venv and checkpoints
 	rm -rf results .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build

@@ -1,0 +1,345 @@
+"""How fast a GRPO batch goes from a producer process to a consumer process, ours and raw engines side by side.
+
+    python benchmarks/data_plane.py [--quick] --json FILE [--turns N] [--only SESSION ...]
+
+All ways of a session run in one cluster, turn by turn, so that noise meets all of them alike; the first turn warms up
+and is thrown away. Sessions: `tuned` (our environment for everybody: one thread, huge pages), `mooncake` (the same,
+Mooncake underneath) and `default` (raw TransferQueue without our environment; reported, never held). Exit code 1 when
+a bound of `data_plane_report.HOLDS` is missed or an engine brought other rows than it got.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# A script's own folder is on the path, its package is not; Ray hands the path on to the workers.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import ray
+from rich.console import Console
+
+from benchmarks.common import environment, load_average, write_json
+from benchmarks.data_plane_batches import make_batch
+from benchmarks.data_plane_peers import BatchSpec, Peer, Timing
+from benchmarks.data_plane_report import Samples, check_figures, figures_table, ways_table
+from nemo_rl.config.data_plane import DataPlaneConfig, RayStoreConfig
+from nemo_rl.data_plane.environment import transport_environment
+from nemo_rl.data_plane.factory import build_data_plane_client
+from nemo_rl.data_plane.interfaces import DataPlaneClient
+from nemo_rl.distributed.packing import plan_packs
+
+__all__ = ["BATCHES", "SESSIONS", "Options", "main", "measure"]
+
+TURNS, QUICK_TURNS = 9, 5
+WAIT_S = 300.0
+DP_RANKS = 8
+TAG_COUNTS = (1024, 4096, 16384)
+CHUNK_CURVE = (16 << 10, 64 << 10, 128 << 10, 512 << 10, 4 << 20)
+OBJECT_STORE_BYTES = 3 << 30
+TABLE_WIDTH = 190
+
+BATCHES: Mapping[str, BatchSpec] = {
+    "large": BatchSpec(routes=True, num_rows=256, longest=2048),
+    "small": BatchSpec(routes=False, num_rows=256, longest=2048),
+}
+TQ_CONFIG = DataPlaneConfig(impl="transfer_queue")
+MOONCAKE_TQ_CONFIG = DataPlaneConfig(impl="transfer_queue", backend="mooncake_cpu")
+SESSIONS: Mapping[str, Mapping[str, DataPlaneConfig | None]] = {
+    "tuned": {
+        "memcpy": None,
+        "raw_ray": None,
+        "raw_transfer_queue": None,
+        "ray": DataPlaneConfig(impl="ray"),
+        "ray_holder": DataPlaneConfig(impl="ray", ray=RayStoreConfig(owner="holder")),
+        "ray_node": DataPlaneConfig(impl="ray", ray=RayStoreConfig(owner="node")),
+        "shm": DataPlaneConfig(impl="shm"),
+        "transfer_queue": TQ_CONFIG,
+    },
+    "mooncake": {
+        "raw_transfer_queue_mooncake": None,
+        "transfer_queue_mooncake": MOONCAKE_TQ_CONFIG,
+        "mooncake": DataPlaneConfig(impl="mooncake"),
+    },
+    "default": {"raw_transfer_queue_default": None},
+}
+"""Way -> our config, or None for a baseline."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What to run."""
+
+    turns: int = TURNS
+    sessions: tuple[str, ...] = tuple(SESSIONS)
+    batches: tuple[str, ...] = tuple(BATCHES)
+    chunk_bytes: int | None = None
+    """Another chunk size for all our ways; a byte switches chunks off."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Results:
+    """Raw samples, single figures and what went wrong."""
+
+    samples: list[Samples] = field(default_factory=list)
+    raw: dict[str, list[float]] = field(default_factory=dict)
+    num_bytes: dict[str, int] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def of(self, batch: str, way: str) -> Samples | None:
+        return next((one for one in self.samples if one.batch == batch and one.way == way), None)
+
+
+def measure(options: Options) -> Results:
+    """Runs the sessions one after the other."""
+    results = Results()
+    for session in options.sessions:
+        for batch in options.batches:
+            with _session(session, batch, options) as peers:
+                _turns(peers, session, batch, options, results)
+                if session == "tuned":
+                    _single_questions(peers, batch, options, results)
+    return results
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Peers:
+    producer: Any
+    consumer: Any
+    ways: tuple[str, ...]
+
+
+@contextmanager
+def _session(session: str, batch: str, options: Options) -> Iterator[_Peers]:
+    """A Ray cluster with both peers and every data plane of the session."""
+    variables = {"OMP_NUM_THREADS": "1"}
+    if session != "default":
+        for config in SESSIONS[session].values():
+            variables |= transport_environment(config) if config is not None else {}
+    with ExitStack() as stack:
+        stack.enter_context(_exported(variables))
+        ray.init(
+            address="local",
+            num_cpus=8,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            object_store_memory=OBJECT_STORE_BYTES,
+            runtime_env={"env_vars": variables},
+        )
+        stack.callback(ray.shutdown)
+        owners = {
+            name: stack.enter_context(_owner(_with_chunks(config, options)))
+            for name, config in SESSIONS[session].items()
+            if config is not None
+        }
+        if session == "default":
+            stack.enter_context(_plain_transfer_queue())
+        actor_class = ray.remote(Peer).options(num_cpus=0)
+        producer, consumer = (actor_class.remote(BATCHES[batch]) for _ in range(2))
+        made = make_batch(routes=BATCHES[batch].routes, num_rows=1, longest=8)
+        for name in SESSIONS[session]:
+            owner = owners.get(name)
+            if owner is not None:
+                owner.register_partition("batch", made.fields, BATCHES[batch].num_rows, ["train"])
+            address = None if owner is None else owner.address
+            _wait([peer.setup.remote(name, address) for peer in (producer, consumer)])
+        yield _Peers(producer=producer, consumer=consumer, ways=tuple(SESSIONS[session]))
+
+
+@contextmanager
+def _exported(variables: Mapping[str, str]) -> Iterator[None]:
+    """Ray's own processes inherit what they read at their start."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def _owner(config: DataPlaneConfig) -> Iterator[DataPlaneClient]:
+    client = build_data_plane_client(config, run_id=f"bench-{uuid.uuid4().hex[:8]}")
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+@contextmanager
+def _plain_transfer_queue() -> Iterator[None]:
+    """TransferQueue as it comes."""
+    import transfer_queue  # noqa: PLC0415 - only where it is measured
+
+    transfer_queue.init()
+    try:
+        yield
+    finally:
+        transfer_queue.close()
+
+
+def _with_chunks(config: DataPlaneConfig, options: Options) -> DataPlaneConfig:
+    if options.chunk_bytes is None:
+        return config
+    size = {"chunk_bytes": options.chunk_bytes}
+    sections = {"ray": config.ray.model_copy(update=size), "shm": config.shm.model_copy(update=size)}
+    return config.model_copy(update={**size, **sections})
+
+
+def _wait(references: Any) -> Any:
+    return ray.get(references, timeout=WAIT_S)
+
+
+def _turns(peers: _Peers, session: str, batch: str, options: Options, results: Results) -> None:
+    expected = _wait(peers.producer.describe.remote())
+    results.num_bytes[batch] = expected["num_bytes"]
+    found = {way: Samples(session=session, batch=batch, way=way) for way in peers.ways}
+    for turn in range(options.turns + 1):
+        for way in peers.ways:
+            put: Timing = _wait(peers.producer.put.remote(way, turn))
+            get: Timing = _wait(peers.consumer.get.remote(way, turn, put.result))
+            _wait(peers.producer.clear.remote(way, turn))
+            if way != "memcpy" and get.result != expected["sums"]:
+                results.problems.append(f"{way}, {batch}: brought {get.result}, expected {expected['sums']}")
+            if turn:
+                found[way].put.append(put.seconds)
+                found[way].get.append(get.seconds if way != "memcpy" else 0.0)
+                found[way].parts.append({**put.parts, **_both(put, get)})
+    results.samples += found.values()
+
+
+def _both(put: Timing, get: Timing) -> dict[str, float]:
+    return {part: seconds + put.parts.get(part, 0.0) for part, seconds in get.parts.items()}
+
+
+def _single_questions(peers: _Peers, batch: str, options: Options, results: Results) -> None:
+    lengths = _wait(peers.producer.describe.remote())["lengths"]
+    plan = plan_packs(lengths, capacity=16384, dp_world=DP_RANKS)
+    shards = [list(plan.rows_of_rank(rank)) for rank in range(DP_RANKS)]
+    for way in ("ray", "transfer_queue"):
+        put: Timing = _wait(peers.producer.put.remote(way, 0))
+        read = _wait(peers.consumer.read_shards.remote(way, put.result, shards))
+        _wait(peers.producer.clear.remote(way, 0))
+        results.raw[f"over_read_{way}_{batch}"] = [read["moved_bytes"] / read["asked_bytes"]]
+    if batch == "small":
+        _chunk_curve(peers, shards, options, results)
+        for turn in range(options.turns):
+            for fields in (1, 32):
+                for way in ("ray", "transfer_queue"):
+                    seconds = _wait(peers.producer.time_fields.remote(way, fields, 256, 16384, turn))
+                    results.raw.setdefault(f"fields_{way}_{fields}", []).append(seconds)
+            for num_keys in TAG_COUNTS:
+                seconds = _wait(peers.producer.time_tags.remote("ray", num_keys, turn))
+                results.raw.setdefault(f"scalar_tags_{_short(num_keys)}", []).append(seconds)
+
+
+def _short(count: int) -> str:
+    return f"{count >> 10}k" if count >= 1024 else str(count)
+
+
+def _chunk_curve(peers: _Peers, shards: list[list[int]], options: Options, results: Results) -> None:
+    """Time and bytes of the small batch against the chunk size, read whole and as shards of 8 ranks."""
+    for size in CHUNK_CURVE:
+        way = f"transfer_queue_{size >> 10}k"
+        _wait([peer.with_chunks.remote("transfer_queue", way, size) for peer in (peers.producer, peers.consumer)])
+        for turn in range(options.turns):
+            put: Timing = _wait(peers.producer.put.remote(way, turn))
+            get: Timing = _wait(peers.consumer.get.remote(way, turn, put.result))
+            read = _wait(peers.consumer.read_shards.remote(way, put.result, shards))
+            _wait(peers.producer.clear.remote(way, turn))
+            results.raw.setdefault(f"chunk_{size}_s", []).append(put.seconds + get.seconds)
+            results.raw.setdefault(f"chunk_{size}_8_shards_s", []).append(put.seconds + read["seconds"])
+            results.raw.setdefault(f"chunk_{size}_over_read", []).append(read["moved_bytes"] / read["asked_bytes"])
+
+
+def figures_of(results: Results) -> dict[str, float]:
+    """The figures that the samples allow."""
+    figures: dict[str, float] = {}
+    ratios = {
+        "ray_vs_tuned_tq": ("large", "raw_transfer_queue", "ray"),
+        "ray_node_vs_tuned_tq": ("large", "raw_transfer_queue", "ray_node"),
+        "ray_holder_vs_tuned_tq": ("large", "raw_transfer_queue", "ray_holder"),
+        "ray_vs_raw_ray": ("large", "raw_ray", "ray"),
+        "ray_vs_tuned_tq_small": ("small", "raw_transfer_queue", "ray"),
+        "tq_vs_tuned_tq_small": ("small", "raw_transfer_queue", "transfer_queue"),
+        "tq_vs_tuned_tq_large": ("large", "raw_transfer_queue", "transfer_queue"),
+        "mooncake_vs_tq_mooncake": ("large", "raw_transfer_queue_mooncake", "mooncake"),
+        "tq_mooncake_vs_tq_mooncake": ("large", "raw_transfer_queue_mooncake", "transfer_queue_mooncake"),
+        "ray_vs_default_tq": ("large", "raw_transfer_queue_default", "ray"),
+    }
+    for name, (batch, baseline, way) in ratios.items():
+        slow, fast = results.of(batch, baseline), results.of(batch, way)
+        if slow is not None and fast is not None:
+            figures[name] = slow.median / fast.median
+    ours = results.of("large", "ray")
+    if ours is not None:
+        shares = [parts["ledger"] / total for parts, total in zip(ours.parts, ours.totals, strict=True)]
+        figures["ledger_overhead_pct"] = 100 * statistics.median(shares)
+    medians = {name: statistics.median(values) for name, values in results.raw.items()}
+    if "fields_ray_1" in medians:
+        figures["fields_32_vs_1"] = medians["fields_ray_32"] / medians["fields_ray_1"]
+        figures["fields_32_vs_1_transfer_queue"] = (
+            medians["fields_transfer_queue_32"] / medians["fields_transfer_queue_1"]
+        )
+    if "over_read_transfer_queue_large" in medians:
+        figures["over_read"] = medians["over_read_transfer_queue_large"]
+    figures |= {f"{name}_ms": 1e3 * value for name, value in medians.items() if name.startswith("scalar_tags_")}
+    figures |= {name: value for name, value in medians.items() if name.startswith(("over_read_", "chunk_"))}
+    return figures
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--json", type=Path, required=True, help="file for raw samples and figures")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_TURNS} turns instead of {TURNS}")
+    parser.add_argument("--turns", type=int, help="turns per way")
+    parser.add_argument("--only", nargs="+", choices=tuple(SESSIONS), default=tuple(SESSIONS), help="sessions")
+    parser.add_argument("--chunk-bytes", type=int, help="another chunk size for our ways; 1 switches chunks off")
+    given = parser.parse_args(arguments)
+    turns = given.turns or (QUICK_TURNS if given.quick else TURNS)
+    options = Options(turns=turns, sessions=tuple(given.only), chunk_bytes=given.chunk_bytes)
+    load_before = load_average()
+    results = measure(options)
+    figures = figures_of(results)
+    missed = results.problems + check_figures(figures)
+    console = Console(width=TABLE_WIDTH)
+    console.print(ways_table(results.samples, results.num_bytes), figures_table(figures))
+    report = {
+        **environment(),
+        "load_average": {"before": load_before, "after": load_average()},
+        "turns": turns,
+        "num_bytes": results.num_bytes,
+        "samples": [
+            {
+                "session": one.session,
+                "batch": one.batch,
+                "way": one.way,
+                "put": one.put,
+                "get": one.get,
+                "parts": one.parts,
+            }
+            for one in results.samples
+        ],
+        "raw": results.raw,
+        "figures": figures,
+        "missed": missed,
+    }
+    write_json(given.json, report)
+    for line in missed:
+        console.print(line)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

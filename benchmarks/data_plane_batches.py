@@ -1,0 +1,77 @@
+"""The batch that `data_plane.py` moves: ragged GRPO samples, the same on every side of a comparison.
+
+A large batch carries routes `[T, 24, 8]`, a small one does not. What arrives is checked by the sum of each padded
+column in its own dtype, which touches every byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict
+from torch.nn.utils.rnn import pad_sequence
+
+from nemo_rl.data_plane.ragged import nest
+from nemo_rl.data_plane.schema import FieldSpec, extra_field
+
+__all__ = ["Batch", "make_batch", "pad_raw", "sums"]
+
+NUM_LAYERS, TOP_K = 24, 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """Jagged columns in memory, as a rollout leaves them."""
+
+    keys: list[str]
+    columns: dict[str, torch.Tensor]
+    fields: list[str | FieldSpec]
+    lengths: list[int]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(column.values().nbytes for column in self.columns.values())
+
+    def tensordict(self) -> TensorDict:
+        return TensorDict(dict(self.columns), batch_size=[len(self.keys)])
+
+
+def make_batch(*, routes: bool, num_rows: int, longest: int, seed: int = 0) -> Batch:
+    """`num_rows` samples of `longest / 8` to `longest` tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(longest // 8, longest + 1, (num_rows,), generator=generator)
+    tokens = int(lengths.sum())
+    flat = {
+        "input_ids": torch.randint(0, 150_000, (tokens,), generator=generator, dtype=torch.int32),
+        "token_mask": torch.ones(tokens, dtype=torch.bool),
+        "generation_logprobs": torch.randn(tokens, generator=generator),
+    }
+    fields: list[str | FieldSpec] = list(flat)
+    if routes:
+        shape = (tokens, NUM_LAYERS, TOP_K)
+        flat["routes"] = torch.randint(0, 128, shape, generator=generator, dtype=torch.int16)
+        fields.append(extra_field("routes", dtypes=["int16"], dims=("T", NUM_LAYERS, TOP_K)))
+    return Batch(
+        keys=[f"u{i // 8}_g{i % 8}" for i in range(num_rows)],
+        columns={name: nest(values, lengths) for name, values in flat.items()},
+        fields=fields,
+        lengths=lengths.tolist(),
+    )
+
+
+def pad_raw(rows: TensorDict) -> dict[str, torch.Tensor]:
+    """What a user of a raw transport does with jagged columns; `to_padded_tensor` needs 28 GB for the routes."""
+    return {str(name): pad_sequence(list(rows[name].unbind()), batch_first=True) for name in rows.keys()}  # noqa: SIM118
+
+
+def sums(columns: Mapping[str, object]) -> dict[str, float]:
+    """The sum of each column in its own dtype (bools as counts)."""
+    found: dict[str, float] = {}
+    for name, column in columns.items():
+        assert isinstance(column, torch.Tensor)
+        values = column.view(torch.uint8) if column.dtype is torch.bool else column
+        total = values.sum(dtype=torch.int64 if column.dtype is torch.bool else values.dtype)
+        found[name] = float(total)
+    return found

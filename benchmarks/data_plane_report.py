@@ -1,0 +1,112 @@
+"""From raw samples to the figures that `data_plane.py` reports and holds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rich.table import Table
+
+from benchmarks.common import Spread
+
+__all__ = ["HOLDS", "Hold", "Samples", "check_figures", "figures_table", "ways_table"]
+
+
+@dataclass(kw_only=True, slots=True)
+class Samples:
+    """Every turn of one way with one batch, in seconds."""
+
+    session: str
+    batch: str
+    way: str
+    put: list[float] = field(default_factory=list)
+    get: list[float] = field(default_factory=list)
+    parts: list[dict[str, float]] = field(default_factory=list)
+
+    @property
+    def totals(self) -> list[float]:
+        return [put + get for put, get in zip(self.put, self.get, strict=True)]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.totals)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hold:
+    """A bound on one figure."""
+
+    least: float | None = None
+    most: float | None = None
+
+    def is_met(self, value: float) -> bool:
+        return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
+
+    def __str__(self) -> str:
+        return f">= {self.least:g}" if self.least is not None else f"<= {self.most:g}"
+
+
+HOLDS: Mapping[str, Hold] = {
+    "ray_vs_tuned_tq": Hold(least=7.0),
+    "tq_vs_tuned_tq_small": Hold(least=2.0),
+    "tq_vs_tuned_tq_large": Hold(least=1.0),
+    "mooncake_vs_tq_mooncake": Hold(least=2.0),
+    "fields_32_vs_1": Hold(most=1.5),
+    "ledger_overhead_pct": Hold(most=10.0),
+    "over_read": Hold(most=1.5),
+}
+
+
+def check_figures(figures: Mapping[str, float]) -> list[str]:
+    """One line per bound that does not hold, and per figure that was not measured."""
+    lines = []
+    for name, hold in HOLDS.items():
+        if name not in figures:
+            lines.append(f"{name}: not measured")
+        elif not hold.is_met(figures[name]):
+            lines.append(f"{name}: expected {hold}, got {figures[name]:.2f}")
+    return lines
+
+
+def ways_table(samples: Sequence[Samples], num_bytes: Mapping[str, int]) -> Table:
+    """Milliseconds per way: put, get, both with their range, and the parts of our own clients."""
+    table = Table(title="put + get, ms: median (min..max)")
+    for name in ("batch", "session", "way", "put", "get", "put + get", "MB/s", "of which"):
+        table.add_column(name, justify="left" if name in ("batch", "session", "way", "of which") else "right")
+    for one in samples:
+        parts = _median_parts(one.parts)
+        table.add_row(
+            one.batch,
+            one.session,
+            one.way,
+            _ms(one.put),
+            _ms(one.get),
+            _ms(one.totals),
+            f"{num_bytes[one.batch] / one.median / 1e6:.0f}",
+            " ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in parts.items()),
+        )
+    return table
+
+
+def figures_table(figures: Mapping[str, float]) -> Table:
+    """Every figure beside its bound."""
+    table = Table(title="figures")
+    for name in ("figure", "value", "bound", ""):
+        table.add_column(name)
+    for name, value in figures.items():
+        hold = HOLDS.get(name)
+        verdict = "" if hold is None else ("holds" if hold.is_met(value) else "MISSED")
+        table.add_row(name, f"{value:.2f}", "" if hold is None else str(hold), verdict)
+    return table
+
+
+def _median_parts(turns: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for turn in turns for name in turn)
+    return {name: statistics.median(turn.get(name, 0.0) for turn in turns) for name in names}
+
+
+def _ms(seconds: Sequence[float]) -> str:
+    spread: Callable[[Sequence[float]], Spread] = Spread.of
+    found = spread([value * 1e3 for value in seconds])
+    return f"{found.median:.1f} ({found.minimum:.1f}..{found.maximum:.1f})"
