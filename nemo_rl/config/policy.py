@@ -54,10 +54,20 @@ class DynamicBatchingConfig(Section):
 
 
 class DTensorConfig(Section):
-    """The DTensor worker (FSDP2 over the data-parallel ranks)."""
+    """The DTensor worker: FSDP2 over data x context parallel ranks, tensor parallelism beside it."""
 
     enabled: bool = True
     """The only training backend; false is refused."""
+    tensor_parallel_size: PositiveInt = 1
+    """Ranks that share every weight matrix, and the experts of a mixture."""
+    context_parallel_size: PositiveInt = 1
+    """Ranks that share every sequence."""
+    sequence_parallel: bool = False
+    """Split activations between the blocks over the tensor-parallel ranks; needs `tensor_parallel_size` above 1."""
+    custom_parallel_plan: dict[str, str] | None = None
+    """Module pattern (`model.layers.*.mlp.up_proj`) -> style (`colwise`, `rowwise`, ...); null takes the model's."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state on the CPU and move each layer to the GPU when it runs."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
 

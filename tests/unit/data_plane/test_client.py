@@ -21,6 +21,8 @@ from nemo_rl.errors import (
     DataPlaneClosed,
     DataPlaneError,
     DataPlaneTimeout,
+    KeysNotFound,
+    SchemaMismatch,
 )
 from tests.helpers.planes import NOOP, ids_column, keys_of, open_plane
 
@@ -50,6 +52,51 @@ def faulty_client(config: DataPlaneConfig = NOOP) -> tuple[LedgerClient, FaultyS
     client = LedgerClient(host=host, store=store, address=address)
     client.register_partition("p", ["input_ids", "sample_mask"], 99, [])
     return client, store, service
+
+
+class OverwrittenStore(NoopStore):
+    """Its memory is overwritten under the first readers, as shared memory is when a chunk is freed and reused."""
+
+    num_torn = 2
+
+    def get(self, chunk_ids: Sequence[str], *, timeout_s: float, handles: Handles) -> list[Parts]:
+        payloads = super().get(chunk_ids, timeout_s=timeout_s, handles=handles)
+        if not self.num_torn:
+            return payloads
+        whole = b"".join(bytes(part) for part in payloads[0])
+        # A chunk of another size, and one whose bytes are not even a header.
+        torn = whole + b"more" if self.num_torn == 2 else whole[:8] + b"\xc1" * (len(whole) - 8)
+        return [[memoryview(torn)], *payloads[1:]]
+
+    def confirm(self, chunk_ids: Sequence[str]) -> None:
+        if self.num_torn:
+            self.num_torn -= 1
+            raise KeysNotFound("freed while it was read")
+
+
+def test_a_chunk_that_is_overwritten_while_it_is_read_is_read_again() -> None:
+    store = OverwrittenStore()
+    client = client_over(store)
+    client.kv_batch_put(["a"], "p", {"sample_mask": torch.ones(1)})
+    assert client.kv_batch_get(["a"], "p")["sample_mask"].tolist() == [1.0]
+    assert store.num_torn == 0
+
+
+def test_a_chunk_that_is_damaged_but_not_overwritten_is_an_error() -> None:
+    store = OverwrittenStore()
+    store.confirm = lambda chunk_ids: None  # type: ignore[method-assign]
+    client = client_over(store)
+    client.kv_batch_put(["a"], "p", {"sample_mask": torch.ones(1)})
+    with pytest.raises(SchemaMismatch, match="read back with"):
+        client.kv_batch_get(["a"], "p")
+
+
+def client_over(store: NoopStore) -> LedgerClient:
+    host = InProcessHost(LedgerService(build_ledger(NOOP, run_id="r")), is_owner=True)
+    address = DataPlaneAddress(run_id="r", config=NOOP, ledger=host.address, process_id=1)
+    client = LedgerClient(host=host, store=store, address=address)
+    client.register_partition("p", ["input_ids", "sample_mask"], 99, [])
+    return client
 
 
 def test_rows_stay_invisible_when_the_store_fails() -> None:
