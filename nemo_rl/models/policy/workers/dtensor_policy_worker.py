@@ -8,7 +8,6 @@ weights, optimizer and learning rate depend on the global batches alone, not on 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.models.dtensor import checkpoint
 from nemo_rl.models.dtensor.microbatch import fixed_plan, steps_of
 from nemo_rl.models.dtensor.optim import LossScaler, build_optimizer, learning_rate_factor
-from nemo_rl.models.dtensor.parallelize import local_shard, parallelize
+from nemo_rl.models.dtensor.parallelize import parallelize
 from nemo_rl.models.dtensor.train_step import (
     BatchLayout,
     OptimizerStep,
@@ -36,7 +35,8 @@ from nemo_rl.models.dtensor.train_step import (
 from nemo_rl.models.loading import load_causal_lm, named_weights
 from nemo_rl.models.logprobs import SamplingView
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale, TensorInfo, TrainResult
-from nemo_rl.models.policy.workers.base import DeviceSide, WorkerState, check_placement, move_optimizer_state
+from nemo_rl.models.policy.workers.base import WorkerState
+from nemo_rl.models.policy.workers.life_cycle import LifeCycle
 from nemo_rl.utils.flops import TransformerShape, theoretical_tflops, transformer_flops
 
 __all__ = ["DTensorPolicyWorker"]
@@ -45,8 +45,8 @@ __all__ = ["DTensorPolicyWorker"]
 TOKEN_MASK = "token_mask"
 
 
-class DTensorPolicyWorker:
-    """Implements `PolicyWorker`. Starts ready for training.
+class DTensorPolicyWorker(LifeCycle):
+    """Implements `PolicyWorker`; states and device questions are in `LifeCycle`. Starts ready for training.
 
     Example:
         >>> worker = DTensorPolicyWorker(config, rank=0, world_size=1, num_steps=10,
@@ -83,9 +83,8 @@ class DTensorPolicyWorker:
         )
         hf = load_causal_lm(config.model_name)
         self.device = _pick_device(device)
-        self._owns_group = _ensure_process_group(rank, world_size, collective_timeout_s, self.device)
+        owns_group = _ensure_process_group(rank, world_size, collective_timeout_s, self.device)
         torch.manual_seed(seed + rank)
-        self._device_side = DeviceSide(self.device)
         mesh = init_device_mesh(self.device.type, (world_size,), mesh_dim_names=("dp",))
         hf.to(self.device)  # type: ignore[arg-type]
         self._flops_shape = TransformerShape.from_config(hf.config.to_dict())
@@ -99,11 +98,7 @@ class DTensorPolicyWorker:
         self._base_lrs = tuple(float(group["lr"]) for group in self._optimizer.param_groups)
         self._scaler = LossScaler(precision=config.precision)
         self._calls_done = 0
-        self._reference = [shard.to("cpu", copy=True) for shard in self._shards()] if keep_reference else None
-        self._is_reference_in_use = False
-        self._is_shut_down = False
-        self._state = WorkerState.TRAINING
-        self._check_placement()
+        self._start_life_cycle(keep_reference=keep_reference, owns_group=owns_group)
 
     # Training and log-probabilities.
 
@@ -197,39 +192,7 @@ class DTensorPolicyWorker:
         values, ids = self._runner(plan).topk_logits(batch.to(self.device), plan.microbatches[0], k=k)
         return values.cpu(), ids.cpu()
 
-    @contextmanager
-    def use_reference_model(self) -> Iterator[None]:
-        """(collective) Reference weights in place; the policy's come back on exit, also after an error."""
-        if self._reference is None:
-            raise RuntimeError("no reference weights are kept; set loss_fn.reference_policy_kl_penalty above 0")
-        if self._is_reference_in_use:
-            raise RuntimeError("use_reference_model does not nest")
-        policy = [shard.to("cpu", copy=True) for shard in self._shards()]
-        self._write_shards(self._reference)
-        self._is_reference_in_use = True
-        try:
-            yield
-        finally:
-            self._write_shards(policy)
-            self._is_reference_in_use = False
-
-    # Life cycle.
-
-    def prepare_for_lp_inference(self) -> None:
-        """Weights on the device, gradients gone, optimizer state on the CPU."""
-        self._change_state(WorkerState.LOGPROBS)
-
-    def prepare_for_training(self) -> None:
-        """Weights and optimizer state on the device."""
-        self._change_state(WorkerState.TRAINING)
-
-    def offload_before_refit(self) -> None:
-        """Frees what a weight export does not need: gradients and optimizer state."""
-        self._change_state(WorkerState.REFIT)
-
-    def offload_after_refit(self) -> None:
-        """Frees the device for generation: everything on the CPU."""
-        self._change_state(WorkerState.OFFLOADED)
+    # Refit and checkpoints.
 
     def prepare_refit_info(self) -> dict[str, TensorInfo]:
         """Name, shape and dtype of every weight in HF naming, in export order."""
@@ -267,84 +230,10 @@ class DTensorPolicyWorker:
                 self._scaler.scale = trainer_state["loss_scale"]
                 self._scaler.clean_steps = int(trainer_state["loss_scale_clean_steps"])
 
-    # Device and process.
-
-    def reset_peak_memory_stats(self) -> None:
-        self._device_side.reset_peak_memory_stats()
-
-    def get_gpu_info(self) -> dict[str, object]:
-        return {"rank": self.rank, **self._device_side.info()}
-
-    def report_device_id(self) -> str:
-        return self._device_side.device_id()
-
-    def start_gpu_profiling(self) -> None:
-        self._device_side.start_profiling()
-
-    def stop_gpu_profiling(self) -> None:
-        self._device_side.stop_profiling()
-
-    def is_alive(self) -> bool:
-        return not self._is_shut_down
-
-    def shutdown(self) -> None:
-        """Ends the process group if it was made here. Idempotent."""
-        if not self._is_shut_down:
-            self._is_shut_down = True
-            self.stop_gpu_profiling()
-            if self._owns_group and dist.is_initialized():
-                dist.destroy_process_group()
-
     # Private parts.
-
-    def _change_state(self, state: WorkerState) -> None:
-        if self._is_shut_down:
-            raise RuntimeError(f"cannot change to {state.value!r}: this worker was shut down")
-        if self._is_reference_in_use:
-            raise RuntimeError(f"cannot change to {state.value!r} while the reference weights are in place")
-        weights_device = torch.device("cpu") if state is WorkerState.OFFLOADED else self.device
-        optimizer_device = self.device if state is WorkerState.TRAINING else torch.device("cpu")
-        self._optimizer.zero_grad(set_to_none=True)
-        if self._device_side.is_cuda:
-            self._model.to(weights_device)
-            move_optimizer_state(self._optimizer, optimizer_device)
-            self._device_side.release_cache()
-        self._state = state
-        self._check_placement()
-
-    @contextmanager
-    def _ready_for_training(self) -> Iterator[None]:
-        """Everything on the device meanwhile, whatever the state was."""
-        before = self._state
-        self._change_state(WorkerState.TRAINING)
-        try:
-            yield
-        finally:
-            self._change_state(before)
-
-    def _check_placement(self) -> None:
-        check_placement(self._state, model=self._model, optimizer=self._optimizer, device=self.device)
-
-    def _require(self, method: str, *allowed: WorkerState) -> None:
-        if self._is_shut_down:
-            raise RuntimeError(f"{method}: this worker was shut down")
-        if self._state not in allowed:
-            names = " or ".join(repr(state.value) for state in allowed)
-            raise RuntimeError(
-                f"{method}: expected state {names}, got {self._state.value!r}; call prepare_for_training or "
-                "prepare_for_lp_inference first"
-            )
 
     def _runner(self, plan: PackPlan) -> StepRunner:
         return StepRunner(self._model, _layout(self.config, is_packed=plan.packed))
-
-    def _shards(self) -> list[torch.Tensor]:
-        return [local_shard(weight.detach()) for _, weight in named_weights(self._model.hf)]
-
-    def _write_shards(self, values: list[torch.Tensor]) -> None:
-        with torch.no_grad():
-            for shard, value in zip(self._shards(), values, strict=True):
-                shard.copy_(value)
 
     def _set_learning_rate(self) -> float:
         factor = learning_rate_factor(self.config.scheduler, calls_done=self._calls_done, num_steps=self._num_steps)

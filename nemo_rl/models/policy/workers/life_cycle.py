@@ -1,0 +1,153 @@
+"""`LifeCycle`: states of a DTensor policy worker, its kept reference weights, and questions about its device.
+
+A mixin of the worker, which makes model and optimizer and then calls `_start_life_cycle`. Invariant: after each state
+change parameters, gradients and optimizer state are where the state promises (`base.check_placement`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from nemo_rl.models.dtensor.parallelize import PolicyModel, local_shard
+from nemo_rl.models.loading import named_weights
+from nemo_rl.models.policy.workers.base import DeviceSide, WorkerState, check_placement, move_optimizer_state
+
+__all__ = ["LifeCycle"]
+
+
+class LifeCycle:
+    """What happens to a worker between its stages."""
+
+    rank: int
+    device: torch.device
+    _model: PolicyModel
+    _optimizer: torch.optim.Optimizer
+
+    def _start_life_cycle(self, *, keep_reference: bool, owns_group: bool) -> None:
+        """Called once, when device, model and optimizer exist: the worker is ready for training.
+
+        Args:
+            keep_reference: keep the present weights on the CPU, for `use_reference_model`.
+            owns_group: the process group was made by this worker and ends with it.
+        """
+        self._owns_group = owns_group
+        self._device_side = DeviceSide(self.device)
+        self._reference = [shard.to("cpu", copy=True) for shard in self._shards()] if keep_reference else None
+        self._is_reference_in_use = False
+        self._is_shut_down = False
+        self._state = WorkerState.TRAINING
+        self._check_placement()
+
+    # States.
+
+    def prepare_for_lp_inference(self) -> None:
+        """Weights on the device, gradients gone, optimizer state on the CPU."""
+        self._change_state(WorkerState.LOGPROBS)
+
+    def prepare_for_training(self) -> None:
+        """Weights and optimizer state on the device."""
+        self._change_state(WorkerState.TRAINING)
+
+    def offload_before_refit(self) -> None:
+        """Frees what a weight export does not need: gradients and optimizer state."""
+        self._change_state(WorkerState.REFIT)
+
+    def offload_after_refit(self) -> None:
+        """Frees the device for generation: everything on the CPU."""
+        self._change_state(WorkerState.OFFLOADED)
+
+    @contextmanager
+    def use_reference_model(self) -> Iterator[None]:
+        """(collective) Reference weights in place; the policy's come back on exit, also after an error."""
+        if self._reference is None:
+            raise RuntimeError("no reference weights are kept; set loss_fn.reference_policy_kl_penalty above 0")
+        if self._is_reference_in_use:
+            raise RuntimeError("use_reference_model does not nest")
+        policy = [shard.to("cpu", copy=True) for shard in self._shards()]
+        self._write_shards(self._reference)
+        self._is_reference_in_use = True
+        try:
+            yield
+        finally:
+            self._write_shards(policy)
+            self._is_reference_in_use = False
+
+    # Device and process.
+
+    def reset_peak_memory_stats(self) -> None:
+        self._device_side.reset_peak_memory_stats()
+
+    def get_gpu_info(self) -> dict[str, object]:
+        return {"rank": self.rank, **self._device_side.info()}
+
+    def report_device_id(self) -> str:
+        return self._device_side.device_id()
+
+    def start_gpu_profiling(self) -> None:
+        self._device_side.start_profiling()
+
+    def stop_gpu_profiling(self) -> None:
+        self._device_side.stop_profiling()
+
+    def is_alive(self) -> bool:
+        return not self._is_shut_down
+
+    def shutdown(self) -> None:
+        """Ends the process group if it was made here. Idempotent."""
+        if not self._is_shut_down:
+            self._is_shut_down = True
+            self.stop_gpu_profiling()
+            if self._owns_group and dist.is_initialized():
+                dist.destroy_process_group()
+
+    # Private parts.
+
+    def _change_state(self, state: WorkerState) -> None:
+        if self._is_shut_down:
+            raise RuntimeError(f"cannot change to {state.value!r}: this worker was shut down")
+        if self._is_reference_in_use:
+            raise RuntimeError(f"cannot change to {state.value!r} while the reference weights are in place")
+        weights_device = torch.device("cpu") if state is WorkerState.OFFLOADED else self.device
+        optimizer_device = self.device if state is WorkerState.TRAINING else torch.device("cpu")
+        self._optimizer.zero_grad(set_to_none=True)
+        if self._device_side.is_cuda:
+            self._model.to(weights_device)
+            move_optimizer_state(self._optimizer, optimizer_device)
+            self._device_side.release_cache()
+        self._state = state
+        self._check_placement()
+
+    @contextmanager
+    def _ready_for_training(self) -> Iterator[None]:
+        """Everything on the device meanwhile, whatever the state was."""
+        before = self._state
+        self._change_state(WorkerState.TRAINING)
+        try:
+            yield
+        finally:
+            self._change_state(before)
+
+    def _check_placement(self) -> None:
+        check_placement(self._state, model=self._model, optimizer=self._optimizer, device=self.device)
+
+    def _require(self, method: str, *allowed: WorkerState) -> None:
+        if self._is_shut_down:
+            raise RuntimeError(f"{method}: this worker was shut down")
+        if self._state not in allowed:
+            names = " or ".join(repr(state.value) for state in allowed)
+            raise RuntimeError(
+                f"{method}: expected state {names}, got {self._state.value!r}; call prepare_for_training or "
+                "prepare_for_lp_inference first"
+            )
+
+    def _shards(self) -> list[torch.Tensor]:
+        return [local_shard(weight.detach()) for _, weight in named_weights(self._model.hf)]
+
+    def _write_shards(self, values: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for shard, value in zip(self._shards(), values, strict=True):
+                shard.copy_(value)
