@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from nemo_rl.distributed.pack_plan import PackPlan
 
 __all__ = ["PackPlan", "plan_fixed", "plan_packs", "plan_padded", "replan_microbatches", "replan_rows", "round_up"]
 
@@ -23,51 +25,6 @@ BatchSizes = int | Sequence[int] | None
 """Rows per optimizer step: the same for all, one number per step, or all rows in one step."""
 Load = Callable[[Sequence[int]], int]
 """Tokens that a microbatch of these row indices takes."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PackPlan:
-    """Rows of each microbatch of each rank.
-
-    Example:
-        Five rows on two ranks, two microbatches each, one optimizer step:
-        >>> plan = PackPlan(microbatches=(((0, 3), (1,)), ((2,), (4,))), steps=(2,), pad_to=8)
-        >>> plan.rows_of_rank(1), plan.for_rank(1).microbatches
-        ((2, 4), (((0,), (1,)),))
-    """
-
-    microbatches: tuple[tuple[tuple[int, ...], ...], ...]
-    """`[rank][microbatch]` -> row indices. Every rank has the same number of microbatches."""
-    steps: tuple[int, ...]
-    """Microbatches per rank of each global batch; an optimizer step follows each."""
-    pad_to: int
-    """Width in tokens to which every rank pads."""
-    packed: bool = False
-    """True: the rows of a microbatch are laid end to end in one row."""
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.microbatches)
-
-    def rows_of_rank(self, rank: int) -> tuple[int, ...]:
-        """Global row indices of one rank, in the order in which its microbatches meet them."""
-        return tuple(row for microbatch in self.microbatches[rank] for row in microbatch)
-
-    def for_rank(self, rank: int) -> PackPlan:
-        """One rank's view, in indices into `rows_of_rank(rank)`."""
-        local: list[tuple[int, ...]] = []
-        start = 0
-        for microbatch in self.microbatches[rank]:
-            local.append(tuple(range(start, start + len(microbatch))))
-            start += len(microbatch)
-        return PackPlan(microbatches=(tuple(local),), steps=self.steps, pad_to=self.pad_to, packed=self.packed)
-
-    def iter_steps(self, rank: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-        """The microbatches of one rank, global batch by global batch."""
-        start = 0
-        for count in self.steps:
-            yield self.microbatches[rank][start : start + count]
-            start += count
 
 
 def round_up(value: int, multiple: int) -> int:
