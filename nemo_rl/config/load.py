@@ -137,7 +137,7 @@ def _remove(tree: dict[str, Any], path: Sequence[str]) -> None:
 
 
 def _input_path(tree: Mapping[str, Any], detail: ErrorDetails) -> tuple[str, ...]:
-    """The path in the user's tree: pydantic adds the names of union members, which are no keys."""
+    """The path in the user's tree: pydantic adds names of union members and of derived keys."""
     path: list[str] = []
     node: Any = tree
     for index, part in enumerate(detail["loc"]):
@@ -147,7 +147,7 @@ def _input_path(tree: Mapping[str, Any], detail: ErrorDetails) -> tuple[str, ...
         elif isinstance(node, list) and isinstance(part, int):
             node = node[part]
         else:
-            break
+            continue
         path.append(str(part))
     return tuple(path)
 

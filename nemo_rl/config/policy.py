@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from nemo_rl.config.base import Section
 
@@ -15,6 +15,7 @@ __all__ = [
     "OptimizerConfig",
     "PolicyConfig",
     "SchedulerConfig",
+    "SchedulerPhase",
     "SequencePackingConfig",
     "TokenizerConfig",
 ]
@@ -81,8 +82,20 @@ class OptimizerConfig(Section):
     """Arguments of the optimizer; `lr` is the peak that the scheduler's factor multiplies."""
 
 
+class SchedulerPhase(Section):
+    """One torch scheduler of a chain."""
+
+    name: str
+    """`module.Class` of a torch scheduler, such as `torch.optim.lr_scheduler.LinearLR`."""
+    kwargs: dict[str, float | bool | int | str | list[float]] = {}
+    """Arguments of the scheduler beside the optimizer."""
+
+
 class SchedulerConfig(Section):
-    """Learning rate as a factor of the optimizer's `lr`, advanced once per GRPO step."""
+    """Learning rate as a factor of the optimizer's `lr`, advanced once per GRPO step.
+
+    A list of `{name, kwargs}`, one of them `{milestones}`, is taken for `phases` and `milestones`.
+    """
 
     name: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up: flat, a straight line or half a cosine down to `min_factor`."""
@@ -92,6 +105,28 @@ class SchedulerConfig(Section):
     """Step at which `min_factor` is reached; null uses `grpo.max_num_steps`."""
     min_factor: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Factor at the end of the decay and from there on."""
+    phases: list[SchedulerPhase] = []
+    """Torch schedulers by import path, one by one, in place of the shape above; `scheduler: [...]` means this."""
+    milestones: list[PositiveInt] = []
+    """Steps at which the second, third, ... phase begins."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_list(cls, given: object) -> object:
+        """The forms that torch users write: a list of schedulers with an element of milestones, or one scheduler."""
+        if isinstance(given, dict) and "." in str(given.get("name", "")):
+            phase = {key: value for key, value in given.items() if key in SchedulerPhase.model_fields}
+            return {**{key: value for key, value in given.items() if key not in phase}, "phases": [phase]}
+        if not isinstance(given, list):
+            return given
+        chain: dict[str, object] = {"phases": [part for part in given if not _is_milestones(part)]}
+        for part in given:
+            chain |= part if _is_milestones(part) else {}
+        return chain
+
+
+def _is_milestones(part: object) -> bool:
+    return isinstance(part, dict) and set(part) == {"milestones"}
 
 
 class GenerationConfig(Section):

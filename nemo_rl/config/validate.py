@@ -253,6 +253,10 @@ def rule_kl_keys_need_a_penalty(config: MasterConfig) -> list[str]:
 
 def rule_scheduler_keys_need_a_decay(config: MasterConfig) -> list[str]:
     scheduler = config.policy.scheduler
+    if scheduler.phases:
+        because = "policy.scheduler.phases make the whole curve"
+        shape = ("name", "warmup_steps", "decay_steps", "min_factor")
+        return would_be_ignored(scheduler, "policy.scheduler", shape, switch="policy.scheduler.phases", because=because)
     if scheduler.name == "constant":
         switch, names = "policy.scheduler.name", ("decay_steps", "min_factor")
         because = f"{switch} is 'constant', which never decays"
@@ -263,6 +267,21 @@ def rule_scheduler_keys_need_a_decay(config: MasterConfig) -> list[str]:
             f"policy.scheduler.warmup_steps: {scheduler.warmup_steps} leaves no step to decay before "
             f"policy.scheduler.decay_steps {end}"
         ]
+    return []
+
+
+def rule_milestones_part_the_phases(config: MasterConfig) -> list[str]:
+    scheduler = config.policy.scheduler
+    phases, milestones = scheduler.phases, scheduler.milestones
+    if len(milestones) != max(0, len(phases) - 1):
+        return [
+            f"policy.scheduler.milestones: expected {max(0, len(phases) - 1)}, one less than the {len(phases)} "
+            f"phases, got {milestones}"
+        ]
+    if milestones != sorted(set(milestones)):
+        return [f"policy.scheduler.milestones: expected rising steps, got {milestones}"]
+    if any(phase.name.endswith("ReduceLROnPlateau") for phase in phases):
+        return ["policy.scheduler.phases: ReduceLROnPlateau follows a metric, not the steps; choose another"]
     return []
 
 

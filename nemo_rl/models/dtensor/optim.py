@@ -1,21 +1,19 @@
-"""Optimizer, learning-rate schedule and loss scale of the DTensor worker.
-
-Invariant: the learning rate of a training call is a function of the number of calls before it, so a resumed run
-continues the same curve.
-"""
+"""Optimizer and loss scale of the DTensor worker."""
 
 from __future__ import annotations
 
 import importlib
-import math
+import inspect
 from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from nemo_rl.config.policy import OptimizerConfig, SchedulerConfig
+from nemo_rl.config.policy import OptimizerConfig
 from nemo_rl.errors import ConfigError
 
-__all__ = ["LossScaler", "build_optimizer", "learning_rate_factor"]
+__all__ = ["LossScaler", "build_optimizer", "class_at"]
 
 # Dynamic loss scale of float16: start high, halve on overflow, double after this many clean steps.
 INITIAL_SCALE = 2.0**15
@@ -24,41 +22,59 @@ MIN_SCALE = 1.0
 MAX_SCALE = 2.0**24
 
 
+_T = TypeVar("_T")
+
+
+def class_at(path: str, base: type[_T], *, key: str, example: str) -> type[_T]:
+    """The class at an import path.
+
+    Args:
+        base: what it must be derived from.
+        key: config key for the error.
+
+    Raises:
+        ConfigError: no such class, or none of the kind.
+    """
+    module_name, _, class_name = path.rpartition(".")
+    try:
+        kind = vars(importlib.import_module(module_name))[class_name] if module_name else None
+    except (ImportError, KeyError) as error:
+        raise ConfigError(f"{key}: cannot find {path!r}: {error}") from error
+    if not (isinstance(kind, type) and issubclass(kind, base)):
+        raise ConfigError(f"{key}: expected a torch {base.__name__} such as {example}, got {path!r}")
+    return kind
+
+
 def build_optimizer(config: OptimizerConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer named by import path.
+    """The optimizer named by import path, in its fused form where class and device have one.
 
     Raises:
         ConfigError: no such class, or it refuses the arguments.
     """
-    module_name, _, class_name = config.name.rpartition(".")
+    weights = list(parameters)
+    kind = class_at(config.name, torch.optim.Optimizer, key="policy.optimizer.name", example="torch.optim.AdamW")
+    kwargs: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in config.kwargs.items()
+    }
+    kwargs = {**_implementation(kind, weights, kwargs), **kwargs}
     try:
-        kind = vars(importlib.import_module(module_name))[class_name] if module_name else None
-    except (ImportError, KeyError) as error:
-        raise ConfigError(f"policy.optimizer.name: cannot find {config.name!r}: {error}") from error
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise ConfigError(
-            f"policy.optimizer.name: expected a torch optimizer such as torch.optim.AdamW, got {config.name!r}"
-        )
-    kwargs = {name: tuple(value) if isinstance(value, list) else value for name, value in config.kwargs.items()}
-    try:
-        return kind(parameters, **kwargs)  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:
+        return kind(weights, **kwargs)
+    except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"policy.optimizer.kwargs: {config.name} refuses {config.kwargs}: {error}") from error
 
 
-def learning_rate_factor(config: SchedulerConfig, *, calls_done: int, num_steps: int) -> float:
-    """Factor of the optimizer's learning rate in the next training call.
-
-    Rises over `warmup_steps` to 1, then follows the shape down to `min_factor` at `decay_steps` and stays there.
-    """
-    if calls_done < config.warmup_steps:
-        return (calls_done + 1) / config.warmup_steps
-    if config.name == "constant":
-        return 1.0
-    end = config.decay_steps or num_steps
-    progress = min(1.0, (calls_done - config.warmup_steps) / max(1, end - config.warmup_steps))
-    shape = 1.0 - progress if config.name == "linear" else (1.0 + math.cos(math.pi * progress)) / 2
-    return config.min_factor + (1.0 - config.min_factor) * shape
+def _implementation(
+    kind: type[torch.optim.Optimizer], weights: list[torch.nn.Parameter], kwargs: dict[str, Any]
+) -> dict[str, bool]:
+    """One kernel over all weights on CUDA; weight by weight where sharded and plain ones are mixed, which no kernel
+    over lists takes. The user's own choice is left alone."""
+    known = inspect.signature(kind).parameters
+    if {"fused", "foreach"} & kwargs.keys() or "foreach" not in known:
+        return {}
+    if len({isinstance(weight, DTensor) for weight in weights}) > 1:
+        return {"foreach": False}
+    is_cuda = all(weight.device.type == "cuda" for weight in weights)
+    return {"fused": True} if is_cuda and "fused" in known else {}
 
 
 class LossScaler:

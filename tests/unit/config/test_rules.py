@@ -115,6 +115,22 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
             "policy.scheduler.min_factor: 0.5 would",
         ),
         (("policy.scheduler.decay_steps=5",), "policy.scheduler.warmup_steps: 5 leaves no step"),
+        (
+            ("policy.scheduler.phases=[{name: a.B}]", "policy.scheduler.warmup_steps=7"),
+            "policy.scheduler.warmup_steps: 7 would be ignored",
+        ),
+    ],
+    "rule_milestones_part_the_phases": [
+        (("policy.scheduler=[{name: a.B}, {name: a.C}]",), "policy.scheduler.milestones: expected 1"),
+        (("policy.scheduler.milestones=[3]",), "policy.scheduler.milestones: expected 0"),
+        (
+            ("policy.scheduler=[{name: a.B}, {name: a.C}, {name: a.D}, {milestones: [5, 5]}]",),
+            "policy.scheduler.milestones: expected rising steps",
+        ),
+        (
+            ("policy.scheduler={name: torch.optim.lr_scheduler.ReduceLROnPlateau}",),
+            "policy.scheduler.phases: ReduceLROnPlateau",
+        ),
     ],
     "rule_dtensor_is_the_only_worker": [(("policy.dtensor_cfg.enabled=false",), "policy.dtensor_cfg.enabled: false")],
     "rule_validation_needs_prompts": [

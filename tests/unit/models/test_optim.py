@@ -1,37 +1,16 @@
-"""Learning-rate curves, loss scale and optimizers by name."""
+"""Optimizers by name, and the loss scale."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from nemo_rl.config.policy import OptimizerConfig, SchedulerConfig
+from nemo_rl.config.policy import OptimizerConfig
+from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group
 from nemo_rl.errors import ConfigError
-from nemo_rl.models.dtensor.optim import GROWTH_INTERVAL, LossScaler, build_optimizer, learning_rate_factor
-
-
-def _curve(config: SchedulerConfig, calls: int, num_steps: int = 10) -> list[float]:
-    return [learning_rate_factor(config, calls_done=i, num_steps=num_steps) for i in range(calls)]
-
-
-def test_warm_up_rises_to_one_and_constant_stays() -> None:
-    assert _curve(SchedulerConfig(warmup_steps=4), 6) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-
-
-def test_linear_falls_in_a_straight_line_to_its_floor() -> None:
-    config = SchedulerConfig(name="linear", decay_steps=4, min_factor=0.2)
-    assert _curve(config, 7) == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2])
-
-
-def test_cosine_passes_the_middle_half_way() -> None:
-    curve = _curve(SchedulerConfig(name="cosine", warmup_steps=2, min_factor=0.1), 11)
-    assert curve[2] == 1.0
-    assert curve[6] == pytest.approx(0.55)
-    assert curve[10] == pytest.approx(0.1)
-
-
-def test_decay_ends_with_the_run_unless_it_is_named() -> None:
-    assert _curve(SchedulerConfig(name="linear", min_factor=0.0), 11, num_steps=10)[10] == 0.0
+from nemo_rl.models.dtensor.optim import GROWTH_INTERVAL, LossScaler, build_optimizer
 
 
 def test_lists_become_tuples_for_the_optimizer() -> None:
@@ -40,13 +19,49 @@ def test_lists_become_tuples_for_the_optimizer() -> None:
     assert build_optimizer(config, [weight]).param_groups[0]["betas"] == (0.9, 0.95)
 
 
+def test_any_optimizer_of_any_module_can_be_named() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    config = OptimizerConfig(name=f"{Halving.__module__}.Halving", kwargs={"lr": 0.5})
+    assert isinstance(build_optimizer(config, [weight]), Halving)
+
+
+class Halving(torch.optim.SGD):
+    """An optimizer of one's own."""
+
+
+def test_the_kernel_over_all_weights_is_chosen_by_device_and_kind() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    kwargs = {"lr": 1e-3}
+    plain = build_optimizer(OptimizerConfig(kwargs=kwargs), [weight]).defaults
+    assert not plain["fused"] and plain["foreach"] is None, "on the CPU torch decides"
+    named = build_optimizer(OptimizerConfig(kwargs={**kwargs, "fused": True}), [weight]).defaults
+    assert named["fused"] is True
+    build_optimizer(OptimizerConfig(name="torch.optim.LBFGS", kwargs={"lr": 1.0}), [weight])
+
+
+def test_sharded_and_plain_weights_are_stepped_one_by_one() -> None:
+    init_process_group(RankSpec(rank=0, world_size=1), device=torch.device("cpu"), timeout_s=30.0)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        sharded = torch.nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Shard(0)]))
+        weights = [sharded, torch.nn.Parameter(torch.ones(2))]
+        optimizer = build_optimizer(OptimizerConfig(kwargs={"lr": 0.1, "weight_decay": 0.0}), weights)
+        assert optimizer.defaults["foreach"] is False
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        assert sharded.to_local()[0].item() == pytest.approx(0.9)
+    finally:
+        destroy_process_group()
+
+
 @pytest.mark.parametrize(
     ("name", "kwargs", "message"),
     [
         ("torch.optim.AdamV", {}, "cannot find"),
         ("no_such_module.Adam", {}, "cannot find"),
-        ("AdamW", {}, "expected a torch optimizer"),
-        ("torch.nn.Linear", {}, "expected a torch optimizer"),
+        ("AdamW", {}, "expected a torch Optimizer"),
+        ("torch.nn.Linear", {}, "expected a torch Optimizer"),
         ("torch.optim.AdamW", {"learning_rate": 1.0}, "refuses"),
     ],
 )

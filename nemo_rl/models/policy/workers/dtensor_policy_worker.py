@@ -21,8 +21,9 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import RankSpec, init_process_group
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.models.dtensor import checkpoint
+from nemo_rl.models.dtensor.learning_rate import LearningRate
 from nemo_rl.models.dtensor.microbatch import fixed_plan, steps_of
-from nemo_rl.models.dtensor.optim import LossScaler, build_optimizer, learning_rate_factor
+from nemo_rl.models.dtensor.optim import LossScaler, build_optimizer
 from nemo_rl.models.dtensor.parallelize import parallelize
 from nemo_rl.models.dtensor.train_step import (
     BatchLayout,
@@ -77,7 +78,6 @@ class DTensorPolicyWorker(LifeCycle):
             ModelFolderError: model or tokenizer folder is missing or incomplete.
         """
         self.config, self.rank, self.world_size = config, rank, world_size
-        self._num_steps = num_steps
         self._tokenizer = load_tokenizer(
             config.tokenizer.name or config.model_name, chat_template=config.tokenizer.chat_template
         )
@@ -95,9 +95,8 @@ class DTensorPolicyWorker(LifeCycle):
             activation_checkpointing=config.dtensor_cfg.activation_checkpointing,
         )
         self._optimizer = build_optimizer(config.optimizer, self._model.parameters())
-        self._base_lrs = tuple(float(group["lr"]) for group in self._optimizer.param_groups)
+        self._learning_rate = LearningRate(config.scheduler, self._optimizer, num_steps=num_steps)
         self._scaler = LossScaler(precision=config.precision)
-        self._calls_done = 0
         self._start_life_cycle(keep_reference=keep_reference, owns_group=owns_group)
 
     # Training and log-probabilities.
@@ -132,7 +131,7 @@ class DTensorPolicyWorker(LifeCycle):
         steps = steps_of(plan, num_rows=batch.size)
         check_same_plan([len(microbatches) for microbatches in steps], device=self.device)
         batch = batch.to(self.device)
-        learning_rate = self._set_learning_rate()
+        learning_rate = self._learning_rate.apply()
         stepper = OptimizerStep(self._model, self._optimizer, self._scaler, max_grad_norm=self.config.max_grad_norm)
         scales = _loss_scales(batch, steps, device=self.device)
         runner = self._runner(plan)
@@ -141,7 +140,7 @@ class DTensorPolicyWorker(LifeCycle):
             for microbatches, scale in zip(steps, scales, strict=True)
         ]
         if not eval_mode:
-            self._calls_done += 1
+            self._learning_rate.advance()
         lengths = [int(n) for n in batch.tensor("input_lengths").tolist()]
         return TrainResult(
             loss=tuple(outcome.loss for outcome in outcomes),
@@ -214,7 +213,7 @@ class DTensorPolicyWorker(LifeCycle):
                 checkpoint.save_tokenizer(self._tokenizer, tokenizer)
             if optimizer is not None:
                 trainer_state = {
-                    "calls_done": float(self._calls_done),
+                    **self._learning_rate.state_dict(),
                     "loss_scale": self._scaler.scale,
                     "loss_scale_clean_steps": float(self._scaler.clean_steps),
                 }
@@ -226,7 +225,7 @@ class DTensorPolicyWorker(LifeCycle):
             checkpoint.load_weights(self._model, weights)
             if optimizer is not None:
                 trainer_state = checkpoint.load_optimizer(self._model, self._optimizer, optimizer)
-                self._calls_done = int(trainer_state["calls_done"])
+                self._learning_rate.load_state_dict(trainer_state)
                 self._scaler.scale = trainer_state["loss_scale"]
                 self._scaler.clean_steps = int(trainer_state["loss_scale_clean_steps"])
 
@@ -234,12 +233,6 @@ class DTensorPolicyWorker(LifeCycle):
 
     def _runner(self, plan: PackPlan) -> StepRunner:
         return StepRunner(self._model, _layout(self.config, is_packed=plan.packed))
-
-    def _set_learning_rate(self) -> float:
-        factor = learning_rate_factor(self.config.scheduler, calls_done=self._calls_done, num_steps=self._num_steps)
-        for group, base in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
-            group["lr"] = base * factor
-        return self._base_lrs[0] * factor
 
     def _fixed_plan(self, batch: BatchedDataDict, rows_per_step: float, mbs: int) -> PackPlan:
         if rows_per_step != int(rows_per_step):
