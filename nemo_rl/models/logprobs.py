@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.autograd.function import FunctionCtx
 
-__all__ = ["SamplingView", "filter_logits", "logprobs_from_logits", "token_logprobs"]
+__all__ = ["SamplingView", "VocabShard", "filter_logits", "logprobs_from_logits", "token_logprobs"]
 
 # Float32 numbers of one chunk of logits (16 MiB): bounds what the softmax holds at one time.
 CHUNK_ELEMENTS = 4 * 1024 * 1024
@@ -58,12 +59,26 @@ def filter_logits(
     return logits_MV.masked_fill(~kept, float("-inf"))
 
 
-def token_logprobs(logits_MV: torch.Tensor, targets_M: torch.Tensor, *, view: SamplingView) -> torch.Tensor:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VocabShard:
+    """Logits that are split over the vocabulary: each rank of a group holds as many columns."""
+
+    group: dist.ProcessGroup
+    first: int
+    """Token of this rank's first column."""
+
+
+def token_logprobs(
+    logits_MV: torch.Tensor, targets_M: torch.Tensor, *, view: SamplingView, shard: VocabShard | None = None
+) -> torch.Tensor:
     """`[M]` float32 log-probabilities of `targets_M`, differentiable.
 
     Works through chunks of positions in both passes: beside the logits themselves only one chunk in float32 is held.
+    With a `shard`, V are this rank's columns, and the call is collective over its group, in both passes when `view`
+    has a filter: that needs a chunk's whole vocabulary.
     """
-    result: torch.Tensor = _ChunkedLogprobs.apply(logits_MV, targets_M.long(), view)  # type: ignore[no-untyped-call]
+    arguments = (logits_MV, targets_M.long(), view, shard)
+    result: torch.Tensor = _ChunkedLogprobs.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -75,34 +90,62 @@ def logprobs_from_logits(logits_NTV: torch.Tensor, input_ids_NT: torch.Tensor, *
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Keeps the logits in their own dtype and recomputes each chunk's softmax in the backward pass."""
+    """Keeps the logits in their own dtype and recomputes each chunk's probabilities in the backward pass."""
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: FunctionCtx, logits_MV: torch.Tensor, targets_M: torch.Tensor, view: SamplingView
+        ctx: FunctionCtx,
+        logits_MV: torch.Tensor,
+        targets_M: torch.Tensor,
+        view: SamplingView,
+        shard: VocabShard | None,
     ) -> torch.Tensor:
-        logprobs_M = logits_MV.new_empty(targets_M.shape, dtype=torch.float32)
+        picked_M = logits_MV.new_zeros(targets_M.shape, dtype=torch.float32)
+        norm_M = torch.zeros_like(picked_M)
         for rows in _chunks(logits_MV):
-            scores = _scores(logits_MV[rows], targets_M[rows], view)
-            picked = scores.gather(-1, targets_M[rows, None]).squeeze(-1)
-            logprobs_M[rows] = picked - scores.logsumexp(-1)
-        ctx.save_for_backward(logits_MV, targets_M)
-        ctx.view = view  # type: ignore[attr-defined]
-        return logprobs_M
+            scores, first = _scores(logits_MV[rows], targets_M[rows], view, shard)
+            column, is_here = _columns(targets_M[rows], first, scores.shape[-1])
+            picked_M[rows] = torch.where(is_here, scores.gather(-1, column[:, None]).squeeze(-1), 0.0)
+            norm_M[rows] = scores.logsumexp(-1)
+        if shard is not None and not view.has_filter and len(targets_M):
+            picked_M, norm_M = _merge(picked_M, norm_M, shard)
+        ctx.save_for_backward(logits_MV, targets_M, norm_M)
+        ctx.view, ctx.shard = view, shard  # type: ignore[attr-defined]
+        return picked_M - norm_M
 
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: FunctionCtx, grad_M: torch.Tensor
-    ) -> tuple[torch.Tensor, None, None]:
-        logits_MV, targets_M = ctx.saved_tensors  # type: ignore[attr-defined]
+    ) -> tuple[torch.Tensor, None, None, None]:
+        logits_MV, targets_M, norm_M = ctx.saved_tensors  # type: ignore[attr-defined]
         view: SamplingView = ctx.view  # type: ignore[attr-defined]
+        shard: VocabShard | None = ctx.shard  # type: ignore[attr-defined]
+        own = logits_MV.shape[-1]
         grad_MV = torch.empty_like(logits_MV)
         for rows in _chunks(logits_MV):
             scale = grad_M[rows, None] / view.temperature
-            chunk = _scores(logits_MV[rows], targets_M[rows], view).softmax(-1).mul_(-scale)
-            chunk.scatter_add_(-1, targets_M[rows, None], scale)
-            grad_MV[rows] = chunk.to(grad_MV.dtype)
-        return grad_MV, None, None
+            scores, first = _scores(logits_MV[rows], targets_M[rows], view, shard)
+            chunk = (scores - norm_M[rows, None]).exp_().mul_(-scale)
+            column, is_here = _columns(targets_M[rows], first, scores.shape[-1])
+            chunk.scatter_add_(-1, column[:, None], scale * is_here[:, None])
+            start = shard.first - first if shard is not None else 0
+            grad_MV[rows] = chunk[:, start : start + own].to(grad_MV.dtype)
+        return grad_MV, None, None, None
+
+
+def _merge(picked_M: torch.Tensor, norm_M: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers of the whole vocabulary from those of each rank's columns (collective)."""
+    mine = torch.stack([picked_M, norm_M])
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(shard.group))]
+    dist.all_gather(parts, mine, group=shard.group)
+    everywhere = torch.stack(parts)
+    return everywhere[:, 0].sum(0), everywhere[:, 1].logsumexp(0)
+
+
+def _columns(targets_M: torch.Tensor, first: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Column of each target, 0 where it is elsewhere, and whether it is here."""
+    is_here = (targets_M >= first) & (targets_M < first + width)
+    return torch.where(is_here, targets_M - first, 0), is_here
 
 
 def _chunks(logits_MV: torch.Tensor) -> list[slice]:
@@ -111,8 +154,15 @@ def _chunks(logits_MV: torch.Tensor) -> list[slice]:
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
-def _scores(logits_MV: torch.Tensor, targets_M: torch.Tensor, view: SamplingView) -> torch.Tensor:
+def _scores(
+    logits_MV: torch.Tensor, targets_M: torch.Tensor, view: SamplingView, shard: VocabShard | None
+) -> tuple[torch.Tensor, int]:
+    """Scores in float32 and the token of their first column; with a filter those of the whole vocabulary."""
     scores = logits_MV.float() / view.temperature
-    if view.has_filter:
-        scores = filter_logits(scores, top_k=view.top_k, top_p=view.top_p, keep_M=targets_M)
-    return scores
+    if not view.has_filter:
+        return scores, shard.first if shard is not None else 0
+    if shard is not None:
+        parts = [torch.empty_like(scores) for _ in range(dist.get_world_size(shard.group))]
+        dist.all_gather(parts, scores, group=shard.group)
+        scores = torch.cat(parts, dim=-1)
+    return filter_logits(scores, top_k=view.top_k, top_p=view.top_p, keep_M=targets_M), 0

@@ -11,12 +11,42 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.packing import PackPlan, round_up
+from nemo_rl.distributed.parallel_groups import ParallelGroups
 from nemo_rl.models.dtensor.parallelize import ForwardInputs
+from nemo_rl.models.varlen_attention import Segments
 
-__all__ = ["Microbatch", "build_microbatch", "fixed_plan", "steps_of"]
+__all__ = ["Microbatch", "PassShape", "build_microbatch", "fixed_plan", "steps_of"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassShape:
+    """What the layout of the ranks asks of a forward pass."""
+
+    divisible_by: int = 1
+    """The width of the pass is rounded up to a multiple."""
+    sequence_multiple: int = 1
+    """So is every sequence of a packed pass; divides `divisible_by`."""
+    cp_size: int = 1
+    cp_rank: int = 0
+    context: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, groups: ParallelGroups, *, configured_multiple: int) -> PassShape:
+        """Shape for this rank; `configured_multiple` is `policy.make_sequence_length_divisible_by`."""
+        return cls(
+            divisible_by=groups.layout.round_up_multiple(configured_multiple),
+            sequence_multiple=groups.layout.length_multiple,
+            cp_size=groups.layout.cp,
+            cp_rank=groups.place.cp,
+            context=groups.context,
+        )
+
+    def segments(self, lengths: tuple[int, ...]) -> Segments:
+        return Segments(lengths=lengths, cp_size=self.cp_size, cp_rank=self.cp_rank, group=self.context)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,13 +116,12 @@ def build_microbatch(
     select_NT: torch.Tensor,
     fields: Sequence[str],
     is_packed: bool,
-    divisible_by: int,
+    shape: PassShape,
 ) -> Microbatch:
     """Args:
     select_NT: `[N, T]` bool, tokens whose log-probability is wanted; position 0 never is.
     fields: columns that the loss reads.
     is_packed: lay the rows end to end in one row instead of padding them.
-    divisible_by: the width of the pass is rounded up to a multiple.
     """
     device = select_NT.device
     index = torch.tensor(list(rows), dtype=torch.int64, device=device)
@@ -109,53 +138,91 @@ def build_microbatch(
         select_nt[:, 0] = False
     row_M, column_M = select_nt.nonzero(as_tuple=True)
     layout = _packed if is_packed else _padded
+    whole = layout(ids_nt, lengths, row_M, column_M, shape)
     return Microbatch(
         rows=tuple(rows),
         lengths=lengths,
         columns=columns,
         width=width,
-        inputs=layout(ids_nt, lengths, row_M, column_M, divisible_by),
+        inputs=_on_this_rank(whole, ids_nt[row_M, column_M], shape),
         out_row_M=row_M,
         out_column_M=column_M,
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Pass:
+    """The whole pass, before it is split over context ranks."""
+
+    ids_nS: torch.Tensor
+    position_S: torch.Tensor
+    segment_lengths: tuple[int, ...]
+    row_M: torch.Tensor
+    """Row of the pass of each selected token."""
+    place_M: torch.Tensor
+    """Position of the pass that predicts it."""
+
+
 def _padded(
-    ids_nt: torch.Tensor, lengths: Sequence[int], row_M: torch.Tensor, column_M: torch.Tensor, divisible_by: int
-) -> ForwardInputs:
-    width = round_up(ids_nt.shape[1], divisible_by)
-    ids_nS = torch.nn.functional.pad(ids_nt, (0, width - ids_nt.shape[1]))
-    if not len(lengths):
-        ids_nS = ids_nt.new_zeros(1, width)
-    # Logits are computed at the union of the positions that some row needs; at least one keeps the graph whole.
-    keep_K, kept_M = torch.unique(column_M - 1, return_inverse=True)
-    if not len(keep_K):
-        keep_K = column_M.new_zeros(1)
-    target_M = ids_nt[row_M, column_M]
-    return ForwardInputs(
-        input_ids=ids_nS, position_ids=None, keep_K=keep_K, row_M=row_M, kept_M=kept_M, target_M=target_M
+    ids_nt: torch.Tensor, lengths: Sequence[int], row_M: torch.Tensor, column_M: torch.Tensor, shape: PassShape
+) -> _Pass:
+    width = round_up(ids_nt.shape[1], shape.divisible_by)
+    ids_nS = torch.nn.functional.pad(ids_nt, (0, width - ids_nt.shape[1])) if lengths else ids_nt.new_zeros(1, width)
+    return _Pass(
+        ids_nS=ids_nS,
+        position_S=torch.arange(width, device=ids_nt.device),
+        segment_lengths=(width,),
+        row_M=row_M,
+        place_M=column_M - 1,
     )
 
 
 def _packed(
-    ids_nt: torch.Tensor, lengths: Sequence[int], row_M: torch.Tensor, column_M: torch.Tensor, divisible_by: int
-) -> ForwardInputs:
+    ids_nt: torch.Tensor, lengths: Sequence[int], row_M: torch.Tensor, column_M: torch.Tensor, shape: PassShape
+) -> _Pass:
     device = ids_nt.device
-    total = sum(lengths)
+    own = [round_up(length, shape.sequence_multiple) for length in lengths]
     # The tail that fills the width is a segment of its own: its positions restart at 0 as well.
-    tail = round_up(max(total, 1), divisible_by) - total
-    segments = [length for length in (*lengths, tail) if length]
-    pieces = [ids_nt[i, :length] for i, length in enumerate(lengths)]
-    ids_S = torch.cat([*pieces, ids_nt.new_zeros(tail)])
-    position_S = torch.cat([torch.arange(length, device=device) for length in segments])
-    start_n = torch.tensor([0, *lengths], device=device).cumsum(0)[:-1] if lengths else row_M.new_zeros(0)
-    place_M = start_n[row_M] + column_M
-    keep_K = place_M - 1 if len(place_M) else row_M.new_zeros(1)
-    return ForwardInputs(
-        input_ids=ids_S[None],
-        position_ids=position_S[None],
-        keep_K=keep_K,
+    tail = round_up(max(sum(own), 1), shape.divisible_by) - sum(own)
+    segments = tuple(length for length in (*own, tail) if length)
+    ids_S = ids_nt.new_zeros(sum(segments))
+    start_n = torch.tensor([0, *own], device=device).cumsum(0)[:-1]
+    for i, length in enumerate(lengths):
+        ids_S[int(start_n[i]) : int(start_n[i]) + length] = ids_nt[i, :length]
+    return _Pass(
+        ids_nS=ids_S[None],
+        position_S=torch.cat([torch.arange(length, device=device) for length in segments]),
+        segment_lengths=segments,
         row_M=torch.zeros_like(row_M),
-        kept_M=torch.arange(len(place_M), device=device),
-        target_M=ids_nt[row_M, column_M],
+        place_M=start_n[row_M] + column_M - 1,
+    )
+
+
+def _on_this_rank(whole: _Pass, target_M: torch.Tensor, shape: PassShape) -> ForwardInputs:
+    """This context rank's positions, and the selected tokens that they predict."""
+    segments = shape.segments(whole.segment_lengths)
+    device = target_M.device
+    ids_ns, position_s, place_M = whole.ids_nS, whole.position_S, whole.place_M
+    selected_m = torch.arange(len(place_M), device=device)
+    if segments.cp_size > 1:
+        mine_s = segments.local_positions().to(device)
+        local_S = torch.full_like(whole.position_S, -1)
+        local_S[mine_s] = torch.arange(len(mine_s), device=device)
+        ids_ns, position_s = ids_ns[:, mine_s], position_s[mine_s]
+        selected_m = (local_S[place_M] >= 0).nonzero()[:, 0]
+        place_M = local_S[place_M]
+    # Logits are computed at the union of the positions that some row needs; at least one keeps the graph whole.
+    keep_K, kept_m = torch.unique(place_M[selected_m], return_inverse=True)
+    if not len(keep_K):
+        keep_K = place_M.new_zeros(1)
+    return ForwardInputs(
+        input_ids=ids_ns,
+        position_ids=position_s[None],
+        segments=segments,
+        num_selected=len(target_M),
+        selected_m=selected_m,
+        keep_K=keep_K,
+        row_m=whole.row_M[selected_m],
+        kept_m=kept_m,
+        target_m=target_M[selected_m],
     )

@@ -1,8 +1,8 @@
 """The trained model as FSDP2 sees it: `PolicyModel` around the Hugging Face model, sharded per layer and at the root.
 
 Called by the DTensor worker. Invariant: parameters are resharded after every forward pass, so a pass always sees the
-current shards, also after the shards were written in place. Shapes: n rows, S width, K kept positions, M selected
-tokens, V vocabulary.
+current shards, also after the shards were written in place. Shapes: n rows, S positions of the pass, s of them on this
+context rank, K kept positions, M selected tokens, m of them predicted on this rank, V vocabulary.
 """
 
 from __future__ import annotations
@@ -10,81 +10,160 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import PreTrainedModel
 
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.distributed.differentiable import gather_along, reduce_from
+from nemo_rl.distributed.layout import ParallelLayout
+from nemo_rl.distributed.parallel_groups import ParallelGroups
+from nemo_rl.errors import ConfigError
+from nemo_rl.models.dtensor.tensor_parallel import TensorAxis, apply_plan
+from nemo_rl.models.dtensor.tensor_plans import plan_of
 from nemo_rl.models.loading import DTYPES
-from nemo_rl.models.logprobs import SamplingView, token_logprobs
+from nemo_rl.models.logprobs import SamplingView, VocabShard, token_logprobs
+from nemo_rl.models.varlen_attention import ATTENTION_NAME, Segments
 
 __all__ = ["ForwardInputs", "PolicyModel", "copy_into_shard", "full_weight", "local_shard", "parallelize"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardInputs:
-    """One forward pass: tokens in, and which tokens' log-probabilities out."""
+    """One forward pass of this rank: tokens in, and which tokens' log-probabilities out."""
 
     input_ids: torch.Tensor
-    """`[n, S]` int64."""
-    position_ids: torch.Tensor | None
-    """`[1, S]` int64, restarting per sequence, for packed rows; None for padded rows."""
+    """`[n, s]` int64: this rank's positions of the pass."""
+    position_ids: torch.Tensor
+    """`[1, s]` int64, restarting with every sequence."""
+    segments: Segments
+    """Sequences in the whole pass, the same in each of the n rows."""
+    num_selected: int
+    """M, tokens whose log-probabilities are wanted, over all context ranks."""
+    selected_m: torch.Tensor
+    """`[m]` index into M of those that this rank's positions predict."""
     keep_K: torch.Tensor
-    """`[K]` positions whose logits are computed, the same for every row."""
-    row_M: torch.Tensor
-    """`[M]` row of each selected token."""
-    kept_M: torch.Tensor
-    """`[M]` index into `keep_K` of the position that predicts it."""
-    target_M: torch.Tensor
-    """`[M]` the selected tokens."""
+    """`[K]` local positions whose logits are computed, the same for every row; at least one."""
+    row_m: torch.Tensor
+    """`[m]` row of each."""
+    kept_m: torch.Tensor
+    """`[m]` index into `keep_K` of the position that predicts it."""
+    target_m: torch.Tensor
+    """`[m]` the tokens."""
 
 
 class PolicyModel(torch.nn.Module):
     """The unit that FSDP wraps: its forward runs the model and ends in log-probabilities, never in full logits."""
 
-    def __init__(self, hf: PreTrainedModel) -> None:
+    def __init__(self, hf: PreTrainedModel, *, shard: VocabShard | None = None) -> None:
+        """Args:
+        shard: this rank's part of the vocabulary where the head is split.
+        """
         super().__init__()
         self.hf = hf
+        self.shard = shard
+        self._takes_segments = hf.config._attn_implementation == ATTENTION_NAME
 
     def forward(
         self, inputs: ForwardInputs, *, view: SamplingView, top_k_logits: int | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """`[M]` float32 log-probabilities; with `top_k_logits` values and ids `[n, K, k]` of the largest logits."""
-        # Neither form passes a mask. Padded rows: padding is on the right, so causal attention never reaches it.
-        # Packed rows: the model derives the segments from the restarts in position_ids, which it does only without a
-        # mask and without a cache.
+        """`[M]` float32 log-probabilities, the same on every tensor and context rank (collective over both).
+
+        With `top_k_logits` values and ids `[n, S, k]` of the largest logits at every position instead.
+        """
+        # No mask: padding is on the right of its sequence, so causal attention never reaches it, and sequences are
+        # told apart by their segments.
         logits_nKV = self.hf(
             input_ids=inputs.input_ids,
             attention_mask=None,
             position_ids=inputs.position_ids,
             use_cache=False,
-            logits_to_keep=inputs.keep_K,
+            logits_to_keep=inputs.keep_K if top_k_logits is None else 0,
+            **({"segments": inputs.segments} if self._takes_segments else {}),
         ).logits
         if top_k_logits is not None:
-            values, ids = logits_nKV.float().topk(top_k_logits, dim=-1)
+            return self._top_k(logits_nKV, inputs.segments, top_k_logits)
+        logits_mV = logits_nKV[inputs.row_m, inputs.kept_m]
+        logprobs_m = token_logprobs(logits_mV, inputs.target_m, view=view, shard=self.shard)
+        if inputs.segments.group is None:
+            return logprobs_m
+        zeros_M = logprobs_m.new_zeros(inputs.num_selected)
+        return reduce_from(zeros_M.index_put((inputs.selected_m,), logprobs_m), inputs.segments.group)
+
+    def _top_k(self, logits_nsV: torch.Tensor, segments: Segments, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.shard is not None:
+            logits_nsV = gather_along(logits_nsV, self.shard.group, dim=2)
+        values, ids = logits_nsV.float().topk(k, dim=-1)
+        if segments.group is None:
             return values, ids
-        return token_logprobs(logits_nKV[inputs.row_M, inputs.kept_M], inputs.target_M, view=view)
+        order = segments.restore_order().to(ids.device)
+        whole = [gather_along(part, segments.group, dim=1).index_select(1, order) for part in (values, ids)]
+        return whole[0], whole[1]
 
 
-def parallelize(
-    hf: PreTrainedModel, *, mesh: DeviceMesh, precision: str, activation_checkpointing: bool
-) -> PolicyModel:
-    """Wraps and shards the model over the data-parallel mesh (collective).
+def parallelize(hf: PreTrainedModel, *, groups: ParallelGroups, config: PolicyConfig) -> PolicyModel:
+    """Splits the model over the tensor axis and shards it over data x context ranks (collective).
 
     Parameters stay float32; with another precision they are cast for computation and gradients are reduced in float32.
+
+    Raises:
+        ConfigError: the model cannot run in this layout.
     """
-    if activation_checkpointing:
-        hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model = PolicyModel(hf)
+    sizes = config.dtensor_cfg
+    _choose_attention(hf, groups.layout, config)
+    if sizes.activation_checkpointing:
+        enable = getattr(hf, "activation_checkpointing_enable", None) or hf.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    shard = _split_over_tensor_axis(hf, groups, config) if groups.tensor_mesh is not None else None
+    model = PolicyModel(hf, shard=shard)
     policy = MixedPrecisionPolicy()
-    if precision != "float32":
-        policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=torch.float32)
+    if config.precision != "float32":
+        policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.precision], reduce_dtype=torch.float32)
+    options: dict[str, object] = {"mesh": groups.fsdp_mesh, "mp_policy": policy, "reshard_after_forward": True}
+    if sizes.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy()
     layer_names = set(hf._no_split_modules or ())
     for module in list(hf.modules()):
         if type(module).__name__ in layer_names:
-            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+            fully_shard(module, **options)  # type: ignore[call-overload]
+    fully_shard(model, **options)  # type: ignore[call-overload]
     return model
+
+
+def _split_over_tensor_axis(hf: PreTrainedModel, groups: ParallelGroups, config: PolicyConfig) -> VocabShard | None:
+    mesh, sizes = groups.tensor_mesh, config.dtensor_cfg
+    assert mesh is not None
+    axis = TensorAxis(mesh=mesh, sequence_parallel=sizes.sequence_parallel)
+    plan = plan_of(hf, custom=sizes.custom_parallel_plan, tp=axis.size, sequence_parallel=sizes.sequence_parallel)
+    apply_plan(hf, plan, axis)
+    head = hf.get_output_embeddings()
+    weight = head.weight if head is not None else None
+    if not isinstance(weight, DTensor) or not weight.placements[0].is_shard(0):
+        return None
+    return VocabShard(group=axis.group, first=axis.rank * (weight.shape[0] // axis.size))
+
+
+def _choose_attention(hf: PreTrainedModel, layout: ParallelLayout, config: PolicyConfig) -> None:
+    """Our attention knows sequences and context ranks; the model's own serves what ours cannot."""
+    kind, text = hf.config.model_type, hf.config.get_text_config()
+    window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+    layers = getattr(text, "layer_types", None)
+    if layers is not None and "sliding_attention" not in layers:
+        window = None
+    reason = None
+    if window is not None and window < config.max_total_sequence_length:
+        reason = f"attends within a window of {window} tokens"
+    elif not getattr(hf, "_supports_attention_backend", False):
+        reason = "brings an attention of its own"
+    if reason is None:
+        hf.set_attn_implementation(ATTENTION_NAME)
+    elif layout.cp > 1 or config.sequence_packing.enabled:
+        key = "dtensor_cfg.context_parallel_size" if layout.cp > 1 else "sequence_packing.enabled"
+        raise ConfigError(
+            f"policy.{key}: {kind!r} {reason}, which neither packing nor context parallelism can serve; set "
+            "context_parallel_size=1 and sequence_packing.enabled=false"
+        )
 
 
 def as_fsdp(model: PolicyModel) -> FSDPModule:
@@ -108,6 +187,19 @@ def full_weight(weight: torch.Tensor) -> torch.Tensor:
 def copy_into_shard(weight: torch.Tensor, full: torch.Tensor) -> None:
     """Writes this rank's part of a whole tensor that every rank holds; no communication."""
     with torch.no_grad():
-        if isinstance(weight, DTensor):
-            full = distribute_tensor(full.to(weight.device), weight.device_mesh, weight.placements, src_data_rank=None)
-        weight.copy_(full)
+        local_shard(weight).copy_(_part_of(full, weight))
+
+
+def _part_of(full: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The tensor axis is the inner one: it splits first, and FSDP splits what is left."""
+    if not isinstance(weight, DTensor):
+        return full
+    mesh = weight.device_mesh
+    for axis in reversed(range(mesh.ndim)):
+        placement = weight.placements[axis]
+        if isinstance(placement, Shard | _StridedShard):
+            chunks = full.chunk(mesh.size(axis), dim=placement.dim)
+            place = mesh.get_local_rank(axis)
+            empty = full.narrow(placement.dim, 0, 0)
+            full = chunks[place] if place < len(chunks) else empty
+    return full

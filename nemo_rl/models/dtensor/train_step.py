@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.parallel_groups import ParallelGroups
 from nemo_rl.errors import NonFiniteError, name_some
-from nemo_rl.models.dtensor.microbatch import Microbatch, build_microbatch
+from nemo_rl.models.dtensor.microbatch import Microbatch, PassShape, build_microbatch
 from nemo_rl.models.dtensor.optim import LossScaler
-from nemo_rl.models.dtensor.parallelize import PolicyModel, as_fsdp
+from nemo_rl.models.dtensor.parallelize import PolicyModel, as_fsdp, local_shard
 from nemo_rl.models.logprobs import SamplingView
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale
 from nemo_rl.utils.metrics import Reduction
@@ -34,6 +36,8 @@ __all__ = [
 
 # Optional list column with the keys of the rows; errors then name keys instead of row numbers.
 KEYS_COLUMN = "keys"
+CLIP_EPSILON = 1e-6
+"""As in torch's own clipping."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +45,7 @@ class BatchLayout:
     """How rows become forward passes."""
 
     is_packed: bool
-    divisible_by: int
+    shape: PassShape
     view: SamplingView
     """Distribution of which log-probabilities are taken."""
 
@@ -99,9 +103,10 @@ def row_names(batch: BatchedDataDict, rows: Sequence[int]) -> list[str]:
 class StepRunner:
     """Runs microbatches of one rank on a sharded model."""
 
-    def __init__(self, model: PolicyModel, layout: BatchLayout) -> None:
+    def __init__(self, model: PolicyModel, layout: BatchLayout, groups: ParallelGroups) -> None:
         self._model = model
         self._layout = layout
+        self._groups = groups
 
     def logprobs(
         self, batch: BatchedDataDict, microbatches: Sequence[Sequence[int]], select_NT: torch.Tensor
@@ -136,9 +141,8 @@ class StepRunner:
         layout = replace(self._layout, is_packed=False)
         for rows in microbatches:
             micro = self._build(batch, rows, nothing_NT, fields=(), layout=layout)
-            inputs = replace(micro.inputs, keep_K=torch.arange(micro.width, device=ids_NT.device))
             with torch.no_grad():
-                values, tokens = self._model(inputs, view=layout.view, top_k_logits=k)
+                values, tokens = self._model(micro.inputs, view=layout.view, top_k_logits=k)
             for i, (row, length) in enumerate(zip(micro.rows, micro.lengths, strict=True)):
                 values_NTk[row, :length] = values[i, :length]
                 tokens_NTk[row, :length] = tokens[i, :length]
@@ -185,7 +189,9 @@ class StepRunner:
         loss_scale: float | None,
     ) -> tuple[float, tuple[dict[str, Reduction], ...]]:
         select_NT = trained_tokens(batch)
-        world_size = dist.get_world_size()
+        # FSDP averages gradients over data x context ranks, while the loss is divided by the global count already. Each
+        # context rank has the whole loss, of which only its own tokens' part flows back.
+        averaged_over = self._groups.fsdp_mesh.size()
         total, metrics, bad = 0.0, [], []
         for i, rows in enumerate(microbatches):
             as_fsdp(self._model).set_requires_gradient_sync(i == len(microbatches) - 1)
@@ -203,14 +209,13 @@ class StepRunner:
             if value - value != 0.0:
                 bad += micro.rows
             if loss_scale is not None:
-                # FSDP averages gradients over ranks, while the loss is divided by the global count already.
-                (loss * (world_size * loss_scale)).backward()
+                (loss * (averaged_over * loss_scale)).backward()
         try:
             self._raise_together("the loss", batch, sorted(set(bad)))
         except NonFiniteError:
             self._model.zero_grad(set_to_none=True)
             raise
-        return all_reduce_sum([total], device=select_NT.device)[0], tuple(metrics)
+        return self._groups.sum_over_data([total], device=select_NT.device)[0], tuple(metrics)
 
     def _build(
         self,
@@ -227,7 +232,7 @@ class StepRunner:
             select_NT=select_NT,
             fields=fields,
             is_packed=layout.is_packed,
-            divisible_by=layout.divisible_by,
+            shape=layout.shape,
         )
 
     def _forward(self, micro: Microbatch) -> torch.Tensor:
@@ -242,7 +247,8 @@ class StepRunner:
         if all_reduce_sum([float(len(rows))], device=device)[0] == 0:
             return
         everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everywhere, row_names(batch, rows))
+        # The ranks of a replica group share their rows; one of them names them.
+        dist.all_gather_object(everywhere, row_names(batch, rows) if self._groups.place.is_leader else [])
         names = [f"{name} (rank {rank})" for rank, part in enumerate(everywhere) for name in part]
         raise NonFiniteError(
             f"NaN or inf in {what}: samples {name_some(names)}; the weights were not changed. Look at these samples, "
@@ -254,30 +260,35 @@ class OptimizerStep:
     """Gradient norm, clipping and the optimizer's step after the last microbatch."""
 
     def __init__(
-        self, model: PolicyModel, optimizer: torch.optim.Optimizer, scaler: LossScaler, *, max_grad_norm: float | None
+        self,
+        model: PolicyModel,
+        optimizer: torch.optim.Optimizer,
+        scaler: LossScaler,
+        *,
+        groups: ParallelGroups,
+        max_grad_norm: float | None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
+        self._groups = groups
         self._max_grad_norm = max_grad_norm
         self.scaler = scaler
 
     def finish(self) -> float | None:
         """Clips and steps (collective). The global norm before clipping, or None if it is not finite: no step then."""
-        parameters = [p for p in self._model.parameters() if p.grad is not None]
-        grads = [p.grad for p in parameters if p.grad is not None]
+        grads = [p.grad for p in self._model.parameters() if p.grad is not None]
         if self.scaler.scale != 1.0:
-            torch._foreach_mul_(grads, 1.0 / self.scaler.scale)
-        norm = torch.nn.utils.get_total_norm(grads)
-        value = float(_full(norm))
-        if value - value != 0.0:
+            torch._foreach_mul_([local_shard(grad) for grad in grads], 1.0 / self.scaler.scale)
+        norm = grad_norm(grads, self._groups)
+        if norm - norm != 0.0:
             self._optimizer.zero_grad(set_to_none=True)
             return None
-        if self._max_grad_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, _full(norm))
+        if self._max_grad_norm is not None and norm > self._max_grad_norm:
+            torch._foreach_mul_([local_shard(grad) for grad in grads], self._max_grad_norm / (norm + CLIP_EPSILON))
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.scaler.on_clean_step()
-        return value
+        return norm
 
     def retry(self) -> bool:
         """Lowers the loss scale; False when it cannot be the cause."""
@@ -287,8 +298,32 @@ class OptimizerStep:
         return True
 
 
-def _full(value: torch.Tensor) -> torch.Tensor:
-    return value.full_tensor() if isinstance(value, torch.distributed.tensor.DTensor) else value
+def grad_norm(grads: Sequence[torch.Tensor], groups: ParallelGroups) -> float:
+    """2-norm of the whole gradient (collective over all ranks).
+
+    Weights that every tensor-parallel rank holds count once, the parts of split ones are added up.
+    """
+    device = groups.fsdp_mesh.device_type
+    squares = torch.zeros(2, dtype=torch.float64, device=device)
+    for is_split in (False, True):
+        mine = [local_shard(grad) for grad in grads if _is_split_over_tensor_axis(grad) == is_split]
+        filled = [part for part in mine if part.numel()]
+        if filled:
+            norms = torch._foreach_norm(filled)
+            squares[int(is_split)] = torch.stack(norms).double().square().sum().to(device)
+    dist.all_reduce(squares, group=groups.fsdp_mesh.get_group())
+    if groups.tensor_mesh is not None:
+        split = squares[1:].clone()
+        dist.all_reduce(split, group=groups.tensor_mesh.get_group())
+        squares[1:] = split
+    return float(squares.sum().sqrt())
+
+
+def _is_split_over_tensor_axis(grad: torch.Tensor) -> bool:
+    if not isinstance(grad, DTensor):
+        return False
+    names = grad.device_mesh.mesh_dim_names or ()
+    return "tp" in names and not grad.placements[names.index("tp")].is_replicate()
 
 
 def _bad_rows(micro: Microbatch, logprobs_nt: torch.Tensor) -> list[int]:

@@ -1,0 +1,71 @@
+"""Process groups and meshes of one rank's place in a `ParallelLayout`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from nemo_rl.distributed.layout import Coordinates, ParallelLayout
+
+__all__ = ["ParallelGroups"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelGroups:
+    """Where this rank stands, and with whom it talks. A group of one rank is None."""
+
+    layout: ParallelLayout
+    place: Coordinates
+    data: dist.ProcessGroup | None
+    """Ranks that differ in the data axis only."""
+    context: dist.ProcessGroup | None
+    fsdp_mesh: DeviceMesh
+    """Data x context ranks, which share the weights' shards; one-dimensional."""
+    tensor_mesh: DeviceMesh | None
+    """None without tensor parallelism."""
+
+    @classmethod
+    def build(cls, layout: ParallelLayout, *, rank: int, device: torch.device) -> ParallelGroups:
+        """(collective: every rank of the job, with the same layout) Makes all groups at once."""
+        if layout.tp == 1:
+            mesh = DeviceMesh.from_group(_world(), device.type, mesh_dim_names=("fsdp",))
+            tensor_mesh = None
+        else:
+            shape = torch.arange(layout.world_size).view(-1, layout.tp)
+            groups = [_group(rank, shape.t().tolist()), _group(rank, shape.tolist())]
+            both = DeviceMesh.from_group(groups, device.type, mesh=shape, mesh_dim_names=("fsdp", "tp"))
+            mesh, tensor_mesh = both["fsdp"], both["tp"]
+        return cls(
+            layout=layout,
+            place=layout.coordinates(rank),
+            data=_group(rank, layout.data_groups()) if layout.dp > 1 else None,
+            context=_group(rank, layout.context_groups()) if layout.cp > 1 else None,
+            fsdp_mesh=mesh,
+            tensor_mesh=tensor_mesh,
+        )
+
+    def sum_over_data(self, values: Sequence[float], *, device: torch.device) -> list[float]:
+        """Sums in float64 over the data-parallel shards, each counted once (collective over all ranks)."""
+        total = torch.tensor(values, dtype=torch.float64, device=device)
+        if self.data is not None:
+            dist.all_reduce(total, group=self.data)
+        return [float(value) for value in total.tolist()]
+
+
+def _group(rank: int, buckets: list[list[int]]) -> dist.ProcessGroup:
+    """This rank's bucket as a group; meshes want one even where a rank is alone."""
+    if len(buckets) == 1:
+        return _world()
+    mine = [dist.new_group(ranks) for ranks in buckets][[rank in ranks for ranks in buckets].index(True)]
+    assert isinstance(mine, dist.ProcessGroup)
+    return mine
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None, "initialise the default process group first"
+    return group

@@ -1,0 +1,295 @@
+"""Tensor and sequence parallelism of a Hugging Face model: each module's style decides its split and its collectives.
+
+Called by `parallelize` before FSDP. A style gives every parameter of a module a placement on the tensor axis, as
+DTensor, so that FSDP, checkpoints and exports know the whole; the module's forward then sees this rank's part as a
+plain tensor. Invariant: a gradient is reduced over the tensor axis exactly once: where ranks see different tokens or
+heads the placement of the gradient says so, and FSDP sums it. Shapes: n rows, S positions, h hidden size.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.nn.functional import embedding
+
+from nemo_rl.distributed.differentiable import copy_to, gather_along, reduce_from, scatter_along
+from nemo_rl.errors import ConfigError
+
+__all__ = ["STYLES", "TensorAxis", "apply_plan"]
+
+Forward = Callable[..., object]
+SEQUENCE_DIM = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorAxis:
+    """The tensor-parallel ranks, and how activations enter and leave the parts of the model that they share."""
+
+    mesh: DeviceMesh
+    """One-dimensional."""
+    sequence_parallel: bool
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group()
+
+    @property
+    def rank(self) -> int:
+        return int(self.mesh.get_local_rank())
+
+    @property
+    def size(self) -> int:
+        return int(self.mesh.size())
+
+    def enter(self, value: torch.Tensor) -> torch.Tensor:
+        """`[n, S, h]` for a part of which each rank computes a piece; gathers S where it is split (collective)."""
+        if self.sequence_parallel:
+            return gather_along(value, self.group, dim=SEQUENCE_DIM)
+        return copy_to(value, self.group)
+
+    def leave(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum of the ranks' pieces; keeps this rank's S where it is split (collective)."""
+        if self.sequence_parallel:
+            return scatter_along(value, self.group, dim=SEQUENCE_DIM)
+        return reduce_from(value, self.group)
+
+
+def apply_plan(model: torch.nn.Module, plan: Mapping[str, str], axis: TensorAxis) -> None:
+    """Splits the model over the axis in place (collective: every rank holds the same whole weights before).
+
+    Args:
+        plan: pattern of module names, `*` for one part of a name, to a key of `STYLES`; a pattern that matches nothing
+            is an error. Modules that it leaves out are the same on every rank.
+
+    Raises:
+        ConfigError: unknown style, a pattern without a module, or sizes that do not divide.
+    """
+    modules = dict(model.named_modules())
+    tied = _tied_parameters(model)
+    chosen: dict[str, str] = {}
+    for pattern, style in plan.items():
+        if style not in STYLES:
+            raise ConfigError(f"tensor parallel plan: {pattern!r}: unknown style {style!r}; known are {sorted(STYLES)}")
+        matches = [name for name in modules if _pattern(pattern).fullmatch(name)]
+        if not matches:
+            raise ConfigError(f"tensor parallel plan: {pattern!r} matches no module of {type(model).__name__}")
+        chosen.update(dict.fromkeys(matches, style))
+    for name, module in modules.items():
+        try:
+            STYLES[chosen.get(name, "replicated")](module, axis)
+        except ConfigError as error:
+            raise ConfigError(f"policy.dtensor_cfg.tensor_parallel_size={axis.size}: {name}: {error}") from error
+    for first, others in tied.items():
+        for other in others:
+            _tie(model, first, other)
+
+
+# ---- styles
+
+
+def _replicated(module: torch.nn.Module, axis: TensorAxis) -> None:
+    """Every rank computes the same from the same tokens."""
+    _own_parameters(module, axis, dict.fromkeys(module._parameters, Replicate()), grad=Replicate())
+
+
+def _replicated_partial(module: torch.nn.Module, axis: TensorAxis) -> None:
+    """The same weights on different tokens, heads or experts: gradients are parts of a sum."""
+    _own_parameters(module, axis, dict.fromkeys(module._parameters, Replicate()), grad=Partial())
+
+
+def _norm(module: torch.nn.Module, axis: TensorAxis) -> None:
+    """A norm between the blocks."""
+    (_replicated_partial if axis.sequence_parallel else _replicated)(module, axis)
+
+
+def _final_norm(module: torch.nn.Module, axis: TensorAxis) -> None:
+    """The norm before a head that is split over the vocabulary."""
+    _norm(module, axis)
+    _wrap(module, lambda forward, *args, **kwargs: axis.enter(forward(*args, **kwargs)))
+
+
+def _column(module: Any, axis: TensorAxis) -> None:
+    """A linear layer whose outputs are split; its block has brought the input in."""
+    _check_divides(module.weight.shape[0], axis, "outputs")
+    _own_parameters(module, axis, dict.fromkeys(module._parameters, Shard(0)))
+
+
+def _colwise(module: torch.nn.Module, axis: TensorAxis) -> None:
+    """`column` that brings its input in by itself."""
+    _column(module, axis)
+    _wrap(module, lambda forward, value: forward(axis.enter(value)))
+
+
+def _rowwise(module: Any, axis: TensorAxis) -> None:
+    """A linear layer whose inputs are split; its outputs are summed."""
+    _check_divides(module.weight.shape[1], axis, "inputs")
+    # Each rank would add the bias; only the first one's counts.
+    _own_parameters(module, axis, {"weight": Shard(1)})
+    if module._parameters.get("bias") is not None:
+        _own_parameters(module, axis, {"bias": Replicate()}, grad=Partial(), scale=1.0 if axis.rank == 0 else 0.0)
+    _wrap(module, lambda forward, value: axis.leave(forward(value)))
+
+
+def _block(module: torch.nn.Module, axis: TensorAxis) -> None:
+    """Attention or a gated MLP: the input comes in once for all its column layers."""
+    _replicated(module, axis)
+    _wrap(module, lambda forward, *args, **kwargs: forward(*_enter_hidden(axis, args, kwargs), **kwargs))
+
+
+def _moe_block(module: torch.nn.Module, axis: TensorAxis) -> None:
+    """A mixture of experts: the input comes in, the experts' outputs are summed."""
+    _replicated(module, axis)
+    _wrap(module, lambda forward, value: axis.leave(forward(axis.enter(value))))
+
+
+def _experts(module: Any, axis: TensorAxis) -> None:
+    """Fused experts `[E, ...]`: each rank holds E / size of them and leaves the other tokens out."""
+    _check_divides(module.num_experts, axis, "experts")
+    _own_parameters(module, axis, dict.fromkeys(module._parameters, Shard(0)))
+    count = module.num_experts // axis.size
+    first = axis.rank * count
+    # What the experts' own code understands: an index of `num_experts` or more means "elsewhere".
+    module.num_experts, module._is_expert_parallel = count, True
+
+    def forward_local(forward: Forward, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> object:
+        is_here = (index >= first) & (index < first + count)
+        return forward(hidden, torch.where(is_here, index - first, count), weights.masked_fill(~is_here, 0.0))
+
+    _wrap(module, forward_local)
+
+
+def _vocab_embedding(module: Any, axis: TensorAxis) -> None:
+    """Each rank looks up its part of the vocabulary."""
+    _check_divides(module.num_embeddings, axis, "tokens of the vocabulary")
+    _own_parameters(module, axis, {"weight": Shard(0)})
+    count = module.num_embeddings // axis.size
+    first = axis.rank * count
+    padding = module.padding_idx
+    # The row of the padding token gets no gradient, as in the whole embedding.
+    local_padding = padding - first if padding is not None and first <= padding < first + count else None
+
+    def look_up(_: Forward, ids: torch.Tensor) -> torch.Tensor:
+        is_here = (ids >= first) & (ids < first + count)
+        found = embedding(torch.where(is_here, ids - first, 0), module.weight, padding_idx=None)
+        keep = is_here if local_padding is None else is_here & (ids != padding)
+        values = torch.where(keep[..., None], found, found.detach())
+        return axis.leave(values * is_here[..., None])
+
+    _wrap(module, look_up)
+
+
+STYLES: Mapping[str, Callable[[torch.nn.Module, TensorAxis], None]] = {
+    "replicated": _replicated,
+    "replicated_partial": _replicated_partial,
+    "norm": _norm,
+    "final_norm": _final_norm,
+    "column": _column,
+    "colwise": _colwise,
+    "rowwise": _rowwise,
+    "block": _block,
+    "moe_block": _moe_block,
+    "experts": _experts,
+    "vocab_embedding": _vocab_embedding,
+}
+
+
+# ---- machinery
+
+
+def _own_parameters(
+    module: torch.nn.Module,
+    axis: TensorAxis,
+    placements: Mapping[str, Placement],
+    *,
+    grad: Placement | None = None,
+    scale: float = 1.0,
+) -> None:
+    """Makes the parameters DTensors, and lets the module's forward see the local parts.
+
+    Args:
+        grad: placement of the gradient of the local part; null is that of the parameter.
+        scale: of the local part.
+    """
+    split = {name: place for name, place in placements.items() if module._parameters.get(name) is not None}
+    if not split:
+        return
+    for name, placement in split.items():
+        parameter = module._parameters[name]
+        assert parameter is not None
+        whole = distribute_tensor(parameter.detach(), axis.mesh, [placement], src_data_rank=None)
+        module._parameters[name] = torch.nn.Parameter(whole, requires_grad=parameter.requires_grad)
+
+    def with_local(forward: Forward, *args: object, **kwargs: object) -> object:
+        with _local_parameters(module, split, grad, scale):
+            return forward(*args, **kwargs)
+
+    _wrap(module, with_local)
+
+
+@contextmanager
+def _local_parameters(
+    module: torch.nn.Module, placements: Mapping[str, Placement], grad: Placement | None, scale: float
+) -> Iterator[None]:
+    # An attribute of the instance hides the parameter of the same name, which stays registered.
+    try:
+        for name, placement in placements.items():
+            parameter = module._parameters[name]
+            if isinstance(parameter, DTensor):
+                local = parameter.to_local(grad_placements=[grad or placement])
+                module.__dict__[name] = local if scale == 1.0 else local * scale
+        yield
+    finally:
+        for name in placements:
+            module.__dict__.pop(name, None)
+
+
+def _wrap(module: torch.nn.Module, around: Callable[..., object]) -> None:
+    forward = module.forward
+    module.forward = lambda *args, **kwargs: around(forward, *args, **kwargs)  # type: ignore[method-assign]
+
+
+def _enter_hidden(axis: TensorAxis, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[object, ...]:
+    """Brings the hidden states in, whether they are the first argument or `hidden_states`."""
+    if args:
+        assert isinstance(args[0], torch.Tensor)
+        return (axis.enter(args[0]), *args[1:])
+    hidden = kwargs["hidden_states"]
+    assert isinstance(hidden, torch.Tensor)
+    kwargs["hidden_states"] = axis.enter(hidden)
+    return ()
+
+
+def _tied_parameters(model: torch.nn.Module) -> dict[str, list[str]]:
+    """First name of each shared parameter -> its other names."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {first: others for first, *others in names.values() if others}
+
+
+def _tie(model: torch.nn.Module, first: str, other: str) -> None:
+    shared, own = model.get_parameter(first), model.get_parameter(other)
+    if isinstance(shared, DTensor) and isinstance(own, DTensor) and shared.placements != own.placements:
+        raise ConfigError(
+            f"tensor parallel plan: {first} and {other} are one tensor, but are split as {shared.placements} and "
+            f"{own.placements}; give both modules styles that split alike"
+        )
+    owner, _, attribute = other.rpartition(".")
+    model.get_submodule(owner)._parameters[attribute] = shared
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    return re.compile(re.escape(text).replace(r"\*", "[^.]+"))
+
+
+def _check_divides(count: int, axis: TensorAxis, what: str) -> None:
+    if count % axis.size:
+        raise ConfigError(f"{count} {what} do not divide by {axis.size} ranks")

@@ -1,0 +1,104 @@
+"""Which style each module of a model family gets. Called by `parallelize`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from transformers import PreTrainedModel
+
+from nemo_rl.errors import ConfigError
+
+__all__ = ["FAMILIES", "plan_of"]
+
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+"""Model types with a plan of their own, which also serves sequence parallelism."""
+
+# Styles of a model's own plan, and what they are called here.
+HF_STYLES: Mapping[str, str] = {
+    "colwise": "colwise",
+    "rowwise": "rowwise",
+    "embedding_rowwise": "vocab_embedding",
+    "replicated_with_grad_allreduce": "replicated_partial",
+}
+# Of the head only: log-probabilities are taken from logits that stay split.
+HF_HEAD_STYLES: Mapping[str, str] = {**HF_STYLES, "colwise_gather_output": "colwise"}
+HEAD = "lm_head"
+
+
+def plan_of(
+    model: PreTrainedModel, *, custom: Mapping[str, str] | None, tp: int, sequence_parallel: bool
+) -> dict[str, str]:
+    """Pattern of module names -> style: the user's, the family's, or what the model says of itself.
+
+    Raises:
+        ConfigError: nothing is known about this model, or what is known does not serve sequence parallelism.
+    """
+    kind = str(model.config.model_type)
+    if custom is not None:
+        return dict(custom)
+    _check_heads(model, tp)
+    if kind in FAMILIES:
+        return _family_plan(model)
+    if sequence_parallel:
+        raise ConfigError(
+            f"policy.dtensor_cfg.sequence_parallel: {kind!r} has no plan for it (known: {', '.join(FAMILIES)}); set it "
+            "to false or give policy.dtensor_cfg.custom_parallel_plan"
+        )
+    return _own_plan(model, kind)
+
+
+def _family_plan(model: PreTrainedModel) -> dict[str, str]:
+    attention = "model.layers.*.self_attn"
+    plan = {
+        "model.embed_tokens": "vocab_embedding",
+        attention: "block",
+        f"{attention}.q_proj": "column",
+        f"{attention}.k_proj": "column",
+        f"{attention}.v_proj": "column",
+        f"{attention}.o_proj": "rowwise",
+        "model.layers.*.input_layernorm": "norm",
+        "model.layers.*.post_attention_layernorm": "norm",
+        "model.norm": "final_norm",
+        HEAD: "column",
+    }
+    names = {name for name, _ in model.named_modules()}
+    # Norms of single heads see this rank's heads only.
+    for optional in ("q_norm", "k_norm"):
+        if f"model.layers.0.self_attn.{optional}" in names:
+            plan[f"{attention}.{optional}"] = "replicated_partial"
+    # A mixture of experts may have layers without one, so each layer is named.
+    for layer in sorted(name for name in names if name.startswith("model.layers.") and name.endswith(".mlp")):
+        if f"{layer}.experts" in names:
+            plan |= {layer: "moe_block", f"{layer}.gate": "replicated_partial", f"{layer}.experts": "experts"}
+        else:
+            plan |= {layer: "block", f"{layer}.gate_proj": "column", f"{layer}.up_proj": "column"}
+            plan[f"{layer}.down_proj"] = "rowwise"
+    return plan
+
+
+def _own_plan(model: PreTrainedModel, kind: str) -> dict[str, str]:
+    styles: dict[str, str] = dict(model._tp_plan or {})
+    if not styles:
+        raise ConfigError(
+            f"policy.dtensor_cfg.tensor_parallel_size: nothing is known about {kind!r} (known: {', '.join(FAMILIES)}); "
+            "set it to 1 or give policy.dtensor_cfg.custom_parallel_plan"
+        )
+    plan = {name: (HF_HEAD_STYLES if name == HEAD else HF_STYLES).get(style) for name, style in styles.items()}
+    unknown = sorted({styles[name] for name, style in plan.items() if style is None})
+    if unknown:
+        raise ConfigError(
+            f"policy.dtensor_cfg.tensor_parallel_size: the plan of {kind!r} uses styles {unknown}, which do not "
+            "compose with FSDP here; set it to 1 or give policy.dtensor_cfg.custom_parallel_plan"
+        )
+    return {name: style for name, style in plan.items() if style is not None}
+
+
+def _check_heads(model: PreTrainedModel, tp: int) -> None:
+    config = model.config
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        count = getattr(config, name, None)
+        if isinstance(count, int) and count % tp:
+            raise ConfigError(
+                f"policy.dtensor_cfg.tensor_parallel_size: {name}={count} of {config.model_type!r} does not divide by "
+                f"{tp}; use a divisor of {count}"
+            )
