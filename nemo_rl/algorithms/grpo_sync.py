@@ -155,6 +155,7 @@ class SyncGRPOTrainer:
             plan=chosen.plan if chosen is not None else None,
             driver_bytes=self._driver_bytes() - bytes_before,
             seconds=time.monotonic() - started,
+            train_seconds=self._timer.seconds().get("train", 0.0),
         )
 
     def _drop_untrained(self, meta: KVBatchMeta, chosen: _Chosen | None) -> None:

@@ -20,7 +20,7 @@ from nemo_rl.models.policy.lm_policy import TrainSummary
 from nemo_rl.utils.logger import REWARD_METRIC
 from nemo_rl.utils.metrics import Reduction, values
 
-__all__ = ["StepRecord", "Traffic", "data_plane_metrics", "step_metrics"]
+__all__ = ["StepRecord", "Traffic", "data_plane_metrics", "step_metrics", "training_speed"]
 
 LOSS_PARTS = {"actor_loss", "kl_penalty"}
 """Summed within an optimizer step; reported, like the loss, as the mean over the optimizer steps of a GRPO step."""
@@ -43,6 +43,8 @@ class StepRecord:
     """Metas, plans, row scalars and results that the driver received or sent."""
     seconds: float
     """Rollout to cleared rows; refit, validation and checkpoint come after it."""
+    train_seconds: float = 0.0
+    """Of `seconds`, the training stage: fetch, forward, backward, optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +83,17 @@ def step_metrics(record: StepRecord, config: MasterConfig) -> dict[str, float]:
                 "train/total_flops": record.train.total_flops,
             }
         )
+        metrics |= training_speed(record.train, record.train_seconds)
     return metrics
+
+
+def training_speed(train: TrainSummary, seconds: float) -> dict[str, float]:
+    """Model TFLOP/s of all devices together; `mfu`, their share of the peak, where the devices are known."""
+    if seconds <= 0:
+        return {}
+    tflops = train.total_flops / seconds / 1e12
+    speed = {"train/tflops_per_s": tflops, "train/tokens_per_s": train.num_tokens / seconds}
+    return {**speed, "train/mfu": tflops / train.theoretical_tflops} if train.theoretical_tflops > 0 else speed
 
 
 def _trained_rows(plan: PackPlan | None) -> float:

@@ -1,4 +1,4 @@
-"""Data plane numbers of a step: what is summed over processes, and what lies on the step's own path."""
+"""Numbers of a step: data plane traffic over processes and on the step's own path, and the speed of training."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from dataclasses import asdict
 
 import pytest
 
-from nemo_rl.algorithms.step_metrics import data_plane_metrics
+from nemo_rl.algorithms.step_metrics import data_plane_metrics, training_speed
 from nemo_rl.data_plane.operation_counts import OperationCount
+from nemo_rl.models.policy.lm_policy import TrainSummary
 
 
 def snapshot(**ms_of_stage: float) -> dict[str, object]:
@@ -45,3 +46,19 @@ def test_without_counting_there_are_no_shares() -> None:
     nothing = {"stages": {}}
     traffic = data_plane_metrics([nothing, nothing], {"live_rows": 0}, driver_bytes=3, step_seconds=1.0)
     assert traffic.metrics == {"data_plane/live_rows": 0.0} and traffic.stage_bytes == {}
+
+
+@pytest.mark.parametrize(("peak", "mfu"), [(200.0, 0.25), (0.0, None)])
+def test_utilisation_is_known_where_the_peak_is(peak: float, mfu: float | None) -> None:
+    summary = TrainSummary(
+        loss=0.0,
+        losses=(0.0,),
+        grad_norms=(1.0,),
+        learning_rate=1e-3,
+        num_tokens=1000,
+        total_flops=100e12,
+        theoretical_tflops=peak,
+    )
+    speed = training_speed(summary, seconds=2.0)
+    assert (speed["train/tflops_per_s"], speed["train/tokens_per_s"], speed.get("train/mfu")) == (50.0, 500.0, mfu)
+    assert training_speed(summary, seconds=0.0) == {}
