@@ -13,23 +13,23 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import RankSpec, init_process_group
+from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan
+from nemo_rl.distributed.parallel_groups import ParallelGroups
 from nemo_rl.models.dtensor import checkpoint
 from nemo_rl.models.dtensor.learning_rate import LearningRate
-from nemo_rl.models.dtensor.microbatch import fixed_plan, steps_of
+from nemo_rl.models.dtensor.microbatch import PassShape, fixed_plan, steps_of
 from nemo_rl.models.dtensor.optim import LossScaler, build_optimizer
 from nemo_rl.models.dtensor.parallelize import parallelize
 from nemo_rl.models.dtensor.train_step import (
     BatchLayout,
     OptimizerStep,
     StepRunner,
-    all_reduce_sum,
     check_same_plan,
     trained_tokens,
 )
@@ -67,15 +67,18 @@ class DTensorPolicyWorker(LifeCycle):
         seed: int,
         keep_reference: bool = False,
         device: str | None = None,
+        layout: ParallelLayout | None = None,
     ) -> None:
         """Args:
         num_steps: training calls of the whole run, for the learning-rate schedule.
         collective_timeout_s: deadline of a collective in a process group made here; the caller's keeps its own.
         keep_reference: keep the initial weights on the CPU, for `use_reference_model`.
         device: None takes the current CUDA device where there is one.
+        layout: of the ranks; None takes what the config says of so many.
 
         Raises:
             ModelFolderError: model or tokenizer folder is missing or incomplete.
+            ConfigError: the model cannot run in this layout.
         """
         self.config, self.rank, self.world_size = config, rank, world_size
         self._tokenizer = load_tokenizer(
@@ -85,15 +88,11 @@ class DTensorPolicyWorker(LifeCycle):
         self.device = _pick_device(device)
         owns_group = _ensure_process_group(rank, world_size, collective_timeout_s, self.device)
         torch.manual_seed(seed + rank)
-        mesh = init_device_mesh(self.device.type, (world_size,), mesh_dim_names=("dp",))
+        self.layout = layout or ParallelLayout.of_policy(config, world_size=world_size)
+        self._groups = ParallelGroups.build(self.layout, rank=rank, device=self.device)
         hf.to(self.device)  # type: ignore[arg-type]
         self._flops_shape = TransformerShape.from_config(hf.config.to_dict())
-        self._model = parallelize(
-            hf,
-            mesh=mesh,
-            precision=config.precision,
-            activation_checkpointing=config.dtensor_cfg.activation_checkpointing,
-        )
+        self._model = parallelize(hf, groups=self._groups, config=config)
         self._optimizer = build_optimizer(config.optimizer, self._model.parameters())
         self._learning_rate = LearningRate(config.scheduler, self._optimizer, num_steps=num_steps)
         self._scaler = LossScaler(precision=config.precision)
@@ -126,14 +125,16 @@ class DTensorPolicyWorker(LifeCycle):
         if self._is_reference_in_use:
             raise RuntimeError("train: the reference weights are in place; leave use_reference_model first")
         if plan is None:
-            rows_per_step = (gbs or self.config.train_global_batch_size) / self.world_size
+            rows_per_step = (gbs or self.config.train_global_batch_size) / self.layout.dp
             plan = self._fixed_plan(batch, rows_per_step, mbs or self.config.train_micro_batch_size)
         steps = steps_of(plan, num_rows=batch.size)
         check_same_plan([len(microbatches) for microbatches in steps], device=self.device)
         batch = batch.to(self.device)
         learning_rate = self._learning_rate.apply()
-        stepper = OptimizerStep(self._model, self._optimizer, self._scaler, max_grad_norm=self.config.max_grad_norm)
-        scales = _loss_scales(batch, steps, device=self.device)
+        stepper = OptimizerStep(
+            self._model, self._optimizer, self._scaler, groups=self._groups, max_grad_norm=self.config.max_grad_norm
+        )
+        scales = _loss_scales(batch, steps, groups=self._groups, device=self.device)
         runner = self._runner(plan)
         outcomes = [
             runner.run(batch, microbatches, loss_fn, scale, None if eval_mode else stepper)
@@ -232,13 +233,13 @@ class DTensorPolicyWorker(LifeCycle):
     # Private parts.
 
     def _runner(self, plan: PackPlan) -> StepRunner:
-        return StepRunner(self._model, _layout(self.config, is_packed=plan.packed))
+        return StepRunner(self._model, _layout(self.config, self._groups, is_packed=plan.packed), self._groups)
 
     def _fixed_plan(self, batch: BatchedDataDict, rows_per_step: float, mbs: int) -> PackPlan:
         if rows_per_step != int(rows_per_step):
             raise ValueError(
-                f"a global batch of {int(rows_per_step * self.world_size)} samples does not divide by "
-                f"{self.world_size} data-parallel ranks; change policy.train_global_batch_size"
+                f"a global batch of {int(rows_per_step * self.layout.dp)} samples does not divide by "
+                f"{self.layout.dp} data-parallel ranks; change policy.train_global_batch_size"
             )
         plan = fixed_plan(
             batch.size,
@@ -253,11 +254,11 @@ class DTensorPolicyWorker(LifeCycle):
         return self._fixed_plan(batch, max(1, batch.size), rows)
 
 
-def _layout(config: PolicyConfig, *, is_packed: bool) -> BatchLayout:
+def _layout(config: PolicyConfig, groups: ParallelGroups, *, is_packed: bool) -> BatchLayout:
     generation = config.generation
     return BatchLayout(
         is_packed=is_packed,
-        divisible_by=config.make_sequence_length_divisible_by,
+        shape=PassShape.of(groups, configured_multiple=config.make_sequence_length_divisible_by),
         # Greedy rollouts have no distribution of their own; the model's is taken.
         view=SamplingView(temperature=generation.temperature or 1.0, top_k=generation.top_k, top_p=generation.top_p),
     )
@@ -285,7 +286,7 @@ def _pick_device(name: str | None) -> torch.device:
 
 
 def _loss_scales(
-    batch: BatchedDataDict, steps: list[tuple[tuple[int, ...], ...]], *, device: torch.device
+    batch: BatchedDataDict, steps: list[tuple[tuple[int, ...], ...]], *, groups: ParallelGroups, device: torch.device
 ) -> list[LossScale]:
     """Global counts of every optimizer step, with one collective."""
     tokens_N = trained_tokens(batch).sum(1)
@@ -293,5 +294,5 @@ def _loss_scales(
     for microbatches in steps:
         rows = torch.tensor([row for rows in microbatches for row in rows], dtype=torch.int64, device=device)
         counts += [float(tokens_N[rows].sum()), float((tokens_N[rows] > 0).sum())]
-    total = all_reduce_sum(counts, device=device)
+    total = groups.sum_over_data(counts, device=device)
     return [LossScale(valid_tokens=total[i], valid_sequences=total[i + 1]) for i in range(0, len(total), 2)]
