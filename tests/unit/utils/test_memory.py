@@ -5,8 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
-from nemo_rl.utils.memory import proportional_bytes, resident_bytes, tree_proportional_bytes
+import psutil
+
+from nemo_rl.utils.memory import (
+    available_bytes,
+    peak_resident_bytes,
+    proportional_bytes,
+    reset_peak_resident,
+    resident_bytes,
+    tree_proportional_bytes,
+)
 
 MIB = 2**20
 
@@ -29,3 +39,25 @@ def test_the_tree_counts_children_and_ended_processes_count_nothing() -> None:
         child.stdin.close()
         child.wait(timeout=20)
     assert proportional_bytes([child.pid]) == 0
+
+
+def test_the_peak_remembers_a_buffer_that_is_gone_until_it_is_reset() -> None:
+    reset_peak_resident()
+    before = peak_resident_bytes()
+    buffer = bytearray(64 * MIB)
+    buffer[::4096] = b"x" * (64 * MIB // 4096)
+    del buffer
+    assert peak_resident_bytes() - before > 48 * MIB
+    assert resident_bytes() - before < 32 * MIB
+    reset_peak_resident()
+    assert peak_resident_bytes() - before < 32 * MIB
+
+
+def test_a_container_limits_what_is_available(tmp_path: Path) -> None:
+    files = {"memory.max": str(100 * MIB), "memory.current": str(70 * MIB), "memory.stat": f"inactive_file {20 * MIB}"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert available_bytes(cgroup_root=tmp_path) == 50 * MIB
+    (tmp_path / "memory.max").write_text("max")
+    assert available_bytes(cgroup_root=tmp_path) > 50 * MIB
+    assert available_bytes(cgroup_root=tmp_path / "none") <= psutil.virtual_memory().total

@@ -9,17 +9,31 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
 
 import torch
 
 from nemo_rl.models.dtensor.parallelize import local_shard
-from nemo_rl.utils.memory import resident_bytes
+from nemo_rl.utils.memory import available_bytes, peak_resident_bytes, reset_peak_resident, resident_bytes
 
-__all__ = ["DeviceSide", "Placement", "WorkerState", "check_placement", "move_optimizer_state"]
+__all__ = [
+    "DeviceSide",
+    "Placement",
+    "WorkerState",
+    "check_placement",
+    "move_model",
+    "move_optimizer_state",
+    "pinned_copy",
+    "placement_of",
+]
+
+EXPANDABLE_SEGMENTS_FROM = 9
+"""Least major compute capability (Hopper) for expandable segments: on Ampere they were seen to crash."""
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Where a user's own choice for the allocator is; it is left alone."""
 
 
 class WorkerState(Enum):
@@ -33,46 +47,70 @@ class WorkerState(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Where things are in one state; "device" is the worker's own, which on a CPU machine is the CPU as well."""
+    """Where things are in one state: `True` on the worker's device, which may be the CPU, `False` on the CPU."""
 
-    weights: str
-    """`device` or `cpu`: parameters and buffers."""
-    optimizer: str
-    """`device` or `cpu`."""
+    weights: bool
+    buffers: bool
+    optimizer: bool
     has_gradients: bool
     """Whether gradients may exist."""
 
 
 PLACEMENTS: Mapping[WorkerState, Placement] = MappingProxyType(
     {
-        WorkerState.TRAINING: Placement(weights="device", optimizer="device", has_gradients=True),
-        WorkerState.LOGPROBS: Placement(weights="device", optimizer="cpu", has_gradients=False),
-        WorkerState.REFIT: Placement(weights="device", optimizer="cpu", has_gradients=False),
-        WorkerState.OFFLOADED: Placement(weights="cpu", optimizer="cpu", has_gradients=False),
+        WorkerState.TRAINING: Placement(weights=True, buffers=True, optimizer=True, has_gradients=True),
+        WorkerState.LOGPROBS: Placement(weights=True, buffers=True, optimizer=False, has_gradients=False),
+        WorkerState.REFIT: Placement(weights=True, buffers=True, optimizer=False, has_gradients=False),
+        WorkerState.OFFLOADED: Placement(weights=False, buffers=False, optimizer=False, has_gradients=False),
     }
 )
 
 
+def placement_of(state: WorkerState, *, cpu_offload: bool) -> Placement:
+    """Where things are; with `cpu_offload` weights and optimizer never leave the CPU, as FSDP wants it."""
+    placement = PLACEMENTS[state]
+    return replace(placement, weights=False, optimizer=False) if cpu_offload else placement
+
+
+def move_model(model: torch.nn.Module, placement: Placement, device: torch.device) -> None:
+    """Brings parameters (with their gradients) and buffers where they belong; FSDP keeps track of its shards."""
+    if placement.weights == placement.buffers:
+        model.to(device if placement.weights else "cpu")
+        return
+    # Parameters stay: FSDP refuses to see those that it offloads itself on the device.
+    target = device if placement.buffers else torch.device("cpu")
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(target))
+
+
 def check_placement(
-    state: WorkerState, *, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+    placement: Placement, *, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> None:
-    """Compares where tensors are with what the state promises.
+    """Compares where tensors are with what was promised.
 
     Raises:
         AssertionError: names the first tensor that is elsewhere.
     """
-    expected = PLACEMENTS[state]
-    weights_on = device.type if expected.weights == "device" else "cpu"
-    for name, weight in (*model.named_parameters(), *model.named_buffers()):
-        found = local_shard(weight).device.type
-        assert found == weights_on, f"state {state.value}: {name} is on {found}, expected {weights_on}"
-    if not expected.has_gradients:
+    promised = (
+        ("parameter", model.named_parameters(), placement.weights),
+        ("buffer", model.named_buffers(), placement.buffers),
+        ("optimizer", _optimizer_tensors(optimizer), placement.optimizer),
+    )
+    for kind, tensors, is_on_device in promised:
+        expected = device.type if is_on_device else "cpu"
+        for name, tensor in tensors:
+            found = local_shard(tensor).device.type
+            assert found == expected, f"{kind} {name} is on {found}, expected {expected}"
+    if not placement.has_gradients:
         for name, parameter in model.named_parameters():
-            assert parameter.grad is None, f"state {state.value}: {name} still has a gradient"
-    optimizer_on = device.type if expected.optimizer == "device" else "cpu"
-    for name, tensor in _optimizer_tensors(optimizer):
-        found = local_shard(tensor).device.type
-        assert found == optimizer_on, f"state {state.value}: optimizer {name} is on {found}, expected {optimizer_on}"
+            assert parameter.grad is None, f"parameter {name} still has a gradient"
+
+
+def pinned_copy(tensor: torch.Tensor, *, is_pinned: bool) -> torch.Tensor:
+    """A copy on the CPU, in pinned memory where a GPU will read it often."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_pinned)
+    return copy.copy_(tensor)
 
 
 def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -80,7 +118,7 @@ def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device)
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim() > 0:
-                state[name] = value.to(device, non_blocking=True)
+                state[name] = value.to(device)
 
 
 def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
@@ -96,6 +134,7 @@ class DeviceSide:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._is_profiling = False
+        self._has_expandable_segments = self._use_expandable_segments()
 
     @property
     def is_cuda(self) -> bool:
@@ -112,9 +151,45 @@ class DeviceSide:
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
 
+    def _use_expandable_segments(self) -> bool:
+        """Segments that grow waste less memory between lengths that differ from step to step."""
+        if not self.is_cuda or any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
+            return False
+        if torch.cuda.get_device_capability(self.device)[0] < EXPANDABLE_SEGMENTS_FROM:
+            return False
+        _set_expandable_segments(True)
+        return True
+
+    @contextmanager
+    def plain_segments(self) -> Iterator[None]:
+        """Memory that is allocated inside can be handed to another process: CUDA refuses to export growing segments
+        where driver or container do not let processes exchange file descriptors."""
+        if not self._has_expandable_segments:
+            yield
+            return
+        _set_expandable_segments(False)
+        try:
+            yield
+        finally:
+            _set_expandable_segments(True)
+
     def reset_peak_memory_stats(self) -> None:
         if self.is_cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            reset_peak_resident()
+
+    def used_bytes(self) -> int:
+        """Allocated on the GPU; resident in this process on a CPU."""
+        return torch.cuda.memory_allocated(self.device) if self.is_cuda else resident_bytes()
+
+    def peak_bytes(self) -> int:
+        """Most of `used_bytes` since the last reset."""
+        return torch.cuda.max_memory_allocated(self.device) if self.is_cuda else peak_resident_bytes()
+
+    def free_bytes(self) -> int:
+        """What can still be allocated on the GPU by any process, or in RAM."""
+        return torch.cuda.mem_get_info(self.device)[0] if self.is_cuda else available_bytes()
 
     def info(self) -> dict[str, object]:
         """Device, process and memory in bytes; peak numbers are of the GPU."""
@@ -153,3 +228,7 @@ class DeviceSide:
             with suppress(RuntimeError):
                 torch.cuda.profiler.stop()
             self._is_profiling = False
+
+
+def _set_expandable_segments(is_on: bool) -> None:
+    torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{is_on}")

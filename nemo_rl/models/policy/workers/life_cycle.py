@@ -1,4 +1,4 @@
-"""`LifeCycle`: states of a DTensor policy worker, its kept reference weights, and questions about its device.
+"""`LifeCycle`: states of a policy worker, what memory they take, its reference weights, questions about its device.
 
 A mixin of the worker, which makes model and optimizer and then calls `_start_life_cycle`. Invariant: after each state
 change parameters, gradients and optimizer state are where the state promises (`base.check_placement`).
@@ -6,22 +6,48 @@ change parameters, gradients and optimizer state are where the state promises (`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.models.dtensor.parallelize import PolicyModel, local_shard
 from nemo_rl.models.loading import named_weights
-from nemo_rl.models.policy.workers.base import DeviceSide, WorkerState, check_placement, move_optimizer_state
+from nemo_rl.models.policy.workers.base import (
+    DeviceSide,
+    Placement,
+    WorkerState,
+    check_placement,
+    move_model,
+    move_optimizer_state,
+    pinned_copy,
+    placement_of,
+)
 
 __all__ = ["LifeCycle"]
+
+logger = logging.getLogger(__name__)
+
+STAGE_NAMES: Mapping[WorkerState, str] = MappingProxyType(
+    {
+        WorkerState.TRAINING: "train",
+        WorkerState.LOGPROBS: "logprobs",
+        WorkerState.REFIT: "refit",
+        WorkerState.OFFLOADED: "generation",
+    }
+)
+"""What runs while a worker is in a state."""
+MIB = 2**20
 
 
 class LifeCycle:
     """What happens to a worker between its stages."""
 
+    config: PolicyConfig
     rank: int
     device: torch.device
     _model: PolicyModel
@@ -36,7 +62,9 @@ class LifeCycle:
         """
         self._owns_group = owns_group
         self._device_side = DeviceSide(self.device)
-        self._reference = [shard.to("cpu", copy=True) for shard in self._shards()] if keep_reference else None
+        self._peaks: dict[str, int] = {}
+        self._reference = self._copy_shards() if keep_reference else None
+        self._aside: list[torch.Tensor] = []
         self._is_reference_in_use = False
         self._is_shut_down = False
         self._state = WorkerState.TRAINING
@@ -67,16 +95,22 @@ class LifeCycle:
             raise RuntimeError("no reference weights are kept; set loss_fn.reference_policy_kl_penalty above 0")
         if self._is_reference_in_use:
             raise RuntimeError("use_reference_model does not nest")
-        policy = [shard.to("cpu", copy=True) for shard in self._shards()]
+        self._set_aside()
         self._write_shards(self._reference)
         self._is_reference_in_use = True
         try:
             yield
         finally:
-            self._write_shards(policy)
+            self._write_shards(self._aside)
             self._is_reference_in_use = False
 
     # Device and process.
+
+    def memory_report(self) -> dict[str, int]:
+        """Peak bytes of this worker per stage since the last report: on its GPU, or resident on a CPU."""
+        self._note_peak()
+        report, self._peaks = self._peaks, {}
+        return report
 
     def reset_peak_memory_stats(self) -> None:
         self._device_side.reset_peak_memory_stats()
@@ -111,15 +145,34 @@ class LifeCycle:
             raise RuntimeError(f"cannot change to {state.value!r}: this worker was shut down")
         if self._is_reference_in_use:
             raise RuntimeError(f"cannot change to {state.value!r} while the reference weights are in place")
-        weights_device = torch.device("cpu") if state is WorkerState.OFFLOADED else self.device
-        optimizer_device = self.device if state is WorkerState.TRAINING else torch.device("cpu")
+        self._note_peak()
+        before, came_from = self._device_side.used_bytes(), self._state
+        placement = self._placement(state)
         self._optimizer.zero_grad(set_to_none=True)
         if self._device_side.is_cuda:
-            self._model.to(weights_device)
-            move_optimizer_state(self._optimizer, optimizer_device)
+            move_model(self._model, placement, self.device)
+            move_optimizer_state(self._optimizer, self.device if placement.optimizer else torch.device("cpu"))
             self._device_side.release_cache()
         self._state = state
+        self._device_side.reset_peak_memory_stats()
         self._check_placement()
+        logger.log(
+            logging.INFO if self.rank == 0 else logging.DEBUG,
+            "rank %d: %s -> %s: %.1f MiB -> %.1f MiB on %s",
+            self.rank,
+            came_from.value,
+            state.value,
+            before / MIB,
+            self._device_side.used_bytes() / MIB,
+            self.device,
+        )
+
+    def _note_peak(self) -> None:
+        stage = STAGE_NAMES[self._state]
+        self._peaks[stage] = max(self._peaks.get(stage, 0), self._device_side.peak_bytes())
+
+    def _placement(self, state: WorkerState) -> Placement:
+        return placement_of(state, cpu_offload=self.config.dtensor_cfg.cpu_offload)
 
     @contextmanager
     def _ready_for_training(self) -> Iterator[None]:
@@ -132,7 +185,7 @@ class LifeCycle:
             self._change_state(before)
 
     def _check_placement(self) -> None:
-        check_placement(self._state, model=self._model, optimizer=self._optimizer, device=self.device)
+        check_placement(self._placement(self._state), model=self._model, optimizer=self._optimizer, device=self.device)
 
     def _require(self, method: str, *allowed: WorkerState) -> None:
         if self._is_shut_down:
@@ -147,7 +200,21 @@ class LifeCycle:
     def _shards(self) -> list[torch.Tensor]:
         return [local_shard(weight.detach()) for _, weight in named_weights(self._model.hf)]
 
+    def _copy_shards(self) -> list[torch.Tensor]:
+        return [pinned_copy(shard, is_pinned=self._device_side.is_cuda) for shard in self._shards()]
+
+    def _set_aside(self) -> None:
+        """Copies the policy's shards to the CPU, into the same memory each time: pinning it is slow."""
+        if not self._aside:
+            self._aside = self._copy_shards()
+            return
+        for kept, shard in zip(self._aside, self._shards(), strict=True):
+            kept.copy_(shard)
+
     def _write_shards(self, values: list[torch.Tensor]) -> None:
+        # From pinned memory the copies run one after another on the device's stream, without a wait for each.
         with torch.no_grad():
             for shard, value in zip(self._shards(), values, strict=True):
-                shard.copy_(value)
+                shard.copy_(value, non_blocking=self._device_side.is_cuda)
+        if self._device_side.is_cuda:
+            torch.cuda.synchronize(self.device)

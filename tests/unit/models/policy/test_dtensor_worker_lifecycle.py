@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import CheckpointError, NonFiniteError
 from nemo_rl.models.dtensor.optim import INITIAL_SCALE
-from nemo_rl.models.policy.workers.base import WorkerState, check_placement
+from nemo_rl.models.policy.workers.base import Placement, WorkerState, check_placement, move_model, placement_of
 from nemo_rl.models.policy.workers.dtensor_policy_worker import DTensorPolicyWorker
 from tests.helpers.tiny_model import tiny_batch, tiny_model, tiny_policy, tiny_worker, write_tiny_folder
 
@@ -65,7 +67,12 @@ def test_a_leftover_gradient_is_found(worker: DTensorPolicyWorker) -> None:
     weight = next(worker._model.parameters())
     weight.grad = torch.zeros_like(weight)
     with pytest.raises(AssertionError, match="still has a gradient"):
-        check_placement(WorkerState.REFIT, model=worker._model, optimizer=worker._optimizer, device=worker.device)
+        check_placement(
+            placement_of(WorkerState.REFIT, cpu_offload=False),
+            model=worker._model,
+            optimizer=worker._optimizer,
+            device=worker.device,
+        )
 
 
 def test_a_gradient_left_by_a_broken_step_is_freed_before_refit(worker: DTensorPolicyWorker) -> None:
@@ -75,12 +82,57 @@ def test_a_gradient_left_by_a_broken_step_is_freed_before_refit(worker: DTensorP
     assert weight.grad is None
 
 
-def test_optimizer_state_on_another_device_is_found(worker: DTensorPolicyWorker) -> None:
+META = torch.device("meta")
+
+
+@pytest.mark.parametrize(
+    ("on_device", "message"),
+    [
+        ("weights", "parameter hf.*is on cpu, expected meta"),
+        ("buffers", "buffer hf.*is on cpu, expected meta"),
+        ("optimizer", "optimizer exp_avg is on cpu, expected meta"),
+    ],
+)
+def test_a_tensor_on_another_device_is_found(worker: DTensorPolicyWorker, on_device: str, message: str) -> None:
     worker.train(tiny_batch(), LOSS)
-    with pytest.raises(AssertionError, match="is on cpu, expected meta"):
-        check_placement(
-            WorkerState.TRAINING, model=worker._model, optimizer=worker._optimizer, device=torch.device("meta")
-        )
+    nowhere = Placement(weights=False, buffers=False, optimizer=False, has_gradients=True)
+    parts = {"model": worker._model, "optimizer": worker._optimizer, "device": META}
+    check_placement(nowhere, **parts)
+    with pytest.raises(AssertionError, match=message):
+        check_placement(replace(nowhere, **{on_device: True}), **parts)
+
+
+def test_cpu_offload_keeps_weights_and_optimizer_on_the_cpu_and_moves_buffers() -> None:
+    model = torch.nn.BatchNorm1d(3)
+    placement = placement_of(WorkerState.TRAINING, cpu_offload=True)
+    move_model(model, placement, META)
+    assert model.weight.device.type == "cpu" and model.running_mean.device == META
+    assert [name for name, _ in model.named_buffers()] == ["running_mean", "running_var", "num_batches_tracked"]
+    optimizer = torch.optim.AdamW(model.parameters())
+    check_placement(placement, model=model, optimizer=optimizer, device=META)
+    move_model(model, placement_of(WorkerState.TRAINING, cpu_offload=False), META)
+    assert model.weight.device == META
+    with pytest.raises(AssertionError, match="parameter weight is on meta, expected cpu"):
+        check_placement(placement, model=model, optimizer=optimizer, device=META)
+
+
+def test_memory_is_logged_at_each_change_and_its_peak_is_kept_per_stage(
+    worker: DTensorPolicyWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    mib = 2**20
+    with caplog.at_level("INFO", logger="nemo_rl.models.policy.workers.life_cycle"):
+        worker.prepare_for_lp_inference()
+        worker.prepare_for_training()
+        buffer = torch.ones(64 * mib // 4)
+        del buffer
+        worker.offload_before_refit()
+    first = caplog.messages[0]
+    assert re.fullmatch(r"rank 0: training -> log-probability inference: \d+\.\d MiB -> \d+\.\d MiB on cpu", first)
+    assert len(caplog.messages) == 3
+    report = worker.memory_report()
+    assert report.keys() == {"train", "logprobs", "refit"}
+    assert report["train"] - report["logprobs"] > 48 * mib
+    assert worker.memory_report().keys() == {"refit"}
 
 
 def test_reference_logprobs_stay_while_the_policy_moves(worker: DTensorPolicyWorker) -> None:
