@@ -72,6 +72,9 @@ def name_some(names: Iterable[object], *, limit: int = NAMES_SHOWN) -> str:
 class NemoRLError(Exception):
     """Base of every error that this package raises on purpose."""
 
+    origin_rank: int | None = None
+    """Rank that raised it first, where another rank raises it again."""
+
 
 class UserError(NemoRLError):
     """Something the user can fix: shown as one message without a traceback, exit code 2."""

@@ -8,8 +8,9 @@ will never come.
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,10 +20,23 @@ import torch.distributed as dist
 
 from nemo_rl.errors import WorkerError, from_record, to_record
 
-__all__ = ["RankSpec", "broadcast_from_leader", "destroy_process_group", "init_process_group", "replica_group_of"]
+__all__ = [
+    "MESSAGE_BYTES",
+    "Fields",
+    "RankSpec",
+    "broadcast_from_leader",
+    "destroy_process_group",
+    "init_process_group",
+    "job_store",
+    "replica_group_of",
+]
 
 _STATUS_OK, _STATUS_ERROR = 0, 1
 LOOPBACK_INTERFACE = "lo"
+MESSAGE_BYTES = 256 << 20
+"""Most bytes of one broadcast: large enough that its start costs nothing, small enough for a GPU to stage."""
+ALIGNMENT = 16
+"""Columns start at a multiple of this in the broadcast bytes, so that any dtype can be viewed in place."""
 
 Fields = dict[str, torch.Tensor | list[object]]
 Json = dict[str, Any]
@@ -38,7 +52,24 @@ class RankSpec:
     local_rank: int = 0
     master_addr: str = "127.0.0.1"
     master_port: int = 0
-    """Port of the store that rank 0 opens; not read when `world_size` is 1."""
+    """Port of the job's store; not read when `world_size` is 1."""
+    is_store_running: bool = False
+    """The launcher (torchrun) keeps the store; else rank 0 opens it."""
+    attempt: int = 0
+    """How often the launcher has restarted the job on the same store."""
+
+    @classmethod
+    def of_torchrun(cls, environment: Mapping[str, str]) -> RankSpec:
+        """What `torchrun` set for this process; called by launchers, which are allowed to read the environment."""
+        return cls(
+            rank=int(environment["RANK"]),
+            world_size=int(environment["WORLD_SIZE"]),
+            local_rank=int(environment["LOCAL_RANK"]),
+            master_addr=environment["MASTER_ADDR"],
+            master_port=int(environment["MASTER_PORT"]),
+            is_store_running=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            attempt=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        )
 
 
 def init_process_group(spec: RankSpec, *, device: torch.device, timeout_s: float) -> None:
@@ -52,10 +83,24 @@ def init_process_group(spec: RankSpec, *, device: torch.device, timeout_s: float
         return
     if spec.master_addr.startswith("127."):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
-    store = dist.TCPStore(
-        spec.master_addr, spec.master_port, spec.world_size, is_master=spec.rank == 0, timeout=timeout
-    )
+    store = dist.PrefixStore(f"attempt_{spec.attempt}", _open_store(spec, timeout))
     dist.init_process_group(_backend(device), store=store, rank=spec.rank, world_size=spec.world_size, timeout=timeout)
+
+
+def _open_store(spec: RankSpec, timeout: timedelta) -> dist.TCPStore:
+    return dist.TCPStore(
+        spec.master_addr,
+        spec.master_port,
+        spec.world_size,
+        is_master=spec.rank == 0 and not spec.is_store_running,
+        timeout=timeout,
+        wait_for_workers=not spec.is_store_running,
+    )
+
+
+def job_store() -> dist.Store:
+    """The store that the default process group was made with."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def _backend(device: torch.device) -> str:
@@ -86,8 +131,9 @@ def replica_group_of(rank: int, buckets: list[list[int]]) -> dist.ProcessGroup |
 def broadcast_from_leader(fetch: Callable[[], Fields], *, group: dist.ProcessGroup | None, leader: int) -> Fields:
     """(collective over `group`) The leader runs `fetch`; every rank gets its columns, or its error.
 
-    Order of calls on each rank: status word, header, then one broadcast per tensor. Tensors may be jagged nested
-    (`[N, *]`); their values travel unpadded. Lists must be JSON-like.
+    Order of calls on each rank: status word, descriptor, then the bytes of all columns in messages of at most
+    `MESSAGE_BYTES`. Tensors may be jagged nested (`[N, *]`); their values travel unpadded, their offsets as bytes.
+    Lists must be JSON-like. Followers get views into one buffer.
 
     Args:
         fetch: called on the leader only.
@@ -95,7 +141,8 @@ def broadcast_from_leader(fetch: Callable[[], Fields], *, group: dist.ProcessGro
         leader: global rank of the leader.
 
     Raises:
-        the leader's own error on the leader; on followers the same kind when it is one of ours, else WorkerError.
+        the leader's own error on the leader; on followers the same kind when it is one of ours, else NemoRLError,
+        with `origin_rank` of the leader.
     """
     if group is None:
         return fetch()
@@ -107,14 +154,16 @@ def broadcast_from_leader(fetch: Callable[[], Fields], *, group: dist.ProcessGro
 def _lead(fetch: Callable[[], Fields], group: dist.ProcessGroup, leader: int) -> Fields:
     try:
         fields = fetch()
+        described, parts = _describe(fields)
     except BaseException as error:
         _send_header(_STATUS_ERROR, to_record(error), group, leader)
         raise
-    header = {name: _describe(column) for name, column in fields.items()}
-    _send_header(_STATUS_OK, header, group, leader)
-    for column in fields.values():
-        if isinstance(column, torch.Tensor):
-            dist.broadcast(_on_wire(_values(column), group), src=leader, group=group)
+    _send_header(_STATUS_OK, described, group, leader)
+    buffer = torch.empty(described["num_bytes"], dtype=torch.uint8)
+    for start, part in parts:
+        buffer[start : start + part.numel()] = part
+    for message in _messages(buffer):
+        dist.broadcast(message.to(_group_device(group)), src=leader, group=group)
     return fields
 
 
@@ -122,43 +171,65 @@ def _follow(group: dist.ProcessGroup, leader: int) -> Fields:
     status, header = _receive_header(group, leader)
     if status == _STATUS_ERROR:
         error = from_record(header)
+        error.origin_rank = leader
         error.add_note(f"raised on the leader (rank {leader}) of this replica group")
         raise error
-    fields: Fields = {}
-    for name, described in header.items():
-        if "rows" in described:
-            fields[name] = described["rows"]
-            continue
-        buffer = torch.empty(described["shape"], dtype=getattr(torch, described["dtype"]))
-        wire = _on_wire(buffer, group)
+    buffer = torch.empty(header["num_bytes"], dtype=torch.uint8)
+    for message in _messages(buffer):
+        wire = message.to(_group_device(group))
         dist.broadcast(wire, src=leader, group=group)
-        fields[name] = _rebuild(wire.view(buffer.dtype).view(buffer.shape).cpu(), described.get("offsets"))
-    return fields
+        if wire.device != message.device:
+            message.copy_(wire)
+    return {name: _column(described, buffer) for name, described in header["columns"].items()}
 
 
-def _describe(column: torch.Tensor | list[object]) -> Json:
-    if not isinstance(column, torch.Tensor):
-        return {"rows": column}
-    described: Json = {"dtype": str(column.dtype).removeprefix("torch."), "shape": list(_values(column).shape)}
-    if column.is_nested:
-        described["offsets"] = column.offsets().tolist()  # type: ignore[attr-defined]
-    return described
+def _describe(fields: Fields) -> tuple[Json, list[tuple[int, torch.Tensor]]]:
+    """The descriptor, and the raw bytes of every tensor with their place in the buffer."""
+    columns: Json = {}
+    parts: list[tuple[int, torch.Tensor]] = []
+    end = 0
+
+    def place(tensor: torch.Tensor) -> Json:
+        nonlocal end
+        raw = _raw(tensor)
+        start, end = end, end + -(-raw.numel() // ALIGNMENT) * ALIGNMENT
+        parts.append((start, raw))
+        return {"start": start, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+
+    for name, column in fields.items():
+        if not isinstance(column, torch.Tensor):
+            columns[name] = {"rows": column}
+        elif column.is_nested:
+            values, offsets = column.values(), column.offsets()  # type: ignore[attr-defined]
+            columns[name] = {"values": place(values), "offsets": place(offsets)}
+        else:
+            columns[name] = {"values": place(column)}
+    return {"columns": columns, "num_bytes": end}, parts
 
 
-def _values(column: torch.Tensor) -> torch.Tensor:
-    return column.values() if column.is_nested else column
-
-
-def _rebuild(values: torch.Tensor, offsets: list[int] | None) -> torch.Tensor:
-    if offsets is None:
+def _column(described: Json, buffer: torch.Tensor) -> torch.Tensor | list[object]:
+    if "rows" in described:
+        rows: list[object] = described["rows"]
+        return rows
+    values = _view(described["values"], buffer)
+    if "offsets" not in described:
         return values
-    return torch.nested.nested_tensor_from_jagged(values, torch.tensor(offsets))
+    return torch.nested.nested_tensor_from_jagged(values, _view(described["offsets"], buffer))
 
 
-def _on_wire(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Raw bytes on the group's device: gloo does not know every dtype, bytes work for all."""
-    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    return raw.to(_group_device(group))
+def _view(placed: Json, buffer: torch.Tensor) -> torch.Tensor:
+    dtype, shape = getattr(torch, placed["dtype"]), placed["shape"]
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return buffer[placed["start"] : placed["start"] + num_bytes].view(dtype).view(shape)
+
+
+def _messages(buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+    return (buffer[start : start + MESSAGE_BYTES] for start in range(0, buffer.numel(), MESSAGE_BYTES))
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes on the CPU: gloo does not know every dtype, bytes work for all."""
+    return tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
 
 
 def _group_device(group: dist.ProcessGroup) -> torch.device:

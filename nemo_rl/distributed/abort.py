@@ -1,0 +1,315 @@
+"""The abort of a step: an error on one rank ends it on all ranks within seconds, with that error's text.
+
+Each worker process of a job has one `AbortWatch` and does its work inside `watch.stage(name)`:
+
+    a rank raises      -> its record goes to the error key of the job's store, where the first one stays
+                       -> it ends its own connections, which frees the peers that wait for them
+    every rank's watch -> polls the key on a connection of its own (a client that is blocked in a collective serves no
+                          second thread), ends the connections of this process, and the blocked collective raises
+    leaving the stage  -> raises the first cause, whatever this rank saw of it
+    still not out      -> the process ends: failed workers are replaced, never reused
+
+A rank that was killed writes nothing: its neighbours see that its process is gone, others that its sign of life stands
+still, and write the record for it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Protocol, runtime_checkable
+
+import torch.distributed as dist
+
+from nemo_rl.distributed.connections import abort_process_groups
+from nemo_rl.distributed.liveness import ProcessIdentity
+from nemo_rl.errors import CollectiveTimeout, NemoRLError, UserError, WorkerError, from_record, to_record
+
+__all__ = ["AbortWatch", "FirstCause", "GuardedWorker", "is_symptom"]
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.25
+"""Between two looks at the error key: with it a peer is out of its collective well within the 5 s of the contract."""
+SYMPTOM_WAIT_S = 2.0
+"""How long a rank whose connection broke waits for the record of the cause, and watches the signs of life."""
+SEEN_WAIT_S = 2.0
+"""How long a failed rank stays so that its peers can read the record: the store may end with its process."""
+EXIT_GRACE_S = 3.0
+"""How long a rank may take to leave its stage after the abort."""
+STORE_TIMEOUT_S = 10.0
+CLOSE_WAIT_S = 5.0
+"""How long rank 0, which keeps the store, waits for the others to close their watches."""
+EXIT_CODE = 70
+SYMPTOMS = ("connection closed", "connection reset", "timed out", "gloo", "nccl", "broken pipe", "communicator")
+"""Texts of errors that a peer's failure causes: something else is the first cause."""
+PREFIX = "nemo_rl/abort"
+
+
+def is_symptom(error: BaseException) -> bool:
+    """Whether the error looks like what a peer's failure does to this rank."""
+    if isinstance(error, UserError):
+        return False
+    text = str(error).lower()
+    return isinstance(error, RuntimeError | WorkerError) and any(word in text for word in SYMPTOMS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FirstCause:
+    """What ended a step."""
+
+    rank: int
+    stage: str
+    kind: str
+    """Name of the exception's class."""
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException, *, rank: int, stage: str) -> FirstCause:
+        """The record of an error that left `stage` on `rank`; one that came from another rank keeps its own."""
+        if isinstance(error, WorkerError):
+            rank = rank if error.rank is None else error.rank
+            return cls(rank=rank, stage=error.stage or stage, kind=type(error).__name__, text=error.text)
+        if isinstance(error, NemoRLError) and error.origin_rank is not None:
+            rank = error.origin_rank
+        return cls(rank=rank, stage=stage, **to_record(error))
+
+    def to_error(self) -> NemoRLError:
+        """What every rank and the driver raise: the same kind if the user can fix it, else a `WorkerError`."""
+        error = from_record({"kind": self.kind, "text": self.text})
+        if isinstance(error, UserError):
+            error.origin_rank = self.rank
+            error.add_note(f"rank {self.rank}, stage {self.stage}")
+            return error
+        if self.kind == CollectiveTimeout.__name__:
+            return CollectiveTimeout(self.text, rank=self.rank, stage=self.stage)
+        text = self.text if self.kind == WorkerError.__name__ else f"{self.kind}: {self.text}"
+        return WorkerError(text, rank=self.rank, stage=self.stage)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> FirstCause:
+        return cls(**json.loads(text))
+
+
+@runtime_checkable
+class GuardedWorker(Protocol):
+    """A worker whose calls can be aborted."""
+
+    def guarded(self, stage: str) -> AbstractContextManager[None]:
+        """Inside it an error ends the stage on every rank."""
+        ...
+
+    @property
+    def first_cause(self) -> FirstCause | None:
+        """What ended the step, if anything has."""
+        ...
+
+
+class AbortWatch:
+    """One rank's part of the abort. Every rank makes one after its process group (collective: all wait for all).
+
+    Args:
+        store: of the process group; the watch talks to it over a connection of its own.
+        rank, world_size: as in the process group.
+        timeout_s: how long to wait for the other ranks here.
+
+    Raises:
+        WorkerError: in `stage`, on every rank: the first cause with its rank. UserError: the same, of its own kind.
+    """
+
+    def __init__(self, store: dist.Store, *, rank: int, world_size: int, timeout_s: float) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._store = dist.PrefixStore(PREFIX, store.clone())  # type: ignore[attr-defined]
+        self._store.set_timeout(timedelta(seconds=timeout_s))
+        self._neighbours = self._meet()
+        self._store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
+        self._cause: FirstCause | None = None
+        self._raised: BaseException | None = None
+        self._stages: list[str] = []
+        self._idle, self._closed = threading.Event(), threading.Event()
+        self._idle.set()
+        self._thread = threading.Thread(target=self._watch, name="abort-watch", daemon=True)
+        self._thread.start()
+
+    @property
+    def cause(self) -> FirstCause | None:
+        """What ended the step, if anything has."""
+        return self._cause
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """(collective) Inside it an error ends the stage on every rank. Nests: the inner name is reported."""
+        self._check()
+        self._stages.append(name)
+        self._idle.clear()
+        try:
+            yield
+            self._check()
+        except BaseException as error:
+            failure = self._settle(error, name)
+            if failure is error:
+                raise
+            raise failure from error
+        finally:
+            self._stages.pop()
+            if not self._stages:
+                self._idle.set()
+
+    def close(self) -> None:
+        """Ends the watch. Every rank calls it, rank 0 leaves last. Idempotent."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._thread.join(timeout=STORE_TIMEOUT_S)
+        with suppress(RuntimeError):  # the store has ended with its process
+            self._store.set(f"left/{self.rank}", "")
+            if self.rank == 0 and self._cause is None:
+                self._await_all("left", CLOSE_WAIT_S)
+
+    def _check(self) -> None:
+        if self._cause is not None:
+            self._raised = self._cause.to_error()
+            raise self._raised
+
+    # On the rank that fails.
+
+    def _settle(self, error: BaseException, stage: str) -> BaseException:
+        """What this rank raises for an error that leaves the stage, after every peer was told."""
+        if error is self._raised:
+            return error
+        mine = FirstCause.of(error, rank=self.rank, stage=stage)
+        if self._cause is None:
+            self._learn(self._explain(error, mine))
+        abort_process_groups()
+        assert self._cause is not None
+        with suppress(RuntimeError):  # the store has ended with its process
+            self._store.set(f"seen/{self.rank}", "")
+            if self.rank in (0, self._cause.rank):
+                self._await_all("seen", SEEN_WAIT_S)
+        self._raised = error if self._cause == mine and mine.rank == self.rank else self._cause.to_error()
+        return self._raised
+
+    def _explain(self, error: BaseException, mine: FirstCause) -> FirstCause:
+        """The first cause of an error of this rank: an earlier record, a dead peer, or the error itself."""
+        try:
+            if isinstance(error, UserError):
+                return self._publish(mine)
+            found = self._read() or self._find_dead(mine.stage)
+            if found is None and is_symptom(error):
+                found = self._wait_for_cause(mine)
+            return found or self._publish(mine)
+        except RuntimeError as lost:
+            return self._cause or self._without_store(lost, mine.stage)
+
+    def _wait_for_cause(self, mine: FirstCause) -> FirstCause:
+        """For a broken connection: the record that comes, the ranks that fell silent, or just what was seen."""
+        before = self._signs_of_life()
+        deadline = time.monotonic() + SYMPTOM_WAIT_S
+        while time.monotonic() < deadline:
+            time.sleep(POLL_S / 2)
+            found = self._cause or self._read() or self._find_dead(mine.stage)
+            if found is not None:
+                return found
+        after = self._signs_of_life()
+        silent = [rank for rank in range(self.world_size) if rank != self.rank and before[rank] == after[rank]]
+        if silent:
+            return self._publish(_death(silent[0], mine.stage, f"gave no sign of life for {SYMPTOM_WAIT_S:.0f} s"))
+        timed_out = "timed out" in mine.text.lower()
+        kind = CollectiveTimeout.__name__ if timed_out else WorkerError.__name__
+        text = f"a collective failed, and every rank still lives: {mine.text}"
+        return self._publish(FirstCause(rank=self.rank, stage=mine.stage, kind=kind, text=text))
+
+    def _await_all(self, what: str, wait_s: float) -> None:
+        keys = [f"{what}/{rank}" for rank in range(self.world_size) if rank != self.rank]
+        deadline = time.monotonic() + wait_s
+        while not self._store.check(keys) and time.monotonic() < deadline:
+            time.sleep(POLL_S / 5)
+
+    # On every rank, in the watch's thread.
+
+    def _watch(self) -> None:
+        count = 0
+        while self._cause is None:
+            count += 1
+            try:
+                self._store.set(f"life/{self.rank}", str(count))
+                found = self._read() or self._find_dead(self._stage_now())
+            except RuntimeError as error:
+                found = None if self._closed.is_set() else self._without_store(error, self._stage_now())
+            if found is not None:
+                self._learn(found)
+            elif self._closed.wait(POLL_S):
+                return
+        self._abort()
+
+    def _abort(self) -> None:
+        """Frees this process's threads from their collectives, and ends the process if that does not help."""
+        with suppress(RuntimeError):
+            self._store.set(f"seen/{self.rank}", "")
+        deadline = time.monotonic() + EXIT_GRACE_S + (SEEN_WAIT_S if self.rank == 0 else 0.0)
+        while True:
+            abort_process_groups()
+            if self._idle.wait(POLL_S) or self._closed.is_set():
+                return
+            if time.monotonic() > deadline:
+                break
+        logger.critical("rank %d ends its process, it is stuck in a stage that has failed: %s", self.rank, self._cause)
+        logging.shutdown()
+        os._exit(EXIT_CODE)
+
+    def _stage_now(self) -> str:
+        """Innermost stage of this rank; the main thread may leave it meanwhile."""
+        return next(reversed(tuple(self._stages)), "between stages")
+
+    def _learn(self, cause: FirstCause) -> None:
+        self._cause = self._cause or cause
+
+    # The store.
+
+    def _meet(self) -> dict[int, ProcessIdentity]:
+        """Ranks whose processes can be looked at from here."""
+        me = ProcessIdentity.of_this_process()
+        self._store.set(f"process/{self.rank}", json.dumps(asdict(me)))
+        self._store.set(f"life/{self.rank}", "0")
+        found = self._store.multi_get([f"process/{rank}" for rank in range(self.world_size)])
+        processes = {rank: ProcessIdentity(**json.loads(text)) for rank, text in enumerate(found)}
+        return {rank: p for rank, p in processes.items() if rank != self.rank and p.is_visible_from(me)}
+
+    def _read(self) -> FirstCause | None:
+        return FirstCause.from_json(self._store.get("error")) if self._store.check(["error"]) else None
+
+    def _publish(self, cause: FirstCause) -> FirstCause:
+        """The first record wins, on every rank."""
+        return FirstCause.from_json(self._store.compare_set("error", "", cause.to_json()))
+
+    def _signs_of_life(self) -> list[bytes]:
+        return self._store.multi_get([f"life/{rank}" for rank in range(self.world_size)])
+
+    def _find_dead(self, stage: str) -> FirstCause | None:
+        """Writes the record of a neighbour whose process ended without leaving the job."""
+        for rank, process in self._neighbours.items():
+            if not process.is_alive() and not self._store.check([f"left/{rank}"]):
+                return self._publish(_death(rank, stage, f"has ended without a word (process {process.pid})"))
+        return None
+
+    def _without_store(self, error: RuntimeError, stage: str) -> FirstCause:
+        dead = [rank for rank, process in self._neighbours.items() if not process.is_alive()]
+        if dead:
+            return _death(dead[0], stage, "has ended without a word, and the job's store with it")
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        return _death(0, stage, f"or the launcher, whichever keeps the job's store, has ended: {first_line}")
+
+
+def _death(rank: int, stage: str, what: str) -> FirstCause:
+    text = f"the worker process of rank {rank} {what}; look for a kill, an out-of-memory or a crash in its log"
+    return FirstCause(rank=rank, stage=stage, kind=WorkerError.__name__, text=text)

@@ -1,0 +1,89 @@
+"""Ending the connections of this process's groups, so that a thread that is blocked in a collective gets out.
+
+Called by the abort watch from its own thread. NCCL can abort a communicator. Gloo has no working abort (torch 2.13:
+`ProcessGroup.abort` returns and the blocked call stays), but every blocked call ends with "Connection closed by peer"
+when its sockets are shut down, in this process as well. Gloo's sockets are those that its own threads poll.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["abort_process_groups"]
+
+TASKS = Path("/proc/self/task")
+GLOO_LOOP = "gloo_tcp_loop"
+"""Name of the thread in which a gloo device polls its connections."""
+LOOKS = 5
+"""How often a thread is looked at that was not in its poll just then."""
+
+
+def abort_process_groups() -> int:
+    """Ends every connection of gloo and every communicator of NCCL in this process; how many there were.
+
+    The groups cannot be used any more. Where `/proc` does not tell gloo's sockets it ends none of them: then a blocked
+    thread ends with its process.
+    """
+    return _abort_nccl() + sum(_shut_down(fd) for epoll in set(_gloo_polls()) for fd in _polled_by(epoll))
+
+
+def _abort_nccl() -> int:
+    if not torch.cuda.is_available():
+        return 0
+    count = 0
+    for group, (backend, _) in list(dist.distributed_c10d._world.pg_map.items()):
+        if "nccl" in str(backend):
+            group._get_backend(torch.device("cuda")).abort()
+            count += 1
+    return count
+
+
+def _gloo_polls() -> Iterator[int]:
+    """The epoll descriptor of each gloo thread: the first argument of the call that the thread is in."""
+    for task in TASKS.iterdir():
+        for _ in range(LOOKS):
+            try:
+                if (task / "comm").read_text().strip() != GLOO_LOOP:
+                    break
+                call = (task / "syscall").read_text().split()
+            except OSError:
+                break
+            if len(call) > 1 and _link(fd := int(call[1], 16)) == "anon_inode:[eventpoll]":
+                yield fd
+                break
+
+
+def _polled_by(epoll: int) -> list[int]:
+    try:
+        text = Path(f"/proc/self/fdinfo/{epoll}").read_text()
+    except OSError:
+        return []
+    return [int(fd) for fd in re.findall(r"tfd:\s+(\d+)", text)]
+
+
+def _shut_down(fd: int) -> int:
+    """1 if the descriptor was a connection."""
+    if not _link(fd).startswith("socket:"):
+        return 0
+    with socket.socket(fileno=os.dup(fd)) as connection:
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return 0
+        try:
+            connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return 0  # the other end was faster
+    return 1
+
+
+def _link(fd: int) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""

@@ -1,0 +1,134 @@
+"""The abort of a step with real processes: an error or a death on one rank ends it on all, in time and by its text."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.distributed.abort import EXIT_CODE
+from nemo_rl.distributed.virtual_cluster import free_port
+from tests.helpers.abort_cases import CASES, Seen, every_case
+from tests.helpers.gloo import run_ranks
+
+LIMIT_S = 5.0
+"""The contract."""
+SLACK = 3
+ROOT = Path(__file__).parents[2]
+SCRIPT = "tests.helpers.abort_cases"
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[dict[str, Seen]]:
+    return run_ranks(3, every_case, [free_port() for _ in CASES])
+
+
+TEXTS = {
+    "before_a_collective": "ValueError: planted before a collective",
+    "a_peer_waits_for_a_third": "ValueError: planted behind another rank",
+    "peers_compute_meanwhile": "ValueError: planted while peers compute",
+    "a_peer_needs_nobody": "ValueError: planted beside an independent peer",
+    "leader_of_a_broadcast": "KeysNotFound: partition 'train': keys a, b",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TEXTS)
+def test_an_error_on_one_rank_ends_the_stage_on_all_with_its_text(seen, case):
+    for rank in (0, 2):
+        peer = seen[rank][case]
+        assert (peer.kind, peer.rank, peer.stage) == ("WorkerError", 1, "train")
+        assert peer.text == f"rank 1, stage train: {TEXTS[case]}"
+    own = seen[1][case]
+    assert f"{own.kind}: {own.text}" == TEXTS[case]
+    assert max(of_rank[case].seconds for of_rank in seen) < LIMIT_S * SLACK
+
+
+@pytest.mark.slow
+def test_an_error_that_the_user_can_fix_keeps_its_kind_on_every_rank(seen):
+    for of_rank in seen:
+        assert of_rank["user_error"].kind == "NonFiniteError"
+        assert of_rank["user_error"].text == "loss is NaN in rows k1, k2"
+
+
+def start(name: str, folder: Path, world_size: int) -> list[subprocess.Popen[bytes]]:
+    """Plain processes; rank 0 keeps the store."""
+    folder.mkdir()
+    port = str(free_port())
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", SCRIPT, name, str(folder)],
+            cwd=ROOT,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            },
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(world_size)
+    ]
+
+
+def ended(processes: list[subprocess.Popen[bytes]], *, timeout_s: float) -> list[tuple[int, str]]:
+    """Exit code and log of each; whatever still runs at the deadline is killed."""
+    deadline = time.monotonic() + timeout_s
+    try:
+        logs = [process.communicate(timeout=max(0.1, deadline - time.monotonic()))[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, log.decode()) for process, log in zip(processes, logs, strict=True)]
+
+
+def reports(folder: Path) -> dict[int, Seen]:
+    return {int(path.stem): Seen(**json.loads(path.read_text())) for path in folder.glob("*.json")}
+
+
+@pytest.mark.slow
+def test_a_killed_or_deaf_rank_ends_the_others(tmp_path):
+    """Three jobs at the same time: a killed follower, a killed keeper of the store, a peer that cannot be reached."""
+    jobs = {name: start(name, tmp_path / name, 3) for name in ("kill_1", "kill_0", "stuck")}
+    results = {name: ended(processes, timeout_s=120) for name, processes in jobs.items()}
+    for name, victim in (("kill_1", 1), ("kill_0", 0)):
+        seen = reports(tmp_path / name)
+        assert set(seen) == {0, 1, 2} - {victim}, results[name]
+        for peer in seen.values():
+            assert peer.rank == victim and peer.stage == "train"
+            assert re.search(rf"the worker process of rank {victim}.* has ended", peer.text)
+            assert peer.seconds < LIMIT_S * SLACK
+    seen = reports(tmp_path / "stuck")
+    assert set(seen) == {0, 1} and "planted beside a stuck peer" in seen[0].text
+    code, log = results["stuck"][2]
+    assert code == EXIT_CODE and "planted beside a stuck peer" in log
+
+
+@pytest.mark.slow
+def test_under_torchrun_every_rank_reports_the_first_cause(tmp_path):
+    folder = tmp_path / "raise"
+    folder.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", "--standalone", "--no-python"]
+    done = subprocess.run(
+        [*command, sys.executable, "-m", SCRIPT, "raise", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode != 0
+    seen = reports(folder)
+    assert set(seen) == {0, 1, 2}, done.stderr.decode()
+    for rank in (0, 2):
+        assert seen[rank].text == "rank 1, stage train: ValueError: planted before a collective"
+        assert seen[rank].seconds < LIMIT_S * SLACK
