@@ -248,7 +248,7 @@ class SyncGRPOTrainer:
         """Refit, validate, log, save, in that order: a checkpoint knows the metrics of its step."""
         with self._timer.time("refit"):
             self._parts.weight_sync.sync(self._step)
-        metrics = step_metrics(record, self._config)
+        metrics = step_metrics(record, self._config) | self._parts.policy.memory_metrics()
         if self._validation_is_due():
             metrics.update(self._validate().metrics())
         stage_seconds = self._timer.seconds()

@@ -95,6 +95,12 @@ class Policy:
     def load_checkpoint(self, *, weights: Path, optimizer: Path | None) -> None:
         self._run("load_checkpoint", "resume", weights=weights, optimizer=optimizer)
 
+    def memory_metrics(self) -> dict[str, float]:
+        """`memory/<stage>_peak_bytes` since the last call: of the worker that took most."""
+        reports = cast("list[dict[str, int]]", self._run("memory_report", "memory"))
+        stages = sorted({stage for report in reports for stage in report})
+        return {f"memory/{stage}_peak_bytes": float(max(r.get(stage, 0) for r in reports)) for stage in stages}
+
     def is_alive(self) -> bool:
         """Whether every worker answers."""
         return all(self._run("is_alive", "health"))

@@ -60,6 +60,9 @@ def test_training_moves_the_policy_away_from_its_reference_and_exports_new_weigh
     drift = policy.get_logprobs(batch, plan=plan) - policy.get_reference_policy_logprobs(batch, plan=plan)
     assert float(drift.abs().max()) > 1e-4
     assert policy.is_alive()
+    peaks = policy.memory_metrics()
+    assert peaks.keys() == {f"memory/{stage}_peak_bytes" for stage in ("train", "logprobs", "refit", "generation")}
+    assert min(peaks.values()) > 2**20
 
 
 def result(rank: int, metrics: tuple[dict[str, object], ...]) -> TrainResult:
