@@ -119,7 +119,7 @@ def plan_logprobs(plan: PackPlan, lengths: Sequence[int], policy: PolicyConfig) 
     if policy.dynamic_batching.enabled:
         cap = policy.dynamic_batching.logprob_mb_tokens
         return replan_microbatches(plan, lengths, capacity=cap, pad_multiple=multiple)
-    return replan_rows(plan, rows_per_microbatch=policy.logprob_batch_size or policy.train_micro_batch_size)
+    return replan_rows(plan, lengths, rows_per_microbatch=policy.logprob_batch_size or policy.train_micro_batch_size)
 
 
 def _is_capped(policy: PolicyConfig) -> bool:

@@ -12,7 +12,9 @@ __all__ = [
     "DTensorConfig",
     "DynamicBatchingConfig",
     "GenerationConfig",
+    "MicrobatchOrder",
     "OptimizerConfig",
+    "PackingAlgorithm",
     "PolicyConfig",
     "SchedulerConfig",
     "SchedulerPhase",
@@ -21,6 +23,15 @@ __all__ = [
 ]
 
 Probability = Annotated[float, Field(gt=0, le=1)]
+PackingAlgorithm = Literal[
+    "balanced",
+    "first_fit_decreasing",
+    "modified_first_fit_decreasing",
+    "first_fit_shuffle",
+    "concatenative",
+    "karmarkar_karp",
+]
+MicrobatchOrder = Literal["packer", "largest_first"]
 
 
 class TokenizerConfig(Section):
@@ -41,6 +52,11 @@ class SequencePackingConfig(Section):
     """Most tokens in one training microbatch: a hard cap."""
     logprob_mb_tokens: PositiveInt = 8192
     """The same for log-probability passes, which need less memory."""
+    algorithm: PackingAlgorithm = "balanced"
+    """`balanced` levels the cost over ranks in the fewest microbatches; the others are as in the literature, dealt in
+    turn."""
+    microbatch_order: MicrobatchOrder = "packer"
+    """`packer`: as the algorithm leaves them; `largest_first`: most tokens first, so that memory peaks at once."""
 
 
 class DynamicBatchingConfig(Section):
@@ -52,6 +68,8 @@ class DynamicBatchingConfig(Section):
     """Most tokens in one training microbatch, padding included: a hard cap."""
     logprob_mb_tokens: PositiveInt = 8192
     """The same for log-probability passes, which need less memory."""
+    microbatch_order: MicrobatchOrder = "packer"
+    """`packer`: dearest first on every rank; `largest_first`: most tokens first, so that memory peaks at once."""
 
 
 class DTensorConfig(Section):

@@ -3,74 +3,122 @@
 The driver plans once per step from row lengths; workers follow the plan and never re-pack, so all ranks meet the
 same number of microbatches and no collective is left waiting.
 
-Three ways to form microbatches, all with the same number on every rank:
+Three ways to form microbatches, with one interface:
     plan_packs     tokens per microbatch capped, rows laid end to end (sequence packing)
     plan_padded    tokens per microbatch capped, padding counted (dynamic batching)
     plan_fixed     a fixed number of rows
+
+Every plan has each row exactly once, keeps the cap and the members of every global batch, gives all ranks the same
+number of microbatches, a multiple of `multiple_of`, and depends on nothing but its input.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from typing import get_args
 
-from nemo_rl.distributed.pack_plan import PackPlan
+from nemo_rl.config.policy import MicrobatchOrder, PackingAlgorithm
+from nemo_rl.distributed.pack_plan import PackLoad, PackPlan
+from nemo_rl.distributed.packing_bins import Bins
+from nemo_rl.distributed.packing_form import (
+    Rows,
+    TooFewRows,
+    bins_needed,
+    pack_on_rank,
+    packed_ranks,
+    padded_ranks,
+    round_up,
+)
 
-__all__ = ["PackPlan", "plan_fixed", "plan_packs", "plan_padded", "replan_microbatches", "replan_rows", "round_up"]
+__all__ = [
+    "DEFAULT_COST",
+    "PackPlan",
+    "TooFewRows",
+    "microbatches_needed",
+    "plan_fixed",
+    "plan_packs",
+    "plan_padded",
+    "replan_microbatches",
+    "replan_rows",
+    "round_up",
+]
 
-Bins = list[list[int]]
+Cost = tuple[float, float]
+"""(a, b): a row of s tokens costs a s + b s^2; only their ratio matters to a plan."""
+DEFAULT_COST: Cost = (24576.0, 1.0)
+"""A 7B decoder: attention scores cost as much as all else at about 24576 tokens."""
 BatchSizes = int | Sequence[int] | None
 """Rows per optimizer step: the same for all, one number per step, or all rows in one step."""
-Load = Callable[[Sequence[int]], int]
-"""Tokens that a microbatch of these row indices takes."""
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `value`."""
-    return -(-value // multiple) * multiple
+Former = Callable[[Rows], list[Bins]]
+"""Microbatches of each rank from the rows of one global batch."""
 
 
 def plan_packs(
-    lengths: Sequence[int], *, capacity: int, dp_world: int, pad_multiple: int = 1, global_batch_size: BatchSizes = None
+    lengths: Sequence[int],
+    *,
+    capacity: int,
+    dp_world: int,
+    cost: Cost = DEFAULT_COST,
+    multiple_of: int = 1,
+    pad_multiple: int = 1,
+    global_batch_size: BatchSizes = None,
+    algorithm: PackingAlgorithm = "balanced",
+    microbatch_order: MicrobatchOrder = "packer",
+    keys: Sequence[str] | None = None,
 ) -> PackPlan:
-    """Packs rows end to end, at most `capacity` tokens per microbatch, balanced over ranks by tokens.
+    """Packs rows end to end, at most `capacity` tokens per microbatch.
 
     Args:
         lengths: tokens per row.
         capacity: most tokens in a microbatch; each row counts rounded up to `pad_multiple`.
         dp_world: data-parallel ranks.
+        cost: (a, b) of the cost a s + b s^2 of a row of s tokens, which the ranks share equally.
+        multiple_of: microbatches per rank and global batch are a multiple of it.
         global_batch_size: rows per optimizer step, in the order of `lengths`; a sequence gives each step its own
             number; None makes one step of all rows.
+        algorithm: `balanced` levels the cost over ranks in as few microbatches as fit; the others form bins as their
+            names say, and deal them to the ranks in turn.
+        microbatch_order: `packer` leaves the order to the algorithm (`balanced`: dearest first, so that ranks meet
+            in microbatches of like cost), `largest_first` runs those with most tokens first.
+        keys: unique names of the rows; with them the plan does not depend on the order of rows within a global
+            batch, without them rows of the same length are told apart by their place.
 
     Raises:
-        ValueError: a row exceeds the cap, or a global batch has fewer rows than ranks.
+        ValueError: a row exceeds the cap.
+        TooFewRows: a global batch has fewer rows than microbatches are needed.
     """
-    padded = [round_up(n, pad_multiple) for n in lengths]
-    return _plan(
-        padded,
-        load=lambda rows: sum(padded[i] for i in rows),
-        capacity=capacity,
-        dp_world=dp_world,
-        groups=_global_batches(len(padded), global_batch_size),
-        packed=True,
-    )
+    if algorithm not in get_args(PackingAlgorithm):
+        raise ValueError(f"packing: expected an algorithm of {get_args(PackingAlgorithm)}, got {algorithm!r}")
+
+    def form(rows: Rows) -> list[Bins]:
+        return packed_ranks(rows, num_ranks=dp_world, multiple_of=multiple_of, algorithm=algorithm)
+
+    planner = _Planner(lengths, capacity, cost, pad_multiple, packed=True)
+    groups = _global_batches(len(lengths), global_batch_size, keys)
+    return planner.plan(groups, form, dp_world, unit=dp_world * multiple_of, order=microbatch_order)
 
 
 def plan_padded(
-    lengths: Sequence[int], *, capacity: int, dp_world: int, pad_multiple: int = 1, global_batch_size: BatchSizes = None
+    lengths: Sequence[int],
+    *,
+    capacity: int,
+    dp_world: int,
+    cost: Cost = DEFAULT_COST,
+    multiple_of: int = 1,
+    pad_multiple: int = 1,
+    global_batch_size: BatchSizes = None,
+    microbatch_order: MicrobatchOrder = "packer",
+    keys: Sequence[str] | None = None,
 ) -> PackPlan:
-    """As `plan_packs` for padded microbatches: rows x longest row is at most `capacity`."""
-    padded = [round_up(n, pad_multiple) for n in lengths]
-    return _plan(
-        padded,
-        load=lambda rows: len(rows) * max((padded[i] for i in rows), default=0),
-        capacity=capacity,
-        dp_world=dp_world,
-        groups=_global_batches(len(padded), global_batch_size),
-        packed=False,
-    )
+    """As `plan_packs` for padded microbatches: rows x longest row is at most `capacity`, and costs count padding."""
+
+    def form(rows: Rows) -> list[Bins]:
+        return padded_ranks(rows, num_ranks=dp_world, multiple_of=multiple_of)
+
+    planner = _Planner(lengths, capacity, cost, pad_multiple, packed=False)
+    groups = _global_batches(len(lengths), global_batch_size, keys)
+    return planner.plan(groups, form, dp_world, unit=dp_world * multiple_of, order=microbatch_order)
 
 
 def plan_fixed(
@@ -78,34 +126,48 @@ def plan_fixed(
     *,
     rows_per_microbatch: int,
     dp_world: int,
+    cost: Cost = DEFAULT_COST,
+    multiple_of: int = 1,
     pad_multiple: int = 1,
     global_batch_size: BatchSizes = None,
+    microbatch_order: MicrobatchOrder = "packer",
+    keys: Sequence[str] | None = None,
 ) -> PackPlan:
-    """Microbatches of `rows_per_microbatch` rows in the given order, dealt to the ranks in turn.
+    """Microbatches of `rows_per_microbatch` rows in the given order (that of `keys`), an equal share per rank.
 
     Raises:
-        ValueError: a global batch does not divide by ranks x rows per microbatch.
+        ValueError: a global batch does not divide by ranks x rows per microbatch x `multiple_of`.
     """
-    per_rank: list[Bins] = [[] for _ in range(dp_world)]
-    steps: list[int] = []
-    unit = rows_per_microbatch * dp_world
-    for group in _global_batches(len(lengths), global_batch_size):
+    unit = rows_per_microbatch * dp_world * multiple_of
+    groups = _global_batches(len(lengths), global_batch_size, keys)
+    for group in groups:
         if len(group) % unit:
+            times = f" x {multiple_of} microbatches" if multiple_of > 1 else ""
             raise ValueError(
                 f"fixed microbatches: a global batch of {len(group)} rows does not divide by {dp_world} ranks x "
-                f"{rows_per_microbatch} rows; change policy.train_micro_batch_size or policy.train_global_batch_size, "
-                "or turn on policy.dynamic_batching"
+                f"{rows_per_microbatch} rows{times}; change policy.train_micro_batch_size or "
+                "policy.train_global_batch_size, or turn on policy.dynamic_batching"
             )
-        share = len(group) // dp_world
-        for rank in range(dp_world):
-            mine = group[rank * share : (rank + 1) * share]
-            per_rank[rank] += [mine[i : i + rows_per_microbatch] for i in range(0, share, rows_per_microbatch)]
-        steps.append(share // rows_per_microbatch)
-    width = max((round_up(n, pad_multiple) for n in lengths), default=0)
-    return _freeze(per_rank, steps, width, packed=False)
+
+    def form(rows: Rows) -> list[Bins]:
+        share = len(rows.sizes) // dp_world
+        shares = [list(range(rank * share, (rank + 1) * share)) for rank in range(dp_world)]
+        return [_runs_of(mine, rows_per_microbatch) for mine in shares]
+
+    planner = _Planner(lengths, None, cost, pad_multiple, packed=False)
+    return planner.plan(groups, form, dp_world, unit=unit, order=microbatch_order)
 
 
-def replan_microbatches(plan: PackPlan, lengths: Sequence[int], *, capacity: int, pad_multiple: int = 1) -> PackPlan:
+def replan_microbatches(
+    plan: PackPlan,
+    lengths: Sequence[int],
+    *,
+    capacity: int,
+    cost: Cost = DEFAULT_COST,
+    multiple_of: int = 1,
+    pad_multiple: int = 1,
+    microbatch_order: MicrobatchOrder = "packer",
+) -> PackPlan:
     """Other microbatches over the same assignment of rows to ranks, as one step (for log-probability stages).
 
     Falls back to the microbatches of `plan` when a rank has too few rows for as many microbatches as its peers need.
@@ -115,170 +177,161 @@ def replan_microbatches(plan: PackPlan, lengths: Sequence[int], *, capacity: int
         lengths: tokens per row of the whole batch.
         capacity: most tokens in one of the new microbatches; at least the cap of `plan`.
     """
-    padded = [round_up(n, pad_multiple) for n in lengths]
-    load = _load_function(padded, packed=plan.packed)
-    bins = [
-        _fill(sorted(plan.rows_of_rank(rank), key=lambda i: (-padded[i], i)), load, capacity)
-        for rank in range(plan.num_ranks)
-    ]
-    count = max((len(rank_bins) for rank_bins in bins), default=0)
-    if any(len(plan.rows_of_rank(rank)) < count for rank in range(plan.num_ranks)):
-        return replace(plan, steps=(sum(plan.steps),))
-    for rank_bins in bins:
-        _split_to(rank_bins, count, load)
-    return _freeze(bins, [count], plan.pad_to, packed=plan.packed)
+    planner = _Planner(lengths, capacity, cost, pad_multiple, packed=plan.packed)
+    shards = [sorted(plan.rows_of_rank(rank)) for rank in range(plan.num_ranks)]
+    fewest = [len(pack_on_rank(planner.rows(shard), None, packed=plan.packed)) for shard in shards if shard]
+    count = round_up(max(fewest, default=0), multiple_of)
+    if any(len(shard) < count for shard in shards):
+        ranks = [list(map(list, mine)) for mine in plan.microbatches]
+        return planner.freeze([ranks], plan.num_ranks, unit=plan.num_ranks * multiple_of)
+    ranks = []
+    for shard in shards:
+        bins = pack_on_rank(planner.rows(shard), count, packed=plan.packed) if shard else []
+        ranks.append([[shard[place] for place in mine] for mine in bins])
+    planner.sort(ranks, microbatch_order)
+    return planner.freeze([ranks], plan.num_ranks, unit=plan.num_ranks * multiple_of)
 
 
-def replan_rows(plan: PackPlan, *, rows_per_microbatch: int) -> PackPlan:
+def replan_rows(
+    plan: PackPlan,
+    lengths: Sequence[int],
+    *,
+    rows_per_microbatch: int,
+    cost: Cost = DEFAULT_COST,
+    pad_multiple: int = 1,
+) -> PackPlan:
     """Microbatches of a fixed number of rows over the same assignment, as one step; every rank needs as many rows."""
-    bins: list[Bins] = []
-    for rank in range(plan.num_ranks):
-        rows = list(plan.rows_of_rank(rank))
-        bins.append([rows[i : i + rows_per_microbatch] for i in range(0, len(rows), rows_per_microbatch)])
-    counts = {len(rank_bins) for rank_bins in bins}
+    counts = {len(plan.rows_of_rank(rank)) for rank in range(plan.num_ranks)}
     if len(counts) > 1:
-        raise ValueError(f"packing: ranks have {sorted(counts)} microbatches; fixed rows need equal shards")
-    return _freeze(bins, sorted(counts), plan.pad_to, packed=plan.packed)
+        raise ValueError(f"packing: ranks have {sorted(counts)} rows; fixed rows need equal shards")
+    planner = _Planner(lengths, None, cost, pad_multiple, packed=plan.packed)
+    ranks = [_runs_of(plan.rows_of_rank(rank), rows_per_microbatch) for rank in range(plan.num_ranks)]
+    return planner.freeze([ranks], plan.num_ranks, unit=plan.num_ranks)
 
 
-def _load_function(padded: Sequence[int], *, packed: bool) -> Load:
-    if packed:
-        return lambda rows: sum(padded[i] for i in rows)
-    return lambda rows: len(rows) * max((padded[i] for i in rows), default=0)
+def microbatches_needed(
+    lengths: Sequence[int],
+    *,
+    capacity: int,
+    dp_world: int,
+    packed: bool,
+    multiple_of: int = 1,
+    pad_multiple: int = 1,
+) -> int:
+    """With as many rows as this, one global batch of these lengths can surely be planned; a plan may need fewer."""
+    rows = _Planner(lengths, capacity, DEFAULT_COST, pad_multiple, packed=packed).rows(range(len(lengths)))
+    return bins_needed(rows, num_ranks=dp_world, multiple_of=multiple_of, packed=packed)
 
 
-def _global_batches(num_rows: int, size: BatchSizes) -> Bins:
+class _Planner:
+    """Sizes and costs of the rows of a step.
+
+    Args:
+        capacity: most tokens in a microbatch; None for no cap.
+
+    Raises:
+        ValueError: a row exceeds the cap.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], capacity: int | None, cost: Cost, pad_multiple: int, *, packed: bool
+    ) -> None:
+        self._sizes = [round_up(max(length, 1), pad_multiple) for length in lengths]
+        self._costs = [cost[0] * size + cost[1] * size * size for size in self._sizes]
+        self._num_tokens = sum(lengths)
+        self._capacity = capacity
+        self._packed = packed
+        if capacity is not None and (longest := max(self._sizes, default=0)) > capacity:
+            raise ValueError(
+                f"packing: row {self._sizes.index(longest)} has {longest} tokens, the cap of a microbatch is "
+                f"{capacity} ({longest - capacity} too many); raise *_mb_tokens or lower "
+                "policy.max_total_sequence_length"
+            )
+
+    def rows(self, group: Sequence[int]) -> Rows:
+        return Rows([self._sizes[i] for i in group], [self._costs[i] for i in group], self._capacity or 0)
+
+    def plan(
+        self, groups: Sequence[Sequence[int]], form: Former, num_ranks: int, *, unit: int, order: MicrobatchOrder
+    ) -> PackPlan:
+        """One global batch after the other; `form` sees rows by their place in the group."""
+        steps = []
+        for group in groups:
+            ranks = [[[group[place] for place in sorted(mine)] for mine in bins] for bins in form(self.rows(group))]
+            self.sort(ranks, order)
+            steps.append(ranks)
+        return self.freeze(steps, num_ranks, unit=unit)
+
+    def sort(self, ranks: list[Bins], order: MicrobatchOrder) -> None:
+        """Microbatches of each rank, in place."""
+        if order == "largest_first":
+            for bins in ranks:
+                bins.sort(key=lambda mine: -self._tokens(mine))
+
+    def freeze(self, steps: Sequence[Sequence[Bins]], num_ranks: int, *, unit: int) -> PackPlan:
+        """The plan of `[global batch][rank][microbatch]`, with what it costs."""
+        frozen = [tuple(tuple(mine) for ranks in steps for mine in ranks[rank]) for rank in range(num_ranks)]
+        return PackPlan(
+            microbatches=tuple(frozen),
+            steps=tuple(len(ranks[0]) for ranks in steps),
+            pad_to=max(self._sizes, default=0),
+            packed=self._packed,
+            load=self._load(steps, num_ranks, unit),
+        )
+
+    def _load(self, steps: Sequence[Sequence[Bins]], num_ranks: int, unit: int) -> PackLoad:
+        totals = [0.0] * num_ranks
+        busiest = synchronised = cost_bound = 0.0
+        bins_bound = computed = 0
+        for ranks in steps:
+            costs = [[self._cost(mine) for mine in bins] for bins in ranks]
+            of_rank = [sum(mine) for mine in costs]
+            totals = [total + mine for total, mine in zip(totals, of_rank, strict=True)]
+            busiest += max(of_rank)
+            synchronised += sum(map(max, zip(*costs, strict=True)))
+            members = [row for bins in ranks for mine in bins for row in mine]
+            row_costs = [self._costs[row] for row in members]
+            cost_bound += max(sum(row_costs) / num_ranks, max(row_costs, default=0.0))
+            tokens = sum(self._sizes[row] for row in members)
+            fewest = -(-tokens // self._capacity) if self._capacity else sum(map(len, ranks))
+            bins_bound += round_up(fewest, unit if self._capacity else 1)
+            computed += sum(self._tokens(mine) for bins in ranks for mine in bins)
+        return PackLoad(
+            rank_costs=tuple(totals),
+            busiest=busiest,
+            synchronised=synchronised,
+            cost_bound=cost_bound,
+            num_bins=sum(len(bins) for ranks in steps for bins in ranks),
+            bins_bound=bins_bound,
+            num_tokens=self._num_tokens,
+            computed_tokens=computed,
+        )
+
+    def _tokens(self, rows: Sequence[int]) -> int:
+        """Tokens that a microbatch of these rows computes."""
+        if self._packed:
+            return sum(self._sizes[row] for row in rows)
+        return len(rows) * max((self._sizes[row] for row in rows), default=0)
+
+    def _cost(self, rows: Sequence[int]) -> float:
+        if self._packed:
+            return sum(self._costs[row] for row in rows)
+        return len(rows) * max((self._costs[row] for row in rows), default=0.0)
+
+
+def _runs_of(rows: Sequence[int], count: int) -> Bins:
+    return [list(rows[start : start + count]) for start in range(0, len(rows), count)]
+
+
+def _global_batches(num_rows: int, size: BatchSizes, keys: Sequence[str] | None) -> list[list[int]]:
+    """Row indices of each global batch, in the order of their keys."""
+    if keys is not None and len(set(keys)) != num_rows:
+        raise ValueError(f"packing: expected {num_rows} different keys, got {len(set(keys))} among {len(keys)}")
     if not isinstance(size, Sequence):
         step = size or max(num_rows, 1)
         size = [min(step, num_rows - start) for start in range(0, num_rows, step)]
     if sum(size) != num_rows:
         raise ValueError(f"packing: global batches of {list(size)} rows hold {sum(size)} rows, got {num_rows}")
     starts = itertools.accumulate(size, initial=0)
-    return [list(range(start, start + count)) for start, count in zip(starts, size, strict=False)]
-
-
-def _plan(padded: Sequence[int], *, load: Load, capacity: int, dp_world: int, groups: Bins, packed: bool) -> PackPlan:
-    over = [i for i, n in enumerate(padded) if n > capacity]
-    if over:
-        worst = max(over, key=lambda i: padded[i])
-        raise ValueError(
-            f"packing: row {worst} has {padded[worst]} tokens, the cap of a microbatch is {capacity} "
-            f"({padded[worst] - capacity} too many); raise *_mb_tokens or lower policy.max_total_sequence_length"
-        )
-    per_rank: list[Bins] = [[] for _ in range(dp_world)]
-    steps: list[int] = []
-    for group in groups:
-        bins = _bins_for(group, padded, load, capacity, dp_world, packed=packed)
-        for rank, mine in enumerate(_deal(bins, padded, dp_world)):
-            per_rank[rank] += mine
-        steps.append(len(bins) // dp_world)
-    return _freeze(per_rank, steps, max(padded, default=0), packed=packed)
-
-
-def _bins_for(
-    group: Sequence[int], padded: Sequence[int], load: Load, capacity: int, dp_world: int, *, packed: bool
-) -> Bins:
-    """Capped bins of about the same load, whose number is a multiple of the ranks."""
-    if len(group) < dp_world:
-        raise ValueError(
-            f"packing: {len(group)} rows for {dp_world} ranks, {dp_world - len(group)} too few; "
-            "every rank needs at least one row per optimizer step"
-        )
-    order = sorted(group, key=lambda i: (-padded[i], i))
-    bins = _fill(order, load, capacity)
-    count = round_up(len(bins), dp_world)
-    level = _level_packed if packed else _level_padded
-    bins = level(order, padded, count, capacity) or bins
-    _split_to(bins, count, load)
-    return bins
-
-
-def _level_packed(order: Sequence[int], padded: Sequence[int], count: int, capacity: int) -> Bins | None:
-    """Each row, longest first, to the bin with the fewest tokens; None when a row fits nowhere."""
-    bins: Bins = [[] for _ in range(count)]
-    heap = [(0, index) for index in range(count)]
-    for row in order:
-        tokens, index = heap[0]
-        if tokens + padded[row] > capacity:
-            return None
-        bins[index].append(row)
-        heapq.heapreplace(heap, (tokens + padded[row], index))
-    return [rows for rows in bins if rows]
-
-
-def _level_padded(order: Sequence[int], padded: Sequence[int], count: int, capacity: int) -> Bins | None:
-    """Runs of rows of like length, cut so that the largest is as small as it can be; None when the cap is too low."""
-    low, high = padded[order[0]], capacity
-    if len(_sweep(order, padded, high)) > count:
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        if len(_sweep(order, padded, middle)) <= count:
-            high = middle
-        else:
-            low = middle + 1
-    return _sweep(order, padded, high)
-
-
-def _sweep(order: Sequence[int], padded: Sequence[int], limit: int) -> Bins:
-    """Consecutive rows per bin, as many as stay under `limit` with padding."""
-    bins: Bins = []
-    for row in order:
-        if bins and (len(bins[-1]) + 1) * padded[bins[-1][0]] <= limit:
-            bins[-1].append(row)
-        else:
-            bins.append([row])
-    return bins
-
-
-def _fill(order: Sequence[int], load: Load, capacity: int) -> Bins:
-    """First fit over rows in falling length. Bins that a shortest row cannot enter any more are left behind."""
-    bins: Bins = []
-    open_from = 0
-    shortest = [order[-1]] if order else []
-    for row in order:
-        for candidate in bins[open_from:]:
-            if load([*candidate, row]) <= capacity:
-                candidate.append(row)
-                break
-        else:
-            bins.append([row])
-        while open_from < len(bins) and load([*bins[open_from], *shortest]) > capacity:
-            open_from += 1
-    return bins
-
-
-def _split_to(bins: Bins, count: int, load: Load) -> None:
-    """Halves the bin with the largest load that still has two rows, until there are `count` bins."""
-    heap = [(-load(rows), index) for index, rows in enumerate(bins) if len(rows) > 1]
-    heapq.heapify(heap)
-    while len(bins) < count:
-        if not heap:
-            raise ValueError(f"packing: {len(bins)} rows cannot form {count} microbatches")
-        _, index = heapq.heappop(heap)
-        rows = bins[index]
-        # Alternate rows so that both halves have about the same length profile.
-        bins[index], other = rows[0::2], rows[1::2]
-        bins.append(other)
-        for i in (index, len(bins) - 1):
-            if len(bins[i]) > 1:
-                heapq.heappush(heap, (-load(bins[i]), i))
-
-
-def _deal(bins: Bins, padded: Sequence[int], dp_world: int) -> list[Bins]:
-    """The same number of bins to every rank: each round hands the heaviest bin to the lightest rank."""
-    cost = {id(rows): sum(padded[i] for i in rows) for rows in bins}
-    order = sorted(bins, key=lambda rows: (-cost[id(rows)], rows[0]))
-    ranks: list[Bins] = [[] for _ in range(dp_world)]
-    totals = [0] * dp_world
-    for start in range(0, len(order), dp_world):
-        lightest_first = sorted(range(dp_world), key=lambda r: (totals[r], r))
-        for rank, rows in zip(lightest_first, order[start : start + dp_world], strict=True):
-            ranks[rank].append(rows)
-            totals[rank] += cost[id(rows)]
-    return ranks
-
-
-def _freeze(per_rank: Sequence[Bins], steps: Sequence[int], pad_to: int, *, packed: bool) -> PackPlan:
-    frozen = tuple(tuple(tuple(rows) for rows in rank) for rank in per_rank)
-    return PackPlan(microbatches=frozen, steps=tuple(steps), pad_to=pad_to, packed=packed)
+    batches = [list(range(start, start + count)) for start, count in zip(starts, size, strict=False)]
+    return batches if keys is None else [sorted(batch, key=keys.__getitem__) for batch in batches]
