@@ -290,9 +290,9 @@ class _Planner:
             busiest += max(of_rank)
             synchronised += sum(map(max, zip(*costs, strict=True)))
             members = [row for bins in ranks for mine in bins for row in mine]
-            row_costs = [self._costs[row] for row in members]
+            row_costs = list(map(self._costs.__getitem__, members))
             cost_bound += max(sum(row_costs) / num_ranks, max(row_costs, default=0.0))
-            tokens = sum(self._sizes[row] for row in members)
+            tokens = sum(map(self._sizes.__getitem__, members))
             fewest = -(-tokens // self._capacity) if self._capacity else sum(map(len, ranks))
             bins_bound += round_up(fewest, unit if self._capacity else 1)
             computed += sum(self._tokens(mine) for bins in ranks for mine in bins)
@@ -310,12 +310,12 @@ class _Planner:
     def _tokens(self, rows: Sequence[int]) -> int:
         """Tokens that a microbatch of these rows computes."""
         if self._packed:
-            return sum(self._sizes[row] for row in rows)
+            return sum(map(self._sizes.__getitem__, rows))
         return len(rows) * max((self._sizes[row] for row in rows), default=0)
 
     def _cost(self, rows: Sequence[int]) -> float:
         if self._packed:
-            return sum(self._costs[row] for row in rows)
+            return sum(map(self._costs.__getitem__, rows))
         return len(rows) * max((self._costs[row] for row in rows), default=0.0)
 
 

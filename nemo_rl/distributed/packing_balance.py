@@ -109,7 +109,7 @@ def level_ranks(
         sizes: of each row in tokens.
         bound: cost that no plan's busiest rank is below; near it levelling stops.
     """
-    totals = [sum(costs[row] for rows in bins for row in rows) for bins in ranks]
+    totals = [sum(sum(map(costs.__getitem__, rows)) for rows in bins) for bins in ranks]
     for _ in range(EXCHANGES_PER_RANK * len(ranks)):
         busiest = max(range(len(ranks)), key=totals.__getitem__)
         if totals[busiest] <= LEVEL_ENOUGH * bound:
@@ -131,8 +131,8 @@ def _exchange_bins(high: Bins, low: Bins, costs: Sequence[float], gap: float) ->
     """Swaps the two bins that move about half the gap; returns what moved, 0 if no two do."""
     if len(high) == 1:
         return 0.0
-    mine = [sum(costs[row] for row in rows) for rows in high]
-    theirs = [sum(costs[row] for row in rows) for rows in low]
+    mine = [sum(map(costs.__getitem__, rows)) for rows in high]
+    theirs = [sum(map(costs.__getitem__, rows)) for rows in low]
     missed, i, j = min(
         (abs(cost - other - gap / 2), i, j) for i, cost in enumerate(mine) for j, other in enumerate(theirs)
     )
@@ -146,7 +146,7 @@ def _exchange_rows(
     high: Bins, low: Bins, costs: Sequence[float], sizes: Sequence[int], capacity: int, gap: float
 ) -> float:
     """Swaps or moves the row that moves most nearly half the gap and fits; returns what moved, 0 if none does."""
-    room = [capacity - sum(sizes[row] for row in rows) for rows in low]
+    room = [capacity - sum(map(sizes.__getitem__, rows)) for rows in low]
     roomiest = max(range(len(low)), key=room.__getitem__)
     places = [_Place(0.0, 0, None, roomiest)]
     places += [_Place(costs[row], sizes[row], row, at) for at, rows in enumerate(low) for row in rows]

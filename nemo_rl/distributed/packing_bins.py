@@ -26,7 +26,7 @@ SHUFFLE_SEED = 0
 
 def longest_first(sizes: Sequence[int]) -> list[int]:
     """Rows by falling size, equal ones in their order."""
-    return sorted(range(len(sizes)), key=lambda row: -sizes[row])
+    return sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
 
 
 def bins_bound(sizes: Sequence[int], capacity: int) -> int:

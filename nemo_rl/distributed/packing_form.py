@@ -73,8 +73,7 @@ def packed_ranks(rows: Rows, *, num_ranks: int, multiple_of: int, algorithm: str
             count = round_up(len(bins), num_ranks * multiple_of)
         split_to(bins, count, rows.sizes)
         return deal_in_turn(bins, num_ranks)
-    bins = _fewest_bins(rows, num_ranks, multiple_of)
-    bins = _even_bins(rows, bins, round_up(len(bins), num_ranks * multiple_of))
+    bins = _balanced_bins(rows, num_ranks, multiple_of)
     ranks = deal_heaviest_to_lightest(bins, _sums(bins, rows.costs), num_ranks)
     bound = max(sum(rows.costs) / num_ranks, *rows.costs)
     level_ranks(ranks, rows.costs, rows.sizes, capacity=rows.capacity, bound=bound)
@@ -116,11 +115,30 @@ def pack_on_rank(rows: Rows, count: int | None, *, packed: bool) -> Bins:
     if count is None:
         return bins
     if packed:
-        bins = _even_bins(rows, bins, count)
+        even = _even_bins(rows, order, count)
+        if even is None:
+            split_to(bins, count, rows.costs)
+        bins = even or bins
         return _dearest_first(bins, _sums(bins, rows.costs))
     bins = level_runs(order, rows.sizes, rows.costs, count=count, capacity=rows.capacity)
     split_to(bins, count, rows.costs)
     return _dearest_first(bins, padded_costs(bins, rows.costs))
+
+
+def _balanced_bins(rows: Rows, num_ranks: int, multiple_of: int) -> Bins:
+    """As few bins as we can find, of about the same cost where the cap leaves a choice."""
+    unit, num_rows = num_ranks * multiple_of, len(rows.sizes)
+    order = longest_first(rows.sizes)
+    least = round_up(-(-sum(rows.sizes) // rows.capacity), unit)
+    even = _even_bins(rows, order, least) if least <= num_rows else None
+    if even is not None:
+        return even
+    bins = _fewest_bins(rows, num_ranks, multiple_of)
+    count = round_up(len(bins), unit)
+    even = _even_bins(rows, order, count) if count > least else None
+    if even is None:
+        split_to(bins, count, rows.costs)
+    return even or bins
 
 
 def _fewest_bins(rows: Rows, num_ranks: int, multiple_of: int) -> Bins:
@@ -129,7 +147,10 @@ def _fewest_bins(rows: Rows, num_ranks: int, multiple_of: int) -> Bins:
     order = longest_first(rows.sizes)
     greedy = best_fit_decreasing(order, rows.sizes, rows.capacity)
     enough = round_up(len(greedy), unit)
-    for count in range(round_up(max(1, bins_bound(rows.sizes, rows.capacity)), unit), enough, unit):
+    least = round_up(-(-sum(rows.sizes) // rows.capacity), unit)
+    if least < enough:
+        least = round_up(bins_bound(rows.sizes, rows.capacity), unit)
+    for count in range(least, enough, unit):
         found = tight_bins(order, rows.sizes, count, rows.capacity)
         # Where one round more is more than there are rows, searching is better than giving up.
         if found is None and (num_rows <= EXACT_ROWS or count <= num_rows < count + unit):
@@ -152,13 +173,10 @@ def _check_enough(num_rows: int, num_bins: int, num_ranks: int, multiple_of: int
     )
 
 
-def _even_bins(rows: Rows, fallback: Bins, count: int) -> Bins:
-    """`count` bins of about the same cost: rows spread by cost where the cap allows, else `fallback` split up."""
-    bins = spread(longest_first(rows.sizes), rows.costs, count)
-    if repair(bins, rows.sizes, rows.capacity, most_exchanges=EXCHANGES):
-        return bins
-    split_to(fallback, count, rows.costs)
-    return fallback
+def _even_bins(rows: Rows, order: Sequence[int], count: int) -> Bins | None:
+    """`count` bins of about the same cost; None where the cap does not let it."""
+    bins = spread(order, rows.costs, count)
+    return bins if repair(bins, rows.sizes, rows.capacity, most_exchanges=EXCHANGES) else None
 
 
 def _differencing_ranks(rows: Rows, num_ranks: int, multiple_of: int) -> list[Bins] | None:
@@ -179,7 +197,7 @@ def _differencing_ranks(rows: Rows, num_ranks: int, multiple_of: int) -> list[Bi
 
 
 def _sums(bins: Bins, costs: Sequence[float]) -> list[float]:
-    return [sum(costs[row] for row in mine) for mine in bins]
+    return [sum(map(costs.__getitem__, mine)) for mine in bins]
 
 
 def _dearest_first(bins: Bins, bin_costs: Sequence[float]) -> Bins:

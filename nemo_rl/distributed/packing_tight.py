@@ -35,7 +35,7 @@ def repair(bins: Bins, sizes: Sequence[int], capacity: int, *, most_exchanges: i
     for index, rows in enumerate(bins):
         for row in rows:
             bin_of[row] = index
-    room = [capacity - sum(sizes[row] for row in rows) for rows in bins]
+    room = [capacity - sum(map(sizes.__getitem__, rows)) for rows in bins]
     most_room = max(room, default=0)
     for full in sorted((index for index in range(len(bins)) if room[index] < 0), key=room.__getitem__):
         while room[full] < 0:
