@@ -7,13 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 
 from nemo_rl.algorithms.advantage_estimator import GroupStats, estimate_advantages, group_statistics
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import GRPOConfig
-from nemo_rl.distributed.packing import PackPlan, plan_fixed, plan_packs, plan_padded, replan_microbatches, replan_rows
+from nemo_rl.distributed.layout import ParallelLayout
+from nemo_rl.distributed.packing import (
+    DEFAULT_COST,
+    PackPlan,
+    microbatches_needed,
+    plan_fixed,
+    plan_packs,
+    plan_padded,
+    replan_microbatches,
+    replan_rows,
+)
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.payload import DriverCarry
 
@@ -61,11 +72,14 @@ def score_rows(carry: DriverCarry, config: GRPOConfig) -> ScoredRows:
     return ScoredRows(stats=stats, advantages=advantages, sample_mask=weight)
 
 
-def select_train_rows(scored: ScoredRows, policy: PolicyConfig, *, dp_world: int) -> TrainRows:
+def select_train_rows(
+    scored: ScoredRows, lengths: Sequence[int], policy: PolicyConfig, *, layout: ParallelLayout
+) -> TrainRows:
     """Leaves rows without weight out, keeping each row in the optimizer step it belongs to.
 
-    A step that keeps fewer rows than ranks is filled up with rows of weight 0, so that every rank has one; a step
-    that keeps none is skipped. Fixed microbatches keep all rows: their number must divide.
+    A step that keeps fewer rows than it needs microbatches is filled up with its shortest rows of weight 0, so that
+    every rank has as many; a step that keeps none is skipped. Fixed microbatches keep all rows: their number must
+    divide.
     """
     num_rows, size = len(scored.sample_mask), policy.train_global_batch_size
     has_weight = (scored.sample_mask > 0).tolist()
@@ -78,48 +92,97 @@ def select_train_rows(scored: ScoredRows, policy: PolicyConfig, *, dp_world: int
             continue
         if not _is_capped(policy):
             kept = list(members)
-        elif len(kept) < dp_world:
-            kept += [i for i in members if not has_weight[i]][: dp_world - len(kept)]
+        else:
+            fillers = sorted((i for i in members if not has_weight[i]), key=lambda i: -lengths[i])
+            while fillers and len(kept) < _rows_needed([lengths[i] for i in kept], policy, layout):
+                kept.append(fillers.pop())
         rows += kept
         sizes.append(len(kept))
     return TrainRows(rows=tuple(rows), batch_sizes=tuple(sizes))
 
 
-def plan_train(lengths: Sequence[int], batch_sizes: Sequence[int], policy: PolicyConfig, *, dp_world: int) -> PackPlan:
-    """Assignment of the chosen rows to ranks and training microbatches."""
-    multiple = policy.make_sequence_length_divisible_by
+def plan_train(
+    lengths: Sequence[int],
+    batch_sizes: Sequence[int],
+    policy: PolicyConfig,
+    *,
+    layout: ParallelLayout,
+    cost: tuple[float, float] = DEFAULT_COST,
+) -> PackPlan:
+    """Assignment of the chosen rows to data-parallel ranks and training microbatches.
+
+    Args:
+        lengths: tokens of each chosen row.
+        batch_sizes: rows of each optimizer step.
+        cost: (a, b) of the cost a s + b s^2 of a row of s tokens (`sequence_cost` of the model).
+    """
+    common = _Common(
+        dp_world=layout.dp,
+        cost=cost,
+        pad_multiple=layout.round_up_multiple(policy.make_sequence_length_divisible_by),
+        global_batch_size=batch_sizes,
+    )
+    packing, dynamic = policy.sequence_packing, policy.dynamic_batching
     try:
-        if policy.sequence_packing.enabled:
-            cap = policy.sequence_packing.train_mb_tokens
+        if packing.enabled:
             return plan_packs(
-                lengths, capacity=cap, dp_world=dp_world, pad_multiple=multiple, global_batch_size=batch_sizes
+                lengths,
+                capacity=packing.train_mb_tokens,
+                algorithm=packing.algorithm,
+                microbatch_order=packing.microbatch_order,
+                **common,
             )
-        if policy.dynamic_batching.enabled:
-            cap = policy.dynamic_batching.train_mb_tokens
-            return plan_padded(
-                lengths, capacity=cap, dp_world=dp_world, pad_multiple=multiple, global_batch_size=batch_sizes
-            )
-        return plan_fixed(
-            lengths,
-            rows_per_microbatch=policy.train_micro_batch_size,
-            dp_world=dp_world,
-            pad_multiple=multiple,
-            global_batch_size=batch_sizes,
-        )
+        if dynamic.enabled:
+            cap, order = dynamic.train_mb_tokens, dynamic.microbatch_order
+            return plan_padded(lengths, capacity=cap, microbatch_order=order, **common)
+        return plan_fixed(lengths, rows_per_microbatch=policy.train_micro_batch_size, **common)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
 
-def plan_logprobs(plan: PackPlan, lengths: Sequence[int], policy: PolicyConfig) -> PackPlan:
+def plan_logprobs(
+    plan: PackPlan,
+    lengths: Sequence[int],
+    policy: PolicyConfig,
+    *,
+    layout: ParallelLayout,
+    cost: tuple[float, float] = DEFAULT_COST,
+) -> PackPlan:
     """Log-probability microbatches over the assignment of `plan`."""
-    multiple = policy.make_sequence_length_divisible_by
-    if policy.sequence_packing.enabled:
-        cap = policy.sequence_packing.logprob_mb_tokens
-        return replan_microbatches(plan, lengths, capacity=cap, pad_multiple=multiple)
-    if policy.dynamic_batching.enabled:
-        cap = policy.dynamic_batching.logprob_mb_tokens
-        return replan_microbatches(plan, lengths, capacity=cap, pad_multiple=multiple)
-    return replan_rows(plan, lengths, rows_per_microbatch=policy.logprob_batch_size or policy.train_micro_batch_size)
+    multiple = layout.round_up_multiple(policy.make_sequence_length_divisible_by)
+    for section in (policy.sequence_packing, policy.dynamic_batching):
+        if section.enabled:
+            return replan_microbatches(
+                plan,
+                lengths,
+                capacity=section.logprob_mb_tokens,
+                cost=cost,
+                pad_multiple=multiple,
+                microbatch_order=section.microbatch_order,
+            )
+    count = policy.logprob_batch_size or policy.train_micro_batch_size
+    return replan_rows(plan, lengths, rows_per_microbatch=count, cost=cost, pad_multiple=multiple)
+
+
+class _Common(TypedDict):
+    """What every planner takes."""
+
+    dp_world: int
+    cost: tuple[float, float]
+    pad_multiple: int
+    global_batch_size: Sequence[int]
+
+
+def _rows_needed(lengths: Sequence[int], policy: PolicyConfig, layout: ParallelLayout) -> int:
+    packed = policy.sequence_packing.enabled
+    section = policy.sequence_packing if packed else policy.dynamic_batching
+    multiple = layout.round_up_multiple(policy.make_sequence_length_divisible_by)
+    try:
+        return microbatches_needed(
+            lengths, capacity=section.train_mb_tokens, dp_world=layout.dp, packed=packed, pad_multiple=multiple
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _is_capped(policy: PolicyConfig) -> bool:

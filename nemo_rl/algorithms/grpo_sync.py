@@ -1,12 +1,12 @@
 """The synchronous GRPO trainer.
 
     SyncGRPOTrainer.fit
-      |- refit            weights of version 0 -> engines                   (ColocatedWeightSync.sync)
+      |- refit            weights of version 0 -> engines                   (WeightSync.sync)
       |- validate         held-out prompts -> accuracy                      (RolloutHandle.validate)
       `- step             once per step, inside open_step: rows are cleared also after an error
            |- rollout     prompts -> samples -> rewards -> columns          (RolloutHandle.rollout)
            |- score       DriverCarry -> group statistics, weights, tags    (score_rows)
-           |- plan        lengths -> rows of each rank and microbatch       (select_train_rows, plan_train)
+           |- plan        lengths -> rows of each rank and microbatch       (select_train_rows, plan_train, ...)
            |- logprobs    workers write prev_ and reference log-probs       (TQPolicy.get_logprobs_from_meta, ...)
            |- advantages  row scalars -> data plane                         (write_columns)
            |- train       workers fetch and train                           (TQPolicy.train_from_meta)
@@ -36,13 +36,13 @@ from nemo_rl.data_plane.factory import check_empty, open_step
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.observability import MetricsDataPlaneClient, columns_bytes
 from nemo_rl.data_plane.wire import pickled_size
-from nemo_rl.distributed.packing import PackPlan
+from nemo_rl.distributed.packing import DEFAULT_COST, PackPlan
 from nemo_rl.experience.payload import DriverCarry
 from nemo_rl.experience.sync_rollout_actor import RolloutHandle, ValidationResult
 from nemo_rl.models.policy.interfaces import LossFunction
 from nemo_rl.models.policy.lm_policy import TrainSummary
 from nemo_rl.models.policy.tq_policy import TQPolicy
-from nemo_rl.models.weight_sync.colocated import ColocatedWeightSync
+from nemo_rl.models.weight_sync.base import WeightSync
 from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager
 from nemo_rl.utils.logger import REWARD_METRIC, Logger
 from nemo_rl.utils.panel import Panel, StepReport
@@ -65,12 +65,14 @@ class TrainerParts:
     loss_fn: LossFunction
     client: MetricsDataPlaneClient
     policy: TQPolicy
-    weight_sync: ColocatedWeightSync
+    weight_sync: WeightSync
     rollout: RolloutHandle
     sampler: PromptSampler
     checkpoints: CheckpointManager | None
     logger: Logger
     panel: Panel
+    cost: tuple[float, float] = DEFAULT_COST
+    """(a, b) of the cost a s + b s^2 of a row of s tokens, by which rows are shared among the ranks."""
     resume_from: Checkpoint | None = None
 
 
@@ -92,6 +94,8 @@ class _Chosen:
 
     meta: KVBatchMeta
     plan: PackPlan
+    logprob_plan: PackPlan | None
+    """Microbatches of the log-probability stages; None when the step has none."""
     advantages: torch.Tensor
     sample_mask: torch.Tensor
 
@@ -153,6 +157,7 @@ class SyncGRPOTrainer:
             num_tokens=sum(rolled.meta.sequence_lengths or ()),
             train=summary,
             plan=chosen.plan if chosen is not None else None,
+            logprob_plan=chosen.logprob_plan if chosen is not None else None,
             driver_bytes=self._driver_bytes() - bytes_before,
             seconds=time.monotonic() - started,
             train_seconds=self._timer.seconds().get("train", 0.0),
@@ -178,18 +183,26 @@ class SyncGRPOTrainer:
     def _choose(self, meta: KVBatchMeta, scored: ScoredRows) -> _Chosen | None:
         """Rows with weight, tagged and planned; None when no row carries a gradient."""
         tagged = meta.with_tags({"group_std": [round(value, 6) for value in scored.stats.row_std.tolist()]})
-        dp_world = self._parts.policy.dp_world
-        chosen = select_train_rows(scored, self._config.policy, dp_world=dp_world)
+        policy, layout, cost = self._config.policy, self._parts.policy.layout, self._parts.cost
+        chosen = select_train_rows(scored, meta.sequence_lengths or (), policy, layout=layout)
         if not chosen.rows:
             logger.warning("step %d: every group has equal rewards; no update", self._step + 1)
             return None
         kept = tagged.subset(chosen.rows)
         index = torch.tensor(chosen.rows)
-        plan = plan_train(kept.sequence_lengths or (), chosen.batch_sizes, self._config.policy, dp_world=dp_world)
-        return _Chosen(meta=kept, plan=plan, advantages=scored.advantages[index], sample_mask=scored.sample_mask[index])
+        lengths = kept.sequence_lengths or ()
+        plan = plan_train(lengths, chosen.batch_sizes, policy, layout=layout, cost=cost)
+        has_logprobs = {"prev_logprobs", "reference_logprobs"} & self._stage_names
+        return _Chosen(
+            meta=kept,
+            plan=plan,
+            logprob_plan=plan_logprobs(plan, lengths, policy, layout=layout, cost=cost) if has_logprobs else None,
+            advantages=scored.advantages[index],
+            sample_mask=scored.sample_mask[index],
+        )
 
     def _update(self, chosen: _Chosen) -> TrainSummary:
-        meta = self._logprobs(chosen.meta, chosen.plan)
+        meta = self._logprobs(chosen.meta, chosen.logprob_plan) if chosen.logprob_plan is not None else chosen.meta
         with self._timer.time("advantages"), self._parts.client.stage("advantages"):
             columns = {"advantages": chosen.advantages, "sample_mask": chosen.sample_mask}
             meta = write_columns(self._parts.client, meta, columns)
@@ -198,11 +211,8 @@ class SyncGRPOTrainer:
             self._parts.policy.prepare_for_training()
             return self._parts.policy.train_from_meta(meta, chosen.plan, self._parts.loss_fn, fields=self._train_fields)
 
-    def _logprobs(self, meta: KVBatchMeta, plan: PackPlan) -> KVBatchMeta:
-        if not {"prev_logprobs", "reference_logprobs"} & self._stage_names:
-            return meta
+    def _logprobs(self, meta: KVBatchMeta, microbatches: PackPlan) -> KVBatchMeta:
         policy = self._parts.policy
-        microbatches = plan_logprobs(plan, meta.sequence_lengths or (), self._config.policy)
         policy.prepare_for_lp_inference()
         if "prev_logprobs" in self._stage_names:
             with self._timer.time("prev_logprobs"):

@@ -20,7 +20,7 @@ from nemo_rl.models.policy.lm_policy import TrainSummary
 from nemo_rl.utils.logger import REWARD_METRIC
 from nemo_rl.utils.metrics import Reduction, values
 
-__all__ = ["StepRecord", "Traffic", "data_plane_metrics", "step_metrics", "training_speed"]
+__all__ = ["StepRecord", "Traffic", "data_plane_metrics", "pack_metrics", "step_metrics", "training_speed"]
 
 LOSS_PARTS = {"actor_loss", "kl_penalty"}
 """Summed within an optimizer step; reported, like the loss, as the mean over the optimizer steps of a GRPO step."""
@@ -39,6 +39,8 @@ class StepRecord:
     train: TrainSummary | None
     """None when no row carried a gradient."""
     plan: PackPlan | None
+    logprob_plan: PackPlan | None = None
+    """Microbatches of the log-probability stages, over the same assignment of rows; None without such a stage."""
     driver_bytes: int
     """Metas, plans, row scalars and results that the driver received or sent."""
     seconds: float
@@ -70,6 +72,7 @@ def step_metrics(record: StepRecord, config: MasterConfig) -> dict[str, float]:
         "rollout/tokens_per_s": record.num_tokens / record.seconds,
     }
     metrics.update({f"rollout/{name}": value for name, value in values(record.rollout_metrics).items()})
+    metrics |= pack_metrics("train", record.plan) | pack_metrics("logprob", record.logprob_plan)
     if record.train is not None:
         metrics.update({f"train/{name}": value for name, value in values(record.train.metrics).items()})
         for name in LOSS_PARTS & record.train.metrics.keys():
@@ -94,6 +97,24 @@ def training_speed(train: TrainSummary, seconds: float) -> dict[str, float]:
     tflops = train.total_flops / seconds / 1e12
     speed = {"train/tflops_per_s": tflops, "train/tokens_per_s": train.num_tokens / seconds}
     return {**speed, "train/mfu": tflops / train.theoretical_tflops} if train.theoretical_tflops > 0 else speed
+
+
+def pack_metrics(stage: str, plan: PackPlan | None) -> dict[str, float]:
+    """How good a pack plan is; nothing where no planner made one.
+
+    `pack_imbalance`: busiest rank over what no plan could be below; `pack_synchronised`: the same if ranks wait for
+    one another in every microbatch; `pack_pad_share`: share of the computed tokens that are padding.
+    """
+    if plan is None or plan.load is None:
+        return {}
+    load = plan.load
+    return {
+        f"{stage}/pack_imbalance": load.imbalance,
+        f"{stage}/pack_synchronised": load.synchronised_ratio,
+        f"{stage}/pack_pad_share": load.pad_share,
+        f"{stage}/pack_bins": float(load.num_bins),
+        f"{stage}/pack_bins_bound": float(load.bins_bound),
+    }
 
 
 def _trained_rows(plan: PackPlan | None) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["LatentAttention", "TransformerShape", "theoretical_tflops", "transformer_flops"]
+__all__ = ["LatentAttention", "TransformerShape", "sequence_cost", "theoretical_tflops", "transformer_flops"]
 
 # Dense matrix TFLOP/s from the vendors' data sheets: part of the device name -> dtype -> peak. First match wins.
 PEAK_TFLOPS: Mapping[str, Mapping[str, float]] = {
@@ -139,6 +139,16 @@ def transformer_flops(shape: TransformerShape, sequence_lengths: Iterable[int], 
         pairs += shape.num_sliding_layers * _causal_pairs(length, shape.sliding_window or length)
         forward += length * shape.matmul_flops_per_token + shape.pair_flops * pairs
     return 3.0 * forward if with_backward else forward
+
+
+def sequence_cost(shape: TransformerShape) -> tuple[float, float]:
+    """(a, b) of the forward FLOPs a s + b s^2 of a sequence of s tokens, by which packing levels its ranks.
+
+    `transformer_flops` in closed form, but for sliding layers, whose tokens count as if all met a full window.
+    """
+    full_layers = shape.num_layers - shape.num_sliding_layers
+    per_token = full_layers / 2 + shape.num_sliding_layers * shape.sliding_window
+    return shape.matmul_flops_per_token + shape.pair_flops * per_token, shape.pair_flops * full_layers / 2
 
 
 def _causal_pairs(length: int, window: int) -> float:

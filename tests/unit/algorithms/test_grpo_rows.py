@@ -8,8 +8,14 @@ import pytest
 from nemo_rl.algorithms.grpo import plan_logprobs, plan_train, score_rows, select_train_rows
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import GRPOConfig
+from nemo_rl.distributed.layout import ParallelLayout
+from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.payload import DriverCarry
+
+PACKED = {"enabled": True, "train_mb_tokens": 32, "logprob_mb_tokens": 64}
+TWO = ParallelLayout(dp=2)
+LENGTHS = [5, 6, 7, 8, 5, 6, 7, 8]
 
 
 def carry(rewards: list[float], group: int, truncated: list[bool] | None = None) -> DriverCarry:
@@ -30,13 +36,13 @@ def policy(**fields: object) -> PolicyConfig:
 def test_groups_with_equal_rewards_have_no_weight_and_are_left_out():
     scored = score_rows(carry([1, 1, 0, 1, 0, 0, 1, 0], group=2), GRPOConfig())
     assert scored.sample_mask.tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
-    chosen = select_train_rows(scored, policy(), dp_world=2)
+    chosen = select_train_rows(scored, LENGTHS, policy(), layout=TWO)
     assert chosen.rows == (2, 3, 6, 7) and chosen.batch_sizes == (2, 2)
 
 
 def test_rows_of_weight_zero_fill_a_step_up_to_the_number_of_ranks():
     scored = score_rows(carry([1, 0, 1, 1, 0, 0, 0, 0], group=2), GRPOConfig())
-    chosen = select_train_rows(scored, policy(), dp_world=3)
+    chosen = select_train_rows(scored, LENGTHS, policy(), layout=ParallelLayout(dp=3))
     assert chosen.rows == (0, 1, 2) and chosen.batch_sizes == (3,)
     assert scored.sample_mask[list(chosen.rows)].tolist() == [1, 1, 0]
 
@@ -44,14 +50,14 @@ def test_rows_of_weight_zero_fill_a_step_up_to_the_number_of_ranks():
 def test_fixed_microbatches_keep_all_rows_of_a_step():
     fixed = policy(dynamic_batching={"enabled": False}, train_micro_batch_size=2)
     scored = score_rows(carry([1, 0, 1, 1, 0, 0, 0, 0], group=2), GRPOConfig())
-    chosen = select_train_rows(scored, fixed, dp_world=2)
+    chosen = select_train_rows(scored, LENGTHS, fixed, layout=TWO)
     assert chosen.rows == (0, 1, 2, 3) and chosen.batch_sizes == (4,)
-    assert plan_train([5] * 4, chosen.batch_sizes, fixed, dp_world=2).steps == (1,)
+    assert plan_train([5] * 4, chosen.batch_sizes, fixed, layout=TWO).steps == (1,)
 
 
 def test_a_step_without_any_signal_trains_nothing():
     scored = score_rows(carry([1, 1, 0, 0], group=2), GRPOConfig())
-    assert select_train_rows(scored, policy(), dp_world=2).rows == ()
+    assert select_train_rows(scored, LENGTHS, policy(), layout=TWO).rows == ()
 
 
 def test_truncated_rows_lose_their_weight_only_when_asked():
@@ -67,8 +73,8 @@ def test_logprob_microbatches_keep_the_ranks_of_the_training_plan(mode):
     caps = {"enabled": True, "train_mb_tokens": 20, "logprob_mb_tokens": 60}
     settings = policy(**{"dynamic_batching": {"enabled": False}, mode: caps})
     lengths = [10, 10, 10, 10, 5, 5, 5, 5]
-    plan = plan_train(lengths, (4, 4), settings, dp_world=2)
-    other = plan_logprobs(plan, lengths, settings)
+    plan = plan_train(lengths, (4, 4), settings, layout=TWO)
+    other = plan_logprobs(plan, lengths, settings, layout=TWO)
     assert len(plan.steps) == 2 and other.steps == (1,)
     for rank in range(2):
         assert set(plan.rows_of_rank(rank)) == set(other.rows_of_rank(rank))
@@ -76,4 +82,49 @@ def test_logprob_microbatches_keep_the_ranks_of_the_training_plan(mode):
 
 def test_a_plan_that_cannot_be_made_is_a_config_error():
     with pytest.raises(ConfigError, match="cap of a microbatch is 8"):
-        plan_train([9, 9], (2,), policy(dynamic_batching={"enabled": True, "train_mb_tokens": 8}), dp_world=1)
+        plan_train(
+            [9, 9], (2,), policy(dynamic_batching={"enabled": True, "train_mb_tokens": 8}), layout=ParallelLayout()
+        )
+
+
+def test_a_step_with_fewer_rows_than_microbatches_is_filled_up_with_its_shortest_rows_of_weight_zero():
+    scored = score_rows(carry([1, 0, 1, 1, 1, 1, 1, 1], group=2), GRPOConfig())
+    settings = policy(train_global_batch_size=8, dynamic_batching={"enabled": False}, sequence_packing=PACKED)
+    lengths = [30, 31, 20, 9, 8, 22, 21, 24]
+    # Two rows of 61 tokens under a cap of 32: two microbatches, or on three ranks three.
+    assert select_train_rows(scored, lengths, settings, layout=TWO).rows == (0, 1)
+    chosen = select_train_rows(scored, lengths, settings, layout=ParallelLayout(dp=3))
+    assert chosen.rows == (0, 1, 4) and scored.sample_mask[4] == 0
+    plan = plan_train([30, 31, 8], chosen.batch_sizes, settings, layout=ParallelLayout(dp=3))
+    assert plan.num_ranks == 3 and plan.steps == (1,)
+
+
+@pytest.mark.parametrize("mode", ["dynamic_batching", "sequence_packing"])
+def test_plans_are_for_the_data_parallel_ranks_and_widths_for_all_axes(mode):
+    settings = policy(**{"dynamic_batching": {"enabled": False}, mode: {"enabled": True, "train_mb_tokens": 64}})
+    layout = ParallelLayout(dp=2, cp=2, tp=2, sequence_parallel=True)
+    plan = plan_train([9, 17, 30, 3], (4,), settings, layout=layout)
+    assert plan.num_ranks == 2 and plan.pad_to == 32, "two chunks for each of two context ranks, times two"
+    assert plan_logprobs(plan, [9, 17, 30, 3], settings, layout=layout).pad_to == 32
+
+
+def packed_plan(lengths: list[int], *, cost: tuple[float, float] = (1.0, 0.0), **keys: object) -> PackPlan:
+    section = {"enabled": True, "train_mb_tokens": 64, "logprob_mb_tokens": 64, **keys}
+    settings = policy(dynamic_batching={"enabled": False}, sequence_packing=section)
+    return plan_train(lengths, (len(lengths),), settings, layout=TWO, cost=cost)
+
+
+def test_the_planner_follows_the_config():
+    lengths = [20, 60, 60, 20, 20, 20, 20, 20]
+    as_given = packed_plan(lengths, algorithm="concatenative")
+    assert as_given.microbatches[0] == ((0,), (2,), (6, 7))
+    sorted_plan = packed_plan(lengths, algorithm="concatenative", microbatch_order="largest_first")
+    assert sorted_plan.microbatches[0] == ((2,), (6, 7), (0,))
+    assert packed_plan(lengths).load.num_bins == 4 < as_given.load.num_bins
+
+
+def test_rows_are_shared_by_the_models_cost():
+    lengths = [60, 20, 20, 20, 20, 20, 20, 20]
+    by_tokens, by_square = (packed_plan(lengths, cost=cost) for cost in ((1.0, 0.0), (0.0, 1.0)))
+    assert {len(by_tokens.rows_of_rank(rank)) for rank in range(2)} == {3, 5}
+    assert {len(by_square.rows_of_rank(rank)) for rank in range(2)} == {2, 6}, "attention makes the long row dearer"

@@ -6,8 +6,9 @@ from dataclasses import asdict
 
 import pytest
 
-from nemo_rl.algorithms.step_metrics import data_plane_metrics, training_speed
+from nemo_rl.algorithms.step_metrics import data_plane_metrics, pack_metrics, training_speed
 from nemo_rl.data_plane.operation_counts import OperationCount
+from nemo_rl.distributed.packing import PackPlan, plan_fixed
 from nemo_rl.models.policy.lm_policy import TrainSummary
 
 
@@ -62,3 +63,17 @@ def test_utilisation_is_known_where_the_peak_is(peak: float, mfu: float | None) 
     speed = training_speed(summary, seconds=2.0)
     assert (speed["train/tflops_per_s"], speed["train/tokens_per_s"], speed.get("train/mfu")) == (50.0, 500.0, mfu)
     assert training_speed(summary, seconds=0.0) == {}
+
+
+def test_pack_metrics_say_how_far_a_plan_is_from_the_best() -> None:
+    # Linear cost; ranks of 10 + 1 and 4 + 3 padded tokens per microbatch of one row, rounded up to 2.
+    plan = plan_fixed([10, 1, 4, 3], rows_per_microbatch=1, dp_world=2, cost=(1.0, 0.0), pad_multiple=2)
+    assert pack_metrics("train", plan) == {
+        "train/pack_imbalance": pytest.approx(12 / 10),
+        "train/pack_synchronised": pytest.approx((10 + 4) / 10),
+        "train/pack_pad_share": pytest.approx(1 - 18 / 20),
+        "train/pack_bins": 4.0,
+        "train/pack_bins_bound": 4.0,
+    }
+    assert pack_metrics("logprob", None) == {}
+    assert pack_metrics("train", PackPlan(microbatches=(((0,),),), steps=(1,), pad_to=4)) == {}
