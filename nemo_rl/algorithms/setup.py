@@ -36,7 +36,7 @@ from nemo_rl.models.generation.torch_engine.worker import EngineSpec, build_engi
 from nemo_rl.models.loading import check_model_folder
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
-from nemo_rl.models.weight_sync.colocated import ColocatedWeightSync
+from nemo_rl.models.weight_sync.factory import build_weight_sync
 from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager
 from nemo_rl.utils.files import write_text
 from nemo_rl.utils.logger import Logger, build_logger
@@ -59,6 +59,8 @@ class _Groups:
     policy: WorkerGroup
     engines: WorkerGroup
     rollout: WorkerGroup
+    address: str = "127.0.0.1"
+    """Of policy rank 0, as the other processes reach it."""
 
 
 @contextmanager
@@ -88,14 +90,15 @@ def open_trainer(config: MasterConfig, *, console: Console) -> Iterator[SyncGRPO
         rollout = RolloutHandle(groups.rollout, timeout_s=timeout_s, partition_id=PARTITION)
         rollout.setup_data_plane(client.address)
         policy = TQPolicy(groups.policy, address=client.address, timeout_s=timeout_s)
-        generation = GenerationReplicas(groups.engines, timeout_s=timeout_s)
         parts = TrainerParts(
             config=config,
             stages=stages,
             loss_fn=loss_fn,
             client=client,
             policy=policy,
-            weight_sync=ColocatedWeightSync(policy, generation),
+            weight_sync=build_weight_sync(
+                config, policy=groups.policy, engines=groups.engines, address=groups.address
+            ),
             rollout=rollout,
             sampler=_sampler(config, rollout),
             checkpoints=checkpoints,
@@ -201,7 +204,7 @@ def _ray_groups(config: MasterConfig, cluster: RayVirtualCluster, stack: ExitSta
     engines.begin_start(build_engine_worker, [{"spec": _engine_spec(config)}] * engines.world_size)
     replicas = GenerationReplicas(engines, timeout_s=config.cluster.stage_timeout_s)
     rollout.begin_start(_build_rollout_worker, [{"config": config, "generation": replicas}])
-    return _Groups(policy=policy, engines=engines, rollout=rollout)
+    return _Groups(policy=policy, engines=engines, rollout=rollout, address=address)
 
 
 def _rank_specs(world_size: int, address: str, port: int) -> list[RankSpec]:

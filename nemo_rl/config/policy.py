@@ -170,6 +170,11 @@ class GenerationConfig(Section):
     """Texts that end a response at the token that completes them; the text stays in the response."""
     max_batch_size: PositiveInt = 1024
     """Rows decoded together by one engine."""
+    refit_transport: Literal["auto", "payload", "ipc", "broadcast"] = "auto"
+    """How new weights reach the engines: `payload` through the run's object store, `ipc` through GPU memory that engine
+    and policy worker share, `broadcast` from policy rank 0 to all; `auto` takes `ipc` on GPUs, else `payload`."""
+    refit_buffer_ratio: Probability = 0.3
+    """Most of the free memory (of the GPU with `ipc`, else RAM) that one bucket of weights takes in a refit."""
 
 
 class PolicyConfig(Section):

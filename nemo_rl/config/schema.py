@@ -245,3 +245,11 @@ class MasterConfig(Section):
     def active_data_plane(self) -> DataPlaneConfig:
         """The data plane with the store that this run uses."""
         return self.data_plane.resolved(has_actors=self.cluster.launcher == "ray")
+
+    @property
+    def refit_transport(self) -> str:
+        """How weights reach the engines: `policy.generation.refit_transport`, with `auto` decided."""
+        chosen = self.policy.generation.refit_transport
+        if chosen != "auto":
+            return chosen
+        return "ipc" if self.cluster.gpus_per_node > 0 and self.cluster.launcher == "ray" else "payload"

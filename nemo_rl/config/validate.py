@@ -73,6 +73,16 @@ def rule_engines_share_gpus_with_workers(config: MasterConfig) -> list[str]:
     return []
 
 
+def rule_refit_transport_fits_the_processes(config: MasterConfig) -> list[str]:
+    cluster, transport = config.cluster, config.policy.generation.refit_transport
+    key = f"policy.generation.refit_transport: {transport!r}"
+    if transport in ("ipc", "broadcast") and cluster.launcher == "local":
+        return [f"{key} moves weights between processes, but cluster.launcher is 'local'; set it to payload or auto"]
+    if transport == "ipc" and cluster.gpus_per_node == 0:
+        return [f"{key} shares GPU memory, but cluster.gpus_per_node is 0; set it to payload, broadcast or auto"]
+    return []
+
+
 def rule_data_plane_fits_launcher(config: MasterConfig) -> list[str]:
     impl, launcher = config.active_data_plane.impl, config.cluster.launcher
     if impl in ("noop", "shm") and launcher == "ray":

@@ -22,8 +22,6 @@ LOCAL = {"cluster.launcher": "local", "cluster.cpu_workers_per_node": "1", "data
 OWN_TIME = (
     "timing/",
     "memory/",
-    "train/tflops_per_s",
-    "train/tokens_per_s",
     "data_plane/seconds",
     "data_plane/process_seconds",
     "data_plane/share_of_step",

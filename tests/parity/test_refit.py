@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from nemo_rl.algorithms.loss_functions import ClippedPGLoss
@@ -11,17 +13,19 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.packing import plan_padded
-from nemo_rl.distributed.worker_groups import LocalWorkerGroup
+from nemo_rl.distributed.worker_groups import Call, LocalWorkerGroup
 from nemo_rl.errors import WorkerError
 from nemo_rl.experience.payload import build_columns
 from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingParams
 from nemo_rl.models.generation.replicas import GenerationReplicas
 from nemo_rl.models.generation.torch_engine.worker import EngineSpec, EngineWorker, build_engine_worker
+from nemo_rl.models.loading import load_causal_lm
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
-from nemo_rl.models.weight_bundle import WeightBundle
-from nemo_rl.models.weight_sync.colocated import ColocatedWeightSync
-from tests.helpers.tiny_model import tiny_batch, tiny_policy, write_tiny_folder
+from nemo_rl.models.weight_sync.base import RefitParties, WeightSync
+from nemo_rl.models.weight_sync.collective import BroadcastWeightSync
+from nemo_rl.models.weight_sync.colocated import PayloadWeightSync
+from tests.helpers.tiny_model import tiny_batch, tiny_model, tiny_policy, write_tiny_folder
 
 PROMPTS = ((9, 30, 31), (12, 40, 41, 42, 43))
 SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=8, stop_token_ids=(2,))
@@ -33,13 +37,18 @@ def config(tmp_path_factory) -> PolicyConfig:
 
 
 @pytest.fixture(scope="module")
-def parts(config) -> Iterator[tuple[Policy, GenerationReplicas]]:
+def parties(config) -> Iterator[RefitParties]:
     spec = WorkerSpec(policy=config, rank=RankSpec(rank=0, world_size=1), num_steps=4, keep_reference=False, seed=0)
-    policy = Policy(LocalWorkerGroup(lambda: build_policy_worker(spec)), timeout_s=60)
-    engines = GenerationReplicas(LocalWorkerGroup(lambda: build_engine_worker(EngineSpec(policy=config))), timeout_s=60)
-    yield policy, engines
+    policy = LocalWorkerGroup(lambda: build_policy_worker(spec))
+    engines = LocalWorkerGroup(lambda: build_engine_worker(EngineSpec(policy=config)))
+    yield RefitParties(policy=policy, engines=engines, timeout_s=60, max_bucket_bytes=10_000)
     engines.shutdown()
     policy.shutdown()
+
+
+@pytest.fixture(scope="module")
+def parts(parties) -> Iterator[tuple[Policy, GenerationReplicas]]:
+    yield Policy(parties.policy, timeout_s=60), GenerationReplicas(parties.engines, timeout_s=60)
 
 
 def gap(policy: Policy, engines: GenerationReplicas) -> float:
@@ -53,9 +62,16 @@ def gap(policy: Policy, engines: GenerationReplicas) -> float:
     return float((logprobs - batch.tensor("generation_logprobs"))[mask].abs().max())
 
 
-def test_an_engine_follows_the_policy_from_version_to_version(parts):
+@pytest.fixture(scope="module", params=["payload", "broadcast"])
+def sync(request, parties) -> WeightSync:
+    """Both transports, in so small buckets that weights are cut."""
+    if request.param == "payload":
+        return PayloadWeightSync(parties)
+    return BroadcastWeightSync(parties, address="127.0.0.1")
+
+
+def test_an_engine_follows_the_policy_from_version_to_version(parts, sync):
     policy, engines = parts
-    sync = ColocatedWeightSync(policy, engines)
     assert sync.version == -1 and sync.is_stale(0)
     sync.sync(0)
     assert not sync.is_stale(0) and gap(policy, engines) < 1e-5
@@ -72,13 +88,43 @@ def test_an_engine_follows_the_policy_from_version_to_version(parts):
 class Forgetful(EngineWorker):
     """An engine that says it holds another version than the one it was given."""
 
-    def load_bundle(self, bundle: WeightBundle, *, version: int) -> int:
-        return super().load_bundle(bundle, version=version) - 1
+    def finish_refit(self, *, version: int) -> int:
+        return super().finish_refit(version=version) - 1
 
 
-def test_an_engine_with_another_version_stops_the_run(parts, config):
-    policy, _ = parts
+def test_an_engine_with_another_version_stops_the_run(parties, config):
     forgetful = Forgetful.from_config(config)
-    other = GenerationReplicas(LocalWorkerGroup(lambda: forgetful), timeout_s=60)
+    sync = PayloadWeightSync(replace(parties, engines=LocalWorkerGroup(lambda: forgetful)))
     with pytest.raises(WorkerError, match=r"expected weight version 7 in every engine, got \{0: 6\}"):
-        ColocatedWeightSync(policy, other).sync(7)
+        sync.sync(7)
+    assert sync.is_stale(7)
+
+
+class Deaf(EngineWorker):
+    """An engine that fails at the second bucket."""
+
+    num_heard = 0
+
+    def load_bucket(self, bucket: np.ndarray | None = None) -> None:
+        self.num_heard += 1
+        if self.num_heard == 2:
+            raise OSError("no memory for the second bucket")
+        super().load_bucket(bucket)
+
+
+def test_an_engine_that_fails_half_way_holds_no_version(parties, config):
+    deaf = Deaf.from_config(config, weight_version=3)
+    sync = PayloadWeightSync(replace(parties, engines=LocalWorkerGroup(lambda: deaf)))
+    with pytest.raises(OSError, match="second bucket"):
+        sync.sync(4)
+    assert deaf.weight_version == -1 and sync.version == -1
+    parties.policy.run(Call(method="end_refit", stage="refit", timeout_s=5))
+
+
+def test_an_engine_of_another_model_is_refused_before_anything_is_written(parties, config, tmp_path):
+    tiny_model(num_layers=1).save_pretrained(str(tmp_path))
+    other = EngineWorker(load_causal_lm(tmp_path), tokenizer=None, max_total_length=64, weight_version=3)
+    sync = PayloadWeightSync(replace(parties, engines=LocalWorkerGroup(lambda: other)))
+    with pytest.raises(ValueError, match=r"do not fit this engine: model.layers.1.*unknown"):
+        sync.sync(4)
+    assert other.weight_version == 3, "the engine goes on with what it has"

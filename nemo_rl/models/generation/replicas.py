@@ -1,7 +1,8 @@
 """Several generation engines behind one `GenerationInterface`.
 
-The rollout worker calls `generate`; the weight sync calls `load_payload`. Prompts are split into consecutive blocks,
-one per replica, so a group of samples never crosses replicas. What a row samples does not depend on the split.
+The rollout worker calls `generate`; new weights come through `WeightSync`, past this class. Prompts are split into
+consecutive blocks, one per replica, so a group of samples never crosses replicas. What a row samples does not depend on
+the split.
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ from typing import cast
 
 import torch
 
-from nemo_rl.distributed.worker_groups import Call, Payload, WorkerGroup
+from nemo_rl.distributed.worker_groups import Call, WorkerGroup
 from nemo_rl.errors import WorkerError
 from nemo_rl.models.generation.interfaces import GenerationInterface, GenerationOutput, GenerationRequest
-from nemo_rl.models.weight_bundle import WeightBundle
 
 __all__ = ["GenerationReplicas", "join_outputs", "split_request"]
 
@@ -24,7 +24,7 @@ class GenerationReplicas(GenerationInterface):
     """Engines in a worker group.
 
     Args:
-        engines: each worker is a `GenerationInterface` with `load_bundle`.
+        engines: each worker is a `GenerationInterface`.
         timeout_s: deadline of one call.
     """
 
@@ -39,14 +39,9 @@ class GenerationReplicas(GenerationInterface):
         return join_outputs(cast("list[GenerationOutput]", outputs))
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:
-        held = self.load_payload(Payload(WeightBundle.collect(weights)), version=version)
+        held = cast("list[int]", self._run("update_weights", weights=list(weights), version=version))
+        self._version = held[0]
         return held[0]
-
-    def load_payload(self, payload: Payload, *, version: int) -> list[int]:
-        """Every engine loads the bundle behind `payload`; returns the version each of them now holds."""
-        held = cast("list[int]", self._run("load_bundle", bundle=payload, version=version))
-        self._version = version
-        return held
 
     def prepare_for_generation(self) -> None:
         self._run("prepare_for_generation")

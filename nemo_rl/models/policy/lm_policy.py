@@ -15,7 +15,7 @@ import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.packing import PackPlan
-from nemo_rl.distributed.worker_groups import Call, Payload, WorkerGroup
+from nemo_rl.distributed.worker_groups import Call, WorkerGroup
 from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
 from nemo_rl.utils.metrics import Reduction, merge_metrics
 
@@ -80,13 +80,6 @@ class Policy:
 
     def prepare_for_training(self) -> None:
         self._run("prepare_for_training", "train prep")
-
-    def export_weights(self) -> Payload:
-        """A handle to `{name: full CPU tensor}` in HF naming, kept at rank 0."""
-        self._run("offload_before_refit", "refit")
-        payload = self._workers.run_for_payload(self._call("collect_weights", "refit"))
-        self._run("offload_after_refit", "refit")
-        return payload
 
     def save_checkpoint(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
         """HF folder, sharded optimizer state and tokenizer; a failed write leaves only what the caller discards."""

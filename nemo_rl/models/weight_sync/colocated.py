@@ -1,51 +1,52 @@
-"""Refit on one node: rank 0 of the policy exports full weights, every engine loads them, versions are compared.
+"""Refit on one node, bucket by bucket: through this run's object store, or through GPU memory that both sides share.
 
-The trainer calls `sync` after each optimizer update. Invariant: when `sync` returns, every engine samples from
-exactly this version; an engine that reports another one stops the run.
+Invariant: a bucket is written only after every engine has read the one before it.
 """
 
 from __future__ import annotations
 
+from typing import cast
+
+from nemo_rl.distributed.worker_groups import Call
 from nemo_rl.errors import WorkerError
-from nemo_rl.models.generation.replicas import GenerationReplicas
-from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.models.weight_sync.base import STAGE, WeightSync
+from nemo_rl.models.weight_sync.buckets import RefitPlan
+from nemo_rl.models.weight_sync.ipc_handle import IpcHandle
 
-__all__ = ["ColocatedWeightSync"]
+__all__ = ["IpcWeightSync", "PayloadWeightSync"]
 
 
-class ColocatedWeightSync:
-    """Moves weights from a policy into generation replicas.
+class PayloadWeightSync(WeightSync):
+    """Buckets are objects of the run: Ray's store keeps them once per node, in one process they are handed over."""
 
-    Args:
-        policy: source of the weights.
-        generation: engines that load them.
-    """
+    def _move(self, plan: RefitPlan) -> None:
+        parties = self._parties
+        num_buckets = cast("int", parties.run_policy("begin_refit", plan=plan, on_device=False)[0])
+        parties.run_engines("begin_refit", plan=plan)
+        for _ in range(num_buckets):
+            call = Call(method="next_bucket", stage=STAGE, timeout_s=parties.timeout_s)
+            parties.run_engines("load_bucket", bucket=parties.policy.run_for_payload(call))
 
-    def __init__(self, policy: Policy, generation: GenerationReplicas) -> None:
-        self._policy = policy
-        self._generation = generation
-        self._version = -1
 
-    @property
-    def version(self) -> int:
-        """Version in the engines; -1 before the first sync."""
-        return self._version
+class IpcWeightSync(WeightSync):
+    """Buckets stay on the GPU: each engine reads those of the policy worker on its own GPU by a CUDA-IPC handle."""
 
-    def is_stale(self, version: int) -> bool:
-        """Whether the engines hold other weights than `version`."""
-        return self._version != version
+    buffer_is_on_device = True
 
-    def sync(self, version: int) -> None:
-        """Exports, loads, and checks that every engine answers with `version`.
-
-        Raises:
-            WorkerError: an engine could not load the weights, or holds another version.
-        """
-        payload = self._policy.export_weights()
-        self._generation.finish_generation()
-        held = self._generation.load_payload(payload, version=version)
-        wrong = {replica: got for replica, got in enumerate(held) if got != version}
-        if wrong:
-            raise WorkerError(f"expected weight version {version} in every engine, got {wrong}", stage="refit")
-        self._version = version
-        self._generation.prepare_for_generation()
+    def _move(self, plan: RefitPlan) -> None:
+        parties = self._parties
+        num_buckets = cast("int", parties.run_policy("begin_refit", plan=plan, on_device=True)[0])
+        handles = cast("list[IpcHandle]", parties.run_policy("share_refit_buffer"))
+        by_device = {handle.device_id: handle for handle in handles}
+        devices = cast("list[str]", parties.run_engines("report_device_id"))
+        alone = [f"engine {engine} on {device}" for engine, device in enumerate(devices) if device not in by_device]
+        if alone:
+            raise WorkerError(
+                f"no policy worker shares a GPU with {', '.join(alone)}; set policy.generation.refit_transport=payload",
+                stage=STAGE,
+            )
+        own = [{"handle": by_device[device]} for device in devices]
+        parties.run_engines("begin_refit", plan=plan, per_rank=own)
+        for _ in range(num_buckets):
+            parties.run_policy("fill_bucket")
+            parties.run_engines("load_bucket")

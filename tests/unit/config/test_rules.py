@@ -120,6 +120,13 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
             "policy.scheduler.warmup_steps: 7 would be ignored",
         ),
     ],
+    "rule_refit_transport_fits_the_processes": [
+        (
+            ("policy.generation.refit_transport=broadcast", "cluster.launcher=local"),
+            "policy.generation.refit_transport: 'broadcast' moves weights between processes",
+        ),
+        (("policy.generation.refit_transport=ipc",), "policy.generation.refit_transport: 'ipc' shares GPU memory"),
+    ],
     "rule_milestones_part_the_phases": [
         (("policy.scheduler=[{name: a.B}, {name: a.C}]",), "policy.scheduler.milestones: expected 1"),
         (("policy.scheduler.milestones=[3]",), "policy.scheduler.milestones: expected 0"),

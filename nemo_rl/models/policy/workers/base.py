@@ -17,7 +17,8 @@ from types import MappingProxyType
 import torch
 
 from nemo_rl.models.dtensor.parallelize import local_shard
-from nemo_rl.utils.memory import available_bytes, peak_resident_bytes, reset_peak_resident, resident_bytes
+from nemo_rl.models.weight_sync.ipc_handle import device_id
+from nemo_rl.utils.memory import peak_resident_bytes, reset_peak_resident, resident_bytes
 
 __all__ = [
     "DeviceSide",
@@ -187,10 +188,6 @@ class DeviceSide:
         """Most of `used_bytes` since the last reset."""
         return torch.cuda.max_memory_allocated(self.device) if self.is_cuda else peak_resident_bytes()
 
-    def free_bytes(self) -> int:
-        """What can still be allocated on the GPU by any process, or in RAM."""
-        return torch.cuda.mem_get_info(self.device)[0] if self.is_cuda else available_bytes()
-
     def info(self) -> dict[str, object]:
         """Device, process and memory in bytes; peak numbers are of the GPU."""
         common: dict[str, object] = {
@@ -212,10 +209,8 @@ class DeviceSide:
         }
 
     def device_id(self) -> str:
-        """A name that two processes share only if they share the device: the GPU's UUID, or host and `cpu`."""
-        if self.is_cuda:
-            return f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
-        return f"{socket.gethostname()}-cpu"
+        """As `ipc_handle.device_id`."""
+        return device_id(self.device)
 
     def start_profiling(self) -> None:
         """Opens the range that `nsys --capture-range=cudaProfilerApi` records."""

@@ -37,7 +37,7 @@ from nemo_rl.models.loading import load_causal_lm, named_weights
 from nemo_rl.models.logprobs import SamplingView
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale, TensorInfo, TrainResult
 from nemo_rl.models.policy.workers.base import WorkerState
-from nemo_rl.models.policy.workers.life_cycle import LifeCycle
+from nemo_rl.models.policy.workers.refit_source import RefitSource
 from nemo_rl.utils.flops import TransformerShape, theoretical_tflops, transformer_flops
 
 __all__ = ["DTensorPolicyWorker"]
@@ -46,7 +46,7 @@ __all__ = ["DTensorPolicyWorker"]
 TOKEN_MASK = "token_mask"
 
 
-class DTensorPolicyWorker(LifeCycle):
+class DTensorPolicyWorker(RefitSource):
     """Implements `PolicyWorker`; states and device questions are in `LifeCycle`. Starts ready for training.
 
     Example:

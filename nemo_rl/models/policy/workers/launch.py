@@ -19,7 +19,6 @@ from nemo_rl.data_plane.worker_mixin import TQWorkerMixin
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group
 from nemo_rl.models.policy.interfaces import TrainResult
 from nemo_rl.models.policy.workers.dtensor_policy_worker import DTensorPolicyWorker
-from nemo_rl.models.weight_bundle import WeightBundle
 from nemo_rl.utils.metrics import merge_metrics
 
 __all__ = ["DTensorTQWorker", "WorkerSpec", "build_policy_worker"]
@@ -53,15 +52,6 @@ class DTensorTQWorker(TQWorkerMixin, DTensorPolicyWorker):
         result = super().train_presharded(meta, loss_fn, fields=fields, eval_mode=eval_mode)
         assert isinstance(result, TrainResult)
         return replace(result, metrics=(merge_metrics(result.metrics),))
-
-    def collect_weights(self) -> WeightBundle | None:
-        """(collective) Full weights at rank 0, None elsewhere."""
-        exported = self.export_weights()
-        if self.rank == 0:
-            return WeightBundle.collect(exported)
-        for _ in exported:
-            pass
-        return None
 
     def shutdown(self) -> None:
         """Ends the client and leaves the process group. Idempotent."""

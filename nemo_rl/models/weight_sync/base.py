@@ -1,0 +1,122 @@
+"""`WeightSync`: what every transport of a refit has in common, seen from the driver.
+
+The trainer calls `sync` after each optimizer update. Invariant: when `sync` returns, every engine samples from exactly
+this version; an engine that reports another one stops the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from nemo_rl.distributed.worker_groups import Call, WorkerGroup
+from nemo_rl.errors import WorkerError
+from nemo_rl.models.policy.interfaces import TensorInfo
+from nemo_rl.models.weight_sync.buckets import MAX_BUCKET_BYTES, RefitPlan, WeightSlot, bucket_bytes
+
+__all__ = ["RefitParties", "WeightSync"]
+
+logger = logging.getLogger(__name__)
+
+STAGE = "refit"
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RefitParties:
+    """Who takes part, and with how much memory."""
+
+    policy: WorkerGroup
+    engines: WorkerGroup
+    timeout_s: float
+    """Deadline of each call."""
+    buffer_ratio: float = 0.3
+    """Most of the free memory that a buffer takes."""
+    max_bucket_bytes: int = MAX_BUCKET_BYTES
+    """Most bytes of a bucket, however much memory is free."""
+
+    def run_policy(self, method: str, *, ranks: Sequence[int] | None = None, **kwargs: object) -> list[object]:
+        return self.policy.run(Call(method=method, stage=STAGE, timeout_s=self.timeout_s, kwargs=kwargs, ranks=ranks))
+
+    def run_engines(
+        self, method: str, *, per_rank: Sequence[Mapping[str, object]] | None = None, **kwargs: object
+    ) -> list[object]:
+        call = Call(method=method, stage=STAGE, timeout_s=self.timeout_s, kwargs=kwargs, per_rank=per_rank)
+        return self.engines.run(call)
+
+
+class WeightSync(ABC):
+    """Moves weights from a policy into generation engines."""
+
+    buffer_is_on_device = False
+    """Whether buckets are on the workers' devices, else on the CPU."""
+
+    def __init__(self, parties: RefitParties) -> None:
+        self._parties = parties
+        self._version = -1
+
+    @property
+    def version(self) -> int:
+        """Version in the engines; -1 before the first sync, and after one that failed."""
+        return self._version
+
+    def is_stale(self, version: int) -> bool:
+        """Whether the engines hold other weights than `version`."""
+        return self._version != version
+
+    def sync(self, version: int) -> None:
+        """Moves all weights, and checks that every engine answers with `version`.
+
+        Raises:
+            WorkerError: an engine could not load the weights, or holds another version.
+        """
+        started, parties = time.monotonic(), self._parties
+        self._version = -1
+        parties.run_engines("finish_generation")
+        parties.run_policy("offload_before_refit")
+        plan = self._negotiate()
+        self._move(plan)
+        held = parties.run_engines("finish_refit", version=version)
+        parties.run_policy("end_refit")
+        parties.run_policy("offload_after_refit")
+        wrong = {replica: got for replica, got in enumerate(held) if got != version}
+        if wrong:
+            raise WorkerError(f"expected weight version {version} in every engine, got {wrong}", stage=STAGE)
+        self._version = version
+        parties.run_engines("prepare_for_generation")
+        logger.info(
+            "refit to version %d: %.1f MiB in %d buckets by %s, %.2f s",
+            version,
+            sum(slot.num_bytes for slot in plan.slots) / MIB,
+            len(plan.buckets()),
+            type(self).__name__,
+            time.monotonic() - started,
+        )
+
+    @abstractmethod
+    def _move(self, plan: RefitPlan) -> None:
+        """Brings every bucket into every engine."""
+
+    def _negotiate(self) -> RefitPlan:
+        """What is sent, in which portions: names of the policy, dtypes of the engines, sizes that both can hold."""
+        parties, on_device = self._parties, self.buffer_is_on_device
+        infos = cast("list[dict[str, TensorInfo]]", parties.run_policy("prepare_refit_info", ranks=[0]))
+        offered = {name: info.shape for name, info in infos[0].items()}
+        answers = cast("list[tuple[WeightSlot, ...]]", parties.run_engines("match_refit", offered=offered))
+        if len(set(answers)) > 1:
+            raise WorkerError("the engines hold weights of different dtypes; start them from one config", stage=STAGE)
+        free = [
+            *parties.run_policy("refit_free_bytes", on_device=on_device),
+            *parties.run_engines("refit_free_bytes", on_device=on_device),
+        ]
+        size = bucket_bytes(
+            answers[0],
+            free=min(cast("list[int]", free)),
+            ratio=parties.buffer_ratio,
+            most=parties.max_bucket_bytes,
+        )
+        return RefitPlan(slots=answers[0], bucket_bytes=size)

@@ -1,0 +1,188 @@
+"""Weights cut into buckets of bounded size: both sides of a refit compute the same cuts from the same `RefitPlan`.
+
+Used by the policy (`BucketFiller`) and the engines (`BucketSink`). Invariant: the pieces of all buckets cover every
+byte of every weight once, in order, and no bucket is larger than the plan allows; a weight may span several buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from nemo_rl.errors import name_some
+from nemo_rl.utils.memory import available_bytes
+
+__all__ = [
+    "BucketFiller",
+    "BucketSink",
+    "Piece",
+    "RefitPlan",
+    "WeightSlot",
+    "bucket_bytes",
+    "free_bytes",
+    "match_slots",
+]
+
+MIN_BUCKET_BYTES = 1 << 20
+"""Below this the calls cost more than the bytes; a machine without so much free memory is beyond help."""
+MAX_BUCKET_BYTES = 2 << 30
+"""Above this a larger bucket is not faster."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightSlot:
+    """One weight on the wire."""
+
+    name: str
+    """In Hugging Face naming."""
+    dtype: str
+    """That of the engine, such as `bfloat16`: the policy casts before it sends."""
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * getattr(torch, self.dtype).itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Part of a weight in a bucket, in bytes."""
+
+    slot: int
+    """Index of the weight."""
+    start: int
+    """First byte in the weight."""
+    size: int
+    offset: int
+    """First byte in the bucket."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RefitPlan:
+    """What is moved, in which order and in which portions.
+
+    Example:
+        Weights of 6 and 3 bytes in buckets of 4: `[a 0-4], [a 4-6, b 0-2], [b 2-3]`.
+    """
+
+    slots: tuple[WeightSlot, ...]
+    bucket_bytes: int
+
+    def buckets(self) -> list[list[Piece]]:
+        """The pieces of each bucket; a weight without elements has none."""
+        buckets: list[list[Piece]] = []
+        room = 0
+        for index, slot in enumerate(self.slots):
+            start = 0
+            while start < slot.num_bytes:
+                if room == 0:
+                    buckets.append([])
+                    room = self.bucket_bytes
+                size = min(room, slot.num_bytes - start)
+                buckets[-1].append(Piece(slot=index, start=start, size=size, offset=self.bucket_bytes - room))
+                start, room = start + size, room - size
+        return buckets
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can still be allocated on the device, by any process."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
+
+
+def bucket_bytes(slots: Iterable[WeightSlot], *, free: int, ratio: float, most: int = MAX_BUCKET_BYTES) -> int:
+    """Size of a bucket: at most `ratio` of the free memory, and not more than all weights together."""
+    total = sum(slot.num_bytes for slot in slots)
+    return max(1, min(total, most, max(MIN_BUCKET_BYTES, int(free * ratio))))
+
+
+def match_slots(
+    offered: Mapping[str, tuple[int, ...]], model: Mapping[str, torch.Tensor]
+) -> tuple[tuple[WeightSlot, ...], list[torch.Tensor]]:
+    """The policy's weights as slots in the engine's dtypes, and the engine's tensors they go to.
+
+    Args:
+        offered: name and shape of each weight of the policy, in the order in which they will come.
+        model: the engine's `state_dict(keep_vars=True)`: a tied weight appears under each of its names.
+
+    Raises:
+        ValueError: a name is unknown or missing, or has another shape.
+    """
+    problems = [f"{name}: unknown" for name in offered if name not in model]
+    problems += [
+        f"{name}: expected shape {tuple(model[name].shape)}, got {tuple(shape)}"
+        for name, shape in offered.items()
+        if name in model and tuple(model[name].shape) != tuple(shape)
+    ]
+    covered = {id(model[name]) for name in offered if name in model}
+    problems += [f"{name}: missing" for name, weight in model.items() if id(weight) not in covered]
+    if problems:
+        raise ValueError(f"the policy's weights do not fit this engine: {name_some(problems)}")
+    targets = [model[name].detach() for name in offered]
+    slots = tuple(
+        WeightSlot(name=name, dtype=str(target.dtype).removeprefix("torch."), shape=tuple(target.shape))
+        for name, target in zip(offered, targets, strict=True)
+    )
+    return slots, targets
+
+
+class BucketFiller:
+    """The sending side: fills one bucket after another from a stream of weights."""
+
+    def __init__(self, plan: RefitPlan, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self._plan, self._weights = plan, weights
+        self._buckets = iter(plan.buckets())
+        self._bytes: torch.Tensor | None = None
+        self._next_slot = 0
+
+    def fill(self, buffer: torch.Tensor | None) -> int:
+        """Writes the next bucket into `buffer` (uint8); returns its size. Without a buffer weights only pass by.
+
+        Raises:
+            StopIteration: all buckets were filled. RuntimeError: the stream is not the one that was planned.
+        """
+        size = 0
+        for piece in next(self._buckets):
+            while self._next_slot <= piece.slot:
+                self._take()
+            if buffer is not None and self._bytes is not None:
+                source = self._bytes[piece.start : piece.start + piece.size]
+                buffer[piece.offset : piece.offset + piece.size].copy_(source)
+            size = piece.offset + piece.size
+        return size
+
+    def _take(self) -> None:
+        slot = self._plan.slots[self._next_slot]
+        name, weight = next(self._weights, ("nothing", torch.empty(0)))
+        if name != slot.name or tuple(weight.shape) != slot.shape:
+            raise RuntimeError(f"refit: expected {slot.name} of shape {slot.shape}, got {name} {tuple(weight.shape)}")
+        self._bytes = flat_bytes(weight.to(getattr(torch, slot.dtype)))
+        self._next_slot += 1
+
+
+class BucketSink:
+    """The receiving side: copies one bucket after another into the engine's tensors."""
+
+    def __init__(self, plan: RefitPlan, targets: Sequence[torch.Tensor]) -> None:
+        self._buckets = plan.buckets()
+        self._targets = [flat_bytes(target) for target in targets]
+        self._num_loaded = 0
+
+    @property
+    def num_missing(self) -> int:
+        """Buckets that have not come yet."""
+        return len(self._buckets) - self._num_loaded
+
+    def load(self, buffer: torch.Tensor) -> None:
+        """Copies the next bucket out of `buffer` (uint8, on any device)."""
+        for piece in self._buckets[self._num_loaded]:
+            target = self._targets[piece.slot][piece.start : piece.start + piece.size]
+            target.copy_(buffer[piece.offset : piece.offset + piece.size])
+        self._num_loaded += 1
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """`[num_bytes]` uint8; shares memory with a contiguous tensor."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,85 @@
+"""Refit by broadcast: policy rank 0 and all engines are one process group, and every bucket goes to all at once.
+
+Invariant: both sides are called at the same time, and when either fails the error that caused it is raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import cast
+
+from nemo_rl.models.weight_sync.base import RefitParties, WeightSync
+from nemo_rl.models.weight_sync.buckets import RefitPlan
+from nemo_rl.models.weight_sync.refit_group import RefitGroupSpec
+
+__all__ = ["BroadcastWeightSync", "choose_backend"]
+
+LOST = "lost the others"
+"""In the text of an error that another member's failure causes."""
+
+
+class BroadcastWeightSync(WeightSync):
+    """The group is made at the first sync and lives as long as its members.
+
+    Args:
+        address: of the machine of policy rank 0, as the engines reach it.
+    """
+
+    def __init__(self, parties: RefitParties, *, address: str) -> None:
+        super().__init__(parties)
+        self._address = address
+        self._backend: str | None = None
+
+    def _negotiate(self) -> RefitPlan:
+        if self._backend is None:
+            self._backend = self._join()
+            self.buffer_is_on_device = self._backend == "nccl"
+        return super()._negotiate()
+
+    def _move(self, plan: RefitPlan) -> None:
+        parties = self._parties
+        parties.run_policy("begin_refit", plan=plan, on_device=self.buffer_is_on_device)
+        parties.run_engines("begin_refit", plan=plan)
+        _both(lambda: parties.run_policy("broadcast_weights"), lambda: parties.run_engines("receive_weights"))
+
+    def _join(self) -> str:
+        parties = self._parties
+        sender = cast("list[str]", parties.run_policy("report_device_id", ranks=[0]))
+        backend = choose_backend([*sender, *cast("list[str]", parties.run_engines("report_device_id"))])
+        world_size = 1 + parties.engines.world_size
+        place = {"address": self._address, "world_size": world_size, "timeout_s": parties.timeout_s}
+        port = cast("list[int]", parties.run_policy("open_refit_store", ranks=[0], **place))[0]
+
+        def member(rank: int) -> RefitGroupSpec:
+            return RefitGroupSpec(
+                address=self._address,
+                port=port,
+                rank=rank,
+                world_size=world_size,
+                backend=backend,
+                timeout_s=parties.timeout_s,
+            )
+
+        specs = [{"spec": member(1 + engine)} for engine in range(parties.engines.world_size)]
+        _both(
+            lambda: parties.run_policy("join_refit_group", ranks=[0], spec=member(0)),
+            lambda: parties.run_engines("join_refit_group", per_rank=specs),
+        )
+        return backend
+
+
+def choose_backend(devices: Sequence[str]) -> str:
+    """`nccl` where every member has a GPU of its own, which NCCL wants; else `gloo` over CPU buffers."""
+    is_distinct = len(set(devices)) == len(devices)
+    return "nccl" if is_distinct and all(device.startswith("GPU-") for device in devices) else "gloo"
+
+
+def _both(send: Callable[[], object], receive: Callable[[], object]) -> None:
+    """Runs both sides at once; of two failures raises the one that is not the other's consequence."""
+    with ThreadPoolExecutor(max_workers=2, thread_name_prefix="refit") as pool:
+        sides = [pool.submit(send), pool.submit(receive)]
+        failures = [error for error in (side.exception() for side in sides) if error is not None]
+    causes = [error for error in failures if LOST not in str(error)]
+    for error in causes or failures:
+        raise error

@@ -1,0 +1,96 @@
+"""`RefitReceiver`: the receiving side of a refit, for an engine whose weights are torch tensors in this process.
+
+Held by engine workers. Invariant: names and shapes are compared before the first byte is written; from then until the
+last bucket the engine holds no version, so that half-loaded weights are never sampled from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from nemo_rl.errors import WorkerError
+from nemo_rl.models.weight_sync.buckets import BucketSink, RefitPlan, WeightSlot, match_slots
+from nemo_rl.models.weight_sync.ipc_handle import IpcHandle
+from nemo_rl.models.weight_sync.refit_group import RefitGroup, RefitGroupSpec
+
+__all__ = ["RefitReceiver"]
+
+
+class RefitReceiver:
+    """Loads buckets into the tensors of one model."""
+
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        self._model, self._device = model, device
+        self._targets: list[torch.Tensor] = []
+        self._sink: BucketSink | None = None
+        self._num_buckets = 0
+        self._bucket_bytes = 0
+        self._shared: torch.Tensor | None = None
+        self._group: RefitGroup | None = None
+
+    def match(self, offered: Mapping[str, tuple[int, ...]]) -> tuple[WeightSlot, ...]:
+        """The policy's weights in this engine's dtypes.
+
+        Raises:
+            ValueError: a name is unknown or missing, or has another shape.
+        """
+        slots, self._targets = match_slots(offered, self._model.state_dict(keep_vars=True))
+        return slots
+
+    def begin(self, plan: RefitPlan, handle: IpcHandle | None = None) -> None:
+        """Ready for the first bucket; with a handle buckets come through the policy's own GPU memory."""
+        self._sink = BucketSink(plan, self._targets)
+        self._num_buckets, self._bucket_bytes = self._sink.num_missing, plan.bucket_bytes
+        self._shared = handle.open(self._device) if handle is not None else None
+
+    def load(self, bucket: np.ndarray | None = None) -> None:
+        """The next bucket, given as uint8, or read from the shared memory."""
+        sink = self._begun()
+        if bucket is not None:
+            # Torch wants no memory that must not be written, such as a mapped object of Ray's store.
+            sink.load(torch.from_numpy(bucket if bucket.flags.writeable else bucket.copy()))
+            return
+        assert self._shared is not None, "no handle was given to begin"
+        sink.load(self._shared)
+        # The policy writes the next bucket into the same memory as soon as this call returns.
+        torch.cuda.synchronize(self._device)
+
+    def join(self, spec: RefitGroupSpec) -> None:
+        """(collective over the refit group)"""
+        self._group = RefitGroup(spec, device=self._device)
+
+    def receive(self) -> None:
+        """(collective over the refit group) All buckets, while rank 0 sends them.
+
+        Raises:
+            WorkerError: the policy failed. CollectiveTimeout: it did not send in time.
+        """
+        sink = self._begun()
+        assert self._group is not None, "join comes first"
+        buffer = torch.empty(self._bucket_bytes, dtype=torch.uint8, device=self._group.device)
+        while sink.num_missing:
+            sink.load(self._group.receive(buffer))
+
+    def finish(self) -> None:
+        """Frees what the refit needed.
+
+        Raises:
+            WorkerError: buckets are missing.
+        """
+        missing = self._begun().num_missing
+        self._sink, self._targets, self._shared = None, [], None
+        if missing:
+            raise WorkerError(f"expected {self._num_buckets} buckets of weights, {missing} did not come", stage="refit")
+
+    def close(self) -> None:
+        """Leaves the refit group. Idempotent."""
+        if self._group is not None:
+            self._group.close()
+        self._group, self._shared = None, None
+
+    def _begun(self) -> BucketSink:
+        assert self._sink is not None, "begin comes first"
+        return self._sink

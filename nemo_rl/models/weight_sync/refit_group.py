@@ -1,0 +1,117 @@
+"""`RefitGroup`: policy rank 0 and the engines in a process group of their own, beside every other group of a process.
+
+Rank 0 calls `send`, the others `receive`, bucket by bucket. Invariant: a status word comes before every bucket, so an
+error of the sender reaches the receivers as text; every wait ends with the group's deadline.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from nemo_rl.distributed.collectives import LOOPBACK_INTERFACE
+from nemo_rl.errors import CollectiveTimeout, WorkerError
+
+__all__ = ["RefitGroup", "RefitGroupSpec", "open_store"]
+
+STATUS_OK, STATUS_ERROR = 0, 1
+SENDER = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RefitGroupSpec:
+    """One member of the group."""
+
+    address: str
+    port: int
+    """Of the store that rank 0 has opened."""
+    rank: int
+    """0 for the policy, 1 and up for the engines."""
+    world_size: int
+    backend: str
+    """`gloo` moves CPU buffers between any processes; `nccl` GPU buffers, where every member has a GPU of its own."""
+    timeout_s: float
+
+
+def open_store(address: str, world_size: int, *, timeout_s: float) -> dist.TCPStore:
+    """The store of a group, on a port that is free; rank 0 keeps it as long as the group lives."""
+    return dist.TCPStore(
+        address, 0, world_size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )
+
+
+class RefitGroup:
+    """One member's side."""
+
+    def __init__(self, spec: RefitGroupSpec, *, device: torch.device, store: dist.Store | None = None) -> None:
+        """(collective) All members construct it.
+
+        Args:
+            device: of this member; buffers are there with `nccl`.
+            store: rank 0 passes the one that it has opened.
+        """
+        self._spec = spec
+        self._timeout = timedelta(seconds=spec.timeout_s)
+        self.device = device if spec.backend == "nccl" else torch.device("cpu")
+        if store is None:
+            store = dist.TCPStore(spec.address, spec.port, spec.world_size, is_master=False, timeout=self._timeout)
+        if spec.backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            self._group: dist.ProcessGroup = dist.ProcessGroupNCCL(store, spec.rank, spec.world_size, options)  # type: ignore[assignment]
+        else:
+            if spec.address.startswith("127."):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+            self._group = dist.ProcessGroupGloo(store, spec.rank, spec.world_size, self._timeout)  # type: ignore[assignment]
+
+    def send(self, buffer: torch.Tensor) -> None:
+        """(rank 0, while the others `receive`) One bucket, uint8 on `device`."""
+        self._broadcast(torch.tensor([STATUS_OK, buffer.numel()], device=self.device))
+        self._broadcast(buffer)
+
+    def send_error(self, text: str) -> None:
+        """(rank 0, while the others `receive`) Ends the refit on all members."""
+        raw = torch.frombuffer(bytearray(text.encode() or b"?"), dtype=torch.uint8).to(self.device)
+        self._broadcast(torch.tensor([STATUS_ERROR, raw.numel()], device=self.device))
+        self._broadcast(raw)
+
+    def receive(self, buffer: torch.Tensor) -> torch.Tensor:
+        """(ranks above 0) The next bucket, at the head of `buffer`.
+
+        Raises:
+            WorkerError: the sender failed, with its text. CollectiveTimeout: it did not send in time.
+        """
+        word = torch.zeros(2, dtype=torch.int64, device=self.device)
+        self._broadcast(word)
+        status, size = (int(value) for value in word.tolist())
+        if status == STATUS_ERROR:
+            text = torch.empty(size, dtype=torch.uint8, device=self.device)
+            self._broadcast(text)
+            raise WorkerError(f"the policy could not send weights: {bytes(text.tolist()).decode()}", stage="refit")
+        part = buffer[:size]
+        self._broadcast(part)
+        return part
+
+    def close(self) -> None:
+        """Leaves the group; members that still wait for this one fail soon. Idempotent."""
+        group, self._group = self._group, None  # type: ignore[assignment]
+        del group
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = SENDER
+        options.timeout = self._timeout
+        try:
+            self._group.broadcast([tensor], options).wait(self._timeout)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        except RuntimeError as error:
+            raise CollectiveTimeout(
+                f"refit: rank {self._spec.rank} of {self._spec.world_size} lost the others or waited "
+                f"{self._spec.timeout_s:.0f} s: {str(error).splitlines()[0]}",
+                stage="refit",
+            ) from error
