@@ -26,6 +26,7 @@ from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.memory_plan import memory_plan
 from nemo_rl.data_plane.observability import MetricsDataPlaneClient
 from nemo_rl.distributed.collectives import RankSpec
+from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, free_port
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup, RayPlacement, RayWorkerGroup, WorkerGroup
 from nemo_rl.errors import CheckpointError, DatasetError
@@ -33,12 +34,13 @@ from nemo_rl.experience.sync_rollout_actor import RolloutHandle, SyncRolloutWork
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.generation.replicas import GenerationReplicas
 from nemo_rl.models.generation.torch_engine.worker import EngineSpec, build_engine_worker
-from nemo_rl.models.loading import check_model_folder
+from nemo_rl.models.loading import load_model_config
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
 from nemo_rl.models.weight_sync.factory import build_weight_sync
 from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager
 from nemo_rl.utils.files import write_text
+from nemo_rl.utils.flops import TransformerShape, sequence_cost
 from nemo_rl.utils.logger import Logger, build_logger
 from nemo_rl.utils.panel import Panel
 
@@ -72,7 +74,7 @@ def open_trainer(config: MasterConfig, *, console: Console) -> Iterator[SyncGRPO
     """
     checkpoints = _checkpoint_manager(config)
     resume_from = _checkpoint_to_resume(config, checkpoints)
-    check_model_folder(config.policy.model_name)
+    model_config = load_model_config(config.policy.model_name)
     loss_fn = ClippedPGLoss(
         config=config.loss_fn,
         prev_field="generation_logprobs" if config.grpo.use_generation_logprobs_as_prev else "prev_logprobs",
@@ -89,7 +91,8 @@ def open_trainer(config: MasterConfig, *, console: Console) -> Iterator[SyncGRPO
         timeout_s = config.cluster.stage_timeout_s
         rollout = RolloutHandle(groups.rollout, timeout_s=timeout_s, partition_id=PARTITION)
         rollout.setup_data_plane(client.address)
-        policy = TQPolicy(groups.policy, address=client.address, timeout_s=timeout_s)
+        layout = ParallelLayout.of_policy(config.policy, world_size=groups.policy.world_size)
+        policy = TQPolicy(groups.policy, address=client.address, timeout_s=timeout_s, layout=layout)
         parts = TrainerParts(
             config=config,
             stages=stages,
@@ -104,6 +107,7 @@ def open_trainer(config: MasterConfig, *, console: Console) -> Iterator[SyncGRPO
             checkpoints=checkpoints,
             logger=run_logger,
             panel=panel,
+            cost=sequence_cost(TransformerShape.from_config(model_config.get_text_config().to_dict())),
             resume_from=resume_from,
         )
         yield SyncGRPOTrainer(parts)

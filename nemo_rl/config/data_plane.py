@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from nemo_rl.config.base import Section
 
 __all__ = [
     "DataPlaneConfig",
+    "FetchPolicy",
     "MooncakeConfig",
     "ObservabilityConfig",
     "RayStoreConfig",
@@ -17,6 +18,9 @@ __all__ = [
     "SimpleBackendConfig",
     "StorageCapacityConfig",
 ]
+
+
+FetchPolicy = Literal["auto", "independent", "leader_broadcast"]
 
 
 class RayStoreConfig(Section):
@@ -115,6 +119,12 @@ class DataPlaneConfig(Section):
     storage_capacity: StorageCapacityConfig = Field(default_factory=StorageCapacityConfig)
     chunk_bytes: PositiveInt = 128 * 1024
     """Target size of one chunk; a larger row is a chunk of its own."""
+    fetch_policy: FetchPolicy = "auto"
+    """Who reads the rows that tensor and context parallel ranks share: `leader_broadcast` (one of them, which sends
+    them on), `independent` (each for itself), `auto` (the leader, where ranks share rows)."""
+    worker_cache_bytes: NonNegativeInt = 1 << 30
+    """Most bytes of fetched columns that a policy worker keeps within a step, so that they cross the wire once; 0
+    keeps none."""
     ray: RayStoreConfig = Field(default_factory=RayStoreConfig)
     shm: SharedMemoryConfig = Field(default_factory=SharedMemoryConfig)
     simple: SimpleBackendConfig = Field(default_factory=SimpleBackendConfig)

@@ -129,6 +129,19 @@ def rule_store_sections_need_their_store(config: MasterConfig) -> list[str]:
     return lines
 
 
+def rule_leader_broadcast_needs_a_replica_group(config: MasterConfig) -> list[str]:
+    sizes = config.policy.dtensor_cfg
+    if (
+        config.data_plane.fetch_policy != "leader_broadcast"
+        or sizes.tensor_parallel_size * sizes.context_parallel_size > 1
+    ):
+        return []
+    return [
+        "data_plane.fetch_policy: 'leader_broadcast' needs ranks that share rows; set auto, or "
+        "policy.dtensor_cfg.tensor_parallel_size or context_parallel_size above 1"
+    ]
+
+
 def rule_backend_needs_transfer_queue(config: MasterConfig) -> list[str]:
     plane = config.active_data_plane
     if plane.backend == "simple" or plane.impl == "transfer_queue":
@@ -177,15 +190,17 @@ def rule_batching_keys_need_their_switch(config: MasterConfig) -> list[str]:
         ("policy.dynamic_batching", policy.dynamic_batching),
     )
     for prefix, section in sections:
-        names = ("train_mb_tokens", "logprob_mb_tokens")
         if not section.enabled:
+            names = tuple(name for name in type(section).model_fields if name != "enabled")
             switch = f"{prefix}.enabled"
             lines += would_be_ignored(section, prefix, names, switch=switch, because=f"{switch} is false")
         else:
             multiple = policy.make_sequence_length_divisible_by
             longest = -(-policy.max_total_sequence_length // multiple) * multiple
-            for name in names:
-                cap = getattr(section, name)
+            for name, cap in (
+                ("train_mb_tokens", section.train_mb_tokens),
+                ("logprob_mb_tokens", section.logprob_mb_tokens),
+            ):
                 if cap < longest:
                     lines.append(f"{prefix}.{name}: {cap} tokens do not hold one sequence; expected at least {longest}")
     if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:

@@ -8,12 +8,14 @@ result, and an error of either reaches every rank of the group as text.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import get_args
 
 import torch
 import torch.distributed as dist
 
+from nemo_rl.config.data_plane import FetchPolicy
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.column_io import write_columns
 from nemo_rl.data_plane.factory import attach_data_plane
@@ -21,14 +23,14 @@ from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.observability import MetricsDataPlaneClient
 from nemo_rl.data_plane.ragged import materialize, object_rows
 from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS, family_of
+from nemo_rl.distributed.abort import AbortWatch, FirstCause
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.collectives import Fields, broadcast_from_leader
-from nemo_rl.errors import DataPlaneClosed, SchemaMismatch
+from nemo_rl.distributed.collectives import Fields, broadcast_from_leader, replica_group_of
+from nemo_rl.distributed.layout import ParallelLayout
+from nemo_rl.distributed.plan_check import check_plans
+from nemo_rl.errors import ConfigError, DataPlaneClosed, SchemaMismatch
 
 __all__ = ["ReplicaView", "ShardCache", "TQWorkerMixin"]
-
-CACHE_BYTES = 1 << 30
-"""Most bytes of fetched columns a worker keeps within a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +43,29 @@ class ReplicaView:
     """Global rank that reads the store."""
     is_write_back_leader: bool = True
     """Whether this rank writes the shard's results."""
+    ranks: tuple[int, ...] = ()
+    """Global ranks of the group; empty when this rank is alone."""
+
+    @classmethod
+    def build(cls, layout: ParallelLayout, *, rank: int) -> ReplicaView:
+        """(collective over the job) Builds all replica groups of the layout and returns this rank's view of its own."""
+        place = layout.coordinates(rank)
+        ranks = layout.replica(place.dp)
+        group = replica_group_of(rank, layout.replicas())
+        return cls(
+            group=group,
+            leader=ranks[0],
+            is_write_back_leader=place.is_leader,
+            ranks=ranks if group is not None else (),
+        )
 
 
 @dataclass(slots=True)
 class ShardCache:
     """Columns already fetched in this step, so that bulk crosses the wire once. Keyed by rows and family version."""
 
-    max_bytes: int = CACHE_BYTES
+    max_bytes: int
+    """Most bytes that it keeps; 0 keeps nothing."""
     _columns: dict[tuple[str, tuple[str, ...], int], torch.Tensor | list[object]] = field(default_factory=dict)
     _bytes: int = 0
 
@@ -78,21 +96,42 @@ class TQWorkerMixin:
 
     rank: int
     pad_values: Mapping[str, float]
+    watch: AbortWatch | None = None
+    """Ends a step on all ranks when it fails on one; None in a job of one rank."""
+    replica: ReplicaView = ReplicaView()
+    """Set when the worker starts, for its group is built eagerly."""
     _client: MetricsDataPlaneClient | None = None
-    _replica: ReplicaView = ReplicaView()
+    _fetch_group: dist.ProcessGroup | None = None
     _cache: ShardCache
 
-    def setup_data_plane(self, address: DataPlaneAddress | None, *, replica: ReplicaView | None = None) -> None:
-        """Attaches this process's client.
+    def setup_data_plane(
+        self,
+        address: DataPlaneAddress | None,
+        *,
+        replica: ReplicaView | None = None,
+        fetch_policy: FetchPolicy = "auto",
+        cache_bytes: int = 0,
+    ) -> None:
+        """Attaches this process's client, unless this rank neither reads nor writes.
 
         Args:
-            address: of the owner's client; None for a rank that neither reads nor writes, which gets its columns from
-                its leader.
-            replica: place in the replica group; None for a rank that has its shard for itself.
+            address: of the owner's client; None for a rank that gets its columns from its leader.
+            replica: place in the replica group; None keeps the one that the worker was started with.
+            fetch_policy: `auto` lets the leader read and broadcast where there is a replica group, `independent` lets
+                every rank read for itself, `leader_broadcast` insists on a group.
+            cache_bytes: most bytes of fetched columns that are kept within a step; 0 keeps none.
+
+        Raises:
+            ConfigError: an unknown fetch policy, or `leader_broadcast` without a replica group.
         """
-        self._client = None if address is None else MetricsDataPlaneClient(attach_data_plane(address))
-        self._replica = replica or ReplicaView(leader=self.rank)
-        self._cache = ShardCache()
+        self.replica = replica or self.replica
+        if self.replica.group is None:
+            self.replica = ReplicaView(leader=self.rank, is_write_back_leader=self.replica.is_write_back_leader)
+        self._fetch_group = _fetch_group(fetch_policy, self.replica)
+        is_reader = self._fetch_group is None or self.rank == self.replica.leader
+        needs_client = address is not None and (is_reader or self.replica.is_write_back_leader)
+        self._client = MetricsDataPlaneClient(attach_data_plane(address)) if address and needs_client else None
+        self._cache = ShardCache(cache_bytes)
 
     def close_data_plane(self) -> None:
         """Ends this process's client. Idempotent."""
@@ -104,9 +143,18 @@ class TQWorkerMixin:
         """Forgets fetched columns; called when the rows of the step are cleared."""
         self._cache.clear()
 
-    def data_plane_snapshot(self) -> dict[str, object]:
-        """Counters of this process's client since the last call."""
-        return self.client.snapshot(reset=True)
+    def data_plane_snapshot(self) -> dict[str, object] | None:
+        """Counters of this process's client since the last call; None for a rank without one."""
+        return self._client.snapshot(reset=True) if self._client is not None else None
+
+    def guarded(self, stage: str) -> AbstractContextManager[None]:
+        """(collective) Inside it an error on one rank ends the stage on all ranks, with that error's text."""
+        return self.watch.stage(stage) if self.watch is not None else nullcontext()
+
+    @property
+    def first_cause(self) -> FirstCause | None:
+        """What ended the step, if anything has."""
+        return self.watch.cause if self.watch is not None else None
 
     @property
     def client(self) -> MetricsDataPlaneClient:
@@ -138,18 +186,19 @@ class TQWorkerMixin:
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
-        """Attributes data plane calls to a stage, and drops cached columns when the stage fails."""
+        """Attributes data plane calls to a stage; when it fails, ends it on all ranks and drops cached columns."""
         try:
-            with self.client.stage(name) if self._client is not None else nullcontext():
+            with self.guarded(name), self.client.stage(name) if self._client is not None else nullcontext():
                 yield
         except BaseException:
             self.end_step()
             raise
 
     def _fetch(self, meta: KVBatchMeta, fields: Sequence[str]) -> BatchedDataDict:
-        """(collective over the replica group) The columns, dense and padded to the plan's width, plus `keys`."""
+        """(collective) Checks the plan, then the columns, dense and padded to the plan's width, plus `keys`."""
+        check_plans(meta.pack, rank=self.rank, replica=self.replica.ranks)
         columns = broadcast_from_leader(
-            lambda: self._read(meta, fields), group=self._replica.group, leader=self._replica.leader
+            lambda: self._read(meta, fields), group=self._fetch_group, leader=self.replica.leader
         )
         width = meta.pack.pad_to if meta.pack is not None else max(meta.sequence_lengths or (0,))
         batch = BatchedDataDict(materialize(columns, pad_values=self.pad_values, pad_to=width))
@@ -174,9 +223,23 @@ class TQWorkerMixin:
             raise SchemaMismatch(
                 f"write-back of {name!r}, rank {self.rank}: expected [{len(meta.keys)}, T], got {list(values.shape)}"
             )
-        if not self._replica.is_write_back_leader:
+        if not self.replica.is_write_back_leader:
             return meta
         return write_columns(self.client, meta, {name: values.detach().to("cpu")})
+
+
+def _fetch_group(policy: FetchPolicy, replica: ReplicaView) -> dist.ProcessGroup | None:
+    """The group over which the leader broadcasts; None when this rank reads for itself."""
+    if policy not in get_args(FetchPolicy):
+        raise ConfigError(
+            f"data_plane.fetch_policy: expected one of {', '.join(get_args(FetchPolicy))}, got {policy!r}"
+        )
+    if policy == "leader_broadcast" and replica.group is None:
+        raise ConfigError(
+            "data_plane.fetch_policy: 'leader_broadcast' needs a replica group, and every rank has its shard for "
+            "itself; set auto, or policy.dtensor_cfg.tensor_parallel_size or context_parallel_size above 1"
+        )
+    return None if policy == "independent" else replica.group
 
 
 def _num_bytes(column: torch.Tensor | list[object]) -> int:

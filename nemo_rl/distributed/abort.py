@@ -48,7 +48,7 @@ STORE_TIMEOUT_S = 10.0
 CLOSE_WAIT_S = 5.0
 """How long rank 0, which keeps the store, waits for the others to close their watches."""
 EXIT_CODE = 70
-SYMPTOMS = ("connection closed", "connection reset", "timed out", "gloo", "nccl", "broken pipe", "communicator")
+SYMPTOMS = ("connection closed", "connection reset", "timed out waiting", "gloo", "nccl", "broken pipe", "communicator")
 """Texts of errors that a peer's failure causes: something else is the first cause."""
 PREFIX = "nemo_rl/abort"
 
@@ -224,7 +224,7 @@ class AbortWatch:
         silent = [rank for rank in range(self.world_size) if rank != self.rank and before[rank] == after[rank]]
         if silent:
             return self._publish(_death(silent[0], mine.stage, f"gave no sign of life for {SYMPTOM_WAIT_S:.0f} s"))
-        timed_out = "timed out" in mine.text.lower()
+        timed_out = "timed out waiting" in mine.text.lower()
         kind = CollectiveTimeout.__name__ if timed_out else WorkerError.__name__
         text = f"a collective failed, and every rank still lives: {mine.text}"
         return self._publish(FirstCause(rank=self.rank, stage=mine.stage, kind=kind, text=text))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,7 @@ GLOO_LOOP = "gloo_tcp_loop"
 """Name of the thread in which a gloo device polls its connections."""
 LOOKS = 5
 """How often a thread is looked at that was not in its poll just then."""
+_one_at_a_time = threading.Lock()
 
 
 def abort_process_groups() -> int:
@@ -31,7 +33,8 @@ def abort_process_groups() -> int:
     The groups cannot be used any more. Where `/proc` does not tell gloo's sockets it ends none of them: then a blocked
     thread ends with its process.
     """
-    return _abort_nccl() + sum(_shut_down(fd) for epoll in set(_gloo_polls()) for fd in _polled_by(epoll))
+    with _one_at_a_time:
+        return _abort_nccl() + sum(_shut_down(fd) for epoll in set(_gloo_polls()) for fd in _polled_by(epoll))
 
 
 def _abort_nccl() -> int:
@@ -69,17 +72,22 @@ def _polled_by(epoll: int) -> list[int]:
 
 
 def _shut_down(fd: int) -> int:
-    """1 if the descriptor was a connection."""
-    if not _link(fd).startswith("socket:"):
+    """1 if the descriptor was a connection that was still open."""
+    try:
+        copy = os.dup(fd)  # gloo closes its own when it meets the error
+    except OSError:
         return 0
-    with socket.socket(fileno=os.dup(fd)) as connection:
-        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            return 0
+    if not _link(copy).startswith("socket:"):
+        os.close(copy)
+        return 0
+    with socket.socket(fileno=copy) as connection:
         try:
-            connection.shutdown(socket.SHUT_RDWR)
+            if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                connection.shutdown(socket.SHUT_RDWR)
+                return 1
         except OSError:
-            return 0  # the other end was faster
-    return 1
+            pass  # the other end was faster
+    return 0
 
 
 def _link(fd: int) -> str:

@@ -11,7 +11,8 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 
 import ray
 from ray.actor import ActorHandle
@@ -19,16 +20,17 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nemo_rl.errors import CollectiveTimeout, NemoRLError, UserError, WorkerError, from_record, to_record
+from nemo_rl.distributed.abort import FirstCause, GuardedWorker, is_symptom
+from nemo_rl.errors import CollectiveTimeout, NemoRLError, WorkerError
 
 __all__ = ["Call", "LocalWorkerGroup", "Payload", "RayPlacement", "RayWorkerGroup", "WorkerGroup"]
 
 logger = logging.getLogger(__name__)
 
+UNKNOWN_RANK = -1
+"""In the record of a worker that does not know its rank; the driver does."""
 FIRST_CAUSE_GRACE_S = 2.0
-"""After the first failure, how long peers may still report: the root cause is often not the first to arrive."""
-COLLECTIVE_WORDS = ("connection closed", "connection reset", "timed out waiting", "gloo", "nccl", "broken pipe")
-"""Texts of errors that a peer's death causes; another cause in the same group is preferred to them."""
+"""After a failure without a first cause (a dead process, a worker without a watch), how long peers may report it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,19 +120,21 @@ class _Host:
     def __init__(self) -> None:
         self._worker: object | None = None
 
-    def start(self, factory: Callable[..., object], kwargs: Mapping[str, object]) -> dict[str, object]:
+    def start(self, factory: Callable[..., object], stage: str, kwargs: Mapping[str, object]) -> dict[str, object]:
         """Builds the worker; separate from the actor's start so that its errors come back as records."""
-        return self._guard(lambda: self._assign(factory(**kwargs)))[0]
+        return self._guard(stage, lambda: self._assign(factory(**kwargs)))[0]
 
-    def call(self, method: str, kwargs: Mapping[str, object]) -> dict[str, object]:
+    def call(self, method: str, stage: str, kwargs: Mapping[str, object]) -> dict[str, object]:
         """Result inside the record."""
-        reply, value = self._guard(lambda: getattr(self._worker, method)(**_resolve(kwargs)))
+        reply, value = self._guard(stage, lambda: getattr(self._worker, method)(**_resolve(kwargs)))
         return {**reply, "value": value}
 
     @ray.method(num_returns=2)
-    def call_for_payload(self, method: str, kwargs: Mapping[str, object]) -> tuple[dict[str, object], object]:
+    def call_for_payload(
+        self, method: str, stage: str, kwargs: Mapping[str, object]
+    ) -> tuple[dict[str, object], object]:
         """Record and result as two objects: the driver fetches only the record."""
-        return self._guard(lambda: getattr(self._worker, method)(**_resolve(kwargs)))
+        return self._guard(stage, lambda: getattr(self._worker, method)(**_resolve(kwargs)))
 
     def node_ip(self) -> str:
         return ray.util.get_node_ip_address()
@@ -141,11 +145,20 @@ class _Host:
     def _assign(self, worker: object) -> None:
         self._worker = worker
 
-    def _guard(self, action: Callable[[], object]) -> tuple[dict[str, object], object]:
+    def _guard(self, stage: str, action: Callable[[], object]) -> tuple[dict[str, object], object]:
+        guarded = self._worker if isinstance(self._worker, GuardedWorker) else None
         try:
-            return {"ok": True}, action()
+            with guarded.guarded(stage) if guarded is not None else nullcontext():
+                return {"ok": True}, action()
         except Exception as error:  # noqa: BLE001 - every failure becomes a record that names its cause
-            return {"ok": False, "error": to_record(error), "trace": traceback.format_exc()}, None
+            known = guarded.first_cause if guarded is not None else None
+            cause = known or FirstCause.of(error, rank=UNKNOWN_RANK, stage=stage)
+            return {
+                "ok": False,
+                "cause": cause.to_json(),
+                "is_first": known is not None,
+                "trace": traceback.format_exc(),
+            }, None
 
 
 def _resolve(kwargs: Mapping[str, object]) -> dict[str, object]:
@@ -178,17 +191,19 @@ class RayWorkerGroup(WorkerGroup):
         self.name, self.world_size = name, world_size
         self._actors: list[ActorHandle] = [_new_actor(placement, rank) for rank in range(world_size)]
         self._starting: list[ray.ObjectRef] = []
+        self._start_stage = f"start of {name}"
 
     def begin_start(self, factory: Callable[..., object], per_rank: Sequence[Mapping[str, object]]) -> None:
         """Asks every actor to build its worker with `factory(**per_rank[rank])`, without waiting."""
         self._starting = [
-            actor.start.remote(factory, dict(kwargs)) for actor, kwargs in zip(self._actors, per_rank, strict=True)
+            actor.start.remote(factory, self._start_stage, dict(kwargs))
+            for actor, kwargs in zip(self._actors, per_rank, strict=True)
         ]
 
     def finish_start(self, *, timeout_s: float) -> None:
         """Waits until every worker is built."""
         starting, self._starting = self._starting, []
-        self._collect(starting, list(range(self.world_size)), stage=f"start of {self.name}", timeout_s=timeout_s)
+        self._collect(starting, list(range(self.world_size)), stage=self._start_stage, timeout_s=timeout_s)
 
     def rendezvous(self, choose_port: Callable[[str], int], *, timeout_s: float) -> tuple[str, int]:
         """Address of rank 0's node and a port that is free there."""
@@ -197,14 +212,17 @@ class RayWorkerGroup(WorkerGroup):
 
     def run(self, call: Call) -> list[object]:
         ranks = list(call.ranks) if call.ranks is not None else list(range(self.world_size))
-        refs = [self._alive(rank, call.stage).call.remote(call.method, call.arguments(rank)) for rank in ranks]
+        refs = [
+            self._alive(rank, call.stage).call.remote(call.method, call.stage, call.arguments(rank)) for rank in ranks
+        ]
         replies = self._collect(refs, ranks, stage=call.stage, timeout_s=call.timeout_s)
         return [reply["value"] for reply in replies]
 
     def run_for_payload(self, call: Call) -> Payload:
         ranks = list(call.ranks) if call.ranks is not None else list(range(self.world_size))
         pairs = [
-            self._alive(rank, call.stage).call_for_payload.remote(call.method, call.arguments(rank)) for rank in ranks
+            self._alive(rank, call.stage).call_for_payload.remote(call.method, call.stage, call.arguments(rank))
+            for rank in ranks
         ]
         self._collect([status for status, _ in pairs], ranks, stage=call.stage, timeout_s=call.timeout_s)
         return Payload(pairs[0][1])
@@ -239,6 +257,9 @@ class RayWorkerGroup(WorkerGroup):
                 if failure is None:
                     replies[ref] = reply
                     continue
+                if reply["is_first"]:
+                    self.shutdown()
+                    raise failure
                 if not failures:
                     deadline = min(deadline, time.monotonic() + FIRST_CAUSE_GRACE_S)
                 failures.append(failure)
@@ -280,9 +301,9 @@ def _reply(ref: ray.ObjectRef) -> dict[str, object]:
     try:
         return ray.get(ref)
     except RayActorError as error:
-        return {"ok": False, "died": f"the worker process died: {_first_line(error)}"}
+        return {"ok": False, "is_first": False, "died": f"the worker process died: {_first_line(error)}"}
     except RayError as error:
-        return {"ok": False, "died": f"the call was lost: {_first_line(error)}"}
+        return {"ok": False, "is_first": False, "died": f"the call was lost: {_first_line(error)}"}
 
 
 def _first_line(error: BaseException) -> str:
@@ -295,20 +316,11 @@ def _failure(reply: Mapping[str, object], *, rank: int, stage: str) -> NemoRLErr
         return None
     if "died" in reply:
         return WorkerError(str(reply["died"]), rank=rank, stage=stage)
-    record = reply["error"]
-    assert isinstance(record, dict)
     logger.debug("rank %s, stage %s:\n%s", rank, stage, reply["trace"])
-    error = from_record(record)
-    if isinstance(error, UserError):
-        error.add_note(f"rank {rank}, stage {stage}")
-        return error
-    return WorkerError(f"{record['kind']}: {record['text']}", rank=rank, stage=stage)
+    cause = FirstCause.from_json(str(reply["cause"]))
+    return (replace(cause, rank=rank) if cause.rank == UNKNOWN_RANK else cause).to_error()
 
 
 def _root_cause(failures: Sequence[NemoRLError]) -> NemoRLError:
-    """The first failure that is not merely what a peer's death looks like."""
-    for failure in failures:
-        text = str(failure).lower()
-        if isinstance(failure, UserError) or not any(word in text for word in COLLECTIVE_WORDS):
-            return failure
-    return failures[0]
+    """Without a record of the first cause: the first failure that is not merely what a peer's death looks like."""
+    return next((failure for failure in failures if not is_symptom(failure)), failures[0])

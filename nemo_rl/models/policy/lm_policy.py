@@ -14,8 +14,10 @@ from typing import cast
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_groups import Call, WorkerGroup
+from nemo_rl.errors import ConfigError
 from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
 from nemo_rl.utils.metrics import Reduction, merge_metrics
 
@@ -41,18 +43,27 @@ class Policy:
     """The policy workers behind one object.
 
     Args:
-        workers: one worker per data-parallel rank.
+        workers: one worker per rank.
         timeout_s: deadline of one stage.
+        layout: of the workers; None means that every rank has a data-parallel shard for itself.
     """
 
-    def __init__(self, workers: WorkerGroup, *, timeout_s: float) -> None:
+    def __init__(self, workers: WorkerGroup, *, timeout_s: float, layout: ParallelLayout | None = None) -> None:
         self._workers = workers
         self._timeout_s = timeout_s
+        self._layout = layout or ParallelLayout.of(workers.world_size)
+        if self._layout.world_size != workers.world_size:
+            raise ConfigError(f"{workers.world_size} policy workers do not fit {self._layout}")
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """Which rank holds which part."""
+        return self._layout
 
     @property
     def dp_world(self) -> int:
-        """Data-parallel ranks."""
-        return self._workers.world_size
+        """Data-parallel shards: plans are made for so many ranks."""
+        return self._layout.dp
 
     def train(
         self, batch: BatchedDataDict, loss_fn: LossFunction, *, plan: PackPlan, eval_mode: bool = False
@@ -63,9 +74,9 @@ class Policy:
             "train",
             loss_fn=loss_fn,
             eval_mode=eval_mode,
-            per_rank=[{"batch": shard, "plan": part} for shard, part in self._shards(batch, plan)],
+            per_rank=self._shards(batch, plan),
         )
-        return summarize(cast("list[TrainResult]", results))
+        return summarize(cast("list[TrainResult]", results), layout=self._layout)
 
     def get_logprobs(self, batch: BatchedDataDict, *, plan: PackPlan) -> torch.Tensor:
         """`[N, T]` float32 in the order of `batch`."""
@@ -103,15 +114,19 @@ class Policy:
         self._workers.shutdown()
 
     def _logprobs(self, method: str, batch: BatchedDataDict, plan: PackPlan) -> torch.Tensor:
-        per_rank = [{"batch": shard, "plan": part} for shard, part in self._shards(batch, plan)]
-        parts = cast("list[torch.Tensor]", self._run(method, "logprobs", per_rank=per_rank))
+        results = self._run(method, "logprobs", per_rank=self._shards(batch, plan))
+        parts = cast("list[torch.Tensor]", self._layout.leaders(results))
         order = [row for rank in range(plan.num_ranks) for row in plan.rows_of_rank(rank)]
         merged = torch.zeros(batch.size, max(part.shape[1] for part in parts))
         merged[torch.tensor(order)] = torch.cat(parts)
         return merged
 
-    def _shards(self, batch: BatchedDataDict, plan: PackPlan) -> list[tuple[BatchedDataDict, PackPlan]]:
-        return [(batch.select_indices(plan.rows_of_rank(r)), plan.for_rank(r)) for r in range(plan.num_ranks)]
+    def _shards(self, batch: BatchedDataDict, plan: PackPlan) -> list[dict[str, object]]:
+        """Rows and plan of each rank; ranks of a replica group get the same."""
+        rows = [batch.select_indices(plan.rows_of_rank(shard)) for shard in range(plan.num_ranks)]
+        return self._layout.spread(
+            [{"batch": mine, "plan": view} for mine, view in zip(rows, plan.views(), strict=True)]
+        )
 
     def _run(
         self, method: str, stage: str, *, per_rank: Sequence[dict[str, object]] | None = None, **kwargs: object
@@ -124,16 +139,25 @@ class Policy:
         return Call(method=method, stage=stage, timeout_s=self._timeout_s, kwargs=kwargs, per_rank=per_rank)
 
 
-def summarize(results: Sequence[TrainResult]) -> TrainSummary:
-    """Merges the ranks: global numbers from rank 0, metrics over all microbatches of all ranks, counts added."""
+def summarize(results: Sequence[TrainResult], *, layout: ParallelLayout | None = None) -> TrainSummary:
+    """Merges the ranks.
+
+    Global numbers come from rank 0. Metrics, tokens and FLOPs are those of whole shards, so each replica group counts
+    once, by its leader; peak TFLOP/s are those of all devices.
+
+    Args:
+        results: one per rank.
+        layout: of the ranks; None means that every rank has a shard for itself.
+    """
     first = results[0]
+    leaders = (layout or ParallelLayout.of(len(results))).leaders(results)
     return TrainSummary(
         loss=sum(first.loss) / len(first.loss) if first.loss else 0.0,
         losses=first.loss,
         grad_norms=first.grad_norm,
-        metrics=merge_metrics(microbatch for result in results for microbatch in result.metrics),
+        metrics=merge_metrics(microbatch for result in leaders for microbatch in result.metrics),
         learning_rate=first.learning_rate,
-        num_tokens=sum(result.num_tokens for result in results),
-        total_flops=sum(result.total_flops for result in results),
+        num_tokens=sum(result.num_tokens for result in leaders),
+        total_flops=sum(result.total_flops for result in leaders),
         theoretical_tflops=sum(result.theoretical_tflops for result in results),
     )

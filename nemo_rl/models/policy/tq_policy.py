@@ -13,6 +13,7 @@ from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.preshard import shard_meta_for_dp
 from nemo_rl.data_plane.wire import pickled_size
+from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_groups import WorkerGroup
 from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
@@ -25,16 +26,34 @@ class TQPolicy(Policy):
     """Policy over the data plane.
 
     Args:
-        workers: one worker with `TQWorkerMixin` per data-parallel rank.
+        workers: one worker with `TQWorkerMixin` per rank.
         address: of the owner's data plane client.
         timeout_s: deadline of one stage.
+        layout: of the workers; None means that every rank has a data-parallel shard for itself.
+
+    Raises:
+        ConfigError: `data_plane.fetch_policy` does not fit the layout.
     """
 
-    def __init__(self, workers: WorkerGroup, *, address: DataPlaneAddress, timeout_s: float) -> None:
-        super().__init__(workers, timeout_s=timeout_s)
+    def __init__(
+        self,
+        workers: WorkerGroup,
+        *,
+        address: DataPlaneAddress,
+        timeout_s: float,
+        layout: ParallelLayout | None = None,
+    ) -> None:
+        super().__init__(workers, timeout_s=timeout_s, layout=layout)
         self.driver_bytes = 0
         """Bytes of metas, plans and results that this driver has sent or received so far."""
-        self._run("setup_data_plane", "data plane setup", address=address)
+        plane = address.config
+        self._run(
+            "setup_data_plane",
+            "data plane setup",
+            address=address,
+            fetch_policy=plane.fetch_policy,
+            cache_bytes=plane.worker_cache_bytes,
+        )
 
     def get_logprobs_from_meta(self, meta: KVBatchMeta, plan: PackPlan) -> KVBatchMeta:
         """Workers write `prev_logprobs` of every row; returns the meta that knows them."""
@@ -48,22 +67,24 @@ class TQPolicy(Policy):
         self, meta: KVBatchMeta, plan: PackPlan, loss_fn: LossFunction, *, fields: Sequence[str]
     ) -> TrainSummary:
         """Workers fetch `fields` of their rows and train, one optimizer step per global batch of `plan`."""
-        metas = shard_meta_for_dp(meta, plan)
+        metas = self._layout.spread(shard_meta_for_dp(meta, plan))
         per_rank: list[dict[str, object]] = [{"meta": part} for part in metas]
         results = self._run("train_presharded", "train", per_rank=per_rank, loss_fn=loss_fn, fields=tuple(fields))
         self.driver_bytes += pickled_size(*metas, *results)
-        return summarize(cast("list[TrainResult]", results))
+        return summarize(cast("list[TrainResult]", results), layout=self._layout)
 
     def end_step(self) -> None:
         """Workers forget what they fetched."""
         self._run("end_step", "end of step")
 
     def data_plane_snapshots(self) -> list[dict[str, object]]:
-        """Counters of every worker's client since the last call."""
-        return cast("list[dict[str, object]]", self._run("data_plane_snapshot", "metrics"))
+        """Counters of every worker that has a client, since the last call."""
+        snapshots = cast("list[dict[str, object] | None]", self._run("data_plane_snapshot", "metrics"))
+        return [snapshot for snapshot in snapshots if snapshot is not None]
 
     def _logprobs_from_meta(self, method: str, stage: str, meta: KVBatchMeta, plan: PackPlan) -> KVBatchMeta:
-        metas = shard_meta_for_dp(meta, plan)
-        written = cast("list[KVBatchMeta]", self._run(method, stage, per_rank=[{"meta": part} for part in metas]))
-        self.driver_bytes += pickled_size(*metas, *written)
+        metas = self._layout.spread(shard_meta_for_dp(meta, plan))
+        results = cast("list[KVBatchMeta]", self._run(method, stage, per_rank=[{"meta": part} for part in metas]))
+        self.driver_bytes += pickled_size(*metas, *results)
+        written = self._layout.leaders(results)
         return meta.with_fields(written[0].fields, versions=written[0].versions)

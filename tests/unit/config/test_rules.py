@@ -55,6 +55,10 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         ((*LOCAL, "data_plane.ledger_host=ray_actor"), "data_plane.ledger_host: 'ray_actor'"),
         (("data_plane.ledger_host=socket", "cluster.address=auto"), "data_plane.ledger_host: 'socket'"),
     ],
+    "rule_leader_broadcast_needs_a_replica_group": [
+        (("data_plane.fetch_policy=leader_broadcast",), "data_plane.fetch_policy: 'leader_broadcast' needs ranks"),
+        (("data_plane.fetch_policy=nobody",), "data_plane.fetch_policy"),
+    ],
     "rule_backend_needs_transfer_queue": [
         (
             ("data_plane.impl=mooncake", "data_plane.backend=mooncake_cpu"),
@@ -90,6 +94,8 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
     ],
     "rule_batching_keys_need_their_switch": [
         (("policy.sequence_packing.train_mb_tokens=64",), "policy.sequence_packing.train_mb_tokens: 64 would be"),
+        (("policy.sequence_packing.algorithm=concatenative",), "policy.sequence_packing.algorithm: 'concatenative'"),
+        ((*FIXED, "policy.dynamic_batching.microbatch_order=largest_first"), "dynamic_batching.microbatch_order: 'l"),
         (("policy.dynamic_batching.train_mb_tokens=47",), "policy.dynamic_batching.train_mb_tokens: 47 tokens do not"),
         (("policy.train_micro_batch_size=8",), "policy.train_micro_batch_size: 8 would be ignored"),
     ],

@@ -1,4 +1,4 @@
-"""Starting one policy worker in its process: threads, process group, worker, in that order.
+"""Starting one policy worker in its process: threads, process group, abort watch, worker, in that order.
 
 `build_policy_worker` is the factory that worker groups call in an actor, in a plain process, or in this process.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,8 +16,10 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS
-from nemo_rl.data_plane.worker_mixin import TQWorkerMixin
-from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group
+from nemo_rl.data_plane.worker_mixin import ReplicaView, TQWorkerMixin
+from nemo_rl.distributed.abort import AbortWatch
+from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group, job_store
+from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.models.policy.interfaces import TrainResult
 from nemo_rl.models.policy.workers.dtensor_policy_worker import DTensorPolicyWorker
 from nemo_rl.utils.metrics import merge_metrics
@@ -39,6 +42,11 @@ class WorkerSpec:
     threads: int = 1
     collective_timeout_s: float = 120.0
 
+    @property
+    def layout(self) -> ParallelLayout:
+        """Which rank holds which part."""
+        return ParallelLayout.of_policy(self.policy, world_size=self.rank.world_size)
+
 
 class DTensorTQWorker(TQWorkerMixin, DTensorPolicyWorker):
     """The DTensor worker on the data plane."""
@@ -56,28 +64,43 @@ class DTensorTQWorker(TQWorkerMixin, DTensorPolicyWorker):
     def shutdown(self) -> None:
         """Ends the client and leaves the process group. Idempotent."""
         self.close_data_plane()
+        if self.watch is not None:
+            self.watch.close()
         super().shutdown()
         destroy_process_group()
 
 
 def build_policy_worker(spec: WorkerSpec) -> DTensorTQWorker:
-    """(collective) Starts one rank. Every rank of the job must call it."""
+    """(collective) Starts one rank. Every rank of the job must call it; an error on one ends it on all."""
     torch.set_num_threads(spec.threads)
     device = torch.device("cuda", spec.rank.local_rank) if spec.use_gpu else torch.device("cpu")
     if spec.use_gpu:
         torch.cuda.set_device(device)
-    tokenizer = load_tokenizer(spec.policy.tokenizer.name or spec.policy.model_name)
     init_process_group(spec.rank, device=device, timeout_s=spec.collective_timeout_s)
-    worker = DTensorTQWorker(
-        spec.policy,
-        rank=spec.rank.rank,
-        world_size=spec.rank.world_size,
-        num_steps=spec.num_steps,
-        collective_timeout_s=spec.collective_timeout_s,
-        seed=spec.seed,
-        keep_reference=spec.keep_reference,
-        device=str(device),
-    )
-    worker.pad_values = {"input_ids": float(tokenizer.pad_token_id)}
-    dist.barrier()
+    watch = _abort_watch(spec)
+    with watch.stage("start") if watch is not None else nullcontext():
+        tokenizer = load_tokenizer(spec.policy.tokenizer.name or spec.policy.model_name)
+        worker = DTensorTQWorker(
+            spec.policy,
+            rank=spec.rank.rank,
+            world_size=spec.rank.world_size,
+            num_steps=spec.num_steps,
+            collective_timeout_s=spec.collective_timeout_s,
+            seed=spec.seed,
+            keep_reference=spec.keep_reference,
+            device=str(device),
+            layout=spec.layout,
+        )
+        worker.watch = watch
+        worker.replica = ReplicaView.build(spec.layout, rank=spec.rank.rank)
+        worker.pad_values = {"input_ids": float(tokenizer.pad_token_id)}
+        dist.barrier()
     return worker
+
+
+def _abort_watch(spec: WorkerSpec) -> AbortWatch | None:
+    """None for a single rank: nobody waits for it."""
+    rank = spec.rank
+    if rank.world_size == 1:
+        return None
+    return AbortWatch(job_store(), rank=rank.rank, world_size=rank.world_size, timeout_s=spec.collective_timeout_s)
