@@ -112,7 +112,7 @@ def _gather(value: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Te
     first = value.movedim(dim, 0).contiguous()
     whole = first.new_empty(first.shape[0] * dist.get_world_size(group), *first.shape[1:])
     _all_gather(whole, first, group=group)
-    return whole.movedim(0, dim)
+    return whole.movedim(0, dim).contiguous()
 
 
 def _scatter(value: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
@@ -122,4 +122,4 @@ def _scatter(value: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.T
         raise ValueError(f"dimension {dim} of {tuple(value.shape)} does not divide by {size} ranks")
     mine = first.new_empty(first.shape[0] // size, *first.shape[1:])
     _reduce_scatter(mine, first, group=group)
-    return mine.movedim(0, dim)
+    return mine.movedim(0, dim).contiguous()

@@ -33,7 +33,7 @@ def run_ranks(world_size: int, target: Callable[..., object], *args: object, tim
     for process in processes:
         process.start()
     try:
-        return _collect(queue, world_size, timeout_s)
+        return _collect(queue, processes, timeout_s)
     finally:
         for process in processes:
             process.join(timeout=5)
@@ -42,19 +42,26 @@ def run_ranks(world_size: int, target: Callable[..., object], *args: object, tim
                 process.join()
 
 
-def _collect(queue: mp.Queue, world_size: int, timeout_s: float) -> list[object]:
+def _collect(queue: mp.Queue, processes: list[mp.Process], timeout_s: float) -> list[object]:
     results: dict[int, object] = {}
     deadline = time.monotonic() + timeout_s
-    while len(results) < world_size:
+    while len(results) < len(processes):
+        missing = sorted(set(range(len(processes))) - set(results))
+        # A rank that has ended says nothing any more, but what it said last may still be on its way.
+        have_ended = all(processes[rank].exitcode is not None for rank in missing)
         try:
-            rank, ok, value = queue.get(timeout=max(0.1, deadline - time.monotonic()))
+            rank, ok, value = queue.get(timeout=1.0)
         except Empty:
-            missing = sorted(set(range(world_size)) - set(results))
-            raise AssertionError(f"ranks {missing} did not finish in {timeout_s:.0f} s") from None
+            if have_ended:
+                codes = {rank: processes[rank].exitcode for rank in missing}
+                raise AssertionError(f"ranks ended without a result (rank: exit code): {codes}") from None
+            if time.monotonic() > deadline:
+                raise AssertionError(f"ranks {missing} did not finish in {timeout_s:.0f} s") from None
+            continue
         if not ok:
             raise AssertionError(f"rank {rank} failed:\n{value}")
         results[rank] = value
-    return [results[rank] for rank in range(world_size)]
+    return [results[rank] for rank in range(len(processes))]
 
 
 def _main(rank: int, world_size: int, port: int, queue: mp.Queue, target: Callable[..., object], args: tuple) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import PreTrainedModel
 
@@ -181,7 +181,13 @@ def local_shard(weight: torch.Tensor) -> torch.Tensor:
 def full_weight(weight: torch.Tensor) -> torch.Tensor:
     """The whole tensor on every rank (collective), detached."""
     detached = weight.detach()
-    return detached.full_tensor() if isinstance(detached, DTensor) else detached
+    if not isinstance(detached, DTensor):
+        return detached
+    # One axis after the other, the outer one first: torch warns of anything else.
+    for axis in range(detached.device_mesh.ndim):
+        kept = detached.placements[axis + 1 :]
+        detached = detached.redistribute(placements=[*[Replicate()] * (axis + 1), *kept])
+    return detached.to_local()
 
 
 def copy_into_shard(weight: torch.Tensor, full: torch.Tensor) -> None:

@@ -169,7 +169,6 @@ def _experts(module: Any, axis: TensorAxis) -> None:
 def _vocab_embedding(module: Any, axis: TensorAxis) -> None:
     """Each rank looks up its part of the vocabulary."""
     _check_divides(module.num_embeddings, axis, "tokens of the vocabulary")
-    _own_parameters(module, axis, {"weight": Shard(0)})
     count = module.num_embeddings // axis.size
     first = axis.rank * count
     padding = module.padding_idx
@@ -184,6 +183,7 @@ def _vocab_embedding(module: Any, axis: TensorAxis) -> None:
         return axis.leave(values * is_here[..., None])
 
     _wrap(module, look_up)
+    _own_parameters(module, axis, {"weight": Shard(0)})
 
 
 STYLES: Mapping[str, Callable[[torch.nn.Module, TensorAxis], None]] = {

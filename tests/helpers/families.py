@@ -1,0 +1,71 @@
+"""Tiny random models of the families that the parallel layouts are tested with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from nemo_rl.data.sort_digits import problems
+from nemo_rl.data.tokenizer import build_tokenizer
+
+COMMON = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def config_of(family: str) -> PretrainedConfig:
+    """Families differ in what a layout must get right: tied weights, biases, head norms, experts, layers without them."""
+    if family == "llama":
+        return LlamaConfig(**COMMON, tie_word_embeddings=False, attention_bias=True, mlp_bias=True)
+    if family == "mistral":
+        return MistralConfig(**COMMON, head_dim=8, sliding_window=None)
+    if family == "qwen2":
+        return Qwen2Config(**COMMON, tie_word_embeddings=True)
+    if family == "qwen3":
+        return Qwen3Config(**COMMON, head_dim=8, tie_word_embeddings=True)
+    return Qwen3MoeConfig(
+        **COMMON,
+        head_dim=8,
+        tie_word_embeddings=False,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+        mlp_only_layers=[0],
+    )
+
+
+def write_family(folder: Path, family: str) -> Path:
+    """Model and tokenizer as a Hugging Face folder; biases and norms are random as well."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of(family)).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 1:
+                weight.add_(torch.randn_like(weight) * 0.2)
+            elif "experts" in name or "gate.weight" in name:
+                weight.normal_(0, 0.2)
+    model.save_pretrained(str(folder))
+    corpus = [f"user\n{p.prompt}\nassistant\n{p.answer}" for p in problems(200, seed=1)]
+    build_tokenizer(corpus).save_pretrained(str(folder))
+    return folder
