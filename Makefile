@@ -14,7 +14,7 @@ CHAIN_SUM_STARTER := checkpoints/starter_chain_sum
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-fast lint types imports configs learn-sort learn-chain-sum bench-step bench-data-plane clean
+.PHONY: help demo test test-fast lint types imports configs learn-sort learn-chain-sum bench-step bench-data-plane bench-packing clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -92,6 +92,9 @@ bench-step: $(VENV)/.base $(STARTER)/config.json ## seconds and bytes per stage,
 
 bench-data-plane: $(VENV)/.dev ## the data plane against raw engines; writes results/bench_data_plane.json
 	$(BIN)/python benchmarks/data_plane.py --json results/bench_data_plane.json $(ARGS)
+
+bench-packing: $(VENV)/.base ## packing and balance over ranks, all algorithms; writes results/bench_packing.json
+	$(BIN)/python benchmarks/packing.py --seed 0 --json results/bench_packing.json $(ARGS)
 
 clean: ## remove results and caches; keeps .venv and checkpoints
 	rm -rf results .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build
