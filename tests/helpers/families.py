@@ -34,7 +34,7 @@ COMMON = {
 
 
 def config_of(family: str) -> PretrainedConfig:
-    """Families differ in what a layout must get right: tied weights, biases, head norms, experts, layers without them."""
+    """Families differ in what a layout must get right: tied weights, biases, head norms, experts and layers without."""
     if family == "llama":
         return LlamaConfig(**COMMON, tie_word_embeddings=False, attention_bias=True, mlp_bias=True)
     if family == "mistral":

@@ -1,0 +1,181 @@
+"""The same numbers in every layout: two and four ranks against one Hugging Face model. One spawn per world size."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.helpers.families import write_family
+from tests.helpers.gloo import run_ranks
+from tests.helpers.layout_jobs import Case, Outcome, load_and_step, reference, run_case, save_after_a_step
+
+LOGPROBS, RELATIVE, WEIGHTS = 2e-6, 1e-5, 2e-5
+"""Bounds: absolute of log-probabilities, relative of loss and gradient norm, absolute of weights after three steps."""
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral")
+WITH_SEQUENCE_PARALLEL = FAMILIES[:-1]
+
+
+def cases_of_two() -> list[Case]:
+    cases = []
+    for family in FAMILIES:
+        cases += [Case(family=family, batching="fixed", capacity=2), Case(family=family, tp=2)]
+        cases += [Case(family=family, cp=2), Case(family=family, tp=2, batching="padded", capacity=100)]
+    for family in WITH_SEQUENCE_PARALLEL:
+        cases.append(Case(family=family, tp=2, sp=True, batching="fixed", capacity=4))
+    for family in ("qwen3", "qwen3_moe"):
+        # One to four microbatches, recomputed ones, all ways of batching.
+        cases += [
+            Case(family=family, capacity=48),
+            Case(family=family, tp=2, sp=True, capacity=400),
+            Case(family=family, tp=2, sp=True, capacity=40, recompute=True),
+            Case(family=family, cp=2, batching="padded", capacity=60, recompute=True),
+            Case(family=family, cp=2, batching="fixed", capacity=8),
+        ]
+    return cases
+
+
+def cases_of_four() -> list[Case]:
+    cases = []
+    for family in ("qwen3", "qwen3_moe"):
+        cases += [
+            Case(family=family, tp=2),
+            Case(family=family, tp=2, cp=2),
+            Case(family=family, tp=2, cp=2, sp=True, batching="padded", capacity=100),
+        ]
+    return [*cases, Case(family="llama", tp=2, cp=2, sp=True), Case(family="qwen2", tp=2, batching="fixed", capacity=2)]
+
+
+FAULTS = (Case(family="qwen3", tp=2, fault="swap"), Case(family="qwen3", cp=2, fault="doubled"))
+SAVED = {"sharded": Case(family="qwen3"), "split": Case(family="qwen3", tp=2)}
+LOADED_BY_TWO = {"sharded": SAVED["split"], "split": SAVED["sharded"]}
+LOADED_BY_FOUR = {"sharded": Case(family="qwen3", batching="fixed", capacity=1), "split": Case(family="qwen3", tp=2)}
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    root: Path
+
+    def model(self, family: str) -> Path:
+        return self.root / family
+
+    def checkpoint(self, name: str) -> Path:
+        return self.root / "checkpoints" / name
+
+
+def two_ranks(rank: int, folders: Folders) -> dict[str, object]:
+    found: dict[str, object] = {
+        str(case): run_case(rank, 2, case, folders.model(case.family)) for case in (*cases_of_two(), *FAULTS)
+    }
+    for name, case in SAVED.items():
+        found[f"saved {name}"] = save_after_a_step(rank, 2, case, folders.model("qwen3"), folders.checkpoint(name))
+    for name, case in LOADED_BY_TWO.items():
+        found[f"loaded {name}"] = load_and_step(rank, 2, case, folders.model("qwen3"), folders.checkpoint(name))
+    return found
+
+
+def four_ranks(rank: int, folders: Folders) -> dict[str, object]:
+    found: dict[str, object] = {
+        str(case): run_case(rank, 4, case, folders.model(case.family)) for case in cases_of_four()
+    }
+    for name, case in LOADED_BY_FOUR.items():
+        found[f"loaded {name}"] = load_and_step(rank, 4, case, folders.model("qwen3"), folders.checkpoint(name))
+    return found
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    found = Folders(tmp_path_factory.mktemp("layouts"))
+    for family in FAMILIES:
+        write_family(found.model(family), family)
+    for name in SAVED:
+        found.checkpoint(name).mkdir(parents=True)
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(folders: Folders) -> object:
+    return functools.cache(lambda family: reference(folders.model(family)))
+
+
+@pytest.fixture(scope="module")
+def two(folders: Folders) -> list[dict[str, object]]:
+    return run_ranks(2, two_ranks, folders, timeout_s=400)  # type: ignore[return-value]
+
+
+@pytest.fixture(scope="module")
+def four(folders: Folders, two: object) -> list[dict[str, object]]:
+    return run_ranks(4, four_ranks, folders, timeout_s=400)  # type: ignore[return-value]
+
+
+def compare(outcomes: list[Outcome], expected: Outcome) -> None:
+    for outcome in outcomes:
+        error = np.abs(outcome.logprobs - expected.logprobs[list(outcome.rows)]).max()
+        assert error <= LOGPROBS, f"log-probabilities differ by {error:.1e}"
+        assert outcome.losses == pytest.approx(expected.losses, rel=RELATIVE)
+        assert outcome.norms == pytest.approx(expected.norms, rel=RELATIVE)
+    weights = outcomes[0].weights
+    assert weights is not None and expected.weights is not None
+    assert sorted(weights) == sorted(expected.weights)
+    for name, weight in expected.weights.items():
+        error = np.abs(weights[name] - weight).max()
+        assert error <= WEIGHTS, f"{name} differs by {error:.1e} after three steps"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", cases_of_two(), ids=str)
+def test_two_ranks_equal_hugging_face(case: Case, two: list[dict[str, object]], expected) -> None:
+    compare([rank[str(case)] for rank in two], expected(case.family))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", cases_of_four(), ids=str)
+def test_four_ranks_equal_hugging_face(case: Case, four: list[dict[str, object]], expected) -> None:
+    compare([rank[str(case)] for rank in four], expected(case.family))
+
+
+@pytest.mark.slow
+def test_the_cases_have_one_to_four_microbatches(two: list[dict[str, object]]) -> None:
+    counts = {two[0][str(case)].num_microbatches for case in cases_of_two()}
+    assert {1, 2, 3, 4} <= counts, counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FAULTS, ids=str)
+def test_a_planted_fault_fails_the_comparison(case: Case, two: list[dict[str, object]], expected) -> None:
+    outcomes = [rank[str(case)] for rank in two]
+    with pytest.raises(AssertionError):
+        compare(outcomes, expected(case.family))
+    honest = [rank[str(replace(case, fault=None))] for rank in two]
+    compare(honest, expected(case.family))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(SAVED))
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_checkpoint_continues_in_another_layout(
+    name: str, ranks: int, two: list[dict[str, object]], four: list[dict[str, object]], folders: Folders
+) -> None:
+    saved = two[0][f"saved {name}"]
+    if ranks == 1:
+        loaded = load_and_step(0, 1, SAVED["sharded"], folders.model("qwen3"), folders.checkpoint(name))
+    else:
+        loaded = {2: two, 4: four}[ranks][0][f"loaded {name}"]
+    for part in ("weights", "moments"):
+        for key, value in saved[part].items():
+            np.testing.assert_array_equal(loaded[part][key], value, err_msg=f"{part} {key}")
+    assert loaded["loss"] == pytest.approx(saved["loss"], rel=RELATIVE)
+    for key, value in saved["after"].items():
+        np.testing.assert_allclose(loaded["after"][key], value, rtol=0, atol=WEIGHTS, err_msg=key)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_split_weights_is_a_hugging_face_folder(two: object, folders: Folders) -> None:
+    model = AutoModelForCausalLM.from_pretrained(str(folders.checkpoint("split") / "weights"))
+    answer = model.generate(torch.tensor([[7, 8, 9]]), max_new_tokens=4, do_sample=False, eos_token_id=None)
+    assert answer.shape == (1, 7)
