@@ -87,6 +87,18 @@ class DTensorConfig(Section):
     """Module pattern (`model.layers.*.mlp.up_proj`) -> style (`colwise`, `rowwise`, ...); null takes the model's."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state on the CPU and move each layer to the GPU when it runs."""
+
+    @property
+    def replica_size(self) -> int:
+        """Workers that share one data-parallel shard."""
+        return self.tensor_parallel_size * self.context_parallel_size
+
+    @property
+    def length_multiple(self) -> int:
+        """What the tokens of every sequence are rounded up to: two chunks per context rank, whole tensor splits."""
+        chunks = 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
+        return chunks * (self.tensor_parallel_size if self.sequence_parallel else 1)
+
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
 

@@ -6,6 +6,7 @@ rules run, so that all problems are reported at once. Called by the loader; add 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from nemo_rl.config.base import Section
@@ -195,7 +196,7 @@ def rule_batching_keys_need_their_switch(config: MasterConfig) -> list[str]:
             switch = f"{prefix}.enabled"
             lines += would_be_ignored(section, prefix, names, switch=switch, because=f"{switch} is false")
         else:
-            multiple = policy.make_sequence_length_divisible_by
+            multiple = math.lcm(policy.make_sequence_length_divisible_by, policy.dtensor_cfg.length_multiple)
             longest = -(-policy.max_total_sequence_length // multiple) * multiple
             for name, cap in (
                 ("train_mb_tokens", section.train_mb_tokens),
@@ -211,16 +212,54 @@ def rule_batching_keys_need_their_switch(config: MasterConfig) -> list[str]:
 
 
 def rule_fixed_microbatches_divide(config: MasterConfig) -> list[str]:
-    policy, workers = config.policy, config.cluster.num_workers
+    policy = config.policy
     if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:
         return []
-    unit = workers * policy.train_micro_batch_size
+    ranks = max(1, config.cluster.num_workers // policy.dtensor_cfg.replica_size)
+    unit = ranks * policy.train_micro_batch_size
     if policy.train_global_batch_size % unit:
         return [
-            f"policy.train_global_batch_size: {policy.train_global_batch_size} does not divide into {workers} workers "
-            f"x policy.train_micro_batch_size {policy.train_micro_batch_size}; expected a multiple of {unit}, or "
-            "policy.dynamic_batching.enabled=true, which needs no such thing"
+            f"policy.train_global_batch_size: {policy.train_global_batch_size} does not divide into {ranks} "
+            f"data-parallel workers x policy.train_micro_batch_size {policy.train_micro_batch_size}; expected a "
+            f"multiple of {unit}, or policy.dynamic_batching.enabled=true, which needs no such thing"
         ]
+    return []
+
+
+def rule_parallel_sizes_divide_the_workers(config: MasterConfig) -> list[str]:
+    sizes, workers = config.policy.dtensor_cfg, config.cluster.num_workers
+    if workers % sizes.replica_size:
+        return [
+            f"policy.dtensor_cfg.tensor_parallel_size: {sizes.tensor_parallel_size} x context_parallel_size "
+            f"{sizes.context_parallel_size} does not divide {workers} workers; change cluster.cpu_workers_per_node or "
+            "cluster.gpus_per_node to a multiple"
+        ]
+    return []
+
+
+def rule_tensor_parallel_keys_need_ranks(config: MasterConfig) -> list[str]:
+    sizes = config.policy.dtensor_cfg
+    if sizes.tensor_parallel_size > 1:
+        return []
+    switch, names = "policy.dtensor_cfg.tensor_parallel_size", ("sequence_parallel", "custom_parallel_plan")
+    return would_be_ignored(sizes, "policy.dtensor_cfg", names, switch=switch, because=f"{switch} is 1")
+
+
+def rule_sequence_parallel_has_a_plan(config: MasterConfig) -> list[str]:
+    sizes = config.policy.dtensor_cfg
+    if sizes.sequence_parallel and sizes.custom_parallel_plan is not None and sizes.tensor_parallel_size > 1:
+        return [
+            "policy.dtensor_cfg.sequence_parallel: a custom_parallel_plan does not say where sequences are split and "
+            "brought together; set it to false, or leave the plan out"
+        ]
+    return []
+
+
+def rule_cpu_offload_needs_a_gpu(config: MasterConfig) -> list[str]:
+    because = "cluster.gpus_per_node is 0: everything is on the CPU already"
+    if config.cluster.gpus_per_node == 0:
+        sizes, switch = config.policy.dtensor_cfg, "cluster.gpus_per_node"
+        return would_be_ignored(sizes, "policy.dtensor_cfg", ["cpu_offload"], switch=switch, because=because)
     return []
 
 

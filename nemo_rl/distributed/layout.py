@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.policy import DTensorConfig, PolicyConfig
 from nemo_rl.errors import ConfigError
 
 __all__ = ["Coordinates", "ParallelLayout"]
@@ -90,8 +90,11 @@ class ParallelLayout:
 
     @property
     def length_multiple(self) -> int:
-        """What the tokens of every sequence are rounded up to: two chunks per context rank, whole tensor splits."""
-        return (2 * self.cp if self.cp > 1 else 1) * (self.tp if self.sequence_parallel else 1)
+        """What the tokens of every sequence are rounded up to."""
+        sizes = DTensorConfig(
+            context_parallel_size=self.cp, tensor_parallel_size=self.tp, sequence_parallel=self.sequence_parallel
+        )
+        return sizes.length_multiple
 
     def coordinates(self, rank: int) -> Coordinates:
         """Place of a rank."""

@@ -28,6 +28,30 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         ((*LOCAL, "policy.generation.num_replicas=2"), "policy.generation.num_replicas: one process holds one engine"),
         ((*LOCAL, "cluster.address=auto"), "cluster.address: 'auto' would be ignored"),
     ],
+    "rule_parallel_sizes_divide_the_workers": [
+        (("policy.dtensor_cfg.tensor_parallel_size=4",), "policy.dtensor_cfg.tensor_parallel_size: 4 x context"),
+        (("policy.dtensor_cfg.context_parallel_size=3",), "policy.dtensor_cfg.tensor_parallel_size: 1 x context"),
+    ],
+    "rule_tensor_parallel_keys_need_ranks": [
+        (("policy.dtensor_cfg.sequence_parallel=true",), "policy.dtensor_cfg.sequence_parallel: True would be"),
+        (
+            ("policy.dtensor_cfg.custom_parallel_plan={lm_head: colwise}",),
+            "policy.dtensor_cfg.custom_parallel_plan: would be ignored",
+        ),
+    ],
+    "rule_sequence_parallel_has_a_plan": [
+        (
+            (
+                "policy.dtensor_cfg.tensor_parallel_size=2",
+                "policy.dtensor_cfg.sequence_parallel=true",
+                "policy.dtensor_cfg.custom_parallel_plan={lm_head: colwise}",
+            ),
+            "policy.dtensor_cfg.sequence_parallel: a custom_parallel_plan",
+        )
+    ],
+    "rule_cpu_offload_needs_a_gpu": [
+        (("policy.dtensor_cfg.cpu_offload=true",), "policy.dtensor_cfg.cpu_offload: True")
+    ],
     "rule_engines_share_gpus_with_workers": [
         (
             ("~cluster.cpu_workers_per_node", "cluster.gpus_per_node=1", "policy.generation.num_replicas=2"),
