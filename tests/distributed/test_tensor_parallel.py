@@ -1,0 +1,214 @@
+"""Collectives with gradients, logits split over the vocabulary, and layouts that a model cannot run in: two ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import MistralConfig, MistralForCausalLM
+
+from nemo_rl.config.policy import DTensorConfig, SequencePackingConfig
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.differentiable import copy_to, gather_along, reduce_from, scatter_along
+from nemo_rl.errors import ConfigError
+from nemo_rl.models import logprobs
+from nemo_rl.models.dtensor.tensor_plans import plan_of
+from nemo_rl.models.logprobs import SamplingView, VocabShard, token_logprobs
+from tests.helpers.families import COMMON, write_family
+from tests.helpers.gloo import run_ranks
+from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker
+
+RANKS = 2
+VIEWS = {
+    "plain": SamplingView(temperature=0.7),
+    "top_k": SamplingView(top_k=5),
+    "top_p": SamplingView(temperature=1.3, top_p=0.6),
+}
+
+
+def numbers(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _adjoints(rank: int) -> dict[str, float]:
+    """For each function: the error of its gradient against that of the same computation on one rank."""
+    weight = numbers(3, 4, seed=9)
+    group = dist.group.WORLD
+    errors = {}
+    # Every rank holds the same x and uses it for its own part of the loss.
+    x = numbers(3, 4, seed=1).requires_grad_()
+    (copy_to(x, group) * weight * (rank + 1)).sum().backward()
+    errors["copy_to"] = float((x.grad - weight * 3).abs().max())
+    # The sum of the ranks' parts is used by all alike.
+    x = numbers(3, 4, seed=rank).requires_grad_()
+    (reduce_from(x, group).square() * weight).sum().backward()
+    total = numbers(3, 4, seed=0) + numbers(3, 4, seed=1)
+    errors["reduce_from"] = float((x.grad - 2 * total * weight).abs().max())
+    # All values side by side, each rank using the whole for its own part.
+    x = numbers(3, 2, seed=rank).requires_grad_()
+    whole = gather_along(x, group, dim=1)
+    (whole * weight * (rank + 1)).sum().backward()
+    expected = torch.cat([numbers(3, 2, seed=0), numbers(3, 2, seed=1)], dim=1)
+    errors["gather_along"] = float((x.grad - 3 * weight[:, 2 * rank : 2 * rank + 2]).abs().max())
+    errors["gather_along's value"] = float((whole - expected).abs().max())
+    # Each rank keeps its slice of the sum, and the loss is the sum of what the ranks make of their slices.
+    x = numbers(3, 4, seed=rank).requires_grad_()
+    mine = scatter_along(x, group, dim=1)
+    (mine * weight[:, 2 * rank : 2 * rank + 2] * (rank + 1)).sum().backward()
+    scaled = torch.cat([weight[:, :2], weight[:, 2:] * 2], dim=1)
+    errors["scatter_along"] = float((x.grad - scaled).abs().max())
+    errors["scatter_along's value"] = float((mine - total[:, 2 * rank : 2 * rank + 2]).abs().max())
+    return errors
+
+
+def _split_logprobs(rank: int) -> dict[str, tuple[float, float]]:
+    """Errors of values and gradients against whole logits, across chunk borders."""
+    logprobs.CHUNK_ELEMENTS = 64
+    logits = numbers(11, 20, seed=3).float() * 3
+    targets = torch.randint(0, 20, (11,), generator=torch.Generator().manual_seed(4))
+    out = numbers(11, seed=5).float()
+    errors = {}
+    for name, view in VIEWS.items():
+        whole = logits.clone().requires_grad_()
+        expected = token_logprobs(whole, targets, view=view)
+        (expected * out).sum().backward()
+        mine = logits[:, rank * 10 : rank * 10 + 10].clone().requires_grad_()
+        shard = VocabShard(group=dist.group.WORLD, first=rank * 10)
+        found = token_logprobs(mine, targets, view=view, shard=shard)
+        (found * out).sum().backward()
+        gradient = whole.grad[:, rank * 10 : rank * 10 + 10]
+        errors[name] = (float((found - expected).detach().abs().max()), float((mine.grad - gradient).abs().max()))
+    return errors
+
+
+def _refusals(rank: int, folders: dict[str, Path]) -> dict[str, str]:
+    found = {}
+    for name, (folder, changes) in {
+        "heads": ("qwen3", {"tensor_parallel_size": 2, "custom_parallel_plan": {"model.layers.*.nothing": "colwise"}}),
+        "style": ("qwen3", {"tensor_parallel_size": 2, "custom_parallel_plan": {"lm_head": "diagonal"}}),
+        "tied": ("qwen3", {"tensor_parallel_size": 2, "custom_parallel_plan": {"lm_head": "colwise"}}),
+        "window": ("window", {"context_parallel_size": 2}),
+        "sequence": ("mistral", {"tensor_parallel_size": 2, "sequence_parallel": True}),
+    }.items():
+        with pytest.raises(ConfigError) as caught:
+            tiny_worker(tiny_policy(folders[folder], dtensor_cfg=DTensorConfig(**changes)), rank=rank, world_size=2)
+        found[name] = str(caught.value)
+    return found
+
+
+def _custom_plan(rank: int, folder: Path) -> float:
+    """A user's plan for the MLPs alone gives the same log-probabilities as no plan."""
+    plan = {f"model.layers.*.mlp.{name}": "colwise" for name in ("gate_proj", "up_proj")}
+    plan["model.layers.*.mlp.down_proj"] = "rowwise"
+    batch = _rows()
+    values = []
+    for sizes in (DTensorConfig(), DTensorConfig(tensor_parallel_size=2, custom_parallel_plan=plan)):
+        worker = tiny_worker(tiny_policy(folder, dtensor_cfg=sizes), rank=rank, world_size=2)
+        values.append(worker.get_logprobs(batch))
+        values.append(worker.get_topk_logits(batch, k=3)[0])
+        worker.shutdown()
+    return max(float((values[i] - values[i + 2]).abs().max()) for i in range(2))
+
+
+def _top_k(rank: int, folder: Path) -> float:
+    """The largest logits are the same in a layout that splits the vocabulary and the sequences."""
+    batch, values = _rows(), []
+    for sizes in (
+        DTensorConfig(),
+        DTensorConfig(tensor_parallel_size=2, sequence_parallel=True),
+        DTensorConfig(context_parallel_size=2),
+    ):
+        worker = tiny_worker(tiny_policy(folder, dtensor_cfg=sizes), rank=rank, world_size=2)
+        values.append(worker.get_topk_logits(batch, k=3)[0])
+        worker.shutdown()
+    return max(float((value - values[0]).abs().max()) for value in values)
+
+
+def _rows() -> BatchedDataDict:
+    batch = tiny_batch(4)
+    del batch["token_mask"]
+    return batch
+
+
+def two_ranks(rank: int, folders: dict[str, Path]) -> dict[str, object]:
+    return {
+        "adjoints": _adjoints(rank),
+        "logprobs": _split_logprobs(rank),
+        "refusals": _refusals(rank, folders),
+        "custom": _custom_plan(rank, folders["qwen3"]),
+        "top_k": _top_k(rank, folders["qwen3"]),
+    }
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("families")
+    found = {family: write_family(root / family, family) for family in ("qwen3", "mistral")}
+    found["window"] = write_family(root / "window", "mistral")
+    MistralForCausalLM(MistralConfig(**COMMON, head_dim=8, sliding_window=16)).save_pretrained(str(found["window"]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes(folders: dict[str, Path]) -> list[dict[str, object]]:
+    return run_ranks(RANKS, two_ranks, folders, timeout_s=180)  # type: ignore[return-value]
+
+
+@pytest.mark.slow
+def test_every_collective_has_the_gradient_of_its_use(outcomes) -> None:
+    for outcome in outcomes:
+        assert max(outcome["adjoints"].values()) < 1e-12, outcome["adjoints"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("view", VIEWS)
+def test_split_logits_give_whole_logprobs(view: str, outcomes) -> None:
+    for outcome in outcomes:
+        value, gradient = outcome["logprobs"][view]
+        assert value < 2e-6 and gradient < 2e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("heads", "'model.layers.*.nothing' matches no module of Qwen3ForCausalLM"),
+        ("style", "'lm_head': unknown style 'diagonal'; known are"),
+        ("tied", "are one tensor, but are split as"),
+        ("window", "'mistral' attends within a window of 16 tokens, which neither packing nor context"),
+        ("sequence", "policy.dtensor_cfg.sequence_parallel: 'mistral' has no plan for it"),
+    ],
+)
+def test_what_a_model_cannot_do_is_refused_on_every_rank(name: str, text: str, outcomes) -> None:
+    for outcome in outcomes:
+        assert text in outcome["refusals"][name]
+
+
+@pytest.mark.slow
+def test_a_users_plan_gives_the_same_numbers(outcomes) -> None:
+    for outcome in outcomes:
+        assert outcome["custom"] < 2e-5
+
+
+@pytest.mark.slow
+def test_the_largest_logits_do_not_depend_on_the_layout(outcomes) -> None:
+    for outcome in outcomes:
+        assert outcome["top_k"] < 2e-5
+
+
+def test_a_window_and_packing_exclude_each_other(folders: dict[str, Path]) -> None:
+    config = tiny_policy(folders["window"], sequence_packing=SequencePackingConfig(enabled=True))
+    with pytest.raises(ConfigError, match="sequence_packing.enabled: 'mistral' attends within a window of 16"):
+        tiny_worker(config)
+    # Padded rows keep the model's own attention.
+    worker = tiny_worker(tiny_policy(folders["window"]))
+    assert worker.get_logprobs(_rows()).isfinite().all()
+    worker.shutdown()
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    model = MistralForCausalLM(MistralConfig(**COMMON, head_dim=8))
+    with pytest.raises(ConfigError, match="num_attention_heads=4 of 'mistral' does not divide by 3"):
+        plan_of(model, custom=None, tp=3, sequence_parallel=False)

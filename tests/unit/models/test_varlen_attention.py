@@ -1,0 +1,72 @@
+"""Attention over sequences in one row: no leak, one call per sequence, and the bookkeeping of the zigzag split."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from nemo_rl.models.varlen_attention import ATTENTION_NAME, Segments, varlen_attention
+from tests.helpers.tiny_model import tiny_model
+
+LENGTHS = (5, 1, 9)
+MODULE = torch.nn.Module()
+
+
+def heads(total: int, count: int) -> torch.Tensor:
+    return torch.randn(1, count, total, 8, generator=torch.Generator().manual_seed(count), dtype=torch.float64)
+
+
+def test_each_sequence_is_attended_by_itself() -> None:
+    query, key, value = heads(15, 4), heads(15, 2), heads(15, 2) + 1
+    found, _ = varlen_attention(MODULE, query, key, value, None, scaling=0.5, segments=Segments(lengths=LENGTHS))
+    parts = []
+    for q, k, v in zip(*(tensor.split(LENGTHS, dim=2) for tensor in (query, key, value)), strict=True):
+        whole_k, whole_v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
+        parts.append(scaled_dot_product_attention(q, whole_k, whole_v, is_causal=True, scale=0.5))
+    torch.testing.assert_close(found, torch.cat(parts, dim=2).transpose(1, 2))
+
+
+@pytest.mark.parametrize("mode", ["eval", "train", "recomputed"])
+def test_nothing_leaks_between_the_sequences_of_a_pack(mode: str) -> None:
+    model = tiny_model()
+    model.set_attn_implementation(ATTENTION_NAME)
+    model.train(mode != "eval")
+    if mode == "recomputed":
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    ids = torch.randint(7, 300, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(0))
+    others = ids.clone()
+    others[0, :6] = others[0, :6] + 1
+    others[0, -1] = 7
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    kwargs = {"position_ids": positions, "use_cache": False, "segments": Segments(lengths=LENGTHS)}
+    with torch.no_grad():
+        first, second = model(ids, **kwargs).logits, model(others, **kwargs).logits
+        alone = model(ids[:, 6:14], use_cache=False).logits
+    assert torch.equal(first[0, 6:14], second[0, 6:14])
+    assert not torch.equal(first[0, :6], second[0, :6])
+    torch.testing.assert_close(first[:, 6:14], alone, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_ranks_share_every_sequence_evenly(cp_size: int) -> None:
+    lengths = (8, 16) if cp_size < 4 else (8, 24)
+    ranks = [Segments(lengths=lengths, cp_size=cp_size, cp_rank=rank) for rank in range(cp_size)]
+    held = [segments.local_positions() for segments in ranks]
+    assert torch.cat(held).sort().values.tolist() == list(range(sum(lengths)))
+    side_by_side = torch.cat(held)
+    assert side_by_side[ranks[0].restore_order()].tolist() == list(range(sum(lengths)))
+    # The causal work of a rank is the number of keys that its queries see.
+    starts = torch.tensor([0] * lengths[0] + [lengths[0]] * lengths[1])
+    work = {int((positions - starts[positions] + 1).sum()) for positions in held}
+    assert len(work) == 1, work
+
+
+def test_a_sequence_that_cannot_be_split_is_refused() -> None:
+    with pytest.raises(ValueError, match="a sequence of 6 tokens does not divide into 4 chunks"):
+        Segments(lengths=(8, 6), cp_size=2)
+
+
+def test_a_mask_is_refused() -> None:
+    with pytest.raises(ValueError, match="attention_mask: expected None"):
+        varlen_attention(MODULE, heads(3, 4), heads(3, 2), heads(3, 2), torch.ones(1, 3))
