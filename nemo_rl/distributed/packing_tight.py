@@ -12,8 +12,8 @@ from nemo_rl.distributed.packing_bins import Bins
 
 __all__ = ["exact_bins", "repair", "tight_bins"]
 
-EXACT_NODES = 20_000
-"""Placements that the exact search tries, about 20 ms; small inputs need far fewer."""
+EXACT_WORK = 200_000
+"""Bins that the exact search looks at before it gives up, within 0.1 s; small inputs need far fewer."""
 PAIR_WINDOW = 40
 """Tokens below a full bin that `tight_bins` searches for pairs."""
 MOST_LOOKED_AT = 64
@@ -126,7 +126,7 @@ class _Sizes:
 
 def exact_bins(order: Sequence[int], sizes: Sequence[int], count: int, capacity: int) -> Bins | None:
     """A packing into at most `count` bins by depth-first search; None when there is none, or none was found within
-    `EXACT_NODES` placements.
+    `EXACT_WORK`.
 
     Longest row first; bins with the same room are tried once, and a branch ends when the rows left exceed the room.
     """
@@ -137,7 +137,7 @@ def exact_bins(order: Sequence[int], sizes: Sequence[int], count: int, capacity:
         total[depth] = total[depth + 1] + sizes[order[depth]]
     # An own stack, for Python's would end at 1000 rows: per depth the bins left to try.
     choices: list[list[int]] = [[]]
-    depth, nodes = 0, 0
+    depth, placements_left = 0, EXACT_WORK // max(count, 1)
     if order and total[0] <= count * capacity:
         choices[0] = _choices(room, sizes[order[0]])
     while depth >= 0:
@@ -151,8 +151,8 @@ def exact_bins(order: Sequence[int], sizes: Sequence[int], count: int, capacity:
                 bins[index].pop()
                 room[index] += sizes[order[depth]]
             continue
-        nodes += 1
-        if nodes > EXACT_NODES:
+        placements_left -= 1
+        if placements_left < 0:
             return None
         index = choices[depth][-1]
         bins[index].append(order[depth])
