@@ -1,0 +1,254 @@
+"""A replica group of two tensor-parallel workers without actors: steps over several stores, then planted failures."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import ray
+import torch
+import torch.distributed as dist
+
+from nemo_rl.algorithms.loss_functions import ClippedPGLoss
+from nemo_rl.config.data_plane import DataPlaneConfig, FetchPolicy
+from nemo_rl.config.policy import DTensorConfig
+from nemo_rl.config.schema import LossConfig
+from nemo_rl.data_plane.column_io import kv_first_write, read_columns, write_columns
+from nemo_rl.data_plane.factory import build_data_plane_client
+from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from nemo_rl.data_plane.preshard import shard_meta_for_dp
+from nemo_rl.data_plane.schema import LP_SEED_FIELDS
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.collectives import RankSpec, destroy_process_group
+from nemo_rl.distributed.packing import plan_padded
+from nemo_rl.models.policy.interfaces import LossOutput, LossScale
+from nemo_rl.models.policy.workers.launch import DTensorTQWorker, WorkerSpec, build_policy_worker
+from tests.helpers.tiny_model import tiny_batch, tiny_policy
+
+ROWS = 8
+GIB = 1 << 30
+WRITTEN = ("input_ids", "input_lengths", "token_mask", "sample_mask", "generation_logprobs")
+TRAINED = (*WRITTEN, "prev_logprobs", "advantages")
+LOSS = ClippedPGLoss(config=LossConfig(reference_policy_kl_penalty=0.0))
+
+
+@dataclass(frozen=True)
+class Plane:
+    """One step's store and how the workers read it."""
+
+    impl: str
+    fetch_policy: FetchPolicy = "auto"
+    cache_bytes: int = GIB
+
+
+PLANES: dict[str, Plane] = {
+    "noop": Plane("noop"),
+    "noop, nothing kept": Plane("noop", "leader_broadcast", 0),
+    "transfer_queue": Plane("transfer_queue", "leader_broadcast"),
+    "transfer_queue, nothing kept": Plane("transfer_queue", "auto", 0),
+    "shm, each for itself": Plane("shm", "independent"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What one rank saw in one step."""
+
+    fetched: dict[str, str]
+    """Digest of each column before training."""
+    logprobs: dict[str, list[float]]
+    """As stored; read by rank 0 only."""
+    puts: int | None
+    """Writes of this rank's client in the log-probability stage; None without a client."""
+    sample_mask: list[float]
+    """As trained on, after the driver has rewritten it."""
+    refetched: set[str]
+    """Fields that this rank's client moved after the log-probability stage."""
+
+
+def rows() -> BatchedDataDict:
+    batch = tiny_batch(ROWS)
+    made = BatchedDataDict({name: batch[name] for name in WRITTEN})
+    made["input_lengths"] = made.tensor("input_lengths").to(torch.int32)
+    return made
+
+
+def start(rank: int, folder: str, port: int) -> DTensorTQWorker:
+    policy = tiny_policy(folder, dtensor_cfg=DTensorConfig(tensor_parallel_size=2))
+    spec = RankSpec(rank=rank, world_size=2, master_port=port)
+    return build_policy_worker(WorkerSpec(policy=policy, rank=spec, num_steps=4, keep_reference=False, seed=0))
+
+
+def share(value: object) -> object:
+    """Rank 0's value on every rank: what the driver would send."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def open_store(rank: int, plane: Plane, stack: ExitStack) -> tuple[DataPlaneClient | None, object, KVBatchMeta]:
+    """The driver's part, played by rank 0: store, rows, a plan for one shard."""
+    client, made = None, None
+    if rank == 0:
+        name = hashlib.sha1(repr(plane).encode()).hexdigest()[:8]
+        config = DataPlaneConfig(impl=plane.impl, ledger_host="socket" if plane.impl == "shm" else None)
+        client = build_data_plane_client(config, run_id=f"replica{name}", role="owner")
+        stack.callback(client.close)
+        client.register_partition("train", TRAINED, ROWS, ["train"])
+        meta = kv_first_write(client, rows(), [f"u{i}_g0" for i in range(ROWS)], partition_id="train")
+        made = client.address, sharded(meta)
+    address, meta = share(made)
+    return client, address, meta
+
+
+def sharded(meta: KVBatchMeta) -> KVBatchMeta:
+    plan = plan_padded(meta.sequence_lengths, capacity=64, dp_world=1)
+    return shard_meta_for_dp(meta, plan)[0]
+
+
+def one_step(worker: DTensorTQWorker, plane: Plane) -> StepReport:
+    rank = worker.rank
+    with ExitStack() as stack:
+        client, address, meta = open_store(rank, plane, stack)
+        worker.setup_data_plane(address, fetch_policy=plane.fetch_policy, cache_bytes=plane.cache_bytes)
+        stack.callback(worker.close_data_plane)
+        before = worker._fetch(meta, LP_SEED_FIELDS)
+        worker.prepare_for_lp_inference()
+        done = worker.get_logprobs_presharded(meta)
+        puts = operations(worker, "prev_logprobs").get("kv_batch_put", {"count": 0})["count"]
+        has_client = worker._client is not None
+        logprobs = read_columns(client, done, ("prev_logprobs",)).tensor("prev_logprobs") if client else None
+        rewritten = {"sample_mask": torch.arange(ROWS) / 8.0, "advantages": torch.arange(ROWS) - 3.5}
+        meta = share(write_columns(client, done, rewritten) if client else None)
+        if has_client:
+            worker.data_plane_snapshot()
+        batch = worker._fetch(meta, TRAINED)
+        snapshot = worker.data_plane_snapshot()
+        worker.prepare_for_training()
+        worker.train_presharded(meta, LOSS, fields=TRAINED)
+        worker.end_step()
+        dist.barrier()
+        return StepReport(
+            fetched={name: digest(value) for name, value in before.items()},
+            logprobs=dict(zip(done.keys, logprobs.tolist(), strict=True)) if logprobs is not None else {},
+            puts=puts if has_client else None,
+            sample_mask=batch.tensor("sample_mask").tolist(),
+            refetched=set(snapshot["field_bytes"]) if snapshot is not None else set(),
+        )
+
+
+def operations(worker: DTensorTQWorker, stage: str) -> Mapping[str, Mapping[str, int]]:
+    return worker.client.snapshot()["stages"].get(stage, {}) if worker._client is not None else {}
+
+
+def digest(column: object) -> str:
+    if isinstance(column, torch.Tensor):
+        raw = f"{column.dtype}{list(column.shape)}".encode() + column.contiguous().view(torch.uint8).numpy().tobytes()
+        return hashlib.sha256(raw).hexdigest()
+    return repr(column)
+
+
+def steps_over_every_plane(rank: int, folder: str, port: int) -> dict[str, StepReport]:
+    """One worker per rank, fresh rows and weights of the start in each step."""
+    destroy_process_group()
+    if rank == 0:
+        ray.init(address="local", num_cpus=3, include_dashboard=False, _node_ip_address="127.0.0.1")
+    worker = start(rank, folder, port)
+    weights = [shard.clone() for shard in worker._shards()]
+    reports = {}
+    for name, plane in PLANES.items():
+        worker._write_shards(weights)
+        reports[name] = one_step(worker, plane)
+    worker.shutdown()
+    if rank == 0:
+        ray.shutdown()
+    return reports
+
+
+# Planted failures, each in a job of its own.
+
+
+@dataclass(frozen=True)
+class FailsOnRankOne:
+    """The loss of rank 1 raises, after collectives of the forward pass and before those of the backward pass."""
+
+    input_fields: tuple[str, ...] = LOSS.input_fields
+
+    def __call__(
+        self, token_logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor], *, scale: LossScale
+    ) -> LossOutput:
+        if dist.get_rank() == 1:
+            raise ValueError("planted in the loss")
+        return LOSS(token_logprobs, batch, scale=scale)
+
+
+def in_the_fetch(worker: DTensorTQWorker, meta: KVBatchMeta) -> None:
+    unknown = KVBatchMeta(partition_id="train", keys=("nobody_g0",), sequence_lengths=(9,))
+    worker.get_logprobs_presharded(sharded(unknown))
+
+
+def between_collectives(worker: DTensorTQWorker, meta: KVBatchMeta) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("planted in the forward pass")
+
+    if worker.rank == 1:
+        worker._model.hf.model.layers[1].mlp.register_forward_pre_hook(fail)
+    worker.get_logprobs_presharded(meta)
+
+
+def in_the_loss(worker: DTensorTQWorker, meta: KVBatchMeta) -> None:
+    columns = {"prev_logprobs": torch.zeros(ROWS, meta.pack.pad_to), "advantages": torch.ones(ROWS)}
+    meta = share(write_columns(worker.client, meta, columns) if worker.rank == 0 else None)
+    worker.prepare_for_training()
+    worker.train_presharded(meta, FailsOnRankOne(), fields=TRAINED)
+
+
+def in_the_write_back(worker: DTensorTQWorker, meta: KVBatchMeta) -> None:
+    """Only rank 0 writes, and the partition has no such column; rank 1 has gone on to the next stage."""
+    narrow = None
+    if worker.rank == 0:
+        worker.client.register_partition("narrow", WRITTEN, ROWS, ["train"])
+        narrow = sharded(kv_first_write(worker.client, rows(), meta.keys, partition_id="narrow"))
+    narrow = share(narrow)
+    worker.get_logprobs_presharded(narrow)
+    worker.get_logprobs_presharded(narrow)
+
+
+def in_the_plan(worker: DTensorTQWorker, meta: KVBatchMeta) -> None:
+    """Rank 1's plan has lost the order of its microbatches on the way."""
+    if worker.rank == 1:
+        assert meta.pack is not None
+        turned = (tuple(reversed(meta.pack.microbatches[0])),)
+        meta = meta.with_pack(replace(meta.pack, microbatches=turned))
+    worker.get_logprobs_presharded(meta)
+
+
+PLANTS: dict[str, Callable[[DTensorTQWorker, KVBatchMeta], None]] = {
+    plant.__name__: plant for plant in (in_the_fetch, between_collectives, in_the_loss, in_the_write_back, in_the_plan)
+}
+
+
+def planted_failures(rank: int, folder: str, ports: list[int]) -> dict[str, tuple[str, str, float]]:
+    """Kind, text and seconds of what this rank raised."""
+    destroy_process_group()
+    return {name: planted(rank, folder, port, plant) for port, (name, plant) in zip(ports, PLANTS.items(), strict=True)}
+
+
+def planted(
+    rank: int, folder: str, port: int, plant: Callable[[DTensorTQWorker, KVBatchMeta], None]
+) -> tuple[str, str, float]:
+    worker = start(rank, folder, port)
+    with ExitStack() as stack:
+        stack.callback(worker.shutdown)
+        _, address, meta = open_store(rank, PLANES["noop"], stack)
+        worker.setup_data_plane(address, cache_bytes=GIB)
+        worker.prepare_for_lp_inference()
+        started = time.monotonic()
+        try:
+            plant(worker, meta)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the test looks at it
+            return type(error).__name__, str(error), time.monotonic() - started
+    raise AssertionError(f"rank {rank}: {plant.__name__} went on")
