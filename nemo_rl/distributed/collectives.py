@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -28,6 +28,7 @@ __all__ = [
     "destroy_process_group",
     "init_process_group",
     "job_store",
+    "new_group",
     "replica_group_of",
 ]
 
@@ -122,10 +123,22 @@ def replica_group_of(rank: int, buckets: list[list[int]]) -> dist.ProcessGroup |
     for ranks in buckets:
         if len(ranks) < 2:
             continue
-        group = dist.new_group(ranks)
+        group = new_group(ranks)
         if rank in ranks:
             mine = group
     return mine
+
+
+def new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """(collective over all ranks of the job) A group with the deadline of the default one; None for ranks outside.
+
+    torch would give it half an hour, whatever the default group has.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "initialise the default process group first"
+    deadline = world._get_backend(torch.device("cpu")).options._timeout
+    group = dist.new_group(list(ranks), timeout=deadline)
+    return group if isinstance(group, dist.ProcessGroup) else None
 
 
 def broadcast_from_leader(fetch: Callable[[], Fields], *, group: dist.ProcessGroup | None, leader: int) -> Fields:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from nemo_rl.distributed.collectives import new_group
 from nemo_rl.distributed.layout import Coordinates, ParallelLayout
 
 __all__ = ["ParallelGroups"]
@@ -60,9 +61,9 @@ def _group(rank: int, buckets: list[list[int]]) -> dist.ProcessGroup:
     """This rank's bucket as a group; meshes want one even where a rank is alone."""
     if len(buckets) == 1:
         return _world()
-    mine = [dist.new_group(ranks) for ranks in buckets][[rank in ranks for ranks in buckets].index(True)]
-    assert isinstance(mine, dist.ProcessGroup)
-    return mine
+    mine = [group for ranks in buckets if (group := new_group(ranks)) is not None]
+    assert len(mine) == 1, f"rank {rank} is in {len(mine)} of {buckets}"
+    return mine[0]
 
 
 def _world() -> dist.ProcessGroup:

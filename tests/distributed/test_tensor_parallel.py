@@ -12,12 +12,14 @@ from transformers import MistralConfig, MistralForCausalLM
 from nemo_rl.config.policy import DTensorConfig, SequencePackingConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.differentiable import copy_to, gather_along, reduce_from, scatter_along
+from nemo_rl.distributed.layout import ParallelLayout
+from nemo_rl.distributed.parallel_groups import ParallelGroups
 from nemo_rl.errors import ConfigError
 from nemo_rl.models import logprobs
 from nemo_rl.models.dtensor.tensor_plans import plan_of
 from nemo_rl.models.logprobs import SamplingView, VocabShard, token_logprobs
 from tests.helpers.families import COMMON, write_family
-from tests.helpers.gloo import run_ranks
+from tests.helpers.gloo import COLLECTIVE_TIMEOUT_S, run_ranks
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker
 
 RANKS = 2
@@ -132,9 +134,19 @@ def _rows() -> BatchedDataDict:
     return batch
 
 
+def _deadlines(rank: int) -> set[float]:
+    """Of every group of a layout, in seconds."""
+    groups = ParallelGroups.build(ParallelLayout.of(2, tp=2), rank=rank, device=torch.device("cpu"))
+    other = ParallelGroups.build(ParallelLayout.of(2, cp=2), rank=rank, device=torch.device("cpu"))
+    assert groups.tensor_mesh is not None and other.context is not None
+    found = [groups.tensor_mesh.get_group(), groups.fsdp_mesh.get_group(), other.context]
+    return {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in found}
+
+
 def two_ranks(rank: int, folders: dict[str, Path]) -> dict[str, object]:
     return {
         "adjoints": _adjoints(rank),
+        "deadlines": _deadlines(rank),
         "logprobs": _split_logprobs(rank),
         "refusals": _refusals(rank, folders),
         "custom": _custom_plan(rank, folders["qwen3"]),
@@ -160,6 +172,12 @@ def outcomes(folders: dict[str, Path]) -> list[dict[str, object]]:
 def test_every_collective_has_the_gradient_of_its_use(outcomes) -> None:
     for outcome in outcomes:
         assert max(outcome["adjoints"].values()) < 1e-12, outcome["adjoints"]
+
+
+@pytest.mark.slow
+def test_every_group_has_the_deadline_of_the_job(outcomes) -> None:
+    for outcome in outcomes:
+        assert outcome["deadlines"] == {COLLECTIVE_TIMEOUT_S}
 
 
 @pytest.mark.slow
