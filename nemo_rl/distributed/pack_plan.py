@@ -1,6 +1,6 @@
 """`PackPlan`: which rows form which microbatch on which data-parallel rank, and what that costs.
 
-Made by `packing`, sent to the workers, who check its digest and follow it. Invariant: every rank has the same number
+Made by `packing`, sent to the workers, who compare its digests (`plan_check`) and follow it. Invariant: every rank has the same number
 of microbatches in every global batch.
 """
 
@@ -10,8 +10,6 @@ import hashlib
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-
-from nemo_rl.errors import SchemaMismatch
 
 __all__ = ["PackLoad", "PackPlan"]
 
@@ -121,20 +119,6 @@ class PackPlan:
                 numbers.append(len(microbatch))
                 numbers.extend(microbatch)
         return hashlib.sha256(numbers.tobytes()).digest()[:DIGEST_BYTES].hex()
-
-    def verify(self) -> None:
-        """That this view still is what the driver made.
-
-        Raises:
-            SchemaMismatch: it was never sealed by `for_rank`, or it changed since.
-        """
-        found = self.digest()
-        if found != self.sealed_digest:
-            raise SchemaMismatch(
-                f"pack plan of {sum(map(len, self.microbatches))} microbatches in steps {self.steps}, width "
-                f"{self.pad_to}: expected digest {self.sealed_digest or 'of a view made by PackPlan.for_rank'!r}, got "
-                f"{found!r}; a worker follows the driver's plan and never makes its own"
-            )
 
     def _view(self, rank: int, whole_digest: str) -> PackPlan:
         local: list[tuple[int, ...]] = []
