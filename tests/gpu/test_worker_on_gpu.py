@@ -1,19 +1,26 @@
-"""The DTensor worker and the embedded engine on a CUDA device."""
+"""The DTensor worker and the embedded engine on a CUDA device: the CPU's numbers, states, speed."""
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from nemo_rl.algorithms.loss_functions import ClippedPGLoss
+from nemo_rl.config.policy import DTensorConfig, SequencePackingConfig
 from nemo_rl.config.schema import LossConfig
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.packing import PackPlan, plan_packs
 from nemo_rl.models.dtensor.parallelize import local_shard
 from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine import TorchEngine
 from nemo_rl.models.loading import load_causal_lm
 from nemo_rl.models.policy.workers.dtensor_policy_worker import DTensorPolicyWorker
+from tests.helpers.families import write_family
 from tests.helpers.hf_reference import hf_logprobs, hf_train_step
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, write_tiny_folder
 
@@ -25,9 +32,10 @@ pytestmark = [
 LOSS = ClippedPGLoss(config=LossConfig())
 DEVICE = "cuda"
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.0}
+PACKING = SequencePackingConfig(enabled=True)
 
 
-def _worker(folder: Path, **changes: object) -> DTensorPolicyWorker:
+def _worker(folder: Path, *, device: str = DEVICE, **changes: object) -> DTensorPolicyWorker:
     config = tiny_policy(folder, **changes)
     return DTensorPolicyWorker(
         config,
@@ -37,7 +45,7 @@ def _worker(folder: Path, **changes: object) -> DTensorPolicyWorker:
         collective_timeout_s=60.0,
         seed=0,
         keep_reference=True,
-        device=DEVICE,
+        device=device,
     )
 
 
@@ -56,11 +64,72 @@ def test_a_training_step_equals_the_cpu_reference(folder: Path, precision: str, 
     worker.shutdown()
 
 
+def _plan(batch: BatchedDataDict, *, packed: bool) -> PackPlan:
+    lengths = batch.tensor("input_lengths").tolist()
+    plan = plan_packs(lengths, capacity=64, dp_world=1)
+    return plan.for_rank(0) if packed else replace(plan, packed=False).for_rank(0)
+
+
+Outcome = tuple[list[float], list[float], torch.Tensor, dict[str, torch.Tensor]]
+
+
+def _three_steps(folder: Path, *, device: str, packed: bool) -> Outcome:
+    """Losses, gradient norms, the last log-probabilities and weights."""
+    worker = _worker(folder, device=device, sequence_packing=PACKING if packed else SequencePackingConfig())
+    batch = tiny_batch(8)
+    plan = _plan(batch, packed=packed) if packed else None
+    results = [worker.train(batch, LOSS, plan=plan, mbs=None if packed else 4) for _ in range(3)]
+    logprobs, weights = worker.get_logprobs(batch, plan=plan), dict(worker.export_weights())
+    worker.shutdown()
+    return [r.loss[0] for r in results], [r.grad_norm[0] for r in results], logprobs, weights
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2", "qwen3_moe"])
+def test_three_steps_of_adamw_equal_those_on_the_cpu(tmp_path: Path, family: str, packed: bool) -> None:
+    folder = write_family(tmp_path / family, family)
+    losses, norms, logprobs, weights = _three_steps(folder, device=DEVICE, packed=packed)
+    cpu_losses, cpu_norms, cpu_logprobs, cpu_weights = _three_steps(folder, device="cpu", packed=packed)
+    assert losses == pytest.approx(cpu_losses, rel=1e-4, abs=1e-6)
+    assert norms == pytest.approx(cpu_norms, rel=1e-3)
+    torch.testing.assert_close(logprobs, cpu_logprobs, rtol=0, atol=2e-3)
+    for name, weight in weights.items():
+        # AdamW divides by the gradient's size, so an element whose gradient is all rounding may move the other way;
+        # nearly all of them agree to far below a step of 1e-3.
+        gap = (weight - cpu_weights[name]).abs()
+        assert float(gap.max()) <= 6e-3 and float(gap.mean()) <= 2e-5, name
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_bfloat16_logprobs_are_near_those_of_float32(folder: Path, packed: bool) -> None:
+    """Packed rows take flash attention where its package is installed; this says which one ran."""
+    batch = tiny_batch(8)
+    outcomes = []
+    for precision in ("float32", "bfloat16"):
+        worker = _worker(folder, precision=precision, sequence_packing=PACKING if packed else SequencePackingConfig())
+        outcomes.append(worker.get_logprobs(batch, plan=_plan(batch, packed=True) if packed else None))
+        worker.shutdown()
+    gap = (outcomes[0] - outcomes[1]).abs()
+    print(f"\nbfloat16 against float32, packed={packed}: mean {gap.mean():.4f}, max {gap.max():.4f}")
+    assert float(gap.mean()) < 0.05 and float(gap.max()) < 1.0
+
+
+def test_flash_attention_of_packed_rows_equals_the_plain_kernel(folder: Path) -> None:
+    pytest.importorskip("flash_attn", reason="flash_attn is not installed")
+    batch = tiny_batch(8)
+    worker = _worker(folder, precision="bfloat16", sequence_packing=PACKING)
+    packed = worker.get_logprobs(batch, plan=_plan(batch, packed=True))
+    padded = worker.get_logprobs(batch, mbs=2)
+    worker.shutdown()
+    torch.testing.assert_close(packed, padded, rtol=0, atol=0.3)
+
+
 def test_logprobs_of_policy_and_reference_equal_the_cpu_reference(folder: Path) -> None:
     batch = tiny_batch(8)
     with torch.no_grad():
         expected = hf_logprobs(load_causal_lm(folder), batch) * batch.tensor("token_mask")
     worker = _worker(folder)
+    assert all(weight.is_pinned() for weight in worker._reference or ())
     torch.testing.assert_close(worker.get_logprobs(batch), expected, rtol=0, atol=1e-4)
     worker.train(batch, LOSS)
     assert not torch.allclose(worker.get_logprobs(batch), expected, rtol=0, atol=1e-4)
@@ -68,32 +137,59 @@ def test_logprobs_of_policy_and_reference_equal_the_cpu_reference(folder: Path) 
     worker.shutdown()
 
 
-def _devices(worker: DTensorPolicyWorker) -> tuple[set[str], set[str]]:
-    """Device types of parameters and of optimizer moments, as they are."""
+def _devices(worker: DTensorPolicyWorker) -> tuple[set[str], set[str], set[str]]:
+    """Device types of parameters, buffers and optimizer moments, as they are."""
     weights = {local_shard(p).device.type for p in worker._model.parameters()}
+    buffers = {b.device.type for b in worker._model.buffers()}
     moments = {
         local_shard(value).device.type
         for state in worker._optimizer.state.values()
         for value in state.values()
         if isinstance(value, torch.Tensor) and value.dim() > 0
     }
-    return weights, moments
+    return weights, buffers, moments
+
+
+CPU_ONLY = {"cpu"}
+ON_GPU = {DEVICE}
 
 
 def test_each_state_holds_its_tensors_where_it_promises(folder: Path) -> None:
     worker = _worker(folder)
+    assert worker._optimizer.defaults["fused"] is True
     worker.train(tiny_batch(8), LOSS)
-    assert _devices(worker) == ({DEVICE}, {DEVICE})
+    assert _devices(worker) == (ON_GPU, ON_GPU, ON_GPU)
     worker.prepare_for_lp_inference()
-    assert _devices(worker) == ({DEVICE}, {"cpu"})
+    assert _devices(worker) == (ON_GPU, ON_GPU, CPU_ONLY)
     worker.offload_before_refit()
-    assert _devices(worker) == ({DEVICE}, {"cpu"})
+    assert _devices(worker) == (ON_GPU, ON_GPU, CPU_ONLY)
     worker.offload_after_refit()
-    assert _devices(worker) == ({"cpu"}, {"cpu"})
+    assert _devices(worker) == (CPU_ONLY, CPU_ONLY, CPU_ONLY)
     worker.prepare_for_training()
-    assert _devices(worker) == ({DEVICE}, {DEVICE})
+    assert _devices(worker) == (ON_GPU, ON_GPU, ON_GPU)
     assert all(p.grad is None for p in worker._model.parameters())
+    worker.train(tiny_batch(8), LOSS)
+    report = worker.memory_report()
+    assert report.keys() == {"train", "logprobs", "refit", "generation"} and report["train"] > report["generation"]
     worker.shutdown()
+
+
+def test_cpu_offload_keeps_weights_and_moments_on_the_cpu_and_trains_the_same(folder: Path) -> None:
+    batch = tiny_batch(8)
+    outcomes = []
+    for cpu_offload in (False, True):
+        worker = _worker(folder, dtensor_cfg=DTensorConfig(cpu_offload=cpu_offload))
+        result = worker.train(batch, LOSS)
+        if cpu_offload:
+            assert _devices(worker) == (CPU_ONLY, ON_GPU, CPU_ONLY)
+            worker.offload_before_refit()
+            worker.offload_after_refit()
+            assert _devices(worker) == (CPU_ONLY, CPU_ONLY, CPU_ONLY)
+            worker.prepare_for_lp_inference()
+        outcomes.append((result.loss, result.grad_norm, worker.get_logprobs(batch)))
+        worker.shutdown()
+    assert outcomes[0][:2] == (pytest.approx(outcomes[1][0]), pytest.approx(outcomes[1][1], rel=1e-4))
+    torch.testing.assert_close(outcomes[0][2], outcomes[1][2], rtol=0, atol=1e-3)
 
 
 def test_a_whole_cycle_frees_the_device_and_continues(folder: Path, tmp_path: Path) -> None:
@@ -112,6 +208,61 @@ def test_a_whole_cycle_frees_the_device_and_continues(folder: Path, tmp_path: Pa
     worker.load_checkpoint(weights=tmp_path / "w", optimizer=tmp_path / "o")
     assert worker.report_device_id().startswith("GPU-")
     assert all(torch.equal(exported[name], weight) for name, weight in worker.export_weights())
+    worker.shutdown()
+
+
+def _write_larger(folder: Path) -> Path:
+    """120 million parameters with the tiny tokenizer: enough work for a GPU to show its speed."""
+    write_tiny_folder(folder)
+    config = Qwen3Config(
+        vocab_size=32_000,
+        hidden_size=1024,
+        num_hidden_layers=6,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=64,
+        intermediate_size=3072,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_speed_and_memory_are_shown(tmp_path: Path, packed: bool) -> None:
+    """Says what the device does; nothing is asserted about speed."""
+    worker = _worker(
+        _write_larger(tmp_path),
+        precision="bfloat16",
+        train_global_batch_size=32,
+        sequence_packing=PACKING if packed else SequencePackingConfig(),
+        dtensor_cfg=DTensorConfig(activation_checkpointing=True),
+    )
+    batch = tiny_batch(32, width=1024)
+    plan = None
+    if packed:
+        lengths = batch.tensor("input_lengths").tolist()
+        plan = plan_packs(lengths, capacity=8192, dp_world=1).for_rank(0)
+    worker.train(batch, LOSS, plan=plan, mbs=None if packed else 8)
+    worker.reset_peak_memory_stats()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    result = worker.train(batch, LOSS, plan=plan, mbs=None if packed else 8)
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    peak_mib = worker.memory_report()["train"] / 2**20
+    tflops = result.total_flops / seconds / 1e12
+    share = f", {tflops / result.theoretical_tflops:.1%} of peak" if result.theoretical_tflops else ""
+    print(
+        f"\n{torch.cuda.get_device_name()}, {'packed' if packed else 'padded'}: {result.num_tokens / seconds:,.0f} "
+        f"tokens/s, {tflops:.1f} TFLOP/s{share}, peak {peak_mib:,.0f} MiB"
+    )
+    assert result.num_tokens == int(batch.tensor("input_lengths").sum()) and peak_mib > 100
     worker.shutdown()
 
 

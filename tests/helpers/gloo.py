@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -13,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group
-from nemo_rl.distributed.virtual_cluster import free_port
 
 COLLECTIVE_TIMEOUT_S = 60.0
 
@@ -25,7 +25,7 @@ def run_ranks(world_size: int, target: Callable[..., object], *args: object, tim
     """
     context = mp.get_context("spawn")
     queue = context.Queue()
-    port = free_port()
+    port = _free_port()
     processes = [
         context.Process(target=_main, args=(rank, world_size, port, queue, target, args)) for rank in range(world_size)
     ]
@@ -40,6 +40,12 @@ def run_ranks(world_size: int, target: Callable[..., object], *args: object, tim
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+def _free_port() -> int:
+    """As `virtual_cluster.free_port`, which needs Ray; GPU tests run without it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def _collect(queue: mp.Queue, processes: list[mp.Process], timeout_s: float) -> list[object]:

@@ -1,0 +1,158 @@
+"""Refit by CUDA-IPC between two processes on one GPU: a policy worker here, an engine's weights in a child."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_rl.algorithms.loss_functions import ClippedPGLoss
+from nemo_rl.config.schema import LossConfig
+from nemo_rl.errors import WorkerError
+from nemo_rl.models.loading import load_causal_lm
+from nemo_rl.models.policy.workers.dtensor_policy_worker import DTensorPolicyWorker
+from nemo_rl.models.weight_sync.buckets import RefitPlan, bucket_bytes
+from nemo_rl.models.weight_sync.ipc_handle import device_id
+from nemo_rl.models.weight_sync.receiver import RefitReceiver
+from tests.helpers.tiny_model import tiny_batch, tiny_policy, write_tiny_folder
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+LOSS = ClippedPGLoss(config=LossConfig())
+CALL_TIMEOUT_S = 120.0
+
+
+class Engine:
+    """The child's side: a receiver, and a look at what it holds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.device = torch.device("cuda", 0)
+        self.model = load_causal_lm(folder, dtype=torch.bfloat16).to(self.device)  # type: ignore[arg-type]
+        self.receiver = RefitReceiver(self.model, self.device)
+
+    def call(self, method: str, *args: object) -> object:
+        return getattr(self.receiver, method)(*args)
+
+    def device_id(self) -> str:
+        return device_id(self.device)
+
+    def held(self) -> dict[str, object]:
+        """Weights as numbers: tensors would travel as handles themselves."""
+        return {name: weight.float().cpu().numpy() for name, weight in self.model.state_dict().items()}
+
+
+def _serve(pipe: Connection, folder: Path) -> None:
+    engine = Engine(folder)
+    while True:
+        method, args = pipe.recv()
+        if method == "stop":
+            return
+        try:
+            pipe.send((True, getattr(engine, method)(*args)))
+        except Exception:  # noqa: BLE001 - the parent reports whatever it was
+            pipe.send((False, traceback.format_exc()))
+
+
+class Child:
+    """The parent's end of the pipe; every call has a deadline."""
+
+    def __init__(self, folder: Path) -> None:
+        context = mp.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=_serve, args=(other, folder))
+        self._process.start()
+
+    def ask(self, method: str, *args: object) -> object:
+        self._pipe.send((method, args))
+        assert self._pipe.poll(CALL_TIMEOUT_S), f"the engine did not answer {method} in {CALL_TIMEOUT_S:.0f} s"
+        ok, value = self._pipe.recv()
+        assert ok, value
+        return value
+
+    def stop(self) -> None:
+        if self._process.is_alive():
+            self._pipe.send(("stop", ()))
+        self._process.join(timeout=20)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Child]:
+    child = Child(write_tiny_folder(tmp_path / "other", seed=1))
+    yield child
+    child.stop()
+
+
+@pytest.fixture
+def worker(folder: Path) -> Iterator[DTensorPolicyWorker]:
+    made = DTensorPolicyWorker(
+        tiny_policy(folder), rank=0, world_size=1, num_steps=10, collective_timeout_s=60.0, seed=0, device="cuda"
+    )
+    yield made
+    made.shutdown()
+
+
+def _refit(worker: DTensorPolicyWorker, engine: Child, *, most: int) -> int:
+    """As `IpcWeightSync` does it; returns the number of buckets."""
+    worker.offload_before_refit()
+    offered = {name: info.shape for name, info in worker.prepare_refit_info().items()}
+    slots = engine.ask("call", "match", offered)
+    size = bucket_bytes(slots, free=worker.refit_free_bytes(on_device=True), ratio=0.3, most=most)  # type: ignore[arg-type]
+    plan = RefitPlan(slots=slots, bucket_bytes=size)  # type: ignore[arg-type]
+    num_buckets = worker.begin_refit(plan, on_device=True)
+    engine.ask("call", "begin", plan, worker.share_refit_buffer())
+    for _ in range(num_buckets):
+        worker.fill_bucket()
+        engine.ask("call", "load")
+    engine.ask("call", "finish")
+    worker.end_refit()
+    return num_buckets
+
+
+@pytest.mark.parametrize("most", [10_000, 1 << 30], ids=["many buckets", "one bucket"])
+def test_the_engine_process_holds_the_policys_weights(worker: DTensorPolicyWorker, engine: Child, most: int) -> None:
+    for _ in range(2):
+        worker.prepare_for_training()
+        worker.train(tiny_batch(8), LOSS)
+        started = time.perf_counter()
+        num_buckets = _refit(worker, engine, most=most)
+        print(f"\nrefit by CUDA-IPC: {num_buckets} buckets in {(time.perf_counter() - started) * 1e3:.1f} ms")
+        assert num_buckets == 1 if most > 1 << 20 else num_buckets > 3
+        held = engine.ask("held")
+        for name, weight in worker.export_weights():
+            assert torch.equal(torch.from_numpy(held[name]), weight.bfloat16().float()), name  # type: ignore[index]
+
+
+def test_the_buffer_is_freed_when_the_refit_ends(worker: DTensorPolicyWorker, engine: Child) -> None:
+    _refit(worker, engine, most=1 << 30)
+    before = torch.cuda.memory_allocated()
+    _refit(worker, engine, most=1 << 30)
+    assert torch.cuda.memory_allocated() <= before
+
+
+def test_a_handle_of_another_gpu_is_refused(worker: DTensorPolicyWorker, engine: Child) -> None:
+    worker.offload_before_refit()
+    slots = engine.ask("call", "match", {name: info.shape for name, info in worker.prepare_refit_info().items()})
+    worker.begin_refit(RefitPlan(slots=slots, bucket_bytes=1000), on_device=True)  # type: ignore[arg-type]
+    handle = worker.share_refit_buffer()
+    assert handle.device_id == engine.ask("device_id") == worker.report_device_id()
+    with pytest.raises(WorkerError, match="cannot be opened on GPU-"):
+        replace(handle, device_id="GPU-another").open(worker.device)
+    worker.end_refit()
