@@ -90,7 +90,6 @@ class DTensorPolicyWorker(RefitSource):
         torch.manual_seed(seed + rank)
         self.layout = layout or ParallelLayout.of_policy(config, world_size=world_size)
         self._groups = ParallelGroups.build(self.layout, rank=rank, device=self.device)
-        hf.to(self.device)  # type: ignore[arg-type]
         self._flops_shape = TransformerShape.from_config(hf.config.to_dict())
         self._model = parallelize(hf, groups=self._groups, config=config)
         self._optimizer = build_optimizer(config.optimizer, self._model.parameters())
