@@ -17,9 +17,10 @@ __all__ = ["copy_to", "gather_along", "reduce_from", "scatter_along"]
 
 Group = dist.ProcessGroup | None
 
-# torch renames the two; machines with an older one only have the names on the right.
-_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# torch 2.13 renames the two, and warns of the old names.
+_NAMES = vars(dist)
+_all_gather: Callable[..., object] = _NAMES.get("all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Callable[..., object] = _NAMES.get("reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def copy_to(value: torch.Tensor, group: Group) -> torch.Tensor:

@@ -7,6 +7,7 @@ context rank, K kept positions, M selected tokens, m of them predicted on this r
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -113,7 +114,9 @@ def parallelize(hf: PreTrainedModel, *, groups: ParallelGroups, config: PolicyCo
     sizes = config.dtensor_cfg
     _choose_attention(hf, groups.layout, config)
     if sizes.activation_checkpointing:
-        enable = getattr(hf, "activation_checkpointing_enable", None) or hf.gradient_checkpointing_enable
+        # The old name warns where the new one exists.
+        is_new = hasattr(hf, "activation_checkpointing_enable")
+        enable = hf.activation_checkpointing_enable if is_new else hf.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     shard = _split_over_tensor_axis(hf, groups, config) if groups.tensor_mesh is not None else None
     model = PolicyModel(hf, shard=shard)
@@ -146,15 +149,12 @@ def _split_over_tensor_axis(hf: PreTrainedModel, groups: ParallelGroups, config:
 
 def _choose_attention(hf: PreTrainedModel, layout: ParallelLayout, config: PolicyConfig) -> None:
     """Our attention knows sequences and context ranks; the model's own serves what ours cannot."""
-    kind, text = hf.config.model_type, hf.config.get_text_config()
-    window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
-    layers = getattr(text, "layer_types", None)
-    if layers is not None and "sliding_attention" not in layers:
-        window = None
+    kind = hf.config.model_type
+    window = _window(hf.config.get_text_config().to_dict())
     reason = None
     if window is not None and window < config.max_total_sequence_length:
         reason = f"attends within a window of {window} tokens"
-    elif not getattr(hf, "_supports_attention_backend", False):
+    elif not hf._supports_attention_backend:
         reason = "brings an attention of its own"
     if reason is None:
         hf.set_attn_implementation(ATTENTION_NAME)
@@ -164,6 +164,14 @@ def _choose_attention(hf: PreTrainedModel, layout: ParallelLayout, config: Polic
             f"policy.{key}: {kind!r} {reason}, which neither packing nor context parallelism can serve; set "
             "context_parallel_size=1 and sequence_packing.enabled=false"
         )
+
+
+def _window(config: Mapping[str, object]) -> int | None:
+    """Tokens that some layer of the model sees back; None where every layer sees all."""
+    window, layers = config.get("sliding_window"), config.get("layer_types")
+    if not isinstance(window, int) or not config.get("use_sliding_window", True):
+        return None
+    return window if not isinstance(layers, list) or "sliding_attention" in layers else None
 
 
 def as_fsdp(model: PolicyModel) -> FSDPModule:

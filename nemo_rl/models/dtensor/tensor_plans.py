@@ -96,7 +96,7 @@ def _own_plan(model: PreTrainedModel, kind: str) -> dict[str, str]:
 def _check_heads(model: PreTrainedModel, tp: int) -> None:
     config = model.config
     for name in ("num_attention_heads", "num_key_value_heads"):
-        count = getattr(config, name, None)
+        count = config.to_dict().get(name)
         if isinstance(count, int) and count % tp:
             raise ConfigError(
                 f"policy.dtensor_cfg.tensor_parallel_size: {name}={count} of {config.model_type!r} does not divide by "
