@@ -57,8 +57,8 @@ def test_an_error_that_the_user_can_fix_keeps_its_kind_on_every_rank(seen):
         assert of_rank["user_error"].text == "loss is NaN in rows k1, k2"
 
 
-def start(name: str, folder: Path, world_size: int) -> list[subprocess.Popen[bytes]]:
-    """Plain processes; rank 0 keeps the store."""
+def start(name: str, folder: Path) -> list[subprocess.Popen[bytes]]:
+    """Two plain processes; rank 0 keeps the store."""
     folder.mkdir()
     port = str(free_port())
     return [
@@ -70,13 +70,13 @@ def start(name: str, folder: Path, world_size: int) -> list[subprocess.Popen[byt
                 "OMP_NUM_THREADS": "1",
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
+                "WORLD_SIZE": "2",
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
             },
             stderr=subprocess.PIPE,
         )
-        for rank in range(world_size)
+        for rank in range(2)
     ]
 
 
@@ -96,28 +96,27 @@ def reports(folder: Path) -> dict[int, Seen]:
 
 
 @pytest.mark.slow
-def test_a_killed_or_deaf_rank_ends_the_others(tmp_path):
-    """Three jobs at the same time: a killed follower, a killed keeper of the store, a peer that cannot be reached."""
-    jobs = {name: start(name, tmp_path / name, 3) for name in ("kill_1", "kill_0", "stuck")}
+def test_a_killed_or_deaf_rank_ends_the_other(tmp_path):
+    """Three jobs at the same time: a killed rank, the killed keeper of the store, a rank that cannot be reached."""
+    jobs = {name: start(name, tmp_path / name) for name in ("kill_1", "kill_0", "deaf")}
     results = {name: ended(processes, timeout_s=120) for name, processes in jobs.items()}
     for name, victim in (("kill_1", 1), ("kill_0", 0)):
         seen = reports(tmp_path / name)
-        assert set(seen) == {0, 1, 2} - {victim}, results[name]
-        for peer in seen.values():
-            assert peer.rank == victim and peer.stage == "train"
-            assert re.search(rf"the worker process of rank {victim}.* has ended", peer.text)
-            assert peer.seconds < LIMIT_S * SLACK
-    seen = reports(tmp_path / "stuck")
-    assert set(seen) == {0, 1} and "planted beside a stuck peer" in seen[0].text
-    code, log = results["stuck"][2]
-    assert code == EXIT_CODE and "planted beside a stuck peer" in log
+        assert set(seen) == {1 - victim}, results[name]
+        survivor = seen[1 - victim]
+        assert survivor.rank == victim and survivor.stage == "train"
+        assert re.search(rf"the worker process of rank {victim}.* has ended", survivor.text)
+        assert survivor.seconds < LIMIT_S * SLACK
+    assert set(reports(tmp_path / "deaf")) == {0}
+    code, log = results["deaf"][1]
+    assert code == EXIT_CODE and "planted beside a deaf peer" in log
 
 
 @pytest.mark.slow
 def test_under_torchrun_every_rank_reports_the_first_cause(tmp_path):
     folder = tmp_path / "raise"
     folder.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", "--standalone", "--no-python"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "--no-python"]
     done = subprocess.run(
         [*command, sys.executable, "-m", SCRIPT, "raise", str(folder)],
         cwd=ROOT,
@@ -128,7 +127,6 @@ def test_under_torchrun_every_rank_reports_the_first_cause(tmp_path):
     )
     assert done.returncode != 0
     seen = reports(folder)
-    assert set(seen) == {0, 1, 2}, done.stderr.decode()
-    for rank in (0, 2):
-        assert seen[rank].text == "rank 1, stage train: ValueError: planted before a collective"
-        assert seen[rank].seconds < LIMIT_S * SLACK
+    assert set(seen) == {0, 1}, done.stderr.decode()
+    assert seen[0].text == "rank 1, stage train: ValueError: planted before a collective"
+    assert seen[0].seconds < LIMIT_S * SLACK

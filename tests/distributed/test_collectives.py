@@ -6,7 +6,9 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from nemo_rl.distributed import collectives
 from nemo_rl.distributed.collectives import broadcast_from_leader, replica_group_of
 from nemo_rl.errors import KeysNotFound, NemoRLError
 from tests.helpers.gloo import run_ranks
@@ -40,11 +42,41 @@ def every_case(rank: int) -> dict[str, object]:
     for name in ("bf16", "mask", "scalar_rows"):
         assert got[name].dtype == expected[name].dtype and torch.equal(got[name], expected[name])
     only_leader_fetched = list(calls)
+    counted = count_broadcasts(group, rank)
     broadcast_from_leader(fetch, group=alone, leader=rank)
     return {
         "calls": only_leader_fetched,
+        "counted": counted,
         "alone": alone is None and len(calls) == len(only_leader_fetched) + 1,
     } | errors(rank, group)
+
+
+def count_broadcasts(group: object, rank: int) -> dict[str, int]:
+    """Real broadcasts, counted: of all columns, of no column, and of the same bytes in messages of 64."""
+    broadcast, counted, calls = dist.broadcast, {}, []
+
+    def counting(*args: object, **kwargs: object) -> object:
+        calls.append(args)
+        return broadcast(*args, **kwargs)
+
+    dist.broadcast = counting
+    try:
+        for name, fields, limit in (
+            ("all", columns(), collectives.MESSAGE_BYTES),
+            ("none", {}, collectives.MESSAGE_BYTES),
+            ("split", columns(), 64),
+        ):
+            calls.clear()
+            collectives.MESSAGE_BYTES = limit
+            got = broadcast_from_leader(lambda sent=fields: sent, group=group, leader=0)
+            counted[name] = len(calls)
+            for column, expected in fields.items():
+                same = got[column] == expected if isinstance(expected, list) else got[column].dtype == expected.dtype
+                assert same
+            assert not fields or torch.equal(got["input_ids"].values(), fields["input_ids"].values())
+    finally:
+        dist.broadcast = broadcast
+    return counted
 
 
 def errors(rank: int, group: object) -> dict[str, object]:
@@ -67,6 +99,9 @@ def test_a_replica_group_shares_what_its_leader_reads_and_its_errors():
     leader, follower = run_ranks(2, every_case)
     assert leader["calls"] == [] and follower["calls"] == [1]
     assert leader["alone"] and follower["alone"]
+    # A status word and a descriptor; then one message for all bytes, however many columns.
+    for report in (leader, follower):
+        assert report["counted"] == {"all": 3, "none": 2, "split": 2 + -(-144 // 64)}
     assert leader["ours"] == follower["ours"] == ("KeysNotFound", "partition 'train': keys a, b")
     assert leader["other"] == ("ValueError", "bad shard")
     assert follower["other"] == ("NemoRLError", "ValueError: bad shard")

@@ -7,7 +7,7 @@ import torch
 
 from nemo_rl.distributed.virtual_cluster import free_port
 from tests.helpers.gloo import run_ranks
-from tests.helpers.replica_cases import PLANES, PLANTS, ROWS, StepReport, planted_failures, rows, steps_over_every_plane
+from tests.helpers.replica_cases import PLANES, PLANTS, ROWS, RankReport, StepReport, everything, rows
 from tests.helpers.tiny_model import tiny_policy, tiny_worker, write_tiny_folder
 
 LIMIT_S, SLACK = 5.0, 3
@@ -20,13 +20,13 @@ def folder(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def steps(folder) -> list[dict[str, StepReport]]:
-    return run_ranks(2, steps_over_every_plane, folder, free_port(), timeout_s=180)
+def reports(folder) -> list[RankReport]:
+    return run_ranks(2, everything, folder, [free_port() for _ in range(len(PLANTS) + 1)], timeout_s=240)
 
 
 @pytest.fixture(scope="module")
-def failures(folder) -> list[dict[str, tuple[str, str, float]]]:
-    return run_ranks(2, planted_failures, folder, [free_port() for _ in PLANTS], timeout_s=180)
+def steps(reports) -> list[dict[str, StepReport]]:
+    return [report.steps for report in reports]
 
 
 @pytest.mark.slow
@@ -77,10 +77,10 @@ TEXTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plant", TEXTS)
-def test_an_error_anywhere_in_a_step_ends_it_on_both_ranks_with_its_text(failures, plant):
+def test_an_error_anywhere_in_a_step_ends_it_on_both_ranks_with_its_text(reports, plant):
     origin, kind, text = TEXTS[plant]
-    for rank, report in enumerate(failures):
-        got_kind, got_text, seconds = report[plant]
+    for rank, report in enumerate(reports):
+        got_kind, got_text, seconds = report.failures[plant]
         assert text in got_text
         assert seconds < LIMIT_S * SLACK
         if rank == origin:

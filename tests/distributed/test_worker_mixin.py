@@ -16,7 +16,7 @@ from nemo_rl.distributed.packing import plan_padded
 from nemo_rl.errors import KeysNotFound, SchemaMismatch
 from nemo_rl.models.policy.workers.launch import DTensorTQWorker
 from tests.helpers.gloo import run_ranks
-from tests.helpers.tiny_model import tiny_batch, tiny_policy, write_tiny_folder
+from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker, write_tiny_folder
 
 FIELDS = ("input_ids", "input_lengths", "token_mask", "sample_mask", "generation_logprobs", "prev_logprobs")
 
@@ -87,7 +87,10 @@ def test_a_replica_group_reads_once_writes_once_and_shares_errors(tmp_path):
     assert follower["errors"] == leader["errors"] and "nobody_g0" in leader["errors"][0]
     gets = leader["snapshot"]["stages"]["prev_logprobs"]["get_data"]
     assert gets["count"] == 2 and gets["errors"] == 1
-    (expected,) = run_ranks(1, logprobs_of_one_process, folder)
+    worker = tiny_worker(tiny_policy(folder))
+    values = worker.get_logprobs(rollout_batch(), mbs=8)
+    worker.shutdown()
+    expected = {f"u{i}_g0": row for i, row in enumerate(values.tolist())}
     got = leader["prev_logprobs"]
     assert set(got) == set(expected)
     for key, row in expected.items():
@@ -95,12 +98,3 @@ def test_a_replica_group_reads_once_writes_once_and_shares_errors(tmp_path):
         reference = torch.zeros(len(ours))
         reference[: len(row)] = torch.tensor(row)[: len(ours)]
         torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-5)
-
-
-def logprobs_of_one_process(rank: int, folder: str) -> dict[str, list[float]]:
-    worker = DTensorTQWorker(
-        tiny_policy(folder), rank=0, world_size=1, num_steps=4, collective_timeout_s=60, seed=0, device="cpu"
-    )
-    values = worker.get_logprobs(rollout_batch(), mbs=8)
-    worker.shutdown()
-    return {f"u{i}_g0": row for i, row in enumerate(values.tolist())}

@@ -157,19 +157,17 @@ def killed(rank: int, victim: int) -> None:
     all_reduce()
 
 
-def stuck(rank: int) -> None:
-    """Rank 2 is deaf: not in a collective, and not in Python either."""
-    if rank == 1:
-        raise ValueError("planted beside a stuck peer")
-    if rank == 2:
-        time.sleep(STUCK_S)
-    all_reduce()
+def deaf(rank: int) -> None:
+    """Rank 1 is not in a collective, and not in Python either."""
+    if rank == 0:
+        raise ValueError("planted beside a deaf peer")
+    time.sleep(STUCK_S)
 
 
 DEADLY: dict[str, Callable[[int], None]] = {
     "kill_1": lambda rank: killed(rank, 1),
     "kill_0": lambda rank: killed(rank, 0),
-    "stuck": stuck,
+    "deaf": deaf,
     "raise": before_a_collective,
 }
 

@@ -48,7 +48,7 @@ PLANES: dict[str, Plane] = {
     "noop": Plane("noop"),
     "noop, nothing kept": Plane("noop", "leader_broadcast", 0),
     "transfer_queue": Plane("transfer_queue", "leader_broadcast"),
-    "transfer_queue, nothing kept": Plane("transfer_queue", "auto", 0),
+    "ray, nothing kept": Plane("ray", "auto", 0),
     "shm, each for itself": Plane("shm", "independent"),
 }
 
@@ -231,10 +231,21 @@ PLANTS: dict[str, Callable[[DTensorTQWorker, KVBatchMeta], None]] = {
 }
 
 
-def planted_failures(rank: int, folder: str, ports: list[int]) -> dict[str, tuple[str, str, float]]:
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """All that one rank saw."""
+
+    steps: dict[str, StepReport]
+    failures: dict[str, tuple[str, str, float]]
     """Kind, text and seconds of what this rank raised."""
-    destroy_process_group()
-    return {name: planted(rank, folder, port, plant) for port, (name, plant) in zip(ports, PLANTS.items(), strict=True)}
+
+
+def everything(rank: int, folder: str, ports: list[int]) -> RankReport:
+    """Both parts in the same two processes; a port for the steps and one for each planted failure."""
+    steps = steps_over_every_plane(rank, folder, ports[0])
+    plants = zip(ports[1:], PLANTS.items(), strict=True)
+    failures = {name: planted(rank, folder, port, plant) for port, (name, plant) in plants}
+    return RankReport(steps=steps, failures=failures)
 
 
 def planted(
