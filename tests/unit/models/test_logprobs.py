@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_rl.models import logprobs
 from nemo_rl.models.logprobs import SamplingView, filter_logits, logprobs_from_logits, token_logprobs
@@ -87,3 +88,26 @@ def test_half_precision_logits_are_evaluated_in_float32() -> None:
 def test_temperature_zero_has_no_distribution() -> None:
     with pytest.raises(ValueError, match="temperature"):
         SamplingView(temperature=0.0)
+
+
+class LargestFloat32(TorchDispatchMode):
+    """Elements of the largest float32 tensor that any operation makes."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32:
+                self.largest = max(self.largest, tensor.numel())
+        return made
+
+
+@pytest.mark.parametrize("view", [SamplingView(temperature=0.7), SamplingView(top_k=5)])
+def test_half_precision_logits_are_never_whole_in_float32(view: SamplingView, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 256)
+    logits = torch.randn(100, 64, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    targets = torch.arange(100) % 64
+    with LargestFloat32() as seen:
+        token_logprobs(logits, targets, view=view).sum().backward()
+    assert 0 < seen.largest <= 256, f"{seen.largest} of {logits.numel()} elements at once"
