@@ -1,7 +1,7 @@
 """`PackPlan`: which rows form which microbatch on which data-parallel rank, and what that costs.
 
-Made by `packing`, sent to the workers, who compare its digests (`plan_check`) and follow it. Invariant: every rank has the same number
-of microbatches in every global batch.
+Made by `packing`, sent to the workers, who compare its digests (`plan_check`) and follow it. Invariant: every rank has
+the same number of microbatches in every global batch.
 """
 
 from __future__ import annotations

@@ -176,12 +176,20 @@ def replan_microbatches(
         plan: keeps its row -> rank assignment.
         lengths: tokens per row of the whole batch.
         capacity: most tokens in one of the new microbatches; at least the cap of `plan`.
+
+    Raises:
+        TooFewRows: a rank has fewer rows than microbatches, and those of `plan` are no multiple of `multiple_of`.
     """
     planner = _Planner(lengths, capacity, cost, pad_multiple, packed=plan.packed)
     shards = [sorted(plan.rows_of_rank(rank)) for rank in range(plan.num_ranks)]
     fewest = [len(pack_on_rank(planner.rows(shard), None, packed=plan.packed)) for shard in shards if shard]
     count = round_up(max(fewest, default=0), multiple_of)
-    if any(len(shard) < count for shard in shards):
+    if (fewest_rows := min(map(len, shards), default=0)) < count:
+        if sum(plan.steps) % multiple_of:
+            raise TooFewRows(
+                f"packing: a rank has {fewest_rows} rows, {count - fewest_rows} too few: another rank needs {count} "
+                f"microbatches, a multiple of {multiple_of}, and the plan has {sum(plan.steps)}"
+            )
         ranks = [list(map(list, mine)) for mine in plan.microbatches]
         return planner.freeze([ranks], plan.num_ranks, unit=plan.num_ranks * multiple_of)
     ranks = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from typing import get_args
 
 import pytest
@@ -26,6 +27,7 @@ ALGORITHMS = get_args(PackingAlgorithm)
 MODES = (*ALGORITHMS, "padded")
 CAP = 128
 LENGTHS = st.lists(st.integers(0, CAP), min_size=1, max_size=60)
+LOG_NORMAL = [min(8192, max(32, int(rng.lognormvariate(7.3, 0.8)))) for rng in [random.Random(3)] for _ in range(512)]
 LAYOUT = {
     "dp_world": st.integers(1, 5),
     "multiple_of": st.integers(1, 2),
@@ -275,6 +277,29 @@ def test_a_plan_is_found_where_greedy_bins_are_one_round_too_many(algorithm):
     # First and best fit decreasing need six bins, so ten on five ranks, for nine rows that five bins hold.
     lengths = [4, 4, 3, 3, 3, 3, 10, 10, 10]
     assert plan_packs(lengths, capacity=10, dp_world=5, algorithm=algorithm).steps == (1,)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "capacity"),
+    [
+        ([28, 21, 9, 6, 5, 5, 4, 2], 40),
+        (LOG_NORMAL, 8192),
+    ],
+)
+def test_bins_are_filled_to_the_last_token_when_the_next_round_would_begin(lengths, capacity):
+    assert plan_packs(lengths, capacity=capacity, dp_world=1).load.num_bins == -(-sum(lengths) // capacity)
+
+
+def test_a_stage_keeps_the_plans_microbatches_where_a_rank_has_too_few_rows_for_more():
+    # Rank 1 fits into two microbatches of 10, but quick bins need three, and rank 0 has two rows.
+    plan = PackPlan(microbatches=(((0,), (1,)), ((2, 4, 5), (3, 6, 7))), steps=(1, 1), pad_to=10, packed=True)
+    lengths = [10, 10, 4, 4, 3, 3, 3, 3]
+    kept = replan_microbatches(plan, lengths, capacity=10)
+    assert kept.microbatches == plan.microbatches and kept.steps == (2,) and kept.load.num_bins == 4
+    with pytest.raises(TooFewRows, match="a rank has 2 rows, 1 too few: another rank needs 3 .* the plan has 2"):
+        replan_microbatches(plan, lengths, capacity=10, multiple_of=3)
+    longer = replan_microbatches(plan, lengths, capacity=20)
+    assert longer.steps == (1,)
 
 
 def test_fixed_microbatches_divide_or_say_which_keys_to_change():

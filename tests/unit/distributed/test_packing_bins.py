@@ -194,3 +194,7 @@ def test_runs_of_like_length_are_level_in_cost():
     level = level_runs(order, sizes, [float(n) for n in sizes], count=4, capacity=20)
     costs = [len(mine) * max(mine) for mine in by_size(level, sizes)]
     assert len(level) <= 4 and max(costs) <= 20 and [row for rows in level for row in rows] == order
+    # Short rows are so cheap that cost alone would put all of them into one microbatch.
+    sizes = [10, 10, *[1] * 30]
+    level = level_runs(longest_first(sizes), sizes, [float(n * n) for n in sizes], count=4, capacity=20)
+    assert [len(rows) for rows in level] == [1, 1, 20, 10]
