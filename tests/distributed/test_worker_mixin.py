@@ -9,11 +9,11 @@ from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.column_io import kv_first_write, read_columns
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
-from nemo_rl.data_plane.worker_mixin import ReplicaView
+from nemo_rl.data_plane.worker_mixin import ReplicaView, TQWorkerMixin
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import replica_group_of
 from nemo_rl.distributed.packing import plan_padded
-from nemo_rl.errors import KeysNotFound, SchemaMismatch
+from nemo_rl.errors import ConfigError, KeysNotFound, SchemaMismatch
 from nemo_rl.models.policy.workers.launch import DTensorTQWorker
 from tests.helpers.gloo import run_ranks
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker, write_tiny_folder
@@ -98,3 +98,12 @@ def test_a_replica_group_reads_once_writes_once_and_shares_errors(tmp_path):
         reference = torch.zeros(len(ours))
         reference[: len(row)] = torch.tensor(row)[: len(ours)]
         torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-5)
+
+
+def test_a_fetch_policy_that_cannot_work_is_refused():
+    worker = TQWorkerMixin()
+    worker.rank = 0
+    with pytest.raises(ConfigError, match="'leader_broadcast' needs a replica group"):
+        worker.setup_data_plane(None, fetch_policy="leader_broadcast")
+    with pytest.raises(ConfigError, match="expected one of auto, independent, leader_broadcast, got 'nobody'"):
+        worker.setup_data_plane(None, fetch_policy="nobody")
