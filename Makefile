@@ -9,12 +9,14 @@ BIN := $(VENV)/bin
 ARGS ?=
 STARTER := checkpoints/starter_sort
 CHAIN_SUM_STARTER := checkpoints/starter_chain_sum
+GPU_WHEELS := build/gpu-wheels
+GPU_WHEELS_MIB := 40
 
 # Two threads are slower than one at this size, and every worker is a process of its own.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-fast lint types imports configs learn-sort learn-chain-sum bench-step bench-data-plane bench-packing clean
+.PHONY: help demo test test-fast lint types imports configs learn-sort learn-chain-sum bench-step bench-data-plane bench-packing gpu-wheels test-gpu clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -95,6 +97,21 @@ bench-data-plane: $(VENV)/.dev ## the data plane against raw engines; writes res
 
 bench-packing: $(VENV)/.base ## packing and balance over ranks, all algorithms; writes results/bench_packing.json
 	$(BIN)/python benchmarks/packing.py --seed 0 --json results/bench_packing.json $(ARGS)
+
+gpu-wheels: $(VENV)/.dev ## wheels that a GPU machine with torch and transformers lacks for tests/gpu; fails above 40 MiB
+	rm -rf $(GPU_WHEELS) && mkdir -p $(GPU_WHEELS)
+	for version in 3.11 3.12; do \
+	  $(BIN)/pip download --quiet --dest $(GPU_WHEELS) --only-binary :all: --python-version $$version \
+	    --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 -r tests/gpu/requirements.txt; \
+	done
+	ls -l $(GPU_WHEELS) | awk 'NR > 1 {print "  " $$5 "  " $$9}'
+	bytes=$$(cat $(GPU_WHEELS)/*.whl | wc -c); \
+	echo "$$((bytes / 1048576)) MiB ($$bytes bytes) of at most $(GPU_WHEELS_MIB) MiB in $(GPU_WHEELS)"; \
+	[ "$$bytes" -le $$(($(GPU_WHEELS_MIB) * 1048576)) ]
+
+test-gpu: ## the GPU tests alone, on a machine that has a GPU; installs build/gpu-wheels into the current Python
+	$(PYTHON) -m pip install --quiet --no-index --find-links $(GPU_WHEELS) -r tests/gpu/requirements.txt
+	$(PYTHON) -m pytest tests/gpu -s -p no:cacheprovider $(ARGS)
 
 clean: ## remove results and caches; keeps .venv and checkpoints
 	rm -rf results .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build
