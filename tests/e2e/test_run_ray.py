@@ -72,6 +72,27 @@ def test_every_store_gives_the_numbers_of_one_process(tmp_path, model, in_one_pr
     assert all(row["data_plane/live_rows"] == 0 for row in rows)
 
 
+TENSOR_PARALLEL = {
+    "cluster.cpu_workers_per_node": "2",
+    "policy.dtensor_cfg.tensor_parallel_size": "2",
+    "policy.dtensor_cfg.sequence_parallel": "true",
+    "policy.dynamic_batching.enabled": "false",
+    "policy.sequence_packing.enabled": "true",
+    "data_plane.impl": "transfer_queue",
+}
+
+
+def test_two_tensor_parallel_workers_train_like_one(tmp_path, model, in_one_process):
+    rows = train(write_recipe(tmp_path, model), TENSOR_PARALLEL)
+    # The first step's rollouts are the same; later ones are drawn from weights that differ in their last bits.
+    first, alone = rows[0], in_one_process[0]
+    assert first["train/reward"] == alone["train/reward"]
+    # The loss is a sum of terms of about 1 that cancel, over two optimizer steps.
+    assert first["train/loss"] == pytest.approx(alone["train/loss"], abs=1e-6)
+    assert first["train/grad_norm"] == pytest.approx(alone["train/grad_norm"], rel=1e-4)
+    assert len(rows) == 3 and all(row["data_plane/live_rows"] == 0 for row in rows)
+
+
 def bulk_in(value: object, num_rows: int) -> Iterator[str]:
     """Tensors and arrays with more than one number per row, anywhere in what crosses the driver."""
     if isinstance(value, torch.Tensor | np.ndarray):
