@@ -86,6 +86,28 @@ def test_the_ledger_behind_a_socket_gives_the_same_numbers(tmp_path, model):
     assert in_process == socket
 
 
+def test_every_way_of_batching_trains_alike_and_says_how_well_it_packed(tmp_path, model):
+    off, caps = {"dynamic_batching": {"enabled": False}}, {"train_mb_tokens": 96, "logprob_mb_tokens": 160}
+    ways = {
+        "padded": {"dynamic_batching": {"enabled": True, **caps, "microbatch_order": "largest_first"}},
+        "fixed": {**off, "train_micro_batch_size": 2},
+        "packed": {**off, "sequence_packing": {"enabled": True, **caps}},
+        "concatenated": {**off, "sequence_packing": {"enabled": True, **caps, "algorithm": "concatenative"}},
+    }
+    steps = {name: train(write_recipe(tmp_path / name, model, policy=way))[0][0] for name, way in ways.items()}
+    for name, row in steps.items():
+        assert row["train/loss"] == pytest.approx(steps["packed"]["train/loss"], rel=1e-4), name
+        assert row["train/grad_norm"] == pytest.approx(steps["packed"]["train/grad_norm"], rel=1e-4), name
+        for stage in ("train", "logprob"):
+            # One rank: without padding nothing is above the lower bound.
+            at_best = row[f"{stage}/pack_pad_share"] == 0
+            assert (row[f"{stage}/pack_imbalance"] == pytest.approx(1)) is at_best, (name, stage)
+            assert row[f"{stage}/pack_bins"] >= row[f"{stage}/pack_bins_bound"] >= 1
+    assert steps["packed"]["train/pack_pad_share"] == steps["concatenated"]["train/pack_pad_share"] == 0
+    assert steps["padded"]["train/pack_pad_share"] < steps["fixed"]["train/pack_pad_share"]
+    assert steps["packed"]["logprob/pack_bins"] < steps["packed"]["train/pack_bins"], "they have a cap of their own"
+
+
 def test_a_learning_rate_of_zero_changes_no_weight(tmp_path, model):
     recipe = write_recipe(tmp_path, model, checkpointing={**SAVE_EVERY_STEP, "checkpoint_dir": str(tmp_path / "ck")})
     rows, _ = train(recipe, {"policy.optimizer.kwargs.lr": "0"})

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from nemo_rl.utils.flops import TransformerShape, theoretical_tflops, transformer_flops
+from nemo_rl.utils.flops import TransformerShape, sequence_cost, theoretical_tflops, transformer_flops
 from tests.helpers.tiny_model import tiny_model
 
 
@@ -108,6 +108,18 @@ def test_a_sliding_window_bounds_the_keys_of_its_layers() -> None:
     # 1 + 2 + 3 + 3 + 3 keys in place of 1 + 2 + 3 + 4 + 5.
     assert saved == 3 * shape.pair_flops
     assert transformer_flops(full, [2], with_backward=False) == transformer_flops(shape, [2], with_backward=False)
+
+
+def test_the_cost_of_a_sequence_is_its_flops_in_closed_form() -> None:
+    linear, square = sequence_cost(TransformerShape.from_config(SIZES))
+    for length in (1, 7, 4096):
+        flops = transformer_flops(TransformerShape.from_config(SIZES), [length], with_backward=False)
+        assert linear * length + square * length**2 == pytest.approx(flops, rel=1e-12)
+    sliding = {**SIZES, "sliding_window": 3, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+    shape = TransformerShape.from_config(sliding)
+    linear, square = sequence_cost(shape)
+    flops = transformer_flops(shape, [4096], with_backward=False)
+    assert linear * 4096 + square * 4096**2 == pytest.approx(flops, rel=1e-4), "the window is full for most tokens"
 
 
 @pytest.mark.parametrize(
