@@ -300,10 +300,23 @@ def test_a_checkpoint_that_cannot_be_read_says_why(
         worker.load_checkpoint(**paths)
 
 
-def test_checkpoint_round_trip_is_exact_and_continues_the_run(folder: Path, tmp_path: Path) -> None:
-    config = tiny_policy(folder, scheduler=SchedulerConfig(name="linear"))
+CHAIN = SchedulerConfig(
+    phases=[
+        {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.5, "total_iters": 1}},
+        {"name": "torch.optim.lr_scheduler.ExponentialLR", "kwargs": {"gamma": 0.5}},
+    ],
+    milestones=[1],
+)
+
+
+@pytest.mark.parametrize("scheduler", [SchedulerConfig(name="linear"), CHAIN], ids=["shape", "chain"])
+def test_checkpoint_round_trip_is_exact_and_continues_the_run(
+    folder: Path, tmp_path: Path, scheduler: SchedulerConfig
+) -> None:
+    config = tiny_policy(folder, scheduler=scheduler)
     worker = tiny_worker(config, keep_reference=True)
     batch = tiny_batch()
+    worker.train(batch, LOSS)
     worker.train(batch, LOSS)
     worker.offload_before_refit()
     worker.offload_after_refit()
