@@ -194,6 +194,7 @@ _BY_NAME: Mapping[str, type[NemoRLError]] = {
         SchemaMismatch,
         VersionMismatch,
         UserError,
+        ConfigError,
         DatasetError,
         ModelFolderError,
         ResourceError,

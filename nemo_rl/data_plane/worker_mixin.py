@@ -23,9 +23,10 @@ from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.observability import MetricsDataPlaneClient
 from nemo_rl.data_plane.ragged import materialize, object_rows
 from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS, family_of
-from nemo_rl.distributed.abort import AbortWatch, FirstCause
+from nemo_rl.distributed.abort import AbortWatch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import Fields, broadcast_from_leader, replica_group_of
+from nemo_rl.distributed.first_cause import FirstCause
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.plan_check import check_plans
 from nemo_rl.errors import ConfigError, DataPlaneClosed, SchemaMismatch

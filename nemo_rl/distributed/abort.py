@@ -15,24 +15,25 @@ still, and write the record for it.
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from datetime import timedelta
-from typing import Protocol, runtime_checkable
 
 import torch.distributed as dist
 
 from nemo_rl.distributed.connections import abort_process_groups
+from nemo_rl.distributed.first_cause import FirstCause, is_symptom
 from nemo_rl.distributed.liveness import ProcessIdentity
-from nemo_rl.errors import CollectiveTimeout, NemoRLError, UserError, WorkerError, from_record, to_record
+from nemo_rl.errors import CollectiveTimeout, UserError, WorkerError
 
-__all__ = ["AbortWatch", "FirstCause", "GuardedWorker", "is_symptom"]
+__all__ = ["AbortWatch"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,71 +49,7 @@ STORE_TIMEOUT_S = 10.0
 CLOSE_WAIT_S = 5.0
 """How long rank 0, which keeps the store, waits for the others to close their watches."""
 EXIT_CODE = 70
-SYMPTOMS = ("connection closed", "connection reset", "timed out waiting", "gloo", "nccl", "broken pipe", "communicator")
-"""Texts of errors that a peer's failure causes: something else is the first cause."""
 PREFIX = "nemo_rl/abort"
-
-
-def is_symptom(error: BaseException) -> bool:
-    """Whether the error looks like what a peer's failure does to this rank."""
-    if isinstance(error, UserError):
-        return False
-    text = str(error).lower()
-    return isinstance(error, RuntimeError | WorkerError) and any(word in text for word in SYMPTOMS)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FirstCause:
-    """What ended a step."""
-
-    rank: int
-    stage: str
-    kind: str
-    """Name of the exception's class."""
-    text: str
-
-    @classmethod
-    def of(cls, error: BaseException, *, rank: int, stage: str) -> FirstCause:
-        """The record of an error that left `stage` on `rank`; one that came from another rank keeps its own."""
-        if isinstance(error, WorkerError):
-            rank = rank if error.rank is None else error.rank
-            return cls(rank=rank, stage=error.stage or stage, kind=type(error).__name__, text=error.text)
-        if isinstance(error, NemoRLError) and error.origin_rank is not None:
-            rank = error.origin_rank
-        return cls(rank=rank, stage=stage, **to_record(error))
-
-    def to_error(self) -> NemoRLError:
-        """What every rank and the driver raise: the same kind if the user can fix it, else a `WorkerError`."""
-        error = from_record({"kind": self.kind, "text": self.text})
-        if isinstance(error, UserError):
-            error.origin_rank = self.rank
-            error.add_note(f"rank {self.rank}, stage {self.stage}")
-            return error
-        if self.kind == CollectiveTimeout.__name__:
-            return CollectiveTimeout(self.text, rank=self.rank, stage=self.stage)
-        text = self.text if self.kind == WorkerError.__name__ else f"{self.kind}: {self.text}"
-        return WorkerError(text, rank=self.rank, stage=self.stage)
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> FirstCause:
-        return cls(**json.loads(text))
-
-
-@runtime_checkable
-class GuardedWorker(Protocol):
-    """A worker whose calls can be aborted."""
-
-    def guarded(self, stage: str) -> AbstractContextManager[None]:
-        """Inside it an error ends the stage on every rank."""
-        ...
-
-    @property
-    def first_cause(self) -> FirstCause | None:
-        """What ended the step, if anything has."""
-        ...
 
 
 class AbortWatch:
@@ -140,6 +77,7 @@ class AbortWatch:
         self._idle.set()
         self._thread = threading.Thread(target=self._watch, name="abort-watch", daemon=True)
         self._thread.start()
+        atexit.register(self.close)
 
     @property
     def cause(self) -> FirstCause | None:
@@ -166,10 +104,14 @@ class AbortWatch:
                 self._idle.set()
 
     def close(self) -> None:
-        """Ends the watch. Every rank calls it, rank 0 leaves last. Idempotent."""
+        """Ends the watch: peers know that this rank left in peace. Rank 0 leaves last. Idempotent.
+
+        A process that ends without calling it does so on its way out.
+        """
         if self._closed.is_set():
             return
         self._closed.set()
+        atexit.unregister(self.close)
         self._thread.join(timeout=STORE_TIMEOUT_S)
         with suppress(RuntimeError):  # the store has ended with its process
             self._store.set(f"left/{self.rank}", "")

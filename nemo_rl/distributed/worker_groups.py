@@ -20,7 +20,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nemo_rl.distributed.abort import FirstCause, GuardedWorker, is_symptom
+from nemo_rl.distributed.first_cause import FirstCause, GuardedWorker, is_symptom
 from nemo_rl.errors import CollectiveTimeout, NemoRLError, WorkerError
 
 __all__ = ["Call", "LocalWorkerGroup", "Payload", "RayPlacement", "RayWorkerGroup", "WorkerGroup"]
