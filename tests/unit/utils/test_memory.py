@@ -17,16 +17,17 @@ from nemo_rl.utils.memory import (
     resident_bytes,
     tree_proportional_bytes,
 )
+from tests.helpers.pages import touched_pages
 
 MIB = 2**20
 
 
 def test_a_large_buffer_shows_in_resident_and_proportional_size() -> None:
     resident, proportional = resident_bytes(), proportional_bytes([os.getpid()])
-    buffer = bytearray(os.urandom(MIB)) * 64
+    pages = touched_pages(64 * MIB)
     assert resident_bytes() - resident > 48 * MIB
     assert proportional_bytes([os.getpid()]) - proportional > 48 * MIB
-    assert len(buffer) == 64 * MIB
+    pages.close()
 
 
 def test_the_tree_counts_children_and_ended_processes_count_nothing() -> None:
@@ -44,9 +45,7 @@ def test_the_tree_counts_children_and_ended_processes_count_nothing() -> None:
 def test_the_peak_remembers_a_buffer_that_is_gone_until_it_is_reset() -> None:
     reset_peak_resident()
     before = peak_resident_bytes()
-    buffer = bytearray(64 * MIB)
-    buffer[::4096] = b"x" * (64 * MIB // 4096)
-    del buffer
+    touched_pages(64 * MIB).close()
     assert peak_resident_bytes() - before > 48 * MIB
     assert resident_bytes() - before < 32 * MIB
     reset_peak_resident()

@@ -20,6 +20,7 @@ from nemo_rl.errors import CheckpointError, NonFiniteError
 from nemo_rl.models.dtensor.optim import INITIAL_SCALE
 from nemo_rl.models.policy.workers.base import Placement, WorkerState, check_placement, move_model, placement_of
 from nemo_rl.models.policy.workers.dtensor_policy_worker import DTensorPolicyWorker
+from tests.helpers.pages import touched_pages
 from tests.helpers.tiny_model import tiny_batch, tiny_model, tiny_policy, tiny_worker, write_tiny_folder
 
 LOSS = ClippedPGLoss(config=LossConfig())
@@ -123,8 +124,7 @@ def test_memory_is_logged_at_each_change_and_its_peak_is_kept_per_stage(
     with caplog.at_level("INFO", logger="nemo_rl.models.policy.workers.life_cycle"):
         worker.prepare_for_lp_inference()
         worker.prepare_for_training()
-        buffer = torch.ones(64 * mib // 4)
-        del buffer
+        touched_pages(64 * mib).close()
         worker.offload_before_refit()
     first = caplog.messages[0]
     assert re.fullmatch(r"rank 0: training -> log-probability inference: \d+\.\d MiB -> \d+\.\d MiB on cpu", first)
