@@ -99,9 +99,7 @@ def open_trainer(config: MasterConfig, *, console: Console) -> Iterator[SyncGRPO
             loss_fn=loss_fn,
             client=client,
             policy=policy,
-            weight_sync=build_weight_sync(
-                config, policy=groups.policy, engines=groups.engines, address=groups.address
-            ),
+            weight_sync=build_weight_sync(config, policy=groups.policy, engines=groups.engines, address=groups.address),
             rollout=rollout,
             sampler=_sampler(config, rollout),
             checkpoints=checkpoints,
