@@ -133,9 +133,14 @@ def _exchange_bins(high: Bins, low: Bins, costs: Sequence[float], gap: float) ->
         return 0.0
     mine = [sum(map(costs.__getitem__, rows)) for rows in high]
     theirs = [sum(map(costs.__getitem__, rows)) for rows in low]
-    missed, i, j = min(
-        (abs(cost - other - gap / 2), i, j) for i, cost in enumerate(mine) for j, other in enumerate(theirs)
-    )
+    ascending = sorted(range(len(low)), key=theirs.__getitem__)
+    ascending_costs = [theirs[j] for j in ascending]
+    missed, i, j = gap, 0, 0
+    for at, cost in enumerate(mine):
+        middle = bisect_left(ascending_costs, cost - gap / 2)
+        for other in ascending[max(0, middle - 1) : middle + 1]:
+            if abs(cost - theirs[other] - gap / 2) < missed:
+                missed, i, j = abs(cost - theirs[other] - gap / 2), at, other
     if missed > CLOSE_ENOUGH * gap:
         return 0.0
     high[i], low[j] = low[j], high[i]
