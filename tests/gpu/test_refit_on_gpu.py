@@ -1,4 +1,4 @@
-"""Refit by CUDA-IPC between two processes on one GPU: a policy worker here, an engine's weights in a child."""
+"""Refit on GPUs: CUDA-IPC on one GPU (a policy worker here, an engine's weights in a child process), NCCL between two."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from nemo_rl.algorithms.loss_functions import ClippedPGLoss
 from nemo_rl.config.schema import LossConfig
@@ -21,6 +22,8 @@ from nemo_rl.models.policy.workers.dtensor_policy_worker import DTensorPolicyWor
 from nemo_rl.models.weight_sync.buckets import RefitPlan, bucket_bytes
 from nemo_rl.models.weight_sync.ipc_handle import device_id
 from nemo_rl.models.weight_sync.receiver import RefitReceiver
+from nemo_rl.models.weight_sync.refit_group import RefitGroup, RefitGroupSpec, open_store
+from tests.helpers.gloo import run_ranks
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, write_tiny_folder
 
 pytestmark = [
@@ -156,3 +159,29 @@ def test_a_handle_of_another_gpu_is_refused(worker: DTensorPolicyWorker, engine:
     with pytest.raises(WorkerError, match="cannot be opened on GPU-"):
         replace(handle, device_id="GPU-another").open(worker.device)
     worker.end_refit()
+
+
+def _broadcast(rank: int, world_size: int) -> list[int]:
+    """One bucket from rank 0; what this rank has of it."""
+    store = open_store("127.0.0.1", world_size, timeout_s=60.0) if rank == 0 else None
+    port = torch.tensor([store.port if store is not None else 0])
+    dist.broadcast(port, src=0)
+    spec = RefitGroupSpec(
+        address="127.0.0.1", port=int(port), rank=rank, world_size=world_size, backend="nccl", timeout_s=60.0
+    )
+    device = torch.device("cuda", rank)
+    group = RefitGroup(spec, device=device, store=store)
+    bucket = torch.arange(7, dtype=torch.uint8, device=device) * (1 if rank == 0 else 0)
+    if rank == 0:
+        group.send(bucket)
+    else:
+        bucket = group.receive(bucket)
+    group.close()
+    return bucket.tolist()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_bucket_goes_over_nccl(world_size: int) -> None:
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} CUDA devices")
+    assert run_ranks(world_size, _broadcast, world_size, gpu_per_rank=True) == [list(range(7))] * world_size

@@ -1,4 +1,7 @@
-"""Two gloo ranks whose tensors are on the one GPU: collectives run, which a world of one rank does not exercise."""
+"""Two ranks: over gloo with their tensors on the one GPU, over NCCL where there are two GPUs.
+
+A world of one rank exercises no collective.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +35,16 @@ LAYOUTS = {
 }
 
 
-def _train(rank: int, folder: Path, layouts: dict[str, DTensorConfig]) -> dict[str, dict[str, object]]:
+def _train(
+    rank: int, folder: Path, layouts: dict[str, DTensorConfig], devices: tuple[str, str]
+) -> dict[str, dict[str, object]]:
     """Log-probabilities before, loss and norm of a step, a weight after it, layout by layout."""
     seen = {}
-    torch.cuda.set_device(0)
+    torch.cuda.set_device(torch.device(devices[rank]))
     for name, layout in layouts.items():
         config = tiny_policy(folder, dtensor_cfg=layout, make_sequence_length_divisible_by=8)
         worker = DTensorPolicyWorker(
-            config, rank=rank, world_size=2, num_steps=10, collective_timeout_s=60.0, seed=0, device="cuda:0"
+            config, rank=rank, world_size=2, num_steps=10, collective_timeout_s=60.0, seed=0, device=devices[rank]
         )
         batch = tiny_batch(ROWS)
         if name == "dp2":
@@ -62,9 +67,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_folder(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module")
-def ranks(folder: Path) -> list[dict[str, dict[str, object]]]:
-    return run_ranks(2, _train, folder, LAYOUTS, timeout_s=300.0)  # type: ignore[return-value]
+@pytest.fixture(scope="module", params=["gloo on one GPU", "nccl on two GPUs"])
+def ranks(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, dict[str, object]]]:
+    is_nccl = request.param.startswith("nccl")
+    if is_nccl and torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    devices = ("cuda:0", "cuda:1" if is_nccl else "cuda:0")
+    return run_ranks(2, _train, folder, LAYOUTS, devices, timeout_s=300.0, gpu_per_rank=is_nccl)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

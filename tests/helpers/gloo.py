@@ -1,4 +1,4 @@
-"""Runs a function on several gloo ranks, each a process of its own, with a deadline."""
+"""Runs a function on several ranks, each a process of its own, with a deadline: gloo, or NCCL with a GPU each."""
 
 from __future__ import annotations
 
@@ -18,16 +18,24 @@ from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, ini
 COLLECTIVE_TIMEOUT_S = 60.0
 
 
-def run_ranks(world_size: int, target: Callable[..., object], *args: object, timeout_s: float = 120.0) -> list[object]:
+def run_ranks(
+    world_size: int,
+    target: Callable[..., object],
+    *args: object,
+    timeout_s: float = 120.0,
+    gpu_per_rank: bool = False,
+) -> list[object]:
     """`target(rank, *args)` on every rank of a fresh gloo job; results in rank order.
 
-    `target` must be a module-level function. A rank that raises fails the caller with its traceback.
+    `target` must be a module-level function. A rank that raises fails the caller with its traceback. With
+    `gpu_per_rank` rank r has GPU r and the job NCCL beside gloo.
     """
     context = mp.get_context("spawn")
     queue = context.Queue()
     port = _free_port()
     processes = [
-        context.Process(target=_main, args=(rank, world_size, port, queue, target, args)) for rank in range(world_size)
+        context.Process(target=_main, args=(rank, world_size, port, queue, target, args, gpu_per_rank))
+        for rank in range(world_size)
     ]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for process in processes:
@@ -70,11 +78,22 @@ def _collect(queue: mp.Queue, processes: list[mp.Process], timeout_s: float) -> 
     return [results[rank] for rank in range(len(processes))]
 
 
-def _main(rank: int, world_size: int, port: int, queue: mp.Queue, target: Callable[..., object], args: tuple) -> None:
+def _main(
+    rank: int,
+    world_size: int,
+    port: int,
+    queue: mp.Queue,
+    target: Callable[..., object],
+    args: tuple,
+    gpu_per_rank: bool,
+) -> None:
     torch.set_num_threads(1)
     try:
         spec = RankSpec(rank=rank, world_size=world_size, master_port=port)
-        init_process_group(spec, device=torch.device("cpu"), timeout_s=COLLECTIVE_TIMEOUT_S)
+        device = torch.device("cuda", rank) if gpu_per_rank else torch.device("cpu")
+        if gpu_per_rank:
+            torch.cuda.set_device(device)
+        init_process_group(spec, device=device, timeout_s=COLLECTIVE_TIMEOUT_S)
         value = target(rank, *args)
         if dist.is_initialized():
             dist.barrier()
