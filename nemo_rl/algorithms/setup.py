@@ -115,8 +115,11 @@ def _what_starts(config: MasterConfig) -> str:
     if config.cluster.launcher == "local":
         plan = memory_plan(config.active_data_plane, num_processes=1)
         return "; ".join(filter(None, ("starting policy, engine and rollout worker in this process", plan)))
-    # The driver, the policy workers and the rollout worker have clients.
-    plan = memory_plan(config.active_data_plane, num_processes=config.cluster.num_workers + 2)
+    # The driver, the rollout worker and the policy workers that read or write have clients.
+    num_workers, plane = config.cluster.num_workers, config.active_data_plane
+    readers = ParallelLayout.of_policy(config.policy, world_size=num_workers).dp
+    clients = num_workers if plane.fetch_policy == "independent" else readers
+    plan = memory_plan(plane, num_processes=clients + 2)
     what = (
         f"starting Ray, {config.cluster.num_workers} policy workers, {config.policy.generation.num_replicas} engines, "
         f"1 rollout worker, data plane {config.active_data_plane.impl}"
