@@ -1,4 +1,4 @@
-"""Refit on GPUs: CUDA-IPC on one GPU (a policy worker here, an engine's weights in a child process), NCCL between two."""
+"""Refit on GPUs: CUDA-IPC between a policy worker and an engine's process on one GPU, NCCL between two GPUs."""
 
 from __future__ import annotations
 
