@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from nemo_rl.config.policy import DTensorConfig
 from nemo_rl.errors import CollectiveTimeout, WorkerError
 from nemo_rl.models.loading import load_causal_lm
 from nemo_rl.models.policy.workers.dtensor_policy_worker import DTensorPolicyWorker
@@ -22,6 +23,7 @@ from nemo_rl.models.weight_sync.buckets import RefitPlan
 from nemo_rl.models.weight_sync.collective import _both, choose_backend
 from nemo_rl.models.weight_sync.receiver import RefitReceiver
 from nemo_rl.models.weight_sync.refit_group import RefitGroupSpec
+from tests.helpers.families import write_family
 from tests.helpers.gloo import run_ranks
 from tests.helpers.tiny_model import tiny_policy, tiny_worker, write_tiny_folder
 
@@ -30,7 +32,7 @@ DEADLINE_S = 20.0
 SHORT_S = 2.0
 
 
-def _refits(rank: int, policy_folder: Path, engine_folder: Path) -> dict[str, object]:
+def _refits(rank: int, policy_folder: Path, engine_folder: Path, experts_folder: Path) -> dict[str, object]:
     worker = tiny_worker(tiny_policy(policy_folder), rank=rank, world_size=2)
     receiver = RefitReceiver(load_causal_lm(engine_folder, dtype=torch.bfloat16), torch.device("cpu"))
     offered = {name: info.shape for name, info in worker.prepare_refit_info().items()}
@@ -45,7 +47,32 @@ def _refits(rank: int, policy_folder: Path, engine_folder: Path) -> dict[str, ob
         seen["silence"] = _refit_of_a_silent_sender(rank, receiver, plan, offered, engine)
     receiver.close()
     worker.shutdown()
+    seen["experts"] = _refit_of_split_experts(rank, experts_folder)
     return seen
+
+
+def _refit_of_split_experts(rank: int, folder: Path) -> bool:
+    """Tensor ranks split matrices and experts; rank 0's buckets hold them whole."""
+    policy = tiny_policy(folder, dtensor_cfg=DTensorConfig(tensor_parallel_size=2))
+    worker = tiny_worker(policy, rank=rank, world_size=2)
+    engine = load_causal_lm(folder)
+    original = {name: weight.clone() for name, weight in engine.state_dict().items()}
+    for weight in engine.parameters():
+        weight.data.zero_()
+    receiver = RefitReceiver(engine, torch.device("cpu"))
+    offered = {name: info.shape for name, info in worker.prepare_refit_info().items()}
+    plan = RefitPlan(slots=receiver.match(offered), bucket_bytes=BUCKET_BYTES)
+    receiver.begin(plan)
+    for _ in range(worker.begin_refit(plan, on_device=False)):
+        bucket = worker.next_bucket()
+        assert (bucket is not None) == (rank == 0)
+        if bucket is not None:
+            receiver.load(bucket)
+    worker.end_refit()
+    worker.shutdown()
+    if rank == 0:
+        receiver.finish()
+    return rank == 1 or all(torch.equal(original[name], weight) for name, weight in engine.state_dict().items())
 
 
 def _join(
@@ -124,14 +151,20 @@ def _error_of(heard: Future[None] | None) -> str:
 @pytest.fixture(scope="module")
 def engine_side(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     folders = [write_tiny_folder(tmp_path_factory.mktemp(f"model{seed}"), seed=seed) for seed in (0, 1)]
-    seen = run_ranks(2, _refits, *folders)[1]
-    assert isinstance(seen, dict)
-    return seen
+    folders.append(write_family(tmp_path_factory.mktemp("experts"), "qwen3_moe"))
+    sender, engine = run_ranks(2, _refits, *folders)
+    assert isinstance(sender, dict) and isinstance(engine, dict)
+    return {**engine, "experts": sender["experts"]}
 
 
 @pytest.mark.slow
 def test_the_engine_holds_the_sharded_policys_weights_in_its_own_dtype(engine_side: dict[str, object]) -> None:
     assert engine_side["loads"] is True
+
+
+@pytest.mark.slow
+def test_buckets_hold_split_matrices_and_experts_whole(engine_side: dict[str, object]) -> None:
+    assert engine_side["experts"] is True
 
 
 @pytest.mark.slow
