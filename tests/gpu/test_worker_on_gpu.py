@@ -170,7 +170,8 @@ def test_each_state_holds_its_tensors_where_it_promises(folder: Path) -> None:
     assert all(p.grad is None for p in worker._model.parameters())
     worker.train(tiny_batch(8), LOSS)
     report = worker.memory_report()
-    assert report.keys() == {"train", "logprobs", "refit", "generation"} and report["train"] > report["generation"]
+    assert report["train_peak"] > report["generation_start"] and report["refit_end"] > report["generation_start"]
+    print("\nmemory in KiB:", {name: size // 1024 for name, size in sorted(report.items())})
     worker.shutdown()
 
 
@@ -255,7 +256,7 @@ def test_speed_and_memory_are_shown(tmp_path: Path, packed: bool) -> None:
     result = worker.train(batch, LOSS, plan=plan, mbs=None if packed else 8)
     torch.cuda.synchronize()
     seconds = time.perf_counter() - started
-    peak_mib = worker.memory_report()["train"] / 2**20
+    peak_mib = worker.memory_report()["train_peak"] / 2**20
     tflops = result.total_flops / seconds / 1e12
     share = f", {tflops / result.theoretical_tflops:.1%} of peak" if result.theoretical_tflops else ""
     print(

@@ -100,10 +100,10 @@ class Policy:
         self._run("load_checkpoint", "resume", weights=weights, optimizer=optimizer)
 
     def memory_metrics(self) -> dict[str, float]:
-        """`memory/<stage>_peak_bytes` since the last call: of the worker that took most."""
+        """`memory/<stage>_peak_bytes`, `_start_bytes` and `_end_bytes` since the last call, of the largest worker."""
         reports = cast("list[dict[str, int]]", self._run("memory_report", "memory"))
-        stages = sorted({stage for report in reports for stage in report})
-        return {f"memory/{stage}_peak_bytes": float(max(r.get(stage, 0) for r in reports)) for stage in stages}
+        names = sorted({name for report in reports for name in report})
+        return {f"memory/{name}_bytes": float(max(report.get(name, 0) for report in reports)) for name in names}
 
     def is_alive(self) -> bool:
         """Whether every worker answers."""

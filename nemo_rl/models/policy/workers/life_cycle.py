@@ -62,7 +62,7 @@ class LifeCycle:
         """
         self._owns_group = owns_group
         self._device_side = DeviceSide(self.device)
-        self._peaks: dict[str, int] = {}
+        self._memory: dict[str, int] = {}
         self._reference = self._copy_shards() if keep_reference else None
         self._aside: list[torch.Tensor] = []
         self._is_reference_in_use = False
@@ -107,9 +107,13 @@ class LifeCycle:
     # Device and process.
 
     def memory_report(self) -> dict[str, int]:
-        """Peak bytes of this worker per stage since the last report: on its GPU, or resident on a CPU."""
+        """Bytes since the last report, on this worker's GPU or resident on a CPU.
+
+        `<stage>_peak` of every stage, `<stage>_start` and `<stage>_end` around the changes of state: the end of one
+        stage and the start of the next are the memory before and after the move.
+        """
         self._note_peak()
-        report, self._peaks = self._peaks, {}
+        report, self._memory = self._memory, {}
         return report
 
     def reset_peak_memory_stats(self) -> None:
@@ -156,6 +160,8 @@ class LifeCycle:
         self._state = state
         self._device_side.reset_peak_memory_stats()
         self._check_placement()
+        after = self._device_side.used_bytes()
+        self._memory |= {f"{STAGE_NAMES[came_from]}_end": before, f"{STAGE_NAMES[state]}_start": after}
         logger.log(
             logging.INFO if self.rank == 0 else logging.DEBUG,
             "rank %d: %s -> %s: %.1f MiB -> %.1f MiB on %s",
@@ -163,13 +169,13 @@ class LifeCycle:
             came_from.value,
             state.value,
             before / MIB,
-            self._device_side.used_bytes() / MIB,
+            after / MIB,
             self.device,
         )
 
     def _note_peak(self) -> None:
-        stage = STAGE_NAMES[self._state]
-        self._peaks[stage] = max(self._peaks.get(stage, 0), self._device_side.peak_bytes())
+        name = f"{STAGE_NAMES[self._state]}_peak"
+        self._memory[name] = max(self._memory.get(name, 0), self._device_side.peak_bytes())
 
     def _placement(self, state: WorkerState) -> Placement:
         return placement_of(state, cpu_offload=self.config.dtensor_cfg.cpu_offload)

@@ -130,9 +130,11 @@ def test_memory_is_logged_at_each_change_and_its_peak_is_kept_per_stage(
     assert re.fullmatch(r"rank 0: training -> log-probability inference: \d+\.\d MiB -> \d+\.\d MiB on cpu", first)
     assert len(caplog.messages) == 3
     report = worker.memory_report()
-    assert report.keys() == {"train", "logprobs", "refit"}
-    assert report["train"] - report["logprobs"] > 48 * mib
-    assert worker.memory_report().keys() == {"refit"}
+    assert {name for name in report if name.endswith("_peak")} == {"train_peak", "logprobs_peak", "refit_peak"}
+    assert report["train_peak"] - report["logprobs_peak"] > 48 * mib
+    assert report["train_peak"] - max(report["train_start"], report["train_end"]) > 32 * mib
+    assert {"logprobs_start", "logprobs_end", "refit_start"} <= report.keys() and "refit_end" not in report
+    assert worker.memory_report().keys() == {"refit_peak"}
 
 
 def test_reference_logprobs_stay_while_the_policy_moves(worker: DTensorPolicyWorker) -> None:

@@ -58,7 +58,8 @@ def test_training_moves_the_policy_away_from_its_reference(policy):
     assert torch.equal(policy.get_reference_policy_logprobs(batch, plan=plan), before)
     assert policy.is_alive()
     peaks = policy.memory_metrics()
-    assert peaks.keys() == {f"memory/{stage}_peak_bytes" for stage in ("train", "logprobs")}
+    ends = {"memory/train_end_bytes", "memory/logprobs_start_bytes", "memory/train_start_bytes"}
+    assert peaks.keys() >= {f"memory/{stage}_peak_bytes" for stage in ("train", "logprobs")} | ends
     assert min(peaks.values()) > 2**20
 
 
