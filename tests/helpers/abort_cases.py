@@ -26,6 +26,8 @@ from nemo_rl.errors import KeysNotFound, NonFiniteError, WorkerError
 
 CPU = torch.device("cpu")
 STUCK_S = 60.0
+GROUPS: dict[str, dist.ProcessGroup] = {}
+"""Of the job at hand: `outer` joins ranks 0 and 1, `inner` 0 and 2. Made before the stage, as workers do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,12 +68,11 @@ def before_a_collective(rank: int) -> None:
 
 def a_peer_waits_for_a_third(rank: int) -> None:
     """Rank 2 waits for rank 0, which waits for rank 1."""
-    outer, inner = dist.new_group([0, 1]), dist.new_group([0, 2])
     if rank == 1:
         raise ValueError("planted behind another rank")
     if rank == 0:
-        all_reduce(outer)
-    all_reduce(inner)
+        all_reduce(GROUPS["outer"])
+    all_reduce(GROUPS["inner"])
 
 
 def peers_compute_meanwhile(rank: int) -> None:
@@ -143,6 +144,7 @@ def every_case(rank: int, ports: list[int]) -> dict[str, Seen]:
     seen: dict[str, Seen] = {}
     for port, (name, case) in zip(ports, CASES.items(), strict=True):
         watch = join(rank, 3, port)
+        GROUPS.update(outer=dist.new_group([0, 1]), inner=dist.new_group([0, 2]))
         seen[name] = run_case(watch, case)
         leave(watch)
     return seen
