@@ -36,6 +36,8 @@ _STATUS_OK, _STATUS_ERROR = 0, 1
 LOOPBACK_INTERFACE = "lo"
 MESSAGE_BYTES = 256 << 20
 """Most bytes of one broadcast: large enough that its start costs nothing, small enough for a GPU to stage."""
+OWN_BUFFER_BYTES = 4 << 20
+"""A tensor from this size on is sent from where it lies: copying it costs more than one more message."""
 ALIGNMENT = 16
 """Columns start at a multiple of this in the broadcast bytes, so that any dtype can be viewed in place."""
 
@@ -144,9 +146,9 @@ def new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
 def broadcast_from_leader(fetch: Callable[[], Fields], *, group: dist.ProcessGroup | None, leader: int) -> Fields:
     """(collective over `group`) The leader runs `fetch`; every rank gets its columns, or its error.
 
-    Order of calls on each rank: status word, descriptor, then the bytes of all columns in messages of at most
-    `MESSAGE_BYTES`. Tensors may be jagged nested (`[N, *]`); their values travel unpadded, their offsets as bytes.
-    Lists must be JSON-like. Followers get views into one buffer.
+    Order of calls on each rank: status word, descriptor, then the bytes: small tensors together in one buffer, each
+    of at least `OWN_BUFFER_BYTES` by itself, in messages of at most `MESSAGE_BYTES`. Tensors may be jagged nested
+    (`[N, *]`); their values travel unpadded, their offsets as bytes. Lists must be JSON-like.
 
     Args:
         fetch: called on the leader only.
@@ -167,15 +169,12 @@ def broadcast_from_leader(fetch: Callable[[], Fields], *, group: dist.ProcessGro
 def _lead(fetch: Callable[[], Fields], group: dist.ProcessGroup, leader: int) -> Fields:
     try:
         fields = fetch()
-        described, parts = _describe(fields)
+        described, buffers = _describe(fields)
     except BaseException as error:
         _send_header(_STATUS_ERROR, to_record(error), group, leader)
         raise
     _send_header(_STATUS_OK, described, group, leader)
-    buffer = torch.empty(described["num_bytes"], dtype=torch.uint8)
-    for start, part in parts:
-        buffer[start : start + part.numel()] = part
-    for message in _messages(buffer):
+    for message in _messages(buffers):
         dist.broadcast(message.to(_group_device(group)), src=leader, group=group)
     return fields
 
@@ -187,27 +186,33 @@ def _follow(group: dist.ProcessGroup, leader: int) -> Fields:
         error.origin_rank = leader
         error.add_note(f"raised on the leader (rank {leader}) of this replica group")
         raise error
-    buffer = torch.empty(header["num_bytes"], dtype=torch.uint8)
-    for message in _messages(buffer):
+    buffers = [torch.empty(num_bytes, dtype=torch.uint8) for num_bytes in header["buffers"]]
+    for message in _messages(buffers):
         wire = message.to(_group_device(group))
         dist.broadcast(wire, src=leader, group=group)
         if wire.device != message.device:
             message.copy_(wire)
-    return {name: _column(described, buffer) for name, described in header["columns"].items()}
+    return {name: _column(described, buffers) for name, described in header["columns"].items()}
 
 
-def _describe(fields: Fields) -> tuple[Json, list[tuple[int, torch.Tensor]]]:
-    """The descriptor, and the raw bytes of every tensor with their place in the buffer."""
+def _describe(fields: Fields) -> tuple[Json, list[torch.Tensor]]:
+    """The descriptor, and the bytes to send: the first buffer holds all small tensors, each other one large one."""
     columns: Json = {}
-    parts: list[tuple[int, torch.Tensor]] = []
+    small: list[torch.Tensor] = []
+    large: list[torch.Tensor] = []
     end = 0
 
     def place(tensor: torch.Tensor) -> Json:
         nonlocal end
         raw = _raw(tensor)
-        start, end = end, end + -(-raw.numel() // ALIGNMENT) * ALIGNMENT
-        parts.append((start, raw))
-        return {"start": start, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+        placed = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+        if raw.numel() >= OWN_BUFFER_BYTES:
+            large.append(raw)
+            return {**placed, "buffer": len(large), "start": 0}
+        padding = -raw.numel() % ALIGNMENT
+        small.extend((raw, raw.new_zeros(padding)))
+        start, end = end, end + raw.numel() + padding
+        return {**placed, "buffer": 0, "start": start}
 
     for name, column in fields.items():
         if not isinstance(column, torch.Tensor):
@@ -217,27 +222,30 @@ def _describe(fields: Fields) -> tuple[Json, list[tuple[int, torch.Tensor]]]:
             columns[name] = {"values": place(values), "offsets": place(offsets)}
         else:
             columns[name] = {"values": place(column)}
-    return {"columns": columns, "num_bytes": end}, parts
+    buffers = [torch.cat(small) if small else torch.empty(0, dtype=torch.uint8), *large]
+    return {"columns": columns, "buffers": [buffer.numel() for buffer in buffers]}, buffers
 
 
-def _column(described: Json, buffer: torch.Tensor) -> torch.Tensor | list[object]:
+def _column(described: Json, buffers: Sequence[torch.Tensor]) -> torch.Tensor | list[object]:
     if "rows" in described:
         rows: list[object] = described["rows"]
         return rows
-    values = _view(described["values"], buffer)
+    values = _view(described["values"], buffers)
     if "offsets" not in described:
         return values
-    return torch.nested.nested_tensor_from_jagged(values, _view(described["offsets"], buffer))
+    return torch.nested.nested_tensor_from_jagged(values, _view(described["offsets"], buffers))
 
 
-def _view(placed: Json, buffer: torch.Tensor) -> torch.Tensor:
+def _view(placed: Json, buffers: Sequence[torch.Tensor]) -> torch.Tensor:
     dtype, shape = getattr(torch, placed["dtype"]), placed["shape"]
     num_bytes = math.prod(shape) * dtype.itemsize
-    return buffer[placed["start"] : placed["start"] + num_bytes].view(dtype).view(shape)
+    return buffers[placed["buffer"]][placed["start"] : placed["start"] + num_bytes].view(dtype).view(shape)
 
 
-def _messages(buffer: torch.Tensor) -> Iterator[torch.Tensor]:
-    return (buffer[start : start + MESSAGE_BYTES] for start in range(0, buffer.numel(), MESSAGE_BYTES))
+def _messages(buffers: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    for buffer in buffers:
+        for start in range(0, buffer.numel(), MESSAGE_BYTES):
+            yield buffer[start : start + MESSAGE_BYTES]
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,7 @@ def every_case(rank: int) -> dict[str, object]:
 
 
 def count_broadcasts(group: object, rank: int) -> dict[str, int]:
-    """Real broadcasts, counted: of all columns, of no column, and of the same bytes in messages of 64."""
+    """Real broadcasts, counted: all columns, none, messages of 64 bytes, tensors of 64 and 32 bytes by themselves."""
     broadcast, counted, calls = dist.broadcast, {}, []
 
     def counting(*args: object, **kwargs: object) -> object:
@@ -61,13 +61,14 @@ def count_broadcasts(group: object, rank: int) -> dict[str, int]:
 
     dist.broadcast = counting
     try:
-        for name, fields, limit in (
-            ("all", columns(), collectives.MESSAGE_BYTES),
-            ("none", {}, collectives.MESSAGE_BYTES),
-            ("split", columns(), 64),
+        for name, fields, limit, own in (
+            ("all", columns(), 1 << 20, 1 << 20),
+            ("none", {}, 1 << 20, 1 << 20),
+            ("split", columns(), 64, 1 << 20),
+            ("large by themselves", columns(), 1 << 20, 32),
         ):
             calls.clear()
-            collectives.MESSAGE_BYTES = limit
+            collectives.MESSAGE_BYTES, collectives.OWN_BUFFER_BYTES = limit, own
             got = broadcast_from_leader(lambda sent=fields: sent, group=group, leader=0)
             counted[name] = len(calls)
             for column, expected in fields.items():
@@ -101,7 +102,7 @@ def test_a_replica_group_shares_what_its_leader_reads_and_its_errors():
     assert leader["alone"] and follower["alone"]
     # A status word and a descriptor; then one message for all bytes, however many columns.
     for report in (leader, follower):
-        assert report["counted"] == {"all": 3, "none": 2, "split": 2 + -(-144 // 64)}
+        assert report["counted"] == {"all": 3, "none": 2, "split": 2 + 3, "large by themselves": 2 + 3}
     assert leader["ours"] == follower["ours"] == ("KeysNotFound", "partition 'train': keys a, b")
     assert leader["other"] == ("ValueError", "bad shard")
     assert follower["other"] == ("NemoRLError", "ValueError: bad shard")
