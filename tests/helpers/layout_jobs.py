@@ -45,11 +45,13 @@ class Case:
     capacity: int = 64
     """Tokens, or rows for `fixed`, in a microbatch."""
     recompute: bool = False
+    precision: str = "float32"
     fault: str | None = None
 
     def __str__(self) -> str:
         axes = f"tp{self.tp}cp{self.cp}{'sp' if self.sp else ''}"
         extra = f"{'-recompute' if self.recompute else ''}{'-' + self.fault if self.fault else ''}"
+        extra += "" if self.precision == "float32" else f"-{self.precision}"
         return f"{self.family}-{axes}-{self.batching}{self.capacity}{extra}"
 
 
@@ -81,7 +83,8 @@ def policy_of(case: Case, folder: Path) -> PolicyConfig:
         sequence_parallel=case.sp,
         activation_checkpointing=case.recompute,
     )
-    return tiny_policy(folder, dtensor_cfg=sizes, optimizer=OptimizerConfig(kwargs=dict(ADAM)))
+    optimizer = OptimizerConfig(kwargs=dict(ADAM))
+    return tiny_policy(folder, dtensor_cfg=sizes, optimizer=optimizer, precision=case.precision)
 
 
 def plan_of(case: Case, layout: ParallelLayout) -> PackPlan:

@@ -52,6 +52,11 @@ def cases_of_four() -> list[Case]:
 
 
 FAULTS = (Case(family="qwen3", tp=2, fault="swap"), Case(family="qwen3", cp=2, fault="doubled"))
+HALF = [
+    Case(family=family, tp=tp, cp=cp, sp=tp > 1, precision="bfloat16")
+    for family in ("qwen3", "qwen3_moe")
+    for tp, cp in ((2, 1), (1, 2))
+]
 SAVED = {"sharded": Case(family="qwen3"), "split": Case(family="qwen3", tp=2)}
 LOADED_BY_TWO = {"sharded": SAVED["split"], "split": SAVED["sharded"]}
 LOADED_BY_FOUR = {"sharded": Case(family="qwen3", batching="fixed", capacity=1), "split": Case(family="qwen3", tp=2)}
@@ -70,7 +75,7 @@ class Folders:
 
 def two_ranks(rank: int, folders: Folders) -> dict[str, object]:
     found: dict[str, object] = {
-        str(case): run_case(rank, 2, case, folders.model(case.family)) for case in (*cases_of_two(), *FAULTS)
+        str(case): run_case(rank, 2, case, folders.model(case.family)) for case in (*cases_of_two(), *FAULTS, *HALF)
     }
     for name, case in SAVED.items():
         found[f"saved {name}"] = save_after_a_step(rank, 2, case, folders.model("qwen3"), folders.checkpoint(name))
@@ -131,6 +136,17 @@ def compare(outcomes: list[Outcome], expected: Outcome) -> None:
 @pytest.mark.parametrize("case", cases_of_two(), ids=str)
 def test_two_ranks_equal_hugging_face(case: Case, two: list[dict[str, object]], expected) -> None:
     compare([rank[str(case)] for rank in two], expected(case.family))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", HALF, ids=str)
+def test_half_precision_stays_near_float32(case: Case, two: list[dict[str, object]], expected) -> None:
+    exact = expected(case.family)
+    for outcome in (rank[str(case)] for rank in two):
+        error = np.abs(outcome.logprobs - exact.logprobs[list(outcome.rows)])
+        # Eight bits: log-probabilities of about -6 are off by a few hundredths.
+        assert error.mean() < 0.05 and error.max() < 0.5, (error.mean(), error.max())
+        assert outcome.norms == pytest.approx(exact.norms, rel=0.1)
 
 
 @pytest.mark.slow
