@@ -31,6 +31,7 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, free_port
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup, RayPlacement, RayWorkerGroup, WorkerGroup
 from nemo_rl.errors import CheckpointError, DatasetError
 from nemo_rl.experience.sync_rollout_actor import RolloutHandle, SyncRolloutWorker
+from nemo_rl.models.dtensor.fit import check_folder_fits
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.generation.replicas import GenerationReplicas
 from nemo_rl.models.generation.torch_engine.worker import EngineSpec, build_engine_worker
@@ -75,6 +76,7 @@ def open_trainer(config: MasterConfig, *, console: Console) -> Iterator[SyncGRPO
     checkpoints = _checkpoint_manager(config)
     resume_from = _checkpoint_to_resume(config, checkpoints)
     model_config = load_model_config(config.policy.model_name)
+    check_folder_fits(config.policy)
     loss_fn = ClippedPGLoss(
         config=config.loss_fn,
         prev_field="generation_logprobs" if config.grpo.use_generation_logprobs_as_prev else "prev_logprobs",

@@ -9,14 +9,13 @@ import torch
 import torch.distributed as dist
 from transformers import MistralConfig, MistralForCausalLM
 
-from nemo_rl.config.policy import DTensorConfig, SequencePackingConfig
+from nemo_rl.config.policy import DTensorConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.differentiable import copy_to, gather_along, reduce_from, scatter_along
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.parallel_groups import ParallelGroups
 from nemo_rl.errors import ConfigError
 from nemo_rl.models import logprobs
-from nemo_rl.models.dtensor.tensor_plans import plan_of
 from nemo_rl.models.logprobs import SamplingView, VocabShard, token_logprobs
 from tests.helpers.families import COMMON, write_family
 from tests.helpers.gloo import COLLECTIVE_TIMEOUT_S, run_ranks
@@ -88,11 +87,8 @@ def _split_logprobs(rank: int) -> dict[str, tuple[float, float]]:
 def _refusals(rank: int, folders: dict[str, Path]) -> dict[str, str]:
     found = {}
     for name, (folder, changes) in {
-        "heads": ("qwen3", {"tensor_parallel_size": 2, "custom_parallel_plan": {"model.layers.*.nothing": "colwise"}}),
-        "style": ("qwen3", {"tensor_parallel_size": 2, "custom_parallel_plan": {"lm_head": "diagonal"}}),
         "tied": ("qwen3", {"tensor_parallel_size": 2, "custom_parallel_plan": {"lm_head": "colwise"}}),
         "window": ("window", {"context_parallel_size": 2}),
-        "sequence": ("mistral", {"tensor_parallel_size": 2, "sequence_parallel": True}),
     }.items():
         with pytest.raises(ConfigError) as caught:
             tiny_worker(tiny_policy(folders[folder], dtensor_cfg=DTensorConfig(**changes)), rank=rank, world_size=2)
@@ -192,11 +188,8 @@ def test_split_logits_give_whole_logprobs(view: str, outcomes) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("heads", "'model.layers.*.nothing' matches no module of Qwen3ForCausalLM"),
-        ("style", "'lm_head': unknown style 'diagonal'; known are"),
         ("tied", "are one tensor, but are split as"),
         ("window", "'mistral' attends within a window of 16 tokens, which neither packing nor context"),
-        ("sequence", "policy.dtensor_cfg.sequence_parallel: 'mistral' has no plan for it"),
     ],
 )
 def test_what_a_model_cannot_do_is_refused_on_every_rank(name: str, text: str, outcomes) -> None:
@@ -216,17 +209,7 @@ def test_the_largest_logits_do_not_depend_on_the_layout(outcomes) -> None:
         assert outcome["top_k"] < 2e-5
 
 
-def test_a_window_and_packing_exclude_each_other(folders: dict[str, Path]) -> None:
-    config = tiny_policy(folders["window"], sequence_packing=SequencePackingConfig(enabled=True))
-    with pytest.raises(ConfigError, match="sequence_packing.enabled: 'mistral' attends within a window of 16"):
-        tiny_worker(config)
-    # Padded rows keep the model's own attention.
+def test_padded_rows_keep_the_attention_of_a_model_with_a_window(folders: dict[str, Path]) -> None:
     worker = tiny_worker(tiny_policy(folders["window"]))
     assert worker.get_logprobs(_rows()).isfinite().all()
     worker.shutdown()
-
-
-def test_heads_that_do_not_divide_are_refused() -> None:
-    model = MistralForCausalLM(MistralConfig(**COMMON, head_dim=8))
-    with pytest.raises(ConfigError, match="num_attention_heads=4 of 'mistral' does not divide by 3"):
-        plan_of(model, custom=None, tp=3, sequence_parallel=False)

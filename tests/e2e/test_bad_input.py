@@ -77,6 +77,13 @@ def test_a_missing_model_folder_is_named(run, tmp_path, model):
     assert code == 2 and "nowhere" in text and "policy.model_name" in text
 
 
+def test_parallel_sizes_that_the_model_cannot_run_in_are_refused_before_anything_starts(run, tmp_path, model):
+    settings = ("cluster.launcher=ray", "data_plane.impl=ray", "cluster.cpu_workers_per_node=3")
+    code, text = run(write_recipe(tmp_path, model), *settings, "policy.dtensor_cfg.tensor_parallel_size=3")
+    assert code == 2 and "num_attention_heads=4 of 'qwen3' does not divide by 3" in text
+    assert "starting Ray" not in text
+
+
 def test_an_empty_dataset_is_named(run, tmp_path, model):
     code, text = run(recipe_on_file(tmp_path, model, jsonl(tmp_path / "empty.jsonl", [])))
     assert code == 2 and "data.train" in text and "no prompt" in text

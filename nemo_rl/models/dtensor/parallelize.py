@@ -7,7 +7,6 @@ context rank, K kept positions, M selected tokens, m of them predicted on this r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,9 +17,8 @@ from transformers import PreTrainedModel
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.differentiable import gather_along, reduce_from
-from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.parallel_groups import ParallelGroups
-from nemo_rl.errors import ConfigError
+from nemo_rl.models.dtensor.fit import attention_problem, check_model_fits
 from nemo_rl.models.dtensor.tensor_parallel import TensorAxis, apply_plan
 from nemo_rl.models.dtensor.tensor_plans import plan_of
 from nemo_rl.models.loading import DTYPES
@@ -112,7 +110,9 @@ def parallelize(hf: PreTrainedModel, *, groups: ParallelGroups, config: PolicyCo
         ConfigError: the model cannot run in this layout.
     """
     sizes = config.dtensor_cfg
-    _choose_attention(hf, groups.layout, config)
+    check_model_fits(hf, config)
+    if attention_problem(hf, config) is None:
+        hf.set_attn_implementation(ATTENTION_NAME)
     if sizes.activation_checkpointing:
         # The old name warns where the new one exists.
         is_new = hasattr(hf, "activation_checkpointing_enable")
@@ -145,33 +145,6 @@ def _split_over_tensor_axis(hf: PreTrainedModel, groups: ParallelGroups, config:
     if not isinstance(weight, DTensor) or not weight.placements[0].is_shard(0):
         return None
     return VocabShard(group=axis.group, first=axis.rank * (weight.shape[0] // axis.size))
-
-
-def _choose_attention(hf: PreTrainedModel, layout: ParallelLayout, config: PolicyConfig) -> None:
-    """Our attention knows sequences and context ranks; the model's own serves what ours cannot."""
-    kind = hf.config.model_type
-    window = _window(hf.config.get_text_config().to_dict())
-    reason = None
-    if window is not None and window < config.max_total_sequence_length:
-        reason = f"attends within a window of {window} tokens"
-    elif not hf._supports_attention_backend:
-        reason = "brings an attention of its own"
-    if reason is None:
-        hf.set_attn_implementation(ATTENTION_NAME)
-    elif layout.cp > 1 or config.sequence_packing.enabled:
-        key = "dtensor_cfg.context_parallel_size" if layout.cp > 1 else "sequence_packing.enabled"
-        raise ConfigError(
-            f"policy.{key}: {kind!r} {reason}, which neither packing nor context parallelism can serve; set "
-            "context_parallel_size=1 and sequence_packing.enabled=false"
-        )
-
-
-def _window(config: Mapping[str, object]) -> int | None:
-    """Tokens that some layer of the model sees back; None where every layer sees all."""
-    window, layers = config.get("sliding_window"), config.get("layer_types")
-    if not isinstance(window, int) or not config.get("use_sliding_window", True):
-        return None
-    return window if not isinstance(layers, list) or "sliding_attention" in layers else None
 
 
 def as_fsdp(model: PolicyModel) -> FSDPModule:

@@ -23,7 +23,7 @@ from torch.nn.functional import embedding
 from nemo_rl.distributed.differentiable import copy_to, gather_along, reduce_from, scatter_along
 from nemo_rl.errors import ConfigError
 
-__all__ = ["STYLES", "TensorAxis", "apply_plan"]
+__all__ = ["STYLES", "TensorAxis", "apply_plan", "check_plan"]
 
 Forward = Callable[..., object]
 SEQUENCE_DIM = 1
@@ -62,34 +62,57 @@ class TensorAxis:
         return reduce_from(value, self.group)
 
 
-def apply_plan(model: torch.nn.Module, plan: Mapping[str, str], axis: TensorAxis) -> None:
-    """Splits the model over the axis in place (collective: every rank holds the same whole weights before).
+def check_plan(model: torch.nn.Module, plan: Mapping[str, str], *, size: int) -> None:
+    """Refuses a plan that cannot be applied over `size` ranks; needs no weights, a model on the meta device will do.
 
     Args:
-        plan: pattern of module names, `*` for one part of a name, to a key of `STYLES`; a pattern that matches nothing
-            is an error. Modules that it leaves out are the same on every rank.
+        plan: pattern of module names, `*` for one part of a name, to a key of `STYLES`.
 
     Raises:
         ConfigError: unknown style, a pattern without a module, or sizes that do not divide.
     """
-    modules = dict(model.named_modules())
-    tied = _tied_parameters(model)
-    chosen: dict[str, str] = {}
-    for pattern, style in plan.items():
-        if style not in STYLES:
-            raise ConfigError(f"tensor parallel plan: {pattern!r}: unknown style {style!r}; known are {sorted(STYLES)}")
-        matches = [name for name in modules if _pattern(pattern).fullmatch(name)]
-        if not matches:
-            raise ConfigError(f"tensor parallel plan: {pattern!r} matches no module of {type(model).__name__}")
-        chosen.update(dict.fromkeys(matches, style))
-    for name, module in modules.items():
-        try:
-            STYLES[chosen.get(name, "replicated")](module, axis)
-        except ConfigError as error:
-            raise ConfigError(f"policy.dtensor_cfg.tensor_parallel_size={axis.size}: {name}: {error}") from error
+    unknown = {pattern: style for pattern, style in plan.items() if style not in STYLES}
+    for pattern, style in unknown.items():
+        raise ConfigError(f"tensor parallel plan: {pattern!r}: unknown style {style!r}; known are {sorted(STYLES)}")
+    for name, style in _styles_of_modules(model, plan).items():
+        if style not in SPLIT_SIZES:
+            continue
+        what, count_of = SPLIT_SIZES[style]
+        count = count_of(model.get_submodule(name))
+        if count % size:
+            raise ConfigError(
+                f"policy.dtensor_cfg.tensor_parallel_size: {count} {what} of {name} do not divide by {size} ranks; "
+                f"use a divisor of {count}"
+            )
+
+
+def apply_plan(model: torch.nn.Module, plan: Mapping[str, str], axis: TensorAxis) -> None:
+    """Splits the model over the axis in place (collective: every rank holds the same whole weights before).
+
+    Args:
+        plan: as in `check_plan`. Modules that it leaves out are the same on every rank.
+
+    Raises:
+        ConfigError: as `check_plan`, or modules that share a weight are split differently.
+    """
+    check_plan(model, plan, size=axis.size)
+    chosen, tied = _styles_of_modules(model, plan), _tied_parameters(model)
+    for name, module in list(model.named_modules()):
+        STYLES[chosen.get(name, "replicated")](module, axis)
     for first, others in tied.items():
         for other in others:
             _tie(model, first, other)
+
+
+def _styles_of_modules(model: torch.nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    names = [name for name, _ in model.named_modules()]
+    chosen: dict[str, str] = {}
+    for pattern, style in plan.items():
+        matches = [name for name in names if _pattern(pattern).fullmatch(name)]
+        if not matches:
+            raise ConfigError(f"tensor parallel plan: {pattern!r} matches no module of {type(model).__name__}")
+        chosen.update(dict.fromkeys(matches, style))
+    return chosen
 
 
 # ---- styles
@@ -118,7 +141,6 @@ def _final_norm(module: torch.nn.Module, axis: TensorAxis) -> None:
 
 def _column(module: Any, axis: TensorAxis) -> None:
     """A linear layer whose outputs are split; its block has brought the input in."""
-    _check_divides(module.weight.shape[0], axis, "outputs")
     _own_parameters(module, axis, dict.fromkeys(module._parameters, Shard(0)))
 
 
@@ -130,7 +152,6 @@ def _colwise(module: torch.nn.Module, axis: TensorAxis) -> None:
 
 def _rowwise(module: Any, axis: TensorAxis) -> None:
     """A linear layer whose inputs are split; its outputs are summed."""
-    _check_divides(module.weight.shape[1], axis, "inputs")
     # Each rank would add the bias; only the first one's counts.
     _own_parameters(module, axis, {"weight": Shard(1)})
     if module._parameters.get("bias") is not None:
@@ -152,7 +173,6 @@ def _moe_block(module: torch.nn.Module, axis: TensorAxis) -> None:
 
 def _experts(module: Any, axis: TensorAxis) -> None:
     """Fused experts `[E, ...]`: each rank holds E / size of them and leaves the other tokens out."""
-    _check_divides(module.num_experts, axis, "experts")
     _own_parameters(module, axis, dict.fromkeys(module._parameters, Shard(0)))
     count = module.num_experts // axis.size
     first = axis.rank * count
@@ -168,7 +188,6 @@ def _experts(module: Any, axis: TensorAxis) -> None:
 
 def _vocab_embedding(module: Any, axis: TensorAxis) -> None:
     """Each rank looks up its part of the vocabulary."""
-    _check_divides(module.num_embeddings, axis, "tokens of the vocabulary")
     count = module.num_embeddings // axis.size
     first = axis.rank * count
     padding = module.padding_idx
@@ -199,6 +218,14 @@ STYLES: Mapping[str, Callable[[torch.nn.Module, TensorAxis], None]] = {
     "experts": _experts,
     "vocab_embedding": _vocab_embedding,
 }
+SPLIT_SIZES: Mapping[str, tuple[str, Callable[[Any], int]]] = {
+    "column": ("outputs", lambda module: int(module.weight.shape[0])),
+    "colwise": ("outputs", lambda module: int(module.weight.shape[0])),
+    "rowwise": ("inputs", lambda module: int(module.weight.shape[1])),
+    "experts": ("experts", lambda module: int(module.num_experts)),
+    "vocab_embedding": ("tokens of the vocabulary", lambda module: int(module.num_embeddings)),
+}
+"""What of a module must divide by the number of ranks."""
 
 
 # ---- machinery
@@ -288,8 +315,3 @@ def _tie(model: torch.nn.Module, first: str, other: str) -> None:
 
 def _pattern(text: str) -> re.Pattern[str]:
     return re.compile(re.escape(text).replace(r"\*", "[^.]+"))
-
-
-def _check_divides(count: int, axis: TensorAxis, what: str) -> None:
-    if count % axis.size:
-        raise ConfigError(f"{count} {what} do not divide by {axis.size} ranks")

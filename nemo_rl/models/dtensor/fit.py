@@ -1,0 +1,74 @@
+"""What a model can run in: attention and parallel sizes against its architecture, before anything is started.
+
+Called by the driver with the model folder, before it starts a worker, and by each worker with the model. Invariant:
+what is accepted here runs with the numbers of one process; the rest is refused with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.errors import ConfigError, ModelFolderError
+from nemo_rl.models.dtensor.tensor_parallel import check_plan
+from nemo_rl.models.dtensor.tensor_plans import plan_of
+from nemo_rl.models.loading import load_model_config
+
+__all__ = ["attention_problem", "check_folder_fits", "check_model_fits"]
+
+
+def check_folder_fits(config: PolicyConfig) -> None:
+    """`check_model_fits` for the model folder of the policy; reads its config only.
+
+    Raises:
+        ModelFolderError: the folder is missing, unreadable or of another kind of model.
+        ConfigError: the model cannot run as configured.
+    """
+    model_config = load_model_config(config.model_name)
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config)
+    except ValueError as error:
+        raise ModelFolderError(
+            f"model folder {config.model_name!r}: {model_config.model_type!r} is no causal language model: {error}"
+        ) from error
+    check_model_fits(model, config)
+
+
+def check_model_fits(model: PreTrainedModel, config: PolicyConfig) -> None:
+    """Compares a model, with or without weights, with packing and parallel sizes.
+
+    Raises:
+        ConfigError: the model cannot run as configured.
+    """
+    sizes, problem = config.dtensor_cfg, attention_problem(model, config)
+    if problem is not None and (sizes.context_parallel_size > 1 or config.sequence_packing.enabled):
+        is_context = sizes.context_parallel_size > 1
+        key = "dtensor_cfg.context_parallel_size" if is_context else "sequence_packing.enabled"
+        raise ConfigError(
+            f"policy.{key}: {model.config.model_type!r} {problem}, which neither packing nor context parallelism can "
+            "serve; set policy.dtensor_cfg.context_parallel_size=1 and policy.sequence_packing.enabled=false"
+        )
+    if sizes.tensor_parallel_size > 1:
+        size = sizes.tensor_parallel_size
+        plan = plan_of(model, custom=sizes.custom_parallel_plan, tp=size, sequence_parallel=sizes.sequence_parallel)
+        check_plan(model, plan, size=size)
+
+
+def attention_problem(model: PreTrainedModel, config: PolicyConfig) -> str | None:
+    """Why our attention over segments cannot stand in for the model's own; None where it can."""
+    window = _window(model.config.get_text_config().to_dict())
+    if window is not None and window < config.max_total_sequence_length:
+        return f"attends within a window of {window} tokens"
+    return None if model._supports_attention_backend else "brings an attention of its own"
+
+
+def _window(config: Mapping[str, object]) -> int | None:
+    """Tokens that some layer of the model sees back; None where every layer sees all."""
+    window, layers = config.get("sliding_window"), config.get("layer_types")
+    if not isinstance(window, int) or not config.get("use_sliding_window", True):
+        return None
+    return window if not isinstance(layers, list) or "sliding_attention" in layers else None

@@ -1,0 +1,97 @@
+"""What a model cannot run in is said before anything is started, from its config alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import BertConfig, GemmaConfig, MistralConfig, PretrainedConfig
+
+from nemo_rl.config.policy import DTensorConfig, PolicyConfig, SequencePackingConfig
+from nemo_rl.errors import ConfigError, ModelFolderError
+from nemo_rl.models.dtensor.fit import check_folder_fits
+from tests.helpers.families import COMMON, config_of
+from tests.helpers.tiny_model import tiny_policy
+
+
+def folder_of(config: PretrainedConfig, folder: Path) -> Path:
+    """A folder whose weights are never read."""
+    config.save_pretrained(str(folder))
+    (folder / "model.safetensors").touch()
+    return folder
+
+
+def policy(folder: Path, *, packed: bool = False, **sizes: object) -> PolicyConfig:
+    return tiny_policy(
+        folder, dtensor_cfg=DTensorConfig(**sizes), sequence_packing=SequencePackingConfig(enabled=packed)
+    )
+
+
+REFUSED = {
+    "heads": (config_of("llama"), {"tensor_parallel_size": 3}, "num_attention_heads=4 of 'llama' does not divide by 3"),
+    "key heads": (config_of("qwen2"), {"tensor_parallel_size": 4}, "num_key_value_heads=2 of 'qwen2'"),
+    "vocabulary": (
+        MistralConfig(**{**COMMON, "vocab_size": 321}, head_dim=8, sliding_window=None),
+        {"tensor_parallel_size": 2},
+        "321 outputs of lm_head do not divide by 2 ranks; use a divisor of 321",
+    ),
+    "plan": (
+        config_of("qwen3"),
+        {"tensor_parallel_size": 2, "custom_parallel_plan": {"model.layers.*.mpl": "block"}},
+        "'model.layers.*.mpl' matches no module of Qwen3ForCausalLM",
+    ),
+    "style": (
+        config_of("qwen3"),
+        {"tensor_parallel_size": 2, "custom_parallel_plan": {"lm_head": "diagonal"}},
+        "'lm_head': unknown style 'diagonal'; known are",
+    ),
+    "sequences": (
+        config_of("mistral"),
+        {"tensor_parallel_size": 2, "sequence_parallel": True},
+        "policy.dtensor_cfg.sequence_parallel: 'mistral' has no plan for it (known: llama, qwen2",
+    ),
+    "window and context": (
+        MistralConfig(**COMMON, head_dim=8, sliding_window=16),
+        {"context_parallel_size": 2},
+        "policy.dtensor_cfg.context_parallel_size: 'mistral' attends within a window of 16 tokens",
+    ),
+    "window and packing": (
+        MistralConfig(**COMMON, head_dim=8, sliding_window=16),
+        {"packed": True},
+        "policy.sequence_packing.enabled: 'mistral' attends within a window of 16 tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_run_is_refused_with_its_reason(name: str, tmp_path: Path) -> None:
+    config, sizes, text = REFUSED[name]
+    with pytest.raises(ConfigError) as caught:
+        check_folder_fits(policy(folder_of(config, tmp_path), **sizes))
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+def test_families_fit_every_axis(family: str, tmp_path: Path) -> None:
+    folder = folder_of(config_of(family), tmp_path)
+    check_folder_fits(
+        policy(folder, packed=True, tensor_parallel_size=2, context_parallel_size=2, sequence_parallel=True)
+    )
+
+
+def test_a_model_brings_its_own_plan(tmp_path: Path) -> None:
+    gemma = GemmaConfig(**{**COMMON, "hidden_size": 64}, head_dim=16)
+    check_folder_fits(policy(folder_of(gemma, tmp_path), tensor_parallel_size=2))
+
+
+def test_a_window_that_no_sequence_reaches_is_none(tmp_path: Path) -> None:
+    wide = MistralConfig(**COMMON, head_dim=8, sliding_window=64)
+    check_folder_fits(policy(folder_of(wide, tmp_path), packed=True, context_parallel_size=2))
+
+
+def test_another_kind_of_model_is_refused(tmp_path: Path) -> None:
+    bert = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    with torch.no_grad(), pytest.raises((ModelFolderError, ConfigError)) as caught:
+        check_folder_fits(policy(folder_of(bert, tmp_path), tensor_parallel_size=2))
+    assert "bert" in str(caught.value)
