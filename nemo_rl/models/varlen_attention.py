@@ -1,9 +1,9 @@
 """Causal attention over whole sequences that lie in one row, on one rank or zigzag-split over context-parallel ranks.
 
 Registered with Hugging Face models as `nrl_varlen`; a forward pass hands its `Segments` to every layer as the keyword
-`segments`. Invariant: a token attends to itself and to earlier tokens of its own sequence only, by construction: each
-sequence is one call, and no mask over the whole row exists. Shapes: n rows, S positions of the pass, s = S / ranks
-local ones, H query heads, G key heads, D head dimension.
+`segments`. Invariant: a token attends to itself and to earlier tokens of its own sequence only, by construction: a
+call sees sequences as rows of a batch, and no mask over the whole row exists. Shapes: n rows, S positions of the pass,
+s = S / ranks local ones, g sequences of one length, H query heads, G key heads, D head dimension.
 
 Zigzag: a sequence of length L is cut into 2 x ranks chunks; rank r holds chunks r and 2 x ranks - 1 - r, so that every
 rank has the same causal work.
@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -33,7 +35,17 @@ __all__ = ["ATTENTION_NAME", "Segments", "varlen_attention"]
 ATTENTION_NAME = "nrl_varlen"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Runs of queries of as many sequences of one length, and the keys that they may see."""
+
+    queries: torch.Tensor
+    """`[g, q]` int64: local positions."""
+    keys: torch.Tensor
+    """`[g, k]` int64: positions of the row, k at least q; the last query sees all k."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Segments:
     """Where sequences begin and end in the rows of a pass.
 
@@ -49,6 +61,8 @@ class Segments:
     cp_rank: int = 0
     group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
     """Context-parallel ranks; None on one."""
+    device: torch.device = field(default=torch.device("cpu"), compare=False)
+    """Of the pass; positions lie there."""
 
     def __post_init__(self) -> None:
         pieces = 2 * self.cp_size if self.cp_size > 1 else 1
@@ -56,26 +70,53 @@ class Segments:
         if uneven:
             raise ValueError(f"a sequence of {uneven[0]} tokens does not divide into {pieces} chunks; pad it")
 
-    def chunk(self, length: int) -> int:
-        """Tokens of one chunk of a sequence."""
-        return length // (2 * self.cp_size)
-
     def local_positions(self, rank: int | None = None) -> torch.Tensor:
         """`[s]` int64: positions of the row that a rank holds, in its order."""
         rank = self.cp_rank if rank is None else rank
-        if self.cp_size == 1:
-            return torch.arange(sum(self.lengths))
-        parts, start = [], 0
-        for length in self.lengths:
-            chunk = self.chunk(length)
-            for place in (rank, 2 * self.cp_size - 1 - rank):
-                parts.append(torch.arange(start + place * chunk, start + (place + 1) * chunk))
-            start += length
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+        parts = [
+            torch.arange(start + first, start + stop, device=self.device)
+            for start, length in zip(self._starts, self.lengths, strict=True)
+            for first, stop in self._pieces(rank, length)
+        ]
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=self.device)
 
-    def restore_order(self) -> torch.Tensor:
+    @cached_property
+    def row_order(self) -> torch.Tensor:
         """`[S]` int64: index into all ranks' positions side by side that puts them in the row's order."""
         return torch.cat([self.local_positions(rank) for rank in range(self.cp_size)]).argsort()
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """All attention of this rank: sequences of one length together, so that there are few calls."""
+        together: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        local = 0
+        for start, length in zip(self._starts, self.lengths, strict=True):
+            for first, stop in self._pieces(self.cp_rank, length):
+                together.setdefault((stop - first, stop), []).append((local, start))
+                local += stop - first
+        return [
+            Run(self._ranges([at for at, _ in places], queries), self._ranges([start for _, start in places], keys))
+            for (queries, keys), places in together.items()
+        ]
+
+    @cached_property
+    def local_order(self) -> torch.Tensor:
+        """`[s]` int64: index into the queries of all runs, one after the other, that puts them in local order."""
+        return torch.cat([run.queries.flatten() for run in self.runs]).argsort()
+
+    @property
+    def _starts(self) -> list[int]:
+        return list(accumulate(self.lengths, initial=0))[:-1]
+
+    def _pieces(self, rank: int, length: int) -> list[tuple[int, int]]:
+        """First and last + 1 position of each run of a sequence that a rank holds."""
+        if self.cp_size == 1:
+            return [(0, length)]
+        chunk = length // (2 * self.cp_size)
+        return [(place * chunk, (place + 1) * chunk) for place in (rank, 2 * self.cp_size - 1 - rank)]
+
+    def _ranges(self, starts: list[int], count: int) -> torch.Tensor:
+        return torch.tensor(starts, device=self.device)[:, None] + torch.arange(count, device=self.device)
 
 
 def varlen_attention(
@@ -103,30 +144,25 @@ def varlen_attention(
         raise ValueError("attention_mask: expected None; sequences are told apart by `segments`")
     segments = segments or Segments(lengths=(query.shape[2],))
     if segments.group is not None:
-        order = segments.restore_order().to(key.device)
-        key = gather_along(key, segments.group, dim=2).index_select(2, order)
-        value = gather_along(value, segments.group, dim=2).index_select(2, order)
+        key = gather_along(key, segments.group, dim=2).index_select(2, segments.row_order)
+        value = gather_along(value, segments.group, dim=2).index_select(2, segments.row_order)
+    if len(segments.lengths) == 1 and segments.cp_size == 1:
+        return _attend(query, key, value, scaling=scaling, dropout=dropout).transpose(1, 2).contiguous(), None
     if _has_flash(query, dropout) and segments.cp_size == 1:
         return _flash(query, key, value, segments.lengths, scaling), None
-    outputs: list[torch.Tensor] = []
-    q_from = k_from = 0
-    for length in segments.lengths:
-        for q_count, k_count in _pieces(segments, length):
-            q = query[:, :, q_from : q_from + q_count]
-            k, v = key[:, :, k_from : k_from + k_count], value[:, :, k_from : k_from + k_count]
-            outputs.append(_attend(q, k, v, scaling=scaling, dropout=dropout))
-            q_from += q_count
-        k_from += length
-    whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-    return whole.transpose(1, 2).contiguous(), None
+    outputs = []
+    for run in segments.runs:
+        q = _take(query, run.queries)
+        k, v = _take(key, run.keys), _take(value, run.keys)
+        found = _attend(q, k, v, scaling=scaling, dropout=dropout)
+        outputs.append(found.unflatten(0, (query.shape[0], -1)).transpose(2, 3).flatten(1, 2))
+    return torch.cat(outputs, dim=1).index_select(1, segments.local_order), None
 
 
-def _pieces(segments: Segments, length: int) -> Sequence[tuple[int, int]]:
-    """For each run of local queries of a sequence: how many there are, and how many keys they see at most."""
-    if segments.cp_size == 1:
-        return [(length, length)]
-    chunk = segments.chunk(length)
-    return [(chunk, (place + 1) * chunk) for place in (segments.cp_rank, 2 * segments.cp_size - 1 - segments.cp_rank)]
+def _take(heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """`[n, H, S, D]` -> `[n x g, H, q, D]`."""
+    taken = heads.index_select(2, positions.flatten()).unflatten(2, tuple(positions.shape))
+    return taken.transpose(1, 2).flatten(0, 1)
 
 
 def _attend(

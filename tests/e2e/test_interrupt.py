@@ -73,7 +73,9 @@ def test_a_worker_that_is_killed_ends_the_run_with_its_cause(tmp_path, model, ma
     workers[0].kill()
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1, output[-3000:]
-    assert "process died" in output and "stage" in output and "Traceback" not in output, output[-3000:]
+    # Its peer notices, or the driver, whichever is faster.
+    told = "process died" in output or "has ended without a word" in output
+    assert told and "stage" in output and "Traceback" not in output, output[-3000:]
     assert wait_for_none(mark, timeout_s=GONE_S) == []
 
 

@@ -45,8 +45,8 @@ class PassShape:
             context=groups.context,
         )
 
-    def segments(self, lengths: tuple[int, ...]) -> Segments:
-        return Segments(lengths=lengths, cp_size=self.cp_size, cp_rank=self.cp_rank, group=self.context)
+    def segments(self, lengths: tuple[int, ...], *, device: torch.device) -> Segments:
+        return Segments(lengths=lengths, cp_size=self.cp_size, cp_rank=self.cp_rank, group=self.context, device=device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,12 +200,12 @@ def _packed(
 
 def _on_this_rank(whole: _Pass, target_M: torch.Tensor, shape: PassShape) -> ForwardInputs:
     """This context rank's positions, and the selected tokens that they predict."""
-    segments = shape.segments(whole.segment_lengths)
     device = target_M.device
+    segments = shape.segments(whole.segment_lengths, device=device)
     ids_ns, position_s, place_M = whole.ids_nS, whole.position_S, whole.place_M
     selected_m = torch.arange(len(place_M), device=device)
     if segments.cp_size > 1:
-        mine_s = segments.local_positions().to(device)
+        mine_s = segments.local_positions()
         local_S = torch.full_like(whole.position_S, -1)
         local_S[mine_s] = torch.arange(len(mine_s), device=device)
         ids_ns, position_s = ids_ns[:, mine_s], position_s[mine_s]

@@ -96,7 +96,7 @@ class PolicyModel(torch.nn.Module):
         values, ids = logits_nsV.float().topk(k, dim=-1)
         if segments.group is None:
             return values, ids
-        order = segments.restore_order().to(ids.device)
+        order = segments.row_order
         whole = [gather_along(part, segments.group, dim=1).index_select(1, order) for part in (values, ids)]
         return whole[0], whole[1]
 

@@ -78,7 +78,7 @@ def test_a_chunk_that_is_overwritten_while_it_is_read_is_read_again() -> None:
     store = OverwrittenStore()
     client = client_over(store)
     client.kv_batch_put(["a"], "p", {"sample_mask": torch.ones(1)})
-    assert client.kv_batch_get(["a"], "p")["sample_mask"].tolist() == [1.0]
+    assert client.kv_batch_get(["a"], "p", ["sample_mask"])["sample_mask"].tolist() == [1.0]
     assert store.num_torn == 0
 
 
@@ -88,7 +88,7 @@ def test_a_chunk_that_is_damaged_but_not_overwritten_is_an_error() -> None:
     client = client_over(store)
     client.kv_batch_put(["a"], "p", {"sample_mask": torch.ones(1)})
     with pytest.raises(SchemaMismatch, match="read back with"):
-        client.kv_batch_get(["a"], "p")
+        client.kv_batch_get(["a"], "p", ["sample_mask"])
 
 
 def client_over(store: NoopStore) -> LedgerClient:

@@ -10,6 +10,7 @@ from nemo_rl.models.varlen_attention import ATTENTION_NAME, Segments, varlen_att
 from tests.helpers.tiny_model import tiny_model
 
 LENGTHS = (5, 1, 9)
+AGAIN = (5, 1, 5, 9, 1)
 MODULE = torch.nn.Module()
 
 
@@ -17,11 +18,13 @@ def heads(total: int, count: int) -> torch.Tensor:
     return torch.randn(1, count, total, 8, generator=torch.Generator().manual_seed(count), dtype=torch.float64)
 
 
-def test_each_sequence_is_attended_by_itself() -> None:
-    query, key, value = heads(15, 4), heads(15, 2), heads(15, 2) + 1
-    found, _ = varlen_attention(MODULE, query, key, value, None, scaling=0.5, segments=Segments(lengths=LENGTHS))
+@pytest.mark.parametrize("lengths", [LENGTHS, AGAIN, (15,)])
+def test_each_sequence_is_attended_by_itself(lengths: tuple[int, ...]) -> None:
+    total = sum(lengths)
+    query, key, value = heads(total, 4), heads(total, 2), heads(total, 2) + 1
+    found, _ = varlen_attention(MODULE, query, key, value, None, scaling=0.5, segments=Segments(lengths=lengths))
     parts = []
-    for q, k, v in zip(*(tensor.split(LENGTHS, dim=2) for tensor in (query, key, value)), strict=True):
+    for q, k, v in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True):
         whole_k, whole_v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
         parts.append(scaled_dot_product_attention(q, whole_k, whole_v, is_causal=True, scale=0.5))
     torch.testing.assert_close(found, torch.cat(parts, dim=2).transpose(1, 2))
@@ -55,11 +58,23 @@ def test_ranks_share_every_sequence_evenly(cp_size: int) -> None:
     held = [segments.local_positions() for segments in ranks]
     assert torch.cat(held).sort().values.tolist() == list(range(sum(lengths)))
     side_by_side = torch.cat(held)
-    assert side_by_side[ranks[0].restore_order()].tolist() == list(range(sum(lengths)))
+    assert side_by_side[ranks[0].row_order].tolist() == list(range(sum(lengths)))
     # The causal work of a rank is the number of keys that its queries see.
     starts = torch.tensor([0] * lengths[0] + [lengths[0]] * lengths[1])
     work = {int((positions - starts[positions] + 1).sum()) for positions in held}
     assert len(work) == 1, work
+
+
+def test_sequences_of_one_length_share_a_call() -> None:
+    segments = Segments(lengths=(4, 6, 4, 4, 6))
+    assert [list(run.queries.shape) for run in segments.runs] == [[3, 4], [2, 6]]
+    split = Segments(lengths=(4, 8, 4), cp_size=2, cp_rank=1)
+    assert [(list(run.queries.shape), run.keys.shape[1]) for run in split.runs] == [
+        ([2, 1], 2),
+        ([2, 1], 3),
+        ([1, 2], 4),
+        ([1, 2], 6),
+    ]
 
 
 def test_a_sequence_that_cannot_be_split_is_refused() -> None:

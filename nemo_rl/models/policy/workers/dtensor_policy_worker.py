@@ -87,15 +87,21 @@ class DTensorPolicyWorker(RefitSource):
         hf = load_causal_lm(config.model_name)
         self.device = _pick_device(device)
         owns_group = _ensure_process_group(rank, world_size, collective_timeout_s, self.device)
-        torch.manual_seed(seed + rank)
-        self.layout = layout or ParallelLayout.of_policy(config, world_size=world_size)
-        self._groups = ParallelGroups.build(self.layout, rank=rank, device=self.device)
-        self._flops_shape = TransformerShape.from_config(hf.config.to_dict())
-        self._model = parallelize(hf, groups=self._groups, config=config)
-        self._optimizer = build_optimizer(config.optimizer, self._model.parameters())
-        self._learning_rate = LearningRate(config.scheduler, self._optimizer, num_steps=num_steps)
-        self._scaler = LossScaler(precision=config.precision)
-        self._start_life_cycle(keep_reference=keep_reference, owns_group=owns_group)
+        try:
+            torch.manual_seed(seed + rank)
+            self.layout = layout or ParallelLayout.of_policy(config, world_size=world_size)
+            self._groups = ParallelGroups.build(self.layout, rank=rank, device=self.device)
+            self._flops_shape = TransformerShape.from_config(hf.config.to_dict())
+            self._model = parallelize(hf, groups=self._groups, config=config)
+            self._optimizer = build_optimizer(config.optimizer, self._model.parameters())
+            self._learning_rate = LearningRate(config.scheduler, self._optimizer, num_steps=num_steps)
+            self._scaler = LossScaler(precision=config.precision)
+            self._start_life_cycle(keep_reference=keep_reference, owns_group=owns_group)
+        except BaseException:
+            # The next worker of this process makes its own.
+            if owns_group:
+                dist.destroy_process_group()
+            raise
 
     # Training and log-probabilities.
 

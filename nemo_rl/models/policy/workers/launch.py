@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -78,7 +78,7 @@ def build_policy_worker(spec: WorkerSpec) -> DTensorTQWorker:
         torch.cuda.set_device(device)
     init_process_group(spec.rank, device=device, timeout_s=spec.collective_timeout_s)
     watch = _abort_watch(spec)
-    with watch.stage("start") if watch is not None else nullcontext():
+    with watch.stage("start") if watch is not None else _group_ends_with_an_error():
         tokenizer = load_tokenizer(spec.policy.tokenizer.name or spec.policy.model_name)
         worker = DTensorTQWorker(
             spec.policy,
@@ -96,6 +96,16 @@ def build_policy_worker(spec: WorkerSpec) -> DTensorTQWorker:
         worker.pad_values = {"input_ids": float(tokenizer.pad_token_id)}
         dist.barrier()
     return worker
+
+
+@contextmanager
+def _group_ends_with_an_error() -> Iterator[None]:
+    """One rank may live in the driver's process, which goes on."""
+    try:
+        yield
+    except BaseException:
+        destroy_process_group()
+        raise
 
 
 def _abort_watch(spec: WorkerSpec) -> AbortWatch | None:

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from nemo_rl.algorithms.loss_functions import ClippedPGLoss
-from nemo_rl.config.policy import SchedulerConfig
+from nemo_rl.config.policy import OptimizerConfig, SchedulerConfig
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.packing import PackPlan
-from nemo_rl.errors import CheckpointError, NonFiniteError
+from nemo_rl.errors import CheckpointError, ConfigError, NonFiniteError
 from nemo_rl.models.dtensor.optim import INITIAL_SCALE
 from nemo_rl.models.policy.workers.base import Placement, WorkerState, check_placement, move_model, placement_of
 from nemo_rl.models.policy.workers.dtensor_policy_worker import DTensorPolicyWorker
@@ -353,3 +354,11 @@ def test_device_questions_are_answered_without_a_gpu(worker: DTensorPolicyWorker
     assert not worker.is_alive()
     with pytest.raises(RuntimeError, match="shut down"):
         worker.prepare_for_training()
+
+
+def test_a_worker_that_cannot_start_leaves_no_process_group(folder: Path) -> None:
+    wrong = OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": -1.0})
+    with pytest.raises(ConfigError, match="AdamW refuses"):
+        tiny_worker(tiny_policy(folder, optimizer=wrong))
+    assert not dist.is_initialized()
+    tiny_worker(tiny_policy(folder)).shutdown()
