@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 
 import torch
@@ -119,6 +119,13 @@ class Segments:
         return torch.tensor(starts, device=self.device)[:, None] + torch.arange(count, device=self.device)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Options:
+    scaling: float | None
+    dropout: float
+    window: int | None
+
+
 def varlen_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -128,33 +135,43 @@ def varlen_attention(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
     segments: Segments | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Attention of a Hugging Face layer (collective over the context group).
 
     Args:
         query: `[n, H, s, D]`; key and value `[n, G, s, D]`, H a multiple of G.
+        sliding_window: tokens that a token sees, itself included; None means all.
         segments: of this pass; None treats each row as one sequence.
 
     Returns:
         `[n, s, H, D]` and no weights.
+
+    Raises:
+        ValueError: a mask, a cap of the scores or sinks, none of which this attention has.
     """
     if attention_mask is not None:
         raise ValueError("attention_mask: expected None; sequences are told apart by `segments`")
-    segments = segments or Segments(lengths=(query.shape[2],))
+    if softcap is not None or s_aux is not None:
+        raise ValueError(f"{type(module).__name__} caps its scores or has sinks, which {ATTENTION_NAME} does not know")
+    segments = segments or Segments(lengths=(query.shape[2],), device=query.device)
+    options = _Options(scaling=scaling, dropout=dropout, window=sliding_window)
     if segments.group is not None:
         key = gather_along(key, segments.group, dim=2).index_select(2, segments.row_order)
         value = gather_along(value, segments.group, dim=2).index_select(2, segments.row_order)
     if len(segments.lengths) == 1 and segments.cp_size == 1:
-        return _attend(query, key, value, scaling=scaling, dropout=dropout).transpose(1, 2).contiguous(), None
+        return _attend(query, key, value, options).transpose(1, 2).contiguous(), None
     if _has_flash(query, dropout) and segments.cp_size == 1:
-        return _flash(query, key, value, segments.lengths, scaling), None
+        return _flash(query, key, value, segments.lengths, options), None
     outputs = []
     for run in segments.runs:
         q = _take(query, run.queries)
         k, v = _take(key, run.keys), _take(value, run.keys)
-        found = _attend(q, k, v, scaling=scaling, dropout=dropout)
+        found = _attend(q, k, v, options)
         outputs.append(found.unflatten(0, (query.shape[0], -1)).transpose(2, 3).flatten(1, 2))
     return torch.cat(outputs, dim=1).index_select(1, segments.local_order), None
 
@@ -165,17 +182,24 @@ def _take(heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return taken.transpose(1, 2).flatten(0, 1)
 
 
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scaling: float | None, dropout: float
-) -> torch.Tensor:
-    """The last query sees every key, each earlier one a key less."""
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: _Options) -> torch.Tensor:
+    """The last query sees every key in its window, each earlier one a key less."""
     repeat = q.shape[1] // k.shape[1]
     if repeat > 1:
         k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-    if q.shape[2] == k.shape[2]:
-        return scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scaling)
-    bias = causal_lower_right(q.shape[2], k.shape[2])
-    return scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=scaling)
+    attend = partial(scaled_dot_product_attention, dropout_p=options.dropout, scale=options.scaling)
+    queries, keys = q.shape[2], k.shape[2]
+    if options.window is not None and options.window < keys:
+        return attend(q, k, v, attn_mask=_window_mask(queries, keys, options.window, q.device))
+    if queries == keys:
+        return attend(q, k, v, is_causal=True)
+    return attend(q, k, v, attn_mask=causal_lower_right(queries, keys))
+
+
+def _window_mask(queries: int, keys: int, window: int, device: torch.device) -> torch.Tensor:
+    """`[q, k]` bool: causal, and no further back than the window."""
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
+    return (distance >= 0) & (distance < window)
 
 
 def _has_flash(query: torch.Tensor, dropout: float) -> bool:
@@ -184,7 +208,7 @@ def _has_flash(query: torch.Tensor, dropout: float) -> bool:
 
 
 def _flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int], scaling: float | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int], options: _Options
 ) -> torch.Tensor:
     """All sequences of all rows in one kernel."""
     rows = query.shape[0]
@@ -192,8 +216,9 @@ def _flash(
     starts = counts.cumsum(0, dtype=torch.int32)
     flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
     longest = max(lengths)
+    back = -1 if options.window is None else options.window - 1
     result: torch.Tensor = flash_attn_varlen_func(
-        *flat, starts, starts, longest, longest, softmax_scale=scaling, causal=True
+        *flat, starts, starts, longest, longest, softmax_scale=options.scaling, causal=True, window_size=(back, 0)
     )
     return result.view(rows, -1, *result.shape[1:])
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import FalconConfig, FalconForCausalLM
 
 from nemo_rl.config.policy import DTensorConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -88,7 +88,7 @@ def _refusals(rank: int, folders: dict[str, Path]) -> dict[str, str]:
     found = {}
     for name, (folder, changes) in {
         "tied": ("qwen3", {"tensor_parallel_size": 2, "custom_parallel_plan": {"lm_head": "colwise"}}),
-        "window": ("window", {"context_parallel_size": 2}),
+        "own": ("own", {"context_parallel_size": 2}),
     }.items():
         with pytest.raises(ConfigError) as caught:
             tiny_worker(tiny_policy(folders[folder], dtensor_cfg=DTensorConfig(**changes)), rank=rank, world_size=2)
@@ -153,9 +153,8 @@ def two_ranks(rank: int, folders: dict[str, Path]) -> dict[str, object]:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("families")
-    found = {family: write_family(root / family, family) for family in ("qwen3", "mistral")}
-    found["window"] = write_family(root / "window", "mistral")
-    MistralForCausalLM(MistralConfig(**COMMON, head_dim=8, sliding_window=16)).save_pretrained(str(found["window"]))
+    found = {"qwen3": write_family(root / "qwen3", "qwen3"), "own": write_family(root / "own", "qwen3")}
+    FalconForCausalLM(FalconConfig(**COMMON, alibi=False)).save_pretrained(str(found["own"]))
     return found
 
 
@@ -189,7 +188,7 @@ def test_split_logits_give_whole_logprobs(view: str, outcomes) -> None:
     ("name", "text"),
     [
         ("tied", "are one tensor, but are split as"),
-        ("window", "'mistral' attends within a window of 16 tokens, which neither packing nor context"),
+        ("own", "'falcon' brings an attention of its own, which neither packing nor context"),
     ],
 )
 def test_what_a_model_cannot_do_is_refused_on_every_rank(name: str, text: str, outcomes) -> None:
@@ -209,7 +208,7 @@ def test_the_largest_logits_do_not_depend_on_the_layout(outcomes) -> None:
         assert outcome["top_k"] < 2e-5
 
 
-def test_padded_rows_keep_the_attention_of_a_model_with_a_window(folders: dict[str, Path]) -> None:
-    worker = tiny_worker(tiny_policy(folders["window"]))
+def test_padded_rows_keep_an_attention_that_cannot_be_replaced(folders: dict[str, Path]) -> None:
+    worker = tiny_worker(tiny_policy(folders["own"]))
     assert worker.get_logprobs(_rows()).isfinite().all()
     worker.shutdown()

@@ -38,7 +38,8 @@ def config_of(family: str) -> PretrainedConfig:
     if family == "llama":
         return LlamaConfig(**COMMON, tie_word_embeddings=False, attention_bias=True, mlp_bias=True)
     if family == "mistral":
-        return MistralConfig(**COMMON, head_dim=8, sliding_window=None)
+        # A window that most rows outgrow.
+        return MistralConfig(**COMMON, head_dim=8, sliding_window=10)
     if family == "qwen2":
         return Qwen2Config(**COMMON, tie_word_embeddings=True)
     if family == "qwen3":

@@ -6,8 +6,6 @@ what is accepted here runs with the numbers of one process; the rest is refused 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -44,7 +42,7 @@ def check_model_fits(model: PreTrainedModel, config: PolicyConfig) -> None:
     Raises:
         ConfigError: the model cannot run as configured.
     """
-    sizes, problem = config.dtensor_cfg, attention_problem(model, config)
+    sizes, problem = config.dtensor_cfg, attention_problem(model)
     if problem is not None and (sizes.context_parallel_size > 1 or config.sequence_packing.enabled):
         is_context = sizes.context_parallel_size > 1
         key = "dtensor_cfg.context_parallel_size" if is_context else "sequence_packing.enabled"
@@ -58,17 +56,9 @@ def check_model_fits(model: PreTrainedModel, config: PolicyConfig) -> None:
         check_plan(model, plan, size=size)
 
 
-def attention_problem(model: PreTrainedModel, config: PolicyConfig) -> str | None:
+def attention_problem(model: PreTrainedModel) -> str | None:
     """Why our attention over segments cannot stand in for the model's own; None where it can."""
-    window = _window(model.config.get_text_config().to_dict())
-    if window is not None and window < config.max_total_sequence_length:
-        return f"attends within a window of {window} tokens"
-    return None if model._supports_attention_backend else "brings an attention of its own"
-
-
-def _window(config: Mapping[str, object]) -> int | None:
-    """Tokens that some layer of the model sees back; None where every layer sees all."""
-    window, layers = config.get("sliding_window"), config.get("layer_types")
-    if not isinstance(window, int) or not config.get("use_sliding_window", True):
-        return None
-    return window if not isinstance(layers, list) or "sliding_attention" in layers else None
+    if model.config.get_text_config().to_dict().get("attn_logit_softcapping") is not None:
+        return "caps its attention scores"
+    can_be_replaced = model._supports_attention_backend and model._supports_sdpa
+    return None if can_be_replaced else "brings an attention of its own"

@@ -111,7 +111,7 @@ def parallelize(hf: PreTrainedModel, *, groups: ParallelGroups, config: PolicyCo
     """
     sizes = config.dtensor_cfg
     check_model_fits(hf, config)
-    if attention_problem(hf, config) is None:
+    if attention_problem(hf) is None:
         hf.set_attn_implementation(ATTENTION_NAME)
     if sizes.activation_checkpointing:
         # The old name warns where the new one exists.

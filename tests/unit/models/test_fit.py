@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig, GemmaConfig, MistralConfig, PretrainedConfig
+from transformers import BertConfig, Gemma2Config, GemmaConfig, GptOssConfig, MistralConfig, PretrainedConfig
 
 from nemo_rl.config.policy import DTensorConfig, PolicyConfig, SequencePackingConfig
 from nemo_rl.errors import ConfigError, ModelFolderError
@@ -28,6 +28,9 @@ def policy(folder: Path, *, packed: bool = False, **sizes: object) -> PolicyConf
     )
 
 
+SMALL = {**COMMON, "hidden_size": 64, "head_dim": 16}
+CAPPED = Gemma2Config(**SMALL)
+SINKS = GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1)
 REFUSED = {
     "heads": (config_of("llama"), {"tensor_parallel_size": 3}, "num_attention_heads=4 of 'llama' does not divide by 3"),
     "key heads": (config_of("qwen2"), {"tensor_parallel_size": 4}, "num_key_value_heads=2 of 'qwen2'"),
@@ -51,16 +54,17 @@ REFUSED = {
         {"tensor_parallel_size": 2, "sequence_parallel": True},
         "policy.dtensor_cfg.sequence_parallel: 'mistral' has no plan for it (known: llama, qwen2",
     ),
-    "window and context": (
-        MistralConfig(**COMMON, head_dim=8, sliding_window=16),
+    "capped scores and context": (
+        CAPPED,
         {"context_parallel_size": 2},
-        "policy.dtensor_cfg.context_parallel_size: 'mistral' attends within a window of 16 tokens",
+        "policy.dtensor_cfg.context_parallel_size: 'gemma2' caps its attention scores",
     ),
-    "window and packing": (
-        MistralConfig(**COMMON, head_dim=8, sliding_window=16),
+    "capped scores and packing": (
+        CAPPED,
         {"packed": True},
-        "policy.sequence_packing.enabled: 'mistral' attends within a window of 16 tokens",
+        "policy.sequence_packing.enabled: 'gemma2' caps its attention scores",
     ),
+    "sinks": (SINKS, {"packed": True}, "policy.sequence_packing.enabled: 'gpt_oss' brings an attention of its own"),
 }
 
 
@@ -85,9 +89,10 @@ def test_a_model_brings_its_own_plan(tmp_path: Path) -> None:
     check_folder_fits(policy(folder_of(gemma, tmp_path), tensor_parallel_size=2))
 
 
-def test_a_window_that_no_sequence_reaches_is_none(tmp_path: Path) -> None:
-    wide = MistralConfig(**COMMON, head_dim=8, sliding_window=64)
-    check_folder_fits(policy(folder_of(wide, tmp_path), packed=True, context_parallel_size=2))
+def test_a_window_serves_packing_and_context(tmp_path: Path) -> None:
+    config = config_of("mistral")
+    assert config.sliding_window is not None
+    check_folder_fits(policy(folder_of(config, tmp_path), packed=True, context_parallel_size=2))
 
 
 def test_another_kind_of_model_is_refused(tmp_path: Path) -> None:

@@ -82,6 +82,25 @@ def test_a_sequence_that_cannot_be_split_is_refused() -> None:
         Segments(lengths=(8, 6), cp_size=2)
 
 
-def test_a_mask_is_refused() -> None:
+@pytest.mark.parametrize("window", [1, 3, 20])
+def test_a_window_hides_what_is_further_back(window: int) -> None:
+    query, key, value = heads(9, 4), heads(9, 4) * 2, heads(9, 4) + 1
+    found, _ = varlen_attention(
+        MODULE, query, key, value, None, scaling=1.0, sliding_window=window, segments=Segments(lengths=(2, 7))
+    )
+    for start, stop in ((0, 2), (2, 9)):
+        for place in range(start, stop):
+            seen = slice(max(start, place - window + 1), place + 1)
+            scores = (key[:, :, seen] * query[:, :, place : place + 1]).sum(-1).softmax(-1)
+            expected = (value[:, :, seen] * scores[..., None]).sum(2)
+            torch.testing.assert_close(found[:, place], expected)
+
+
+def test_what_this_attention_does_not_know_is_refused() -> None:
+    inputs = (MODULE, heads(3, 4), heads(3, 2), heads(3, 2))
     with pytest.raises(ValueError, match="attention_mask: expected None"):
-        varlen_attention(MODULE, heads(3, 4), heads(3, 2), heads(3, 2), torch.ones(1, 3))
+        varlen_attention(*inputs, torch.ones(1, 3))
+    with pytest.raises(ValueError, match="caps its scores or has sinks"):
+        varlen_attention(*inputs, None, softcap=50.0)
+    with pytest.raises(ValueError, match="caps its scores or has sinks"):
+        varlen_attention(*inputs, None, s_aux=torch.zeros(4))
