@@ -124,6 +124,16 @@ def _top_k(rank: int, folder: Path) -> float:
     return max(float((value - values[0]).abs().max()) for value in values)
 
 
+def _noise(rank: int, folder: Path) -> dict[str, float]:
+    """The first random number after a worker has started."""
+    found = {}
+    for name, sizes in (("data", DTensorConfig()), ("tensor", DTensorConfig(tensor_parallel_size=2))):
+        worker = tiny_worker(tiny_policy(folder, dtensor_cfg=sizes), rank=rank, world_size=2)
+        found[name] = float(torch.rand(1))
+        worker.shutdown()
+    return found
+
+
 def _rows() -> BatchedDataDict:
     batch = tiny_batch(4)
     del batch["token_mask"]
@@ -147,6 +157,7 @@ def two_ranks(rank: int, folders: dict[str, Path]) -> dict[str, object]:
         "refusals": _refusals(rank, folders),
         "custom": _custom_plan(rank, folders["qwen3"]),
         "top_k": _top_k(rank, folders["qwen3"]),
+        "noise": _noise(rank, folders["qwen3"]),
     }
 
 
@@ -200,6 +211,12 @@ def test_what_a_model_cannot_do_is_refused_on_every_rank(name: str, text: str, o
 def test_a_users_plan_gives_the_same_numbers(outcomes) -> None:
     for outcome in outcomes:
         assert outcome["custom"] < 2e-5
+
+
+@pytest.mark.slow
+def test_tensor_parallel_ranks_drop_the_same_activations(outcomes) -> None:
+    first, second = (outcome["noise"] for outcome in outcomes)
+    assert first["tensor"] == second["tensor"] and first["data"] != second["data"]
 
 
 @pytest.mark.slow

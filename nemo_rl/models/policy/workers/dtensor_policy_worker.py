@@ -88,8 +88,9 @@ class DTensorPolicyWorker(RefitSource):
         self.device = _pick_device(device)
         owns_group = _ensure_process_group(rank, world_size, collective_timeout_s, self.device)
         try:
-            torch.manual_seed(seed + rank)
             self.layout = layout or ParallelLayout.of_policy(config, world_size=world_size)
+            # Tensor parallel ranks hold the same activations, so they must drop the same ones.
+            torch.manual_seed(seed + rank // self.layout.tp)
             self._groups = ParallelGroups.build(self.layout, rank=rank, device=self.device)
             self._flops_shape = TransformerShape.from_config(hf.config.to_dict())
             self._model = parallelize(hf, groups=self._groups, config=config)
