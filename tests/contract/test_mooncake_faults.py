@@ -31,7 +31,10 @@ from tests.helpers import mooncake
 from tests.helpers.mooncake import SEGMENT_BYTES, chunk, is_alive, kill, open_store, small_config, stopped, within
 from tests.helpers.planes import ids_column, keys_of, wait_until
 
-pytestmark = pytest.mark.skipif(bool(mooncake.why_not()), reason=mooncake.why_not() or "Mooncake runs here")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(mooncake.why_not()), reason=mooncake.why_not() or "Mooncake runs here"),
+]
 
 IDS = [chunk("run-a", i) for i in range(3)]
 CHUNKS = {IDS[0]: (memoryview(b"abc"), memoryview(b"de")), IDS[1]: (), IDS[2]: (memoryview(bytes(100_000)),)}

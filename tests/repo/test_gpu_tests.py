@@ -88,6 +88,7 @@ def test_collecting_the_gpu_tests_needs_only_what_is_brought_along() -> None:
         assert module.name in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["psutil"])
 def test_a_wheel_that_is_not_brought_along_is_missed(name: str) -> None:
     there = with_dependencies({*GIVEN, *(names_of_wheels() - {name})})
