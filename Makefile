@@ -101,8 +101,10 @@ bench-packing: $(VENV)/.base ## packing and balance over ranks, all algorithms; 
 gpu-wheels: $(VENV)/.dev ## wheels that a GPU machine with torch and transformers lacks for tests/gpu; fails above 40 MiB
 	rm -rf $(GPU_WHEELS) && mkdir -p $(GPU_WHEELS)
 	for version in 3.11 3.12; do \
-	  $(BIN)/pip download --quiet --dest $(GPU_WHEELS) --only-binary :all: --python-version $$version \
-	    --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 -r tests/gpu/requirements.txt; \
+	  for wheels in "-r tests/gpu/requirements.txt" "--no-deps -r tests/gpu/requirements-no-deps.txt"; do \
+	    $(BIN)/pip download --quiet --dest $(GPU_WHEELS) --only-binary :all: --python-version $$version \
+	      --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 $$wheels || exit 1; \
+	  done; \
 	done
 	ls -l $(GPU_WHEELS) | awk 'NR > 1 {print "  " $$5 "  " $$9}'
 	bytes=$$(cat $(GPU_WHEELS)/*.whl | wc -c); \
@@ -111,6 +113,7 @@ gpu-wheels: $(VENV)/.dev ## wheels that a GPU machine with torch and transformer
 
 test-gpu: ## the GPU tests alone, on a machine that has a GPU; installs build/gpu-wheels into the current Python
 	$(PYTHON) -m pip install --quiet --no-index --find-links $(GPU_WHEELS) -r tests/gpu/requirements.txt
+	$(PYTHON) -m pip install --quiet --no-index --find-links $(GPU_WHEELS) --no-deps -r tests/gpu/requirements-no-deps.txt
 	$(PYTHON) -m pytest tests/gpu -s -p no:cacheprovider $(ARGS)
 
 clean: ## remove results and caches; keeps .venv and checkpoints

@@ -31,11 +31,11 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, free_port
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup, RayPlacement, RayWorkerGroup, WorkerGroup
 from nemo_rl.errors import CheckpointError, DatasetError
 from nemo_rl.experience.sync_rollout_actor import RolloutHandle, SyncRolloutWorker
-from nemo_rl.models.dtensor.fit import check_folder_fits
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.generation.replicas import GenerationReplicas
 from nemo_rl.models.generation.torch_engine.worker import EngineSpec, build_engine_worker
 from nemo_rl.models.loading import load_model_config
+from nemo_rl.models.policy.fit import check_policy_fits
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
 from nemo_rl.models.weight_sync.factory import build_weight_sync
@@ -76,7 +76,7 @@ def open_trainer(config: MasterConfig, *, console: Console) -> Iterator[SyncGRPO
     checkpoints = _checkpoint_manager(config)
     resume_from = _checkpoint_to_resume(config, checkpoints)
     model_config = load_model_config(config.policy.model_name)
-    check_folder_fits(config.policy)
+    check_policy_fits(config.policy)
     loss_fn = ClippedPGLoss(
         config=config.loss_fn,
         prev_field="generation_logprobs" if config.grpo.use_generation_logprobs_as_prev else "prev_logprobs",
@@ -119,8 +119,9 @@ def _what_starts(config: MasterConfig) -> str:
         return "; ".join(filter(None, ("starting policy, engine and rollout worker in this process", plan)))
     # The driver, the rollout worker and the policy workers that read or write have clients.
     num_workers, plane = config.cluster.num_workers, config.active_data_plane
-    readers = ParallelLayout.of_policy(config.policy, world_size=num_workers).dp
-    clients = num_workers if plane.fetch_policy == "independent" else readers
+    layout = ParallelLayout.of_policy(config.policy, world_size=num_workers)
+    # Of a replica group the leader reads and the writer writes, which in a pipeline is another rank.
+    clients = num_workers if plane.fetch_policy == "independent" else layout.dp * min(layout.pp, 2)
     plan = memory_plan(plane, num_processes=clients + 2)
     what = (
         f"starting Ray, {config.cluster.num_workers} policy workers, {config.policy.generation.num_replicas} engines, "

@@ -47,7 +47,10 @@ class Recipe:
     num_files: int = 0
 
     def layer_of(self, path: Sequence[str]) -> Layer | None:
-        """Who set `path`, or the nearest section above it; None for a default."""
+        """Who set `path` or anything below it last, or else the nearest section above it; None for a default."""
+        inside = [layer for known, layer in self.layers.items() if known[: len(path)] == tuple(path)]
+        if inside:
+            return max(inside)
         for end in range(len(path), 0, -1):
             found = self.layers.get(tuple(path[:end]))
             if found is not None:

@@ -26,10 +26,14 @@ class Ignored(str):
 
 
 def would_be_ignored(section: Section, prefix: str, names: Iterable[str], *, switch: str, because: str) -> list[str]:
-    """One line for each of `names` that differs from its default."""
+    """One line for each of `names` that differs from its default; of a section below, one for each of its keys."""
     lines: list[str] = []
     for name in names:
         value = getattr(section, name)
+        if isinstance(value, Section):
+            below, inside = f"{prefix}.{name}", type(value).model_fields
+            lines += would_be_ignored(value, below, inside, switch=switch, because=because)
+            continue
         default = type(section).model_fields[name].get_default(call_default_factory=True)
         if value != default:
             shown = f"{value!r} " if isinstance(value, (str, int, float, bool)) else ""

@@ -47,6 +47,7 @@ _EXPECTED: Mapping[str, str] = {
     "none_required": "null",
     "path_type": "a path",
     "string_type": "a text",
+    "too_short": "a list of at least {min_length}",
 }
 
 

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from nemo_rl.config.base import Section
+from nemo_rl.config.megatron import MegatronConfig
+from nemo_rl.config.parallel import ParallelSizes
 
 __all__ = [
     "DTensorConfig",
@@ -76,7 +78,7 @@ class DTensorConfig(Section):
     """The DTensor worker: FSDP2 over data x context parallel ranks, tensor parallelism beside it."""
 
     enabled: bool = True
-    """The only training backend; false is refused."""
+    """Train with it; false where `policy.megatron_cfg.enabled` is true."""
     tensor_parallel_size: PositiveInt = 1
     """Ranks that share every weight matrix, and the experts of a mixture."""
     context_parallel_size: PositiveInt = 1
@@ -87,24 +89,12 @@ class DTensorConfig(Section):
     """Module pattern (`model.layers.*.mlp.up_proj`) -> style (`colwise`, `rowwise`, ...); null takes the model's."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state on the CPU and move each layer to the GPU when it runs."""
-
-    @property
-    def replica_size(self) -> int:
-        """Workers that share one data-parallel shard."""
-        return self.tensor_parallel_size * self.context_parallel_size
-
-    @property
-    def length_multiple(self) -> int:
-        """What the tokens of every sequence are rounded up to: two chunks per context rank, whole tensor splits."""
-        chunks = 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
-        return chunks * (self.tensor_parallel_size if self.sequence_parallel else 1)
-
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
 
 
 class OptimizerConfig(Section):
-    """An optimizer by import path."""
+    """An optimizer of the DTensor worker by import path; null where `policy.megatron_cfg.enabled` is true."""
 
     name: str = "torch.optim.AdamW"
     """`module.Class` of a torch optimizer."""
@@ -122,9 +112,10 @@ class SchedulerPhase(Section):
 
 
 class SchedulerConfig(Section):
-    """Learning rate as a factor of the optimizer's `lr`, advanced once per GRPO step.
+    """Learning rate of the DTensor worker as a factor of the optimizer's `lr`, advanced once per GRPO step.
 
-    A list of `{name, kwargs}`, one of them `{milestones}`, is taken for `phases` and `milestones`.
+    Null where `policy.megatron_cfg.enabled` is true. A list of `{name, kwargs}`, one of them `{milestones}`, is taken
+    for `phases` and `milestones`.
     """
 
     name: Literal["constant", "linear", "cosine"] = "constant"
@@ -212,6 +203,55 @@ class PolicyConfig(Section):
     sequence_packing: SequencePackingConfig = Field(default_factory=SequencePackingConfig)
     dynamic_batching: DynamicBatchingConfig = Field(default_factory=DynamicBatchingConfig)
     dtensor_cfg: DTensorConfig = Field(default_factory=DTensorConfig)
+    megatron_cfg: MegatronConfig = Field(default_factory=MegatronConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
     generation: GenerationConfig = Field(default_factory=GenerationConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_torch_optimizer(cls, given: object) -> object:
+        """`optimizer: null` and `scheduler: null` are how recipes of the Megatron worker drop what a parent has set."""
+        if not isinstance(given, dict):
+            return given
+        megatron = given.get("megatron_cfg")
+        if not isinstance(megatron, dict) or megatron.get("enabled") is not True:
+            return given
+        return {
+            key: value for key, value in given.items() if value is not None or key not in ("optimizer", "scheduler")
+        }
+
+    @property
+    def parallel_section(self) -> str:
+        """Dotted path of the section that `parallel_sizes` comes from, for messages."""
+        return "policy.megatron_cfg" if self.megatron_cfg.enabled else "policy.dtensor_cfg"
+
+    @property
+    def replica_keys(self) -> tuple[str, ...]:
+        """Dotted paths of the sizes whose product is the replica group, for messages."""
+        if self.megatron_cfg.enabled:
+            axes: tuple[str, ...] = ("tensor_model", "pipeline_model", "context")
+        else:
+            axes = ("tensor", "context")
+        return tuple(f"{self.parallel_section}.{axis}_parallel_size" for axis in axes)
+
+    @property
+    def parallel_sizes(self) -> ParallelSizes:
+        """Sizes of the axes of the worker that is enabled."""
+        if self.megatron_cfg.enabled:
+            given = self.megatron_cfg
+            return ParallelSizes(
+                tensor=given.tensor_model_parallel_size,
+                pipeline=given.pipeline_model_parallel_size,
+                context=given.context_parallel_size,
+                expert=given.expert_model_parallel_size,
+                expert_tensor=given.expert_tensor_parallel_size or given.tensor_model_parallel_size,
+                sequence_parallel=given.sequence_parallel,
+            )
+        sizes = self.dtensor_cfg
+        return ParallelSizes(
+            tensor=sizes.tensor_parallel_size,
+            context=sizes.context_parallel_size,
+            expert_tensor=sizes.tensor_parallel_size,
+            sequence_parallel=sizes.sequence_parallel,
+        )

@@ -1,22 +1,19 @@
 """Rules over several keys: what would be ignored, or cannot work, is refused when the recipe is loaded.
 
 Each rule is one function `rule_*(config) -> list[str]`; a line starts with the dotted path of the key to change. All
-rules run, so that all problems are reported at once. Called by the loader; add a rule by adding a function.
+rules run, so that all problems are reported at once. Called by the loader; add a rule by adding a function, here or
+where the policy's are: `validate_policy` and `validate_megatron`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-
+from nemo_rl.config import validate_megatron, validate_policy
 from nemo_rl.config.base import Section
 from nemo_rl.config.ignored import would_be_ignored
-from nemo_rl.config.policy import DynamicBatchingConfig, SequencePackingConfig
+from nemo_rl.config.rule import Rule, rules_in
 from nemo_rl.config.schema import DatasetConfig, GRPOConfig, MasterConfig
 
-__all__ = ["RULES", "Rule"]
-
-Rule = Callable[[MasterConfig], list[str]]
+__all__ = ["RULES"]
 
 
 # ---- processes
@@ -131,15 +128,12 @@ def rule_store_sections_need_their_store(config: MasterConfig) -> list[str]:
 
 
 def rule_leader_broadcast_needs_a_replica_group(config: MasterConfig) -> list[str]:
-    sizes = config.policy.dtensor_cfg
-    if (
-        config.data_plane.fetch_policy != "leader_broadcast"
-        or sizes.tensor_parallel_size * sizes.context_parallel_size > 1
-    ):
+    policy = config.policy
+    if config.data_plane.fetch_policy != "leader_broadcast" or policy.parallel_sizes.replica_size > 1:
         return []
     return [
         "data_plane.fetch_policy: 'leader_broadcast' needs ranks that share rows; set auto, or "
-        "policy.dtensor_cfg.tensor_parallel_size or context_parallel_size above 1"
+        f"{' or '.join(policy.replica_keys)} above 1"
     ]
 
 
@@ -169,109 +163,6 @@ def rule_mooncake_fits_its_user(config: MasterConfig) -> list[str]:
         switch = "data_plane.impl"
         lines += would_be_ignored(plane.mooncake, "data_plane.mooncake", names, switch=switch, because=because)
     return lines
-
-
-# ---- batches
-
-
-def rule_one_way_of_batching(config: MasterConfig) -> list[str]:
-    policy = config.policy
-    if policy.sequence_packing.enabled and policy.dynamic_batching.enabled:
-        return [
-            "policy.dynamic_batching.enabled: packing and dynamic batching exclude each other; turn one of them off"
-        ]
-    return []
-
-
-def rule_batching_keys_need_their_switch(config: MasterConfig) -> list[str]:
-    policy = config.policy
-    lines = []
-    sections: tuple[tuple[str, SequencePackingConfig | DynamicBatchingConfig], ...] = (
-        ("policy.sequence_packing", policy.sequence_packing),
-        ("policy.dynamic_batching", policy.dynamic_batching),
-    )
-    for prefix, section in sections:
-        if not section.enabled:
-            names = tuple(name for name in type(section).model_fields if name != "enabled")
-            switch = f"{prefix}.enabled"
-            lines += would_be_ignored(section, prefix, names, switch=switch, because=f"{switch} is false")
-        else:
-            multiple = math.lcm(policy.make_sequence_length_divisible_by, policy.dtensor_cfg.length_multiple)
-            longest = -(-policy.max_total_sequence_length // multiple) * multiple
-            for name, cap in (
-                ("train_mb_tokens", section.train_mb_tokens),
-                ("logprob_mb_tokens", section.logprob_mb_tokens),
-            ):
-                if cap < longest:
-                    lines.append(f"{prefix}.{name}: {cap} tokens do not hold one sequence; expected at least {longest}")
-    if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:
-        fixed = ("train_micro_batch_size", "logprob_batch_size")
-        switch = f"policy.{'sequence_packing' if policy.sequence_packing.enabled else 'dynamic_batching'}.enabled"
-        lines += would_be_ignored(policy, "policy", fixed, switch=switch, because=f"{switch} is true")
-    return lines
-
-
-def rule_fixed_microbatches_divide(config: MasterConfig) -> list[str]:
-    policy = config.policy
-    if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:
-        return []
-    ranks = max(1, config.cluster.num_workers // policy.dtensor_cfg.replica_size)
-    unit = ranks * policy.train_micro_batch_size
-    if policy.train_global_batch_size % unit:
-        return [
-            f"policy.train_global_batch_size: {policy.train_global_batch_size} does not divide into {ranks} "
-            f"data-parallel workers x policy.train_micro_batch_size {policy.train_micro_batch_size}; expected a "
-            f"multiple of {unit}, or policy.dynamic_batching.enabled=true, which needs no such thing"
-        ]
-    return []
-
-
-def rule_parallel_sizes_divide_the_workers(config: MasterConfig) -> list[str]:
-    sizes, workers = config.policy.dtensor_cfg, config.cluster.num_workers
-    if workers % sizes.replica_size:
-        return [
-            f"policy.dtensor_cfg.tensor_parallel_size: {sizes.tensor_parallel_size} x context_parallel_size "
-            f"{sizes.context_parallel_size} does not divide {workers} workers; change cluster.cpu_workers_per_node or "
-            "cluster.gpus_per_node to a multiple"
-        ]
-    return []
-
-
-def rule_tensor_parallel_keys_need_ranks(config: MasterConfig) -> list[str]:
-    sizes = config.policy.dtensor_cfg
-    if sizes.tensor_parallel_size > 1:
-        return []
-    switch, names = "policy.dtensor_cfg.tensor_parallel_size", ("sequence_parallel", "custom_parallel_plan")
-    return would_be_ignored(sizes, "policy.dtensor_cfg", names, switch=switch, because=f"{switch} is 1")
-
-
-def rule_sequence_parallel_has_a_plan(config: MasterConfig) -> list[str]:
-    sizes = config.policy.dtensor_cfg
-    if sizes.sequence_parallel and sizes.custom_parallel_plan is not None and sizes.tensor_parallel_size > 1:
-        return [
-            "policy.dtensor_cfg.sequence_parallel: a custom_parallel_plan does not say where sequences are split and "
-            "brought together; set it to false, or leave the plan out"
-        ]
-    return []
-
-
-def rule_cpu_offload_needs_a_gpu(config: MasterConfig) -> list[str]:
-    because = "cluster.gpus_per_node is 0: everything is on the CPU already"
-    if config.cluster.gpus_per_node == 0:
-        sizes, switch = config.policy.dtensor_cfg, "cluster.gpus_per_node"
-        return would_be_ignored(sizes, "policy.dtensor_cfg", ["cpu_offload"], switch=switch, because=because)
-    return []
-
-
-def rule_step_divides_into_global_batches(config: MasterConfig) -> list[str]:
-    grpo, batch = config.grpo, config.policy.train_global_batch_size
-    samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
-    if samples % batch:
-        return [
-            f"policy.train_global_batch_size: expected a divisor of grpo.num_prompts_per_step x "
-            f"num_generations_per_prompt = {samples}, got {batch}"
-        ]
-    return []
 
 
 # ---- rollouts
@@ -313,46 +204,6 @@ def rule_kl_keys_need_a_penalty(config: MasterConfig) -> list[str]:
     names = ("reference_policy_kl_type", "kl_input_clamp_value", "kl_output_clamp_value")
     switch = "loss_fn.reference_policy_kl_penalty"
     return would_be_ignored(config.loss_fn, "loss_fn", names, switch=switch, because=f"{switch} is 0")
-
-
-def rule_scheduler_keys_need_a_decay(config: MasterConfig) -> list[str]:
-    scheduler = config.policy.scheduler
-    if scheduler.phases:
-        because = "policy.scheduler.phases make the whole curve"
-        shape = ("name", "warmup_steps", "decay_steps", "min_factor")
-        return would_be_ignored(scheduler, "policy.scheduler", shape, switch="policy.scheduler.phases", because=because)
-    if scheduler.name == "constant":
-        switch, names = "policy.scheduler.name", ("decay_steps", "min_factor")
-        because = f"{switch} is 'constant', which never decays"
-        return would_be_ignored(scheduler, "policy.scheduler", names, switch=switch, because=because)
-    end = scheduler.decay_steps
-    if end is not None and scheduler.warmup_steps >= end:
-        return [
-            f"policy.scheduler.warmup_steps: {scheduler.warmup_steps} leaves no step to decay before "
-            f"policy.scheduler.decay_steps {end}"
-        ]
-    return []
-
-
-def rule_milestones_part_the_phases(config: MasterConfig) -> list[str]:
-    scheduler = config.policy.scheduler
-    phases, milestones = scheduler.phases, scheduler.milestones
-    if len(milestones) != max(0, len(phases) - 1):
-        return [
-            f"policy.scheduler.milestones: expected {max(0, len(phases) - 1)}, one less than the {len(phases)} "
-            f"phases, got {milestones}"
-        ]
-    if milestones != sorted(set(milestones)):
-        return [f"policy.scheduler.milestones: expected rising steps, got {milestones}"]
-    if any(phase.name.endswith("ReduceLROnPlateau") for phase in phases):
-        return ["policy.scheduler.phases: ReduceLROnPlateau follows a metric, not the steps; choose another"]
-    return []
-
-
-def rule_dtensor_is_the_only_worker(config: MasterConfig) -> list[str]:
-    if not config.policy.dtensor_cfg.enabled:
-        return ["policy.dtensor_cfg.enabled: false leaves no training backend; expected true"]
-    return []
 
 
 # ---- validation
@@ -517,19 +368,7 @@ def rule_wandb_keys_need_wandb(config: MasterConfig) -> list[str]:
     return would_be_ignored(wandb, "logger.wandb", names, switch=switch, because=f"{switch} is false")
 
 
-def rule_logprob_microbatches_are_not_smaller(config: MasterConfig) -> list[str]:
-    lines = []
-    for name, section in (
-        ("sequence_packing", config.policy.sequence_packing),
-        ("dynamic_batching", config.policy.dynamic_batching),
-    ):
-        if section.enabled and section.logprob_mb_tokens < section.train_mb_tokens:
-            lines.append(
-                f"policy.{name}.logprob_mb_tokens: expected at least train_mb_tokens {section.train_mb_tokens} (a pass "
-                f"without gradients needs less memory), got {section.logprob_mb_tokens}"
-            )
-    return lines
+_ALL = rules_in(globals()) | validate_policy.RULES | validate_megatron.RULES
 
-
-RULES: tuple[Rule, ...] = tuple(rule for name, rule in sorted(globals().items()) if name.startswith("rule_"))
-"""Every rule of this module, by name."""
+RULES: tuple[Rule, ...] = tuple(_ALL[name] for name in sorted(_ALL))
+"""Every rule, by name."""

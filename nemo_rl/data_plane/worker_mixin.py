@@ -7,9 +7,10 @@ result, and an error of either reaches every rank of the group as text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import get_args
 
 import torch
@@ -31,7 +32,20 @@ from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.plan_check import check_plans
 from nemo_rl.errors import ConfigError, DataPlaneClosed, SchemaMismatch
 
-__all__ = ["ReplicaView", "ShardCache", "TQWorkerMixin"]
+__all__ = ["Channel", "ReplicaView", "ShardCache", "TQWorkerMixin"]
+
+FIRST_STAGE_FIELDS = ("input_ids", "input_lengths")
+"""What the first stage of a pipeline reads; the last one reads everything, those between only lengths."""
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """Columns that the leader sends to some ranks of its replica group."""
+
+    group: dist.ProcessGroup
+    """The leader, and the ranks that need these columns."""
+    names: tuple[str, ...] | None = None
+    """Which columns; None means those that no other channel carries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +60,10 @@ class ReplicaView:
     """Whether this rank writes the shard's results."""
     ranks: tuple[int, ...] = ()
     """Global ranks of the group; empty when this rank is alone."""
+    needs: tuple[str, ...] | None = None
+    """Columns that this rank's pipeline stage reads; None means all."""
+    channels: tuple[Channel, ...] = ()
+    """Those that this rank is in, in the order in which they are used; empty when every rank needs every column."""
 
     @classmethod
     def build(cls, layout: ParallelLayout, *, rank: int) -> ReplicaView:
@@ -53,12 +71,25 @@ class ReplicaView:
         place = layout.coordinates(rank)
         ranks = layout.replica(place.dp)
         group = replica_group_of(rank, layout.replicas())
+        needs = None
+        if place.pp < layout.pp - 1:
+            needs = FIRST_STAGE_FIELDS if place.pp == 0 else ()
         return cls(
             group=group,
             leader=ranks[0],
-            is_write_back_leader=place.is_leader,
+            is_write_back_leader=layout.is_writer(rank),
             ranks=ranks if group is not None else (),
+            needs=needs,
+            channels=_channels(layout, rank=rank) if layout.pp > 1 else (),
         )
+
+
+def _channels(layout: ParallelLayout, *, rank: int) -> tuple[Channel, ...]:
+    """(collective over the job) Tokens go to both ends of the pipeline, what only the loss needs to its last stage."""
+    ends = [[*layout.stage(dp, 0), *layout.stage(dp, layout.pp - 1)] for dp in range(layout.dp)]
+    leader_and_last = [[layout.replica(dp)[0], *layout.stage(dp, layout.pp - 1)] for dp in range(layout.dp)]
+    groups = ((FIRST_STAGE_FIELDS, replica_group_of(rank, ends)), (None, replica_group_of(rank, leader_and_last)))
+    return tuple(Channel(group, names) for names, group in groups if group is not None)
 
 
 @dataclass(slots=True)
@@ -198,13 +229,33 @@ class TQWorkerMixin:
     def _fetch(self, meta: KVBatchMeta, fields: Sequence[str]) -> BatchedDataDict:
         """(collective) Checks the plan, then the columns, dense and padded to the plan's width, plus `keys`."""
         check_plans(meta.pack, rank=self.rank, replica=self.replica.ranks)
-        columns = broadcast_from_leader(
-            lambda: self._read(meta, fields), group=self._fetch_group, leader=self.replica.leader
-        )
         width = meta.pack.pad_to if meta.pack is not None else max(meta.sequence_lengths or (0,))
+        columns = self._columns(meta, fields)
         batch = BatchedDataDict(materialize(columns, pad_values=self.pad_values, pad_to=width))
+        if "input_ids" in fields and "input_ids" not in batch:
+            # A stage in the middle of a pipeline sees shapes only.
+            batch["input_ids"] = torch.zeros(len(meta.keys), width, dtype=torch.int32)
+            batch["input_lengths"] = torch.tensor(meta.sequence_lengths, dtype=torch.int32)
         batch["keys"] = list(meta.keys)
         return batch
+
+    def _columns(self, meta: KVBatchMeta, fields: Sequence[str]) -> Fields:
+        """(collective over the replica group) Those of `fields` that this rank's stage reads."""
+        replica = self.replica
+        if self._fetch_group is None:
+            return self._read(meta, [name for name in fields if replica.needs is None or name in replica.needs])
+        if not replica.channels and replica.needs is None:
+            return broadcast_from_leader(
+                lambda: self._read(meta, fields), group=self._fetch_group, leader=replica.leader
+            )
+        # The leader reads everything at once, in the first channel, so that its error reaches both ends.
+        read = cache(lambda: self._read(meta, fields))
+        columns: Fields = {}
+        for channel in replica.channels:
+            carried = channel.names or [name for name in fields if name not in FIRST_STAGE_FIELDS]
+            pick = partial(_pick, read, [name for name in fields if name in carried])
+            columns |= broadcast_from_leader(pick, group=channel.group, leader=replica.leader)
+        return columns
 
     def _read(self, meta: KVBatchMeta, fields: Sequence[str]) -> Fields:
         """Columns from this step's cache, the rest from the store."""
@@ -238,9 +289,14 @@ def _fetch_group(policy: FetchPolicy, replica: ReplicaView) -> dist.ProcessGroup
     if policy == "leader_broadcast" and replica.group is None:
         raise ConfigError(
             "data_plane.fetch_policy: 'leader_broadcast' needs a replica group, and every rank has its shard for "
-            "itself; set auto, or policy.dtensor_cfg.tensor_parallel_size or context_parallel_size above 1"
+            "itself; set auto, or a tensor, context or pipeline parallel size of the policy above 1"
         )
     return None if policy == "independent" else replica.group
+
+
+def _pick(read: Callable[[], Fields], names: Sequence[str]) -> Fields:
+    columns = read()
+    return {name: columns[name] for name in names}
 
 
 def _num_bytes(column: torch.Tensor | list[object]) -> int:

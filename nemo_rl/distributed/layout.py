@@ -1,8 +1,9 @@
-"""Which rank of the policy holds which part: data, context and tensor parallel coordinates. Pure integers.
+"""Which rank of the policy holds which part: pipeline, data, context and tensor parallel coordinates. Pure integers.
 
 Called by the driver, which sends a data-parallel shard to every rank of its replica group, and by the workers, which
-build their meshes and groups from it. Ranks count through the tensor axis first: `rank = (dp * cp_size + cp) * tp_size
-+ tp`, so tensor-parallel peers sit next to one another on a node.
+build their meshes and groups from it. Ranks count through the tensor axis first and the pipeline axis last: `rank =
+((pp * dp_size + dp) * cp_size + cp) * tp_size + tp`, megatron-core's own order, so that tensor-parallel peers sit next
+to one another on a node.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from nemo_rl.config.policy import DTensorConfig, PolicyConfig
+from nemo_rl.config.parallel import ParallelSizes
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError
 
 __all__ = ["Coordinates", "ParallelLayout"]
@@ -27,11 +29,7 @@ class Coordinates:
     dp: int
     cp: int
     tp: int
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this rank speaks for its replica group: it alone writes results back and reports metrics."""
-        return self.cp == 0 and self.tp == 0
+    pp: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,30 +37,44 @@ class ParallelLayout:
     """Sizes of the axes.
 
     Example:
-        >>> layout = ParallelLayout.of(8, tp=2, cp=2)
-        >>> layout.dp, layout.coordinates(5), layout.replica(1)
-        (2, Coordinates(dp=1, cp=0, tp=1), (4, 5, 6, 7))
+        >>> layout = ParallelLayout.of(8, tp=2, pp=2)
+        >>> layout.dp, layout.coordinates(3), layout.replica(1), layout.writer(1)
+        (2, Coordinates(dp=1, cp=0, tp=1, pp=0), (2, 3, 6, 7), 6)
     """
 
     dp: int = 1
     cp: int = 1
     tp: int = 1
+    pp: int = 1
     sequence_parallel: bool = False
     """Activations between the blocks are split over the tensor axis along the sequence."""
 
     @classmethod
-    def of(cls, world_size: int, *, tp: int = 1, cp: int = 1, sequence_parallel: bool = False) -> ParallelLayout:
+    def of(
+        cls,
+        world_size: int,
+        *,
+        tp: int = 1,
+        cp: int = 1,
+        pp: int = 1,
+        sequence_parallel: bool = False,
+        section: str = "policy.dtensor_cfg",
+    ) -> ParallelLayout:
         """The layout of so many ranks.
 
+        Args:
+            section: where the sizes are set, for the error.
+
         Raises:
-            ConfigError: the ranks do not divide by tensor x context parallel size.
+            ConfigError: the ranks do not divide by tensor x context x pipeline parallel size.
         """
-        if world_size % (tp * cp):
+        if world_size % (tp * cp * pp):
             raise ConfigError(
-                f"{world_size} ranks do not divide by tensor_parallel_size {tp} x context_parallel_size {cp}; change "
-                "policy.dtensor_cfg or cluster.gpus_per_node and cluster.num_nodes"
+                f"{world_size} ranks do not divide by tensor {tp} x context {cp} x pipeline {pp} parallel size; change "
+                f"{section} or cluster.gpus_per_node and cluster.num_nodes"
             )
-        return cls(dp=world_size // (tp * cp), cp=cp, tp=tp, sequence_parallel=sequence_parallel and tp > 1)
+        dp = world_size // (tp * cp * pp)
+        return cls(dp=dp, cp=cp, tp=tp, pp=pp, sequence_parallel=sequence_parallel and tp > 1)
 
     @classmethod
     def of_policy(cls, policy: PolicyConfig, *, world_size: int) -> ParallelLayout:
@@ -71,12 +83,14 @@ class ParallelLayout:
         Raises:
             ConfigError: the ranks do not divide.
         """
-        sizes = policy.dtensor_cfg
+        sizes = policy.parallel_sizes
         return cls.of(
             world_size,
-            tp=sizes.tensor_parallel_size,
-            cp=sizes.context_parallel_size,
+            tp=sizes.tensor,
+            cp=sizes.context,
+            pp=sizes.pipeline,
             sequence_parallel=sizes.sequence_parallel,
+            section=policy.parallel_section,
         )
 
     @property
@@ -86,48 +100,69 @@ class ParallelLayout:
     @property
     def replica_size(self) -> int:
         """Ranks that share one data-parallel shard."""
+        return self.pp * self._stage_size
+
+    @property
+    def _stage_size(self) -> int:
+        """Ranks that share one data-parallel shard in one pipeline stage."""
         return self.cp * self.tp
 
     @property
     def length_multiple(self) -> int:
         """What the tokens of every sequence are rounded up to."""
-        sizes = DTensorConfig(
-            context_parallel_size=self.cp, tensor_parallel_size=self.tp, sequence_parallel=self.sequence_parallel
-        )
+        sizes = ParallelSizes(context=self.cp, tensor=self.tp, sequence_parallel=self.sequence_parallel)
         return sizes.length_multiple
 
     def coordinates(self, rank: int) -> Coordinates:
         """Place of a rank."""
-        dp, rest = divmod(rank, self.replica_size)
-        return Coordinates(dp, *divmod(rest, self.tp))
+        pp, rest = divmod(rank, self.dp * self._stage_size)
+        dp, rest = divmod(rest, self._stage_size)
+        cp, tp = divmod(rest, self.tp)
+        return Coordinates(dp=dp, cp=cp, tp=tp, pp=pp)
+
+    def rank_of(self, place: Coordinates) -> int:
+        """The rank at a place."""
+        return ((place.pp * self.dp + place.dp) * self.cp + place.cp) * self.tp + place.tp
 
     def replica(self, dp: int) -> tuple[int, ...]:
-        """Ranks that share data-parallel shard `dp`; the first is its leader."""
-        return tuple(range(dp * self.replica_size, (dp + 1) * self.replica_size))
+        """Ranks that share data-parallel shard `dp`, in ascending order; the first is its leader, which reads."""
+        return tuple(rank for pp in range(self.pp) for rank in self.stage(dp, pp))
+
+    def stage(self, dp: int, pp: int) -> tuple[int, ...]:
+        """Ranks of one pipeline stage that share data-parallel shard `dp`."""
+        first = self.rank_of(Coordinates(dp=dp, cp=0, tp=0, pp=pp))
+        return tuple(range(first, first + self._stage_size))
 
     def replicas(self) -> list[list[int]]:
         """All replica groups."""
         return [list(self.replica(dp)) for dp in range(self.dp)]
 
+    def writer(self, dp: int) -> int:
+        """The rank that speaks for shard `dp`: it alone writes results back and reports metrics.
+
+        Results come out of the last pipeline stage.
+        """
+        return self.stage(dp, self.pp - 1)[0]
+
+    def is_writer(self, rank: int) -> bool:
+        return self.writer(self.coordinates(rank).dp) == rank
+
     def context_groups(self) -> list[list[int]]:
         """Ranks that differ in the context axis only."""
         return [
-            [(dp * self.cp + cp) * self.tp + tp for cp in range(self.cp)]
+            [self.rank_of(Coordinates(dp=dp, cp=cp, tp=tp, pp=pp)) for cp in range(self.cp)]
+            for pp in range(self.pp)
             for dp in range(self.dp)
             for tp in range(self.tp)
         ]
-
-    def data_groups(self) -> list[list[int]]:
-        """Ranks that differ in the data axis only."""
-        return [list(range(place, self.world_size, self.replica_size)) for place in range(self.replica_size)]
 
     def spread(self, per_dp: Sequence[_T]) -> list[_T]:
         """One value per rank from one per data-parallel shard."""
         return [per_dp[self.coordinates(rank).dp] for rank in range(self.world_size)]
 
-    def leaders(self, per_rank: Sequence[_T]) -> list[_T]:
-        """The values of the leaders, in data-parallel order."""
-        return [per_rank[self.replica(dp)[0]] for dp in range(self.dp)]
+    def of_writers(self, per_rank: Sequence[_T]) -> list[_T]:
+        """The values of the ranks that speak for their shards, in data-parallel order."""
+        return [per_rank[self.writer(dp)] for dp in range(self.dp)]
 
     def round_up_multiple(self, configured: int) -> int:
         """The least multiple that suits both this layout and `policy.make_sequence_length_divisible_by`."""

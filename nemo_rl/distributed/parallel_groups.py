@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +20,6 @@ class ParallelGroups:
 
     layout: ParallelLayout
     place: Coordinates
-    data: dist.ProcessGroup | None
-    """Ranks that differ in the data axis only."""
     context: dist.ProcessGroup | None
     fsdp_mesh: DeviceMesh
     """Data x context ranks, which share the weights' shards; one-dimensional."""
@@ -43,18 +40,15 @@ class ParallelGroups:
         return cls(
             layout=layout,
             place=layout.coordinates(rank),
-            data=_group(rank, layout.data_groups()) if layout.dp > 1 else None,
             context=_group(rank, layout.context_groups()) if layout.cp > 1 else None,
             fsdp_mesh=mesh,
             tensor_mesh=tensor_mesh,
         )
 
-    def sum_over_data(self, values: Sequence[float], *, device: torch.device) -> list[float]:
-        """Sums in float64 over the data-parallel shards, each counted once (collective over all ranks)."""
-        total = torch.tensor(values, dtype=torch.float64, device=device)
-        if self.data is not None:
-            dist.all_reduce(total, group=self.data)
-        return [float(value) for value in total.tolist()]
+    @property
+    def is_writer(self) -> bool:
+        """Whether this rank speaks for its data-parallel shard."""
+        return self.layout.rank_of(self.place) == self.layout.writer(self.place.dp)
 
 
 def _group(rank: int, buckets: list[list[int]]) -> dist.ProcessGroup:

@@ -14,7 +14,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import replica_group_of
 from nemo_rl.distributed.packing import plan_padded
 from nemo_rl.errors import ConfigError, KeysNotFound, SchemaMismatch
-from nemo_rl.models.policy.workers.launch import DTensorTQWorker
+from nemo_rl.models.policy.workers.dtensor_tq_worker import DTensorTQWorker
 from tests.helpers.gloo import run_ranks
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker, write_tiny_folder
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Gemma2Config
 
 from tests.helpers.runs import LOCAL, logged_steps, run_cli, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
@@ -82,6 +86,78 @@ def test_parallel_sizes_that_the_model_cannot_run_in_are_refused_before_anything
     code, text = run(write_recipe(tmp_path, model), *settings, "policy.dtensor_cfg.tensor_parallel_size=3")
     assert code == 2 and "num_attention_heads=4 of 'qwen3' does not divide by 3" in text
     assert "starting Ray" not in text
+
+
+MEGATRON = (
+    "policy.dtensor_cfg.enabled=false",
+    "policy.megatron_cfg.enabled=true",
+    "policy.optimizer=null",
+    "policy.megatron_cfg.optimizer.lr=1.0e-3",
+)
+
+
+def test_a_model_that_the_megatron_worker_does_not_know_is_refused_with_those_it_knows(run, tmp_path, model):
+    folder = Path(shutil.copytree(model, tmp_path / "other"))
+    Gemma2Config(vocab_size=320).save_pretrained(str(folder))
+    code, text = run(write_recipe(tmp_path, model), *MEGATRON, f"policy.model_name={folder}")
+    assert code == 2 and "trains glm4_moe, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe; got 'gemma2'" in text
+    assert "policy.dtensor_cfg.enabled=true" in text
+
+
+def test_positions_that_the_megatron_worker_does_not_know_are_refused(run, tmp_path, model):
+    folder = Path(shutil.copytree(model, tmp_path / "other"))
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 1.0e4, "factor": 2.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    code, text = run(write_recipe(tmp_path, model), *MEGATRON, f"policy.model_name={folder}")
+    assert code == 2 and "rope_type 'dynamic' (expected default, linear, llama3, yarn)" in text
+
+
+def test_sizes_that_do_not_divide_in_megatron_are_all_refused_before_anything_starts(run, tmp_path, model):
+    settings = ("cluster.launcher=ray", "data_plane.impl=ray", "cluster.cpu_workers_per_node=9")
+    sizes = ("tensor_model_parallel_size=3", "pipeline_model_parallel_size=3", "freeze_moe_router=true")
+    keys = [f"policy.megatron_cfg.{size}" for size in sizes]
+    code, text = run(write_recipe(tmp_path, model), *MEGATRON, *settings, *keys, "policy.train_global_batch_size=16")
+    assert code == 2 and "starting Ray" not in text
+    for line in (
+        "policy.megatron_cfg.tensor_model_parallel_size: 4 attention heads do not divide by 3",
+        "policy.megatron_cfg.tensor_model_parallel_size: 320 tokens in the vocabulary do not divide by 3",
+        "policy.megatron_cfg.pipeline_model_parallel_size: 2 layers do not divide over 3 stages",
+        "policy.megatron_cfg.freeze_moe_router: 'qwen3' has no experts",
+    ):
+        assert line in text
+
+
+def test_damaged_weights_are_named_in_a_run_on_megatron(run, tmp_path, model):
+    folder = Path(shutil.copytree(model, tmp_path / "damaged"))
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+    code, text = run(write_recipe(tmp_path, model), *MEGATRON, f"policy.model_name={folder}")
+    assert code == 2 and str(folder) in text and "model.safetensors cannot be read" in text
+
+
+def with_a_stranger(model: Path, folder: Path) -> Path:
+    """A copy with one weight too many, which Hugging Face leaves aside and the Megatron worker refuses."""
+    copy = Path(shutil.copytree(model, folder / "stranger"))
+    weights = load_file(copy / "model.safetensors")
+    save_file({**weights, "model.layers.1.adapter.weight": torch.zeros(2)}, copy / "model.safetensors")
+    return copy
+
+
+def test_weights_of_another_model_are_named_by_the_megatron_worker(run, tmp_path, model):
+    folder = with_a_stranger(model, tmp_path)
+    code, text = run(write_recipe(tmp_path, model), *MEGATRON, f"policy.model_name={folder}")
+    assert code == 2 and str(folder) in text and "model.layers.1.adapter.weight" in text
+
+
+@pytest.mark.slow
+def test_weights_of_another_model_are_named_by_the_ranks_of_a_pipeline(tmp_path, model):
+    folder = with_a_stranger(model, tmp_path)
+    settings = ("cluster.launcher=ray", "data_plane.impl=ray", "policy.megatron_cfg.pipeline_model_parallel_size=2")
+    code, text = run_cli(write_recipe(tmp_path, model), *MEGATRON, *settings, f"policy.model_name={folder}")
+    [line] = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert code == 2 and str(folder) in line and "model.layers.1.adapter.weight" in line
+    assert "Traceback" not in text
 
 
 def test_an_empty_dataset_is_named(run, tmp_path, model):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from nemo_rl.algorithms.loss_functions import ClippedPGLoss
 from nemo_rl.config.policy import DTensorConfig, SequencePackingConfig
@@ -22,7 +21,7 @@ from nemo_rl.models.loading import load_causal_lm
 from nemo_rl.models.policy.workers.dtensor_policy_worker import DTensorPolicyWorker
 from tests.helpers.families import write_family
 from tests.helpers.hf_reference import hf_logprobs, hf_train_step
-from tests.helpers.tiny_model import tiny_batch, tiny_policy, write_tiny_folder
+from tests.helpers.tiny_model import tiny_batch, tiny_policy, write_larger_folder, write_tiny_folder
 
 pytestmark = [
     pytest.mark.gpu,
@@ -212,33 +211,11 @@ def test_a_whole_cycle_frees_the_device_and_continues(folder: Path, tmp_path: Pa
     worker.shutdown()
 
 
-def _write_larger(folder: Path) -> Path:
-    """120 million parameters with the tiny tokenizer: enough work for a GPU to show its speed."""
-    write_tiny_folder(folder)
-    config = Qwen3Config(
-        vocab_size=32_000,
-        hidden_size=1024,
-        num_hidden_layers=6,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=64,
-        intermediate_size=3072,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(str(folder))
-    return folder
-
-
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_speed_and_memory_are_shown(tmp_path: Path, packed: bool) -> None:
     """Says what the device does; nothing is asserted about speed."""
     worker = _worker(
-        _write_larger(tmp_path),
+        write_larger_folder(tmp_path),
         precision="bfloat16",
         train_global_batch_size=32,
         sequence_packing=PACKING if packed else SequencePackingConfig(),

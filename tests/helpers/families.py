@@ -10,6 +10,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
+    PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -66,6 +67,11 @@ def write_family(folder: Path, family: str) -> Path:
                 weight.add_(torch.randn_like(weight) * 0.2)
             elif "experts" in name or "gate.weight" in name:
                 weight.normal_(0, 0.2)
+    return write_with_tokenizer(folder, model)
+
+
+def write_with_tokenizer(folder: Path, model: PreTrainedModel) -> Path:
+    """Model and tokenizer, whose vocabulary is of `COMMON`'s size, as a Hugging Face folder."""
     model.save_pretrained(str(folder))
     corpus = [f"user\n{p.prompt}\nassistant\n{p.answer}" for p in problems(200, seed=1)]
     build_tokenizer(corpus).save_pretrained(str(folder))

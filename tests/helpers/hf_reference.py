@@ -16,7 +16,7 @@ def hf_logprobs(model: torch.nn.Module, batch: BatchedDataDict, *, temperature: 
     ids, lengths = batch.tensor("input_ids").long(), batch.tensor("input_lengths").tolist()
     rows = []
     for i, length in enumerate(lengths):
-        logits = model(input_ids=ids[i : i + 1, :length], use_cache=False).logits[0].float() / temperature
+        logits = model(input_ids=ids[i : i + 1, :length], use_cache=False).logits[0] / temperature
         picked = logits[:-1].log_softmax(-1).gather(-1, ids[i, 1:length, None])[:, 0]
         rows.append(torch.nn.functional.pad(picked, (1, ids.shape[1] - length)))
     return torch.stack(rows)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import patch
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from nemo_rl.algorithms.loss_functions import ClippedPGLoss
+from nemo_rl.config.megatron import MegatronConfig, MegatronOptimizerConfig
 from nemo_rl.config.policy import DTensorConfig, OptimizerConfig, PolicyConfig
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed import differentiable
@@ -20,15 +21,18 @@ from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan, plan_fixed, plan_packs, plan_padded
 from nemo_rl.models.dtensor.parallelize import full_weight
 from nemo_rl.models.loading import load_causal_lm, named_weights
-from nemo_rl.models.policy.workers.dtensor_policy_worker import DTensorPolicyWorker
+from nemo_rl.models.policy.workers.training_worker import TrainingWorker
 from tests.helpers.hf_reference import global_scale, hf_logprobs
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker
 
 LOSS = ClippedPGLoss(config=LossConfig())
+AUX_COEFFICIENT = 0.1
 ROWS = 8
 STEPS = 3
 # Epsilon above the rounding of a gradient: with a smaller one AdamW takes a whole step for a zero that was rounded.
 ADAM = {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.01, "eps": 1e-6}
+MAX_GRAD_NORM = 0.2
+"""Below the norms, so that every step is clipped."""
 Arrays = dict[str, np.ndarray]
 
 
@@ -39,18 +43,32 @@ class Case:
     family: str
     tp: int = 1
     cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int | None = None
     sp: bool = False
+    engine: str = "dtensor"
+    """`dtensor` or `megatron`."""
     batching: str = "packed"
     """`packed`, `padded` (dynamic batching) or `fixed`."""
     capacity: int = 64
     """Tokens, or rows for `fixed`, in a microbatch."""
-    recompute: bool = False
+    recompute: bool | str = False
+    """False, or True for all of it; `selective` on Megatron."""
+    aux: bool = False
+    """With a loss that balances experts."""
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """Further keys of `policy.megatron_cfg`."""
     precision: str = "float32"
     fault: str | None = None
 
     def __str__(self) -> str:
         axes = f"tp{self.tp}cp{self.cp}{'sp' if self.sp else ''}"
-        extra = f"{'-recompute' if self.recompute else ''}{'-' + self.fault if self.fault else ''}"
+        axes += "".join(f"{name}{size}" for name, size in (("pp", self.pp), ("ep", self.ep)) if size > 1)
+        axes += f"etp{self.etp}" if self.etp is not None else ""
+        extra = {True: "-recompute", False: "", "selective": "-selective"}[self.recompute]
+        extra += f"{'-aux' if self.aux else ''}{'-' + self.fault if self.fault else ''}"
+        extra += "".join(f"-{name}={value}" for name, value in self.settings.items())
         extra += "" if self.precision == "float32" else f"-{self.precision}"
         return f"{self.family}-{axes}-{self.batching}{self.capacity}{extra}"
 
@@ -67,6 +85,28 @@ class Outcome:
     norms: tuple[float, ...]
     weights: Arrays | None
     """Whole weights after `STEPS` steps; rank 0 only."""
+    gradients: Arrays | None = None
+    """Whole ones of the first step, before clipping; rank 0 only."""
+    logits: np.ndarray | None = None
+    """`[n, T, V]` before training, 0 in the padding."""
+    is_last_stage: bool = True
+    """Where it is not, log-probabilities and logits are zeros."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One rank with its worker and its part of the batch."""
+
+    worker: TrainingWorker
+    layout: ParallelLayout
+    rows: tuple[int, ...]
+    plan: PackPlan
+    shard: BatchedDataDict
+
+    @property
+    def all_tokens(self) -> BatchedDataDict:
+        """The shard, so that log-probabilities of prompts are computed too."""
+        return BatchedDataDict({name: column for name, column in self.shard.items() if name != "token_mask"})
 
 
 def layout_batch() -> BatchedDataDict:
@@ -76,49 +116,99 @@ def layout_batch() -> BatchedDataDict:
     return batch
 
 
+def megatron_policy(case: Case, folder: Path) -> PolicyConfig:
+    recompute: dict[str, object] = {"activation_checkpointing": bool(case.recompute)}
+    if case.recompute == "selective":
+        recompute |= {"recompute_granularity": "selective"}
+    balance: dict[str, object] = {}
+    if case.aux:
+        balance = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": AUX_COEFFICIENT}
+    section = MegatronConfig(
+        enabled=True,
+        tensor_model_parallel_size=case.tp,
+        context_parallel_size=case.cp,
+        pipeline_model_parallel_size=case.pp,
+        expert_model_parallel_size=case.ep,
+        expert_tensor_parallel_size=case.etp,
+        sequence_parallel=case.sp,
+        optimizer=MegatronOptimizerConfig(
+            lr=ADAM["lr"],
+            min_lr=0.0,
+            adam_beta1=ADAM["betas"][0],
+            adam_beta2=ADAM["betas"][1],
+            adam_eps=ADAM["eps"],
+            weight_decay=ADAM["weight_decay"],
+        ),
+        **{**recompute, **balance, **case.settings},
+    )
+    common = {"precision": case.precision, "max_grad_norm": MAX_GRAD_NORM}
+    return tiny_policy(folder, dtensor_cfg=DTensorConfig(enabled=False), megatron_cfg=section, **common)
+
+
 def policy_of(case: Case, folder: Path) -> PolicyConfig:
+    if case.engine == "megatron":
+        return megatron_policy(case, folder)
     sizes = DTensorConfig(
         tensor_parallel_size=case.tp,
         context_parallel_size=case.cp,
         sequence_parallel=case.sp,
-        activation_checkpointing=case.recompute,
+        activation_checkpointing=bool(case.recompute),
     )
     optimizer = OptimizerConfig(kwargs=dict(ADAM))
-    return tiny_policy(folder, dtensor_cfg=sizes, optimizer=optimizer, precision=case.precision)
+    common = {"precision": case.precision, "max_grad_norm": MAX_GRAD_NORM}
+    return tiny_policy(folder, dtensor_cfg=sizes, optimizer=optimizer, **common)
 
 
 def plan_of(case: Case, layout: ParallelLayout) -> PackPlan:
     lengths = layout_batch().tensor("input_lengths").tolist()
     common = {"dp_world": layout.dp, "pad_multiple": layout.length_multiple}
+    if case.batching == "uneven":
+        # The last ranks have a microbatch without rows, the first a microbatch with one.
+        share = ROWS // layout.dp
+        of_rank = [tuple(range(rank * share, (rank + 1) * share)) for rank in range(layout.dp)]
+        microbatches = [((rows[0],), rows[1:]) if rank == 0 else (rows, ()) for rank, rows in enumerate(of_rank)]
+        return PackPlan(microbatches=tuple(microbatches), steps=(2,), pad_to=max(lengths), packed=True)
     if case.batching == "fixed":
         return plan_fixed(lengths, rows_per_microbatch=case.capacity, **common)
     plan = plan_packs if case.batching == "packed" else plan_padded
     return plan(lengths, capacity=case.capacity, **common)
 
 
-def run_case(rank: int, world_size: int, case: Case, folder: Path) -> Outcome:
-    """Log-probabilities and three optimizer steps of one rank."""
-    layout = ParallelLayout.of(world_size, tp=case.tp, cp=case.cp, sequence_parallel=case.sp)
-    worker = tiny_worker(policy_of(case, folder), rank=rank, world_size=world_size)
+def start(rank: int, world_size: int, case: Case, folder: Path) -> Job:
+    """(collective) A rank that is ready to train."""
+    policy = policy_of(case, folder)
+    layout = ParallelLayout.of_policy(policy, world_size=world_size)
+    worker = tiny_worker(policy, rank=rank, world_size=world_size)
     plan, dp = plan_of(case, layout), layout.coordinates(rank).dp
     rows = plan.rows_of_rank(dp)
     batch = layout_batch()
     if case.fault == "swap":
         batch["advantages"] = batch.tensor("advantages")[[2, 1, 0, *range(3, ROWS)]]
-    shard, part = batch.select_indices(rows), plan.for_rank(dp)
-    everything = BatchedDataDict({name: column for name, column in shard.items() if name != "token_mask"})
+    return Job(worker=worker, layout=layout, rows=rows, plan=plan.for_rank(dp), shard=batch.select_indices(rows))
+
+
+def run_case(rank: int, world_size: int, case: Case, folder: Path) -> Outcome:
+    """Log-probabilities and three optimizer steps of one rank."""
+    job = start(rank, world_size, case, folder)
     with planted(case.fault):
-        logprobs = worker.get_logprobs(everything, plan=part)
-        results = [worker.train(shard, LOSS, plan=part) for _ in range(STEPS)]
-    weights = exported(worker)
-    worker.shutdown()
+        outcome = run_job(job, rank)
+    job.worker.shutdown()
+    return outcome
+
+
+def run_job(job: Job, rank: int) -> Outcome:
+    """(collective) What the worker of a rank does."""
+    logprobs = job.worker.get_logprobs(job.all_tokens, plan=job.plan)
+    results = [job.worker.train(job.shard, LOSS, plan=job.plan) for _ in range(STEPS)]
+    weights = exported(job.worker)
     return Outcome(
-        rows=rows,
-        num_microbatches=len(part.microbatches[0]),
+        rows=job.rows,
+        num_microbatches=len(job.plan.microbatches[0]),
         logprobs=logprobs.numpy(),
         losses=tuple(result.loss[0] for result in results),
         norms=tuple(result.grad_norm[0] for result in results),
         weights=weights if rank == 0 else None,
+        is_last_stage=job.layout.coordinates(rank).pp == job.layout.pp - 1,
     )
 
 
@@ -137,18 +227,29 @@ def planted(fault: str | None) -> Iterator[None]:
         yield
 
 
-def reference(folder: Path) -> Outcome:
+MoreLoss = Callable[[torch.nn.Module], Callable[[], torch.Tensor]]
+"""Given the model before it runs; what it returns is called after the passes and added to the loss."""
+
+
+def reference(folder: Path, *, dtype: torch.dtype = torch.float32, more_loss: MoreLoss | None = None) -> Outcome:
     """The single-process Hugging Face model, one row at a time."""
     batch = layout_batch()
-    model = load_causal_lm(folder)
+    model = load_causal_lm(folder, dtype=dtype)
+    # Grouped kernels do not know float64.
+    model.config._experts_implementation = "eager"
     adam = torch.optim.AdamW(model.parameters(), **ADAM)
-    losses, norms, first = [], [], None
-    for _ in range(STEPS):
+    losses, norms, logits = [], [], hf_logits(model, batch)
+    first: np.ndarray | None = None
+    gradients: Arrays = {}
+    added = more_loss(model) if more_loss is not None else None
+    for step in range(STEPS):
         logprobs = hf_logprobs(model, batch)
         first = logprobs.detach().numpy() if first is None else first
         loss = LOSS(logprobs, batch, scale=global_scale(batch)).loss
-        loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        (loss if added is None else loss + added()).backward()
+        if step == 0:
+            gradients = {name: weight.grad.numpy().copy() for name, weight in model.named_parameters()}
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM).item())
         adam.step()
         adam.zero_grad()
         losses.append(loss.item())
@@ -160,15 +261,27 @@ def reference(folder: Path) -> Outcome:
         losses=tuple(losses),
         norms=tuple(norms),
         weights={name: weight.detach().numpy() for name, weight in named_weights(model)},
+        gradients=gradients,
+        logits=logits.numpy(),
     )
 
 
-def exported(worker: DTensorPolicyWorker) -> Arrays:
+@torch.no_grad()
+def hf_logits(model: torch.nn.Module, batch: BatchedDataDict) -> torch.Tensor:
+    """`[N, T, V]`, 0 in the padding."""
+    ids, rows = batch.tensor("input_ids").long(), []
+    for i, length in enumerate(batch.tensor("input_lengths").tolist()):
+        logits = model(input_ids=ids[i : i + 1, :length], use_cache=False).logits[0]
+        rows.append(torch.nn.functional.pad(logits, (0, 0, 0, ids.shape[1] - length)))
+    return torch.stack(rows)
+
+
+def exported(worker: TrainingWorker) -> Arrays:
     """Weights as arrays: tensors would travel as file descriptors of a process that has ended by then."""
-    return {name: weight.numpy().copy() for name, weight in worker.export_weights()}
+    return {name: weight.float().numpy().copy() for name, weight in worker.export_weights()}
 
 
-def moments(worker: DTensorPolicyWorker) -> Arrays:
+def moments(worker: TrainingWorker) -> Arrays:
     """(collective) AdamW's whole moments by parameter name."""
     found: Arrays = {}
     for name, parameter in worker._model.hf.named_parameters():
@@ -177,33 +290,42 @@ def moments(worker: DTensorPolicyWorker) -> Arrays:
     return found
 
 
-def one_step(worker: DTensorPolicyWorker, case: Case, layout: ParallelLayout, rank: int) -> float:
-    """Loss of one optimizer step."""
-    plan, dp = plan_of(case, layout), layout.coordinates(rank).dp
-    shard = layout_batch().select_indices(plan.rows_of_rank(dp))
-    return worker.train(shard, LOSS, plan=plan.for_rank(dp)).loss[0]
+Moments = Callable[[TrainingWorker], Arrays]
 
 
-def save_after_a_step(rank: int, world_size: int, case: Case, folder: Path, target: Path) -> dict[str, object]:
+def save_after_a_step(
+    rank: int, world_size: int, case: Case, folder: Path, target: Path, *, moments_of: Moments = moments
+) -> dict[str, object]:
     """A checkpoint after one step, and the loss of the next."""
-    layout = ParallelLayout.of(world_size, tp=case.tp, cp=case.cp, sequence_parallel=case.sp)
-    worker = tiny_worker(policy_of(case, folder), rank=rank, world_size=world_size)
-    one_step(worker, case, layout, rank)
+    job = start(rank, world_size, case, folder)
+    worker = job.worker
+    worker.train(job.shard, LOSS, plan=job.plan)
     worker.save_checkpoint(weights=target / "weights", optimizer=target / "optimizer", tokenizer=target / "weights")
-    saved = {"weights": exported(worker), "moments": moments(worker)}
-    next_loss = one_step(worker, case, layout, rank)
+    saved = {"weights": exported(worker), "moments": moments_of(worker)}
+    next_loss = worker.train(job.shard, LOSS, plan=job.plan).loss[0]
     saved |= {"loss": next_loss, "after": exported(worker)}
     worker.shutdown()
     return saved
 
 
-def load_and_step(rank: int, world_size: int, case: Case, folder: Path, target: Path) -> dict[str, object]:
+def load_and_step(
+    rank: int, world_size: int, case: Case, folder: Path, target: Path, *, moments_of: Moments = moments
+) -> dict[str, object]:
     """What a checkpoint of any layout gives in this one, and the loss of the next step."""
-    layout = ParallelLayout.of(world_size, tp=case.tp, cp=case.cp, sequence_parallel=case.sp)
-    worker = tiny_worker(policy_of(case, folder), rank=rank, world_size=world_size)
+    job = start(rank, world_size, case, folder)
+    worker = job.worker
     worker.load_checkpoint(weights=target / "weights", optimizer=target / "optimizer")
-    loaded = {"weights": exported(worker), "moments": moments(worker)}
-    next_loss = one_step(worker, case, layout, rank)
+    loaded = {"weights": exported(worker), "moments": moments_of(worker)}
+    next_loss = worker.train(job.shard, LOSS, plan=job.plan).loss[0]
     loaded |= {"loss": next_loss, "after": exported(worker)}
     worker.shutdown()
     return loaded
+
+
+def exported_from(rank: int, world_size: int, case: Case, folder: Path, weights: Path) -> Arrays:
+    """(collective) What a worker exports that has loaded the weights of another one's checkpoint."""
+    job = start(rank, world_size, case, folder)
+    job.worker.load_checkpoint(weights=weights, optimizer=None)
+    found = exported(job.worker)
+    job.worker.shutdown()
+    return found

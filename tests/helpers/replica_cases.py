@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from nemo_rl.algorithms.loss_functions import ClippedPGLoss
 from nemo_rl.config.data_plane import DataPlaneConfig, FetchPolicy
-from nemo_rl.config.policy import DTensorConfig
+from nemo_rl.config.policy import DTensorConfig, PolicyConfig
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.data_plane.column_io import kv_first_write, read_columns, write_columns
 from nemo_rl.data_plane.factory import build_data_plane_client
@@ -25,7 +25,8 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group
 from nemo_rl.distributed.packing import plan_padded
 from nemo_rl.models.policy.interfaces import LossOutput, LossScale
-from nemo_rl.models.policy.workers.launch import DTensorTQWorker, WorkerSpec, build_policy_worker
+from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
+from nemo_rl.models.policy.workers.tq_worker import TQWorker
 from tests.helpers.tiny_model import tiny_batch, tiny_policy
 
 ROWS = 8
@@ -67,6 +68,8 @@ class StepReport:
     """As trained on, after the driver has rewritten it."""
     refetched: set[str]
     """Fields that this rank's client moved after the log-probability stage."""
+    trained: str
+    """Digest of the whole weights after training."""
 
 
 def rows() -> BatchedDataDict:
@@ -76,16 +79,16 @@ def rows() -> BatchedDataDict:
     return made
 
 
-def start(rank: int, folder: str, port: int) -> DTensorTQWorker:
-    policy = tiny_policy(folder, dtensor_cfg=DTensorConfig(tensor_parallel_size=2))
+def start(rank: int, folder: str, port: int, *, policy: PolicyConfig | None = None) -> TQWorker:
+    policy = policy or tiny_policy(folder, dtensor_cfg=DTensorConfig(tensor_parallel_size=2))
     spec = RankSpec(rank=rank, world_size=2, master_port=port)
     return build_policy_worker(WorkerSpec(policy=policy, rank=spec, num_steps=4, keep_reference=False, seed=0))
 
 
-def share(value: object) -> object:
-    """Rank 0's value on every rank: what the driver would send."""
+def share(value: object, *, source: int = 0) -> object:
+    """One rank's value on every rank: what the driver would send."""
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=source)
     return box[0]
 
 
@@ -109,7 +112,7 @@ def sharded(meta: KVBatchMeta) -> KVBatchMeta:
     return shard_meta_for_dp(meta, plan)[0]
 
 
-def one_step(worker: DTensorTQWorker, plane: Plane) -> StepReport:
+def one_step(worker: TQWorker, plane: Plane) -> StepReport:
     rank = worker.rank
     with ExitStack() as stack:
         client, address, meta = open_store(rank, plane, stack)
@@ -117,7 +120,7 @@ def one_step(worker: DTensorTQWorker, plane: Plane) -> StepReport:
         stack.callback(worker.close_data_plane)
         before = worker._fetch(meta, LP_SEED_FIELDS)
         worker.prepare_for_lp_inference()
-        done = worker.get_logprobs_presharded(meta)
+        done = share(worker.get_logprobs_presharded(meta), source=worker.layout.writer(0))
         puts = operations(worker, "prev_logprobs").get("kv_batch_put", {"count": 0})["count"]
         has_client = worker._client is not None
         logprobs = read_columns(client, done, ("prev_logprobs",)).tensor("prev_logprobs") if client else None
@@ -130,17 +133,18 @@ def one_step(worker: DTensorTQWorker, plane: Plane) -> StepReport:
         worker.prepare_for_training()
         worker.train_presharded(meta, LOSS, fields=TRAINED)
         worker.end_step()
-        dist.barrier()
+        # Also a barrier, behind which rank 0 may end the store.
         return StepReport(
             fetched={name: digest(value) for name, value in before.items()},
             logprobs=dict(zip(done.keys, logprobs.tolist(), strict=True)) if logprobs is not None else {},
             puts=puts if has_client else None,
             sample_mask=batch.tensor("sample_mask").tolist(),
             refetched=set(snapshot["field_bytes"]) if snapshot is not None else set(),
+            trained=digest(torch.cat([weight.flatten() for _, weight in worker.export_weights()])),
         )
 
 
-def operations(worker: DTensorTQWorker, stage: str) -> Mapping[str, Mapping[str, int]]:
+def operations(worker: TQWorker, stage: str) -> Mapping[str, Mapping[str, int]]:
     return worker.client.snapshot()["stages"].get(stage, {}) if worker._client is not None else {}
 
 
@@ -185,12 +189,12 @@ class FailsOnRankOne:
         return LOSS(token_logprobs, batch, scale=scale)
 
 
-def in_the_fetch(worker: DTensorTQWorker, meta: KVBatchMeta) -> None:
+def in_the_fetch(worker: TQWorker, meta: KVBatchMeta) -> None:
     unknown = KVBatchMeta(partition_id="train", keys=("nobody_g0",), sequence_lengths=(9,))
     worker.get_logprobs_presharded(sharded(unknown))
 
 
-def between_collectives(worker: DTensorTQWorker, meta: KVBatchMeta) -> None:
+def between_collectives(worker: TQWorker, meta: KVBatchMeta) -> None:
     def fail(*_: object) -> None:
         raise ValueError("planted in the forward pass")
 
@@ -199,14 +203,14 @@ def between_collectives(worker: DTensorTQWorker, meta: KVBatchMeta) -> None:
     worker.get_logprobs_presharded(meta)
 
 
-def in_the_loss(worker: DTensorTQWorker, meta: KVBatchMeta) -> None:
+def in_the_loss(worker: TQWorker, meta: KVBatchMeta) -> None:
     columns = {"prev_logprobs": torch.zeros(ROWS, meta.pack.pad_to), "advantages": torch.ones(ROWS)}
     meta = share(write_columns(worker.client, meta, columns) if worker.rank == 0 else None)
     worker.prepare_for_training()
     worker.train_presharded(meta, FailsOnRankOne(), fields=TRAINED)
 
 
-def in_the_write_back(worker: DTensorTQWorker, meta: KVBatchMeta) -> None:
+def in_the_write_back(worker: TQWorker, meta: KVBatchMeta) -> None:
     """Only rank 0 writes, and the partition has no such column; rank 1 has gone on to the next stage."""
     narrow = None
     if worker.rank == 0:
@@ -217,7 +221,7 @@ def in_the_write_back(worker: DTensorTQWorker, meta: KVBatchMeta) -> None:
     worker.get_logprobs_presharded(narrow)
 
 
-def in_the_plan(worker: DTensorTQWorker, meta: KVBatchMeta) -> None:
+def in_the_plan(worker: TQWorker, meta: KVBatchMeta) -> None:
     """Rank 1's plan has lost the order of its microbatches on the way."""
     if worker.rank == 1:
         assert meta.pack is not None
@@ -226,7 +230,7 @@ def in_the_plan(worker: DTensorTQWorker, meta: KVBatchMeta) -> None:
     worker.get_logprobs_presharded(meta)
 
 
-PLANTS: dict[str, Callable[[DTensorTQWorker, KVBatchMeta], None]] = {
+PLANTS: dict[str, Callable[[TQWorker, KVBatchMeta], None]] = {
     plant.__name__: plant for plant in (in_the_fetch, between_collectives, in_the_loss, in_the_write_back, in_the_plan)
 }
 
@@ -249,12 +253,18 @@ def everything(rank: int, folder: str, ports: list[int]) -> RankReport:
 
 
 def planted(
-    rank: int, folder: str, port: int, plant: Callable[[DTensorTQWorker, KVBatchMeta], None]
+    rank: int,
+    folder: str,
+    port: int,
+    plant: Callable[[TQWorker, KVBatchMeta], None],
+    *,
+    policy: PolicyConfig | None = None,
+    plane: Plane = PLANES["noop"],
 ) -> tuple[str, str, float]:
-    worker = start(rank, folder, port)
+    worker = start(rank, folder, port, policy=policy)
     with ExitStack() as stack:
         stack.callback(worker.shutdown)
-        _, address, meta = open_store(rank, PLANES["noop"], stack)
+        _, address, meta = open_store(rank, plane, stack)
         worker.setup_data_plane(address, cache_bytes=GIB)
         worker.prepare_for_lp_inference()
         started = time.monotonic()

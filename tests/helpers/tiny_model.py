@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from nemo_rl.config.policy import OptimizerConfig, PolicyConfig
 from nemo_rl.data.sort_digits import problems
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.models.policy.workers.dtensor_policy_worker import DTensorPolicyWorker
+from nemo_rl.models.policy.workers.training_worker import TrainingWorker
 
 VOCAB = 320
 
@@ -45,6 +46,28 @@ def write_tiny_folder(folder: Path, *, seed: int = 0) -> Path:
     return folder
 
 
+def write_larger_folder(folder: Path) -> Path:
+    """120 million parameters with the tiny tokenizer: enough work for a GPU to show its speed."""
+    write_tiny_folder(folder)
+    config = Qwen3Config(
+        vocab_size=32_000,
+        hidden_size=1024,
+        num_hidden_layers=6,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=64,
+        intermediate_size=3072,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(str(folder))
+    return folder
+
+
 def tiny_policy(folder: Path, **changes: object) -> PolicyConfig:
     """A float32 policy with plain AdamW on a tiny folder."""
     values: dict[str, object] = {
@@ -59,9 +82,12 @@ def tiny_policy(folder: Path, **changes: object) -> PolicyConfig:
     return PolicyConfig(**{**values, **changes})
 
 
-def tiny_worker(config: PolicyConfig, *, rank: int = 0, world_size: int = 1, **kwargs: object) -> DTensorPolicyWorker:
-    """One rank; a single rank makes its own process group."""
-    return DTensorPolicyWorker(
+def tiny_worker(config: PolicyConfig, *, rank: int = 0, world_size: int = 1, **kwargs: object) -> TrainingWorker:
+    """One rank of the worker that the config names; a single rank makes its own process group."""
+    name = "megatron" if config.megatron_cfg.enabled else "dtensor"
+    module = importlib.import_module(f"nemo_rl.models.policy.workers.{name}_policy_worker")
+    engine = module.MegatronPolicyWorker if config.megatron_cfg.enabled else module.DTensorPolicyWorker
+    return engine(  # type: ignore[no-any-return]
         config,
         rank=rank,
         world_size=world_size,

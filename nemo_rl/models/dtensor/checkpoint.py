@@ -1,30 +1,31 @@
 """Checkpoints of the DTensor worker: a Hugging Face folder, and sharded optimizer state beside it.
 
-All functions are collective: every rank calls them in the same order. Invariant: a folder appears under its name only
-when it is complete; a failure on any rank is raised on every rank.
+All functions are collective: every rank calls them in the same order. The invariant is that of `checkpoint_folder`.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.errors import CheckpointError, ModelFolderError
+from nemo_rl.models.checkpoint_folder import (
+    complete_or_nothing,
+    random_state,
+    refuse_code,
+    set_random_state,
+)
 from nemo_rl.models.dtensor.parallelize import PolicyModel, copy_into_shard, full_weight
 from nemo_rl.models.loading import load_causal_lm, named_weights
 
-__all__ = ["export", "load_optimizer", "load_weights", "save_optimizer", "save_tokenizer", "save_weights"]
+__all__ = ["export", "load_optimizer", "load_weights", "save_optimizer", "save_weights"]
 
 STATE_FILE = "trainer_state.json"
 
@@ -45,24 +46,9 @@ def save_weights(model: PolicyModel, folder: Path) -> None:
     """
     is_writer = dist.get_rank() == 0
     weights = {name: weight for name, weight in export(model) if is_writer}
-    with _complete_or_nothing(folder) as target:
+    with complete_or_nothing(folder) as target:
         if is_writer:
             model.hf.save_pretrained(str(target), state_dict=weights)
-
-
-def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Adds the tokenizer's files to `folder`, which may be the one of the weights; rank 0 writes.
-
-    Raises:
-        CheckpointError: on every rank.
-    """
-    problem = None
-    if dist.get_rank() == 0:
-        try:
-            tokenizer.save_pretrained(str(folder))
-        except OSError as error:
-            problem = str(error)
-    _raise_together(problem, folder)
 
 
 def save_optimizer(
@@ -73,8 +59,8 @@ def save_optimizer(
     Raises:
         CheckpointError: on every rank.
     """
-    state = {"optimizer": get_optimizer_state_dict(model, optimizer), "rng": {str(dist.get_rank()): _rng_state()}}
-    with _complete_or_nothing(folder) as target:
+    state = {"optimizer": get_optimizer_state_dict(model, optimizer), "rng": {str(dist.get_rank()): random_state()}}
+    with complete_or_nothing(folder) as target:
         state_dict_saver.save(state, checkpoint_id=target)
         if dist.get_rank() == 0:
             document = {**trainer_state, "world_size": dist.get_world_size()}
@@ -110,11 +96,12 @@ def load_optimizer(model: PolicyModel, optimizer: torch.optim.Optimizer, folder:
     Raises:
         CheckpointError: the folder is missing, incomplete or of another model or optimizer.
     """
+    refuse_code(folder)
     try:
         trainer_state: dict[str, float] = json.loads((folder / STATE_FILE).read_text())
         state: dict[str, object] = {"optimizer": get_optimizer_state_dict(model, optimizer)}
         same_ranks = trainer_state["world_size"] == dist.get_world_size()
-        rng = {str(dist.get_rank()): _rng_state()}
+        rng = {str(dist.get_rank()): random_state()}
         if same_ranks:
             state["rng"] = rng
         state_dict_loader.load(state, checkpoint_id=folder)
@@ -122,57 +109,5 @@ def load_optimizer(model: PolicyModel, optimizer: torch.optim.Optimizer, folder:
         raise CheckpointError(f"checkpoint {str(folder)!r}: the optimizer state cannot be read: {error}") from error
     set_optimizer_state_dict(model, optimizer, state["optimizer"])  # type: ignore[arg-type]
     if same_ranks:
-        _set_rng_state(rng[str(dist.get_rank())])
+        set_random_state(rng[str(dist.get_rank())])
     return trainer_state
-
-
-def _rng_state() -> dict[str, torch.Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_rng_state(state: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-@contextmanager
-def _complete_or_nothing(folder: Path) -> Iterator[Path]:
-    """A folder beside `folder` that takes its name when every rank is done; all ranks enter and leave together."""
-    target = folder.with_name(f"{folder.name}.part")
-    is_writer = dist.get_rank() == 0
-    problem = None
-    if is_writer:
-        try:
-            shutil.rmtree(target, ignore_errors=True)
-            target.mkdir(parents=True)
-        except OSError as error:
-            problem = str(error)
-    _raise_together(problem, folder)
-    try:
-        yield target
-    except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
-        problem = f"{type(error).__name__}: {error}"
-    try:
-        _raise_together(problem, folder)
-        if is_writer:
-            shutil.rmtree(folder, ignore_errors=True)
-            target.rename(folder)
-    finally:
-        if is_writer:
-            shutil.rmtree(target, ignore_errors=True)
-    dist.barrier()
-
-
-def _raise_together(problem: str | None, folder: Path) -> None:
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for rank, text in enumerate(problems):
-        if text is not None:
-            raise CheckpointError(
-                f"checkpoint {str(folder)!r}: rank {rank} could not write it: {text}; earlier checkpoints stay valid. "
-                "Free disk space or change checkpointing.checkpoint_dir"
-            )

@@ -7,8 +7,6 @@ context rank, K kept positions, M selected tokens, m of them predicted on this r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -16,40 +14,17 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import PreTrainedModel
 
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.distributed.differentiable import gather_along, reduce_from
 from nemo_rl.distributed.parallel_groups import ParallelGroups
 from nemo_rl.models.dtensor.fit import attention_problem, check_model_fits
 from nemo_rl.models.dtensor.tensor_parallel import TensorAxis, apply_plan
 from nemo_rl.models.dtensor.tensor_plans import plan_of
 from nemo_rl.models.loading import DTYPES
-from nemo_rl.models.logprobs import SamplingView, VocabShard, token_logprobs
-from nemo_rl.models.varlen_attention import ATTENTION_NAME, Segments
+from nemo_rl.models.logprobs import SamplingView, VocabShard
+from nemo_rl.models.policy.microbatch import ForwardInputs
+from nemo_rl.models.policy.outputs import selected_logprobs, top_k_logits
+from nemo_rl.models.varlen_attention import ATTENTION_NAME
 
-__all__ = ["ForwardInputs", "PolicyModel", "copy_into_shard", "full_weight", "local_shard", "parallelize"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ForwardInputs:
-    """One forward pass of this rank: tokens in, and which tokens' log-probabilities out."""
-
-    input_ids: torch.Tensor
-    """`[n, s]` int64: this rank's positions of the pass."""
-    position_ids: torch.Tensor
-    """`[1, s]` int64, restarting with every sequence."""
-    segments: Segments
-    """Sequences in the whole pass, the same in each of the n rows."""
-    num_selected: int
-    """M, tokens whose log-probabilities are wanted, over all context ranks."""
-    selected_m: torch.Tensor
-    """`[m]` index into M of those that this rank's positions predict."""
-    keep_K: torch.Tensor
-    """`[K]` local positions whose logits are computed, the same for every row; at least one."""
-    row_m: torch.Tensor
-    """`[m]` row of each."""
-    kept_m: torch.Tensor
-    """`[m]` index into `keep_K` of the position that predicts it."""
-    target_m: torch.Tensor
-    """`[m]` the tokens."""
+__all__ = ["PolicyModel", "copy_into_shard", "full_weight", "local_shard", "parallelize"]
 
 
 class PolicyModel(torch.nn.Module):
@@ -65,11 +40,11 @@ class PolicyModel(torch.nn.Module):
         self._takes_segments = hf.config._attn_implementation == ATTENTION_NAME
 
     def forward(
-        self, inputs: ForwardInputs, *, view: SamplingView, top_k_logits: int | None = None
+        self, inputs: ForwardInputs, *, view: SamplingView, top_k: int | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """`[M]` float32 log-probabilities, the same on every tensor and context rank (collective over both).
 
-        With `top_k_logits` values and ids `[n, S, k]` of the largest logits at every position instead.
+        With `top_k` values and ids `[n, S, k]` of the largest logits at every position instead.
         """
         # No mask: padding is on the right of its sequence, so causal attention never reaches it, and sequences are
         # told apart by their segments.
@@ -78,27 +53,12 @@ class PolicyModel(torch.nn.Module):
             attention_mask=None,
             position_ids=inputs.position_ids,
             use_cache=False,
-            logits_to_keep=inputs.keep_K if top_k_logits is None else 0,
+            logits_to_keep=inputs.keep_K if top_k is None else 0,
             **({"segments": inputs.segments} if self._takes_segments else {}),
         ).logits
-        if top_k_logits is not None:
-            return self._top_k(logits_nKV, inputs.segments, top_k_logits)
-        logits_mV = logits_nKV[inputs.row_m, inputs.kept_m]
-        logprobs_m = token_logprobs(logits_mV, inputs.target_m, view=view, shard=self.shard)
-        if inputs.segments.group is None:
-            return logprobs_m
-        zeros_M = logprobs_m.new_zeros(inputs.num_selected)
-        return reduce_from(zeros_M.index_put((inputs.selected_m,), logprobs_m), inputs.segments.group)
-
-    def _top_k(self, logits_nsV: torch.Tensor, segments: Segments, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.shard is not None:
-            logits_nsV = gather_along(logits_nsV, self.shard.group, dim=2)
-        values, ids = logits_nsV.float().topk(k, dim=-1)
-        if segments.group is None:
-            return values, ids
-        order = segments.row_order
-        whole = [gather_along(part, segments.group, dim=1).index_select(1, order) for part in (values, ids)]
-        return whole[0], whole[1]
+        if top_k is not None:
+            return top_k_logits(logits_nKV, inputs.segments, k=top_k, shard=self.shard)
+        return selected_logprobs(logits_nKV, inputs, view=view, shard=self.shard)
 
 
 def parallelize(hf: PreTrainedModel, *, groups: ParallelGroups, config: PolicyConfig) -> PolicyModel:

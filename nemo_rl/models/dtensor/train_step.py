@@ -7,7 +7,7 @@ rank meets a NaN; whether to stop is decided together, after the last microbatch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -15,98 +15,37 @@ from torch.distributed.tensor import DTensor
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_groups import ParallelGroups
-from nemo_rl.errors import NonFiniteError, name_some
-from nemo_rl.models.dtensor.microbatch import Microbatch, PassShape, build_microbatch
+from nemo_rl.errors import NonFiniteError
 from nemo_rl.models.dtensor.optim import LossScaler
 from nemo_rl.models.dtensor.parallelize import PolicyModel, as_fsdp, local_shard
-from nemo_rl.models.logprobs import SamplingView
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale
+from nemo_rl.models.policy.microbatch import Microbatch, build_microbatch
+from nemo_rl.models.policy.steps import (
+    BatchLayout,
+    StepOutcome,
+    bad_rows,
+    raise_together,
+    sum_over_shards,
+    trained_tokens,
+)
 from nemo_rl.utils.metrics import Reduction
 
-__all__ = [
-    "BatchLayout",
-    "OptimizerStep",
-    "StepOutcome",
-    "StepRunner",
-    "all_reduce_sum",
-    "check_same_plan",
-    "row_names",
-    "trained_tokens",
-]
+__all__ = ["OptimizerStep", "StepRunner"]
 
-# Optional list column with the keys of the rows; errors then name keys instead of row numbers.
-KEYS_COLUMN = "keys"
 CLIP_EPSILON = 1e-6
 """As in torch's own clipping."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchLayout:
-    """How rows become forward passes."""
-
-    is_packed: bool
-    shape: PassShape
-    view: SamplingView
-    """Distribution of which log-probabilities are taken."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepOutcome:
-    """One global batch."""
-
-    loss: float
-    """Global loss, the same on every rank."""
-    grad_norm: float
-    """Global norm before clipping, the same on every rank; 0 in evaluation."""
-    metrics: tuple[dict[str, Reduction], ...]
-    """This rank's, one per microbatch."""
-
-
-def trained_tokens(batch: BatchedDataDict) -> torch.Tensor:
-    """`[N, T]` bool: tokens that count in the loss."""
-    mask_NT = batch.tensor("token_mask").bool() & (batch.tensor("sample_mask") > 0)[:, None]
-    mask_NT[:, 0] = False
-    columns = torch.arange(mask_NT.shape[1], device=mask_NT.device)
-    return mask_NT & (columns < batch.tensor("input_lengths")[:, None])
-
-
-def all_reduce_sum(values: Sequence[float], *, device: torch.device) -> list[float]:
-    """Sums over all ranks in float64 (collective)."""
-    total = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(total)
-    return [float(value) for value in total.tolist()]
-
-
-def check_same_plan(microbatches_per_step: Sequence[int], *, device: torch.device) -> None:
-    """Compares the number of passes over all ranks (collective): unequal numbers would leave a rank waiting for ever.
-
-    Raises:
-        ValueError: on every rank.
-    """
-    mine = torch.tensor([len(microbatches_per_step), sum(microbatches_per_step)], device=device)
-    everywhere = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everywhere, mine)
-    counts = [tuple(part.tolist()) for part in everywhere]
-    if len(set(counts)) != 1:
-        raise ValueError(
-            "expected the same number of optimizer steps and microbatches on every rank, got "
-            + ", ".join(f"rank {rank}: {steps} steps, {passes} passes" for rank, (steps, passes) in enumerate(counts))
-        )
-
-
-def row_names(batch: BatchedDataDict, rows: Sequence[int]) -> list[str]:
-    """Keys of the rows where the batch has them, else their numbers."""
-    keys = batch.get(KEYS_COLUMN)
-    return [str(keys[row]) for row in rows] if isinstance(keys, list) else [f"row {row}" for row in rows]
-
-
 class StepRunner:
-    """Runs microbatches of one rank on a sharded model."""
+    """`Runner` on a sharded model."""
 
-    def __init__(self, model: PolicyModel, layout: BatchLayout, groups: ParallelGroups) -> None:
+    def __init__(
+        self, model: PolicyModel, layout: BatchLayout, groups: ParallelGroups, optimizer_step: OptimizerStep
+    ) -> None:
         self._model = model
         self._layout = layout
         self._groups = groups
+        self._optimizer_step = optimizer_step
 
     def logprobs(
         self, batch: BatchedDataDict, microbatches: Sequence[Sequence[int]], select_NT: torch.Tensor
@@ -125,7 +64,7 @@ class StepRunner:
                 logprobs_nt = self._forward(micro)
                 index = torch.tensor(micro.rows, dtype=torch.int64, device=result_NT.device)
                 result_NT[index, : micro.width] = logprobs_nt
-                bad += _bad_rows(micro, logprobs_nt)
+                bad += bad_rows(micro, logprobs_nt)
         self._raise_together("log-probabilities", batch, bad)
         return result_NT
 
@@ -142,7 +81,7 @@ class StepRunner:
         for rows in microbatches:
             micro = self._build(batch, rows, nothing_NT, fields=(), layout=layout)
             with torch.no_grad():
-                values, tokens = self._model(micro.inputs, view=layout.view, top_k_logits=k)
+                values, tokens = self._model(micro.inputs, view=layout.view, top_k=k)
             for i, (row, length) in enumerate(zip(micro.rows, micro.lengths, strict=True)):
                 values_NTk[row, :length] = values[i, :length]
                 tokens_NTk[row, :length] = tokens[i, :length]
@@ -154,9 +93,10 @@ class StepRunner:
         microbatches: Sequence[Sequence[int]],
         loss_fn: LossFunction,
         scale: LossScale,
-        optimizer_step: OptimizerStep | None,
+        *,
+        is_training: bool,
     ) -> StepOutcome:
-        """One global batch (collective); `optimizer_step` None evaluates without gradients.
+        """One global batch (collective), evaluated without gradients unless `is_training`.
 
         Raises:
             NonFiniteError: on every rank, when loss, log-probabilities or gradients are NaN or inf; weights and
@@ -164,18 +104,20 @@ class StepRunner:
         """
         if scale.valid_tokens == 0:
             return StepOutcome(loss=0.0, grad_norm=0.0, metrics=())
-        if optimizer_step is None:
+        if not is_training:
             self._model.eval()
             with torch.no_grad():
                 loss, metrics = self._passes(batch, microbatches, loss_fn, scale, loss_scale=None)
             return StepOutcome(loss=loss, grad_norm=0.0, metrics=metrics)
         self._model.train()
         while True:
-            loss, metrics = self._passes(batch, microbatches, loss_fn, scale, loss_scale=optimizer_step.scaler.scale)
-            grad_norm = optimizer_step.finish()
+            loss, metrics = self._passes(
+                batch, microbatches, loss_fn, scale, loss_scale=self._optimizer_step.scaler.scale
+            )
+            grad_norm = self._optimizer_step.finish()
             if grad_norm is not None:
                 return StepOutcome(loss=loss, grad_norm=grad_norm, metrics=metrics)
-            if not optimizer_step.retry():
+            if not self._optimizer_step.retry():
                 # The norm is global: every rank comes here together.
                 rows = [row for microbatch in microbatches for row in microbatch]
                 self._raise_together("the gradient norm", batch, rows)
@@ -197,7 +139,7 @@ class StepRunner:
             as_fsdp(self._model).set_requires_gradient_sync(i == len(microbatches) - 1)
             micro = self._build(batch, rows, select_NT, fields=loss_fn.input_fields)
             logprobs_nt = self._forward(micro)
-            bad += _bad_rows(micro, logprobs_nt.detach())
+            bad += bad_rows(micro, logprobs_nt.detach())
             if not micro.rows:
                 loss = logprobs_nt.sum()
             else:
@@ -215,7 +157,8 @@ class StepRunner:
         except NonFiniteError:
             self._model.zero_grad(set_to_none=True)
             raise
-        return self._groups.sum_over_data([total], device=select_NT.device)[0], tuple(metrics)
+        [total] = sum_over_shards([total], is_writer=self._groups.is_writer, device=select_NT.device)
+        return total, tuple(metrics)
 
     def _build(
         self,
@@ -235,25 +178,16 @@ class StepRunner:
             shape=layout.shape,
         )
 
+    def _raise_together(self, what: str, batch: BatchedDataDict, rows: Sequence[int]) -> None:
+        device = next(self._model.parameters()).device
+        raise_together(what, batch, rows, is_writer=self._groups.is_writer, device=device)
+
     def _forward(self, micro: Microbatch) -> torch.Tensor:
         logprobs_M = self._model(micro.inputs, view=self._layout.view)
         if not micro.rows:
             # The sum of no token: zero, but connected to the parameters, so that this rank's collectives take place.
             return logprobs_M.sum()[None, None][:0]
         return micro.to_rows(logprobs_M)
-
-    def _raise_together(self, what: str, batch: BatchedDataDict, rows: Sequence[int]) -> None:
-        device = next(self._model.parameters()).device
-        if all_reduce_sum([float(len(rows))], device=device)[0] == 0:
-            return
-        everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        # The ranks of a replica group share their rows; one of them names them.
-        dist.all_gather_object(everywhere, row_names(batch, rows) if self._groups.place.is_leader else [])
-        names = [f"{name} (rank {rank})" for rank, part in enumerate(everywhere) for name in part]
-        raise NonFiniteError(
-            f"NaN or inf in {what}: samples {name_some(names)}; the weights were not changed. Look at these samples, "
-            "lower the learning rate or use policy.precision=float32"
-        )
 
 
 class OptimizerStep:
@@ -324,10 +258,3 @@ def _is_split_over_tensor_axis(grad: torch.Tensor) -> bool:
         return False
     names = grad.device_mesh.mesh_dim_names or ()
     return "tp" in names and not grad.placements[names.index("tp")].is_replicate()
-
-
-def _bad_rows(micro: Microbatch, logprobs_nt: torch.Tensor) -> list[int]:
-    if not micro.rows:
-        return []
-    is_bad = ~logprobs_nt.isfinite().all(1)
-    return [row for row, bad in zip(micro.rows, is_bad.tolist(), strict=True) if bad]

@@ -103,7 +103,7 @@ class PolicyWorker(Protocol):
     def get_logprobs(
         self, batch: BatchedDataDict, *, mbs: int | None = None, plan: PackPlan | None = None
     ) -> torch.Tensor:
-        """(collective) `[N, T]` float32, position 0 is 0, padding is 0."""
+        """(collective) `[N, T]` float32, position 0 is 0, padding is 0; all 0 before the last pipeline stage."""
 
     def get_reference_policy_logprobs(
         self, batch: BatchedDataDict, *, mbs: int | None = None, plan: PackPlan | None = None
@@ -113,7 +113,7 @@ class PolicyWorker(Protocol):
     def get_topk_logits(
         self, batch: BatchedDataDict, *, k: int, mbs: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(collective) Values `[N, T, k]` float32 and token ids `[N, T, k]` int64."""
+        """(collective) Values `[N, T, k]` float32 and ids `[N, T, k]` int64; all 0 before the last pipeline stage."""
 
     def use_reference_model(self) -> AbstractContextManager[None]:
         """(collective) Swaps the reference weights in; restores the policy's on exit, also after an error."""

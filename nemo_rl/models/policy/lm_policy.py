@@ -115,7 +115,7 @@ class Policy:
 
     def _logprobs(self, method: str, batch: BatchedDataDict, plan: PackPlan) -> torch.Tensor:
         results = self._run(method, "logprobs", per_rank=self._shards(batch, plan))
-        parts = cast("list[torch.Tensor]", self._layout.leaders(results))
+        parts = cast("list[torch.Tensor]", self._layout.of_writers(results))
         order = [row for rank in range(plan.num_ranks) for row in plan.rows_of_rank(rank)]
         merged = torch.zeros(batch.size, max(part.shape[1] for part in parts))
         merged[torch.tensor(order)] = torch.cat(parts)
@@ -143,21 +143,21 @@ def summarize(results: Sequence[TrainResult], *, layout: ParallelLayout | None =
     """Merges the ranks.
 
     Global numbers come from rank 0. Metrics, tokens and FLOPs are those of whole shards, so each replica group counts
-    once, by its leader; peak TFLOP/s are those of all devices.
+    once, by its writer; peak TFLOP/s are those of all devices.
 
     Args:
         results: one per rank.
         layout: of the ranks; None means that every rank has a shard for itself.
     """
     first = results[0]
-    leaders = (layout or ParallelLayout.of(len(results))).leaders(results)
+    writers = (layout or ParallelLayout.of(len(results))).of_writers(results)
     return TrainSummary(
         loss=sum(first.loss) / len(first.loss) if first.loss else 0.0,
         losses=first.loss,
         grad_norms=first.grad_norm,
-        metrics=merge_metrics(microbatch for result in leaders for microbatch in result.metrics),
+        metrics=merge_metrics(microbatch for result in writers for microbatch in result.metrics),
         learning_rate=first.learning_rate,
-        num_tokens=sum(result.num_tokens for result in leaders),
-        total_flops=sum(result.total_flops for result in leaders),
+        num_tokens=sum(result.num_tokens for result in writers),
+        total_flops=sum(result.total_flops for result in writers),
         theoretical_tflops=sum(result.theoretical_tflops for result in results),
     )

@@ -9,7 +9,9 @@ import pytest
 from nemo_rl.distributed.layout import Coordinates, ParallelLayout
 from nemo_rl.errors import ConfigError
 
-LAYOUTS = [ParallelLayout(dp=dp, cp=cp, tp=tp) for dp, cp, tp in product((1, 2, 3), (1, 2), (1, 2, 4))]
+LAYOUTS = [
+    ParallelLayout(dp=dp, cp=cp, tp=tp, pp=pp) for dp, cp, tp, pp in product((1, 2, 3), (1, 2), (1, 2, 4), (1, 2, 3))
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -17,13 +19,23 @@ def test_places_and_groups_partition_the_ranks(layout: ParallelLayout) -> None:
     ranks = list(range(layout.world_size))
     places = [layout.coordinates(rank) for rank in ranks]
     assert len(set(places)) == layout.world_size
-    for groups in (layout.replicas(), layout.context_groups(), layout.data_groups()):
+    for groups in (layout.replicas(), layout.context_groups()):
         assert sorted(rank for group in groups for rank in group) == ranks
     for group in layout.context_groups():
-        assert len({(places[rank].dp, places[rank].tp) for rank in group}) == 1
-    for group in layout.data_groups():
-        assert len({(places[rank].cp, places[rank].tp) for rank in group}) == 1
-    assert sum(place.is_leader for place in places) == layout.dp
+        assert len({(places[rank].dp, places[rank].tp, places[rank].pp) for rank in group}) == 1
+    assert [layout.rank_of(place) for place in places] == ranks
+    writers = [rank for rank in ranks if layout.is_writer(rank)]
+    assert [places[rank] for rank in writers] == [
+        Coordinates(dp=dp, cp=0, tp=0, pp=layout.pp - 1) for dp in range(layout.dp)
+    ]
+
+
+def test_pipeline_stages_are_the_outermost_axis() -> None:
+    """As in megatron-core, whose groups the workers use."""
+    layout = ParallelLayout.of(8, tp=2, pp=2)
+    assert layout.replicas() == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert [layout.stage(1, stage) for stage in (0, 1)] == [(2, 3), (6, 7)]
+    assert [layout.writer(dp) for dp in (0, 1)] == [4, 6]
 
 
 def test_tensor_parallel_peers_are_neighbours() -> None:
@@ -36,10 +48,11 @@ def test_tensor_parallel_peers_are_neighbours() -> None:
     ]
 
 
-def test_values_are_spread_and_taken_from_leaders() -> None:
+def test_values_are_spread_and_taken_from_writers() -> None:
     layout = ParallelLayout.of(4, tp=2)
     assert layout.spread(["a", "b"]) == ["a", "a", "b", "b"]
-    assert layout.leaders([0, 1, 2, 3]) == [0, 2]
+    assert layout.of_writers([0, 1, 2, 3]) == [0, 2]
+    assert ParallelLayout.of(4, pp=2).of_writers([0, 1, 2, 3]) == [2, 3]
 
 
 def test_sequences_divide_into_chunks_and_splits() -> None:
@@ -50,5 +63,5 @@ def test_sequences_divide_into_chunks_and_splits() -> None:
 
 
 def test_ranks_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ConfigError, match="6 ranks do not divide by tensor_parallel_size 4"):
+    with pytest.raises(ConfigError, match="6 ranks do not divide by tensor 4"):
         ParallelLayout.of(6, tp=4)

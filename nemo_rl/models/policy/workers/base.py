@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -27,6 +27,7 @@ __all__ = [
     "check_placement",
     "move_model",
     "move_optimizer_state",
+    "optimizer_tensors",
     "pinned_copy",
     "placement_of",
 ]
@@ -86,9 +87,16 @@ def move_model(model: torch.nn.Module, placement: Placement, device: torch.devic
 
 
 def check_placement(
-    placement: Placement, *, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+    placement: Placement,
+    *,
+    model: torch.nn.Module,
+    optimizer: Iterable[tuple[str, torch.Tensor]],
+    device: torch.device,
 ) -> None:
     """Compares where tensors are with what was promised.
+
+    Args:
+        optimizer: its state, without counters.
 
     Raises:
         AssertionError: names the first tensor that is elsewhere.
@@ -96,7 +104,7 @@ def check_placement(
     promised = (
         ("parameter", model.named_parameters(), placement.weights),
         ("buffer", model.named_buffers(), placement.buffers),
-        ("optimizer", _optimizer_tensors(optimizer), placement.optimizer),
+        ("optimizer", optimizer, placement.optimizer),
     )
     for kind, tensors, is_on_device in promised:
         expected = device.type if is_on_device else "cpu"
@@ -122,7 +130,8 @@ def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device)
                 state[name] = value.to(device)
 
 
-def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """State of an optimizer with the kind of each tensor; counters of no dimension are left out."""
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim() > 0:

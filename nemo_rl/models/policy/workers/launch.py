@@ -5,26 +5,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import importlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data.tokenizer import load_tokenizer
-from nemo_rl.data_plane.interfaces import KVBatchMeta
-from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS
-from nemo_rl.data_plane.worker_mixin import ReplicaView, TQWorkerMixin
+from nemo_rl.data_plane.worker_mixin import ReplicaView
 from nemo_rl.distributed.abort import AbortWatch
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group, job_store
 from nemo_rl.distributed.layout import ParallelLayout
-from nemo_rl.models.policy.interfaces import TrainResult
-from nemo_rl.models.policy.workers.dtensor_policy_worker import DTensorPolicyWorker
-from nemo_rl.utils.metrics import merge_metrics
+from nemo_rl.models.policy.workers.tq_worker import TQWorker
 
-__all__ = ["DTensorTQWorker", "WorkerSpec", "build_policy_worker"]
+__all__ = ["WorkerSpec", "build_policy_worker", "worker_class"]
+
+WORKERS: Mapping[str, str] = MappingProxyType(
+    {
+        "dtensor": "nemo_rl.models.policy.workers.dtensor_tq_worker.DTensorTQWorker",
+        "megatron": "nemo_rl.models.policy.workers.megatron_tq_worker.MegatronTQWorker",
+    }
+)
+"""Import paths: an engine takes seconds to import."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,29 +54,14 @@ class WorkerSpec:
         return ParallelLayout.of_policy(self.policy, world_size=self.rank.world_size)
 
 
-class DTensorTQWorker(TQWorkerMixin, DTensorPolicyWorker):
-    """The DTensor worker on the data plane."""
-
-    pad_values: Mapping[str, float]
-
-    def train_presharded(
-        self, meta: KVBatchMeta, loss_fn: object, *, fields: Sequence[str] = DP_TRAIN_FIELDS, eval_mode: bool = False
-    ) -> TrainResult:
-        """(collective) As in the mixin. The metrics of all microbatches go to the driver as one."""
-        result = super().train_presharded(meta, loss_fn, fields=fields, eval_mode=eval_mode)
-        assert isinstance(result, TrainResult)
-        return replace(result, metrics=(merge_metrics(result.metrics),))
-
-    def shutdown(self) -> None:
-        """Ends the client and leaves the process group. Idempotent."""
-        self.close_data_plane()
-        if self.watch is not None:
-            self.watch.close()
-        super().shutdown()
-        destroy_process_group()
+def worker_class(policy: PolicyConfig) -> Callable[..., TQWorker]:
+    """The worker that the config names; its engine is imported here, by the processes that need it."""
+    module, _, name = WORKERS["megatron" if policy.megatron_cfg.enabled else "dtensor"].rpartition(".")
+    kind: Callable[..., TQWorker] = vars(importlib.import_module(module))[name]
+    return kind
 
 
-def build_policy_worker(spec: WorkerSpec) -> DTensorTQWorker:
+def build_policy_worker(spec: WorkerSpec) -> TQWorker:
     """(collective) Starts one rank. Every rank of the job must call it; an error on one ends it on all."""
     torch.set_num_threads(spec.threads)
     device = torch.device("cuda", spec.rank.local_rank) if spec.use_gpu else torch.device("cpu")
@@ -80,7 +71,7 @@ def build_policy_worker(spec: WorkerSpec) -> DTensorTQWorker:
     watch = _abort_watch(spec)
     with watch.stage("start") if watch is not None else _group_ends_with_an_error():
         tokenizer = load_tokenizer(spec.policy.tokenizer.name or spec.policy.model_name)
-        worker = DTensorTQWorker(
+        worker = worker_class(spec.policy)(
             spec.policy,
             rank=spec.rank.rank,
             world_size=spec.rank.world_size,

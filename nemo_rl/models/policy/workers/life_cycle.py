@@ -15,18 +15,8 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.models.dtensor.parallelize import PolicyModel, local_shard
-from nemo_rl.models.loading import named_weights
-from nemo_rl.models.policy.workers.base import (
-    DeviceSide,
-    Placement,
-    WorkerState,
-    check_placement,
-    move_model,
-    move_optimizer_state,
-    pinned_copy,
-    placement_of,
-)
+from nemo_rl.models.dtensor.parallelize import local_shard
+from nemo_rl.models.policy.workers.base import DeviceSide, Placement, WorkerState, pinned_copy
 
 __all__ = ["LifeCycle"]
 
@@ -50,8 +40,27 @@ class LifeCycle:
     config: PolicyConfig
     rank: int
     device: torch.device
-    _model: PolicyModel
-    _optimizer: torch.optim.Optimizer
+
+    # What an engine provides.
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's part of every weight and persistent buffer."""
+        raise NotImplementedError
+
+    def _drop_gradients(self) -> None:
+        raise NotImplementedError
+
+    def _move(self, placement: Placement) -> None:
+        """Brings model and optimizer state where they belong; called on a GPU only."""
+        raise NotImplementedError
+
+    def _placement(self, state: WorkerState) -> Placement:
+        """Where things are in a state."""
+        raise NotImplementedError
+
+    def _check_placement(self) -> None:
+        """Raises AssertionError for a tensor that is elsewhere than `_placement` of the present state says."""
+        raise NotImplementedError
 
     def _start_life_cycle(self, *, keep_reference: bool, owns_group: bool) -> None:
         """Called once, when device, model and optimizer exist: the worker is ready for training.
@@ -152,10 +161,9 @@ class LifeCycle:
         self._note_peak()
         before, came_from = self._device_side.used_bytes(), self._state
         placement = self._placement(state)
-        self._optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
         if self._device_side.is_cuda:
-            move_model(self._model, placement, self.device)
-            move_optimizer_state(self._optimizer, self.device if placement.optimizer else torch.device("cpu"))
+            self._move(placement)
             self._device_side.release_cache()
         self._state = state
         self._device_side.reset_peak_memory_stats()
@@ -177,9 +185,6 @@ class LifeCycle:
         name = f"{STAGE_NAMES[self._state]}_peak"
         self._memory[name] = max(self._memory.get(name, 0), self._device_side.peak_bytes())
 
-    def _placement(self, state: WorkerState) -> Placement:
-        return placement_of(state, cpu_offload=self.config.dtensor_cfg.cpu_offload)
-
     @contextmanager
     def _ready_for_training(self) -> Iterator[None]:
         """Everything on the device meanwhile, whatever the state was."""
@@ -189,9 +194,6 @@ class LifeCycle:
             yield
         finally:
             self._change_state(before)
-
-    def _check_placement(self) -> None:
-        check_placement(self._placement(self._state), model=self._model, optimizer=self._optimizer, device=self.device)
 
     def _require(self, method: str, *allowed: WorkerState) -> None:
         if self._is_shut_down:
@@ -204,7 +206,7 @@ class LifeCycle:
             )
 
     def _shards(self) -> list[torch.Tensor]:
-        return [local_shard(weight.detach()) for _, weight in named_weights(self._model.hf)]
+        return [local_shard(weight.detach()) for _, weight in self._weights()]
 
     def _copy_shards(self) -> list[torch.Tensor]:
         return [pinned_copy(shard, is_pinned=self._device_side.is_cuda) for shard in self._shards()]

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from nemo_rl.models.dtensor.parallelize import full_weight
-from nemo_rl.models.loading import named_weights
 from nemo_rl.models.policy.workers.base import WorkerState
 from nemo_rl.models.policy.workers.life_cycle import LifeCycle
 from nemo_rl.models.weight_sync.buckets import BucketFiller, RefitPlan, free_bytes
@@ -113,6 +111,5 @@ class RefitSource(LifeCycle):
         return self._filler.fill(self._buffer)
 
     def _whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, weight in named_weights(self._model.hf):
-            # With CPU offload the shards are on the CPU, but are gathered on the device.
-            yield name, full_weight(weight.to(self.device))
+        """(collective) Whole weights on the device, one at a time, in the order of `prepare_refit_info`."""
+        raise NotImplementedError

@@ -14,12 +14,37 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan, round_up
-from nemo_rl.distributed.parallel_groups import ParallelGroups
-from nemo_rl.models.dtensor.parallelize import ForwardInputs
 from nemo_rl.models.varlen_attention import Segments
 
-__all__ = ["Microbatch", "PassShape", "build_microbatch", "fixed_plan", "steps_of"]
+__all__ = ["ForwardInputs", "Microbatch", "PassShape", "build_microbatch", "fixed_plan", "steps_of"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardInputs:
+    """One forward pass of this rank: tokens in, and which tokens' log-probabilities out."""
+
+    input_ids: torch.Tensor
+    """`[n, s]` int64: this rank's positions of the pass."""
+    position_ids: torch.Tensor
+    """`[1, s]` int64, restarting with every sequence."""
+    is_padding_ns: torch.Tensor
+    """`[n, s]` bool: positions that hold no token."""
+    segments: Segments
+    """Sequences in the whole pass, the same in each of the n rows."""
+    num_selected: int
+    """M, tokens whose log-probabilities are wanted, over all context ranks."""
+    selected_m: torch.Tensor
+    """`[m]` index into M of those that this rank's positions predict."""
+    keep_K: torch.Tensor
+    """`[K]` local positions whose logits are computed, the same for every row; at least one."""
+    row_m: torch.Tensor
+    """`[m]` row of each."""
+    kept_m: torch.Tensor
+    """`[m]` index into `keep_K` of the position that predicts it."""
+    target_m: torch.Tensor
+    """`[m]` the tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,14 +60,21 @@ class PassShape:
     context: dist.ProcessGroup | None = None
 
     @classmethod
-    def of(cls, groups: ParallelGroups, *, configured_multiple: int) -> PassShape:
-        """Shape for this rank; `configured_multiple` is `policy.make_sequence_length_divisible_by`."""
+    def of(
+        cls, layout: ParallelLayout, *, rank: int, context: dist.ProcessGroup | None, configured_multiple: int
+    ) -> PassShape:
+        """Shape for a rank.
+
+        Args:
+            context: group of its context axis; None for one rank.
+            configured_multiple: `policy.make_sequence_length_divisible_by`.
+        """
         return cls(
-            divisible_by=groups.layout.round_up_multiple(configured_multiple),
-            sequence_multiple=groups.layout.length_multiple,
-            cp_size=groups.layout.cp,
-            cp_rank=groups.place.cp,
-            context=groups.context,
+            divisible_by=layout.round_up_multiple(configured_multiple),
+            sequence_multiple=layout.length_multiple,
+            cp_size=layout.cp,
+            cp_rank=layout.coordinates(rank).cp,
+            context=context,
         )
 
     def segments(self, lengths: tuple[int, ...], *, device: torch.device) -> Segments:
@@ -157,6 +189,7 @@ class _Pass:
     ids_nS: torch.Tensor
     position_S: torch.Tensor
     segment_lengths: tuple[int, ...]
+    is_padding_nS: torch.Tensor
     row_M: torch.Tensor
     """Row of the pass of each selected token."""
     place_M: torch.Tensor
@@ -168,10 +201,12 @@ def _padded(
 ) -> _Pass:
     width = round_up(ids_nt.shape[1], shape.divisible_by)
     ids_nS = torch.nn.functional.pad(ids_nt, (0, width - ids_nt.shape[1])) if lengths else ids_nt.new_zeros(1, width)
+    position_S = torch.arange(width, device=ids_nt.device)
     return _Pass(
         ids_nS=ids_nS,
-        position_S=torch.arange(width, device=ids_nt.device),
+        position_S=position_S,
         segment_lengths=(width,),
+        is_padding_nS=position_S >= torch.tensor(lengths or (0,), device=ids_nt.device)[:, None],
         row_M=row_M,
         place_M=column_M - 1,
     )
@@ -187,12 +222,15 @@ def _packed(
     segments = tuple(length for length in (*own, tail) if length)
     ids_S = ids_nt.new_zeros(sum(segments))
     start_n = torch.tensor([0, *own], device=device).cumsum(0)[:-1]
+    is_padding_S = torch.ones_like(ids_S, dtype=torch.bool)
     for i, length in enumerate(lengths):
-        ids_S[int(start_n[i]) : int(start_n[i]) + length] = ids_nt[i, :length]
+        place = slice(int(start_n[i]), int(start_n[i]) + length)
+        ids_S[place], is_padding_S[place] = ids_nt[i, :length], False
     return _Pass(
         ids_nS=ids_S[None],
         position_S=torch.cat([torch.arange(length, device=device) for length in segments]),
         segment_lengths=segments,
+        is_padding_nS=is_padding_S[None],
         row_M=torch.zeros_like(row_M),
         place_M=start_n[row_M] + column_M - 1,
     )
@@ -203,12 +241,13 @@ def _on_this_rank(whole: _Pass, target_M: torch.Tensor, shape: PassShape) -> For
     device = target_M.device
     segments = shape.segments(whole.segment_lengths, device=device)
     ids_ns, position_s, place_M = whole.ids_nS, whole.position_S, whole.place_M
+    is_padding_ns = whole.is_padding_nS
     selected_m = torch.arange(len(place_M), device=device)
     if segments.cp_size > 1:
         mine_s = segments.local_positions()
         local_S = torch.full_like(whole.position_S, -1)
         local_S[mine_s] = torch.arange(len(mine_s), device=device)
-        ids_ns, position_s = ids_ns[:, mine_s], position_s[mine_s]
+        ids_ns, position_s, is_padding_ns = ids_ns[:, mine_s], position_s[mine_s], is_padding_ns[:, mine_s]
         selected_m = (local_S[place_M] >= 0).nonzero()[:, 0]
         place_M = local_S[place_M]
     # Logits are computed at the union of the positions that some row needs; at least one keeps the graph whole.
@@ -218,6 +257,7 @@ def _on_this_rank(whole: _Pass, target_M: torch.Tensor, shape: PassShape) -> For
     return ForwardInputs(
         input_ids=ids_ns,
         position_ids=position_s[None],
+        is_padding_ns=is_padding_ns,
         segments=segments,
         num_selected=len(target_M),
         selected_m=selected_m,

@@ -1,0 +1,201 @@
+"""What the checkpoints of all policy workers share: folders that are whole or absent, and safe to read.
+
+All functions but `refuse_code` and the random state's are collective: every rank calls them in the same order.
+Invariant: a folder appears under its name only when it is complete; a failure on any rank is raised on every rank.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from transformers import PreTrainedTokenizerBase
+
+from nemo_rl.errors import CheckpointError
+
+__all__ = [
+    "WRITE_ERRORS",
+    "close_part",
+    "complete_or_nothing",
+    "open_part",
+    "raise_together",
+    "random_state",
+    "refuse_code",
+    "save_tokenizer",
+    "set_random_state",
+]
+
+WRITE_ERRORS = (OSError, RuntimeError, SafetensorError, CheckpointException)
+"""What writing a folder raises when disk or permissions are at fault."""
+
+INDEX_FILE = ".metadata"
+_METADATA, _STORAGE = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+_PLANNER = "torch.distributed.checkpoint.planner"
+_INDEX_PARTS = frozenset(
+    {
+        ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        (_METADATA, "BytesStorageMetadata"),
+        (_METADATA, "ChunkStorageMetadata"),
+        (_METADATA, "Metadata"),
+        (_METADATA, "MetadataIndex"),
+        (_METADATA, "StorageMeta"),
+        (_METADATA, "TensorProperties"),
+        (_METADATA, "TensorStorageMetadata"),
+        (_METADATA, "_MEM_FORMAT_ENCODING"),
+        (_STORAGE, "_StorageInfo"),
+        (_PLANNER, "SavePlan"),
+        (_PLANNER, "TensorWriteData"),
+        (_PLANNER, "WriteItem"),
+        (_PLANNER, "WriteItemType"),
+    }
+)
+"""All that the index of a sharded checkpoint is made of, beside dtypes."""
+
+
+@contextmanager
+def complete_or_nothing(folder: Path) -> Iterator[Path]:
+    """A folder beside `folder` that takes its name when every rank is done; all ranks enter and leave together.
+
+    Raises:
+        CheckpointError: on every rank; what was in `folder` before is left as it was.
+    """
+    target = open_part(folder)
+    problem = None
+    try:
+        yield target
+    except WRITE_ERRORS as error:
+        problem = f"{type(error).__name__}: {error}"
+    close_part(folder, problem)
+
+
+def open_part(folder: Path) -> Path:
+    """An empty folder beside `folder`, where its content is written.
+
+    Raises:
+        CheckpointError: on every rank.
+    """
+    target = _part(folder)
+    problem = None
+    if dist.get_rank() == 0:
+        try:
+            shutil.rmtree(target, ignore_errors=True)
+            target.mkdir(parents=True)
+        except OSError as error:
+            problem = str(error)
+    raise_together(problem, folder, doing="write")
+    return target
+
+
+def close_part(folder: Path, problem: str | None) -> None:
+    """Gives what was written its name, or removes it when any rank had a problem.
+
+    Raises:
+        CheckpointError: on every rank; what was in `folder` before is left as it was.
+    """
+    target = _part(folder)
+    is_writer = dist.get_rank() == 0
+    try:
+        raise_together(problem, folder, doing="write")
+        if is_writer:
+            shutil.rmtree(folder, ignore_errors=True)
+            target.rename(folder)
+    finally:
+        if is_writer:
+            shutil.rmtree(target, ignore_errors=True)
+    dist.barrier()
+
+
+def raise_together(problem: str | None, folder: Path, *, doing: Literal["write", "read"]) -> None:
+    """Compares notes.
+
+    Args:
+        problem: of this rank; None where all went well.
+
+    Raises:
+        CheckpointError: on every rank, when any has a problem; names the first.
+    """
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    advice = "earlier checkpoints stay valid. Free disk space or change checkpointing.checkpoint_dir"
+    if doing == "read":
+        advice = "resume from another checkpoint, or start afresh in another checkpointing.checkpoint_dir"
+    for rank, text in enumerate(problems):
+        if text is not None:
+            raise CheckpointError(f"checkpoint {str(folder)!r}: rank {rank} could not {doing} it: {text}; {advice}")
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Adds the tokenizer's files to `folder`, which may be the one of the weights; rank 0 writes.
+
+    Raises:
+        CheckpointError: on every rank.
+    """
+    problem = None
+    if dist.get_rank() == 0:
+        try:
+            tokenizer.save_pretrained(str(folder))
+        except OSError as error:
+            problem = str(error)
+    raise_together(problem, folder, doing="write")
+
+
+def random_state() -> dict[str, torch.Tensor]:
+    """Of this process: `cpu`, and `cuda` where there is a GPU."""
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, torch.Tensor]) -> None:
+    """Sets what `random_state` gave; a GPU's is left out where there is none."""
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def refuse_code(folder: Path) -> None:
+    """Looks through a sharded checkpoint before torch reads it: torch would unpickle its index and objects freely.
+
+    Raises:
+        CheckpointError: no such checkpoint, damaged, or it holds pickles of anything but tensors and plain values.
+    """
+    try:
+        with (folder / INDEX_FILE).open("rb") as file:
+            index = _IndexUnpickler(file).load()
+        if not isinstance(index, Metadata):
+            raise pickle.UnpicklingError(f"{INDEX_FILE} holds a {type(index).__name__}")
+        for key, place in index.storage_data.items():
+            if isinstance(index.state_dict_metadata[key.fqn], BytesStorageMetadata):
+                with (folder / place.relative_path).open("rb") as file:
+                    file.seek(place.offset)
+                    torch.load(io.BytesIO(file.read(place.length)), weights_only=True)
+    except (OSError, EOFError, KeyError, AttributeError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"checkpoint {str(folder)!r}: the optimizer state cannot be read: {error}; resume from another checkpoint"
+        ) from error
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str, /) -> Any:
+        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
+        if not is_dtype and (module, name) not in _INDEX_PARTS:
+            raise pickle.UnpicklingError(f"{module}.{name} has no place in the index of a checkpoint")
+        return super().find_class(module, name)
+
+
+def _part(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.part")

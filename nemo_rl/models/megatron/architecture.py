@@ -1,0 +1,358 @@
+"""`Architecture`: what a Hugging Face config says of a decoder, in the terms that megatron-core builds it from.
+
+Called by the driver before anything starts and by each worker; imports neither megatron-core nor weights. Invariant:
+what is accepted here runs with the numbers of the Hugging Face model; the rest is refused with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from nemo_rl.config.megatron import MegatronConfig
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.errors import ConfigError
+from nemo_rl.models.loading import load_model_config
+from nemo_rl.models.megatron.rope import rotary_problems
+
+__all__ = ["SUPPORTED", "Architecture", "Mixture", "check_folder_fits"]
+
+SUPPORTED = ("glm4_moe", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+"""`model_type`s that the Megatron worker trains."""
+OUTPUT_BIAS = ("llama", "qwen3", "qwen3_moe")
+"""Where `attention_bias` is a bias of the output projection too."""
+MIXTURES = ("glm4_moe", "mixtral", "qwen3_moe")
+HEAD_NORMS = ("qwen3", "qwen3_moe")
+QKV_BIAS = ("qwen2",)
+BY_CONFIG = ("glm4_moe",)
+"""Where the config says whether there are head norms and biases of query, key and value; others ignore its keys."""
+LAYER_KINDS = ("qwen2", "qwen3")
+"""Where `layer_types` says which layers have a window."""
+WINDOWED = ("mistral", "mixtral", "qwen3_moe")
+"""Where `sliding_window` holds for every layer."""
+EXPERT_KEYS = (
+    "freeze_moe_router",
+    "moe_router_dtype",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_token_dispatcher_type",
+    "moe_permute_fusion",
+    "moe_grouped_gemm",
+)
+"""Keys of `policy.megatron_cfg` without effect in a model without experts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mixture:
+    """Experts of the layers that have them."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    """Of each expert."""
+    score: str = "softmax"
+    """`softmax`, or `sigmoid` with a bias that only chooses (DeepSeek-V3)."""
+    normalises: bool = True
+    """Whether the chosen experts' weights add up to one."""
+    scaling: float = 1.0
+    """Of the chosen weights."""
+    num_groups: int = 1
+    top_groups: int = 1
+    """Experts are chosen within this many of the groups."""
+    shared_intermediate_size: int = 0
+    """Of the experts that every token takes, together; 0 without."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Architecture:
+    """A decoder of one of the `SUPPORTED` families.
+
+    Example:
+        >>> from transformers import Qwen3Config
+        >>> shape = Architecture.of(Qwen3Config(num_hidden_layers=2, vocab_size=100))
+        >>> shape.num_layers, shape.has_head_norms, shape.mixture
+        (2, True, None)
+    """
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_groups: int
+    """Key and value heads."""
+    head_dim: int
+    intermediate_size: int
+    """Of the layers without experts."""
+    vocab_size: int
+    norm_eps: float
+    has_qkv_bias: bool
+    has_head_norms: bool
+    is_tied: bool
+    """The head is the embedding."""
+    max_positions: int
+    windows: tuple[int | None, ...]
+    """Per layer: tokens that a token sees, itself included; None means all."""
+    attention_dropout: float
+    initializer_range: float
+    mixture: Mixture | None = None
+    expert_layers: tuple[bool, ...] = ()
+    """Per layer: whether it has experts."""
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> Architecture:
+        """The architecture of a Hugging Face config.
+
+        Raises:
+            ConfigError: of another family, or with a part that has no counterpart here.
+        """
+        family, given = config.model_type, config.to_dict()
+        if family not in SUPPORTED:
+            raise ConfigError(
+                f"policy.model_name: the Megatron worker trains {', '.join(SUPPORTED)}; got {family!r}. Set "
+                "policy.megatron_cfg.enabled=false and policy.dtensor_cfg.enabled=true for it"
+            )
+        _refuse_unknown_parts(config, given)
+        layers = int(given["num_hidden_layers"])
+        expert_layers = _expert_layers(family, given, layers)
+        mixture = _mixture(family, given) if any(expert_layers) else None
+        heads = int(given["num_attention_heads"])
+        return cls(
+            model_type=family,
+            num_layers=layers,
+            hidden_size=given["hidden_size"],
+            num_heads=heads,
+            num_groups=given.get("num_key_value_heads") or heads,
+            head_dim=given.get("head_dim") or given["hidden_size"] // heads,
+            intermediate_size=given["intermediate_size"],
+            vocab_size=given["vocab_size"],
+            norm_eps=given["rms_norm_eps"],
+            has_qkv_bias=family in QKV_BIAS or (family in BY_CONFIG and bool(given.get("attention_bias"))),
+            has_head_norms=family in HEAD_NORMS or (family in BY_CONFIG and bool(given.get("use_qk_norm"))),
+            is_tied=bool(given["tie_word_embeddings"]),
+            max_positions=given["max_position_embeddings"],
+            windows=_windows(family, given, layers),
+            attention_dropout=given.get("attention_dropout") or 0.0,
+            initializer_range=given["initializer_range"],
+            mixture=mixture,
+            expert_layers=expert_layers,
+        )
+
+
+def check_folder_fits(config: PolicyConfig) -> None:
+    """Compares the model folder with `policy.megatron_cfg`; reads its config only.
+
+    Raises:
+        ModelFolderError: the folder is missing or unreadable.
+        ConfigError: the model cannot run as configured.
+    """
+    check_fits(Architecture.of(load_model_config(config.model_name)), config)
+
+
+def check_fits(shape: Architecture, config: PolicyConfig) -> None:
+    """Compares an architecture with `policy.megatron_cfg`.
+
+    Raises:
+        ConfigError: names the key and what to set.
+    """
+    problems = [
+        *_division_problems(shape, config),
+        *_pipeline_problems(shape, config),
+        *_recompute_problems(shape, config),
+        *_expert_problems(shape, config),
+    ]
+    if problems:
+        raise ConfigError("; ".join(f"policy.megatron_cfg.{problem}" for problem in problems))
+
+
+def _division_problems(shape: Architecture, config: PolicyConfig) -> list[str]:
+    sizes = config.parallel_sizes
+    tensor, groups, vocabulary = sizes.tensor, shape.num_groups, shape.vocab_size
+    key = "tensor_model_parallel_size"
+    divided = [(key, tensor, "attention heads", shape.num_heads)]
+    if groups % tensor and tensor % groups:
+        divided.append((key, tensor, "key-value heads", groups))
+    if not all(shape.expert_layers):
+        divided.append((key, tensor, "rows of the feed-forward layers", shape.intermediate_size))
+    if shape.mixture is not None:
+        experts = shape.mixture
+        divided += [
+            (key, tensor, "rows of the shared experts", experts.shared_intermediate_size),
+            ("expert_model_parallel_size", sizes.expert, "experts", experts.num_experts),
+            ("expert_tensor_parallel_size", sizes.expert_tensor, "rows of an expert", experts.intermediate_size),
+        ]
+    problems = [f"{key}: {count} {what} do not divide by {size}" for key, size, what, count in divided if count % size]
+    if vocabulary % tensor:
+        # Not padded: the vocabularies of released models divide by 8 and more.
+        problems.append(
+            f"{key}: {vocabulary} tokens in the vocabulary do not divide by {tensor}; set a divisor of {vocabulary}, "
+            f"or resize the embeddings in the model folder to {vocabulary + tensor - vocabulary % tensor}"
+        )
+    return problems
+
+
+def _pipeline_problems(shape: Architecture, config: PolicyConfig) -> list[str]:
+    section, stages = config.megatron_cfg, config.parallel_sizes.pipeline
+    if _layers_of_stages(shape, config):
+        return []
+    if (section.num_layers_in_first_pipeline_stage, section.num_layers_in_last_pipeline_stage) == (None, None):
+        return [
+            f"pipeline_model_parallel_size: {shape.num_layers} layers do not divide over {stages} stages; set "
+            "num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage"
+        ]
+    return [
+        f"num_layers_in_{end}_pipeline_stage: {given} of {shape.num_layers} layers leave no equal numbers of them for "
+        f"the others of {stages} stages"
+        for end, given in (
+            ("first", section.num_layers_in_first_pipeline_stage),
+            ("last", section.num_layers_in_last_pipeline_stage),
+        )
+        if given is not None
+    ]
+
+
+def _layers_of_stages(shape: Architecture, config: PolicyConfig) -> tuple[int, ...]:
+    """Layers of each pipeline stage; empty where they cannot be shared."""
+    section, stages = config.megatron_cfg, config.parallel_sizes.pipeline
+    first, last = section.num_layers_in_first_pipeline_stage, section.num_layers_in_last_pipeline_stage
+    given = [number for number in (first, last) if number is not None]
+    rest, between = shape.num_layers - sum(given), stages - len(given)
+    if between < 0 or rest < between or (rest % between if between else rest):
+        return ()
+    middle = (rest // between,) * between if between else ()
+    return (*([first] if first else []), *middle, *([last] if last else []))
+
+
+def _recompute_problems(shape: Architecture, config: PolicyConfig) -> list[str]:
+    section, stages = config.megatron_cfg, _layers_of_stages(shape, config)
+    if not section.activation_checkpointing or not stages:
+        return []
+    count, has_experts = section.recompute_num_layers, shape.mixture is not None
+    if section.recompute_granularity == "full":
+        layers = " or ".join(str(number) for number in sorted(set(stages)))
+        if section.recompute_method == "uniform" and any(number % count for number in stages):
+            return [f"recompute_num_layers: runs of {count} layers do not divide a pipeline stage of {layers}"]
+        if count > max(stages):
+            return [f"recompute_num_layers: {count} is more than the {layers} layers of a pipeline stage"]
+        return []
+    has_shared = shape.mixture is not None and shape.mixture.shared_intermediate_size > 0
+    exists = {
+        "mlp": not all(shape.expert_layers),
+        "moe": has_experts,
+        "moe_act": has_experts,
+        "shared_experts": has_shared,
+    }
+    return [
+        f"recompute_modules: {shape.model_type!r} has no part {name!r} to recompute"
+        for name in section.recompute_modules
+        if not exists.get(name, True)
+    ]
+
+
+def _expert_problems(shape: Architecture, config: PolicyConfig) -> list[str]:
+    section, sizes = config.megatron_cfg, config.parallel_sizes
+    problems = []
+    if shape.mixture is None:
+        nothing = f"{shape.model_type!r} has no experts"
+        problems += [
+            f"{name}: {nothing}; expected 1, got {size}"
+            for name, size in (
+                ("expert_model_parallel_size", sizes.expert),
+                ("expert_tensor_parallel_size", section.expert_tensor_parallel_size or 1),
+            )
+            if size > 1
+        ]
+        fields, values = MegatronConfig.model_fields, section.model_dump(include=set(EXPERT_KEYS))
+        problems += [f"{name}: {nothing}; leave it out" for name in EXPERT_KEYS if values[name] != fields[name].default]
+    elif sizes.tensor > 1 and not sizes.sequence_parallel:
+        problems.append("sequence_parallel: experts under tensor parallelism need it; expected true, got false")
+    if section.moe_router_bias_update_rate and (shape.mixture is None or shape.mixture.score != "sigmoid"):
+        problems.append(f"moe_router_bias_update_rate: the router of {shape.model_type!r} has no bias to update")
+    return problems
+
+
+def _refuse_unknown_parts(config: PretrainedConfig, given: Mapping[str, Any]) -> None:
+    family, problems = config.model_type, []
+    if given.get("hidden_act") not in ("silu", "swish"):
+        problems.append(f"hidden_act {given.get('hidden_act')!r} (expected silu)")
+    if given.get("mlp_bias"):
+        problems.append("biases in the feed-forward layers (mlp_bias)")
+    if given.get("attention_bias") and family in OUTPUT_BIAS:
+        problems.append("a bias of the attention's output projection (attention_bias)")
+    problems += [*_routing_problems(family, given), *rotary_problems(config)]
+    if problems:
+        raise ConfigError(
+            f"policy.model_name: this {family!r} has {' and '.join(problems)}, which the Megatron worker cannot train; "
+            "set policy.megatron_cfg.enabled=false and policy.dtensor_cfg.enabled=true for it"
+        )
+
+
+def _routing_problems(family: str, given: Mapping[str, Any]) -> list[str]:
+    if family not in MIXTURES:
+        return []
+    problems = []
+    if given.get("n_group", 1) > 1 and given["num_experts_per_tok"] != 2 * given["topk_group"]:
+        problems.append("groups of experts that are not scored by two experts each (num_experts_per_tok, topk_group)")
+    groups = given.get("n_group", 1)
+    if groups > 1 and (_number_of_experts(given) % groups or given["topk_group"] > groups):
+        problems.append(f"experts that do not divide into {groups} groups, or fewer groups than are chosen (n_group)")
+    if family == "glm4_moe" and not given["norm_topk_prob"]:
+        problems.append("sigmoid scores that are not normalised (norm_topk_prob)")
+    # megatron-core leaves a single weight as it is; normalised, it would be 1.
+    if given["num_experts_per_tok"] == 1 and (family == "mixtral" or given["norm_topk_prob"]):
+        problems.append("one expert per token with a normalised weight (num_experts_per_tok)")
+    if given.get("router_jitter_noise"):
+        problems.append("noise before the routers (router_jitter_noise)")
+    return problems
+
+
+def _mixture(family: str, given: Mapping[str, Any]) -> Mixture | None:
+    if family == "mixtral":
+        return Mixture(
+            num_experts=given["num_local_experts"],
+            top_k=given["num_experts_per_tok"],
+            intermediate_size=given["intermediate_size"],
+        )
+    if family == "qwen3_moe":
+        return Mixture(
+            num_experts=_number_of_experts(given),
+            top_k=given["num_experts_per_tok"],
+            intermediate_size=given["moe_intermediate_size"],
+            normalises=given["norm_topk_prob"],
+        )
+    if family == "glm4_moe":
+        return Mixture(
+            num_experts=_number_of_experts(given),
+            top_k=given["num_experts_per_tok"],
+            intermediate_size=given["moe_intermediate_size"],
+            score="sigmoid",
+            scaling=given["routed_scaling_factor"],
+            num_groups=given["n_group"],
+            top_groups=given["topk_group"],
+            shared_intermediate_size=given["n_shared_experts"] * given["moe_intermediate_size"],
+        )
+    return None
+
+
+def _number_of_experts(given: Mapping[str, Any]) -> int:
+    """Releases of transformers differ in the name."""
+    return next(int(given[name]) for name in ("num_experts", "n_routed_experts", "num_local_experts") if name in given)
+
+
+def _expert_layers(family: str, given: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+    if family not in MIXTURES or not _number_of_experts(given):
+        return (False,) * layers
+    if family == "qwen3_moe":
+        without, step = given["mlp_only_layers"] or (), given["decoder_sparse_step"]
+        return tuple(layer not in without and (layer + 1) % step == 0 for layer in range(layers))
+    first = given["first_k_dense_replace"] if family == "glm4_moe" else 0
+    return tuple(layer >= first for layer in range(layers))
+
+
+def _windows(family: str, given: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    window = given.get("sliding_window")
+    if family in LAYER_KINDS:
+        return tuple(window if kind == "sliding_attention" else None for kind in given["layer_types"])
+    return (window if family in WINDOWED else None,) * layers

@@ -1,0 +1,211 @@
+"""The weights of an architecture: names and shapes in a Hugging Face module, place and split in megatron-core.
+
+`convert` reads this table in both directions, so each rule is written once. Invariant: `pack` and `unpack`, and
+`shard` and `join`, are inverse to each other, to the bit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nemo_rl.models.megatron.architecture import Architecture, Mixture
+
+__all__ = ["Part", "Split", "Weight", "table_name", "weights_of"]
+
+OTHER_NAMES = (
+    (r"self_attention\.linear_qkv\.layer_norm_weight$", "input_layernorm.weight"),
+    (r"mlp\.linear_fc1\.layer_norm_weight$", "pre_mlp_layernorm.weight"),
+    (r"mlp\.experts\.(linear_fc\d)\.weight(\d+)$", r"mlp.experts.local_experts.\2.\1.weight"),
+)
+"""Names in Transformer Engine's modules, which hold a norm with the matrix behind it and experts together, and ours."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """How the ranks of a tensor parallel group share a weight.
+
+    Example:
+        Rows `g0 g1 u0 u1` of two halves over two ranks: rank 0 has `g0 u0`, rank 1 has `g1 u1`.
+        >>> HALVES.shard(torch.tensor([10, 11, 20, 21]), rank=1, size=2).tolist()
+        [11, 21]
+    """
+
+    dim: int | None = None
+    """That is divided; None: every rank has the whole."""
+    runs: int = 1
+    """Equal runs of this dimension, each of which is divided by itself."""
+
+    def shard(self, whole: torch.Tensor, *, rank: int, size: int) -> torch.Tensor:
+        """A rank's part."""
+        if self.dim is None:
+            return whole
+        divided = whole.unflatten(self.dim, (self.runs, size, -1))
+        return divided.select(self.dim + 1, rank).flatten(self.dim, self.dim + 1)
+
+    def join(self, shards: torch.Tensor) -> torch.Tensor:
+        """The whole from all ranks' parts, `[size, ...]`."""
+        if self.dim is None:
+            return shards[0]
+        divided = shards.unflatten(self.dim + 1, (self.runs, -1))
+        return divided.movedim(0, self.dim + 1).flatten(self.dim, self.dim + 2)
+
+
+WHOLE = Split()
+ROWS = Split(dim=0)
+COLUMNS = Split(dim=1)
+HALVES = Split(dim=0, runs=2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A weight of the Hugging Face module."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weight:
+    """A weight of megatron-core, or one of each expert of a layer.
+
+    Example:
+        With 2 groups, rows of `parts` q `q0 q1 q2 q3`, k `k0 k1` and v `v0 v1` pack to `q0 q1 k0 v0 q2 q3 k1 v1`.
+    """
+
+    local: str
+    """In megatron-core, layers counted over the whole model; of experts with `{expert}`, counted on the rank."""
+    layer: int
+    """Its pipeline stage is that of this layer."""
+    parts: tuple[Part, ...]
+    """In the Hugging Face module. Of experts a single one, whose first dimension is the expert."""
+    split: Split = WHOLE
+    """Over the tensor parallel ranks, or over the expert tensor parallel ones."""
+    groups: int = 1
+    """The parts' rows alternate in so many groups."""
+    num_experts: int = 0
+    """0 of a weight that is not one of an expert."""
+    is_copy: bool = False
+    """Of a weight that another entry has: it is loaded twice and exported once."""
+    is_float32: bool = False
+    """Whatever the precision of the model."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of all parts together."""
+        first = self.parts[0].shape
+        return (sum(part.shape[0] for part in self.parts), *first[1:])
+
+    def pack(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """All parts as one tensor of `shape`; a single one as it is, so that what lies in a file stays there."""
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([part.unflatten(0, (self.groups, -1)) for part in parts], dim=1).flatten(0, 1)
+
+    def unpack(self, packed: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of a contiguous tensor of `shape`, contiguous too."""
+        rows = [part.shape[0] // self.groups for part in self.parts]
+        return [part.flatten(0, 1) for part in packed.unflatten(0, (self.groups, -1)).split(rows, dim=1)]
+
+
+def table_name(name: str, *, first_layer: int) -> str:
+    """A name in megatron-core's module as the table has it.
+
+    Example:
+        >>> table_name("decoder.layers.0.mlp.experts.linear_fc1.weight3", first_layer=4)
+        'decoder.layers.4.mlp.experts.local_experts.3.linear_fc1.weight'
+
+    Args:
+        first_layer: of the whole model, that this pipeline stage has.
+    """
+    name = re.sub(r"^decoder\.layers\.(\d+)", lambda match: f"decoder.layers.{int(match[1]) + first_layer}", name)
+    for other, ours in OTHER_NAMES:
+        name = re.sub(other, ours, name)
+    return name
+
+
+def weights_of(shape: Architecture) -> Iterator[Weight]:
+    """All weights of a model, from the embedding to the head."""
+    vocabulary = (shape.vocab_size, shape.hidden_size)
+    embedding = (Part(name="model.embed_tokens.weight", shape=vocabulary),)
+    yield Weight(local="embedding.word_embeddings.weight", layer=0, parts=embedding, split=ROWS)
+    for layer, has_experts in enumerate(shape.expert_layers):
+        yield from _attention(shape, layer)
+        yield _norm(shape, layer, local="pre_mlp_layernorm", name="post_attention_layernorm")
+        if shape.mixture is not None and has_experts:
+            yield from _experts(shape, shape.mixture, layer)
+        else:
+            yield from _feed_forward(shape, layer, where="mlp", rows=shape.intermediate_size)
+    last = shape.num_layers - 1
+    norm = (Part(name="model.norm.weight", shape=(shape.hidden_size,)),)
+    yield Weight(local="decoder.final_layernorm.weight", layer=last, parts=norm)
+    head = embedding if shape.is_tied else (Part(name="lm_head.weight", shape=vocabulary),)
+    yield Weight(local="output_layer.weight", layer=last, parts=head, split=ROWS, is_copy=shape.is_tied)
+
+
+def _attention(shape: Architecture, layer: int) -> Iterator[Weight]:
+    head, hidden = shape.head_dim, shape.hidden_size
+    heads, groups = shape.num_heads * head, shape.num_groups * head
+    yield _norm(shape, layer, local="input_layernorm", name="input_layernorm")
+    for kind, columns in (("weight", (hidden,)), ("bias", ()))[: 2 if shape.has_qkv_bias else 1]:
+        yield Weight(
+            local=f"decoder.layers.{layer}.self_attention.linear_qkv.{kind}",
+            layer=layer,
+            parts=tuple(
+                Part(name=f"model.layers.{layer}.self_attn.{name}_proj.{kind}", shape=(rows, *columns))
+                for name, rows in (("q", heads), ("k", groups), ("v", groups))
+            ),
+            split=ROWS,
+            groups=shape.num_groups,
+        )
+    yield Weight(
+        local=f"decoder.layers.{layer}.self_attention.linear_proj.weight",
+        layer=layer,
+        parts=(Part(name=f"model.layers.{layer}.self_attn.o_proj.weight", shape=(hidden, heads)),),
+        split=COLUMNS,
+    )
+    for name in "qk" if shape.has_head_norms else "":
+        yield Weight(
+            local=f"decoder.layers.{layer}.self_attention.{name}_layernorm.weight",
+            layer=layer,
+            parts=(Part(name=f"model.layers.{layer}.self_attn.{name}_norm.weight", shape=(head,)),),
+        )
+
+
+def _norm(shape: Architecture, layer: int, *, local: str, name: str) -> Weight:
+    part = Part(name=f"model.layers.{layer}.{name}.weight", shape=(shape.hidden_size,))
+    return Weight(local=f"decoder.layers.{layer}.{local}.weight", layer=layer, parts=(part,))
+
+
+def _feed_forward(shape: Architecture, layer: int, *, where: str, rows: int) -> Iterator[Weight]:
+    local, name, hidden = f"decoder.layers.{layer}.{where}", f"model.layers.{layer}.{where}", shape.hidden_size
+    gate_up = tuple(Part(name=f"{name}.{half}_proj.weight", shape=(rows, hidden)) for half in ("gate", "up"))
+    down = (Part(name=f"{name}.down_proj.weight", shape=(hidden, rows)),)
+    yield Weight(local=f"{local}.linear_fc1.weight", layer=layer, parts=gate_up, split=HALVES)
+    yield Weight(local=f"{local}.linear_fc2.weight", layer=layer, parts=down, split=COLUMNS)
+
+
+def _experts(shape: Architecture, mixture: Mixture, layer: int) -> Iterator[Weight]:
+    local, name = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
+    count, rows, hidden = mixture.num_experts, mixture.intermediate_size, shape.hidden_size
+    gate = (Part(name=f"{name}.gate.weight", shape=(count, hidden)),)
+    yield Weight(local=f"{local}.router.weight", layer=layer, parts=gate)
+    if mixture.score == "sigmoid":
+        bias = (Part(name=f"{name}.gate.e_score_correction_bias", shape=(count,)),)
+        yield Weight(local=f"{local}.router.expert_bias", layer=layer, parts=bias, is_float32=True)
+    for linear, projection, columns, split in (
+        ("linear_fc1", "gate_up_proj", (2 * rows, hidden), HALVES),
+        ("linear_fc2", "down_proj", (hidden, rows), COLUMNS),
+    ):
+        yield Weight(
+            local=f"{local}.experts.local_experts.{{expert}}.{linear}.weight",
+            layer=layer,
+            parts=(Part(name=f"{name}.experts.{projection}", shape=(count, *columns)),),
+            split=split,
+            num_experts=count,
+        )
+    if mixture.shared_intermediate_size:
+        yield from _feed_forward(shape, layer, where="mlp.shared_experts", rows=mixture.shared_intermediate_size)

@@ -1,0 +1,251 @@
+"""What megatron-core needs to run where there is no CUDA. The only place that adapts it.
+
+`mcore` calls `importing` around its imports; builders call `as_if_cuda` around the few calls that ask a tensor whether
+it is on a GPU. With CUDA both do nothing. Invariant: torch itself stays as it is for everyone else in the process. The
+name `torch` inside megatron-core's own modules is bound to a stand-in, and `Tensor.cuda` and `Tensor.type` differ only
+inside an `as_if_cuda` block.
+
+Every patch carries its reason; each can go when megatron-core runs that call on a CPU by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from nemo_rl.errors import ConfigError
+
+__all__ = ["SUPPORTED_VERSION", "as_if_cuda", "importing", "install"]
+
+SUPPORTED_VERSION = "0.16.1"
+"""The patches were verified against this release of megatron-core."""
+PACKAGE = "megatron.core"
+FACTORIES = (
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_like",
+    "eye",
+    "full",
+    "full_like",
+    "ones",
+    "ones_like",
+    "rand",
+    "randint",
+    "randn",
+    "tensor",
+    "zeros",
+    "zeros_like",
+)
+
+
+def has_cuda() -> bool:
+    """Whether megatron-core can do what it was made for."""
+    return torch.cuda.is_available()
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Around the first import of megatron-core's modules.
+
+    Raises:
+        ConfigError: another release of megatron-core on a machine without CUDA.
+    """
+    if has_cuda():
+        yield
+        _repair_wheel()
+        return
+    # megatron-core decorates small functions with torch.compile, which needs a compiler and is slower here. Its modules
+    # take the decorator when they are imported, so it is plain only meanwhile.
+    with patch.object(torch, "compile", _plain):
+        yield
+    _check_version()
+    install()
+
+
+def install() -> int:
+    """Rebinds `torch` in every module of megatron-core that is imported by now; returns how many. Idempotent."""
+    if has_cuda():
+        return 0
+    changed = 0
+    for name, module in list(sys.modules.items()):
+        if name.startswith(PACKAGE) and module is not None and vars(module).get("torch") is torch:
+            vars(module)["torch"] = _STAND_IN
+            changed += 1
+    _use_cpu_random_state()
+    _send_lists()
+    _repair_wheel()
+    return changed
+
+
+@contextmanager
+def as_if_cuda() -> Iterator[None]:
+    """Around building and stepping an optimizer, and building or loading a model.
+
+    megatron-core's optimizers look for parameters of type `torch.cuda.FloatTensor`, and tied embeddings and loaded
+    optimizer state are moved by `.cuda()`.
+    """
+    if has_cuda():
+        yield
+        return
+    with patch.object(torch.Tensor, "type", _cuda_type), patch.object(torch.Tensor, "cuda", _same):
+        yield
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"{PACKAGE}.{name}")
+
+
+def _plain(function: Callable[..., Any] | None = None, **_: object) -> Callable[..., Any]:
+    """`torch.compile` that compiles nothing, with and without arguments."""
+    return function if function is not None else lambda decorated: decorated
+
+
+def _same(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+    return tensor
+
+
+_true_type = torch.Tensor.type
+
+
+def _cuda_type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    answer = _true_type(tensor, *args, **kwargs)
+    is_question = not args and not kwargs
+    return answer.replace("torch.", "torch.cuda.", 1) if is_question and tensor.device.type == "cpu" else answer
+
+
+def _check_version() -> None:
+    package_info = _module("package_info")
+    if package_info.__version__ != SUPPORTED_VERSION:
+        raise ConfigError(
+            f"policy.megatron_cfg: without CUDA expected megatron-core {SUPPORTED_VERSION}, got "
+            f"{package_info.__version__}; install megatron-core=={SUPPORTED_VERSION}"
+        )
+
+
+def _use_cpu_random_state() -> None:
+    """Recomputation and dropout fork the GPU's random state; setting it on a CPU would be queued for ever."""
+    random = _module("tensor_parallel.random")
+
+    def get_state(device: object = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(new_state: torch.Tensor, device: object = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(new_state)
+
+    random._get_cuda_rng_state, random._set_cuda_rng_state = get_state, set_state
+    # The one random state of this process changes inside a fork, which on a GPU would be an error.
+    logging.getLogger(random.__name__).addFilter(_is_no_fork_warning)
+
+
+def _is_no_fork_warning(record: logging.LogRecord) -> bool:
+    return "CPU RNG state changed" not in record.getMessage()
+
+
+def _send_lists() -> None:
+    """Expert parallel exchanges take counts from the GPU to lists or arrays; counts on the CPU were left as tensors."""
+    moe_utils, token_dispatcher = _module("transformer.moe.moe_utils"), _module("transformer.moe.token_dispatcher")
+
+    def on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    # The dispatcher took the function by name.
+    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = on_cpu
+
+
+def _repair_wheel() -> None:
+    """The router asks `te_general_gemm is not None`, a name that only exists with Transformer Engine, on any device."""
+    vars(_module("transformer.moe.moe_utils")).setdefault("te_general_gemm", None)
+
+
+class _Stream:
+    """Work on a CPU is done when the call returns: nothing to wait for."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+    def wait_stream(self, _: object) -> None: ...
+    def wait_event(self, _: object) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return event or _Event()
+
+
+class _Event:
+    def __init__(self, *_: object, **__: object) -> None: ...
+    def record(self, *_: object) -> None: ...
+    def wait(self, *_: object) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: object) -> float:
+        return 0.0
+
+
+def _nothing(*_: object, **__: object) -> None: ...
+
+
+def _zero(*_: object, **__: object) -> int:
+    return 0
+
+
+class _StandInCuda(types.ModuleType):
+    """`torch.cuda` as megatron-core sees it: the device is the CPU, and streams are empty."""
+
+    def __init__(self) -> None:
+        super().__init__("torch.cuda")
+        stream = _Stream()
+        self.Stream, self.Event = _Stream, _Event
+        self.current_device = lambda: "cpu"
+        self.current_stream = self.default_stream = lambda *_: stream
+        self.stream = lambda *_: nullcontext()
+        self.synchronize = self.empty_cache = self.set_device = _nothing
+        self.is_available = lambda: False
+        self.device_count = _zero
+        self.get_rng_state = lambda *_, **__: torch.get_rng_state()
+        self.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+        self.manual_seed = torch.manual_seed
+        self.memory_allocated = self.max_memory_allocated = self.memory_reserved = _zero
+        self.nvtx = types.SimpleNamespace(range_push=_nothing, range_pop=_nothing)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+class _StandInTorch(types.ModuleType):
+    """`torch` as megatron-core sees it: what it creates on a GPU is created on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.cuda = _StandInCuda()
+        for name in FACTORIES:
+            setattr(self, name, _on_cpu(vars(torch)[name]))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def create(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and not isinstance(device, int) and str(device).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return create
+
+
+_STAND_IN = _StandInTorch()

@@ -1,0 +1,104 @@
+"""The door to megatron-core: what this package uses of it, imported once and in an order that works without CUDA.
+
+Invariant: no other module imports `megatron`, so the adaptation of `cpu_compat` is in place before any of it runs.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+from nemo_rl.models.megatron.cpu_compat import importing
+
+with importing(), warnings.catch_warnings():
+    # Hints at Transformer Engine and apex, which are optional here.
+    warnings.simplefilter("ignore")
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing import exchange_utils
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
+    from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+    from megatron.core.dist_checkpointing.strategies import (
+        async_utils,
+        filesystem_async,
+        fully_parallel,
+        state_dict_saver,
+    )
+    from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
+    from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+    from megatron.core.optimizer import (
+        USING_PYTORCH_OPTIMIZER,
+        OptimizerConfig,
+        get_megatron_optimizer,
+        get_standard_config_overrides,
+    )
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+    from megatron.core.transformer import ModuleSpec, TransformerConfig
+    from megatron.core.transformer.module import Float16Module, MegatronModule
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+__all__ = [
+    "USING_PYTORCH_OPTIMIZER",
+    "CheckpointingConfig",
+    "CheckpointingException",
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "Float16Module",
+    "GPTModel",
+    "LocalNonpersistentObject",
+    "MegatronModule",
+    "MoELayer",
+    "ModuleSpec",
+    "OptimizerConfig",
+    "OptimizerParamScheduler",
+    "PackedSeqParams",
+    "ProcessGroupCollection",
+    "ShardedBase",
+    "ShardedObject",
+    "TopKRouter",
+    "TorchCommonSaveStrategy",
+    "TransformerBlockSubmodules",
+    "TransformerConfig",
+    "async_utils",
+    "clip_grad_by_total_norm_fp32",
+    "dist_checkpointing",
+    "exchange_utils",
+    "filesystem_async",
+    "finalize_model_grads",
+    "fully_parallel",
+    "gather_from_sequence_parallel_region",
+    "get_cuda_rng_tracker",
+    "get_forward_backward_func",
+    "get_gpt_layer_local_spec",
+    "get_gpt_layer_with_transformer_engine_spec",
+    "get_megatron_optimizer",
+    "get_num_layers_to_build",
+    "get_standard_config_overrides",
+    "get_transformer_layer_offset",
+    "model_parallel_cuda_manual_seed",
+    "moe_utils",
+    "parallel_state",
+    "save_config",
+    "save_preprocess",
+    "state_dict_saver",
+    "torch_strategy",
+]

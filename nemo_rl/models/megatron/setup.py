@@ -1,0 +1,158 @@
+"""Process groups and model of one Megatron rank.
+
+`initialize_parallel` and `build_model` are collective: every rank of the job calls them in this order. Invariant: ranks
+lie as `ParallelLayout` says, and every group inherits the deadline of the job.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from transformers import PretrainedConfig
+
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.errors import ConfigError
+from nemo_rl.models.megatron.architecture import Architecture
+from nemo_rl.models.megatron.attention import Rotary
+from nemo_rl.models.megatron.balance import average_over_microbatches, count_tokens_without_padding
+from nemo_rl.models.megatron.cpu_compat import as_if_cuda
+from nemo_rl.models.megatron.layer_spec import block_spec
+from nemo_rl.models.megatron.mcore import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    Float16Module,
+    MoELayer,
+    model_parallel_cuda_manual_seed,
+    parallel_state,
+)
+from nemo_rl.models.megatron.model import PolicyGPT
+from nemo_rl.models.megatron.transformer_config import DecoderConfig, transformer_config, uses_distributed_optimizer
+
+__all__ = ["MegatronModel", "build_model", "destroy_parallel", "forget_last_pass", "initialize_parallel"]
+
+RANK_ORDER = "tp-cp-ep-dp-pp"
+"""Innermost axis first, as in `ParallelLayout`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MegatronModel:
+    """This rank's part of the policy."""
+
+    shape: Architecture
+    config: DecoderConfig
+    module: PolicyGPT
+    """The layers of this pipeline stage, without wrappers."""
+    ddp: DistributedDataParallel
+    """`module` with gradient buffers, in half precision also with casts at both ends of the pipeline."""
+
+
+def initialize_parallel(policy: PolicyConfig, *, timeout_s: float, seed: int) -> None:
+    """(collective) Makes megatron-core's groups and seeds its random states."""
+    sizes = policy.parallel_sizes
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=sizes.tensor,
+        pipeline_model_parallel_size=sizes.pipeline,
+        context_parallel_size=sizes.context,
+        expert_model_parallel_size=sizes.expert,
+        expert_tensor_parallel_size=sizes.expert_tensor,
+        distributed_timeout_minutes=timeout_s / 60,
+        order=RANK_ORDER,
+        create_gloo_process_groups=False,
+    )
+    model_parallel_cuda_manual_seed(seed)
+
+
+def destroy_parallel() -> None:
+    """Ends this rank's groups of megatron-core, which itself only forgets them: each has threads. Idempotent."""
+    if dist.is_initialized():
+        for group in parallel_state._global_process_group_list or ():
+            # The default group is there as None, and others' to end.
+            if group is not None:
+                dist.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()
+
+
+def forget_last_pass(model: MegatronModel) -> None:
+    """Lets the model be freed. It runs no more after this.
+
+    Layers with experts keep tensors of their last pass, whose graph holds the gradient hooks, which hold the model: a
+    ring that Python does not see.
+    """
+    for part in model.module.modules():
+        if isinstance(part, MoELayer):
+            part.token_dispatcher = None
+
+
+def build_model(hf_config: PretrainedConfig, policy: PolicyConfig, *, device: torch.device) -> MegatronModel:
+    """(collective) This rank's part, on its device, with random weights.
+
+    Raises:
+        ConfigError: megatron-core refuses the settings, or the positions are of an unknown kind.
+    """
+    shape, section = Architecture.of(hf_config), policy.megatron_cfg
+    try:
+        config, module = _build_module(hf_config, shape, policy, device)
+    except (AssertionError, ImportError, ValueError) as error:
+        raise ConfigError(f"policy.megatron_cfg: megatron-core refuses these settings: {error}") from error
+    if section.freeze_moe_router:
+        _freeze_routers(module)
+    _mark_experts(module)
+    average_over_microbatches(module)
+    count_tokens_without_padding(module)
+    ddp_section = section.distributed_data_parallel_config
+    options = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=ddp_section.grad_reduce_in_fp32,
+        overlap_grad_reduce=ddp_section.overlap_grad_reduce,
+        overlap_param_gather=ddp_section.overlap_param_gather,
+        use_distributed_optimizer=uses_distributed_optimizer(policy),
+    )
+    wrapped = Float16Module(config, module) if policy.precision != "float32" else module
+    ddp = DistributedDataParallel(config, options, wrapped)
+    config.no_sync_func = ddp.no_sync
+    return MegatronModel(shape=shape, config=config, module=module, ddp=ddp)
+
+
+def _build_module(
+    hf_config: PretrainedConfig, shape: Architecture, policy: PolicyConfig, device: torch.device
+) -> tuple[DecoderConfig, PolicyGPT]:
+    """megatron-core warns of its own defaults and of what the rules of the config allow on purpose."""
+    with warnings.catch_warnings(), as_if_cuda():
+        warnings.simplefilter("ignore")
+        rotary = Rotary(hf_config)
+        config = transformer_config(
+            shape, policy, is_cuda=device.type == "cuda", attention_scaling=rotary.attention_scaling
+        )
+        module = PolicyGPT(
+            config,
+            block_spec(config, shape),
+            vocab_size=shape.vocab_size,
+            max_sequence_length=shape.max_positions,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=shape.is_tied,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+            parallel_output=True,
+        )
+    module.rotary_pos_emb = rotary
+    module.to(device)
+    return config, module
+
+
+def _freeze_routers(module: PolicyGPT) -> None:
+    for name, weight in module.named_parameters():
+        if ".router." in name:
+            weight.requires_grad_(False)
+
+
+def _mark_experts(module: PolicyGPT) -> None:
+    """Experts' gradients are reduced over the ranks that hold the same experts.
+
+    megatron-core marks them only with expert parallelism. Without it, and with experts less split than the dense
+    weights, every tensor rank sees other tokens, whose gradients would never be added up.
+    """
+    for name, weight in module.named_parameters():
+        if ".experts." in name:
+            weight.allreduce = False

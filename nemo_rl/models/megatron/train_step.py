@@ -1,0 +1,291 @@
+"""Microbatches of one rank through megatron-core's schedules: global batches with optimizer steps, log-probabilities.
+
+Called by the Megatron worker. Every rank runs the same microbatches in the same order; the first pipeline stage reads
+the tokens, the last one computes log-probabilities and loss. Invariant: all ranks pass through the same collectives,
+also when a rank meets a NaN; whether to stop is decided together, after the last microbatch. Shapes: N rows, T tokens,
+n rows of a microbatch, K positions whose logits are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.layout import Coordinates, ParallelLayout
+from nemo_rl.errors import NonFiniteError
+from nemo_rl.models.logprobs import VocabShard
+from nemo_rl.models.megatron.attention import PackedSegments
+from nemo_rl.models.megatron.balance import AuxiliaryLoss, biases_kept_on_error
+from nemo_rl.models.megatron.mcore import finalize_model_grads, get_forward_backward_func, parallel_state
+from nemo_rl.models.megatron.optim import PolicyOptimizer
+from nemo_rl.models.megatron.setup import MegatronModel
+from nemo_rl.models.policy.interfaces import LossFunction, LossScale
+from nemo_rl.models.policy.microbatch import Microbatch, build_microbatch
+from nemo_rl.models.policy.outputs import selected_logprobs, top_k_logits
+from nemo_rl.models.policy.steps import (
+    BatchLayout,
+    Microbatches,
+    StepOutcome,
+    bad_rows,
+    raise_together,
+    sum_over_shards,
+    trained_tokens,
+)
+from nemo_rl.utils.metrics import Reduction
+
+__all__ = ["PipelineRunner", "RankView"]
+
+OnOutput = Callable[[Microbatch, torch.Tensor], torch.Tensor]
+"""What the last stage makes of a microbatch's logits `[n, K, V]`: a scalar to run backwards from."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankView:
+    """Where a rank stands."""
+
+    layout: ParallelLayout
+    rank: int
+    device: torch.device
+
+    @property
+    def is_writer(self) -> bool:
+        return self.layout.is_writer(self.rank)
+
+    @property
+    def place(self) -> Coordinates:
+        return self.layout.coordinates(self.rank)
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.place.pp == self.layout.pp - 1
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What the last stage collects over the microbatches of a global batch."""
+
+    loss: float = 0.0
+    metrics: list[dict[str, Reduction]] = field(default_factory=list)
+    bad: list[int] = field(default_factory=list)
+
+
+class PipelineRunner:
+    """`Runner` on this rank's pipeline stage."""
+
+    def __init__(self, model: MegatronModel, layout: BatchLayout, view: RankView, optimizer: PolicyOptimizer) -> None:
+        self._model, self._layout, self._view, self._optimizer = model, layout, view, optimizer
+        self._balance = AuxiliaryLoss(model.config, num_shards=view.layout.dp, device=view.device)
+        self._shard = _vocab_shard(model, view)
+        model.config.finalize_model_grads_func = _finalize
+
+    def logprobs(self, batch: BatchedDataDict, microbatches: Microbatches, select_NT: torch.Tensor) -> torch.Tensor:
+        """`[N, T]` float32 log-probabilities of the selected tokens (collective); zeros on all but the last stage.
+
+        Raises:
+            NonFiniteError: on every rank, when any rank met NaN or inf; names the rows.
+        """
+        result_NT = torch.zeros(select_NT.shape, dtype=torch.float32, device=select_NT.device)
+        bad: list[int] = []
+
+        def keep(micro: Microbatch, logits: torch.Tensor) -> torch.Tensor:
+            logprobs_nt = self._logprobs(micro, logits)
+            if micro.rows:
+                index = torch.tensor(micro.rows, dtype=torch.int64, device=result_NT.device)
+                result_NT[index, : micro.width] = logprobs_nt
+                bad.extend(bad_rows(micro, logprobs_nt))
+            return logprobs_nt.sum()
+
+        self._run(self._build(batch, microbatches, select_NT), len(microbatches), keep, is_training=False)
+        self._raise_together("log-probabilities", batch, bad)
+        return result_NT
+
+    def topk_logits(
+        self, batch: BatchedDataDict, microbatches: Microbatches, *, k: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values and ids `[N, T, k]` of the largest logits, 0 in the padding (collective); zeros on all but the last
+        stage."""
+        ids_NT = batch.tensor("input_ids")
+        values_NTk = torch.zeros(*ids_NT.shape, k, dtype=torch.float32, device=ids_NT.device)
+        tokens_NTk = torch.zeros(*ids_NT.shape, k, dtype=torch.int64, device=ids_NT.device)
+
+        def keep(micro: Microbatch, logits: torch.Tensor) -> torch.Tensor:
+            values, tokens = top_k_logits(logits, micro.inputs.segments, k=k, shard=self._shard)
+            for i, (row, length) in enumerate(zip(micro.rows, micro.lengths, strict=True)):
+                values_NTk[row, :length] = values[i, :length]
+                tokens_NTk[row, :length] = tokens[i, :length]
+            return values.sum()
+
+        nothing_NT = torch.zeros_like(ids_NT, dtype=torch.bool)
+        padded = replace(self._layout, is_packed=False)
+        micros = self._build(batch, microbatches, nothing_NT, layout=padded)
+        self._run(micros, len(microbatches), keep, is_training=False, at_all_positions=True)
+        return values_NTk, tokens_NTk
+
+    def run(
+        self,
+        batch: BatchedDataDict,
+        microbatches: Microbatches,
+        loss_fn: LossFunction,
+        scale: LossScale,
+        *,
+        is_training: bool,
+    ) -> StepOutcome:
+        """One global batch (collective), evaluated without gradients unless `is_training`.
+
+        Raises:
+            NonFiniteError: on every rank, when loss, log-probabilities or gradients are NaN or inf; weights and
+                optimizer are as before.
+        """
+        if scale.valid_tokens == 0:
+            return StepOutcome(loss=0.0, grad_norm=0.0, metrics=())
+        with biases_kept_on_error(self._model.module):
+            return self._one_batch(batch, microbatches, loss_fn, scale, is_training=is_training)
+
+    # Private parts.
+
+    def _one_batch(
+        self,
+        batch: BatchedDataDict,
+        microbatches: Microbatches,
+        loss_fn: LossFunction,
+        scale: LossScale,
+        *,
+        is_training: bool,
+    ) -> StepOutcome:
+        sums = _Sums()
+        self._balance.begin(len(microbatches))
+        self._optimizer.zero_grad()
+        micros = self._build(batch, microbatches, self._trained(batch), fields=self._fields(loss_fn))
+        self._run(micros, len(microbatches), partial(self._loss, loss_fn, scale, sums), is_training=is_training)
+        try:
+            self._raise_together("the loss", batch, sorted(set(sums.bad)))
+        except NonFiniteError:
+            self._optimizer.zero_grad()
+            raise
+        [loss] = sum_over_shards([sums.loss], is_writer=self._view.is_writer, device=self._view.device)
+        if not is_training:
+            return StepOutcome(loss=loss, grad_norm=0.0, metrics=tuple(sums.metrics))
+        grad_norm = self._optimizer.finish()
+        if grad_norm is None:
+            # The norm is global: every rank comes here together.
+            self._raise_together("the gradient norm", batch, [row for rows in microbatches for row in rows])
+            raise AssertionError("a batch without rows has no gradient")
+        metrics = [*sums.metrics, *self._balance.metrics()]
+        return StepOutcome(loss=loss, grad_norm=grad_norm, metrics=tuple(metrics))
+
+    def _loss(
+        self, loss_fn: LossFunction, scale: LossScale, sums: _Sums, micro: Microbatch, logits: torch.Tensor
+    ) -> torch.Tensor:
+        logprobs_nt = self._logprobs(micro, logits)
+        if not micro.rows:
+            return logprobs_nt.sum()
+        sums.bad += bad_rows(micro, logprobs_nt.detach())
+        output = loss_fn(logprobs_nt, micro.columns, scale=scale)
+        value = float(output.loss.detach())
+        sums.loss += value
+        sums.metrics.append(output.metrics)
+        if value - value != 0.0:
+            sums.bad += micro.rows
+        return output.loss
+
+    def _logprobs(self, micro: Microbatch, logits_nKV: torch.Tensor) -> torch.Tensor:
+        """`[n, t]`; for a microbatch without rows the sum of no token, connected to the weights."""
+        logprobs_M = selected_logprobs(logits_nKV, micro.inputs, view=self._layout.view, shard=self._shard)
+        return micro.to_rows(logprobs_M) if micro.rows else logprobs_M
+
+    def _run(
+        self,
+        micros: Iterator[Microbatch],
+        count: int,
+        on_output: OnOutput,
+        *,
+        is_training: bool,
+        at_all_positions: bool = False,
+    ) -> None:
+        """One pass of megatron-core's schedule over so many microbatches, which are built when they are due."""
+        module = self._model.ddp
+        module.train(is_training)
+        with torch.set_grad_enabled(is_training):
+            get_forward_backward_func()(
+                forward_step_func=partial(self._forward, on_output, at_all_positions),
+                data_iterator=micros,
+                model=[module],
+                num_microbatches=count,
+                # Unused: the widths of microbatches differ and travel with the activations.
+                seq_length=1,
+                micro_batch_size=1,
+                forward_only=not is_training,
+            )
+
+    def _forward(
+        self, on_output: OnOutput, at_all_positions: bool, micros: Iterator[Microbatch], module: Any
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, None]]]:
+        micro = next(micros)
+        inputs = micro.inputs
+        output = module(
+            inputs.input_ids,
+            inputs.position_ids,
+            None,
+            packed_seq_params=PackedSegments(
+                segments=inputs.segments,
+                position_s=inputs.position_ids[0],
+                keep_K=None if at_all_positions else inputs.keep_K,
+            ),
+            padding_mask=self._balance.padding(
+                micro, tp_rank=self._view.place.tp, is_first_stage=self._view.place.pp == 0
+            ),
+            **({"fp32_output": False} if self._model.config.bf16 else {}),
+        )
+
+        def finish(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+            # The count is megatron-core's divisor of gradients, which have theirs already.
+            return self._balance.scaled(on_output(micro, logits)), torch.zeros((), dtype=torch.int), None
+
+        return output, finish
+
+    def _build(
+        self,
+        batch: BatchedDataDict,
+        microbatches: Microbatches,
+        select_NT: torch.Tensor,
+        *,
+        fields: Sequence[str] = (),
+        layout: BatchLayout | None = None,
+    ) -> Iterator[Microbatch]:
+        layout = layout or self._layout
+        if not self._view.is_last_stage:
+            select_NT = torch.zeros_like(select_NT)
+        for rows in microbatches:
+            yield build_microbatch(
+                batch, rows, select_NT=select_NT, fields=fields, is_packed=layout.is_packed, shape=layout.shape
+            )
+
+    def _trained(self, batch: BatchedDataDict) -> torch.Tensor:
+        """Only the last stage has the masks."""
+        if self._view.is_last_stage:
+            return trained_tokens(batch)
+        return torch.zeros_like(batch.tensor("input_ids"), dtype=torch.bool)
+
+    def _fields(self, loss_fn: LossFunction) -> tuple[str, ...]:
+        return loss_fn.input_fields if self._view.is_last_stage else ()
+
+    def _raise_together(self, what: str, batch: BatchedDataDict, rows: Sequence[int]) -> None:
+        raise_together(what, batch, rows, is_writer=self._view.is_writer, device=self._view.device)
+
+
+def _vocab_shard(model: MegatronModel, view: RankView) -> VocabShard | None:
+    if view.layout.tp == 1:
+        return None
+    group = parallel_state.get_tensor_model_parallel_group()
+    return VocabShard(group=group, first=group.rank() * (model.shape.vocab_size // view.layout.tp))
+
+
+def _finalize(modules: list[Any], num_tokens: object = None, **kwargs: Any) -> None:
+    """Reduces gradients over all ranks that share a weight, without megatron-core's division by tokens."""
+    with torch.no_grad():
+        finalize_model_grads(modules, None, **kwargs)

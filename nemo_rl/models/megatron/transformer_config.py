@@ -1,0 +1,139 @@
+"""The `TransformerConfig` of a policy: architecture, parallel sizes and `policy.megatron_cfg` for megatron-core."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.functional import silu
+
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.models.loading import DTYPES
+from nemo_rl.models.megatron.architecture import Architecture, Mixture
+from nemo_rl.models.megatron.layer_spec import has_transformer_engine
+from nemo_rl.models.megatron.mcore import USING_PYTORCH_OPTIMIZER, TransformerConfig
+
+__all__ = ["DecoderConfig", "transformer_config", "uses_distributed_optimizer"]
+
+
+@dataclass
+class DecoderConfig(TransformerConfig):  # type: ignore[misc]
+    """megatron-core's settings and what our own modules need beside them."""
+
+    attention_windows: tuple[int | None, ...] = field(default=())
+    """Per layer of the whole model: tokens that a token sees; None means all."""
+
+
+def transformer_config(
+    shape: Architecture, policy: PolicyConfig, *, is_cuda: bool, attention_scaling: float = 1.0
+) -> DecoderConfig:
+    """Settings of the model.
+
+    Args:
+        attention_scaling: factor of rotary sine and cosine, so that scores are scaled by its square.
+    """
+    section, sizes = policy.megatron_cfg, policy.parallel_sizes
+    dtype = DTYPES[policy.precision]
+    return DecoderConfig(
+        attention_windows=shape.windows,
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_groups,
+        kv_channels=shape.head_dim,
+        softmax_scale=shape.head_dim**-0.5 * attention_scaling**2,
+        ffn_hidden_size=shape.intermediate_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        gated_linear_unit=True,
+        activation_func=silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.has_qkv_bias,
+        qk_layernorm=shape.has_head_norms,
+        init_method_std=shape.initializer_range,
+        hidden_dropout=0.0,
+        attention_dropout=shape.attention_dropout,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        pipeline_dtype=dtype,
+        # Weights come from a folder, but without it tensor parallel ones lack the marks that the gradient norm needs.
+        perform_initialization=True,
+        use_cpu_initialization=not is_cuda,
+        # The loss is divided by the tokens of the global batch already, so gradients of all ranks are summed.
+        calculate_per_token_loss=True,
+        # Microbatches differ in width.
+        variable_seq_lengths=section.moe_token_dispatcher_type == "alltoall",
+        tensor_model_parallel_size=sizes.tensor,
+        pipeline_model_parallel_size=sizes.pipeline,
+        context_parallel_size=sizes.context,
+        expert_model_parallel_size=sizes.expert,
+        expert_tensor_parallel_size=sizes.expert_tensor,
+        sequence_parallel=sizes.sequence_parallel,
+        num_layers_in_first_pipeline_stage=section.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=section.num_layers_in_last_pipeline_stage,
+        moe_token_dispatcher_type=section.moe_token_dispatcher_type,
+        # Ours are plain modules; kernels of Transformer Engine and apex are used where they are asked for.
+        bias_activation_fusion=is_cuda and has_transformer_engine(),
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=section.apply_rope_fusion,
+        deallocate_pipeline_outputs=False,
+        batch_p2p_comm=True,
+        # No graphs; megatron-core's own default warns that it is deprecated.
+        cuda_graph_scope=[],
+        **_recompute(policy),
+        **(_experts(shape.mixture, shape, policy) if shape.mixture is not None else {}),
+    )
+
+
+def uses_distributed_optimizer(policy: PolicyConfig) -> bool:
+    """Whether each data-parallel rank keeps a part of the optimizer state.
+
+    Only the Adam of Transformer Engine or apex can be restored from a checkpoint then.
+    """
+    section = policy.megatron_cfg.optimizer
+    if section.use_distributed_optimizer is not None:
+        return section.use_distributed_optimizer
+    return section.optimizer == "adam" and torch.cuda.is_available() and not USING_PYTORCH_OPTIMIZER
+
+
+def _recompute(policy: PolicyConfig) -> dict[str, Any]:
+    section = policy.megatron_cfg
+    if not section.activation_checkpointing:
+        return {}
+    if section.recompute_granularity == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(section.recompute_modules)}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": section.recompute_method,
+        "recompute_num_layers": section.recompute_num_layers,
+    }
+
+
+def _experts(mixture: Mixture, shape: Architecture, policy: PolicyConfig) -> dict[str, Any]:
+    section = policy.megatron_cfg
+    is_sigmoid = mixture.score == "sigmoid"
+    use_groups = mixture.num_groups > 1
+    grouped = section.moe_grouped_gemm
+    return {
+        "num_moe_experts": mixture.num_experts,
+        "moe_router_topk": mixture.top_k,
+        "moe_ffn_hidden_size": mixture.intermediate_size,
+        "moe_layer_freq": [int(has_experts) for has_experts in shape.expert_layers],
+        "moe_shared_expert_intermediate_size": mixture.shared_intermediate_size or None,
+        "moe_router_score_function": mixture.score,
+        "moe_router_enable_expert_bias": is_sigmoid,
+        "moe_router_bias_update_rate": section.moe_router_bias_update_rate,
+        # The softmax over the chosen logits is the normalised one over all.
+        "moe_router_pre_softmax": not is_sigmoid and not mixture.normalises,
+        "moe_router_topk_scaling_factor": mixture.scaling if mixture.scaling != 1.0 else None,
+        "moe_router_num_groups": mixture.num_groups if use_groups else None,
+        "moe_router_group_topk": mixture.top_groups if use_groups else None,
+        "moe_router_dtype": section.moe_router_dtype,
+        "moe_router_load_balancing_type": section.moe_router_load_balancing_type,
+        "moe_aux_loss_coeff": section.moe_aux_loss_coeff,
+        "moe_permute_fusion": section.moe_permute_fusion,
+        "moe_grouped_gemm": has_transformer_engine() if grouped is None else grouped,
+    }

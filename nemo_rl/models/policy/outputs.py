@@ -1,0 +1,47 @@
+"""From the logits of one pass to log-probabilities of the selected tokens, or to the largest logits of every position.
+
+Called by the models of every policy worker, where their forward pass ends. Shapes: n rows, S positions of the pass, s
+of them on this context rank, K kept positions, M selected tokens, m of them predicted here, V vocabulary columns here.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nemo_rl.distributed.differentiable import gather_along, reduce_from
+from nemo_rl.models.logprobs import SamplingView, VocabShard, token_logprobs
+from nemo_rl.models.policy.microbatch import ForwardInputs
+from nemo_rl.models.varlen_attention import Segments
+
+__all__ = ["selected_logprobs", "top_k_logits"]
+
+
+def selected_logprobs(
+    logits_nKV: torch.Tensor, inputs: ForwardInputs, *, view: SamplingView, shard: VocabShard | None
+) -> torch.Tensor:
+    """`[M]` float32, the same on every tensor and context rank (collective over both), differentiable.
+
+    Args:
+        logits_nKV: at `inputs.keep_K`.
+        shard: this rank's part of the vocabulary where the head is split.
+    """
+    logits_mV = logits_nKV[inputs.row_m, inputs.kept_m]
+    logprobs_m = token_logprobs(logits_mV, inputs.target_m, view=view, shard=shard)
+    if inputs.segments.group is None:
+        return logprobs_m
+    zeros_M = logprobs_m.new_zeros(inputs.num_selected)
+    return reduce_from(zeros_M.index_put((inputs.selected_m,), logprobs_m), inputs.segments.group)
+
+
+def top_k_logits(
+    logits_nsV: torch.Tensor, segments: Segments, *, k: int, shard: VocabShard | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and ids `[n, S, k]` at every position (collective over tensor and context ranks)."""
+    if shard is not None:
+        logits_nsV = gather_along(logits_nsV, shard.group, dim=2)
+    values, ids = logits_nsV.float().topk(k, dim=-1)
+    if segments.group is None:
+        return values, ids
+    order = segments.row_order
+    whole = [gather_along(part, segments.group, dim=1).index_select(1, order) for part in (values, ids)]
+    return whole[0], whole[1]

@@ -1,0 +1,177 @@
+"""What training steps and log-probability passes of every policy worker share: scales, sums and checks over all ranks.
+
+Called by the workers and their step runners. Invariant: all ranks pass through the same collectives in the same order;
+of the ranks that share a data-parallel shard exactly one, its writer, contributes to a sum. Shapes: N rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.errors import NonFiniteError, name_some
+from nemo_rl.models.logprobs import SamplingView
+from nemo_rl.models.policy.interfaces import LossFunction, LossScale
+from nemo_rl.models.policy.microbatch import Microbatch, PassShape
+from nemo_rl.utils.metrics import Reduction
+
+__all__ = [
+    "BatchLayout",
+    "Runner",
+    "StepOutcome",
+    "all_reduce_sum",
+    "bad_rows",
+    "check_same_plan",
+    "loss_scales",
+    "raise_together",
+    "row_names",
+    "sum_over_shards",
+    "trained_tokens",
+]
+
+KEYS_COLUMN = "keys"
+"""Optional list column with the keys of the rows; errors then name keys instead of row numbers."""
+Microbatches = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchLayout:
+    """How rows become forward passes."""
+
+    is_packed: bool
+    shape: PassShape
+    view: SamplingView
+    """Distribution of which log-probabilities are taken."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepOutcome:
+    """One global batch."""
+
+    loss: float
+    """Global loss, the same on every rank."""
+    grad_norm: float
+    """Global norm before clipping, the same on every rank; 0 in evaluation."""
+    metrics: tuple[dict[str, Reduction], ...]
+    """This rank's, one per microbatch; empty on ranks that do not see the loss."""
+
+
+class Runner(Protocol):
+    """Runs the microbatches of one rank. Methods are collective: every rank calls them in the same order."""
+
+    def logprobs(self, batch: BatchedDataDict, microbatches: Microbatches, select_NT: torch.Tensor) -> torch.Tensor:
+        """`[N, T]` float32 log-probabilities of the selected tokens, 0 elsewhere.
+
+        Raises:
+            NonFiniteError: on every rank, when any rank met NaN or inf; names the rows.
+        """
+
+    def topk_logits(
+        self, batch: BatchedDataDict, microbatches: Microbatches, *, k: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values and ids `[N, T, k]` of the largest logits at each position, 0 in the padding."""
+
+    def run(
+        self,
+        batch: BatchedDataDict,
+        microbatches: Microbatches,
+        loss_fn: LossFunction,
+        scale: LossScale,
+        *,
+        is_training: bool,
+    ) -> StepOutcome:
+        """One global batch; an optimizer step at its end when `is_training`.
+
+        Raises:
+            NonFiniteError: on every rank, when loss, log-probabilities or gradients are NaN or inf; weights and
+                optimizer are as before.
+        """
+
+
+def trained_tokens(batch: BatchedDataDict) -> torch.Tensor:
+    """`[N, T]` bool: tokens that count in the loss."""
+    mask_NT = batch.tensor("token_mask").bool() & (batch.tensor("sample_mask") > 0)[:, None]
+    mask_NT[:, 0] = False
+    columns = torch.arange(mask_NT.shape[1], device=mask_NT.device)
+    return mask_NT & (columns < batch.tensor("input_lengths")[:, None])
+
+
+def loss_scales(
+    batch: BatchedDataDict, steps: Sequence[Microbatches], *, is_writer: bool, device: torch.device
+) -> list[LossScale]:
+    """Global counts of every optimizer step, with one collective over all ranks; only writers look at the batch."""
+    counts = [0.0] * (2 * len(steps))
+    if is_writer:
+        tokens_N = trained_tokens(batch).sum(1)
+        for i, microbatches in enumerate(steps):
+            rows = torch.tensor([row for rows in microbatches for row in rows], dtype=torch.int64, device=device)
+            counts[2 * i : 2 * i + 2] = float(tokens_N[rows].sum()), float((tokens_N[rows] > 0).sum())
+    total = all_reduce_sum(counts, device=device)
+    return [LossScale(valid_tokens=total[i], valid_sequences=total[i + 1]) for i in range(0, len(total), 2)]
+
+
+def all_reduce_sum(values: Sequence[float], *, device: torch.device) -> list[float]:
+    """Sums over all ranks in float64 (collective)."""
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return [float(value) for value in total.tolist()]
+
+
+def sum_over_shards(values: Sequence[float], *, is_writer: bool, device: torch.device) -> list[float]:
+    """Sums of the writers' values, on every rank (collective over all ranks)."""
+    return all_reduce_sum(values if is_writer else [0.0] * len(values), device=device)
+
+
+def check_same_plan(microbatches_per_step: Sequence[int], *, device: torch.device) -> None:
+    """Compares the number of passes over all ranks (collective): unequal numbers would leave a rank waiting for ever.
+
+    Raises:
+        ValueError: on every rank.
+    """
+    mine = torch.tensor([len(microbatches_per_step), sum(microbatches_per_step)], device=device)
+    everywhere = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, mine)
+    counts = [tuple(part.tolist()) for part in everywhere]
+    if len(set(counts)) != 1:
+        raise ValueError(
+            "expected the same number of optimizer steps and microbatches on every rank, got "
+            + ", ".join(f"rank {rank}: {steps} steps, {passes} passes" for rank, (steps, passes) in enumerate(counts))
+        )
+
+
+def row_names(batch: BatchedDataDict, rows: Sequence[int]) -> list[str]:
+    """Keys of the rows where the batch has them, else their numbers."""
+    keys = batch.get(KEYS_COLUMN)
+    return [str(keys[row]) for row in rows] if isinstance(keys, list) else [f"row {row}" for row in rows]
+
+
+def bad_rows(micro: Microbatch, logprobs_nt: torch.Tensor) -> list[int]:
+    """Rows of the batch with NaN or inf."""
+    if not micro.rows:
+        return []
+    is_bad = ~logprobs_nt.isfinite().all(1)
+    return [row for row, bad in zip(micro.rows, is_bad.tolist(), strict=True) if bad]
+
+
+def raise_together(
+    what: str, batch: BatchedDataDict, rows: Sequence[int], *, is_writer: bool, device: torch.device
+) -> None:
+    """Compares bad rows over all ranks (collective).
+
+    Raises:
+        NonFiniteError: on every rank, when any rank has one; the writers name the samples.
+    """
+    if all_reduce_sum([float(len(rows))], device=device)[0] == 0:
+        return
+    everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, row_names(batch, rows) if is_writer else [])
+    names = [f"{name} (rank {rank})" for rank, part in enumerate(everywhere) for name in part]
+    raise NonFiniteError(
+        f"NaN or inf in {what}: samples {name_some(names)}; the weights were not changed. Look at these samples, "
+        "lower the learning rate or use policy.precision=float32"
+    )

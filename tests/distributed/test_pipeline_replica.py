@@ -1,0 +1,75 @@
+"""Two ranks on one shard in several layouts, a pipeline among them: the same bits from every store, one fate."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nemo_rl.distributed.virtual_cluster import free_port
+from tests.helpers.gloo import run_ranks
+from tests.helpers.pipeline_cases import LAYOUTS, NUM_JOBS, PIPELINE, PLANTS, STORES, RankReport, everything
+from tests.helpers.replica_cases import ROWS, rows
+from tests.helpers.tiny_model import tiny_policy, tiny_worker, write_tiny_folder
+
+LIMIT_S, SLACK = 5.0, 3
+"""The contract of the abort, and the time that a busy machine may take."""
+LAST_STAGE = 1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return str(write_tiny_folder(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def reports(folder) -> list[RankReport]:
+    return run_ranks(2, everything, folder, [free_port() for _ in range(NUM_JOBS)], timeout_s=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_log_probabilities_and_trained_weights_are_the_same_bits_over_both_stores(reports, layout):
+    for report in reports:
+        first, second = (report.steps[layout][store] for store in STORES[layout])
+        assert first.logprobs == second.logprobs
+        assert first.trained == second.trained
+    assert len(reports[0].steps[layout]["transfer_queue"].logprobs) == ROWS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_rank_writes_what_one_process_computes(reports, folder, layout):
+    writer = LAST_STAGE if layout == PIPELINE else 0
+    for store in STORES[layout]:
+        puts = [report.steps[layout][store].puts for report in reports]
+        assert [count or 0 for count in puts] == [int(rank == writer) for rank in (0, 1)]
+    worker = tiny_worker(tiny_policy(folder))
+    expected = worker.get_logprobs(rows(), mbs=ROWS)
+    worker.shutdown()
+    found = reports[0].steps[layout]["transfer_queue"].logprobs
+    for i, row in enumerate(expected):
+        got = torch.tensor(found[f"u{i}_g0"])
+        torch.testing.assert_close(got[: len(row)], row[: len(got)], rtol=0, atol=2e-5)
+
+
+TEXTS = {
+    "in_the_fetch": (0, "KeysNotFound", "nobody_g0"),
+    "in_the_first_stage": (0, "ValueError", "planted in a layer of rank 0"),
+    "in_the_last_stage": (1, "ValueError", "planted in a layer of rank 1"),
+    "in_the_loss": (1, "ValueError", "planted in the loss"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plant", PLANTS)
+def test_an_error_in_one_pipeline_stage_ends_the_step_on_both_with_its_text(reports, plant):
+    origin, kind, text = TEXTS[plant]
+    for rank, report in enumerate(reports):
+        got_kind, got_text, seconds = report.failures[plant]
+        assert text in got_text
+        assert seconds < LIMIT_S * SLACK
+        if rank == origin:
+            assert got_kind == kind
+        else:
+            assert got_kind == "WorkerError" and got_text.startswith(f"rank {origin}, stage ")
+            assert f": {kind}: " in got_text

@@ -1,0 +1,135 @@
+"""Tiny random models of every family that the Megatron worker trains, and a forward pass of one rank."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4MoeConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.models.megatron.attention import PackedSegments
+from nemo_rl.models.megatron.setup import MegatronModel
+from nemo_rl.models.varlen_attention import Segments
+
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "glm4_moe")
+COMMON = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    # Short, so that wave lengths of both kinds are among those of a small head.
+    "original_max_position_embeddings": 64,
+}
+
+
+def config_of(family: str, **changes: object) -> PretrainedConfig:
+    """The config of a family, with some values changed; each has what is special to the family."""
+    given = COMMON | changes
+    if family == "llama":
+        return LlamaConfig(**{"tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE} | given)
+    if family == "mistral":
+        # A window that most rows outgrow.
+        return MistralConfig(**{"head_dim": 8, "sliding_window": 10} | given)
+    if family == "mixtral":
+        return MixtralConfig(**{"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None} | given)
+    if family == "qwen2":
+        return Qwen2Config(**{"tie_word_embeddings": False} | given)
+    if family == "qwen3":
+        # Heads that are wider than the hidden size divided by their number.
+        return Qwen3Config(**{"head_dim": 12, "tie_word_embeddings": True} | given)
+    if family == "qwen3_moe":
+        experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+        return Qwen3MoeConfig(**{"head_dim": 8, "mlp_only_layers": [1], "tie_word_embeddings": False} | experts | given)
+    if family == "glm4_moe":
+        experts = {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 24,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+        }
+        attention = {"head_dim": 8, "attention_bias": True, "use_qk_norm": True, "tie_word_embeddings": False}
+        return Glm4MoeConfig(**attention | experts | given)
+    raise ValueError(f"no such family: {family!r}")
+
+
+def hf_model(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: object) -> PreTrainedModel:
+    """A random model in evaluation mode; biases, norms and the router's bias are random as well."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config_of(family, **changes), attn_implementation="sdpa").eval()
+    with torch.no_grad():
+        for name, weight in model.state_dict().items():
+            if name.endswith("e_score_correction_bias"):
+                weight.normal_(0, 0.3)
+            elif weight.dim() == 1:
+                weight.add_(torch.randn_like(weight) * 0.2)
+            elif name.endswith("mlp.gate.weight"):
+                weight.normal_(0, 0.3)
+            elif ".mlp.experts." in name:
+                weight.normal_(0, 0.1)
+    biases = {name: bias.clone() for name, bias in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    model.to(dtype)
+    for name, bias in biases.items():
+        # As `from_pretrained` does, whatever the precision.
+        model.get_buffer(name).data = bias
+    return model
+
+
+def policy_config(*, precision: str = "float32", **megatron: object) -> PolicyConfig:
+    """Settings of a Megatron worker; the folder is a name only, models are made in memory."""
+    return PolicyConfig.model_validate(
+        {
+            "model_name": "unused",
+            "precision": precision,
+            "dtensor_cfg": {"enabled": False},
+            "megatron_cfg": {"enabled": True, **megatron},
+        }
+    )
+
+
+def forward(model: MegatronModel, token_NS: torch.Tensor) -> torch.Tensor:
+    """`[N, S, V]` logits of one process that has the whole model; each row is a sequence."""
+    rows, length = token_NS.shape
+    packed = PackedSegments(segments=Segments(lengths=(length,)), position_s=torch.arange(length))
+    logits: torch.Tensor = model.ddp(
+        input_ids=token_NS,
+        position_ids=packed.position_s.expand(rows, length),
+        attention_mask=None,
+        packed_seq_params=packed,
+    )
+    return logits
+
+
+@functools.cache
+def tokens(rows: int = 3, length: int = 24, *, vocab_size: int = 96) -> torch.Tensor:
+    """`[rows, length]` int64, always the same."""
+    return torch.randint(3, vocab_size, (rows, length), generator=torch.Generator().manual_seed(1))

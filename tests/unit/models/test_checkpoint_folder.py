@@ -1,0 +1,80 @@
+"""Folders of checkpoints: whole or absent, and refused when reading them would run code."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import state_dict_saver
+
+from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group
+from nemo_rl.errors import CheckpointError
+from nemo_rl.models.checkpoint_folder import complete_or_nothing, random_state, refuse_code, set_random_state
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    init_process_group(RankSpec(rank=0, world_size=1), device=torch.device("cpu"), timeout_s=30)
+    yield
+    destroy_process_group()
+
+
+class Bomb:
+    """Leaves a file when it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return Path.touch, (self.trace,)
+
+
+def test_a_folder_is_replaced_when_all_is_written_and_left_alone_otherwise(tmp_path: Path) -> None:
+    folder = tmp_path / "step_1"
+    with complete_or_nothing(folder) as target:
+        (target / "weights").write_text("first")
+        assert not folder.exists()
+    with (
+        pytest.raises(CheckpointError, match="rank 0 could not write it: OSError: no space"),
+        complete_or_nothing(folder) as target,
+    ):
+        (target / "weights").write_text("second")
+        raise OSError("no space")
+    assert (folder / "weights").read_text() == "first"
+    with complete_or_nothing(folder) as target:
+        (target / "more").write_text("third")
+    assert [path.name for path in folder.iterdir()] == ["more"]
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
+
+
+def test_tensors_and_plain_values_are_read(tmp_path: Path) -> None:
+    values = {
+        "lr": 0.1,
+        "betas": [0.9, 0.95],
+        "fused": None,
+        "name": "adam",
+        "weight": torch.ones(3, dtype=torch.bfloat16),
+    }
+    state_dict_saver.save(values, checkpoint_id=tmp_path)
+    refuse_code(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["index", "object"])
+def test_pickles_of_anything_else_are_refused_unread(tmp_path: Path, place: str) -> None:
+    trace, folder = tmp_path / "trace", tmp_path / "optimizer"
+    state_dict_saver.save({"lr": Bomb(trace) if place == "object" else 0.1}, checkpoint_id=folder)
+    if place == "index":
+        (folder / ".metadata").write_bytes(pickle.dumps(Bomb(trace)))
+    with pytest.raises(CheckpointError, match="the optimizer state cannot be read"):
+        refuse_code(folder)
+    assert not trace.exists()
+
+
+def test_random_state_is_set_again() -> None:
+    state = random_state()
+    expected = torch.rand(3)
+    set_random_state(state)
+    assert torch.equal(torch.rand(3), expected)
