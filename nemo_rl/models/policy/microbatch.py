@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan, round_up
 from nemo_rl.models.varlen_attention import Segments
 
-__all__ = ["ForwardInputs", "Microbatch", "PassShape", "build_microbatch", "fixed_plan", "steps_of"]
+__all__ = ["ForwardInputs", "Microbatch", "PassPlaces", "PassShape", "build_microbatch", "fixed_plan", "steps_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +30,10 @@ class ForwardInputs:
     """`[n, s]` int64: this rank's positions of the pass."""
     position_ids: torch.Tensor
     """`[1, s]` int64, restarting with every sequence."""
+    row_ns: torch.Tensor
+    """`[n, s]` int64: row within the microbatch of the token at each position; -1 where none lies."""
+    column_ns: torch.Tensor
+    """`[n, s]` int64: its position in the row; 0 where none lies."""
     is_padding_ns: torch.Tensor
     """`[n, s]` bool: positions that hold no token."""
     segments: Segments
@@ -169,100 +174,122 @@ def build_microbatch(
     if len(rows):
         select_nt[:, 0] = False
     row_M, column_M = select_nt.nonzero(as_tuple=True)
-    layout = _packed if is_packed else _padded
-    whole = layout(ids_nt, lengths, row_M, column_M, shape)
+    places = PassPlaces.of(lengths, is_packed=is_packed, shape=shape, device=device)
     return Microbatch(
         rows=tuple(rows),
         lengths=lengths,
         columns=columns,
         width=width,
-        inputs=_on_this_rank(whole, ids_nt[row_M, column_M], shape),
+        inputs=_on_this_rank(places, ids_nt, row_M, column_M, shape),
         out_row_M=row_M,
         out_column_M=column_M,
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Pass:
-    """The whole pass, before it is split over context ranks."""
+class PassPlaces:
+    """Which token of which row lies where in a pass of n rows, S positions wide; known from lengths alone."""
 
-    ids_nS: torch.Tensor
+    row_nS: torch.Tensor
+    """`[n, S]` int64: number of the row within the microbatch; -1 where no token lies."""
+    column_nS: torch.Tensor
+    """`[n, S]` int64: position of the token in its row; 0 where no token lies."""
     position_S: torch.Tensor
-    segment_lengths: tuple[int, ...]
-    is_padding_nS: torch.Tensor
-    row_M: torch.Tensor
-    """Row of the pass of each selected token."""
-    place_M: torch.Tensor
-    """Position of the pass that predicts it."""
+    """`[S]` int64, restarting with every sequence."""
+    segments: Segments
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], *, is_packed: bool, shape: PassShape, device: torch.device) -> PassPlaces:
+        """Places of the whole pass.
+
+        Args:
+            lengths: of the microbatch's rows.
+            is_packed: rows lie end to end in one row instead of being padded.
+        """
+        layout = _packed_places if is_packed else _padded_places
+        return layout(tuple(lengths), shape, device)
+
+    def on_context_rank(self, rank: int) -> PassPlaces:
+        """The positions that one context rank holds, in its order."""
+        if self.segments.cp_size == 1:
+            return self
+        mine_s = self.segments.local_positions(rank)
+        return PassPlaces(
+            row_nS=self.row_nS[:, mine_s],
+            column_nS=self.column_nS[:, mine_s],
+            position_S=self.position_S[mine_s],
+            segments=self.segments,
+        )
 
 
-def _padded(
-    ids_nt: torch.Tensor, lengths: Sequence[int], row_M: torch.Tensor, column_M: torch.Tensor, shape: PassShape
-) -> _Pass:
-    width = round_up(ids_nt.shape[1], shape.divisible_by)
-    ids_nS = torch.nn.functional.pad(ids_nt, (0, width - ids_nt.shape[1])) if lengths else ids_nt.new_zeros(1, width)
-    position_S = torch.arange(width, device=ids_nt.device)
-    return _Pass(
-        ids_nS=ids_nS,
+def _padded_places(lengths: tuple[int, ...], shape: PassShape, device: torch.device) -> PassPlaces:
+    width = round_up(max((1, *lengths)), shape.divisible_by)
+    position_S = torch.arange(width, device=device)
+    is_real_nS = position_S < torch.tensor(lengths or (0,), device=device)[:, None]
+    row_n = torch.arange(len(is_real_nS), device=device)
+    return PassPlaces(
+        row_nS=torch.where(is_real_nS, row_n[:, None], -1),
+        column_nS=torch.where(is_real_nS, position_S, 0),
         position_S=position_S,
-        segment_lengths=(width,),
-        is_padding_nS=position_S >= torch.tensor(lengths or (0,), device=ids_nt.device)[:, None],
-        row_M=row_M,
-        place_M=column_M - 1,
+        segments=shape.segments((width,), device=device),
     )
 
 
-def _packed(
-    ids_nt: torch.Tensor, lengths: Sequence[int], row_M: torch.Tensor, column_M: torch.Tensor, shape: PassShape
-) -> _Pass:
-    device = ids_nt.device
+def _packed_places(lengths: tuple[int, ...], shape: PassShape, device: torch.device) -> PassPlaces:
     own = [round_up(length, shape.sequence_multiple) for length in lengths]
     # The tail that fills the width is a segment of its own: its positions restart at 0 as well.
     tail = round_up(max(sum(own), 1), shape.divisible_by) - sum(own)
-    segments = tuple(length for length in (*own, tail) if length)
-    ids_S = ids_nt.new_zeros(sum(segments))
-    start_n = torch.tensor([0, *own], device=device).cumsum(0)[:-1]
-    is_padding_S = torch.ones_like(ids_S, dtype=torch.bool)
-    for i, length in enumerate(lengths):
-        place = slice(int(start_n[i]), int(start_n[i]) + length)
-        ids_S[place], is_padding_S[place] = ids_nt[i, :length], False
-    return _Pass(
-        ids_nS=ids_S[None],
-        position_S=torch.cat([torch.arange(length, device=device) for length in segments]),
-        segment_lengths=segments,
-        is_padding_nS=is_padding_S[None],
-        row_M=torch.zeros_like(row_M),
-        place_M=start_n[row_M] + column_M - 1,
+    segment_lengths = tuple(length for length in (*own, tail) if length)
+    position_S = torch.cat([torch.arange(length, device=device) for length in segment_lengths])
+    row_S, column_S = torch.full_like(position_S, -1), torch.zeros_like(position_S)
+    for row, (start, length) in enumerate(zip(accumulate(own, initial=0), lengths, strict=False)):
+        row_S[start : start + length] = row
+        column_S[start : start + length] = position_S[start : start + length]
+    return PassPlaces(
+        row_nS=row_S[None],
+        column_nS=column_S[None],
+        position_S=position_S,
+        segments=shape.segments(segment_lengths, device=device),
     )
 
 
-def _on_this_rank(whole: _Pass, target_M: torch.Tensor, shape: PassShape) -> ForwardInputs:
-    """This context rank's positions, and the selected tokens that they predict."""
-    device = target_M.device
-    segments = shape.segments(whole.segment_lengths, device=device)
-    ids_ns, position_s, place_M = whole.ids_nS, whole.position_S, whole.place_M
-    is_padding_ns = whole.is_padding_nS
-    selected_m = torch.arange(len(place_M), device=device)
-    if segments.cp_size > 1:
-        mine_s = segments.local_positions()
-        local_S = torch.full_like(whole.position_S, -1)
-        local_S[mine_s] = torch.arange(len(mine_s), device=device)
-        ids_ns, position_s, is_padding_ns = ids_ns[:, mine_s], position_s[mine_s], is_padding_ns[:, mine_s]
-        selected_m = (local_S[place_M] >= 0).nonzero()[:, 0]
-        place_M = local_S[place_M]
+def _on_this_rank(
+    places: PassPlaces, ids_nt: torch.Tensor, row_M: torch.Tensor, column_M: torch.Tensor, shape: PassShape
+) -> ForwardInputs:
+    """This context rank's positions, and the selected tokens that they predict.
+
+    Args:
+        row_M: row within the microbatch of each selected token; column_M its position in the row.
+    """
+    segments = places.segments
+    local = places.on_context_rank(shape.cp_rank)
+    # Where the token lies that a position of this rank predicts the next one of.
+    local_nt = ids_nt.new_full((max(1, len(ids_nt)), ids_nt.shape[1]), -1)
+    pass_row_nt = torch.zeros_like(local_nt)
+    pass_row_R, local_R = (local.row_nS >= 0).nonzero(as_tuple=True)
+    source_R = local.row_nS[pass_row_R, local_R], local.column_nS[pass_row_R, local_R]
+    local_nt[source_R], pass_row_nt[source_R] = local_R, pass_row_R
+    place_M = local_nt[row_M, column_M - 1]
+    selected_m = (place_M >= 0).nonzero()[:, 0]
+    row_m, column_m = row_M[selected_m], column_M[selected_m]
     # Logits are computed at the union of the positions that some row needs; at least one keeps the graph whole.
     keep_K, kept_m = torch.unique(place_M[selected_m], return_inverse=True)
     if not len(keep_K):
         keep_K = place_M.new_zeros(1)
+    is_padding_ns = local.row_nS < 0
+    ids_ns = torch.zeros_like(local.row_nS)
+    ids_ns[pass_row_R, local_R] = ids_nt[source_R]
     return ForwardInputs(
         input_ids=ids_ns,
-        position_ids=position_s[None],
+        position_ids=local.position_S[None],
+        row_ns=local.row_nS,
+        column_ns=local.column_nS,
         is_padding_ns=is_padding_ns,
         segments=segments,
-        num_selected=len(target_M),
+        num_selected=len(row_M),
         selected_m=selected_m,
         keep_K=keep_K,
-        row_m=whole.row_M[selected_m],
+        row_m=pass_row_nt[row_m, column_m - 1],
         kept_m=kept_m,
-        target_m=target_M[selected_m],
+        target_m=ids_nt[row_m, column_m],
     )
