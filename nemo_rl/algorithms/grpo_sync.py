@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from nemo_rl.algorithms.grpo import ScoredRows, plan_logprobs, plan_train, score_rows, select_train_rows
-from nemo_rl.algorithms.stages import Stage, written_fields
+from nemo_rl.algorithms.stages import Stage, fetched_fields, written_fields
 from nemo_rl.algorithms.step_metrics import StepRecord, data_plane_metrics, step_metrics
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.sampler import PromptSampler
@@ -111,7 +111,7 @@ class SyncGRPOTrainer:
         self._parts = parts
         self._config = parts.config
         self._stage_names = {stage.name for stage in parts.stages}
-        self._train_fields = next(stage.reads for stage in parts.stages if stage.name == "train")
+        self._train_fields = next(fetched_fields(stage) for stage in parts.stages if stage.name == "train")
         self._timer = Timer()
         self._step = 0
         self._put_bytes = 0

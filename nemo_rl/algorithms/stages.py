@@ -10,11 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nemo_rl.config.schema import MasterConfig
-from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS, reads_of, writes_of
+from nemo_rl.data_plane.routed_experts import route_conditions
+from nemo_rl.data_plane.schema import (
+    DP_TRAIN_FIELDS,
+    LP_SEED_FIELDS,
+    ROUTE_FIELDS,
+    reads_of,
+    route_fields,
+    writes_of,
+)
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.policy.interfaces import LossFunction
 
-__all__ = ["Stage", "build_stages", "check_stages", "written_fields"]
+__all__ = ["Stage", "build_stages", "check_stages", "fetched_fields", "written_fields"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,16 +36,31 @@ class Stage:
 
 def build_stages(config: MasterConfig, loss_fn: LossFunction) -> tuple[Stage, ...]:
     """The stages this config runs, in order; their columns come from the FieldSpec table."""
+    replay = config.policy.router_replay
+    conditions = route_conditions(replay, with_digests=False)
     names = ["rollout"]
     if not config.grpo.use_generation_logprobs_as_prev:
         names.append("prev_logprobs")
     if config.loss_fn.reference_policy_kl_penalty > 0:
         names.append("reference_logprobs")
-    stages = [Stage(name=name, reads=reads_of(name), writes=writes_of(name)) for name in (*names, "advantages")]
-    stages.append(Stage(name="train", reads=_train_fields(loss_fn)))
+    if config.loss_fn.reference_policy_kl_penalty > 0:
+        conditions += ("reference_kl",)
+    stages = [
+        Stage(name=name, reads=reads_of(name, conditions=conditions), writes=writes_of(name, conditions=conditions))
+        for name in (*names, "advantages")
+    ]
+    routes = route_fields(conditions)
+    if routes and replay.source != "rollout":
+        stages = [_with_routes(stage, routes, recorder=replay.source) for stage in stages]
+    stages.append(Stage(name="train", reads=(*_train_fields(loss_fn), *routes)))
     stages.append(Stage(name="log", reads=reads_of("log")))
     check_stages(stages)
     return tuple(stages)
+
+
+def fetched_fields(stage: Stage) -> tuple[str, ...]:
+    """What a worker fetches whole for this stage; routes come apart, each rank its own part of them."""
+    return tuple(name for name in stage.reads if name not in ROUTE_FIELDS)
 
 
 def check_stages(stages: Sequence[Stage]) -> None:
@@ -62,6 +85,13 @@ def check_stages(stages: Sequence[Stage]) -> None:
 def written_fields(stages: Sequence[Stage]) -> tuple[str, ...]:
     """Every column of the step, in order of its first write."""
     return tuple(dict.fromkeys(name for stage in stages for name in stage.writes))
+
+
+def _with_routes(stage: Stage, routes: Sequence[str], *, recorder: str) -> Stage:
+    """The stage when `recorder`, rather than the rollout, records the routes."""
+    reads = tuple(name for name in stage.reads if name not in routes)
+    writes = tuple(name for name in stage.writes if name not in routes)
+    return Stage(name=stage.name, reads=reads, writes=(*writes, *routes) if stage.name == recorder else writes)
 
 
 def _train_fields(loss_fn: LossFunction) -> tuple[str, ...]:

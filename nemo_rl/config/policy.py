@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from nemo_rl.config.base import Section
 from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.parallel import ParallelSizes
+from nemo_rl.config.router_replay import RouterReplayConfig
 
 __all__ = [
     "DTensorConfig",
@@ -207,6 +208,7 @@ class PolicyConfig(Section):
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
     generation: GenerationConfig = Field(default_factory=GenerationConfig)
+    router_replay: RouterReplayConfig = Field(default_factory=RouterReplayConfig)
 
     @model_validator(mode="before")
     @classmethod

@@ -16,6 +16,7 @@ __all__ = [
     "DP_TRAIN_FIELDS",
     "FIELDS",
     "LP_SEED_FIELDS",
+    "ROUTE_FIELDS",
     "TOKEN_ALIGNED_FIELDS",
     "FieldSpec",
     "docs_table",
@@ -23,6 +24,7 @@ __all__ = [
     "family_of",
     "reads_of",
     "resolve_fields",
+    "route_fields",
     "spec_from_record",
     "spec_to_record",
     "stage_of_task",
@@ -139,6 +141,42 @@ _ROWS = (
         read_by=("prev_logprobs", "reference_logprobs", "train"),
         rewritten_by=("advantages",),
     ),
+    FieldSpec(
+        name="routed_experts",
+        dtypes=("uint8", "int16"),
+        dims=("T", "L", "K"),
+        family="routed_experts",
+        produced_by="rollout",
+        read_by=("prev_logprobs", "train"),
+        condition="routes_whole",
+    ),
+    FieldSpec(
+        name="routed_experts_bits",
+        dtypes=("uint8",),
+        dims=("T", "B"),
+        family="routed_experts",
+        produced_by="rollout",
+        read_by=("prev_logprobs", "train"),
+        condition="routes_bit_packed",
+    ),
+    FieldSpec(
+        name="routed_experts_missing",
+        dtypes=("uint8",),
+        dims=("M",),
+        family="routed_experts",
+        produced_by="rollout",
+        read_by=("prev_logprobs", "train"),
+        condition="routes",
+    ),
+    FieldSpec(
+        name="routed_experts_digests",
+        dtypes=("int64",),
+        dims=("T", "L"),
+        family="routed_experts_digests",
+        produced_by="rollout",
+        read_by=("prev_logprobs", "train"),
+        condition="route_digests",
+    ),
 )
 
 FIELDS: Mapping[str, FieldSpec] = {spec.name: spec for spec in _ROWS}
@@ -170,8 +208,15 @@ def writes_of(stage: str, *, conditions: Collection[str] | None = None, rewrites
     )
 
 
-DP_TRAIN_FIELDS: tuple[str, ...] = reads_of("train")
-LP_SEED_FIELDS: tuple[str, ...] = reads_of("prev_logprobs")
+def route_fields(conditions: Collection[str]) -> tuple[str, ...]:
+    """Fields with routes of experts that exist under `conditions`; workers fetch them apart from the rest."""
+    return tuple(s.name for s in _ROWS if s.name in ROUTE_FIELDS and s.condition in conditions)
+
+
+_ROUTE_FAMILIES = ("routed_experts", "routed_experts_digests")
+ROUTE_FIELDS: tuple[str, ...] = tuple(s.name for s in _ROWS if s.family in _ROUTE_FAMILIES)
+DP_TRAIN_FIELDS: tuple[str, ...] = tuple(name for name in reads_of("train") if name not in ROUTE_FIELDS)
+LP_SEED_FIELDS: tuple[str, ...] = tuple(name for name in reads_of("prev_logprobs") if name not in ROUTE_FIELDS)
 TOKEN_ALIGNED_FIELDS: tuple[str, ...] = tuple(s.name for s in _ROWS if s.is_token_aligned)
 
 

@@ -8,6 +8,7 @@ from nemo_rl.data_plane.schema import (
     DP_TRAIN_FIELDS,
     FIELDS,
     LP_SEED_FIELDS,
+    ROUTE_FIELDS,
     TOKEN_ALIGNED_FIELDS,
     FieldSpec,
     docs_table,
@@ -15,6 +16,7 @@ from nemo_rl.data_plane.schema import (
     family_of,
     reads_of,
     resolve_fields,
+    route_fields,
     spec_from_record,
     spec_to_record,
     writes_of,
@@ -42,6 +44,21 @@ def test_the_fetch_lists_follow_from_the_table() -> None:
         "generation_logprobs",
         "prev_logprobs",
         "reference_policy_logprobs",
+        "routed_experts",
+        "routed_experts_bits",
+        "routed_experts_digests",
+    }
+
+
+def test_routes_exist_under_their_conditions_and_are_not_fetched_with_the_rest() -> None:
+    assert not {*ROUTE_FIELDS} & {*DP_TRAIN_FIELDS, *LP_SEED_FIELDS, *reads_of("train", conditions=())}
+    assert route_fields(()) == ()
+    assert route_fields(("routes", "routes_whole")) == ("routed_experts", "routed_experts_missing")
+    packed = ("routes", "routes_bit_packed", "route_digests")
+    assert route_fields(packed) == ("routed_experts_bits", "routed_experts_missing", "routed_experts_digests")
+    assert {family_of(name) for name in ROUTE_FIELDS} == {"routed_experts", "routed_experts_digests"}
+    assert set(route_fields(packed)) <= {*writes_of("rollout", conditions=packed)} & {
+        *reads_of("prev_logprobs", conditions=packed)
     }
 
 

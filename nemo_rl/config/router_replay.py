@@ -1,0 +1,27 @@
+"""Settings of router replay: the rollout's choice of experts, used again in training (`policy.router_replay`)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt
+
+from nemo_rl.config.base import Section
+
+__all__ = ["RouterReplayConfig"]
+
+
+class RouterReplayConfig(Section):
+    """Routes of a mixture of experts, recorded once and replayed in log-probability and training passes."""
+
+    enabled: bool = False
+    """The model must have routed experts of a kind that both the engine and the policy worker know."""
+    source: Literal["rollout", "prev_logprobs"] = "rollout"
+    """Who records the routes: the engine that samples, or the policy worker in its log-probability pass."""
+    bit_packed: bool = False
+    """Ids travel in as many bits as they need; false: one byte each up to 256 experts, two above."""
+    max_missing_share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Largest share of trainable tokens without a route, which then take the model's own; a step above it fails."""
+    compare_microbatches: NonNegativeInt = 0
+    """Microbatches per rank and step whose log-probabilities are also computed with the model's own routes, for the
+    metrics that tell what replay changes."""
