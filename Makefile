@@ -8,6 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 STARTER := checkpoints/starter_sort
+MOE_STARTER := checkpoints/starter_sort_moe
 CHAIN_SUM_STARTER := checkpoints/starter_chain_sum
 GPU_WHEELS := build/gpu-wheels
 GPU_WHEELS_MIB := 40
@@ -52,6 +53,9 @@ $(VENV)/.mooncake: pyproject.toml $(VENV)/.dev
 
 $(STARTER)/config.json: | $(VENV)/.base
 	$(BIN)/python examples/make_starter.py --out $(STARTER)
+
+$(MOE_STARTER)/config.json: | $(VENV)/.base
+	$(BIN)/python examples/make_starter.py --out $(MOE_STARTER) --experts 8
 
 $(CHAIN_SUM_STARTER)/config.json: | $(VENV)/.dev
 	$(BIN)/python examples/make_starter.py --out $(CHAIN_SUM_STARTER) --task chain_sum

@@ -1,4 +1,4 @@
-"""Starter checkpoints of the CPU recipes: a small Qwen3 that is right about three times in ten.
+"""Starter checkpoints of the CPU recipes: a small Qwen3, dense or with experts, that is right about three times in ten.
 
 Called by `examples/make_starter.py`. Invariant: no prompt of the validation or calibration split is ever trained on,
 and the accuracy that ends the warm start is measured on the calibration split alone.
@@ -12,9 +12,17 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from nemo_rl.data.datasets import RawPrompt
 from nemo_rl.data.thinking import final_answer
@@ -48,7 +56,7 @@ def make_starter(folder: Path, task: StarterTask, *, config: StarterConfig) -> S
         f"user\n{problem.text}\nassistant\n{task.demonstrate(problem)}" for problem in task.corpus()
     )
     torch.manual_seed(config.seed)
-    model = _build_model(tokenizer)
+    model = _build_model(tokenizer, num_experts=config.num_experts)
     report = _warm_start(model, tokenizer, task, config)
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
@@ -86,22 +94,31 @@ def sampled_accuracy(
     return right / len(split)
 
 
-def _build_model(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    vocab = -(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=vocab,
-            hidden_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            intermediate_size=384,
-            max_position_embeddings=2048,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
+def _build_model(tokenizer: PreTrainedTokenizerBase, *, num_experts: int) -> PreTrainedModel:
+    common: dict[str, Any] = {
+        "vocab_size": -(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if not num_experts:
+        return Qwen3ForCausalLM(Qwen3Config(**common, hidden_size=128, num_hidden_layers=2, intermediate_size=384))
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **common,
+            # Narrower and deeper than the dense one: four layers choose experts, for about the same time per step.
+            hidden_size=64,
+            num_hidden_layers=4,
+            intermediate_size=64,
+            moe_intermediate_size=64,
+            num_experts=num_experts,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
         )
     )
 

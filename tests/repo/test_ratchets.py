@@ -103,7 +103,7 @@ def test_source_is_ascii() -> None:
 FLAGS = {
     "examples/run_grpo.py": {"--help", "--config", "--print-config", "--validate-only"},
     "benchmarks/grpo_step.py": {"--help", "--json", "--steps", "--rows", "--model", "--only"},
-    "examples/make_starter.py": {"--help", "--out", "--task", "--seed", "--threads"},
+    "examples/make_starter.py": {"--help", "--out", "--task", "--experts", "--seed", "--threads"},
 }
 """A new flag is a change to this list; settings of a run belong into the recipe."""
 

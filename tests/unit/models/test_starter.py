@@ -10,6 +10,7 @@ import pytest
 from nemo_rl.config.load import load_config
 from nemo_rl.data.thinking import final_answer
 from nemo_rl.data.tokenizer import load_tokenizer
+from nemo_rl.models.hf_routers import HFRouters
 from nemo_rl.models.loading import load_causal_lm
 from nemo_rl.models.starter import make_starter, sampled_accuracy
 from nemo_rl.models.starter_tasks import STARTER_TASKS, StarterConfig
@@ -34,13 +35,26 @@ def test_a_short_warm_start_writes_a_loadable_folder_and_replaces_an_old_one(tmp
     assert sampled_accuracy(model, tokenizer, SORT.validation()[:8], task=SORT, seed=0) == 0.0
 
 
+def test_a_starter_with_experts_is_a_mixture_with_a_choice_in_every_layer(tmp_path: Path) -> None:
+    short = StarterConfig(max_steps=1, first_evaluation=2, num_problems=200).with_experts(8)
+    make_starter(tmp_path / "starter", SORT, config=short)
+    model = load_causal_lm(tmp_path / "starter")
+    routers = HFRouters(model)
+    assert routers.layers == tuple(range(model.config.num_hidden_layers)) and len(routers.layers) >= 4
+    assert (routers.num_experts, routers.top_k, model.config.norm_topk_prob) == (8, 2, True)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "low", "high"), [("sort", 0.18, 0.40), ("chain_sum", 0.20, 0.45)])
+@pytest.mark.parametrize(
+    ("name", "experts", "low", "high"),
+    [("sort", 0, 0.18, 0.40), ("sort", 8, 0.18, 0.40), ("chain_sum", 0, 0.20, 0.45)],
+)
 def test_the_starter_solves_about_three_in_ten_held_out_problems(
-    tmp_path: Path, name: str, low: float, high: float
+    tmp_path: Path, name: str, experts: int, low: float, high: float
 ) -> None:
     task = STARTER_TASKS[name]
-    report = make_starter(tmp_path / "starter", task, config=replace(task.config, seed=0))
+    config = task.config.with_experts(experts) if experts else task.config
+    report = make_starter(tmp_path / "starter", task, config=replace(config, seed=0))
     assert 0.25 <= report.accuracy <= 0.40
     model, tokenizer = load_causal_lm(tmp_path / "starter"), load_tokenizer(tmp_path / "starter")
     held_out = task.validation()
