@@ -156,6 +156,8 @@ class GenerationConfig(Section):
 
     backend: Literal["torch"] = "torch"
     """`torch`: the embedded engine, a batched KV-cache loop on the HF model."""
+    precision: Literal["float32", "bfloat16"] | None = None
+    """Weights and computation of the engines; null uses `policy.precision`."""
     num_replicas: PositiveInt = 1
     """Engines that share the prompts of a step."""
     max_new_tokens: PositiveInt = 512

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from nemo_rl.algorithms.loss_functions import ClippedPGLoss
 from nemo_rl.config.policy import PolicyConfig
@@ -83,6 +84,22 @@ def test_an_engine_follows_the_policy_from_version_to_version(parts, sync):
     assert gap(policy, engines) > 1e-4, "the engine still holds the old weights"
     sync.sync(1)
     assert gap(policy, engines) < 1e-5 and sync.version == 1
+
+
+def test_engines_may_be_of_lower_precision_than_the_policy(parties, parts, config):
+    generation = config.generation.model_copy(update={"precision": "bfloat16"})
+    half = EngineWorker.from_config(config.model_copy(update={"generation": generation}))
+    whole = EngineWorker.from_config(config)
+    for engine in (half, whole):
+        # What is left of the folder's weights would be seen.
+        for weight in engine._loaded_model().parameters():
+            torch.nn.init.zeros_(weight)
+        PayloadWeightSync(replace(parties, engines=LocalWorkerGroup(lambda engine=engine: engine))).sync(3)
+    expected = dict(whole._loaded_model().named_parameters())
+    for name, weight in half._loaded_model().named_parameters():
+        assert weight.dtype == torch.bfloat16 and torch.equal(weight, expected[name].to(torch.bfloat16))
+    # Eight bits of mantissa in two layers, on log-probabilities of up to 12.
+    assert 1e-4 < gap(parts[0], GenerationReplicas(LocalWorkerGroup(lambda: half), timeout_s=60)) < 0.5
 
 
 class Forgetful(EngineWorker):

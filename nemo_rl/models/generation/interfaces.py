@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["GenerationInterface", "GenerationOutput", "GenerationRequest", "SamplingParams"]
+from nemo_rl.data_plane.routed_experts import RouteShape
+
+__all__ = ["GenerationInterface", "GenerationOutput", "GenerationRequest", "RecordedRoutes", "SamplingParams"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,10 +38,31 @@ class GenerationRequest:
     seeds: tuple[int, ...]
     """P * G seeds. What a row samples depends on its seed, its prompt and the weights alone."""
     sampling: SamplingParams
+    with_routes: bool = False
+    """Whether the output has the routes of experts; the model must have such."""
 
     @property
     def group_size(self) -> int:
         return len(self.seeds) // len(self.prompt_ids) if self.prompt_ids else 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedRoutes:
+    """Routes of N rows laid end to end, as an engine has recorded them.
+
+    Example:
+        A row of 3 prompt and 2 response tokens has 4 routes: nothing is predicted from the last token, so it is never
+        fed.
+    """
+
+    ids: torch.Tensor
+    """`[sum(lengths), L, K]` uint8 or int16: ids of experts in the order of the router, layers with experts only."""
+    starts: torch.Tensor
+    """`[N]` int64, position of the first token with a route, counted over prompt and response; 0 unless a backend
+    leaves out a prefix that an earlier turn has recorded."""
+    lengths: torch.Tensor
+    """`[N]` int64, tokens with a route: from `starts` on, without gaps."""
+    shape: RouteShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +79,8 @@ class GenerationOutput:
     """`[N]` bool, True when `max_new_tokens` ended the row."""
     weight_version: int
     """Version of the weights that produced every token."""
+    routes: RecordedRoutes | None = None
+    """Of prompts and responses; None unless the request asks for them."""
 
 
 class GenerationInterface(ABC):

@@ -15,7 +15,12 @@ import torch
 
 from nemo_rl.distributed.worker_groups import Call, WorkerGroup
 from nemo_rl.errors import WorkerError
-from nemo_rl.models.generation.interfaces import GenerationInterface, GenerationOutput, GenerationRequest
+from nemo_rl.models.generation.interfaces import (
+    GenerationInterface,
+    GenerationOutput,
+    GenerationRequest,
+    RecordedRoutes,
+)
 
 __all__ = ["GenerationReplicas", "join_outputs", "split_request"]
 
@@ -72,6 +77,7 @@ def split_request(request: GenerationRequest, num_parts: int) -> list[Generation
             prompt_ids=request.prompt_ids[start:stop],
             seeds=request.seeds[start * group : stop * group],
             sampling=request.sampling,
+            with_routes=request.with_routes,
         )
         for start, stop in pairwise(bounds)
     ]
@@ -94,4 +100,16 @@ def join_outputs(outputs: Sequence[GenerationOutput]) -> GenerationOutput:
         lengths=torch.cat([output.lengths for output in outputs]),
         truncated=torch.cat([output.truncated for output in outputs]),
         weight_version=versions.pop() if versions else outputs[0].weight_version,
+        routes=_join_routes([output.routes for output in outputs if output.routes is not None]),
+    )
+
+
+def _join_routes(routes: Sequence[RecordedRoutes]) -> RecordedRoutes | None:
+    if not routes:
+        return None
+    return RecordedRoutes(
+        ids=torch.cat([part.ids for part in routes]),
+        starts=torch.cat([part.starts for part in routes]),
+        lengths=torch.cat([part.lengths for part in routes]),
+        shape=routes[0].shape,
     )

@@ -13,6 +13,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from nemo_rl.models.generation.interfaces import SamplingParams
+from nemo_rl.models.generation.torch_engine.routes import RowRoutes
 from nemo_rl.models.generation.torch_engine.sampling import draw, seeds_to_tensor
 
 __all__ = ["DecodedRows", "RowRequest", "StopStrings", "decode_rows"]
@@ -63,9 +64,18 @@ class StopStrings:
 
 @torch.inference_mode()
 def decode_rows(
-    model: PreTrainedModel, rows: Sequence[RowRequest], sampling: SamplingParams, *, stop_strings: StopStrings | None
+    model: PreTrainedModel,
+    rows: Sequence[RowRequest],
+    sampling: SamplingParams,
+    *,
+    stop_strings: StopStrings | None,
+    routes: RowRoutes | None = None,
 ) -> DecodedRows:
-    """Samples every row until it meets a stop token, a stop string or its own token limit."""
+    """Samples every row until it meets a stop token, a stop string or its own token limit.
+
+    Args:
+        routes: of this batch, still empty, and the routers must be listened to; None records nothing.
+    """
     device = model.device
     limit_N = torch.tensor([row.max_new_tokens for row in rows], device=device)
     seeds_N = seeds_to_tensor(row.seed for row in rows).to(device)
@@ -77,7 +87,7 @@ def decode_rows(
     stop_ids = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
 
     live_B = torch.arange(len(rows), device=device)
-    batch = _LiveBatch.prefill(model, [row.prompt for row in rows])
+    batch = _LiveBatch.prefill(model, [row.prompt for row in rows], routes)
     for turn in range(width):
         token_B, logprob_B = draw(batch.logits_BV, sampling, seeds_N[live_B], turn)
         tokens_NS[live_B, turn] = token_B
@@ -95,6 +105,8 @@ def decode_rows(
             live_B, token_B = live_B[kept], token_B[kept]
             batch.keep(kept)
         batch.advance(model, token_B)
+        if routes is not None:
+            routes.add_turn(live_B)
     return DecodedRows(token_ids=tokens_NS, logprobs=logprobs_NS, lengths=length_N, truncated=~stopped_N)
 
 
@@ -110,7 +122,9 @@ class _LiveBatch:
         self.logits_BV = logits_BV
 
     @classmethod
-    def prefill(cls, model: PreTrainedModel, prompts: Sequence[tuple[int, ...]]) -> _LiveBatch:
+    def prefill(
+        cls, model: PreTrainedModel, prompts: Sequence[tuple[int, ...]], routes: RowRoutes | None
+    ) -> _LiveBatch:
         """Runs every distinct prompt once and copies its cache to the rows that share it."""
         slots: dict[tuple[int, ...], int] = {}
         row_slot = torch.tensor([slots.setdefault(prompt, len(slots)) for prompt in prompts], device=model.device)
@@ -131,6 +145,8 @@ class _LiveBatch:
             use_cache=True,
             logits_to_keep=1,
         )
+        if routes is not None:
+            routes.add_prompts(row_slot, mask_PS)
         cache.batch_select_indices(row_slot)
         return cls(
             cache=cache,

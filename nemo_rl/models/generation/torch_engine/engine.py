@@ -7,6 +7,7 @@ every output names the version that produced it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -14,14 +15,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data.tokenizer import load_tokenizer
+from nemo_rl.data_plane.routed_experts import RouteShape
 from nemo_rl.errors import name_some
 from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
     GenerationOutput,
     GenerationRequest,
+    RecordedRoutes,
     SamplingParams,
 )
 from nemo_rl.models.generation.torch_engine.decode import DecodedRows, RowRequest, StopStrings, decode_rows
+from nemo_rl.models.generation.torch_engine.routes import RouteRecorder, RowRoutes
 from nemo_rl.models.loading import DTYPES, load_causal_lm, named_weights
 
 __all__ = ["TorchEngine"]
@@ -55,17 +59,18 @@ class TorchEngine(GenerationInterface):
         self._max_total_length = max_total_length
         self._max_batch_size = max_batch_size
         self._weight_version = weight_version
+        self._recorder: RouteRecorder | None = None
 
     @classmethod
     def from_config(
         cls, config: PolicyConfig, *, device: torch.device | str = "cpu", weight_version: int = -1
     ) -> TorchEngine:
-        """The engine of `policy.model_name` in the policy's precision.
+        """The engine of `policy.model_name` in `policy.generation.precision`.
 
         Raises:
             ModelFolderError: model or tokenizer folder is missing or incomplete.
         """
-        model = load_causal_lm(config.model_name, dtype=DTYPES[config.precision])
+        model = load_causal_lm(config.model_name, dtype=DTYPES[config.generation.precision or config.precision])
         model.to(device)  # type: ignore[arg-type]
         return cls(
             model,
@@ -83,24 +88,34 @@ class TorchEngine(GenerationInterface):
         """Samples all rows, prompt by prompt.
 
         Raises:
+            ConfigError: routes are asked for, and the model has no experts, or routers of a kind that is not known.
             ValueError: seeds do not divide by prompts, or a prompt is empty or leaves no room for a token.
         """
         rows = self._rows(request)
         if not rows:
             return _join([], order=[], version=self._weight_version)
+        recorder = self._route_recorder() if request.with_routes else None
         stop_strings = self._stop_strings(request.sampling)
         # Rows of like prompt length share a batch: less padding. The sort is stable, so groups stay together.
         order = sorted(range(len(rows)), key=lambda i: len(rows[i].prompt))
-        parts = [
-            decode_rows(
-                self._loaded_model(),
-                [rows[i] for i in order[start : start + self._max_batch_size]],
-                request.sampling,
-                stop_strings=stop_strings,
-            )
-            for start in range(0, len(order), self._max_batch_size)
-        ]
-        return _join(parts, order=order, version=self._weight_version)
+        batches = [order[start : start + self._max_batch_size] for start in range(0, len(order), self._max_batch_size)]
+        routes = [RowRoutes(recorder) if recorder is not None else None for _ in batches]
+        with recorder.listening() if recorder is not None else nullcontext():
+            parts = [
+                decode_rows(
+                    self._loaded_model(),
+                    [rows[i] for i in batch],
+                    request.sampling,
+                    stop_strings=stop_strings,
+                    routes=recorded,
+                )
+                for batch, recorded in zip(batches, routes, strict=True)
+            ]
+        output = _join(parts, order=order, version=self._weight_version)
+        if recorder is None:
+            return output
+        taken = [recorded.end_to_end() for recorded in routes if recorded is not None]
+        return replace(output, routes=_join_routes(taken, order=order, shape=recorder.shape))
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:
         """Replaces every weight; a tied weight may come under either of its names, or both."""
@@ -141,11 +156,18 @@ class TorchEngine(GenerationInterface):
 
     def shutdown(self) -> None:
         self._model = None
+        self._recorder = None
 
     def _loaded_model(self) -> PreTrainedModel:
         if self._model is None:
             raise RuntimeError("this engine was shut down; build a new one")
         return self._model
+
+    def _route_recorder(self) -> RouteRecorder:
+        """Made once: its hooks stay with the model."""
+        if self._recorder is None:
+            self._recorder = RouteRecorder(self._loaded_model())
+        return self._recorder
 
     def _stop_strings(self, sampling: SamplingParams) -> StopStrings | None:
         if not sampling.stop_strings:
@@ -200,4 +222,18 @@ def _join(parts: Sequence[DecodedRows], *, order: Sequence[int], version: int) -
         lengths=lengths,
         truncated=torch.cat([part.truncated for part in wide]).cpu()[back],
         weight_version=version,
+    )
+
+
+def _join_routes(
+    parts: Sequence[tuple[torch.Tensor, torch.Tensor]], *, order: Sequence[int], shape: RouteShape
+) -> RecordedRoutes:
+    """Routes of all batches in the order of the request."""
+    ids, lengths = torch.cat([ids for ids, _ in parts]).cpu(), torch.cat([lengths for _, lengths in parts]).cpu()
+    back = torch.argsort(torch.tensor(order))
+    starts = (lengths.cumsum(0) - lengths)[back]
+    lengths = lengths[back]
+    shift = (starts - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
+    return RecordedRoutes(
+        ids=ids[torch.arange(len(ids)) + shift], starts=torch.zeros_like(lengths), lengths=lengths, shape=shape
     )
