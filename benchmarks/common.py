@@ -1,4 +1,4 @@
-"""What every benchmark reports beside its numbers: versions, machine, load, commit; and how it writes them.
+"""What every benchmark reports beside its numbers: versions, machine, load, commit; bounds; and how it writes them.
 
 Called by the scripts of this folder. Invariant: a JSON file is the whole new one or the old one.
 """
@@ -15,9 +15,23 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from rich.table import Table
+
 from nemo_rl.utils.files import write_text
 
-__all__ = ["ROOT", "Commit", "Spread", "commit", "environment", "load_average", "versions", "write_json"]
+__all__ = [
+    "ROOT",
+    "Commit",
+    "Hold",
+    "Spread",
+    "check_figures",
+    "commit",
+    "environment",
+    "figures_table",
+    "load_average",
+    "versions",
+    "write_json",
+]
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "ray", "tensordict", "TransferQueue", "transformers")
@@ -55,6 +69,43 @@ class Commit:
     """Full commit id; None outside a git checkout."""
     dirty: bool
     """Whether tracked files differ from the commit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hold:
+    """A bound on one figure."""
+
+    least: float | None = None
+    most: float | None = None
+
+    def is_met(self, value: float) -> bool:
+        return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
+
+    def __str__(self) -> str:
+        return f">= {self.least:g}" if self.least is not None else f"<= {self.most:g}"
+
+
+def check_figures(figures: Mapping[str, float], holds: Mapping[str, Hold]) -> list[str]:
+    """One line per bound that does not hold, and per figure that was not measured."""
+    lines = []
+    for name, hold in holds.items():
+        if name not in figures:
+            lines.append(f"{name}: not measured")
+        elif not hold.is_met(figures[name]):
+            lines.append(f"{name}: expected {hold}, got {figures[name]:.3g}")
+    return lines
+
+
+def figures_table(figures: Mapping[str, float], holds: Mapping[str, Hold]) -> Table:
+    """Every figure beside its bound."""
+    table = Table(title="figures")
+    for name in ("figure", "value", "bound", ""):
+        table.add_column(name)
+    for name, value in figures.items():
+        hold = holds.get(name)
+        verdict = "" if hold is None else ("holds" if hold.is_met(value) else "MISSED")
+        table.add_row(name, f"{value:.3g}", "" if hold is None else str(hold), verdict)
+    return table
 
 
 def commit(folder: Path = ROOT) -> Commit:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from rich.table import Table
 
-from benchmarks.common import Spread
+from benchmarks.common import Hold, Spread
 
-__all__ = ["HOLDS", "Hold", "Samples", "check_figures", "figures_table", "ways_table"]
+__all__ = ["HOLDS", "Samples", "ways_table"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -33,20 +33,6 @@ class Samples:
         return statistics.median(self.totals)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hold:
-    """A bound on one figure."""
-
-    least: float | None = None
-    most: float | None = None
-
-    def is_met(self, value: float) -> bool:
-        return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
-
-    def __str__(self) -> str:
-        return f">= {self.least:g}" if self.least is not None else f"<= {self.most:g}"
-
-
 HOLDS: Mapping[str, Hold] = {
     "ray_vs_tuned_tq": Hold(least=7.0),
     "tq_vs_tuned_tq_small": Hold(least=2.0),
@@ -56,17 +42,6 @@ HOLDS: Mapping[str, Hold] = {
     "ledger_overhead_pct": Hold(most=10.0),
     "over_read": Hold(most=1.5),
 }
-
-
-def check_figures(figures: Mapping[str, float]) -> list[str]:
-    """One line per bound that does not hold, and per figure that was not measured."""
-    lines = []
-    for name, hold in HOLDS.items():
-        if name not in figures:
-            lines.append(f"{name}: not measured")
-        elif not hold.is_met(figures[name]):
-            lines.append(f"{name}: expected {hold}, got {figures[name]:.2f}")
-    return lines
 
 
 def ways_table(samples: Sequence[Samples], num_bytes: Mapping[str, int]) -> Table:
@@ -86,18 +61,6 @@ def ways_table(samples: Sequence[Samples], num_bytes: Mapping[str, int]) -> Tabl
             f"{num_bytes[one.batch] / one.median / 1e6:.0f}",
             " ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in parts.items()),
         )
-    return table
-
-
-def figures_table(figures: Mapping[str, float]) -> Table:
-    """Every figure beside its bound."""
-    table = Table(title="figures")
-    for name in ("figure", "value", "bound", ""):
-        table.add_column(name)
-    for name, value in figures.items():
-        hold = HOLDS.get(name)
-        verdict = "" if hold is None else ("holds" if hold.is_met(value) else "MISSED")
-        table.add_row(name, f"{value:.2f}", "" if hold is None else str(hold), verdict)
     return table
 
 
