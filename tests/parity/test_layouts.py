@@ -17,6 +17,9 @@ from tests.helpers.layout_jobs import Case, Outcome, load_and_step, reference, r
 
 LOGPROBS, RELATIVE, WEIGHTS = 2e-6, 1e-5, 2e-5
 """Bounds: absolute of log-probabilities, relative of loss and gradient norm, absolute of weights after three steps."""
+ROUNDING = 1.5
+"""Log-probabilities may be off by so many times what the Hugging Face model itself is in float32, where that is more:
+between processors it differs by a factor of two."""
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral")
 WITH_SEQUENCE_PARALLEL = FAMILIES[:-1]
 
@@ -103,9 +106,24 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the single-process Hugging Face model gives."""
+
+    exact: Outcome
+    """In float64."""
+    logprobs_bound: float
+
+    @classmethod
+    def of(cls, folder: Path) -> Expected:
+        exact, single = (reference(folder, dtype=dtype) for dtype in (torch.float64, torch.float32))
+        rounding = float(np.abs(exact.logprobs - single.logprobs).max())
+        return cls(exact, max(LOGPROBS, ROUNDING * rounding))
+
+
 @pytest.fixture(scope="module")
 def expected(folders: Folders) -> object:
-    return functools.cache(lambda family: reference(folders.model(family)))
+    return functools.cache(lambda family: Expected.of(folders.model(family)))
 
 
 @pytest.fixture(scope="module")
@@ -118,10 +136,11 @@ def four(folders: Folders, two: object) -> list[dict[str, object]]:
     return run_ranks(4, four_ranks, folders, timeout_s=400)  # type: ignore[return-value]
 
 
-def compare(outcomes: list[Outcome], expected: Outcome) -> None:
+def compare(outcomes: list[Outcome], reference: Expected) -> None:
+    expected = reference.exact
     for outcome in outcomes:
         error = np.abs(outcome.logprobs - expected.logprobs[list(outcome.rows)]).max()
-        assert error <= LOGPROBS, f"log-probabilities differ by {error:.1e}"
+        assert error <= reference.logprobs_bound, f"log-probabilities differ by {error:.1e}"
         assert outcome.losses == pytest.approx(expected.losses, rel=RELATIVE)
         assert outcome.norms == pytest.approx(expected.norms, rel=RELATIVE)
     weights = outcomes[0].weights
@@ -141,7 +160,7 @@ def test_two_ranks_equal_hugging_face(case: Case, two: list[dict[str, object]], 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", HALF, ids=str)
 def test_half_precision_stays_near_float32(case: Case, two: list[dict[str, object]], expected) -> None:
-    exact = expected(case.family)
+    exact = expected(case.family).exact
     for outcome in (rank[str(case)] for rank in two):
         error = np.abs(outcome.logprobs - exact.logprobs[list(outcome.rows)])
         # Eight bits: log-probabilities of about -6 are off by a few hundredths.
