@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from nemo_rl.cli.data_plane import app as data_plane_app
+from nemo_rl.cli.trace import app as trace_app
 from nemo_rl.errors import NemoRLError, UserError
 
 __all__ = ["app", "main"]
@@ -19,6 +20,7 @@ USER_ERROR, FAILURE = 2, 1
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None)
 app.add_typer(data_plane_app, name="data-plane")
+app.add_typer(trace_app, name="trace")
 
 
 @app.callback()

@@ -1,0 +1,45 @@
+"""`nemo-rl trace verify`: whether the routes of the rollout are those that training used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from nemo_rl.utils.route_chain.chain import verify_trace
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Check traces of router replay.")
+
+
+@app.callback()
+def _root() -> None:
+    """Check traces of router replay."""
+
+
+@app.command()
+def verify(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="NRL_R3_TRACE_DIR of a run")],
+    require_forward_verify: Annotated[
+        bool, typer.Option("--require-forward-verify", help="every forward must have checked its routes")
+    ] = False,
+    require_cp_identity: Annotated[
+        bool, typer.Option("--require-cp-identity", help="every shard must name its samples and tokens")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False,
+) -> None:
+    """Follows the routes of every sample hop by hop. Exit code: 0 pass, 3 mismatch, 4 incomplete, 5 vacuous."""
+    report = verify_trace(
+        folder, require_forward_verify=require_forward_verify, require_cp_identity=require_cp_identity
+    )
+    console = Console(soft_wrap=True, markup=False, highlight=False)
+    if as_json:
+        console.print_json(json.dumps(report.as_record()))
+    else:
+        for line in report.lines():
+            console.print(line)
+    raise typer.Exit(report.verdict.value)

@@ -1,0 +1,385 @@
+"""The route trace: what became of the routes of a sample between the rollout and the routers, as JSON lines.
+
+    trace_rollout_payload -> trace_tq_fetch_payload -> trace_cp_routed_experts -> trace_router_replay_assignment
+    -> trace_router_replay_action -> trace_router_replay_forward_verify       (the last three inside `r3_trace_stage`)
+
+Off unless NRL_R3_TRACE says so. `nemo-rl trace verify` joins the files of all processes by sample, position, layer and
+stage, and names the first hop at which routes changed. The stage is an object that callers hand along: recomputation
+runs on other threads, where a context variable would be empty. Imports neither torch nor numpy. Shapes: N samples,
+T tokens, S slots (tokens that this rank holds, padding included), L layers, K chosen experts. Layers are numbered in
+the model, from 0.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from nemo_rl.utils.r3_trace_env import (
+    r3_trace_enabled,
+    r3_trace_verify_forward_enabled,
+    router_replay_validate_enabled,
+    trace_limits,
+)
+from nemo_rl.utils.r3_trace_file import TraceFile
+from nemo_rl.utils.r3_trace_values import as_array, describe, describe_routes, encode, row_of
+from nemo_rl.utils.route_digest import route_digests
+
+__all__ = [
+    "ReplayAction",
+    "Runs",
+    "TraceStage",
+    "maybe_r3_trace_stage",
+    "r3_trace_enabled",
+    "r3_trace_stage",
+    "r3_trace_verify_forward_enabled",
+    "reset_r3_trace",
+    "router_replay_validate_enabled",
+    "trace_cp_routed_experts",
+    "trace_plan",
+    "trace_retired",
+    "trace_rollout_payload",
+    "trace_router_replay_action",
+    "trace_router_replay_assignment",
+    "trace_router_replay_forward_verify",
+    "trace_tq_fetch_payload",
+]
+
+Runs: TypeAlias = Sequence[tuple[str | None, int, int]]
+"""Slots in local order as (key, first position in the sample, number of tokens); key None for padding."""
+ReplayAction: TypeAlias = Literal["replay_forward", "replay_backward", "record", "clear"]
+
+
+@dataclass(kw_only=True, slots=True)
+class TraceStage:
+    """One pass of one stage on one rank; handed to everything that traces inside it."""
+
+    stage: str
+    trace_step: int
+    """How many passes of this stage the process had before."""
+    coords: Mapping[str, int]
+    """Coordinates of the rank: `{"dp": 0, "cp": 1, "tp": 0, "pp": 0}`."""
+    num_microbatches: int
+    """First microbatches that are traced."""
+    seen: set[int] = field(default_factory=set)
+    """Microbatches that ran, traced or not."""
+
+    def traces(self, microbatch: int) -> bool:
+        """Whether a microbatch, counted from 0 in its pass, is traced."""
+        self.seen.add(microbatch)
+        return microbatch < self.num_microbatches
+
+    def as_record(self, microbatch: int) -> dict[str, object]:
+        """The fields that all records of a microbatch share."""
+        return {**self.head(), "microbatch_idx": microbatch}
+
+    def head(self) -> dict[str, object]:
+        """The fields that all records of the pass share."""
+        return {"stage": self.stage, "trace_step": self.trace_step, "coords": dict(self.coords)}
+
+
+_FILE = TraceFile()
+_CALLS: Counter[str] = Counter()
+_CALLS_LOCK = threading.Lock()
+
+
+def reset_r3_trace() -> None:
+    """Forgets the counters and closes the file, as if the process were new."""
+    _FILE.close()
+    with _CALLS_LOCK:
+        _CALLS.clear()
+
+
+def trace_plan(*, stages: Sequence[str]) -> None:
+    """Says which stages of the run replay routes, so that a stage without a trace is found missing. By the driver."""
+    if r3_trace_enabled():
+        _FILE.write("trace_plan", {"stages": list(stages)})
+
+
+def trace_retired(*, keys: Sequence[str], reason: str) -> None:
+    """Says that these samples are left out of training on purpose: `reason` is for people."""
+    if r3_trace_enabled() and keys:
+        _FILE.write("retired", {"keys": list(keys), "reason": reason})
+
+
+def trace_rollout_payload(
+    *, keys: Sequence[str], data: Mapping[str, Any], layers: Sequence[int] | None = None, routes: Any = None
+) -> None:
+    """The routes of a rollout as they are about to be written, one record per sample.
+
+    Args:
+        keys: N.
+        data: `input_ids` `[N, T]` integers, `input_lengths` `[N]`; `routed_experts` as `routes` when that is None and
+            no bitmap of missing routes lies beside it.
+        layers: numbers of the L layers; None means the layers that the workers name, in ascending order.
+        routes: `[N, T, L, K]` integers, or N arrays `[T, L, K]`; a token without a route has -1 in all places.
+    """
+    if r3_trace_enabled() and (step := _next_call("rollout")) is not None:
+        _trace_samples("rollout_payload_sample", {"trace_step": step}, keys, data, layers, routes)
+
+
+def trace_tq_fetch_payload(
+    *,
+    stage: str,
+    keys: Sequence[str],
+    data: Mapping[str, Any],
+    layers: Sequence[int] | None = None,
+    routes: Any = None,
+) -> None:
+    """The routes of whole samples as a worker got them from the data plane; arguments as `trace_rollout_payload`."""
+    if r3_trace_enabled() and (step := _next_call(f"fetch/{stage}")) is not None:
+        head = {"stage": stage, "trace_step": step}
+        _trace_samples("tq_fetch_sample", head, keys, data, layers, routes)
+
+
+@contextmanager
+def r3_trace_stage(
+    stage: str,
+    *,
+    coords: Mapping[str, int] | None = None,
+    sizes: Mapping[str, int] | None = None,
+    layers: Sequence[int] | None = None,
+) -> Iterator[TraceStage | None]:
+    """One pass of a stage on this rank; the first passes of the process are traced.
+
+    Args:
+        stage: prev_logprobs or train.
+        coords: of this rank on each parallel axis.
+        sizes: of these axes.
+        layers: numbers of the layers with routers that this rank holds; None when it is not known.
+
+    Yields:
+        What to hand along; None when this pass is not traced.
+    """
+    if not r3_trace_enabled() or (step := _next_call(f"stage/{stage}")) is None:
+        yield None
+        return
+    limit = trace_limits().microbatches
+    traced = TraceStage(stage=stage, trace_step=step, coords=dict(coords or {}), num_microbatches=limit)
+    held = None if layers is None else list(layers)
+    _FILE.write("stage_started", {**traced.head(), "sizes": dict(sizes or {}), "layers": held})
+    is_complete = False
+    try:
+        yield traced
+        is_complete = True
+    finally:
+        _FILE.write("stage_ended", {**traced.head(), "is_complete": is_complete, "microbatches": len(traced.seen)})
+
+
+@contextmanager
+def maybe_r3_trace_stage(
+    stage: str,
+    *,
+    enabled: bool,
+    coords: Mapping[str, int] | None = None,
+    sizes: Mapping[str, int] | None = None,
+    layers: Sequence[int] | None = None,
+) -> Iterator[TraceStage | None]:
+    """`r3_trace_stage` where the stage replays routes, else nothing."""
+    if not enabled:
+        yield None
+        return
+    with r3_trace_stage(stage, coords=coords, sizes=sizes, layers=layers) as traced:
+        yield traced
+
+
+def trace_cp_routed_experts(
+    stage: TraceStage | None,
+    *,
+    microbatch: int,
+    runs: Runs,
+    routes: Any,
+    layers: Sequence[int],
+    input_ids: Any = None,
+    verified_count: int | None = None,
+) -> None:
+    """What a rank holds of a microbatch after packing and the cut over context ranks.
+
+    Args:
+        runs: S slots.
+        routes: `[S, L, K]` integers, -1 where a route is missing.
+        layers: numbers of the L layers.
+        input_ids: `[S]` integers, the tokens as the model gets them; None leaves them unchecked.
+        verified_count: slots whose token and route the caller has compared with their source; None when it has not.
+    """
+    if stage is None or not stage.traces(microbatch):
+        return
+    local = as_array(routes)
+    fields: dict[str, object] = {
+        "cp_rank": stage.coords.get("cp", 0),
+        "layers": list(layers),
+        "token_identity": _runs_record(runs),
+        "cp_token_identity_verified_count": verified_count,
+        "tensor": describe(local),
+        **describe_routes(local),
+    }
+    if input_ids is not None:
+        tokens = as_array(input_ids).reshape(-1)
+        fields["input_ids"] = {**describe(tokens), "values": encode(tokens, "<i4")}
+    _FILE.write("cp_routed_experts", {**stage.as_record(microbatch), **fields})
+
+
+def trace_router_replay_assignment(
+    stage: TraceStage | None,
+    *,
+    microbatch: int,
+    layer_number: int,
+    payload_idx: int,
+    ids: Any,
+    runs: Runs | None = None,
+    first_slot: int = 0,
+) -> None:
+    """The routes that the router of one layer was given.
+
+    Args:
+        layer_number: of the layer in the model.
+        payload_idx: column of the payload that they were taken from.
+        ids: `[S, K]` integers.
+        runs: S slots; None means those of `trace_cp_routed_experts` of the same microbatch, from `first_slot` on.
+    """
+    if stage is None or not stage.traces(microbatch):
+        return
+    installed = as_array(ids)
+    fields = {
+        "layer_number": layer_number,
+        "payload_idx": payload_idx,
+        "tensor": describe(installed),
+        **_slots_record(runs, first_slot),
+        **describe_routes(installed[:, None]),
+    }
+    _FILE.write("router_replay_assignment", {**stage.as_record(microbatch), **fields})
+
+
+def trace_router_replay_action(
+    stage: TraceStage | None,
+    *,
+    action: ReplayAction,
+    layer_number: int,
+    microbatch: int,
+    ids: Any = None,
+    pending: int = 0,
+    runs: Runs | None = None,
+    first_slot: int = 0,
+) -> None:
+    """What a router was told to do with its routes.
+
+    Args:
+        ids: `[S, K]` integers that the action uses, None when it uses none.
+        pending: microbatches whose backward pass is still to come.
+    """
+    if stage is None or not stage.traces(microbatch):
+        return
+    fields: dict[str, object] = {
+        "action": action,
+        "layer_number": layer_number,
+        "replay_backward_list_len": pending,
+        **_slots_record(runs, first_slot),
+    }
+    if ids is not None:
+        used = as_array(ids)
+        fields |= {"tensor": describe(used), **describe_routes(used[:, None])}
+    _FILE.write("router_replay_action", {**stage.as_record(microbatch), **fields})
+
+
+def trace_router_replay_forward_verify(
+    stage: TraceStage | None,
+    *,
+    action: ReplayAction,
+    layer_number: int,
+    microbatch: int,
+    topk: int,
+    scores_shape: Sequence[int],
+    actual: Any,
+    expected: Any,
+    missing: Any,
+    runs: Runs | None = None,
+    first_slot: int = 0,
+    pending: tuple[int, int] | None = None,
+) -> bool:
+    """Whether a forward used the routes whose digests came from the rollout; compares in every pass, traced or not.
+
+    Args:
+        action: replay_forward, or replay_backward where it is recomputed.
+        actual: torch `[S, K]` integers, the choice that the forward used.
+        expected: torch `[S]` int64, `route_digests` of the rollout for this layer.
+        missing: torch `[S]` bool: no route of the rollout belongs here (it is missing, or the slot is padding).
+        pending: microbatches whose backward pass is still to come, before and after.
+
+    Returns:
+        False when a token used other experts; the caller raises.
+    """
+    found = route_digests(actual.detach().long()[:, None], [layer_number])[:, 0]
+    differs = (found != expected.to(found.device)) & ~missing.to(found.device)
+    matches = not bool(differs.any())
+    if stage is None or not stage.traces(microbatch):
+        return matches
+    used, before_after = as_array(actual), pending or (None, None)
+    fields = {
+        "action": action,
+        "layer_number": layer_number,
+        "topk": topk,
+        "scores_shape": list(scores_shape),
+        "actual": describe(used),
+        "expected": describe(as_array(expected)),
+        "matches_expected": matches,
+        "num_differing": int(differs.sum()),
+        "fallback_rows": int(missing.sum()),
+        "replay_backward_list_len_before": before_after[0],
+        "replay_backward_list_len_after": before_after[1],
+        **_slots_record(runs, first_slot),
+        **describe_routes(used[:, None]),
+    }
+    _FILE.write("router_replay_forward_verify", {**stage.as_record(microbatch), **fields})
+    return matches
+
+
+def _next_call(name: str) -> int | None:
+    """The number of this call among those of its name; None when it is beyond the limit."""
+    with _CALLS_LOCK:
+        number = _CALLS[name]
+        _CALLS[name] += 1
+    return number if number < trace_limits().steps else None
+
+
+def _trace_samples(
+    event: str,
+    head: Mapping[str, object],
+    keys: Sequence[str],
+    data: Mapping[str, Any],
+    layers: Sequence[int] | None,
+    routes: Any,
+) -> None:
+    if routes is None and "routed_experts" in data and "routed_experts_missing" not in data:
+        routes = data["routed_experts"]
+    num_previews = trace_limits().samples
+    for index, key in enumerate(keys):
+        tokens = row_of(data["input_ids"], index)
+        length = int(data["input_lengths"][index]) if "input_lengths" in data else len(tokens)
+        with_preview = index < num_previews
+        told = {**_valid(tokens, length, with_preview=with_preview), "values": encode(tokens[:length], "<i4")}
+        fields: dict[str, object] = {"sample_idx": index, "key": key, "valid_length": length, "input_ids": told}
+        if routes is not None:
+            row = row_of(routes, index)
+            fields["routed_experts"] = _valid(row, length, with_preview=with_preview)
+            fields["layers"] = None if layers is None else list(layers)
+            fields |= describe_routes(row[:length])
+        _FILE.write(event, {**head, **fields})
+
+
+def _valid(row: Any, length: int, *, with_preview: bool) -> dict[str, object]:
+    """The region of a row that holds a sample; names as in the records of other tools."""
+    told = describe(row[:length], with_preview=with_preview)
+    named = {f"valid_{name}": told.pop(name) for name in ("shape", "sha256", "preview") if name in told}
+    return {"full_shape": list(row.shape), **named, **told}
+
+
+def _runs_record(runs: Runs) -> list[list[object]]:
+    return [[key, int(start), int(length)] for key, start, length in runs]
+
+
+def _slots_record(runs: Runs | None, first_slot: int) -> dict[str, object]:
+    return {"token_identity": None if runs is None else _runs_record(runs), "first_slot": first_slot}
