@@ -21,6 +21,7 @@ from nemo_rl.data_plane.schema import (
 )
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.policy.interfaces import LossFunction
+from nemo_rl.utils.r3_trace_env import r3_trace_verify_forward_enabled
 
 __all__ = ["Stage", "build_stages", "check_stages", "fetched_fields", "written_fields"]
 
@@ -37,20 +38,19 @@ class Stage:
 def build_stages(config: MasterConfig, loss_fn: LossFunction) -> tuple[Stage, ...]:
     """The stages this config runs, in order; their columns come from the FieldSpec table."""
     replay = config.policy.router_replay
-    conditions = route_conditions(replay, with_digests=False)
+    conditions = route_conditions(replay, with_digests=r3_trace_verify_forward_enabled())
     names = ["rollout"]
     if not config.grpo.use_generation_logprobs_as_prev:
         names.append("prev_logprobs")
     if config.loss_fn.reference_policy_kl_penalty > 0:
         names.append("reference_logprobs")
-    if config.loss_fn.reference_policy_kl_penalty > 0:
         conditions += ("reference_kl",)
     stages = [
         Stage(name=name, reads=reads_of(name, conditions=conditions), writes=writes_of(name, conditions=conditions))
         for name in (*names, "advantages")
     ]
     routes = route_fields(conditions)
-    if routes and replay.source != "rollout":
+    if routes and not replay.records_at_rollout:
         stages = [_with_routes(stage, routes, recorder=replay.source) for stage in stages]
     stages.append(Stage(name="train", reads=(*_train_fields(loss_fn), *routes)))
     stages.append(Stage(name="log", reads=reads_of("log")))

@@ -25,3 +25,8 @@ class RouterReplayConfig(Section):
     compare_microbatches: NonNegativeInt = 0
     """Microbatches per rank and step whose log-probabilities are also computed with the model's own routes, for the
     metrics that tell what replay changes."""
+
+    @property
+    def records_at_rollout(self) -> bool:
+        """Whether the engines record."""
+        return self.enabled and self.source == "rollout"

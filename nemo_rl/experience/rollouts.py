@@ -77,8 +77,12 @@ def run_rollouts(
     sampling: SamplingParams,
     seeds: SeedSource,
     version: int,
+    with_routes: bool = False,
 ) -> Rollouts:
     """Samples `group_size` responses per prompt and scores them.
+
+    Args:
+        with_routes: the engines record the routes of experts.
 
     Raises:
         WorkerError: the engines hold other weights than `version`.
@@ -88,6 +92,7 @@ def run_rollouts(
         prompt_ids=tuple(prompt.ids for prompt in prompts),
         seeds=seeds.rows(len(prompts) * group_size),
         sampling=sampling,
+        with_routes=with_routes,
     )
     output = generation.generate(request)
     if output.weight_version != version:

@@ -23,14 +23,17 @@ from nemo_rl.data_plane.factory import attach_data_plane
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.observability import MetricsDataPlaneClient
 from nemo_rl.data_plane.wire import pickled_size
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.worker_groups import Call, WorkerGroup
 from nemo_rl.environments.factory import build_environment
-from nemo_rl.errors import DataPlaneClosed
+from nemo_rl.errors import DataPlaneClosed, WorkerError
 from nemo_rl.experience.payload import DriverCarry, build_columns, mint_keys
 from nemo_rl.experience.rollouts import Rollouts, SeedSource, run_rollouts, sampling_params
+from nemo_rl.experience.routes import RouteWriter
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.utils.files import write_text
 from nemo_rl.utils.metrics import Max, Mean, Reduction, Sum
+from nemo_rl.utils.r3_trace import trace_rollout_payload
 
 __all__ = ["RolloutHandle", "RolloutInfo", "RolloutResult", "SyncRolloutWorker", "ValidationResult"]
 
@@ -90,6 +93,7 @@ class SyncRolloutWorker:
         self._train, self._validation = build_prompt_sets(config.data, self._tokenizer)
         self._environment = build_environment(config.env)
         self._client: MetricsDataPlaneClient | None = None
+        self._routes = RouteWriter(config.policy.router_replay)
 
     def describe(self) -> RolloutInfo:
         """Sizes of the prompt sets."""
@@ -116,18 +120,20 @@ class SyncRolloutWorker:
         prompts = [self._train.prompts[number] for number in prompt_numbers]
         group = self._config.grpo.num_generations_per_prompt
         rollouts = self._run(self._train, prompt_numbers, group_size=group, step=step, version=version)
+        keys = mint_keys(len(prompts), group)
         columns = build_columns(
             [prompt.ids for prompt in prompts],
             rollouts.output,
             group_size=group,
             pad_token_id=int(self._tokenizer.pad_token_id),
         )
+        route_metrics = self._add_routes(columns, rollouts, keys=keys, partition_id=partition_id)
         rewards = np.asarray(rollouts.report.rewards, dtype=np.float32)
         with self.client.stage("rollout"):
             meta = kv_first_write(
                 self.client,
                 columns,
-                mint_keys(len(prompts), group),
+                keys,
                 partition_id=partition_id,
                 tags=[{"reward": float(reward), "weight_version": version} for reward in rewards],
             )
@@ -137,7 +143,28 @@ class SyncRolloutWorker:
             truncated=rollouts.output.truncated.numpy(),
             response_lengths=rollouts.output.lengths.numpy().astype(np.int32),
         )
-        return RolloutResult(meta=meta, carry=carry, metrics=_rollout_metrics(rollouts))
+        return RolloutResult(meta=meta, carry=carry, metrics=_rollout_metrics(rollouts) | route_metrics)
+
+    def _add_routes(
+        self, columns: BatchedDataDict, rollouts: Rollouts, *, keys: Sequence[str], partition_id: str
+    ) -> dict[str, Reduction]:
+        """Adds the columns with the routes of experts, where this run replays those of the rollout."""
+        if not self._config.policy.router_replay.records_at_rollout:
+            return {}
+        recorded = rollouts.output.routes
+        if recorded is None:
+            raise WorkerError("expected routes beside the samples, the engines gave none", stage="rollout")
+        declared = {spec.name for spec in self.client.partition_fields(partition_id)}
+        written = self._routes.write(
+            [recorded],
+            lengths=columns.tensor("input_lengths"),
+            token_mask=columns.tensor("token_mask"),
+            keys=keys,
+            with_digests="routed_experts_digests" in declared,
+        )
+        trace_rollout_payload(keys=keys, data=columns, layers=written.layers, routes=list(written.routes.unbind()))
+        columns.update(written.columns)
+        return written.metrics
 
     def validate(self, *, step: int, version: int) -> ValidationResult:
         """One response to each held-out prompt."""
@@ -196,6 +223,7 @@ class SyncRolloutWorker:
                 seed=self._config.grpo.seed, purpose="validation" if is_validation else "rollout", step=step
             ),
             version=version,
+            with_routes=self._config.policy.router_replay.records_at_rollout and not is_validation,
         )
 
 

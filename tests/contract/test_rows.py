@@ -9,6 +9,8 @@ import torch
 from tensordict import TensorDict
 
 from nemo_rl.data_plane.factory import open_step
+from nemo_rl.data_plane.ragged import nest
+from nemo_rl.data_plane.routed_experts import MISSING, RouteShape, decode_routes, encode_routes
 from nemo_rl.data_plane.schema import extra_field
 from nemo_rl.errors import (
     CapacityExceeded,
@@ -19,6 +21,7 @@ from nemo_rl.errors import (
     SchemaMismatch,
     VersionMismatch,
 )
+from nemo_rl.utils.route_digest import route_digests
 from tests.helpers.planes import Plane, ids_column, keys_of, rows_of
 
 DTYPES = ["bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16"]
@@ -389,3 +392,23 @@ def test_reads_that_meet_a_rewrite_or_a_clear_are_whole(plane: Plane) -> None:
                 break
             assert len(set(rows["sample_mask"].tolist())) == 1
         done.result()
+
+
+@pytest.mark.parametrize(("num_experts", "bit_packed"), [(128, False), (512, False), (512, True)])
+def test_routes_survive_bit_for_bit_in_any_order(plane: Plane, num_experts: int, bit_packed: bool) -> None:
+    shape = RouteShape(layers=(0, 2, 3), top_k=4, num_experts=num_experts)
+    lengths = torch.tensor([7, 1, 40, 8])
+    scores = torch.rand(56, 3, num_experts, generator=torch.Generator().manual_seed(5))
+    ids = scores.topk(4, dim=-1).indices.to(torch.int16)
+    ids[[0, 6, 7, 20, 55]] = MISSING
+    columns = encode_routes(nest(ids, lengths), shape, bit_packed=bit_packed, with_digests=True)
+    partition, keys = plane.partition(list(columns)), keys_of(1)
+    plane.owner.kv_batch_put(keys, partition, columns)
+    order = [2, 0, 3, 1]
+    fetched = plane.peer.kv_batch_get([keys[i] for i in order], partition, list(columns))
+    found = {name: fetched.get(name) for name in columns}
+    rows, digests = decode_routes(found, shape).unbind(), found["routed_experts_digests"].unbind()
+    for row, digest, i in zip(rows, digests, order, strict=True):
+        expected = ids.split(lengths.tolist())[i]
+        assert torch.equal(row, expected)
+        assert torch.equal(digest, route_digests(expected.long(), shape.layers))
