@@ -32,7 +32,7 @@ from nemo_rl.models.generation.torch_engine import TorchEngine
 from nemo_rl.models.logprobs import SamplingView, token_logprobs
 from nemo_rl.models.starter_tasks import StarterConfig, StarterTask
 
-__all__ = ["StarterReport", "make_starter", "sampled_accuracy"]
+__all__ = ["StarterReport", "make_starter", "prompt_ids", "sampled_accuracy"]
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,13 @@ def make_starter(folder: Path, task: StarterTask, *, config: StarterConfig) -> S
     return report
 
 
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[int, ...]:
+    """Tokens of one user turn, up to where the answer begins."""
+    messages = [{"role": "user", "content": prompt}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    return tuple(ids)
+
+
 def sampled_accuracy(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -80,7 +87,7 @@ def sampled_accuracy(
     engine = TorchEngine(model, tokenizer=tokenizer, max_total_length=task.max_length, weight_version=0)
     output = engine.generate(
         GenerationRequest(
-            prompt_ids=tuple(_prompt_ids(tokenizer, problem.text) for problem in split),
+            prompt_ids=tuple(prompt_ids(tokenizer, problem.text) for problem in split),
             seeds=tuple(seed * len(split) + i for i in range(len(split))),
             sampling=SamplingParams(
                 temperature=1.0, max_new_tokens=task.max_new_tokens, stop_token_ids=(int(tokenizer.eos_token_id),)
@@ -160,15 +167,9 @@ def _copy_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in model.state_dict().items()}
 
 
-def _prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[int, ...]:
-    messages = [{"role": "user", "content": prompt}]
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-    return tuple(ids)
-
-
 def _training_row(tokenizer: PreTrainedTokenizerBase, text: str, response: str) -> tuple[tuple[int, ...], int]:
     """All tokens of prompt and response, and how many are the prompt's."""
-    prompt = _prompt_ids(tokenizer, text)
+    prompt = prompt_ids(tokenizer, text)
     ids = tokenizer.encode(response, add_special_tokens=False)
     return (*prompt, *ids, int(tokenizer.eos_token_id)), len(prompt)
 

@@ -7,6 +7,7 @@ rank meets a NaN; whether to stop is decided together, after the last microbatch
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -28,6 +29,7 @@ from nemo_rl.models.policy.steps import (
     sum_over_shards,
     trained_tokens,
 )
+from nemo_rl.models.policy.worker_replay import StageReplay
 from nemo_rl.utils.metrics import Reduction
 
 __all__ = ["OptimizerStep", "StepRunner"]
@@ -40,12 +42,21 @@ class StepRunner:
     """`Runner` on a sharded model."""
 
     def __init__(
-        self, model: PolicyModel, layout: BatchLayout, groups: ParallelGroups, optimizer_step: OptimizerStep
+        self,
+        model: PolicyModel,
+        layout: BatchLayout,
+        groups: ParallelGroups,
+        optimizer_step: OptimizerStep,
+        replay: StageReplay | None = None,
     ) -> None:
+        """Args:
+        replay: routes of the stage; None lets routers choose for themselves.
+        """
         self._model = model
         self._layout = layout
         self._groups = groups
         self._optimizer_step = optimizer_step
+        self._replay = replay
 
     def logprobs(
         self, batch: BatchedDataDict, microbatches: Sequence[Sequence[int]], select_NT: torch.Tensor
@@ -61,7 +72,8 @@ class StepRunner:
         with torch.no_grad():
             for rows in microbatches:
                 micro = self._build(batch, rows, select_NT, fields=())
-                logprobs_nt = self._forward(micro)
+                with self._routes(micro):
+                    logprobs_nt = self._forward(micro)
                 index = torch.tensor(micro.rows, dtype=torch.int64, device=result_NT.device)
                 result_NT[index, : micro.width] = logprobs_nt
                 bad += bad_rows(micro, logprobs_nt)
@@ -138,20 +150,22 @@ class StepRunner:
         for i, rows in enumerate(microbatches):
             as_fsdp(self._model).set_requires_gradient_sync(i == len(microbatches) - 1)
             micro = self._build(batch, rows, select_NT, fields=loss_fn.input_fields)
-            logprobs_nt = self._forward(micro)
-            bad += bad_rows(micro, logprobs_nt.detach())
-            if not micro.rows:
-                loss = logprobs_nt.sum()
-            else:
-                output = loss_fn(logprobs_nt, micro.columns, scale=scale)
-                loss = output.loss
-                metrics.append(output.metrics)
-            value = float(loss.detach())
-            total += value
-            if value - value != 0.0:
-                bad += micro.rows
-            if loss_scale is not None:
-                (loss * (averaged_over * loss_scale)).backward()
+            # Layers that the backward pass runs again need the same routes.
+            with self._routes(micro):
+                logprobs_nt = self._forward(micro)
+                bad += bad_rows(micro, logprobs_nt.detach())
+                if not micro.rows:
+                    loss = logprobs_nt.sum()
+                else:
+                    output = loss_fn(logprobs_nt, micro.columns, scale=scale)
+                    loss = output.loss
+                    metrics.append(output.metrics)
+                value = float(loss.detach())
+                total += value
+                if value - value != 0.0:
+                    bad += micro.rows
+                if loss_scale is not None:
+                    (loss * (averaged_over * loss_scale)).backward()
         try:
             self._raise_together("the loss", batch, sorted(set(bad)))
         except NonFiniteError:
@@ -177,6 +191,11 @@ class StepRunner:
             is_packed=layout.is_packed,
             shape=layout.shape,
         )
+
+    def _routes(self, micro: Microbatch) -> AbstractContextManager[None]:
+        if self._replay is None:
+            return nullcontext()
+        return self._replay.replayer.pass_of(self._replay.routes_of(micro))
 
     def _raise_together(self, what: str, batch: BatchedDataDict, rows: Sequence[int]) -> None:
         device = next(self._model.parameters()).device

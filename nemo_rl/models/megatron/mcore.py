@@ -53,6 +53,7 @@ with importing(), warnings.catch_warnings():
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.moe.router_replay import RouterReplay
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
@@ -72,6 +73,7 @@ __all__ = [
     "OptimizerParamScheduler",
     "PackedSeqParams",
     "ProcessGroupCollection",
+    "RouterReplay",
     "ShardedBase",
     "ShardedObject",
     "TopKRouter",

@@ -23,6 +23,7 @@ from nemo_rl.models.megatron.attention import PackedSegments
 from nemo_rl.models.megatron.balance import AuxiliaryLoss, biases_kept_on_error
 from nemo_rl.models.megatron.mcore import finalize_model_grads, get_forward_backward_func, parallel_state
 from nemo_rl.models.megatron.optim import PolicyOptimizer
+from nemo_rl.models.megatron.router_replay import on_backward
 from nemo_rl.models.megatron.setup import MegatronModel
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale
 from nemo_rl.models.policy.microbatch import Microbatch, build_microbatch
@@ -36,6 +37,7 @@ from nemo_rl.models.policy.steps import (
     sum_over_shards,
     trained_tokens,
 )
+from nemo_rl.models.policy.worker_replay import StageReplay
 from nemo_rl.utils.metrics import Reduction
 
 __all__ = ["PipelineRunner", "RankView"]
@@ -77,8 +79,19 @@ class _Sums:
 class PipelineRunner:
     """`Runner` on this rank's pipeline stage."""
 
-    def __init__(self, model: MegatronModel, layout: BatchLayout, view: RankView, optimizer: PolicyOptimizer) -> None:
+    def __init__(
+        self,
+        model: MegatronModel,
+        layout: BatchLayout,
+        view: RankView,
+        optimizer: PolicyOptimizer,
+        replay: StageReplay | None = None,
+    ) -> None:
+        """Args:
+        replay: routes of the stage; None lets routers choose for themselves.
+        """
         self._model, self._layout, self._view, self._optimizer = model, layout, view, optimizer
+        self._replay = replay
         self._balance = AuxiliaryLoss(model.config, num_shards=view.layout.dp, device=view.device)
         self._shard = _vocab_shard(model, view)
         model.config.finalize_model_grads_func = _finalize
@@ -226,8 +239,25 @@ class PipelineRunner:
         self, on_output: OnOutput, at_all_positions: bool, micros: Iterator[Microbatch], module: Any
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, None]]]:
         micro = next(micros)
+        if self._replay is None:
+            output = self._through(micro, module, at_all_positions)
+        else:
+            routes = self._replay.routes_of(micro)
+            with self._replay.replayer.pass_of(routes):
+                output = self._through(micro, module, at_all_positions)
+            if self._model.config.recompute_granularity is not None:
+                on_backward(output, routes, self._replay.replayer)
+
+        def finish(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+            # The count is megatron-core's divisor of gradients, which have theirs already.
+            return self._balance.scaled(on_output(micro, logits)), torch.zeros((), dtype=torch.int), None
+
+        return output, finish
+
+    def _through(self, micro: Microbatch, module: Any, at_all_positions: bool) -> torch.Tensor:
+        """The forward pass of this rank's stage."""
         inputs = micro.inputs
-        output = module(
+        output: torch.Tensor = module(
             inputs.input_ids,
             inputs.position_ids,
             None,
@@ -241,12 +271,7 @@ class PipelineRunner:
             ),
             **({"fp32_output": False} if self._model.config.bf16 else {}),
         )
-
-        def finish(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-            # The count is megatron-core's divisor of gradients, which have theirs already.
-            return self._balance.scaled(on_output(micro, logits)), torch.zeros((), dtype=torch.int), None
-
-        return output, finish
+        return output
 
     def _build(
         self,

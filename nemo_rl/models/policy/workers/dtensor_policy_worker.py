@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.data_plane.routed_experts import RouteShape
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.parallel_groups import ParallelGroups
 from nemo_rl.models.checkpoint_folder import save_tokenizer
@@ -21,9 +22,12 @@ from nemo_rl.models.dtensor.learning_rate import LearningRate
 from nemo_rl.models.dtensor.optim import LossScaler, build_optimizer
 from nemo_rl.models.dtensor.parallelize import full_weight, parallelize
 from nemo_rl.models.dtensor.train_step import OptimizerStep, StepRunner
+from nemo_rl.models.hf_routers import HFRouters
 from nemo_rl.models.loading import load_causal_lm, named_weights
 from nemo_rl.models.policy.interfaces import TensorInfo
+from nemo_rl.models.policy.route_replay import RouteReplayer
 from nemo_rl.models.policy.steps import BatchLayout
+from nemo_rl.models.policy.worker_replay import StageReplay, WorkerReplay
 from nemo_rl.models.policy.workers.base import (
     Placement,
     WorkerState,
@@ -35,6 +39,7 @@ from nemo_rl.models.policy.workers.base import (
 )
 from nemo_rl.models.policy.workers.training_worker import TrainingWorker, ensure_process_group, pick_device
 from nemo_rl.utils.flops import TransformerShape
+from nemo_rl.utils.r3_trace_env import router_replay_validate_enabled
 
 __all__ = ["DTensorPolicyWorker"]
 
@@ -85,6 +90,7 @@ class DTensorPolicyWorker(TrainingWorker):
             self._groups = ParallelGroups.build(self.layout, rank=rank, device=self.device)
             self._flops_shape = TransformerShape.from_config(hf.config.to_dict())
             self._model = parallelize(hf, groups=self._groups, config=config)
+            self._replay = self._start_replay() if config.router_replay.enabled else None
             self._optimizer = build_optimizer(config.optimizer, self._model.parameters())
             self._schedule: LearningRate = LearningRate(config.scheduler, self._optimizer, num_steps=num_steps)
             self._scaler = LossScaler(precision=config.precision)
@@ -96,11 +102,28 @@ class DTensorPolicyWorker(TrainingWorker):
                 dist.destroy_process_group()
             raise
 
-    def _runner(self, layout: BatchLayout) -> StepRunner:
+    def _start_replay(self) -> WorkerReplay:
+        """(collective over the job)"""
+        routers = HFRouters(self._model.hf)
+        replayer = RouteReplayer(
+            routers.layers,
+            top_k=routers.top_k,
+            num_experts=routers.num_experts,
+            validates=router_replay_validate_enabled(),
+        )
+        return WorkerReplay(
+            replayer,
+            shape=RouteShape(layers=routers.layers, top_k=routers.top_k, num_experts=routers.num_experts),
+            layout=self.layout,
+            rank=self.rank,
+            routing=lambda asked: routers.choosing(lambda layer, own: asked.choose(layer, lambda: own)),
+        )
+
+    def _runner(self, layout: BatchLayout, replay: StageReplay | None = None) -> StepRunner:
         step = OptimizerStep(
             self._model, self._optimizer, self._scaler, groups=self._groups, max_grad_norm=self.config.max_grad_norm
         )
-        return StepRunner(self._model, layout, self._groups, step)
+        return StepRunner(self._model, layout, self._groups, step, replay)
 
     # The model between its stages.
 

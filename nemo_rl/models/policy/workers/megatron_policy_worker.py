@@ -8,12 +8,14 @@ the numbers of the DTensor worker.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.data_plane.routed_experts import RouteShape
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.errors import ModelFolderError
 from nemo_rl.models.checkpoint_folder import complete_or_nothing, raise_together, save_tokenizer
@@ -24,13 +26,16 @@ from nemo_rl.models.megatron.architecture import Architecture, check_fits
 from nemo_rl.models.megatron.convert import export_weights, load_weights, weight_infos
 from nemo_rl.models.megatron.mcore import parallel_state
 from nemo_rl.models.megatron.optim import PolicyOptimizer
+from nemo_rl.models.megatron.router_replay import attach_replay
 from nemo_rl.models.megatron.setup import build_model, destroy_parallel, forget_last_pass, initialize_parallel
 from nemo_rl.models.megatron.train_step import PipelineRunner, RankView
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.policy.steps import BatchLayout
+from nemo_rl.models.policy.worker_replay import StageReplay, WorkerReplay
 from nemo_rl.models.policy.workers.base import Placement, WorkerState, check_placement, placement_of
 from nemo_rl.models.policy.workers.training_worker import TrainingWorker, ensure_process_group, pick_device
 from nemo_rl.utils.flops import TransformerShape
+from nemo_rl.utils.r3_trace_env import router_replay_validate_enabled
 
 __all__ = ["MegatronPolicyWorker"]
 
@@ -81,6 +86,7 @@ class MegatronPolicyWorker(TrainingWorker):
             self._flops_shape = TransformerShape.from_config(self._hf_config.to_dict())
             self._model = build_model(self._hf_config, config, device=self.device)
             load_weights(self._model, source)
+            self._replay = self._start_replay() if config.router_replay.enabled else None
             self._optimizer = PolicyOptimizer(self._model, config, num_steps=num_steps)
             self._schedule: PolicyOptimizer = self._optimizer
             self._start_life_cycle(keep_reference=keep_reference, owns_group=owns_group)
@@ -98,9 +104,28 @@ class MegatronPolicyWorker(TrainingWorker):
             destroy_parallel()
         super().shutdown()
 
-    def _runner(self, layout: BatchLayout) -> PipelineRunner:
+    def _runner(self, layout: BatchLayout, replay: StageReplay | None = None) -> PipelineRunner:
         view = RankView(layout=self.layout, rank=self.rank, device=self.device)
-        return PipelineRunner(self._model, layout, view, self._optimizer)
+        return PipelineRunner(self._model, layout, view, self._optimizer, replay)
+
+    def _start_replay(self) -> WorkerReplay:
+        """(collective over the job)"""
+        replayer = attach_replay(self._model, validates=router_replay_validate_enabled())
+        mixture = self._model.shape.mixture
+        assert mixture is not None
+        return WorkerReplay(
+            replayer,
+            shape=RouteShape(
+                layers=tuple(i for i, has_experts in enumerate(self._model.shape.expert_layers) if has_experts),
+                top_k=mixture.top_k,
+                num_experts=mixture.num_experts,
+            ),
+            layout=self.layout,
+            rank=self.rank,
+            routing=lambda _: nullcontext(),
+            positions_first=True,
+            chunks_tokens=self.layout.sequence_parallel,
+        )
 
     # The model between its stages.
 

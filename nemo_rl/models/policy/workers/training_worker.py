@@ -6,7 +6,8 @@ the global batches alone, not on their split into ranks or microbatches.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -20,15 +21,27 @@ from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.models.logprobs import SamplingView
 from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
 from nemo_rl.models.policy.microbatch import PassShape, fixed_plan, steps_of
+from nemo_rl.models.policy.routes import RouteSlices
 from nemo_rl.models.policy.steps import BatchLayout, Runner, check_same_plan, loss_scales
+from nemo_rl.models.policy.worker_replay import ROUTES, StageReplay, WorkerReplay
 from nemo_rl.models.policy.workers.base import WorkerState
 from nemo_rl.models.policy.workers.refit_source import RefitSource
 from nemo_rl.utils.flops import TransformerShape, theoretical_tflops, transformer_flops
 
-__all__ = ["Schedule", "TrainingWorker", "ensure_process_group", "pick_device"]
+__all__ = ["RecordedRoutes", "Schedule", "TrainingWorker", "ensure_process_group", "pick_device"]
 
 TOKEN_MASK = "token_mask"
 """Where a batch has this column, only its tokens' log-probabilities are computed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedRoutes:
+    """What a rank recorded."""
+
+    logprobs_NT: torch.Tensor
+    """`[N, T]` float32."""
+    routes_NTLK: torch.Tensor
+    """`[N, T, L, K]` int16: its layers of its tokens, -1 elsewhere."""
 
 
 class Schedule(Protocol):
@@ -50,9 +63,11 @@ class TrainingWorker(RefitSource):
     _schedule: Schedule
     _context: dist.ProcessGroup | None
     """Ranks that share this rank's sequences; None on one."""
+    _replay: WorkerReplay | None = None
+    """None unless `policy.router_replay.enabled`."""
 
-    def _runner(self, layout: BatchLayout) -> Runner:
-        """Runs one call's microbatches."""
+    def _runner(self, layout: BatchLayout, replay: StageReplay | None = None) -> Runner:
+        """Runs one call's microbatches, with the routes of a stage where there are any."""
         raise NotImplementedError
 
     # Training and log-probabilities.
@@ -66,6 +81,7 @@ class TrainingWorker(RefitSource):
         gbs: int | None = None,
         mbs: int | None = None,
         plan: PackPlan | None = None,
+        routes: RouteSlices | None = None,
     ) -> TrainResult:
         """(collective) One optimizer step per global batch over this rank's rows.
 
@@ -74,9 +90,12 @@ class TrainingWorker(RefitSource):
             gbs: rows per optimizer step over all ranks; null uses `policy.train_global_batch_size`.
             mbs: rows per microbatch; null uses `policy.train_micro_batch_size`.
             plan: this rank's view (`PackPlan.for_rank`), in indices into `batch`; overrides both.
+            routes: this rank's, with router replay; None takes them from the column `routed_experts` of the batch,
+                `[N, T, L, K]` int16 with -1 where a route is missing.
 
         Raises:
             NonFiniteError: on every rank; names the samples.
+            FieldNotProduced: router replay is on, and there are no routes.
         """
         self._require("train", WorkerState.TRAINING, *([WorkerState.LOGPROBS] if eval_mode else []))
         if self._is_reference_in_use:
@@ -86,14 +105,15 @@ class TrainingWorker(RefitSource):
             plan = self._fixed_plan(batch, rows_per_step, mbs or self.config.train_micro_batch_size)
         steps = steps_of(plan, num_rows=batch.size)
         check_same_plan([len(microbatches) for microbatches in steps], device=self.device)
-        batch = batch.to(self.device)
-        learning_rate = self._schedule.apply()
-        scales = loss_scales(batch, steps, is_writer=self.layout.is_writer(self.rank), device=self.device)
-        runner = self._runner(self._batch_layout(plan))
-        outcomes = [
-            runner.run(batch, microbatches, loss_fn, scale, is_training=not eval_mode)
-            for microbatches, scale in zip(steps, scales, strict=True)
-        ]
+        with self._stage_replay("train", batch, plan, routes) as replay:
+            batch = _without_routes(batch).to(self.device)
+            learning_rate = self._schedule.apply()
+            scales = loss_scales(batch, steps, is_writer=self.layout.is_writer(self.rank), device=self.device)
+            runner = self._runner(self._batch_layout(plan), replay)
+            outcomes = [
+                runner.run(batch, microbatches, loss_fn, scale, is_training=not eval_mode)
+                for microbatches, scale in zip(steps, scales, strict=True)
+            ]
         if not eval_mode:
             self._schedule.advance()
         lengths = [int(n) for n in batch.tensor("input_lengths").tolist()]
@@ -109,29 +129,63 @@ class TrainingWorker(RefitSource):
         )
 
     def get_logprobs(
-        self, batch: BatchedDataDict, *, mbs: int | None = None, plan: PackPlan | None = None
+        self,
+        batch: BatchedDataDict,
+        *,
+        mbs: int | None = None,
+        plan: PackPlan | None = None,
+        routes: RouteSlices | None = None,
+        replay: bool = True,
     ) -> torch.Tensor:
         """(collective) `[N, T]` float32 on the CPU under the distribution that was sampled from.
 
         Computed for the tokens of `token_mask` where the batch has that column, else for all; 0 elsewhere.
+
+        Args:
+            routes: as in `train`.
+            replay: False lets the routers choose for themselves.
+
+        Raises:
+            FieldNotProduced: router replay is on, and there are no routes.
         """
         self._require("get_logprobs", WorkerState.TRAINING, WorkerState.LOGPROBS)
         plan = plan or self._inference_plan(batch, mbs)
+        if not replay:
+            return self._logprobs(batch, plan, None)
+        with self._stage_replay("prev_logprobs", batch, plan, routes) as stage:
+            return self._logprobs(batch, plan, stage)
+
+    def record_routes(self, batch: BatchedDataDict, *, plan: PackPlan | None = None) -> RecordedRoutes:
+        """(collective) Log-probabilities as `get_logprobs`, and the routes that the routers chose for themselves.
+
+        Raises:
+            RuntimeError: router replay is off.
+        """
+        self._require("record_routes", WorkerState.TRAINING, WorkerState.LOGPROBS)
+        if self._replay is None:
+            raise RuntimeError("record_routes: set policy.router_replay.enabled=true")
+        plan = plan or self._inference_plan(batch, None)
+        with self._replay.stage("prev_logprobs", plan, None) as stage:
+            logprobs_NT = self._logprobs(batch, plan, stage)
+            routes_NTLK = self._replay.recorded(stage, batch, plan, self._batch_layout(plan).shape)
+        return RecordedRoutes(logprobs_NT=logprobs_NT, routes_NTLK=routes_NTLK)
+
+    def _logprobs(self, batch: BatchedDataDict, plan: PackPlan, replay: StageReplay | None) -> torch.Tensor:
         microbatches = [rows for step in steps_of(plan, num_rows=batch.size) for rows in step]
         check_same_plan([len(microbatches)], device=self.device)
-        batch = batch.to(self.device)
+        batch = _without_routes(batch).to(self.device)
         if TOKEN_MASK in batch:
             select_NT = batch.tensor(TOKEN_MASK).bool()
         else:
             select_NT = torch.ones_like(batch.tensor("input_ids"), dtype=torch.bool)
-        return self._runner(self._batch_layout(plan)).logprobs(batch, microbatches, select_NT).cpu()
+        return self._runner(self._batch_layout(plan), replay).logprobs(batch, microbatches, select_NT).cpu()
 
     def get_reference_policy_logprobs(
         self, batch: BatchedDataDict, *, mbs: int | None = None, plan: PackPlan | None = None
     ) -> torch.Tensor:
-        """(collective) As `get_logprobs` under the reference weights."""
+        """(collective) As `get_logprobs` under the reference weights, whose routers choose for themselves."""
         with self.use_reference_model():
-            return self.get_logprobs(batch, mbs=mbs, plan=plan)
+            return self.get_logprobs(batch, mbs=mbs, plan=plan, replay=False)
 
     def get_topk_logits(
         self, batch: BatchedDataDict, *, k: int, mbs: int | None = None
@@ -149,6 +203,15 @@ class TrainingWorker(RefitSource):
         return values.cpu(), ids.cpu()
 
     # Private parts.
+
+    def _stage_replay(
+        self, stage: str, batch: BatchedDataDict, plan: PackPlan, routes: RouteSlices | None
+    ) -> AbstractContextManager[StageReplay | None]:
+        if self._replay is None:
+            return nullcontext()
+        if routes is None:
+            routes = self._replay.slices_of_batch(stage, batch, plan, self._batch_layout(plan).shape)
+        return self._replay.stage(stage, plan, routes)
 
     def _load_tokenizer(self) -> None:
         tokenizer = self.config.tokenizer
@@ -184,6 +247,11 @@ class TrainingWorker(RefitSource):
     def _inference_plan(self, batch: BatchedDataDict, mbs: int | None) -> PackPlan:
         rows = mbs or self.config.logprob_batch_size or self.config.train_micro_batch_size
         return self._fixed_plan(batch, max(1, batch.size), rows)
+
+
+def _without_routes(batch: BatchedDataDict) -> BatchedDataDict:
+    """Whole routes stay where they are: passes get their part."""
+    return BatchedDataDict({name: column for name, column in batch.items() if name != ROUTES})
 
 
 def ensure_process_group(rank: int, world_size: int, timeout_s: float, device: torch.device) -> bool:

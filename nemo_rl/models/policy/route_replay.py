@@ -1,0 +1,254 @@
+"""What the routers of one rank do in a pass: choose for themselves, choose as recorded, or be recorded.
+
+Engine-neutral: megatron-core's routers and those of Hugging Face models ask `RouteReplayer.choose` for every pass of
+every layer. Invariant: routes are found by microbatch and layer number, never by the order of calls, and belong to one
+pass: `pass_of` ends them, also after an error, and a backward pass that recomputes layers names its own microbatch.
+Shapes: T tokens in the order of the routers of a rank, K experts of a token, l layers of the rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, TypeAlias
+
+import torch
+
+from nemo_rl.data_plane.routed_experts import dummy_route
+from nemo_rl.errors import WorkerError
+from nemo_rl.models.policy.routes import RouteSlices
+from nemo_rl.utils.metrics import Mean, Reduction
+from nemo_rl.utils.route_digest import route_digests
+
+__all__ = ["MicrobatchRoutes", "PassObserver", "ReplayAction", "RouteReplayer", "microbatch_routes"]
+
+ReplayAction: TypeAlias = Literal["record", "replay_forward", "replay_backward"]
+OwnChoice: TypeAlias = Callable[[], torch.Tensor]
+"""`[T, K]` int64: what the router chooses by itself."""
+
+
+class PassObserver(Protocol):
+    """Sees what routers were told; for tracing."""
+
+    def used(
+        self, routes: MicrobatchRoutes, *, layer: int, action: ReplayAction, ids_TK: torch.Tensor, matches: bool | None
+    ) -> None:
+        """A router has used these ids; `matches` tells of the recorded digests, None where there are none."""
+
+
+@dataclass(kw_only=True, slots=True)
+class MicrobatchRoutes:
+    """State of one microbatch from its forward pass to the end of its backward pass."""
+
+    number: int
+    """Of the microbatch within the stage, from 0."""
+    rows: tuple[int, ...]
+    is_token_T: torch.Tensor
+    """`[T]` bool: False for padding."""
+    slot_T: torch.Tensor
+    """`[T]` int64: number of the token among those of the pass in the order of `TokenSlots`; any in the padding."""
+    ids_TlK: torch.Tensor | None = None
+    """`[T, l, K]` uint8 or int16; a valid dummy in the padding; None while recording."""
+    is_missing_T: torch.Tensor | None = None
+    """`[T]` bool; None when no token lacks a route."""
+    digests_Tl: torch.Tensor | None = None
+    """`[T, l]` int64; None unless verified."""
+    used: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Layer -> `[T, K]` int64: with missing routes the choice of the forward pass, which a recomputation repeats; when
+    recording the recorded ids."""
+    seen: set[int] = field(default_factory=set)
+    """Layers that have run; one that runs again is being recomputed."""
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Tokens times layers, of one stage."""
+
+    missing: float = 0.0
+    pairs: float = 0.0
+    differing: float = 0.0
+
+
+class RouteReplayer:
+    """All routers of one rank.
+
+    Args:
+        layers: numbers of this rank's layers with experts, from 0 over the whole model.
+        validates: ids are checked before a router gets them.
+    """
+
+    def __init__(self, layers: Sequence[int], *, top_k: int, num_experts: int, validates: bool = False) -> None:
+        self.layers = tuple(layers)
+        self.top_k, self._num_experts, self._validates = top_k, num_experts, validates
+        self._column = {layer: i for i, layer in enumerate(self.layers)}
+        self._current: MicrobatchRoutes | None = None
+        self._stage = ""
+        self._observer: PassObserver | None = None
+        self._counts: dict[str, _Counts] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        """No pass has routes now: routers choose for themselves."""
+        return self._current is None
+
+    @contextmanager
+    def stage(self, name: str, observer: PassObserver | None = None) -> Iterator[None]:
+        """Around all passes of a stage: nothing of it is left afterwards, also after an error."""
+        self._stage, self._observer = name, observer
+        try:
+            yield
+        finally:
+            self._stage, self._observer, self._current = "", None, None
+
+    @contextmanager
+    def pass_of(self, routes: MicrobatchRoutes) -> Iterator[None]:
+        """Around a forward pass, or a forward and its backward pass where no other microbatch comes between."""
+        self.enter(routes)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def enter(self, routes: MicrobatchRoutes) -> None:
+        """Routers belong to this microbatch from here on, until `leave`."""
+        self._current = routes
+
+    def leave(self) -> None:
+        """Routers choose for themselves from here on."""
+        self._current = None
+
+    def choose(self, layer: int, own: OwnChoice) -> torch.Tensor | None:
+        """The ids that a router uses, `[T, K]` int64; None for its own choice.
+
+        Raises:
+            WorkerError: the pass has other tokens than the routes, or its ids are not those of the rollout.
+        """
+        routes = self._current
+        if routes is None:
+            return None
+        is_again = layer in routes.seen
+        routes.seen.add(layer)
+        if routes.ids_TlK is None:
+            if not is_again:
+                routes.used[layer] = own().detach()
+            self._tell(routes, layer, "record", routes.used[layer], None)
+            return None
+        ids_TK = routes.used.get(layer)
+        if ids_TK is None:
+            ids_TK = self._installed(routes, layer, own)
+        if not is_again:
+            self._count(routes, ids_TK, own)
+        action: ReplayAction = "replay_backward" if is_again else "replay_forward"
+        matches = self._matches(routes, layer, ids_TK)
+        self._tell(routes, layer, action, ids_TK, matches)
+        if matches is False:
+            raise WorkerError(
+                f"router replay, {action} of microbatch {routes.number}, layer {layer}: ids of shape "
+                f"{list(ids_TK.shape)} are not those that the rollout recorded; see `nemo-rl trace verify`",
+                stage=self._stage,
+            )
+        return ids_TK
+
+    def metrics(self) -> dict[str, Reduction]:
+        """Counts since the last call, by stage; a token counts once per layer of this rank."""
+        found: dict[str, Reduction] = {}
+        for stage, counts in self._counts.items():
+            found[f"{stage}_missing_share"] = Mean(counts.missing, counts.pairs)
+            found[f"{stage}_live_routes_differ"] = Mean(counts.differing, counts.pairs)
+        self._counts = {}
+        return found
+
+    # Private parts.
+
+    def _installed(self, routes: MicrobatchRoutes, layer: int, own: OwnChoice) -> torch.Tensor:
+        assert routes.ids_TlK is not None
+        ids_TK = routes.ids_TlK[:, self._column[layer]].long()
+        if self._validates:
+            self._validate(routes, layer, ids_TK)
+        if routes.is_missing_T is None:
+            return ids_TK
+        # Kept, for a recomputed layer must not choose anew.
+        routes.used[layer] = torch.where(routes.is_missing_T[:, None], own().detach(), ids_TK)
+        return routes.used[layer]
+
+    def _validate(self, routes: MicrobatchRoutes, layer: int, ids_TK: torch.Tensor) -> None:
+        ordered = ids_TK.sort(dim=1).values
+        is_wrong_T = (ordered[:, 0] < 0) | (ordered[:, -1] >= self._num_experts) | (ordered.diff(dim=1) == 0).any(1)
+        if routes.is_missing_T is not None:
+            is_wrong_T &= ~routes.is_missing_T
+        if bool(is_wrong_T.any()):
+            token = int(is_wrong_T.nonzero()[0])
+            raise WorkerError(
+                f"router replay, microbatch {routes.number}, layer {layer}, token {token} of the pass: expected "
+                f"{self.top_k} different ids of 0 to {self._num_experts - 1}, got {ids_TK[token].tolist()}",
+                stage=self._stage,
+            )
+
+    def _count(self, routes: MicrobatchRoutes, ids_TK: torch.Tensor, own: OwnChoice) -> None:
+        counts = self._counts.setdefault(self._stage, _Counts())
+        is_same_T = (own()[:, :, None] == ids_TK[:, None, :]).any(dim=2).all(dim=1)
+        counts.pairs += float(routes.is_token_T.sum())
+        counts.differing += float((~is_same_T & routes.is_token_T).sum())
+        if routes.is_missing_T is not None:
+            counts.missing += float(routes.is_missing_T.sum())
+
+    def _matches(self, routes: MicrobatchRoutes, layer: int, ids_TK: torch.Tensor) -> bool | None:
+        if routes.digests_Tl is None:
+            return None
+        is_known_T = routes.is_token_T
+        if routes.is_missing_T is not None:
+            is_known_T = is_known_T & ~routes.is_missing_T
+        found_T = route_digests(ids_TK[:, None], [layer])[:, 0]
+        is_equal_T = found_T == routes.digests_Tl[:, self._column[layer]]
+        return bool((is_equal_T | ~is_known_T).all())
+
+    def _tell(
+        self, routes: MicrobatchRoutes, layer: int, action: ReplayAction, ids_TK: torch.Tensor, matches: bool | None
+    ) -> None:
+        if self._observer is not None:
+            self._observer.used(routes, layer=layer, action=action, ids_TK=ids_TK, matches=matches)
+
+
+def microbatch_routes(
+    slices: RouteSlices | None,
+    *,
+    number: int,
+    rows: tuple[int, ...],
+    is_token_ns: torch.Tensor,
+    top_k: int,
+    positions_first: bool,
+) -> MicrobatchRoutes:
+    """The routes of a microbatch, spread over the positions of its pass.
+
+    Args:
+        slices: of this microbatch, row by row of the pass; None to record.
+        is_token_ns: `[n, s]` which positions of this rank hold tokens.
+        positions_first: the routers see `[s, n]` flattened, not `[n, s]`.
+
+    Raises:
+        WorkerError: another number of tokens.
+    """
+    order_T = torch.arange(is_token_ns.numel(), device=is_token_ns.device).view(is_token_ns.shape)
+    order_T = (order_T.T if positions_first else order_T).flatten()
+    is_token_T = is_token_ns.flatten()[order_T]
+    slot_T = (is_token_ns.flatten().cumsum(0) - 1).clamp(min=0)[order_T]
+    routes = MicrobatchRoutes(number=number, rows=rows, is_token_T=is_token_T, slot_T=slot_T)
+    if slices is None:
+        return routes
+    num_tokens, device = int(is_token_T.sum()), is_token_T.device
+    if num_tokens != len(slices.ids):
+        raise WorkerError(
+            f"router replay, microbatch {number}: {len(slices.ids)} tokens with routes, expected {num_tokens}",
+            stage="replay",
+        )
+    dummy_lK = dummy_route(top_k).to(device=device, dtype=slices.ids.dtype).repeat(slices.ids.shape[1], 1)
+    if not num_tokens:
+        routes.ids_TlK = dummy_lK.repeat(len(is_token_T), 1, 1)
+        return routes
+    routes.ids_TlK = torch.where(is_token_T[:, None, None], slices.ids.to(device)[slot_T], dummy_lK)
+    if bool(slices.is_missing.any()):
+        routes.is_missing_T = slices.is_missing.to(device)[slot_T] & is_token_T
+    if slices.digests is not None:
+        routes.digests_Tl = slices.digests.to(device)[slot_T]
+    return routes

@@ -1,0 +1,146 @@
+"""Which part of the routes of a shard each rank needs, cut out of the whole.
+
+Called by the worker that reads a shard, for every rank of its replica group, and by a worker that is handed whole rows.
+Invariant: places follow from lengths, plan and layout alone, by the same `PassPlaces` that lay the tokens out; a route
+and its token cannot come apart. Shapes: N rows, M tokens of a rank's passes one after the other, L layers of the whole
+model with experts, l of them on the rank, K experts of a token, n rows and s positions of one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from nemo_rl.data_plane.routed_experts import MISSING, RouteShape, route_dtype
+from nemo_rl.distributed.packing import PackPlan
+from nemo_rl.errors import SchemaMismatch
+from nemo_rl.models.policy.microbatch import PassPlaces, PassShape
+
+__all__ = ["RouteSlices", "RouteView", "ShardRoutes", "TokenSlots"]
+
+Rows = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenSlots:
+    """The tokens of one pass that a rank's routers see, in order: row by row of the pass, position by position."""
+
+    row_R: torch.Tensor
+    """`[R]` row within the microbatch."""
+    column_R: torch.Tensor
+    """`[R]` position in the row."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouteView:
+    """What a rank needs: its context rank's positions, of these its chunk, and its layers."""
+
+    cp_rank: int = 0
+    chunk: int = 0
+    num_chunks: int = 1
+    """Equal parts of the positions over the tensor axis; 1 where every tensor rank routes all of them."""
+    layer_index: tuple[int, ...]
+    """Which of the L layers this rank holds."""
+
+    def slots(self, lengths: Sequence[int], *, is_packed: bool, shape: PassShape) -> TokenSlots:
+        """Tokens of this rank in the pass of a microbatch with rows of these lengths."""
+        places = PassPlaces.of(lengths, is_packed=is_packed, shape=shape, device=torch.device("cpu"))
+        local = places.on_context_rank(self.cp_rank)
+        row_ns, column_ns = self.chunk_of(local.row_nS), self.chunk_of(local.column_nS)
+        is_token_ns = row_ns >= 0
+        return TokenSlots(row_R=row_ns[is_token_ns], column_R=column_ns[is_token_ns])
+
+    def chunk_of(self, values_ns: torch.Tensor) -> torch.Tensor:
+        """`[n, s / num_chunks, ...]`: this rank's part of a pass along its positions."""
+        return values_ns.chunk(self.num_chunks, dim=1)[self.chunk]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouteSlices:
+    """Routes of one rank for one stage, found by the rows of a microbatch."""
+
+    ids: torch.Tensor
+    """`[M, l, K]` uint8 or int16."""
+    is_missing: torch.Tensor
+    """`[M]` bool: tokens that take the model's own choice."""
+    digests: torch.Tensor | None = None
+    """`[M, l]` int64, made where the routes were recorded; None unless forward passes are verified."""
+    ranges: Mapping[Rows, tuple[int, int]] = field(default_factory=dict)
+    """Rows of a microbatch -> first and last + 1 of its tokens in M. Rows lie in one microbatch of a stage."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        tensors = [self.ids, self.is_missing, *([self.digests] if self.digests is not None else [])]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def of(self, rows: Rows) -> RouteSlices:
+        """The part of one microbatch; no token for one without rows."""
+        start, stop = self.ranges[rows] if rows else (0, 0)
+        return RouteSlices(
+            ids=self.ids[start:stop],
+            is_missing=self.is_missing[start:stop],
+            digests=None if self.digests is None else self.digests[start:stop],
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardRoutes:
+    """Routes of all rows of a shard, as they come from the store."""
+
+    values: torch.Tensor
+    """`[S, L, K]` int16 in install form, row after row."""
+    start_N: torch.Tensor
+    """`[N]` first entry of each row."""
+    lengths: tuple[int, ...]
+    """Tokens of each row."""
+    digests: torch.Tensor | None = None
+    """`[S, L]` int64."""
+    shape: RouteShape
+
+    @classmethod
+    def of_dense(cls, routes_NTLK: torch.Tensor, lengths: Sequence[int], shape: RouteShape) -> ShardRoutes:
+        """Of a dense batch, `[N, T, L, K]` in install form.
+
+        Raises:
+            SchemaMismatch: other dims, layers or experts per token than the model's.
+        """
+        expected = (len(shape.layers), shape.top_k)
+        if routes_NTLK.dim() != 4 or tuple(routes_NTLK.shape[2:]) != expected:
+            raise SchemaMismatch(
+                f"routed_experts: expected [N, T, {expected[0]} layers with experts, {expected[1]} experts per token], "
+                f"got {list(routes_NTLK.shape)}; record the routes with the model that is trained"
+            )
+        num_rows, width = routes_NTLK.shape[:2]
+        return cls(
+            values=routes_NTLK.to(torch.int16).flatten(0, 1),
+            start_N=torch.arange(num_rows) * width,
+            lengths=tuple(lengths),
+            shape=shape,
+        )
+
+    def cut(self, view: RouteView, plan: PackPlan, shape: PassShape) -> RouteSlices:
+        """What one rank needs for the passes of its plan, in one rank's view of the plan."""
+        layer_index = torch.tensor(view.layer_index, dtype=torch.int64)
+        parts: list[torch.Tensor] = []
+        ranges: dict[Rows, tuple[int, int]] = {}
+        count = 0
+        for rows in plan.microbatches[0]:
+            if not rows:
+                continue
+            lengths = [self.lengths[row] for row in rows]
+            slots = view.slots(lengths, is_packed=plan.packed, shape=shape)
+            parts.append(self.start_N[torch.tensor(rows)][slots.row_R] + slots.column_R)
+            ranges[tuple(rows)] = (count, count + len(parts[-1]))
+            count += len(parts[-1])
+        source_M = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+        routes = self.values[source_M][:, layer_index]
+        is_missing = self.values[source_M, :1, 0].squeeze(1) == MISSING
+        return RouteSlices(
+            ids=routes.masked_fill(is_missing[:, None, None], 0).to(route_dtype(self.shape.num_experts)),
+            is_missing=is_missing,
+            digests=None if self.digests is None else self.digests[source_M][:, layer_index],
+            ranges=ranges,
+        )
