@@ -2,12 +2,12 @@
 
 Each rule is one function `rule_*(config) -> list[str]`; a line starts with the dotted path of the key to change. All
 rules run, so that all problems are reported at once. Called by the loader; add a rule by adding a function, here or
-where the policy's are: `validate_policy` and `validate_megatron`.
+where the policy's are: `validate_policy`, `validate_megatron` and `validate_router_replay`.
 """
 
 from __future__ import annotations
 
-from nemo_rl.config import validate_megatron, validate_policy
+from nemo_rl.config import validate_megatron, validate_policy, validate_router_replay
 from nemo_rl.config.base import Section
 from nemo_rl.config.ignored import would_be_ignored
 from nemo_rl.config.rule import Rule, rules_in
@@ -368,7 +368,7 @@ def rule_wandb_keys_need_wandb(config: MasterConfig) -> list[str]:
     return would_be_ignored(wandb, "logger.wandb", names, switch=switch, because=f"{switch} is false")
 
 
-_ALL = rules_in(globals()) | validate_policy.RULES | validate_megatron.RULES
+_ALL = rules_in(globals()) | validate_policy.RULES | validate_megatron.RULES | validate_router_replay.RULES
 
 RULES: tuple[Rule, ...] = tuple(_ALL[name] for name in sorted(_ALL))
 """Every rule, by name."""

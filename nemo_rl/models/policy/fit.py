@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
 from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.data_plane.routed_experts import MAX_EXPERTS
+from nemo_rl.errors import ConfigError
 from nemo_rl.models.dtensor import fit
+from nemo_rl.models.hf_routers import HFRouters
+from nemo_rl.models.loading import load_model_config
 from nemo_rl.models.megatron import architecture
 
 __all__ = ["check_policy_fits"]
@@ -20,3 +27,17 @@ def check_policy_fits(config: PolicyConfig) -> None:
         architecture.check_folder_fits(config)
     else:
         fit.check_folder_fits(config)
+    if config.router_replay.enabled:
+        _check_routes_can_be_replayed(config)
+
+
+def _check_routes_can_be_replayed(config: PolicyConfig) -> None:
+    """Engines and the DTensor worker find routers in the model; the Megatron worker knows no other families."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(load_model_config(config.model_name))
+    routers = HFRouters(model)
+    if routers.num_experts > MAX_EXPERTS:
+        raise ConfigError(
+            f"policy.router_replay.enabled: ids of experts travel in at most 16 bits, {model.config.model_type!r} has "
+            f"{routers.num_experts} experts, expected at most {MAX_EXPERTS}; set it to false"
+        )

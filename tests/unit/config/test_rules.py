@@ -26,6 +26,10 @@ FIXED = ("policy.dynamic_batching.enabled=false",)
 GPUS = ("~cluster.cpu_workers_per_node", "cluster.gpus_per_node=2")
 JSONL = ("~data.train", "data.train.dataset_name=jsonl")
 
+REPLAY = "policy.router_replay.enabled=true"
+BY_POLICY = (REPLAY, "policy.router_replay.source=prev_logprobs")
+NO_LOGPROBS = "grpo.use_generation_logprobs_as_prev=true"
+
 REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
     "rule_cpu_workers_only_without_gpus": [
         (("cluster.gpus_per_node=1", "cluster.cpu_workers_per_node=2"), "cluster.cpu_workers_per_node: 2 would be")
@@ -146,6 +150,29 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
     "rule_lengths_fit": [(("policy.generation.max_new_tokens=17",), "policy.max_total_sequence_length: 48 does not")],
     "rule_advantage_clip_is_an_interval": [
         (("grpo.advantage_clip_low=1", "grpo.advantage_clip_high=1"), "grpo.advantage_clip_low: 1.0 is not below"),
+    ],
+    "rule_router_replay_keys_need_their_switch": [
+        (("policy.router_replay.bit_packed=true",), "policy.router_replay.bit_packed: True would be ignored"),
+        (("policy.router_replay.source=prev_logprobs",), "policy.router_replay.source: 'prev_logprobs' would be"),
+    ],
+    "rule_routes_are_recorded_by_a_stage_that_runs": [
+        ((*BY_POLICY, NO_LOGPROBS), "policy.router_replay.source: 'prev_logprobs' never records"),
+    ],
+    "rule_missing_routes_come_from_rollouts": [
+        (
+            (*BY_POLICY, "policy.router_replay.max_missing_share=0.1"),
+            "policy.router_replay.max_missing_share: 0.1 would",
+        ),
+    ],
+    "rule_routes_are_compared_in_logprob_passes": [
+        (
+            (REPLAY, NO_LOGPROBS, "policy.router_replay.compare_microbatches=2"),
+            "policy.router_replay.compare_microbatches: 2 would be ignored, because grpo.use_generation",
+        ),
+        (
+            (*BY_POLICY, "grpo.use_generation_logprobs_as_prev=false", "policy.router_replay.compare_microbatches=2"),
+            "policy.router_replay.compare_microbatches: 2 would be ignored, because the pass that records",
+        ),
     ],
     "rule_kl_keys_need_a_penalty": [
         (("loss_fn.reference_policy_kl_type=k2",), "loss_fn.reference_policy_kl_type: 'k2' would be ignored"),

@@ -8,9 +8,12 @@ import pytest
 import torch
 from transformers import BertConfig, Gemma2Config, GemmaConfig, GptOssConfig, MistralConfig, PretrainedConfig
 
+from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.policy import DTensorConfig, PolicyConfig, SequencePackingConfig
+from nemo_rl.config.router_replay import RouterReplayConfig
 from nemo_rl.errors import ConfigError, ModelFolderError
 from nemo_rl.models.dtensor.fit import check_folder_fits
+from nemo_rl.models.policy.fit import check_policy_fits
 from tests.helpers.families import COMMON, config_of
 from tests.helpers.tiny_model import tiny_policy
 
@@ -100,3 +103,35 @@ def test_another_kind_of_model_is_refused(tmp_path: Path) -> None:
     with torch.no_grad(), pytest.raises((ModelFolderError, ConfigError)) as caught:
         check_folder_fits(policy(folder_of(bert, tmp_path), tensor_parallel_size=2))
     assert "bert" in str(caught.value)
+
+
+def replayed(folder: Path, *, by_megatron: bool = False) -> PolicyConfig:
+    return tiny_policy(
+        folder,
+        dtensor_cfg=DTensorConfig(enabled=not by_megatron),
+        megatron_cfg=MegatronConfig(enabled=by_megatron),
+        router_replay=RouterReplayConfig(enabled=True),
+    )
+
+
+@pytest.mark.parametrize("by_megatron", [False, True])
+def test_routes_are_replayed_in_a_mixture_of_experts_only(by_megatron: bool, tmp_path: Path) -> None:
+    check_policy_fits(replayed(folder_of(config_of("qwen3_moe"), tmp_path / "moe"), by_megatron=by_megatron))
+    with pytest.raises(ConfigError, match=r"policy.router_replay.enabled: 'qwen3' has no routed experts"):
+        check_policy_fits(replayed(folder_of(config_of("qwen3"), tmp_path / "dense"), by_megatron=by_megatron))
+
+
+def test_routers_that_are_not_known_are_refused(tmp_path: Path) -> None:
+    folder = folder_of(SINKS, tmp_path)
+    check_policy_fits(policy(folder))
+    with pytest.raises(ConfigError, match=r"policy.router_replay.enabled: the routers of 'gpt_oss' are not known"):
+        check_policy_fits(replayed(folder))
+
+
+def test_more_experts_than_ids_can_name_are_refused(tmp_path: Path) -> None:
+    config = config_of("qwen3_moe")
+    config.num_experts = 32767
+    check_policy_fits(replayed(folder_of(config, tmp_path / "most")))
+    config.num_experts = 32768
+    with pytest.raises(ConfigError, match="has 32768 experts, expected at most 32767"):
+        check_policy_fits(replayed(folder_of(config, tmp_path / "more")))
