@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,17 +11,20 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_rl.algorithms.loss_functions import ClippedPGLoss
 from nemo_rl.config.megatron import MegatronConfig, MegatronOptimizerConfig
 from nemo_rl.config.policy import DTensorConfig, OptimizerConfig, PolicyConfig
+from nemo_rl.config.router_replay import RouterReplayConfig
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed import differentiable
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan, plan_fixed, plan_packs, plan_padded
 from nemo_rl.models.dtensor.parallelize import full_weight
-from nemo_rl.models.loading import load_causal_lm, named_weights
+from nemo_rl.models.hf_routers import HFRouters
+from nemo_rl.models.loading import load_causal_lm, load_model_config, named_weights
 from nemo_rl.models.policy.workers.training_worker import TrainingWorker
 from tests.helpers.hf_reference import global_scale, hf_logprobs
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker
@@ -60,6 +64,8 @@ class Case:
     settings: Mapping[str, object] = field(default_factory=dict)
     """Further keys of `policy.megatron_cfg`."""
     precision: str = "float32"
+    replay: bool = False
+    """With forced routes."""
     fault: str | None = None
 
     def __str__(self) -> str:
@@ -68,6 +74,7 @@ class Case:
         axes += f"etp{self.etp}" if self.etp is not None else ""
         extra = {True: "-recompute", False: "", "selective": "-selective"}[self.recompute]
         extra += f"{'-aux' if self.aux else ''}{'-' + self.fault if self.fault else ''}"
+        extra += f"-{self.engine}" if self.replay else ""
         extra += "".join(f"-{name}={value}" for name, value in self.settings.items())
         extra += "" if self.precision == "float32" else f"-{self.precision}"
         return f"{self.family}-{axes}-{self.batching}{self.capacity}{extra}"
@@ -116,6 +123,32 @@ def layout_batch() -> BatchedDataDict:
     return batch
 
 
+def forced_routes(config: PretrainedConfig) -> torch.Tensor:
+    """`[N, T, L, K]` int16: random experts for every token of `layout_batch`; a few tokens lack a route."""
+    shape, draw = layout_batch().tensor("input_ids").shape, torch.Generator().manual_seed(7)
+    num_layers = config.num_hidden_layers - len(config.mlp_only_layers)
+    scores = torch.rand(*shape, num_layers, config.num_experts, generator=draw)
+    routes = scores.argsort(-1)[..., : config.num_experts_per_tok].to(torch.int16)
+    routes[0, 2:5] = -1
+    routes[3, 1] = -1
+    return routes
+
+
+def force_routes(model: PreTrainedModel, routes_NTLK: torch.Tensor) -> None:
+    """The model takes these, when it is called once for every row in turn; -1 leaves the choice to it."""
+    routers = HFRouters(model)
+    lengths, calls = layout_batch().tensor("input_lengths").tolist(), Counter[int]()
+
+    def choose(layer: int, own: torch.Tensor) -> torch.Tensor:
+        row = calls[layer] % ROWS
+        calls[layer] += 1
+        ids = routes_NTLK[row, : lengths[row], routers.layers.index(layer)].long()
+        return torch.where(ids < 0, own, ids)
+
+    # For as long as the model lives.
+    routers._choose = choose
+
+
 def megatron_policy(case: Case, folder: Path) -> PolicyConfig:
     recompute: dict[str, object] = {"activation_checkpointing": bool(case.recompute)}
     if case.recompute == "selective":
@@ -141,8 +174,12 @@ def megatron_policy(case: Case, folder: Path) -> PolicyConfig:
         ),
         **{**recompute, **balance, **case.settings},
     )
-    common = {"precision": case.precision, "max_grad_norm": MAX_GRAD_NORM}
-    return tiny_policy(folder, dtensor_cfg=DTensorConfig(enabled=False), megatron_cfg=section, **common)
+    return tiny_policy(folder, dtensor_cfg=DTensorConfig(enabled=False), megatron_cfg=section, **_common(case))
+
+
+def _common(case: Case) -> dict[str, object]:
+    replay = RouterReplayConfig(enabled=case.replay)
+    return {"precision": case.precision, "max_grad_norm": MAX_GRAD_NORM, "router_replay": replay}
 
 
 def policy_of(case: Case, folder: Path) -> PolicyConfig:
@@ -155,8 +192,7 @@ def policy_of(case: Case, folder: Path) -> PolicyConfig:
         activation_checkpointing=bool(case.recompute),
     )
     optimizer = OptimizerConfig(kwargs=dict(ADAM))
-    common = {"precision": case.precision, "max_grad_norm": MAX_GRAD_NORM}
-    return tiny_policy(folder, dtensor_cfg=sizes, optimizer=optimizer, **common)
+    return tiny_policy(folder, dtensor_cfg=sizes, optimizer=optimizer, **_common(case))
 
 
 def plan_of(case: Case, layout: ParallelLayout) -> PackPlan:
@@ -182,6 +218,8 @@ def start(rank: int, world_size: int, case: Case, folder: Path) -> Job:
     plan, dp = plan_of(case, layout), layout.coordinates(rank).dp
     rows = plan.rows_of_rank(dp)
     batch = layout_batch()
+    if case.replay:
+        batch["routed_experts"] = forced_routes(load_model_config(str(folder)))
     if case.fault == "swap":
         batch["advantages"] = batch.tensor("advantages")[[2, 1, 0, *range(3, ROWS)]]
     return Job(worker=worker, layout=layout, rows=rows, plan=plan.for_rank(dp), shard=batch.select_indices(rows))
@@ -231,10 +269,17 @@ MoreLoss = Callable[[torch.nn.Module], Callable[[], torch.Tensor]]
 """Given the model before it runs; what it returns is called after the passes and added to the loss."""
 
 
-def reference(folder: Path, *, dtype: torch.dtype = torch.float32, more_loss: MoreLoss | None = None) -> Outcome:
+def reference(
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    more_loss: MoreLoss | None = None,
+    prepare: Callable[[PreTrainedModel], None] = lambda _: None,
+) -> Outcome:
     """The single-process Hugging Face model, one row at a time."""
     batch = layout_batch()
     model = load_causal_lm(folder, dtype=dtype)
+    prepare(model)
     # Grouped kernels do not know float64.
     model.config._experts_implementation = "eager"
     adam = torch.optim.AdamW(model.parameters(), **ADAM)

@@ -57,7 +57,6 @@ def megatron(worker: TrainingWorker) -> MegatronPolicyWorker:
 def logits_of(job: Job) -> np.ndarray:
     """(collective) `[n, T, V]` at every token of this rank's rows, packed as the plan is; 0 in the padding."""
     worker = megatron(job.worker)
-    runner = worker._runner(worker._batch_layout(job.plan))
     ids_nT = job.shard.tensor("input_ids")
     found_nTV = torch.zeros(*ids_nT.shape, VOCAB)
 
@@ -71,8 +70,10 @@ def logits_of(job: Job) -> np.ndarray:
         return values.sum()
 
     no_tokens, microbatches = torch.zeros_like(ids_nT, dtype=torch.bool), job.plan.microbatches[0]
-    micros = runner._build(job.shard, microbatches, no_tokens)
-    runner._run(micros, len(microbatches), keep, is_training=False, at_all_positions=True)
+    with worker._stage_replay("prev_logprobs", job.shard, job.plan, None) as replay:
+        runner = worker._runner(worker._batch_layout(job.plan), replay)
+        micros = runner._build(job.shard, microbatches, no_tokens)
+        runner._run(micros, len(microbatches), keep, is_training=False, at_all_positions=True)
     return found_nTV.numpy()
 
 

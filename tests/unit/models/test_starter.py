@@ -84,6 +84,17 @@ def test_the_recipe_validates_on_the_split_that_the_starter_holds_out(name: str)
     assert config.policy.generation.max_new_tokens == STARTER_TASKS[name].max_new_tokens
 
 
+@pytest.mark.parametrize("worker", ["megatron", "dtensor"])
+def test_recipes_with_experts_use_the_starter_with_experts_on_the_task_of_the_demo(worker: str) -> None:
+    config = load_config(ROOT / f"configs/recipes/grpo_sort_moe_r3_{worker}_cpu.yaml")
+    assert config.policy.model_name == "checkpoints/starter_sort_moe"
+    assert config.data == load_config(ROOT / RECIPES["sort"]).data
+    assert config.policy.megatron_cfg.enabled == (worker == "megatron")
+    # What replay is for: rollouts that choose other experts now and then than the trainer would.
+    assert config.policy.router_replay.enabled
+    assert (config.policy.generation.precision, config.policy.precision) == ("bfloat16", "float32")
+
+
 @pytest.mark.parametrize("name", sorted(STARTER_TASKS))
 def test_every_demonstration_ends_with_the_answer(name: str) -> None:
     task = STARTER_TASKS[name]

@@ -1,0 +1,95 @@
+"""`nemo-rl trace verify`: exit codes, output for people and machines, the trace of a real job of several processes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_rl.cli.main import app, main
+from nemo_rl.utils import r3_trace
+from tests.helpers.gloo import run_ranks
+from tests.helpers.route_runs import RouteRun
+
+
+class TwoContextRanks(RouteRun):
+    tp_size, pp_size = 1, 1
+
+
+class WrongLayerMap(RouteRun):
+    def layer_map(self, held):
+        return [(layer, 1 - column) for column, layer in enumerate(held)]
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str]:
+    """Exit code and standard output."""
+    with pytest.raises(SystemExit) as ended:
+        app(["trace", "verify", *map(str, args)])
+    return int(ended.value.code or 0), capsys.readouterr().out
+
+
+def without_forward_checks(folder: Path) -> None:
+    for path in folder.glob("*"):
+        lines = [line for line in path.open() if "router_replay_forward_verify" not in line]
+        path.write_text("".join(lines))
+
+
+def test_the_verdict_is_the_exit_code(tmp_path: Path, capsys) -> None:
+    right, wrong = RouteRun(tmp_path / "right").write(), WrongLayerMap(tmp_path / "wrong").write()
+    code, shown = run(capsys, right, "--require-forward-verify", "--require-cp-identity")
+    assert code == 0 and shown.startswith("PASS: every router used the routes of the rollout\n")
+    code, shown = run(capsys, wrong)
+    assert code == 3 and shown.startswith("MISMATCH: ")
+    assert "first bad hop: assignment, stage prev_logprobs, step 0, microbatch 0\n" in shown
+    assert "sample a_g0, position 0, layer 1\n" in shown and "rank 0 cp=0 dp=0 pp=0 tp=0" in shown
+    assert "guess: wrong layer map: layer 1 holds the routes of layer 2\n" in shown
+    without_forward_checks(right)
+    assert run(capsys, right)[0] == 0
+    code, shown = run(capsys, right, "--require-forward-verify")
+    assert code == 4 and shown.startswith("INCOMPLETE: ") and "no verified forward of" in shown
+    (tmp_path / "empty").mkdir()
+    code, shown = run(capsys, tmp_path / "empty")
+    assert code == 5 and shown.startswith("VACUOUS: ")
+
+
+def test_json_holds_the_whole_report(tmp_path: Path, capsys) -> None:
+    code, shown = run(capsys, WrongLayerMap(tmp_path / "trace").write(), "--json")
+    told = json.loads(shown)
+    assert (told["verdict"], told["exit_code"], code) == ("mismatch", 3, 3)
+    assert told["mismatch"]["coords"] == {"dp": 0, "cp": 0, "tp": 0, "pp": 0} and told["mismatch"]["layer"] == 1
+    assert told["bad_records"]["assignment"] == 64 and told["num_processes"] == 9
+
+
+def test_a_folder_that_is_none_is_an_error_of_the_user(tmp_path: Path, monkeypatch, capsys) -> None:
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "absent", tmp_path / "file"):
+        monkeypatch.setattr("sys.argv", ["nemo-rl", "trace", "verify", str(place)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        error = capsys.readouterr().err
+        assert ended.value.code == 2 and error.count("\n") == 1 and f"{place} is no folder; pass" in error
+
+
+def write_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(NRL_R3_TRACE="1", NRL_R3_TRACE_VERIFY_FORWARD="yes", NRL_R3_TRACE_DIR=folder)
+    job = TwoContextRanks(Path(folder))
+    pp, cp, tp = job.places()[rank]
+    job.write_rank(cp, tp, pp)
+
+
+def test_a_job_of_several_processes_passes(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("NRL_R3_TRACE", "1")
+    monkeypatch.setenv("NRL_R3_TRACE_DIR", str(tmp_path))
+    r3_trace.reset_r3_trace()
+    TwoContextRanks(tmp_path).write_driver()
+    run_ranks(2, write_rank, str(tmp_path))
+    r3_trace.reset_r3_trace()
+    assert len(list(tmp_path.glob("r3_trace_*_pid*.jsonl"))) == 3
+    code, shown = run(capsys, tmp_path, "--json", "--require-forward-verify", "--require-cp-identity")
+    assert code == 0, shown
+    ranks = {json.loads(line).get("rank") for path in tmp_path.glob("*") for line in path.open()}
+    assert ranks == {None, 0, 1}
