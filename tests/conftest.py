@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 from collections.abc import Iterator
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
+
+
+@pytest.fixture(autouse=True)
+def crashes_are_shown(request: pytest.FixtureRequest) -> None:
+    """Ray replaces pytest's handler by one that writes into a log of its session."""
+    faulthandler.enable(request.config.stash[fault_handler_stderr_fd_key])
 
 
 @pytest.fixture(autouse=True)
@@ -15,8 +23,12 @@ def process_is_restored() -> Iterator[None]:
     root, ours = logging.getLogger(), logging.getLogger("nemo_rl")
     handlers, levels = list(root.handlers), (root.level, ours.level)
     yield
-    os.environ.clear()
-    os.environ.update(environment)
+    # What has not changed is left alone: threads of C++ libraries read the environment, and a write moves it.
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    for name, value in environment.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
     os.chdir(folder)
     for handler in [*root.handlers]:
         if handler not in handlers:
