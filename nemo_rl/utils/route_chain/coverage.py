@@ -181,17 +181,22 @@ class Coverage:
 
     def _token_gaps(self, run: Pass) -> Iterator[Gap]:
         for key in sorted(self.keys_assigned[run] & self.samples.keys()):
-            sample = self.samples[key]
-            for layer in sample.layers:
+            unseen: list[int] = []
+            holes: dict[tuple[int, int], list[int]] = {}
+            for layer in self.samples[key].layers:
                 held = self.assigned.get((run, key, layer))
-                where = f"stage {run[0]}, step {run[1]}: {key}, layer {layer}"
-                # Nothing follows from the last token, so a worker may leave it out.
                 if held is None:
-                    yield Gap(what="layer", text=f"{where}: no router was given its routes")
+                    unseen.append(layer)
+                # Nothing follows from the last token, so a worker may leave it out.
                 elif not held[:-1].all():
                     lost = np.flatnonzero(~held[:-1])
-                    text = f"{where}: no rank was given {len(lost)} of its tokens, the first at position {lost[0]}"
-                    yield Gap(what="tokens", text=text)
+                    holes.setdefault((len(lost), int(lost[0])), []).append(layer)
+            where = f"stage {run[0]}, step {run[1]}: {key}"
+            if unseen:
+                yield Gap(what="layer", text=f"{where}: no router of layer {name_some(unseen)} was given its routes")
+            for (count, first), layers in holes.items():
+                lost_tokens = f"{count} of its tokens, the first at position {first}"
+                yield Gap(what="tokens", text=f"{where}: no rank was given {lost_tokens}, in layer {name_some(layers)}")
 
     def _forward_gaps(self) -> Iterator[Gap]:
         forwards = {

@@ -191,7 +191,7 @@ def _slots(record: Record, shards: Mapping[tuple[str, ...], Observation]) -> Obs
     if "digests" not in record.fields:
         return None  # an action without routes of its own
     hop = _HOPS[record.event]
-    if record.fields.get("action") == "replay_backward":
+    if hop is Hop.FORWARD and record.fields["action"] == "replay_backward":
         hop = Hop.RECOMPUTE
     digests = decode_array(record.fields["digests"], record.where)
     if digests.ndim != 2:

@@ -137,7 +137,7 @@ def _read_file(path: Path, trace: Trace) -> None:
         fields = _parse(line)
         if fields is None:
             is_last = index + 1 == len(lines) or (_parse(lines[index + 1]) or {}).get("event") == STARTED
-            (trace.torn if is_last else trace.damaged).append(f"{where}: no record")
+            (trace.torn if is_last else trace.damaged).append(where if is_last else f"{where}: no record")
             continue
         if fields["event"] == STARTED:
             num_started += 1

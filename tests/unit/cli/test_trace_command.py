@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from nemo_rl.cli.main import app, main
-from nemo_rl.utils import r3_trace
-from tests.helpers.gloo import run_ranks
 from tests.helpers.route_runs import RouteRun
-
-
-class TwoContextRanks(RouteRun):
-    tp_size, pp_size = 1, 1
 
 
 class WrongLayerMap(RouteRun):
@@ -33,7 +28,9 @@ def run(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str]:
 
 def without_forward_checks(folder: Path) -> None:
     for path in folder.glob("*"):
-        lines = [line for line in path.open() if "router_replay_forward_verify" not in line]
+        lines = [
+            line for line in path.read_text().splitlines(keepends=True) if "router_replay_forward_verify" not in line
+        ]
         path.write_text("".join(lines))
 
 
@@ -73,23 +70,29 @@ def test_a_folder_that_is_none_is_an_error_of_the_user(tmp_path: Path, monkeypat
         assert ended.value.code == 2 and error.count("\n") == 1 and f"{place} is no folder; pass" in error
 
 
-def write_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(NRL_R3_TRACE="1", NRL_R3_TRACE_VERIFY_FORWARD="yes", NRL_R3_TRACE_DIR=folder)
-    job = TwoContextRanks(Path(folder))
-    pp, cp, tp = job.places()[rank]
-    job.write_rank(cp, tp, pp)
+JOB = """
+import os, sys
+from pathlib import Path
+import torch
+from tests.helpers.route_runs import RouteRun
+torch.set_num_threads(1)
+job = RouteRun(Path(sys.argv[1]))
+bodies = [job.write_driver, *(lambda p=place: job.write_rank(p[1], p[2], p[0]) for place in job.places())]
+for body in bodies:
+    child = os.fork()
+    if child == 0:
+        body()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+"""
 
 
-def test_a_job_of_several_processes_passes(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setenv("NRL_R3_TRACE", "1")
-    monkeypatch.setenv("NRL_R3_TRACE_DIR", str(tmp_path))
-    r3_trace.reset_r3_trace()
-    TwoContextRanks(tmp_path).write_driver()
-    run_ranks(2, write_rank, str(tmp_path))
-    r3_trace.reset_r3_trace()
-    assert len(list(tmp_path.glob("r3_trace_*_pid*.jsonl"))) == 3
+@pytest.mark.slow
+def test_a_job_of_several_processes_passes(tmp_path: Path, capsys) -> None:
+    switches = {"NRL_R3_TRACE": "1", "NRL_R3_TRACE_VERIFY_FORWARD": "yes", "NRL_R3_TRACE_DIR": str(tmp_path)}
+    environment = {**os.environ, **switches, "PYTHONPATH": str(Path(__file__).parents[3])}
+    subprocess.run([sys.executable, "-c", JOB, str(tmp_path)], env=environment, check=True, timeout=120)
+    assert len(list(tmp_path.glob("r3_trace_*_pid*.jsonl"))) == 9
     code, shown = run(capsys, tmp_path, "--json", "--require-forward-verify", "--require-cp-identity")
     assert code == 0, shown
-    ranks = {json.loads(line).get("rank") for path in tmp_path.glob("*") for line in path.open()}
-    assert ranks == {None, 0, 1}
+    assert json.loads(shown)["num_processes"] == 9

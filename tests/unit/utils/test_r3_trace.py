@@ -175,6 +175,18 @@ def test_a_stage_tells_its_rank_layers_and_end(folder: Path) -> None:
     assert (ended["is_complete"], ended["microbatches"]) == (False, 4)
 
 
+def test_records_tell_the_rank_in_a_process_group(folder: Path) -> None:
+    store = torch.distributed.FileStore(str(folder.parent / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        rollout()
+    finally:
+        torch.distributed.destroy_process_group()
+    r3_trace.trace_retired(keys=["a_g0"], reason="any")
+    told = [(record.get("rank"), record.get("world_size")) for record in records(folder)]
+    assert told == [(0, 1)] * 4 + [(None, None)]
+
+
 def router_records(folder: Path, **verify) -> bool:
     """All records of one router; whether its forward was right."""
     ids = torch.tensor([[1, 2], [3, 0], [0, 1]])
@@ -288,6 +300,7 @@ def test_a_full_disk_is_one_log_line(folder: Path, caplog: pytest.LogCaptureFixt
 
 
 FORK = """
+import os
 from nemo_rl.utils.r3_trace import trace_retired
 trace_retired(keys=["a_g0"], reason="before")
 child = os.fork()
@@ -302,7 +315,11 @@ if child:
 def test_a_forked_process_writes_its_own_file(folder: Path) -> None:
     done = subprocess.run([sys.executable, "-c", FORK], check=True, timeout=60, capture_output=True, text=True)
     told = [
-        [json.loads(line).get("reason") for path in folder.glob(f"*pid{pid}.jsonl") for line in path.open()]
+        [
+            json.loads(line).get("reason")
+            for path in folder.glob(f"*pid{pid}.jsonl")
+            for line in path.read_text().splitlines()
+        ]
         for pid in done.stdout.split()
     ]
     assert told == [[None, "before", "parent", "after"], [None, "child"]]
