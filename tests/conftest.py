@@ -14,6 +14,8 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 @pytest.fixture(autouse=True)
 def crashes_are_shown(request: pytest.FixtureRequest) -> None:
     """Ray replaces pytest's handler by one that writes into a log of its session."""
+    # Enabled as it is, it would not be installed again.
+    faulthandler.disable()
     faulthandler.enable(request.config.stash[fault_handler_stderr_fd_key])
 
 
