@@ -17,7 +17,7 @@ GPU_WHEELS_MIB := 40
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-fast lint types imports configs learn-sort learn-chain-sum bench-step bench-data-plane bench-packing gpu-wheels test-gpu clean
+.PHONY: help demo test test-fast lint types imports configs learn-sort learn-chain-sum learn-sort-moe bench-step bench-data-plane bench-packing bench-router-replay gpu-wheels test-gpu clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -93,6 +93,11 @@ learn-sort: $(VENV)/.base $(STARTER)/config.json ## learning run: the sort demo 
 learn-chain-sum: $(VENV)/.dev $(CHAIN_SUM_STARTER)/config.json ## learning run: reasoning_gym's chain_sum, makes its own starter
 	$(BIN)/python examples/run_grpo.py --config configs/recipes/grpo_chain_sum_cpu.yaml $(ARGS)
 
+learn-sort-moe: $(VENV)/.base $(MOE_STARTER)/config.json ## learning run: the sort demo with experts and router replay, both workers
+	for worker in megatron dtensor; do \
+	  $(BIN)/python examples/run_grpo.py --config configs/recipes/grpo_sort_moe_r3_$${worker}_cpu.yaml $(ARGS); \
+	done
+
 bench-step: $(VENV)/.base $(STARTER)/config.json ## seconds and bytes per stage, store by store; writes results/bench_grpo_step.json
 	$(BIN)/python benchmarks/grpo_step.py --json results/bench_grpo_step.json $(ARGS)
 
@@ -101,6 +106,9 @@ bench-data-plane: $(VENV)/.dev ## the data plane against raw engines; writes res
 
 bench-packing: $(VENV)/.base ## packing and balance over ranks, all algorithms; writes results/bench_packing.json
 	$(BIN)/python benchmarks/packing.py --seed 0 --json results/bench_packing.json $(ARGS)
+
+bench-router-replay: $(VENV)/.base ## mismatch, overhead and bytes of router replay; writes results/bench_router_replay.json
+	$(BIN)/python benchmarks/router_replay.py --json results/bench_router_replay.json $(ARGS)
 
 gpu-wheels: $(VENV)/.dev ## wheels that a GPU machine with torch and transformers lacks for tests/gpu; fails above 40 MiB
 	rm -rf $(GPU_WHEELS) && mkdir -p $(GPU_WHEELS)
