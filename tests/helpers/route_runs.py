@@ -152,14 +152,8 @@ class RouteRun:
         row = [(i, p) if p < self.lengths[i] else (None, p) for i in batch for p in range(self.padded(i))]
         segments = Segments(lengths=tuple(self.padded(i) for i in batch), cp_size=self.cp_size, cp_rank=cp)
         positions = [row[p] for p in segments.local_positions().tolist()]
-        runs: list[list] = []
-        for i, p in positions:
-            key = None if i is None else self.keys[i]
-            if runs and runs[-1][0] == key and runs[-1][1] + runs[-1][2] == p:
-                runs[-1][2] += 1
-            else:
-                runs.append([key, p, 1])
-        return [tuple(run) for run in runs], positions
+        rows = [-1 if i is None else i for i, _ in positions]
+        return r3_trace.slot_runs(self.keys, rows, [p for _, p in positions]), positions
 
     def gather(self, batch: list[int], positions, routes) -> np.ndarray:
         """`[S, L, K]` int64 of places; padding gets 0 to K - 1."""
