@@ -44,6 +44,7 @@ from nemo_rl.utils.files import write_text
 from nemo_rl.utils.flops import TransformerShape, sequence_cost
 from nemo_rl.utils.logger import Logger, build_logger
 from nemo_rl.utils.panel import Panel
+from nemo_rl.utils.r3_trace_env import trace_environment
 
 __all__ = ["open_trainer", "write_resolved_config"]
 
@@ -155,7 +156,7 @@ def _cluster(config: MasterConfig) -> RayVirtualCluster:
         config.cluster,
         other_cpus=engines + ROLLOUT_CPUS + storage,
         cpus_per_bundle=2 if uses_gpu else 1,
-        environment=transport_environment(plane),
+        environment=transport_environment(plane) | trace_environment(),
     )
 
 

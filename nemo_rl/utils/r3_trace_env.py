@@ -10,6 +10,7 @@ __all__ = [
     "r3_trace_enabled",
     "r3_trace_verify_forward_enabled",
     "router_replay_validate_enabled",
+    "trace_environment",
     "trace_folder",
     "trace_limits",
 ]
@@ -62,6 +63,13 @@ def trace_limits() -> TraceLimits:
 def trace_folder() -> str:
     """NRL_R3_TRACE_DIR."""
     return os.environ.get("NRL_R3_TRACE_DIR") or DEFAULT_FOLDER
+
+
+def trace_environment() -> dict[str, str]:
+    """The switches as they are set in this process, for processes that do not inherit them; one folder for all."""
+    names = [name for name in os.environ if name.startswith("NRL_R3_TRACE") or name == "NRL_ROUTER_REPLAY_VALIDATE"]
+    switches = {name: os.environ[name] for name in names}
+    return switches | ({"NRL_R3_TRACE_DIR": os.path.abspath(trace_folder())} if r3_trace_enabled() else {})
 
 
 def _flag(name: str) -> bool:

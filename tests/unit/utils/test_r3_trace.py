@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from nemo_rl.utils import r3_trace
-from nemo_rl.utils.r3_trace_env import TraceLimits, router_replay_validate_enabled, trace_limits
+from nemo_rl.utils.r3_trace_env import TraceLimits, router_replay_validate_enabled, trace_environment, trace_limits
 from nemo_rl.utils.route_digest import route_digests
 
 LAYERS = [2, 5]
@@ -323,3 +323,19 @@ def test_a_forked_process_writes_its_own_file(folder: Path) -> None:
         for pid in done.stdout.split()
     ]
     assert told == [[None, "before", "parent", "after"], [None, "child"]]
+
+
+def test_processes_that_inherit_no_environment_are_told_the_switches(tmp_path, monkeypatch) -> None:
+    for name in ("NRL_R3_TRACE", "NRL_R3_TRACE_DIR", "NRL_ROUTER_REPLAY_VALIDATE"):
+        monkeypatch.delenv(name, raising=False)
+    assert trace_environment() == {}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NRL_R3_TRACE", "1")
+    monkeypatch.setenv("NRL_R3_TRACE_STEPS", "3")
+    monkeypatch.setenv("NRL_ROUTER_REPLAY_VALIDATE", "yes")
+    assert trace_environment() == {
+        "NRL_R3_TRACE": "1",
+        "NRL_R3_TRACE_STEPS": "3",
+        "NRL_ROUTER_REPLAY_VALIDATE": "yes",
+        "NRL_R3_TRACE_DIR": str(tmp_path / "logs" / "r3_trace"),
+    }
