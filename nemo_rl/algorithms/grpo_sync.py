@@ -35,6 +35,7 @@ from nemo_rl.data_plane.column_io import write_columns
 from nemo_rl.data_plane.factory import check_empty, open_step
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.observability import MetricsDataPlaneClient, columns_bytes
+from nemo_rl.data_plane.schema import ROUTE_FIELDS
 from nemo_rl.data_plane.wire import pickled_size
 from nemo_rl.distributed.packing import DEFAULT_COST, PackPlan
 from nemo_rl.experience.payload import DriverCarry
@@ -45,7 +46,9 @@ from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.weight_sync.base import WeightSync
 from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager
 from nemo_rl.utils.logger import REWARD_METRIC, Logger
+from nemo_rl.utils.metrics import values
 from nemo_rl.utils.panel import Panel, StepReport
+from nemo_rl.utils.r3_trace import trace_plan, trace_retired
 from nemo_rl.utils.timer import Timer
 
 __all__ = ["RunSummary", "SyncGRPOTrainer", "TrainerParts"]
@@ -54,6 +57,7 @@ logger = logging.getLogger(__name__)
 
 PARTITION = "train"
 TASKS = ("prev_lp", "ref_lp", "train")
+NOT_TRAINED = "not trained: no weight (equal rewards in its group)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,9 +172,8 @@ class SyncGRPOTrainer:
         kept = set(chosen.meta.keys) if chosen is not None else set()
         dropped = [key for key in meta.keys if key not in kept]
         if dropped:
-            self._parts.client.kv_clear(
-                dropped, PARTITION, reason="not trained: no weight (equal rewards in its group)"
-            )
+            self._parts.client.kv_clear(dropped, PARTITION, reason=NOT_TRAINED)
+            trace_retired(keys=dropped, reason=NOT_TRAINED)
 
     def data_plane_stats(self) -> dict[str, object]:
         """Live rows and bytes over the whole cluster."""
@@ -237,6 +240,7 @@ class SyncGRPOTrainer:
     def open_run(self) -> None:
         """Declares the partition, resumes if asked, brings the engines to the current weights, validates."""
         parts, config = self._parts, self._config
+        trace_plan(stages=[stage.name for stage in parts.stages if set(stage.reads) & set(ROUTE_FIELDS)])
         parts.client.register_partition(
             PARTITION,
             written_fields(parts.stages),
@@ -259,6 +263,9 @@ class SyncGRPOTrainer:
         with self._timer.time("refit"):
             self._parts.weight_sync.sync(self._step)
         metrics = step_metrics(record, self._config) | self._parts.policy.memory_metrics()
+        if self._config.policy.router_replay.enabled:
+            replay = self._parts.policy.router_replay_metrics()
+            metrics.update({f"r3/{name}": value for name, value in values(replay).items()})
         if self._validation_is_due():
             metrics.update(self._validate().metrics())
         stage_seconds = self._timer.seconds()

@@ -130,6 +130,8 @@ class TQWorkerMixin:
     pad_values: Mapping[str, float]
     watch: AbortWatch | None = None
     """Ends a step on all ranks when it fails on one; None in a job of one rank."""
+    prev_logprobs_fields: tuple[str, ...] = LP_SEED_FIELDS
+    """What the stage reads."""
     replica: ReplicaView = ReplicaView()
     """Set when the worker starts, for its group is built eagerly."""
     _client: MetricsDataPlaneClient | None = None
@@ -200,21 +202,30 @@ class TQWorkerMixin:
         """(collective) Fetches this rank's shard, trains on it by the plan in `meta.pack`, returns a `TrainResult`."""
         with self._stage("train"):
             batch = self._fetch(meta, fields)
-            return self.train(batch, loss_fn, eval_mode=eval_mode, plan=meta.pack)  # type: ignore[attr-defined]
+            more = self._beside("train", meta, batch)
+            return self.train(batch, loss_fn, eval_mode=eval_mode, plan=meta.pack, **more)  # type: ignore[attr-defined]
 
     def get_logprobs_presharded(self, meta: KVBatchMeta) -> KVBatchMeta:
         """(collective) Writes `prev_logprobs` of this rank's shard and returns the meta that knows them."""
         with self._stage("prev_logprobs"):
-            batch = self._fetch(meta, LP_SEED_FIELDS)
-            result = self.get_logprobs(batch, plan=meta.pack)  # type: ignore[attr-defined]
-            return self._write_back(meta, "prev_logprobs", result)
+            batch = self._fetch(meta, self.prev_logprobs_fields)
+            return self._write_back(meta, self._prev_logprobs(meta, batch))
 
     def get_reference_policy_logprobs_presharded(self, meta: KVBatchMeta) -> KVBatchMeta:
         """(collective) Writes `reference_policy_logprobs` of this rank's shard."""
         with self._stage("reference_logprobs"):
             batch = self._fetch(meta, LP_SEED_FIELDS)
             result = self.get_reference_policy_logprobs(batch, plan=meta.pack)  # type: ignore[attr-defined]
-            return self._write_back(meta, "reference_policy_logprobs", result)
+            return self._write_back(meta, {"reference_policy_logprobs": result})
+
+    def _beside(self, stage: str, meta: KVBatchMeta, batch: BatchedDataDict) -> Mapping[str, object]:
+        """(collective over the replica group) What the call of a stage takes beside its batch, by argument name."""
+        return {}
+
+    def _prev_logprobs(self, meta: KVBatchMeta, batch: BatchedDataDict) -> Mapping[str, torch.Tensor]:
+        """(collective) The columns that the stage writes."""
+        more = self._beside("prev_logprobs", meta, batch)
+        return {"prev_logprobs": self.get_logprobs(batch, plan=meta.pack, **more)}  # type: ignore[attr-defined]
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
@@ -269,15 +280,17 @@ class TQWorkerMixin:
                 self._cache.put(meta, name, columns[name])
         return {name: columns[name] for name in fields}
 
-    def _write_back(self, meta: KVBatchMeta, name: str, values: torch.Tensor) -> KVBatchMeta:
-        """Writes one result column `[N, T]`; only the write-back leader sends it."""
-        if values.dim() < 2 or values.shape[0] != len(meta.keys):
-            raise SchemaMismatch(
-                f"write-back of {name!r}, rank {self.rank}: expected [{len(meta.keys)}, T], got {list(values.shape)}"
-            )
+    def _write_back(self, meta: KVBatchMeta, columns: Mapping[str, torch.Tensor]) -> KVBatchMeta:
+        """Writes result columns, dense `[N, T]` or jagged; only the write-back leader sends them."""
+        for name, values in columns.items():
+            if values.dim() < 2 or values.shape[0] != len(meta.keys):
+                raise SchemaMismatch(
+                    f"write-back of {name!r}, rank {self.rank}: expected [{len(meta.keys)}, T], got "
+                    f"{[str(size) for size in values.shape]}"
+                )
         if not self.replica.is_write_back_leader:
             return meta
-        return write_columns(self.client, meta, {name: values.detach().to("cpu")})
+        return write_columns(self.client, meta, {name: values.detach().to("cpu") for name, values in columns.items()})
 
 
 def _fetch_group(policy: FetchPolicy, replica: ReplicaView) -> dist.ProcessGroup | None:

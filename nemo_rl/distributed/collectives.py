@@ -30,6 +30,7 @@ __all__ = [
     "job_store",
     "new_group",
     "replica_group_of",
+    "scatter_from_leader",
 ]
 
 _STATUS_OK, _STATUS_ERROR = 0, 1
@@ -166,6 +167,44 @@ def broadcast_from_leader(fetch: Callable[[], Fields], *, group: dist.ProcessGro
     return _follow(group, leader)
 
 
+def scatter_from_leader(
+    cut: Callable[[], Mapping[int, Fields]], *, group: dist.ProcessGroup, leader: int, ranks: Sequence[int]
+) -> Fields:
+    """(collective over `group`) The leader runs `cut`; every rank gets its own columns, or the leader's error.
+
+    Order of calls on each rank: status word, descriptors of all ranks, then on the leader the bytes of one rank after
+    the other, on a follower its own; messages as in `broadcast_from_leader`.
+
+    Args:
+        cut: called on the leader only; columns of every rank, as in `broadcast_from_leader`.
+        leader: global rank of the leader.
+        ranks: global ranks of the group.
+
+    Raises:
+        as `broadcast_from_leader`.
+    """
+    if dist.get_rank() != leader:
+        header = _follow_header(group, leader)[str(dist.get_rank())]
+        buffers = [torch.empty(num_bytes, dtype=torch.uint8) for num_bytes in header["buffers"]]
+        for message in _messages(buffers):
+            wire = message.to(_group_device(group))
+            dist.recv(wire, src=leader, group=group)
+            if wire.device != message.device:
+                message.copy_(wire)
+        return {name: _column(described, buffers) for name, described in header["columns"].items()}
+    try:
+        fields = cut()
+        described = {rank: _describe(fields[rank]) for rank in ranks if rank != leader}
+    except BaseException as error:
+        _send_header(_STATUS_ERROR, to_record(error), group, leader)
+        raise
+    _send_header(_STATUS_OK, {str(rank): header for rank, (header, _) in described.items()}, group, leader)
+    for rank, (_, buffers) in described.items():
+        for message in _messages(buffers):
+            dist.send(message.to(_group_device(group)), dst=rank, group=group)
+    return fields[leader]
+
+
 def _lead(fetch: Callable[[], Fields], group: dist.ProcessGroup, leader: int) -> Fields:
     try:
         fields = fetch()
@@ -179,13 +218,18 @@ def _lead(fetch: Callable[[], Fields], group: dist.ProcessGroup, leader: int) ->
     return fields
 
 
-def _follow(group: dist.ProcessGroup, leader: int) -> Fields:
+def _follow_header(group: dist.ProcessGroup, leader: int) -> Json:
     status, header = _receive_header(group, leader)
     if status == _STATUS_ERROR:
         error = from_record(header)
         error.origin_rank = leader
         error.add_note(f"raised on the leader (rank {leader}) of this replica group")
         raise error
+    return header
+
+
+def _follow(group: dist.ProcessGroup, leader: int) -> Fields:
+    header = _follow_header(group, leader)
     buffers = [torch.empty(num_bytes, dtype=torch.uint8) for num_bytes in header["buffers"]]
     for message in _messages(buffers):
         wire = message.to(_group_device(group))

@@ -77,7 +77,7 @@ def errors(worker: DTensorTQWorker, meta: KVBatchMeta) -> list[str]:
     with pytest.raises(KeysNotFound) as caught:
         worker.get_logprobs_presharded(unknown)
     with pytest.raises(SchemaMismatch, match=r"expected \[8, T\], got \[3, 4\]"):
-        worker._write_back(meta, "prev_logprobs", torch.zeros(3, 4))
+        worker._write_back(meta, {"prev_logprobs": torch.zeros(3, 4)})
     return [str(caught.value)]
 
 

@@ -44,10 +44,12 @@ class MicrobatchRoutes:
     number: int
     """Of the microbatch within the stage, from 0."""
     rows: tuple[int, ...]
+    row_T: torch.Tensor
+    """`[T]` int64: row within the microbatch; -1 where no token lies."""
+    column_T: torch.Tensor
+    """`[T]` int64: position in the row; 0 where no token lies."""
     is_token_T: torch.Tensor
     """`[T]` bool: False for padding."""
-    slot_T: torch.Tensor
-    """`[T]` int64: number of the token among those of the pass in the order of `TokenSlots`; any in the padding."""
     ids_TlK: torch.Tensor | None = None
     """`[T, l, K]` uint8 or int16; a valid dummy in the padding; None while recording."""
     is_missing_T: torch.Tensor | None = None
@@ -215,7 +217,8 @@ def microbatch_routes(
     *,
     number: int,
     rows: tuple[int, ...],
-    is_token_ns: torch.Tensor,
+    row_ns: torch.Tensor,
+    column_ns: torch.Tensor,
     top_k: int,
     positions_first: bool,
 ) -> MicrobatchRoutes:
@@ -223,17 +226,18 @@ def microbatch_routes(
 
     Args:
         slices: of this microbatch, row by row of the pass; None to record.
-        is_token_ns: `[n, s]` which positions of this rank hold tokens.
+        row_ns: `[n, s]` rows of the tokens at this rank's positions, -1 where none lies; column_ns their positions.
         positions_first: the routers see `[s, n]` flattened, not `[n, s]`.
 
     Raises:
         WorkerError: another number of tokens.
     """
-    order_T = torch.arange(is_token_ns.numel(), device=is_token_ns.device).view(is_token_ns.shape)
+    order_T = torch.arange(row_ns.numel(), device=row_ns.device).view(row_ns.shape)
     order_T = (order_T.T if positions_first else order_T).flatten()
-    is_token_T = is_token_ns.flatten()[order_T]
-    slot_T = (is_token_ns.flatten().cumsum(0) - 1).clamp(min=0)[order_T]
-    routes = MicrobatchRoutes(number=number, rows=rows, is_token_T=is_token_T, slot_T=slot_T)
+    row_T, column_T = row_ns.flatten()[order_T], column_ns.flatten()[order_T]
+    is_token_T = row_T >= 0
+    slot_T = ((row_ns >= 0).flatten().cumsum(0) - 1).clamp(min=0)[order_T]
+    routes = MicrobatchRoutes(number=number, rows=rows, row_T=row_T, column_T=column_T, is_token_T=is_token_T)
     if slices is None:
         return routes
     num_tokens, device = int(is_token_T.sum()), is_token_T.device

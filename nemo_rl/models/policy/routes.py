@@ -13,24 +13,28 @@ from dataclasses import dataclass, field
 
 import torch
 
+from nemo_rl.data_plane.ragged import lengths_of, values_of
 from nemo_rl.data_plane.routed_experts import MISSING, RouteShape, route_dtype
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import SchemaMismatch
 from nemo_rl.models.policy.microbatch import PassPlaces, PassShape
 
-__all__ = ["RouteSlices", "RouteView", "ShardRoutes", "TokenSlots"]
+__all__ = ["RouteSlices", "RouteView", "ShardRoutes", "TokenPlaces"]
 
 Rows = tuple[int, ...]
+NO_TOKENS = torch.zeros(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TokenSlots:
-    """The tokens of one pass that a rank's routers see, in order: row by row of the pass, position by position."""
+class TokenPlaces:
+    """The tokens of a rank's passes, one pass after the other; within a pass row by row, position by position."""
 
-    row_R: torch.Tensor
-    """`[R]` row within the microbatch."""
-    column_R: torch.Tensor
-    """`[R]` position in the row."""
+    row_M: torch.Tensor
+    """`[M]` row of the shard."""
+    column_M: torch.Tensor
+    """`[M]` position in the row."""
+    ranges: Mapping[Rows, tuple[int, int]]
+    """Rows of a microbatch -> first and last + 1 of its tokens in M."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,13 +48,26 @@ class RouteView:
     layer_index: tuple[int, ...]
     """Which of the L layers this rank holds."""
 
-    def slots(self, lengths: Sequence[int], *, is_packed: bool, shape: PassShape) -> TokenSlots:
-        """Tokens of this rank in the pass of a microbatch with rows of these lengths."""
-        places = PassPlaces.of(lengths, is_packed=is_packed, shape=shape, device=torch.device("cpu"))
-        local = places.on_context_rank(self.cp_rank)
-        row_ns, column_ns = self.chunk_of(local.row_nS), self.chunk_of(local.column_nS)
-        is_token_ns = row_ns >= 0
-        return TokenSlots(row_R=row_ns[is_token_ns], column_R=column_ns[is_token_ns])
+    def tokens(self, plan: PackPlan, lengths: Sequence[int], shape: PassShape) -> TokenPlaces:
+        """Tokens of this rank in all passes of a plan.
+
+        Args:
+            plan: one rank's view.
+            lengths: of the shard's rows.
+        """
+        rows_of_passes = [tuple(rows) for rows in plan.microbatches[0] if rows]
+        row_parts, column_parts, ranges, count = [NO_TOKENS], [NO_TOKENS], {}, 0
+        for rows in rows_of_passes:
+            places = PassPlaces.of(
+                [lengths[row] for row in rows], is_packed=plan.packed, shape=shape, device=torch.device("cpu")
+            ).on_context_rank(self.cp_rank)
+            row_ns = self.chunk_of(places.row_nS)
+            is_token_ns = row_ns >= 0
+            row_parts.append(torch.tensor(rows)[row_ns[is_token_ns]])
+            column_parts.append(self.chunk_of(places.column_nS)[is_token_ns])
+            ranges[rows] = (count, count + len(row_parts[-1]))
+            count += len(row_parts[-1])
+        return TokenPlaces(row_M=torch.cat(row_parts), column_M=torch.cat(column_parts), ranges=ranges)
 
     def chunk_of(self, values_ns: torch.Tensor) -> torch.Tensor:
         """`[n, s / num_chunks, ...]`: this rank's part of a pass along its positions."""
@@ -68,13 +85,13 @@ class RouteSlices:
     digests: torch.Tensor | None = None
     """`[M, l]` int64, made where the routes were recorded; None unless forward passes are verified."""
     ranges: Mapping[Rows, tuple[int, int]] = field(default_factory=dict)
-    """Rows of a microbatch -> first and last + 1 of its tokens in M. Rows lie in one microbatch of a stage."""
+    """As in `TokenPlaces`; rows lie in one microbatch of a stage."""
 
     @property
-    def num_bytes(self) -> int:
-        """Of all tensors."""
-        tensors = [self.ids, self.is_missing, *([self.digests] if self.digests is not None else [])]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    def fields(self) -> dict[str, torch.Tensor]:
+        """What travels; the ranges follow from lengths and plan."""
+        found = {"ids": self.ids, "is_missing": self.is_missing}
+        return found if self.digests is None else {**found, "digests": self.digests}
 
     def of(self, rows: Rows) -> RouteSlices:
         """The part of one microbatch; no token for one without rows."""
@@ -101,6 +118,18 @@ class ShardRoutes:
     shape: RouteShape
 
     @classmethod
+    def of_jagged(cls, routes: torch.Tensor, shape: RouteShape, *, digests: torch.Tensor | None = None) -> ShardRoutes:
+        """Of jagged `[N, (tokens), L, K]` int16 in install form, and digests `[N, (tokens), L]`."""
+        lengths = lengths_of(routes)
+        return cls(
+            values=values_of(routes),
+            start_N=lengths.cumsum(0) - lengths,
+            lengths=tuple(lengths.tolist()),
+            digests=None if digests is None else values_of(digests),
+            shape=shape,
+        )
+
+    @classmethod
     def of_dense(cls, routes_NTLK: torch.Tensor, lengths: Sequence[int], shape: RouteShape) -> ShardRoutes:
         """Of a dense batch, `[N, T, L, K]` in install form.
 
@@ -124,23 +153,15 @@ class ShardRoutes:
     def cut(self, view: RouteView, plan: PackPlan, shape: PassShape) -> RouteSlices:
         """What one rank needs for the passes of its plan, in one rank's view of the plan."""
         layer_index = torch.tensor(view.layer_index, dtype=torch.int64)
-        parts: list[torch.Tensor] = []
-        ranges: dict[Rows, tuple[int, int]] = {}
-        count = 0
-        for rows in plan.microbatches[0]:
-            if not rows:
-                continue
-            lengths = [self.lengths[row] for row in rows]
-            slots = view.slots(lengths, is_packed=plan.packed, shape=shape)
-            parts.append(self.start_N[torch.tensor(rows)][slots.row_R] + slots.column_R)
-            ranges[tuple(rows)] = (count, count + len(parts[-1]))
-            count += len(parts[-1])
-        source_M = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
-        routes = self.values[source_M][:, layer_index]
-        is_missing = self.values[source_M, :1, 0].squeeze(1) == MISSING
+        tokens = view.tokens(plan, self.lengths, shape)
+        source_M = self.start_N[tokens.row_M] + tokens.column_M
+        whole_M = self.values[source_M]
+        is_missing = whole_M[:, 0, 0] == MISSING
         return RouteSlices(
-            ids=routes.masked_fill(is_missing[:, None, None], 0).to(route_dtype(self.shape.num_experts)),
+            ids=whole_M[:, layer_index]
+            .masked_fill(is_missing[:, None, None], 0)
+            .to(route_dtype(self.shape.num_experts)),
             is_missing=is_missing,
             digests=None if self.digests is None else self.digests[source_M][:, layer_index],
-            ranges=ranges,
+            ranges=tokens.ranges,
         )

@@ -18,6 +18,7 @@ from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_groups import WorkerGroup
 from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
 from nemo_rl.models.policy.lm_policy import Policy, TrainSummary, summarize
+from nemo_rl.utils.metrics import Reduction, merge_metrics
 
 __all__ = ["TQPolicy"]
 
@@ -76,6 +77,10 @@ class TQPolicy(Policy):
     def end_step(self) -> None:
         """Workers forget what they fetched."""
         self._run("end_step", "end of step")
+
+    def router_replay_metrics(self) -> dict[str, Reduction]:
+        """Over all workers since the last call; empty without router replay."""
+        return merge_metrics(cast("list[dict[str, Reduction]]", self._run("router_replay_metrics", "metrics")))
 
     def data_plane_snapshots(self) -> list[dict[str, object]]:
         """Counters of every worker that has a client, since the last call."""

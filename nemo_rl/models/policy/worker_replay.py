@@ -19,10 +19,12 @@ from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import FieldNotProduced, name_some
 from nemo_rl.models.policy.microbatch import Microbatch, PassShape
-from nemo_rl.models.policy.route_replay import MicrobatchRoutes, PassObserver, RouteReplayer, microbatch_routes
+from nemo_rl.models.policy.route_replay import MicrobatchRoutes, RouteReplayer, microbatch_routes
+from nemo_rl.models.policy.route_trace import RouteTrace
 from nemo_rl.models.policy.routes import RouteSlices, RouteView, ShardRoutes
 from nemo_rl.models.policy.steps import row_names
 from nemo_rl.utils.metrics import Reduction
+from nemo_rl.utils.r3_trace import r3_trace_stage
 
 __all__ = ["ROUTES", "StageReplay", "WorkerReplay"]
 
@@ -44,6 +46,7 @@ class StageReplay:
     numbers: dict[tuple[int, ...], int]
     """Rows of a microbatch -> its number in the plan."""
     positions_first: bool
+    trace: RouteTrace | None = None
     recorded: list[MicrobatchRoutes] = field(default_factory=list)
 
     def routes_of(self, micro: Microbatch) -> MicrobatchRoutes:
@@ -52,12 +55,16 @@ class StageReplay:
             self.slices.of(micro.rows) if self.slices is not None else None,
             number=self.numbers.get(micro.rows, -1),
             rows=micro.rows,
-            is_token_ns=self.view.chunk_of(~micro.inputs.is_padding_ns),
+            row_ns=self.view.chunk_of(micro.inputs.row_ns),
+            column_ns=self.view.chunk_of(micro.inputs.column_ns),
             top_k=self.replayer.top_k,
             positions_first=self.positions_first,
         )
         if self.slices is None:
             self.recorded.append(routes)
+        if self.trace is not None:
+            ids_ns = self.view.chunk_of(micro.inputs.input_ids)
+            self.trace.placed(routes, (ids_ns.T if self.positions_first else ids_ns).flatten())
         return routes
 
 
@@ -98,22 +105,45 @@ class WorkerReplay:
 
     @contextmanager
     def stage(
-        self, name: str, plan: PackPlan, slices: RouteSlices | None, observer: PassObserver | None = None
+        self, name: str, plan: PackPlan, slices: RouteSlices | None, batch: BatchedDataDict
     ) -> Iterator[StageReplay]:
         """Around the passes of a stage.
 
         Args:
             plan: this rank's view.
             slices: None to record.
+            batch: the shard.
         """
         numbers = {tuple(rows): number for number, rows in enumerate(plan.microbatches[0]) if rows}
-        with self.replayer.stage(name, observer), self._routing(self.replayer):
+        with self._traced(name, batch) as trace, self.replayer.stage(name, trace), self._routing(self.replayer):
             yield StageReplay(
                 replayer=self.replayer,
                 view=self.view,
                 slices=slices,
                 numbers=numbers,
                 positions_first=self._positions_first,
+                trace=trace,
+            )
+
+    @contextmanager
+    def _traced(self, name: str, batch: BatchedDataDict) -> Iterator[RouteTrace | None]:
+        place, layout = self._layout.coordinates(self._rank), self._layout
+        with r3_trace_stage(
+            name,
+            coords={"dp": place.dp, "cp": place.cp, "tp": place.tp, "pp": place.pp},
+            sizes={"dp": layout.dp, "cp": layout.cp, "tp": layout.tp, "pp": layout.pp},
+            layers=self.replayer.layers,
+        ) as stage:
+            yield (
+                None
+                if stage is None
+                else RouteTrace(
+                    stage=stage,
+                    keys=row_names(batch, range(batch.size)),
+                    source_NT=batch.tensor("input_ids"),
+                    layers=self.replayer.layers,
+                    layer_index=self.view.layer_index,
+                )
             )
 
     def slices_of_batch(self, stage: str, batch: BatchedDataDict, plan: PackPlan, shape: PassShape) -> RouteSlices:
@@ -145,19 +175,18 @@ class WorkerReplay:
         """Counts since the last call."""
         return self.replayer.metrics()
 
-    def recorded(self, stage: StageReplay, batch: BatchedDataDict, plan: PackPlan, shape: PassShape) -> torch.Tensor:
+    def recorded(self, stage: StageReplay, batch: BatchedDataDict) -> torch.Tensor:
         """`[N, T, L, K]` int16 in install form: this rank's layers of its tokens as recorded, -1 elsewhere."""
-        ids_NT, length_N = batch.tensor("input_ids"), batch.tensor("input_lengths").cpu()
-        found = torch.full((*ids_NT.shape, len(self.shape.layers), self.shape.top_k), MISSING, dtype=torch.int16)
+        found = torch.full(
+            (*batch.tensor("input_ids").shape, len(self.shape.layers), self.shape.top_k), MISSING, dtype=torch.int16
+        )
         for routes in stage.recorded:
             if not routes.rows:
                 continue
-            row_n = torch.tensor(routes.rows)
-            slots = self.view.slots(length_N[row_n].tolist(), is_packed=plan.packed, shape=shape)
-            slot_R = routes.slot_T[routes.is_token_T].cpu()
-            place = row_n[slots.row_R][slot_R], slots.column_R[slot_R]
+            row_R = torch.tensor(routes.rows)[routes.row_T[routes.is_token_T].cpu()]
+            column_R = routes.column_T[routes.is_token_T].cpu()
             for layer, column in zip(self.replayer.layers, self.view.layer_index, strict=True):
-                found[(*place, column)] = routes.used[layer][routes.is_token_T].cpu().to(torch.int16)
+                found[row_R, column_R, column] = routes.used[layer][routes.is_token_T].cpu().to(torch.int16)
         return found
 
 

@@ -165,9 +165,9 @@ class TrainingWorker(RefitSource):
         if self._replay is None:
             raise RuntimeError("record_routes: set policy.router_replay.enabled=true")
         plan = plan or self._inference_plan(batch, None)
-        with self._replay.stage("prev_logprobs", plan, None) as stage:
+        with self._replay.stage("prev_logprobs", plan, None, batch) as stage:
             logprobs_NT = self._logprobs(batch, plan, stage)
-            routes_NTLK = self._replay.recorded(stage, batch, plan, self._batch_layout(plan).shape)
+            routes_NTLK = self._replay.recorded(stage, batch)
         return RecordedRoutes(logprobs_NT=logprobs_NT, routes_NTLK=routes_NTLK)
 
     def _logprobs(self, batch: BatchedDataDict, plan: PackPlan, replay: StageReplay | None) -> torch.Tensor:
@@ -211,7 +211,7 @@ class TrainingWorker(RefitSource):
             return nullcontext()
         if routes is None:
             routes = self._replay.slices_of_batch(stage, batch, plan, self._batch_layout(plan).shape)
-        return self._replay.stage(stage, plan, routes)
+        return self._replay.stage(stage, plan, routes, batch)
 
     def _load_tokenizer(self) -> None:
         tokenizer = self.config.tokenizer
