@@ -156,7 +156,7 @@ def _cluster(config: MasterConfig) -> RayVirtualCluster:
         config.cluster,
         other_cpus=engines + ROLLOUT_CPUS + storage,
         cpus_per_bundle=2 if uses_gpu else 1,
-        environment=transport_environment(plane) | trace_environment(),
+        environment={**transport_environment(plane), **trace_environment()},
     )
 
 
