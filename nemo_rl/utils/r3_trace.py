@@ -382,12 +382,13 @@ def _trace_samples(
     num_previews = trace_limits().samples
     for index, key in enumerate(keys):
         tokens = row_of(data["input_ids"], index)
-        length = int(data["input_lengths"][index]) if "input_lengths" in data else len(tokens)
+        row = None if routes is None else row_of(routes, index)
+        longest = len(tokens) if row is None else min(len(tokens), len(row))
+        length = int(data["input_lengths"][index]) if "input_lengths" in data else longest
         with_preview = index < num_previews
         told = {**_valid(tokens, length, with_preview=with_preview), "values": encode(tokens[:length], "<i4")}
         fields: dict[str, object] = {"sample_idx": index, "key": key, "valid_length": length, "input_ids": told}
-        if routes is not None:
-            row = row_of(routes, index)
+        if row is not None:
             fields["routed_experts"] = _valid(row, length, with_preview=with_preview)
             fields["layers"] = None if layers is None else list(layers)
             fields |= describe_routes(row[:length])

@@ -53,7 +53,8 @@ class _Check:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.samples: dict[str, Sample] = {}
-        self.bad: list[Comparison] = []
+        self.first_bad: Comparison | None = None
+        self.bad_records: Counter[Hop] = Counter()
         self.twice: Mismatch | None = None
         self.compared: Counter[tuple[Hop, str]] = Counter()
         self.num_unknown = 0
@@ -81,13 +82,16 @@ class _Check:
         """Compares one observation with the rollout."""
         self.coverage.add(seen)
         self.num_unknown += sum(key not in self.samples for key in seen.keys)
-        before = len(self.bad)
+        is_bad = False
         for found in compare(self.samples, seen):
             if found.kind == "routes":
                 self.compared[seen.hop, seen.stage] += found.num_routes
             if found.is_bad.any():
-                self.bad.append(found)
-        if seen.record.fields.get("matches_expected") is False and len(self.bad) == before:
+                is_bad = True
+                if self.first_bad is None or _order(found) < _order(self.first_bad):
+                    self.first_bad = found
+        self.bad_records[seen.hop] += is_bad
+        if seen.record.fields.get("matches_expected") is False and not is_bad:
             text = "the forward used the routes of the rollout, but the digests that travelled beside them differ"
             self.wrong_verdicts.append(f"{seen.record.where}: {text}")
 
@@ -113,10 +117,11 @@ class _Check:
         return report
 
     def _judge(self, report: Report) -> None:
-        if self.twice is not None or self.bad:
+        first = self.twice if self.first_bad is None else self.twice or _mismatch(self.first_bad, self.samples)
+        if first is not None:
             report.verdict, report.reason = Verdict.MISMATCH, "routes differ from those of the rollout"
-            report.mismatch = self.twice or self._first_mismatch()
-            report.bad_records = dict(Counter(found.seen.hop.name.lower() for found in self._in_order()))
+            report.mismatch = first
+            report.bad_records = {hop.name.lower(): n for hop, n in sorted(self.bad_records.items()) if n}
         elif self.wrong_verdicts:
             report.verdict, report.reason = Verdict.MISMATCH, "a forward was found wrong when it ran"
         elif not report.events.keys() - {"trace_started", "trace_plan"}:
@@ -130,12 +135,6 @@ class _Check:
                 Verdict.VACUOUS,
                 "all tokens have the same routes: nothing can be told apart",
             )
-
-    def _in_order(self) -> list[Comparison]:
-        return sorted(self.bad, key=lambda f: (f.seen.step, f.seen.hop, f.seen.record.time))
-
-    def _first_mismatch(self) -> Mismatch:
-        return _mismatch(self._in_order()[0], self.samples)
 
     def _is_all_retired(self) -> bool:
         """No sample is left that could be missing anywhere."""
@@ -155,6 +154,11 @@ class _Check:
         if self.num_unknown:
             notes.append(f"{self.num_unknown} times a sample whose rollout was not traced; its routes are unchecked")
         return notes
+
+
+def _order(found: Comparison) -> tuple[int, Hop, float]:
+    """Causal: what a step has spoiled cannot be the fault of a later hop or step."""
+    return found.seen.step, found.seen.hop, found.seen.record.time
 
 
 def _same_width(rows: list[np.ndarray]) -> bool:

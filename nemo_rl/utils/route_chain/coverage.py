@@ -42,6 +42,8 @@ class Coverage:
     samples: Mapping[str, Sample]
     fetched: dict[str, dict[str, set[int]]] = field(default_factory=dict)
     """Stage -> key -> layers."""
+    num_fetched: dict[tuple[str, str], int] = field(default_factory=dict)
+    """(stage, key) -> tokens."""
     assigned: dict[tuple[Pass, str, int], np.ndarray] = field(default_factory=dict)
     """(pass, key, layer) -> `[T]` bool: positions that a router was given a route for."""
     keys_assigned: dict[Pass, set[str]] = field(default_factory=dict)
@@ -54,6 +56,7 @@ class Coverage:
         if seen.hop is Hop.FETCH:
             layers = self.fetched.setdefault(seen.stage, {}).setdefault(seen.keys[0], set())
             layers.update(seen.layers)
+            self.num_fetched[seen.stage, seen.keys[0]] = len(seen.positions)
             return
         for layer in seen.layers:
             cell = (seen.record.process, seen.stage, seen.step, seen.microbatch, layer)
@@ -119,6 +122,9 @@ class Coverage:
                     yield Gap(what="sample", text=text)
                 elif key in by_key and (left := set(sample.layers) - by_key[key]):
                     yield Gap(what="layer", text=f"stage {stage}: {key} was fetched without layers {name_some(left)}")
+                elif key in by_key and self.num_fetched[stage, key] < len(sample.digests):
+                    count = f"{self.num_fetched[stage, key]} of its {len(sample.digests)} tokens"
+                    yield Gap(what="tokens", text=f"stage {stage}: {key} was fetched with {count}")
             unknown = [key for key in by_key if key not in self.samples]
             if unknown and not self._rollout_is_limited():
                 text = f"stage {stage}: no rollout of {name_some(unknown)}, which was fetched"
@@ -147,7 +153,7 @@ class Coverage:
                 who = f"stage {run[0]}, step {run[1]}: rank {record.rank} ({record.process})"
                 if end is None or not end.fields.get("is_complete"):
                     yield Gap(what="rank", text=f"{who} did not come to its end")
-                elif end.fields.get("microbatches") and self.microbatch_limit:
+                elif end.fields["microbatches"] and self.microbatch_limit and run[0] in self.stages:
                     yield from self._layer_gaps(record, who)
 
     def _layer_gaps(self, started: Record, who: str) -> Iterator[Gap]:

@@ -124,11 +124,14 @@ def read_sample(record: Record, named: tuple[int, ...]) -> Sample | None:
     if layers is None:
         layers = list(named) if len(named) == shape[1] else list(range(shape[1]))
     _check_layers(layers, shape[1], where)
+    tokens = decode_array(record.get("input_ids", dict).get("values"), where)
+    if len(tokens) != len(digests):
+        raise RecordError(f"{where}: {key} has {len(tokens)} tokens, but routes of {len(digests)}")
     return Sample(
         key=key,
         layers=tuple(layers),
         digests=digests,
-        tokens=decode_array(record.get("input_ids", dict).get("values"), where),
+        tokens=tokens,
         ids=_ids(record),
         top_k=int(shape[2]),
         highest=int(tensor.get("max", -1)),
