@@ -50,6 +50,8 @@ class MicrobatchRoutes:
     """`[T]` int64: position in the row; 0 where no token lies."""
     is_token_T: torch.Tensor
     """`[T]` bool: False for padding."""
+    is_fed_T: torch.Tensor
+    """`[T]` bool: tokens but the last of each row, which no rollout feeds: its route is a dummy."""
     ids_TlK: torch.Tensor | None = None
     """`[T, l, K]` uint8 or int16; a valid dummy in the padding; None while recording."""
     is_missing_T: torch.Tensor | None = None
@@ -190,8 +192,8 @@ class RouteReplayer:
     def _count(self, routes: MicrobatchRoutes, ids_TK: torch.Tensor, own: OwnChoice) -> None:
         counts = self._counts.setdefault(self._stage, _Counts())
         is_same_T = (own()[:, :, None] == ids_TK[:, None, :]).any(dim=2).all(dim=1)
-        counts.pairs += float(routes.is_token_T.sum())
-        counts.differing += float((~is_same_T & routes.is_token_T).sum())
+        counts.pairs += float(routes.is_fed_T.sum())
+        counts.differing += float((~is_same_T & routes.is_fed_T).sum())
         if routes.is_missing_T is not None:
             counts.missing += float(routes.is_missing_T.sum())
 
@@ -217,6 +219,7 @@ def microbatch_routes(
     *,
     number: int,
     rows: tuple[int, ...],
+    lengths: tuple[int, ...],
     row_ns: torch.Tensor,
     column_ns: torch.Tensor,
     top_k: int,
@@ -226,6 +229,7 @@ def microbatch_routes(
 
     Args:
         slices: of this microbatch, row by row of the pass; None to record.
+        lengths: tokens of each row.
         row_ns: `[n, s]` rows of the tokens at this rank's positions, -1 where none lies; column_ns their positions.
         positions_first: the routers see `[s, n]` flattened, not `[n, s]`.
 
@@ -236,8 +240,12 @@ def microbatch_routes(
     order_T = (order_T.T if positions_first else order_T).flatten()
     row_T, column_T = row_ns.flatten()[order_T], column_ns.flatten()[order_T]
     is_token_T = row_T >= 0
+    length_n = torch.tensor(lengths or (0,), device=row_T.device)
+    is_fed_T = is_token_T & (column_T < length_n[row_T.clamp(min=0)] - 1)
     slot_T = ((row_ns >= 0).flatten().cumsum(0) - 1).clamp(min=0)[order_T]
-    routes = MicrobatchRoutes(number=number, rows=rows, row_T=row_T, column_T=column_T, is_token_T=is_token_T)
+    routes = MicrobatchRoutes(
+        number=number, rows=rows, row_T=row_T, column_T=column_T, is_token_T=is_token_T, is_fed_T=is_fed_T
+    )
     if slices is None:
         return routes
     num_tokens, device = int(is_token_T.sum()), is_token_T.device

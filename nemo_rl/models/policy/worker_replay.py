@@ -55,6 +55,7 @@ class StageReplay:
             self.slices.of(micro.rows) if self.slices is not None else None,
             number=self.numbers.get(micro.rows, -1),
             rows=micro.rows,
+            lengths=micro.lengths,
             row_ns=self.view.chunk_of(micro.inputs.row_ns),
             column_ns=self.view.chunk_of(micro.inputs.column_ns),
             top_k=self.replayer.top_k,

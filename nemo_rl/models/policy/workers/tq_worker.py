@@ -22,7 +22,7 @@ from nemo_rl.models.policy.routes import RouteSlices, ShardRoutes
 from nemo_rl.models.policy.worker_replay import WorkerReplay
 from nemo_rl.models.policy.workers.training_worker import RecordedRoutes, TrainingWorker
 from nemo_rl.utils.metrics import Reduction, merge_metrics
-from nemo_rl.utils.r3_trace import trace_tq_fetch_payload
+from nemo_rl.utils.r3_trace import r3_trace_verify_forward_enabled, trace_tq_fetch_payload
 
 __all__ = ["TQWorker"]
 
@@ -126,7 +126,12 @@ class TQWorker(TQWorkerMixin, TrainingWorker):
             routes_NTLK = wide.cpu().to(torch.int16)
         lengths = torch.tensor(meta.sequence_lengths, dtype=torch.int64)
         rows = to_nested_by_length(routes_NTLK, lengths)
-        return encode_routes(rows, replay.shape, bit_packed=self.config.router_replay.bit_packed)
+        return encode_routes(
+            rows,
+            replay.shape,
+            bit_packed=self.config.router_replay.bit_packed,
+            with_digests=r3_trace_verify_forward_enabled(),
+        )
 
     def _compare(self, batch: BatchedDataDict, logprobs_NT: torch.Tensor, plan: PackPlan | None) -> None:
         """(collective) How far the rollout's log-probabilities are; for some microbatches also without replay."""
