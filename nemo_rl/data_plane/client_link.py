@@ -42,6 +42,10 @@ class Call:
         """Seconds until the deadline."""
         return max(self.deadline - time.monotonic(), 0.0)
 
+    def age(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self.started
+
 
 class ClientLink:
     """Host, store, deadline, counters and clock of one client."""
@@ -94,9 +98,8 @@ class ClientLink:
         try:
             return action()
         except (DataPlaneClosed, DataPlaneTimeout, PayloadLost) as error:
-            age = time.monotonic() - call.started
             raise type(error)(
-                f"{call.what}: {error}; deadline {self.timeout_s:.1f} s, age {age:.1f} s, "
+                f"{call.what}: {error}; deadline {self.timeout_s:.1f} s, age {call.age():.1f} s, "
                 f"owner: run {self.address.run_id!r} in process {self.address.process_id}"
             ) from error
 

@@ -51,7 +51,9 @@ class RowReader:
                 if chunk_ids != before:
                     before, lost_after = chunk_ids, time.monotonic() + min(LOST_AFTER_S, call.left() / 2)
                 elif time.monotonic() > lost_after:
-                    raise PayloadLost(f"{call.what}: the ledger names chunks that the store lacks: {error}") from error
+                    raise PayloadLost(
+                        f"{call.what}: the ledger names chunks that the store lacks: {error}; age {call.age():.1f} s"
+                    ) from error
                 else:
                     time.sleep(poll_s)
                     poll_s = min(poll_s * 2, LONGEST_POLL_S)
