@@ -7,7 +7,7 @@ the model's own routes run without; every other pass of a stage has routes, or t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -116,7 +116,9 @@ class WorkerReplay:
             batch: the shard.
         """
         numbers = {tuple(rows): number for number, rows in enumerate(plan.microbatches[0]) if rows}
-        with self._traced(name, batch) as trace, self.replayer.stage(name, trace), self._routing(self.replayer):
+        # A pass that records is where routes begin; its record is that of what it writes.
+        traced = self._traced(name, batch) if slices is not None else nullcontext()
+        with traced as trace, self.replayer.stage(name, trace), self._routing(self.replayer):
             yield StageReplay(
                 replayer=self.replayer,
                 view=self.view,

@@ -22,7 +22,7 @@ from nemo_rl.models.policy.routes import RouteSlices, ShardRoutes
 from nemo_rl.models.policy.worker_replay import WorkerReplay
 from nemo_rl.models.policy.workers.training_worker import RecordedRoutes, TrainingWorker
 from nemo_rl.utils.metrics import Reduction, merge_metrics
-from nemo_rl.utils.r3_trace import r3_trace_verify_forward_enabled, trace_tq_fetch_payload
+from nemo_rl.utils.r3_trace import r3_trace_verify_forward_enabled, trace_rollout_payload, trace_tq_fetch_payload
 
 __all__ = ["TQWorker"]
 
@@ -78,7 +78,7 @@ class TQWorker(TQWorkerMixin, TrainingWorker):
         else:
             recorded = self.record_routes(batch, plan=meta.pack)
             columns["prev_logprobs"] = recorded.logprobs_NT
-            columns |= self._encoded(self._replay, recorded, meta)
+            columns |= self._encoded(self._replay, recorded, meta, batch)
         self._compare(batch, columns["prev_logprobs"], meta.pack)
         return columns
 
@@ -116,7 +116,9 @@ class TQWorker(TQWorkerMixin, TrainingWorker):
             )
         return ShardRoutes.of_jagged(routes, replay.shape, digests=columns.get("routed_experts_digests"))
 
-    def _encoded(self, replay: WorkerReplay, recorded: RecordedRoutes, meta: KVBatchMeta) -> dict[str, torch.Tensor]:
+    def _encoded(
+        self, replay: WorkerReplay, recorded: RecordedRoutes, meta: KVBatchMeta, batch: BatchedDataDict
+    ) -> dict[str, torch.Tensor]:
         """(collective over the replica group) Columns of the routes that its ranks have recorded."""
         routes_NTLK = recorded.routes_NTLK
         if self.replica.group is not None:
@@ -126,6 +128,8 @@ class TQWorker(TQWorkerMixin, TrainingWorker):
             routes_NTLK = wide.cpu().to(torch.int16)
         lengths = torch.tensor(meta.sequence_lengths, dtype=torch.int64)
         rows = to_nested_by_length(routes_NTLK, lengths)
+        if self.replica.is_write_back_leader:
+            trace_rollout_payload(keys=meta.keys, data=batch, layers=replay.shape.layers, routes=list(rows.unbind()))
         return encode_routes(
             rows,
             replay.shape,

@@ -1,0 +1,71 @@
+"""Whole runs in one process that replay routes: who records, in which form, and that every hop had the same."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from nemo_rl.algorithms.run import run
+from nemo_rl.utils.r3_trace import reset_r3_trace
+from nemo_rl.utils.route_chain.chain import verify_trace
+from tests.helpers.families import write_family
+from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
+
+REPLAY = "policy.router_replay"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_family(tmp_path_factory.mktemp("moe"), "qwen3_moe")
+
+
+def train(folder: Path, model: Path, **changes: str) -> list[dict[str, float]]:
+    """Metrics of the steps of a run with routes."""
+    on = {f"{REPLAY}.enabled": "true", "grpo.use_generation_logprobs_as_prev": "false"}
+    config = load_recipe(write_recipe(folder, model), {**LOCAL, **on, **changes})
+    run(config, console=Console(file=io.StringIO(), width=200))
+    return [row for row in logged_steps(config.logger.log_dir) if "train/reward" in row]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {f"{REPLAY}.bit_packed": "true", "policy.generation.precision": "bfloat16"},
+        {f"{REPLAY}.source": "prev_logprobs"},
+    ],
+    ids=["rollout", "packed, engine in half precision", "prev_logprobs"],
+)
+def test_every_hop_of_a_run_has_the_routes_that_were_recorded(tmp_path, model, monkeypatch, changes):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    trace = tmp_path / "trace"
+    for name, value in (("", "1"), ("_VERIFY_FORWARD", "1"), ("_DIR", str(trace)), ("_STEPS", "3")):
+        monkeypatch.setenv(f"NRL_R3_TRACE{name}", value)
+    reset_r3_trace()
+    rows = train(tmp_path, model, **changes)
+    reset_r3_trace()
+    report = verify_trace(trace, require_forward_verify=True)
+    assert report.verdict.name == "PASS", "\n".join(report.lines())
+    assert len(rows) == 3
+    for row in rows:
+        assert row["data_plane/live_rows"] == 0 and row["r3/train_missing_share"] == 0
+        assert row["data_plane/bytes/routed_experts_digests"] > 0
+    if not changes:
+        # An engine of the policy's precision takes the policy's own routes until the weights change.
+        assert all(row["r3/prev_logprobs_live_routes_differ"] == 0 for row in rows)
+        assert all(row["r3/k3_r3"] < 1e-10 for row in rows)
+
+
+def test_replay_of_a_models_own_routes_learns_as_without_replay(tmp_path, model, monkeypatch):
+    """One precision, one step per global batch: what is replayed is what the policy would have chosen."""
+    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.delenv("NRL_R3_TRACE", raising=False)
+    one_batch = {"policy.train_global_batch_size": "16"}
+    replayed = train(tmp_path / "replayed", model, **one_batch)
+    free = train(tmp_path / "free", model, **one_batch, **{f"{REPLAY}.enabled": "false"})
+    for name in ("train/loss", "train/grad_norm", "train/policy_kl", "rollout/mean_generation_logprob"):
+        for a, b in zip(replayed, free, strict=True):
+            assert a[name] == pytest.approx(b[name], rel=1e-6, abs=1e-9), name
