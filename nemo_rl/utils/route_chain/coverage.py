@@ -213,8 +213,17 @@ class Coverage:
         yield from _cell_gaps(self.cells[Hop.ASSIGNMENT] - forwards, "forward", "no forward used the routes given to")
 
     def _verify_gaps(self) -> Iterator[Gap]:
-        text = "--require-forward-verify: no verified forward of"
-        yield from _cell_gaps(self.cells[Hop.ASSIGNMENT] - self.cells[Hop.FORWARD], "forward", text)
+        recomputed = {
+            _cell(record)
+            for record in self.trace.of("router_replay_action")
+            if record.fields["action"] == "replay_backward"
+        }
+        for used, hop, what in (
+            (self.cells[Hop.ASSIGNMENT], Hop.FORWARD, "forward pass"),
+            (recomputed, Hop.RECOMPUTE, "recomputation"),
+        ):
+            text = f"--require-forward-verify: no verified {what} of"
+            yield from _cell_gaps(used - self.cells[hop], "forward", text)
 
     def _identity_gaps(self) -> Iterator[Gap]:
         text = "--require-cp-identity: no shard with tokens and slots for"

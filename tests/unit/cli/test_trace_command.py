@@ -46,7 +46,7 @@ def test_the_verdict_is_the_exit_code(tmp_path: Path, capsys) -> None:
     without_forward_checks(right)
     assert run(capsys, right)[0] == 0
     code, shown = run(capsys, right, "--require-forward-verify")
-    assert code == 4 and shown.startswith("INCOMPLETE: ") and "no verified forward of" in shown
+    assert code == 4 and shown.startswith("INCOMPLETE: ") and "no verified forward pass of" in shown
     (tmp_path / "empty").mkdir()
     code, shown = run(capsys, tmp_path / "empty")
     assert code == 5 and shown.startswith("VACUOUS: ")

@@ -194,6 +194,18 @@ def test_tokens_in_other_slots_than_named_are_a_mismatch(tmp_path: Path) -> None
     expect(check(WrongRuns, tmp_path), hop="shard", guess="shift by 1", layer=None)
 
 
+def test_slots_behind_the_end_of_a_sample_are_a_mismatch(tmp_path: Path) -> None:
+    class TooFar(RouteRun):
+        def slots(self, batch, cp):
+            runs, places = super().slots(batch, cp)
+            (_, _, length), *rest = runs
+            return [("a_g0", 20, length), *rest], places
+
+    found = check(TooFar, tmp_path).mismatch
+    assert found is not None and (found.key, found.position) == ("a_g0", 20)
+    assert found.expected == "nothing: the rollout has 13 tokens and layers [1, 2, 4, 5]"
+
+
 class LongSamples(Narrow):
     """Too long for their records to hold ids."""
 
@@ -322,6 +334,15 @@ def test_verified_forwards_are_optional_unless_they_are_required(trace: Path) ->
     assert verify_trace(trace).verdict is Verdict.PASS
 
 
+def test_a_recomputation_is_to_be_verified_like_a_forward_pass(trace: Path) -> None:
+    for path in trace.glob("*"):
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(line for line in lines if not ("scores_shape" in line and 'replay_backward"' in line)))
+    assert verify_trace(trace).verdict is Verdict.PASS
+    gap = "stage train: --require-forward-verify: no verified recomputation"
+    expect_gap(verify_trace(trace, require_forward_verify=True), "forward", gap)
+
+
 def test_identity_of_shards_can_be_required(trace: Path) -> None:
     for path in trace.glob("*"):
         records = [json.loads(line) for line in path.read_text().splitlines()]
@@ -370,6 +391,10 @@ def test_a_torn_last_line_is_reported_and_left_out(trace: Path) -> None:
     path.write_bytes(b"".join(lines) + lines[-1][:40])
     report = verify_trace(trace)
     assert report.verdict is Verdict.PASS and report.notes[0].endswith(f"{path.name}:{len(lines) + 1}")
+    # The next process of this number has closed the line.
+    path.write_bytes(b"".join(lines) + lines[-1][:40] + b"\n" + lines[0])
+    report = verify_trace(trace)
+    assert report.verdict is Verdict.PASS and len(report.notes) == 1 and report.num_processes == 10
     path.write_bytes(b"".join(lines)[:-40])
     expect_gap(verify_trace(trace), "rank", "rank 3 (host/203) did not come to its end")
 
@@ -384,6 +409,9 @@ def test_a_torn_last_line_is_reported_and_left_out(trace: Path) -> None:
         b'{"event":"router_replay_assignment","stage":"train","trace_step":0,"microbatch_idx":7,"layer_number":1,'
         b'"first_slot":0,"digests":{"b64":"AAAA","dtype":"<i8","shape":[1,1]}}',
         b'{"event":"tq_fetch_sample","key":"a_g0","trace_step":0,"stage":"train","input_ids":{},"digests":7}',
+        b'{"event":"tq_fetch_sample","key":"a_g0","trace_step":0,"stage":"train","input_ids":{"values":{"b64":"AAAAAA==",'
+        b'"dtype":"<i4","shape":[1]}},"routed_experts":{"valid_shape":[1,1,2],"min":null},"layers":[1],'
+        b'"digests":{"b64":"AAAAAAAAAAA=","dtype":"<i8","shape":[1,1]}}',
         b'{"event":"stage_started","stage":"train","trace_step":0,"rank":"3"}',
     ],
 )
