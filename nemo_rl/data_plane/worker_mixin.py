@@ -286,7 +286,7 @@ class TQWorkerMixin:
             if values.dim() < 2 or values.shape[0] != len(meta.keys):
                 raise SchemaMismatch(
                     f"write-back of {name!r}, rank {self.rank}: expected [{len(meta.keys)}, T], got "
-                    f"{[str(size) for size in values.shape]}"
+                    f"[{', '.join(str(size) for size in values.shape)}]"
                 )
         if not self.replica.is_write_back_leader:
             return meta
