@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nemo_rl.config.router_replay import RouterReplayConfig
 from nemo_rl.data_plane.ragged import nest, values_of
@@ -128,3 +130,32 @@ def test_contents_are_checked_once_and_always_when_asked_for(monkeypatch):
     monkeypatch.setenv("NRL_ROUTER_REPLAY_VALIDATE", "1")
     with pytest.raises(SchemaMismatch, match="'b', token 0"):
         write(writer, bad())
+
+
+def slowly(turns: list[RecordedRoutes], lengths: list[int]) -> list[list[int]]:
+    """As `place_routes`, token by token."""
+    rows = [[MISSING] * length for length in lengths]
+    for recorded in turns:
+        ids = iter(recorded.ids[:, 0, 0].tolist())
+        for row, start, count in zip(rows, recorded.starts.tolist(), recorded.lengths.tolist(), strict=True):
+            for at in range(start, start + count):
+                route = next(ids)
+                row[at] = route if row[at] == MISSING else row[at]
+    return [[*row[:-1], 0] if row else [] for row in rows]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.lists(st.integers(0, 12), min_size=1, max_size=5), st.integers(1, 3))
+def test_places_are_those_of_a_loop_over_tokens(data: st.DataObject, lengths: list[int], num_turns: int):
+    turns, number = [], 0
+    for _ in range(num_turns):
+        rows, starts = [], []
+        for length in lengths:
+            start = data.draw(st.integers(0, length))
+            count = data.draw(st.integers(0, length - start))
+            rows.append([(number + i) % 15 for i in range(count)])
+            starts.append(start)
+            number += count
+        turns.append(turn(*rows, starts=tuple(starts)))
+    keys = [f"k{i}" for i in range(len(lengths))]
+    assert firsts(place_routes(turns, lengths=torch.tensor(lengths), keys=keys)) == slowly(turns, lengths)
