@@ -168,8 +168,9 @@ def test_a_mistake_is_named_at_its_hop(run: type[RouteRun], hop: str, guess: str
 
 
 @pytest.mark.parametrize("cp", range(RouteRun.cp_size))
-def test_a_contiguous_cut_is_told_on_every_context_rank(cp: int, tmp_path: Path) -> None:
-    class OneRank(Contiguous):
+@pytest.mark.parametrize("cut", [Contiguous, ContiguousRow])
+def test_a_contiguous_cut_is_told_on_every_context_rank(cut: type[RouteRun], cp: int, tmp_path: Path) -> None:
+    class OneRank(cut):
         dead_ranks = [rank for rank in range(8) if rank // 2 % 2 != cp]
 
     expect(check(OneRank, tmp_path), hop="shard", guess="contiguous instead of zigzag")
