@@ -9,34 +9,22 @@ all rows, L layers with routed experts, K experts of a token, E experts of a lay
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from nemo_rl.config.router_replay import RouterReplayConfig
 from nemo_rl.data_plane.ragged import lengths_of, nest, values_of
+from nemo_rl.data_plane.route_shape import MISSING, RouteShape, bits_per_id, route_dtype
 from nemo_rl.errors import SchemaMismatch
 from nemo_rl.utils.route_digest import route_digests
 
 __all__ = [
-    "MAX_EXPERTS",
-    "MISSING",
-    "RouteShape",
-    "bound_bits_per_token",
     "decode_routes",
-    "dummy_route",
     "encode_routes",
     "route_conditions",
-    "route_dtype",
     "validate_routes",
     "wire_bytes",
 ]
-
-MISSING = -1
-"""Every id of a token without a route, in install form."""
-MAX_EXPERTS = 32767
-"""Most experts of a layer: their ids fit int16."""
-UINT8_EXPERTS = 256
 
 IDS, BITS, BITMAP, DIGESTS = (
     "routed_experts",
@@ -44,42 +32,6 @@ IDS, BITS, BITMAP, DIGESTS = (
     "routed_experts_missing",
     "routed_experts_digests",
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RouteShape:
-    """What the routes of one token of a model look like.
-
-    Example:
-        >>> shape = RouteShape(layers=(1, 2), top_k=2, num_experts=8)
-        >>> bound_bits_per_token(shape)
-        12
-    """
-
-    layers: tuple[int, ...]
-    """Numbers of the layers with routed experts, ascending, counted from 0 over all layers of the model."""
-    top_k: int
-    num_experts: int
-
-
-def route_dtype(num_experts: int) -> torch.dtype:
-    """dtype of ids on the wire: uint8 up to 256 experts, int16 above."""
-    return torch.uint8 if num_experts <= UINT8_EXPERTS else torch.int16
-
-
-def dummy_route(top_k: int) -> torch.Tensor:
-    """`[K]` int16: a valid route for tokens whose route is never used (the last of a row, padding)."""
-    return torch.arange(top_k, dtype=torch.int16)
-
-
-def bits_per_id(num_experts: int) -> int:
-    """ceil(log2 E), at least 1."""
-    return max(1, (num_experts - 1).bit_length())
-
-
-def bound_bits_per_token(shape: RouteShape) -> int:
-    """ceil(log2 E) * L * K."""
-    return bits_per_id(shape.num_experts) * len(shape.layers) * shape.top_k
 
 
 def wire_bytes(columns: Mapping[str, torch.Tensor]) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -19,7 +18,7 @@ from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from nemo_rl.data_plane.preshard import shard_meta_for_dp
 from nemo_rl.data_plane.ragged import to_nested_by_length
-from nemo_rl.data_plane.routed_experts import RouteShape, decode_routes, encode_routes
+from nemo_rl.data_plane.routed_experts import decode_routes, encode_routes
 from nemo_rl.data_plane.schema import LP_SEED_FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import destroy_process_group
@@ -27,25 +26,13 @@ from nemo_rl.distributed.packing import plan_packs
 from nemo_rl.models.loading import load_model_config
 from nemo_rl.models.policy.routes import RouteSlices, RouteView, ShardRoutes
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
-from tests.helpers.families import COMMON, write_with_tokenizer
+from tests.helpers.experts import shape_of
 from tests.helpers.layout_jobs import forced_routes
-from tests.helpers.megatron_models import hf_model
 from tests.helpers.replica_cases import LOSS, ROWS, TRAINED, Plane, digest, planted, rows, share, start
 from tests.helpers.tiny_model import tiny_policy
 
-SIZES = {"vocab_size": COMMON["vocab_size"], "num_hidden_layers": 4, "initializer_range": 0.08, "num_experts": 8}
 KEYS = [f"u{i}_g0" for i in range(ROWS)]
 IDS = ("routed_experts", "routed_experts_missing")
-
-
-def write_experts(folder: Path) -> Path:
-    return write_with_tokenizer(folder, hf_model("qwen3_moe", **SIZES))
-
-
-def shape_of(folder: str) -> RouteShape:
-    config = load_model_config(folder)
-    layers = tuple(i for i in range(config.num_hidden_layers) if i not in config.mlp_only_layers)
-    return RouteShape(layers=layers, top_k=config.num_experts_per_tok, num_experts=config.num_experts)
 
 
 def megatron(folder: str, **sizes: object) -> PolicyConfig:

@@ -82,7 +82,9 @@ def tiny_policy(folder: Path, **changes: object) -> PolicyConfig:
     return PolicyConfig(**{**values, **changes})
 
 
-def tiny_worker(config: PolicyConfig, *, rank: int = 0, world_size: int = 1, **kwargs: object) -> TrainingWorker:
+def tiny_worker(
+    config: PolicyConfig, *, rank: int = 0, world_size: int = 1, device: str = "cpu", **kwargs: object
+) -> TrainingWorker:
     """One rank of the worker that the config names; a single rank makes its own process group."""
     name = "megatron" if config.megatron_cfg.enabled else "dtensor"
     module = importlib.import_module(f"nemo_rl.models.policy.workers.{name}_policy_worker")
@@ -94,7 +96,7 @@ def tiny_worker(config: PolicyConfig, *, rank: int = 0, world_size: int = 1, **k
         num_steps=10,
         collective_timeout_s=60.0,
         seed=0,
-        device="cpu",
+        device=device,
         **kwargs,
     )
 

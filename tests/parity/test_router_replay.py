@@ -16,24 +16,25 @@ import numpy as np
 import pytest
 import torch
 
+from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.models.dtensor.parallelize import full_weight
 from nemo_rl.models.dtensor.train_step import OptimizerStep
 from nemo_rl.models.loading import load_model_config
 from nemo_rl.models.megatron import train_step
+from nemo_rl.models.policy.microbatch import PassShape
 from nemo_rl.models.policy.route_replay import RouteReplayer
-from nemo_rl.models.policy.routes import RouteView
+from nemo_rl.models.policy.routes import RouteView, TokenPlaces
 from tests.helpers import megatron_jobs
-from tests.helpers.families import COMMON, write_with_tokenizer
+from tests.helpers.experts import write_experts
+from tests.helpers.families import COMMON
 from tests.helpers.gloo import run_ranks
 from tests.helpers.layout_jobs import Arrays, Case, Job, Outcome, force_routes, forced_routes, reference, run_job, start
-from tests.helpers.megatron_models import hf_model
 
 pytestmark = pytest.mark.slow
 
 LOGPROBS, GRADIENTS, RELATIVE, WEIGHTS = 2e-6, 1e-5, 1e-5, 2e-5
 """Bounds: absolute of logits and log-probabilities, of each gradient relative to its largest element, relative of loss
 and gradient norm, absolute of weights after three steps."""
-TINY = {"vocab_size": COMMON["vocab_size"], "num_hidden_layers": 4, "initializer_range": 0.08, "num_experts": 8}
 Replay = partial(Case, family="qwen3_moe", replay=True)
 Megatron, DTensor = partial(Replay, engine="megatron"), partial(Replay, engine="dtensor")
 PADDED, FIXED = {"batching": "padded", "capacity": 100}, {"batching": "fixed", "capacity": 2}
@@ -96,7 +97,7 @@ def run_case(rank: int, world_size: int, case: Case, folder: Path) -> Outcome:
 def dtensor_logits(job: Job) -> np.ndarray:
     """(collective) `[n, T, V]` at every token of this rank's rows, 0 in the padding."""
     worker, ids_nT = job.worker, job.shard.tensor("input_ids")
-    found_nTV = torch.zeros(*ids_nT.shape, TINY["vocab_size"])
+    found_nTV = torch.zeros(*ids_nT.shape, COMMON["vocab_size"])
     select_NT = torch.zeros_like(ids_nT, dtype=torch.bool)
     worker._model.eval()
     with worker._stage_replay("prev_logprobs", job.shard, job.plan, None) as replay, torch.no_grad():
@@ -105,7 +106,7 @@ def dtensor_logits(job: Job) -> np.ndarray:
         for rows in job.plan.microbatches[0]:
             micro = runner._build(job.shard, rows, select_NT, fields=())
             with runner._routes(micro):
-                values, tokens = worker._model(micro.inputs, view=layout.view, top_k=TINY["vocab_size"])
+                values, tokens = worker._model(micro.inputs, view=layout.view, top_k=COMMON["vocab_size"])
             whole = torch.empty_like(values).scatter_(2, tokens, values)
             for place, (row, length) in enumerate(zip(micro.rows, micro.lengths, strict=True)):
                 line, first = (0, sum(micro.inputs.segments.lengths[:place])) if job.plan.packed else (place, 0)
@@ -138,14 +139,14 @@ def left_out() -> object:
 
 def next_token() -> object:
     """Every token gets the route of its successor."""
-    honest = RouteView.slots
+    honest = RouteView.tokens
 
-    def slots(view: RouteView, lengths: Sequence[int], **kwargs: object) -> object:
-        found = honest(view, lengths, **kwargs)
-        last_R = torch.tensor(lengths)[found.row_R] - 1
-        return replace(found, column_R=torch.minimum(found.column_R + 1, last_R))
+    def tokens(view: RouteView, plan: PackPlan, lengths: Sequence[int], shape: PassShape) -> TokenPlaces:
+        found = honest(view, plan, lengths, shape)
+        last_M = torch.tensor(lengths)[found.row_M] - 1
+        return replace(found, column_M=torch.minimum(found.column_M + 1, last_M))
 
-    return patch.object(RouteView, "slots", slots)
+    return patch.object(RouteView, "tokens", tokens)
 
 
 def recomputed_freely() -> object:
@@ -179,9 +180,7 @@ def four_ranks(rank: int, folder: Path) -> dict[str, Outcome]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("replay") / "qwen3_moe"
-    write_with_tokenizer(found, hf_model("qwen3_moe", **TINY))
-    return found
+    return write_experts(tmp_path_factory.mktemp("replay"))
 
 
 @pytest.fixture(scope="module")

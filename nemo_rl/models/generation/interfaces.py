@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_rl.data_plane.routed_experts import RouteShape
+from nemo_rl.data_plane.route_shape import RouteShape
 
 __all__ = ["GenerationInterface", "GenerationOutput", "GenerationRequest", "RecordedRoutes", "SamplingParams"]
 

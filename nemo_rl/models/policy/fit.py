@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.data_plane.routed_experts import MAX_EXPERTS
+from nemo_rl.data_plane.route_shape import MAX_EXPERTS
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.dtensor import fit
 from nemo_rl.models.hf_routers import HFRouters

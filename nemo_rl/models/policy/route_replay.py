@@ -15,7 +15,7 @@ from typing import Literal, Protocol, TypeAlias
 
 import torch
 
-from nemo_rl.data_plane.routed_experts import dummy_route
+from nemo_rl.data_plane.route_shape import dummy_route
 from nemo_rl.errors import WorkerError
 from nemo_rl.models.policy.routes import RouteSlices
 from nemo_rl.utils.metrics import Mean, Reduction

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_rl.data_plane.routed_experts import MISSING
+from nemo_rl.data_plane.route_shape import MISSING
 from nemo_rl.models.policy.route_replay import MicrobatchRoutes, ReplayAction
 from nemo_rl.utils.r3_trace import (
     Runs,

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nemo_rl.data_plane.ragged import lengths_of, values_of
-from nemo_rl.data_plane.routed_experts import MISSING, RouteShape, route_dtype
+from nemo_rl.data_plane.route_shape import MISSING, RouteShape, route_dtype
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import SchemaMismatch
 from nemo_rl.models.policy.microbatch import PassPlaces, PassShape
@@ -118,16 +117,13 @@ class ShardRoutes:
     shape: RouteShape
 
     @classmethod
-    def of_jagged(cls, routes: torch.Tensor, shape: RouteShape, *, digests: torch.Tensor | None = None) -> ShardRoutes:
-        """Of jagged `[N, (tokens), L, K]` int16 in install form, and digests `[N, (tokens), L]`."""
-        lengths = lengths_of(routes)
-        return cls(
-            values=values_of(routes),
-            start_N=lengths.cumsum(0) - lengths,
-            lengths=tuple(lengths.tolist()),
-            digests=None if digests is None else values_of(digests),
-            shape=shape,
-        )
+    def of_rows(
+        cls, values: torch.Tensor, lengths: Sequence[int], shape: RouteShape, *, digests: torch.Tensor | None = None
+    ) -> ShardRoutes:
+        """Of rows end to end: `[S, L, K]` int16 in install form, and digests `[S, L]`."""
+        length_N = torch.tensor(lengths, dtype=torch.int64)
+        start_N = length_N.cumsum(0) - length_N
+        return cls(values=values, start_N=start_N, lengths=tuple(lengths), digests=digests, shape=shape)
 
     @classmethod
     def of_dense(cls, routes_NTLK: torch.Tensor, lengths: Sequence[int], shape: RouteShape) -> ShardRoutes:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from nemo_rl.data_plane.routed_experts import MISSING, RouteShape
+from nemo_rl.data_plane.route_shape import MISSING, RouteShape
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan

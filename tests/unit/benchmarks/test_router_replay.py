@@ -23,7 +23,7 @@ from benchmarks.router_replay_report import (
     figures_of,
     median_interval,
 )
-from nemo_rl.data_plane.routed_experts import RouteShape
+from nemo_rl.data_plane.route_shape import RouteShape
 from nemo_rl.models.generation.interfaces import RecordedRoutes
 
 NUM_TOKENS = 20_000

@@ -11,16 +11,18 @@ from nemo_rl.config.router_replay import RouterReplayConfig
 from nemo_rl.data_plane.codec import encode_rows
 from nemo_rl.data_plane.columns import check_columns
 from nemo_rl.data_plane.ragged import lengths_of, nest, values_of
-from nemo_rl.data_plane.routed_experts import (
+from nemo_rl.data_plane.route_shape import (
     MISSING,
     RouteShape,
     bits_per_id,
     bound_bits_per_token,
-    decode_routes,
     dummy_route,
+    route_dtype,
+)
+from nemo_rl.data_plane.routed_experts import (
+    decode_routes,
     encode_routes,
     route_conditions,
-    route_dtype,
     validate_routes,
     wire_bytes,
 )

@@ -14,7 +14,8 @@ from nemo_rl.algorithms.stages import build_stages, written_fields
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.ragged import lengths_of, values_of
-from nemo_rl.data_plane.routed_experts import RouteShape, decode_routes
+from nemo_rl.data_plane.route_shape import RouteShape
+from nemo_rl.data_plane.routed_experts import decode_routes
 from nemo_rl.data_plane.schema import ROUTE_FIELDS
 from nemo_rl.errors import WorkerError
 from nemo_rl.experience.sync_rollout_actor import RolloutResult, SyncRolloutWorker

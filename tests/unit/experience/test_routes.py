@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from nemo_rl.config.router_replay import RouterReplayConfig
 from nemo_rl.data_plane.ragged import nest, values_of
-from nemo_rl.data_plane.routed_experts import MISSING, RouteShape, decode_routes
+from nemo_rl.data_plane.route_shape import MISSING, RouteShape
+from nemo_rl.data_plane.routed_experts import decode_routes
 from nemo_rl.errors import SchemaMismatch, WorkerError
 from nemo_rl.experience.routes import RouteWriter, count_routes, place_routes
 from nemo_rl.models.generation.interfaces import RecordedRoutes

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data.tokenizer import load_tokenizer
-from nemo_rl.data_plane.routed_experts import RouteShape
+from nemo_rl.data_plane.route_shape import RouteShape
 from nemo_rl.errors import name_some
 from nemo_rl.models.generation.interfaces import (
     GenerationInterface,

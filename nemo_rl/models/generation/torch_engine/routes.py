@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 import torch
 from transformers import PreTrainedModel
 
-from nemo_rl.data_plane.routed_experts import RouteShape, route_dtype
+from nemo_rl.data_plane.route_shape import RouteShape, route_dtype
 from nemo_rl.models.hf_routers import HFRouters
 
 __all__ = ["RouteRecorder", "RowRoutes"]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.data_plane.routed_experts import RouteShape
+from nemo_rl.data_plane.route_shape import RouteShape
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.parallel_groups import ParallelGroups
 from nemo_rl.models.checkpoint_folder import save_tokenizer

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.data_plane.routed_experts import RouteShape
+from nemo_rl.data_plane.route_shape import RouteShape
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.errors import ModelFolderError
 from nemo_rl.models.checkpoint_folder import complete_or_nothing, raise_together, save_tokenizer

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.data_plane.interfaces import KVBatchMeta
-from nemo_rl.data_plane.ragged import to_nested_by_length
+from nemo_rl.data_plane.ragged import lengths_of, to_nested_by_length, values_of
 from nemo_rl.data_plane.routed_experts import decode_routes, encode_routes
 from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS, ROUTE_FIELDS
 from nemo_rl.data_plane.worker_mixin import TQWorkerMixin
@@ -114,7 +114,13 @@ class TQWorker(TQWorkerMixin, TrainingWorker):
             trace_tq_fetch_payload(
                 stage=stage, keys=meta.keys, data=batch, layers=replay.shape.layers, routes=list(routes.unbind())
             )
-        return ShardRoutes.of_jagged(routes, replay.shape, digests=columns.get("routed_experts_digests"))
+        digests = columns.get("routed_experts_digests")
+        return ShardRoutes.of_rows(
+            values_of(routes),
+            lengths_of(routes).tolist(),
+            replay.shape,
+            digests=None if digests is None else values_of(digests),
+        )
 
     def _encoded(
         self, replay: WorkerReplay, recorded: RecordedRoutes, meta: KVBatchMeta, batch: BatchedDataDict

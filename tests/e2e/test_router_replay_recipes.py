@@ -1,0 +1,64 @@
+"""The shipped recipes with router replay over Ray and TransferQueue: every hop had the routes of the rollout."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from nemo_rl.algorithms.run import run
+from nemo_rl.utils.r3_trace import reset_r3_trace
+from tests.helpers.families import write_family
+from tests.helpers.runs import ROOT, load_recipe, logged_steps
+
+pytestmark = pytest.mark.slow
+
+SMALL = {
+    "grpo.num_prompts_per_step": "8",
+    "grpo.num_generations_per_prompt": "4",
+    "grpo.max_num_steps": "2",
+    "grpo.val_at_start": "false",
+    "grpo.val_at_end": "false",
+    "grpo.val_period": "0",
+    "data.validation": "null",
+    "policy.train_global_batch_size": "16",
+    "policy.sequence_packing.train_mb_tokens": "128",
+    "policy.sequence_packing.logprob_mb_tokens": "256",
+    "policy.generation.num_replicas": "1",
+    "env.name": "custom",
+    "env.reward_function": "tests.helpers.run_rewards:odd_share",
+    "checkpointing.enabled": "false",
+    "logger.tensorboard_enabled": "false",
+    "logger.reward_curve": "false",
+}
+VERIFY = [sys.executable, "-m", "nemo_rl.cli.main", "trace", "verify"]
+
+
+@pytest.mark.parametrize("engine", ["megatron", "dtensor"])
+def test_the_recipe_replays_what_its_rollouts_recorded(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    trace = tmp_path / "trace"
+    for name, value in (("", "1"), ("_VERIFY_FORWARD", "1"), ("_DIR", str(trace)), ("_STEPS", "2")):
+        monkeypatch.setenv(f"NRL_R3_TRACE{name}", value)
+    reset_r3_trace()
+    model = write_family(tmp_path / "model", "qwen3_moe")
+    own = {"policy.model_name": str(model), "logger.log_dir": str(tmp_path / "logs")}
+    config = load_recipe(ROOT / "configs" / "recipes" / f"grpo_sort_moe_r3_{engine}_cpu.yaml", SMALL | own)
+    run(config, console=Console(file=io.StringIO()))
+    reset_r3_trace()
+    flags = ["--require-forward-verify", "--require-cp-identity"]
+    checked = subprocess.run([*VERIFY, str(trace), *flags], capture_output=True, text=True, timeout=60)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert len(list(trace.glob("r3_trace_*_pid*.jsonl"))) == 4, "driver, rollout worker and two policy workers"
+    steps = logged_steps(config.logger.log_dir)
+    for step in steps:
+        assert step["data_plane/live_rows"] == 0 and step["r3/train_missing_share"] == 0
+        assert step["r3/k3_r3"] < 1e-3 and "r3/k3_free" in step
+    # A bfloat16 engine and float32 workers: routes differ here and there.
+    assert 0 < sum(step["r3/train_live_routes_differ"] for step in steps) < 0.2
