@@ -185,13 +185,7 @@ def scatter_from_leader(
     """
     if dist.get_rank() != leader:
         header = _follow_header(group, leader)[str(dist.get_rank())]
-        buffers = [torch.empty(num_bytes, dtype=torch.uint8) for num_bytes in header["buffers"]]
-        for message in _messages(buffers):
-            wire = message.to(_group_device(group))
-            dist.recv(wire, src=leader, group=group)
-            if wire.device != message.device:
-                message.copy_(wire)
-        return {name: _column(described, buffers) for name, described in header["columns"].items()}
+        return _received(header, lambda wire: dist.recv(wire, src=leader, group=group), group)
     try:
         fields = cut()
         described = {rank: _describe(fields[rank]) for rank in ranks if rank != leader}
@@ -230,10 +224,15 @@ def _follow_header(group: dist.ProcessGroup, leader: int) -> Json:
 
 def _follow(group: dist.ProcessGroup, leader: int) -> Fields:
     header = _follow_header(group, leader)
+    return _received(header, lambda wire: dist.broadcast(wire, src=leader, group=group), group)
+
+
+def _received(header: Json, receive: Callable[[torch.Tensor], object], group: dist.ProcessGroup) -> Fields:
+    """The columns that a descriptor names, once `receive` has filled every message."""
     buffers = [torch.empty(num_bytes, dtype=torch.uint8) for num_bytes in header["buffers"]]
     for message in _messages(buffers):
         wire = message.to(_group_device(group))
-        dist.broadcast(wire, src=leader, group=group)
+        receive(wire)
         if wire.device != message.device:
             message.copy_(wire)
     return {name: _column(described, buffers) for name, described in header["columns"].items()}
