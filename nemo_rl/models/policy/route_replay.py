@@ -65,15 +65,6 @@ class MicrobatchRoutes:
     """Layers that have run; one that runs again is being recomputed."""
 
 
-@dataclass(slots=True)
-class _Counts:
-    """Tokens times layers, of one stage."""
-
-    missing: float = 0.0
-    pairs: float = 0.0
-    differing: float = 0.0
-
-
 class RouteReplayer:
     """All routers of one rank.
 
@@ -89,7 +80,9 @@ class RouteReplayer:
         self._current: MicrobatchRoutes | None = None
         self._stage = ""
         self._observer: PassObserver | None = None
-        self._counts: dict[str, _Counts] = {}
+        self._counts: dict[str, torch.Tensor] = {}
+        """Stage -> `[3]` float64 on the device: tokens times layers that were replayed, without a route, and where the
+        router wanted others. Read once a step, for a read waits for the device."""
 
     @property
     def is_idle(self) -> bool:
@@ -140,9 +133,9 @@ class RouteReplayer:
             return None
         ids_TK = routes.used.get(layer)
         if ids_TK is None:
-            ids_TK = self._installed(routes, layer, own)
+            ids_TK = routes.ids_TlK[:, self._column[layer]].long()
         if not is_again:
-            self._count(routes, ids_TK, own)
+            ids_TK = self._install(routes, layer, ids_TK, own().detach())
         action: ReplayAction = "replay_backward" if is_again else "replay_forward"
         matches = self._matches(routes, layer, ids_TK)
         self._tell(routes, layer, action, ids_TK, matches)
@@ -158,23 +151,31 @@ class RouteReplayer:
         """Counts since the last call, by stage; a token counts once per layer of this rank."""
         found: dict[str, Reduction] = {}
         for stage, counts in self._counts.items():
-            found[f"{stage}_missing_share"] = Mean(counts.missing, counts.pairs)
-            found[f"{stage}_live_routes_differ"] = Mean(counts.differing, counts.pairs)
+            pairs, missing, differing = counts.tolist()
+            found[f"{stage}_missing_share"] = Mean(missing, pairs)
+            found[f"{stage}_live_routes_differ"] = Mean(differing, pairs)
         self._counts = {}
         return found
 
     # Private parts.
 
-    def _installed(self, routes: MicrobatchRoutes, layer: int, own: OwnChoice) -> torch.Tensor:
-        assert routes.ids_TlK is not None
-        ids_TK = routes.ids_TlK[:, self._column[layer]].long()
+    def _install(
+        self, routes: MicrobatchRoutes, layer: int, ids_TK: torch.Tensor, own_TK: torch.Tensor
+    ) -> torch.Tensor:
+        """The ids of a layer's first pass: the router's own where a route is missing."""
+        if own_TK.shape != ids_TK.shape:
+            raise WorkerError(
+                f"router replay, microbatch {routes.number}, layer {layer}: the router chooses "
+                f"{list(own_TK.shape)} experts, the routes are {list(ids_TK.shape)}",
+                stage=self._stage,
+            )
         if self._validates:
             self._validate(routes, layer, ids_TK)
-        if routes.is_missing_T is None:
-            return ids_TK
-        # Kept, for a recomputed layer must not choose anew.
-        routes.used[layer] = torch.where(routes.is_missing_T[:, None], own().detach(), ids_TK)
-        return routes.used[layer]
+        if routes.is_missing_T is not None:
+            # Kept, for a recomputed layer must not choose anew.
+            ids_TK = routes.used[layer] = torch.where(routes.is_missing_T[:, None], own_TK, ids_TK)
+        self._count(routes, ids_TK, own_TK)
+        return ids_TK
 
     def _validate(self, routes: MicrobatchRoutes, layer: int, ids_TK: torch.Tensor) -> None:
         ordered = ids_TK.sort(dim=1).values
@@ -189,13 +190,12 @@ class RouteReplayer:
                 stage=self._stage,
             )
 
-    def _count(self, routes: MicrobatchRoutes, ids_TK: torch.Tensor, own: OwnChoice) -> None:
-        counts = self._counts.setdefault(self._stage, _Counts())
-        is_same_T = (own()[:, :, None] == ids_TK[:, None, :]).any(dim=2).all(dim=1)
-        counts.pairs += float(routes.is_fed_T.sum())
-        counts.differing += float((~is_same_T & routes.is_fed_T).sum())
-        if routes.is_missing_T is not None:
-            counts.missing += float(routes.is_missing_T.sum())
+    def _count(self, routes: MicrobatchRoutes, ids_TK: torch.Tensor, own_TK: torch.Tensor) -> None:
+        differs_T = ~(own_TK[:, :, None] == ids_TK[:, None, :]).any(dim=2).all(dim=1) & routes.is_fed_T
+        is_missing_T = torch.zeros_like(differs_T) if routes.is_missing_T is None else routes.is_missing_T
+        counts = torch.stack((routes.is_fed_T, is_missing_T, differs_T)).sum(dim=1, dtype=torch.float64)
+        before = self._counts.get(self._stage)
+        self._counts[self._stage] = counts if before is None else before + counts
 
     def _matches(self, routes: MicrobatchRoutes, layer: int, ids_TK: torch.Tensor) -> bool | None:
         if routes.digests_Tl is None:

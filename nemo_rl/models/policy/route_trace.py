@@ -44,7 +44,7 @@ class RouteTrace:
         Args:
             ids_T: `[T]` tokens as the model gets them.
         """
-        if routes.ids_TlK is None:
+        if routes.ids_TlK is None or not routes.rows:
             return
         trace_cp_routed_experts(
             self.stage,
@@ -68,6 +68,8 @@ class RouteTrace:
         self, routes: MicrobatchRoutes, *, layer: int, action: ReplayAction, ids_TK: torch.Tensor, matches: bool | None
     ) -> None:
         """As in `PassObserver`."""
+        if not routes.rows:
+            return
         trace_router_replay_action(
             self.stage, action=action, layer_number=layer, microbatch=routes.number, ids=_with_missing(routes, ids_TK)
         )

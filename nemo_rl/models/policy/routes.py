@@ -147,12 +147,20 @@ class ShardRoutes:
         )
 
     def cut(self, view: RouteView, plan: PackPlan, shape: PassShape) -> RouteSlices:
-        """What one rank needs for the passes of its plan, in one rank's view of the plan."""
+        """What one rank needs for the passes of its plan, in one rank's view of the plan.
+
+        Raises:
+            SchemaMismatch: a token has a route in some of its layers only.
+        """
         layer_index = torch.tensor(view.layer_index, dtype=torch.int64)
         tokens = view.tokens(plan, self.lengths, shape)
         source_M = self.start_N[tokens.row_M] + tokens.column_M
         whole_M = self.values[source_M]
         is_missing = whole_M[:, 0, 0] == MISSING
+        if bool(((whole_M == MISSING) != is_missing[:, None, None]).any()):
+            raise SchemaMismatch(
+                f"routed_experts: expected {MISSING} in every layer of a token without a route, got other ids in some"
+            )
         return RouteSlices(
             ids=whole_M[:, layer_index]
             .masked_fill(is_missing[:, None, None], 0)

@@ -1,0 +1,158 @@
+"""The replayer of one rank: what a router gets, what is counted, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nemo_rl.data_plane.route_shape import RouteShape
+from nemo_rl.distributed.packing import PackPlan
+from nemo_rl.errors import SchemaMismatch, WorkerError
+from nemo_rl.models.policy.microbatch import PassShape
+from nemo_rl.models.policy.route_replay import MicrobatchRoutes, RouteReplayer, microbatch_routes
+from nemo_rl.models.policy.routes import RouteSlices, RouteView, ShardRoutes
+from nemo_rl.utils.route_digest import route_digests
+
+SHAPE = RouteShape(layers=(1, 3), top_k=2, num_experts=300)
+LENGTHS = (3, 2)
+PLAN = PackPlan(microbatches=(((1, 0),),), steps=(1,), pad_to=3)
+OWN = torch.tensor([[0, 1]]).repeat(6, 1)
+
+
+def routes() -> torch.Tensor:
+    """`[N, T, L, K]`: every id tells its row, token and layer; the second token of row 0 has no route."""
+    row, token, layer, k = torch.meshgrid(*(torch.arange(n) for n in (2, 3, 2, 2)), indexing="ij")
+    found = (row * 100 + token * 10 + layer * 4 + k + 1).to(torch.int16)
+    found[0, 1] = -1
+    return found
+
+
+def slices(view: RouteView, values: torch.Tensor | None = None) -> RouteSlices:
+    whole = ShardRoutes.of_dense(routes() if values is None else values, LENGTHS, SHAPE)
+    return whole.cut(view, PLAN, PassShape())
+
+
+def microbatch(*, positions_first: bool = False, digests: torch.Tensor | None = None) -> MicrobatchRoutes:
+    cut = slices(RouteView(layer_index=(0, 1)))
+    cut = RouteSlices(ids=cut.ids, is_missing=cut.is_missing, digests=digests, ranges=cut.ranges)
+    return microbatch_routes(
+        cut.of((1, 0)),
+        number=4,
+        rows=(1, 0),
+        lengths=(2, 3),
+        row_ns=torch.tensor([[0, 0, -1], [1, 1, 1]]),
+        column_ns=torch.tensor([[0, 1, 0], [0, 1, 2]]),
+        top_k=2,
+        positions_first=positions_first,
+    )
+
+
+def replayer(**options: bool) -> RouteReplayer:
+    return RouteReplayer(SHAPE.layers, top_k=2, num_experts=300, **options)
+
+
+def test_tokens_get_the_ids_of_their_row_and_layer_and_padding_a_dummy() -> None:
+    ours = replayer()
+    with ours.stage("train"), ours.pass_of(microbatch()):
+        found = ours.choose(3, lambda: OWN)
+    assert found is not None
+    assert found.tolist() == [[105, 106], [115, 116], [0, 1], [5, 6], [0, 1], [25, 26]]
+    assert ours.metrics()["train_missing_share"].value == pytest.approx(1 / 3), "of the tokens that a rollout feeds"
+
+
+def test_routers_that_see_positions_first_get_them_in_that_order() -> None:
+    ours = replayer()
+    with ours.stage("train"), ours.pass_of(microbatch(positions_first=True)):
+        found = ours.choose(1, lambda: OWN)
+    assert found is not None
+    assert found[:, 0].tolist() == [101, 1, 111, 0, 0, 21]
+
+
+def test_a_layer_that_is_recomputed_keeps_the_choice_of_the_first_time() -> None:
+    ours = replayer()
+    with ours.stage("train"):
+        kept = microbatch()
+        with ours.pass_of(kept):
+            first = ours.choose(1, lambda: OWN)
+        with ours.pass_of(microbatch()):
+            ours.choose(1, lambda: OWN)
+        ours.enter(kept)
+        again = ours.choose(1, lambda: OWN + 7)
+        ours.leave()
+    assert first is not None and again is not None and torch.equal(first, again)
+
+
+def test_outside_of_a_pass_and_after_an_error_routers_choose_for_themselves() -> None:
+    ours = replayer()
+    with pytest.raises(ZeroDivisionError), ours.stage("train"), ours.pass_of(microbatch()):
+        assert not ours.is_idle
+        raise ZeroDivisionError
+    assert ours.is_idle and ours.choose(1, lambda: OWN) is None
+    with pytest.raises(ZeroDivisionError), ours.stage("train"):
+        ours.enter(microbatch())
+        raise ZeroDivisionError
+    assert ours.is_idle
+
+
+def test_ids_that_are_not_those_of_the_rollout_end_the_pass() -> None:
+    right = route_digests(slices(RouteView(layer_index=(0, 1))).ids.long(), SHAPE.layers)
+    ours = replayer()
+    with ours.stage("prev_logprobs"), ours.pass_of(microbatch(digests=right)):
+        assert ours.choose(1, lambda: OWN) is not None
+    wrong = right.clone()
+    wrong[0, 1] += 1
+    with (
+        pytest.raises(WorkerError, match=r"prev_logprobs.*replay_forward of microbatch 4, layer 3.*\[6, 2\]"),
+        ours.stage("prev_logprobs"),
+        ours.pass_of(microbatch(digests=wrong)),
+    ):
+        ours.choose(1, lambda: OWN)
+        ours.choose(3, lambda: OWN)
+
+
+def test_a_pass_with_other_tokens_is_refused() -> None:
+    ours = replayer()
+    with (
+        pytest.raises(WorkerError, match=r"layer 1.*\[5, 2\].*\[6, 2\]"),
+        ours.stage("train"),
+        ours.pass_of(microbatch()),
+    ):
+        ours.choose(1, lambda: OWN[:5])
+
+
+def test_validation_names_an_id_that_no_router_would_choose() -> None:
+    values = routes()
+    values[1, 1, 1] = 7
+    ours = replayer(validates=True)
+    cut = slices(RouteView(layer_index=(0, 1)), values)
+    row_ns, column_ns = torch.tensor([[0, 0, -1], [1, 1, 1]]), torch.tensor([[0, 1, 0], [0, 1, 2]])
+    places = {"lengths": (2, 3), "row_ns": row_ns, "column_ns": column_ns, "top_k": 2, "positions_first": False}
+    made = microbatch_routes(cut.of((1, 0)), number=0, rows=(1, 0), **places)
+    with ours.stage("train"), ours.pass_of(made):
+        assert ours.choose(1, lambda: OWN) is not None
+        with pytest.raises(WorkerError, match=r"layer 3, token 1 .*different ids of 0 to 299, got \[7, 7\]"):
+            ours.choose(3, lambda: OWN)
+
+
+def test_a_route_that_is_missing_in_part_is_refused() -> None:
+    values = routes()
+    values[1, 0, 1, 0] = -1
+    with pytest.raises(SchemaMismatch, match="in every layer"):
+        slices(RouteView(layer_index=(0,)), values)
+
+
+def test_a_rank_gets_its_layers_positions_and_chunk() -> None:
+    plan = PackPlan(microbatches=(((0, 1),),), steps=(1,), pad_to=8, packed=True)
+    shape = PassShape(divisible_by=8, sequence_multiple=8, cp_size=2)
+    lengths = (8, 5)
+    values = torch.arange(2 * 8 * 2 * 2).view(2, 8, 2, 2).to(torch.int16)
+    whole = ShardRoutes.of_dense(values, lengths, SHAPE)
+    seen = []
+    for cp_rank in (0, 1):
+        for chunk in (0, 1):
+            view = RouteView(cp_rank=cp_rank, chunk=chunk, num_chunks=2, layer_index=(1,))
+            part = whole.cut(view, plan, shape)
+            assert part.ids.dtype == torch.int16 and part.ids.shape[1:] == (1, 2)
+            seen.append((part.ids[:, 0, 0] // 4).tolist())
+    # Zigzag: rank 0 has the first and the last quarter of each row; a chunk is half of what a rank has.
+    assert seen == [[0, 1, 6, 7], [8, 9], [2, 3, 4, 5], [10, 11, 12]]
