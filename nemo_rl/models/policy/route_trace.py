@@ -32,8 +32,8 @@ class RouteTrace:
     stage: TraceStage
     keys: Sequence[str]
     """Of the shard's rows."""
-    source_NT: torch.Tensor
-    """`[N, T]` the tokens that the routes belong to."""
+    source_NT: torch.Tensor | None
+    """`[N, T]` the tokens that the routes belong to; None in the middle of a pipeline, which sees none."""
     layers: tuple[int, ...]
     layer_index: tuple[int, ...]
     """Columns of `layers` among all layers with experts."""
@@ -52,8 +52,8 @@ class RouteTrace:
             runs=self._runs(routes),
             routes=_with_missing(routes, routes.ids_TlK),
             layers=self.layers,
-            input_ids=ids_T,
-            verified_count=self._verified(routes, ids_T),
+            input_ids=None if self.source_NT is None else ids_T,
+            verified_count=None if self.source_NT is None else self._verified(routes, ids_T, self.source_NT),
         )
         for i, layer in enumerate(self.layers):
             trace_router_replay_assignment(
@@ -90,7 +90,7 @@ class RouteTrace:
             missing=has_none_T,
         )
 
-    def _verified(self, routes: MicrobatchRoutes, ids_T: torch.Tensor) -> int:
+    def _verified(self, routes: MicrobatchRoutes, ids_T: torch.Tensor, source_NT: torch.Tensor) -> int:
         """Tokens that are the source's at the row and position from which their routes were cut.
 
         Raises:
@@ -99,7 +99,7 @@ class RouteTrace:
         row_n = torch.tensor(routes.rows, dtype=torch.int64)
         is_token_T = routes.is_token_T.cpu()
         row_R = row_n[routes.row_T.cpu()[is_token_T]]
-        source_R = self.source_NT.cpu()[row_R, routes.column_T.cpu()[is_token_T]]
+        source_R = source_NT.cpu()[row_R, routes.column_T.cpu()[is_token_T]]
         differs = (source_R != ids_T.cpu()[is_token_T]).nonzero()
         if len(differs):
             at = int(differs[0])

@@ -143,7 +143,7 @@ class WorkerReplay:
                 else RouteTrace(
                     stage=stage,
                     keys=row_names(batch, range(batch.size)),
-                    source_NT=batch.tensor("input_ids"),
+                    source_NT=batch.tensor("input_ids") if place.pp in (0, layout.pp - 1) else None,
                     layers=self.replayer.layers,
                     layer_index=self.view.layer_index,
                 )
