@@ -33,7 +33,7 @@ def test_log_probabilities_and_trained_weights_are_the_same_bits_over_both_store
         first, second = (report.steps[layout][store] for store in STORES[layout])
         assert first.logprobs == second.logprobs
         assert first.trained == second.trained
-    assert len(reports[0].steps[layout]["transfer_queue"].logprobs) == ROWS
+    assert len(reports[0].steps[layout][STORES[layout][1]].logprobs) == ROWS
 
 
 @pytest.mark.slow
@@ -46,7 +46,7 @@ def test_one_rank_writes_what_one_process_computes(reports, folder, layout):
     worker = tiny_worker(tiny_policy(folder))
     expected = worker.get_logprobs(rows(), mbs=ROWS)
     worker.shutdown()
-    found = reports[0].steps[layout]["transfer_queue"].logprobs
+    found = reports[0].steps[layout][STORES[layout][1]].logprobs
     for i, row in enumerate(expected):
         got = torch.tensor(found[f"u{i}_g0"])
         torch.testing.assert_close(got[: len(row)], row[: len(got)], rtol=0, atol=2e-5)

@@ -32,8 +32,13 @@ LAYOUTS: dict[str, Callable[[str], PolicyConfig]] = {
     "dtensor cp2": lambda folder: tiny_policy(folder, dtensor_cfg=DTensorConfig(context_parallel_size=2)),
 }
 HEAD = {"num_cpus": 3, "include_dashboard": False, "object_store_memory": 100 << 20}
-STORES = {name: ("noop", "transfer_queue") for name in LAYOUTS} | {PIPELINE: ("shm", "transfer_queue")}
-"""Rank 1 writes the pipeline's results, and noop lives in the process of rank 0."""
+STORES = {
+    "megatron tp2": ("noop", "transfer_queue"),
+    PIPELINE: ("shm", "transfer_queue"),
+    "dtensor cp2": ("noop", "shm"),
+}
+"""Rank 1 writes the pipeline's results, and noop lives in the process of rank 0; `test_replica_group` has DTensor over
+TransferQueue."""
 
 
 def in_the_first_stage(worker: TQWorker, meta: KVBatchMeta) -> None:
