@@ -116,6 +116,9 @@ def level_ranks(
             return
         for partner in heapq.nsmallest(PARTNERS, range(len(ranks)), key=totals.__getitem__):
             gap = totals[busiest] - totals[partner]
+            if gap <= 0:
+                # As busy, or the busiest itself: whatever moves would raise one of them.
+                continue
             moved = _exchange_bins(ranks[busiest], ranks[partner], costs, gap)
             if not moved:
                 moved = _exchange_rows(ranks[busiest], ranks[partner], costs, sizes, capacity, gap)
