@@ -23,6 +23,8 @@ from tests.helpers.gloo import run_ranks
 from tests.helpers.megatron_models import hf_model, policy_config
 from tests.helpers.megatron_steps import alone, build, gradients, state_of, step
 
+pytestmark = pytest.mark.slow
+
 State = dict[str, dict[str, torch.Tensor]]
 LR = 0.01
 DIFFERENCE = 2e-7
