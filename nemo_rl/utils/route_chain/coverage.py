@@ -227,7 +227,9 @@ class Coverage:
 
     def _identity_gaps(self) -> Iterator[Gap]:
         text = "--require-cp-identity: no shard with tokens and slots for"
-        yield from _cell_gaps(self.cells[Hop.ASSIGNMENT] - self.identified, "identity", text)
+        blind = {(record.process, *_pass(record)) for record in self.trace.of("stage_started") if _is_inside(record)}
+        cells = {cell for cell in self.cells[Hop.ASSIGNMENT] - self.identified if cell[:3] not in blind}
+        yield from _cell_gaps(cells, "identity", text)
 
 
 def _cell_gaps(cells: set[Cell], what: What, text: str) -> Iterator[Gap]:
@@ -238,6 +240,15 @@ def _cell_gaps(cells: set[Cell], what: What, text: str) -> Iterator[Gap]:
         where = f"process {process}, step {step}, microbatch {microbatch}, layer {layer}"
         more = f", and {len(mine) - 1} more" if len(mine) > 1 else ""
         yield Gap(what=what, text=f"stage {stage}: {text} {where}{more}")
+
+
+def _is_inside(record: Record) -> bool:
+    """A stage between the first and the last one of a pipeline: it is given activations, and sees no tokens."""
+    coords, sizes = record.fields.get("coords"), record.fields.get("sizes")
+    if not isinstance(coords, dict) or not isinstance(sizes, dict):
+        return False
+    place, size = coords.get("pp"), sizes.get("pp")
+    return isinstance(place, int) and isinstance(size, int) and 0 < place < size - 1
 
 
 def _cell(record: Record) -> Cell:

@@ -344,15 +344,28 @@ def test_a_recomputation_is_to_be_verified_like_a_forward_pass(trace: Path) -> N
     expect_gap(verify_trace(trace, require_forward_verify=True), "forward", gap)
 
 
-def test_identity_of_shards_can_be_required(trace: Path) -> None:
+def without_tokens(trace: Path, *, stage: int, num_stages: int = 2) -> None:
+    """The shards of one pipeline stage of so many tell no tokens."""
     for path in trace.glob("*"):
         records = [json.loads(line) for line in path.read_text().splitlines()]
         for record in records:
-            if record["event"] == "cp_routed_experts":
+            if record["event"] == "cp_routed_experts" and record["coords"]["pp"] == stage:
                 del record["input_ids"]
+            if record["event"] == "stage_started":
+                record["sizes"]["pp"] = num_stages
         path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_identity_of_shards_can_be_required(trace: Path, stage: int) -> None:
+    without_tokens(trace, stage=stage)
     assert verify_trace(trace).verdict is Verdict.PASS
     expect_gap(verify_trace(trace, require_cp_identity=True), "identity", "--require-cp-identity")
+
+
+def test_a_stage_inside_a_pipeline_sees_no_tokens_to_tell(trace: Path) -> None:
+    without_tokens(trace, stage=1, num_stages=3)
+    assert verify_trace(trace, require_cp_identity=True).verdict is Verdict.PASS
 
 
 def test_microbatches_beyond_the_limit_are_no_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
