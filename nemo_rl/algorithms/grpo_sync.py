@@ -2,7 +2,7 @@
 
     SyncGRPOTrainer.fit
       |- refit            weights of version 0 -> engines                   (WeightSync.sync)
-      |- validate         held-out prompts -> accuracy                      (RolloutHandle.validate)
+      |- validate         held-out prompts -> mean reward                   (RolloutHandle.validate)
       `- step             once per step, inside open_step: rows are cleared also after an error
            |- rollout     prompts -> samples -> rewards -> columns          (RolloutHandle.rollout)
            |- score       DriverCarry -> group statistics, weights, tags    (score_rows)
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +38,7 @@ from nemo_rl.data_plane.observability import MetricsDataPlaneClient, columns_byt
 from nemo_rl.data_plane.schema import ROUTE_FIELDS
 from nemo_rl.data_plane.wire import pickled_size
 from nemo_rl.distributed.packing import DEFAULT_COST, PackPlan
-from nemo_rl.experience.payload import DriverCarry
+from nemo_rl.experience.payload import DriverCarry, row_record
 from nemo_rl.experience.sync_rollout_actor import RolloutHandle, ValidationResult
 from nemo_rl.models.policy.interfaces import LossFunction
 from nemo_rl.models.policy.lm_policy import TrainSummary
@@ -84,9 +84,9 @@ class TrainerParts:
 class RunSummary:
     """How a run ended."""
 
-    first_accuracy: float | None
-    """Validation accuracy before training; None without validation."""
-    last_accuracy: float | None
+    first_reward: float | None
+    """Mean reward of the validation before training; None without it."""
+    last_reward: float | None
     num_steps: int
     seconds: float
     last_checkpoint: Path | None
@@ -116,23 +116,24 @@ class SyncGRPOTrainer:
         self._config = parts.config
         self._stage_names = {stage.name for stage in parts.stages}
         self._train_fields = next(fetched_fields(stage) for stage in parts.stages if stage.name == "train")
-        self._timer = Timer()
+        self._timer = Timer(on_enter=parts.panel.stage)
         self._step = 0
         self._put_bytes = 0
-        self._first_accuracy: float | None = None
-        self._accuracy: float | None = None
+        self._first_val_reward: float | None = None
+        self._val_reward: float | None = None
         self._last_checkpoint: Path | None = None
 
     def fit(self) -> RunSummary:
         """Trains to the last step, or to the accuracy that stops early."""
         started = time.monotonic()
         self.open_run()
+        self._parts.panel.begin()
         while not self._is_done():
             record = self.step()
             self._after_step(record)
         return RunSummary(
-            first_accuracy=self._first_accuracy,
-            last_accuracy=self._accuracy,
+            first_reward=self._first_val_reward,
+            last_reward=self._val_reward,
             num_steps=self._step,
             seconds=time.monotonic() - started,
             last_checkpoint=self._last_checkpoint,
@@ -146,6 +147,7 @@ class SyncGRPOTrainer:
         with self._parts.client.stage("clear"), open_step(self._parts.client, PARTITION):
             with self._timer.time("rollout"):
                 rolled = self._parts.rollout.rollout(prompts, step=number, version=self._parts.weight_sync.version)
+            self._show_printed(rolled.printed)
             scored = score_rows(rolled.carry, config)
             chosen = self._choose(rolled.meta, scored)
             summary = self._update(chosen) if chosen is not None else None
@@ -229,13 +231,26 @@ class SyncGRPOTrainer:
         rows = range(min(self._config.logger.num_rollouts_to_log, len(meta)))
         if not rows:
             return
-        with self._timer.time("log"):
-            self._parts.rollout.log_rollouts(
-                meta.subset(rows),
-                path=self._config.logger.log_dir / "rollouts" / f"step_{number}.jsonl",
-                rewards=carry.rewards[: len(rows)].tolist(),
-                advantages=scored.advantages[: len(rows)].tolist(),
+        records = [
+            row_record(
+                reward=carry.rewards[row],
+                components={name: part[row] for name, part in carry.components.items()},
+                response_tokens=carry.response_lengths[row],
+                truncated=carry.truncated[row],
             )
+            | {"advantage": float(scored.advantages[row])}
+            for row in rows
+        ]
+        with self._timer.time("log"):
+            path = self._rollouts_folder() / f"step_{number}.jsonl"
+            self._parts.rollout.log_rollouts(meta.subset(rows), path=path, records=records)
+
+    def _rollouts_folder(self) -> Path:
+        return self._config.logger.log_dir / "rollouts"
+
+    def _show_printed(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self._parts.panel.note(f"reward: {line}")
 
     def open_run(self) -> None:
         """Declares the partition, resumes if asked, brings the engines to the current weights, validates."""
@@ -253,9 +268,9 @@ class SyncGRPOTrainer:
         parts.weight_sync.sync(self._step)
         if config.data.validation is not None and config.grpo.val_at_start and parts.resume_from is None:
             result = self._validate()
-            self._first_accuracy = result.accuracy
+            self._first_val_reward = result.reward
             parts.logger.log_metrics(result.metrics(), step=0)
-            parts.panel.validation(0, result.accuracy)
+            parts.panel.validation(0, result.reward, measure=config.env.measure)
         self._timer.reset()
 
     def _after_step(self, record: StepRecord) -> None:
@@ -301,7 +316,7 @@ class SyncGRPOTrainer:
             step=self._step,
             num_steps=self._config.grpo.max_num_steps,
             reward=metrics[REWARD_METRIC],
-            val_accuracy=self._accuracy,
+            val_reward=self._val_reward,
             loss=metrics.get("train/loss"),
             kl=metrics.get("train/reference_kl", metrics.get("train/policy_kl")),
             tokens_per_s=record.num_tokens / record.seconds,
@@ -311,8 +326,14 @@ class SyncGRPOTrainer:
 
     def _validate(self) -> ValidationResult:
         with self._timer.time("validation"):
-            result = self._parts.rollout.validate(step=self._step, version=self._parts.weight_sync.version)
-        self._accuracy = result.accuracy
+            path = self._rollouts_folder() / f"val_step_{self._step}.jsonl"
+            result = self._parts.rollout.validate(
+                step=self._step,
+                version=self._parts.weight_sync.version,
+                path=path if self._config.logger.num_rollouts_to_log else None,
+            )
+        self._val_reward = result.reward
+        self._show_printed(result.printed)
         return result
 
     def _validation_is_due(self) -> bool:
@@ -329,7 +350,7 @@ class SyncGRPOTrainer:
 
     def _is_done(self) -> bool:
         limit = self._config.grpo.stop_at_validation_accuracy
-        is_good_enough = limit is not None and self._accuracy is not None and self._accuracy >= limit
+        is_good_enough = limit is not None and self._val_reward is not None and self._val_reward >= limit
         return self._step >= self._config.grpo.max_num_steps or self._parts.sampler.is_exhausted or is_good_enough
 
     def _save(self, metrics: Mapping[str, float]) -> None:
@@ -347,8 +368,8 @@ class SyncGRPOTrainer:
             "step": self._step,
             "sampler": self._parts.sampler.state_dict(),
             "metrics": dict(metrics),
-            "accuracy": self._accuracy,
-            "first_accuracy": self._first_accuracy,
+            "val_reward": self._val_reward,
+            "first_val_reward": self._first_val_reward,
         }
         self._last_checkpoint = self._parts.checkpoints.save(self._step, write=write, state=state)
 
@@ -360,8 +381,8 @@ class SyncGRPOTrainer:
         self._parts.policy.load_checkpoint(weights=checkpoint.weights, optimizer=optimizer)
         self._parts.sampler.load_state_dict(_mapping(state["sampler"]))
         self._step = checkpoint.step
-        self._accuracy = _number(state.get("accuracy"))
-        self._first_accuracy = _number(state.get("first_accuracy"))
+        self._val_reward = _number(state.get("val_reward"))
+        self._first_val_reward = _number(state.get("first_val_reward"))
         self._last_checkpoint = checkpoint.path
         logger.info("resumed from %s", checkpoint.path)
 

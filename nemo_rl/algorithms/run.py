@@ -22,8 +22,9 @@ def run(config: MasterConfig, *, console: Console) -> RunSummary:
     with open_trainer(config, console=console) as trainer:
         summary = trainer.fit()
     lines = final_lines(
-        first_accuracy=summary.first_accuracy,
-        last_accuracy=summary.last_accuracy,
+        first_reward=summary.first_reward,
+        last_reward=summary.last_reward,
+        measure=config.env.measure,
         num_steps=summary.num_steps,
         seconds=time.monotonic() - started,
         paths=_outputs(config.logger, summary),

@@ -180,7 +180,7 @@ def _local_groups(config: MasterConfig, stack: ExitStack) -> _Groups:
     spec = _worker_spec(config, RankSpec(rank=0, world_size=1))
     policy = LocalWorkerGroup(lambda: build_policy_worker(spec))
     stack.callback(policy.shutdown)
-    engines = LocalWorkerGroup(lambda: build_engine_worker(_engine_spec(config)))
+    engines = LocalWorkerGroup(lambda: build_engine_worker(_engine_spec(config, 0)))
     stack.callback(engines.shutdown)
     replicas = GenerationReplicas(engines, timeout_s=config.cluster.stage_timeout_s)
     rollout = LocalWorkerGroup(lambda: _build_rollout_worker(config, replicas))
@@ -210,7 +210,7 @@ def _ray_groups(config: MasterConfig, cluster: RayVirtualCluster, stack: ExitSta
     address, port = policy.rendezvous(free_port, timeout_s=start_s)
     ranks = _rank_specs(cluster.num_workers, address, port)
     policy.begin_start(build_policy_worker, [{"spec": _worker_spec(config, rank)} for rank in ranks])
-    engines.begin_start(build_engine_worker, [{"spec": _engine_spec(config)}] * engines.world_size)
+    engines.begin_start(build_engine_worker, [{"spec": _engine_spec(config, n)} for n in range(engines.world_size)])
     replicas = GenerationReplicas(engines, timeout_s=config.cluster.stage_timeout_s)
     rollout.begin_start(_build_rollout_worker, [{"config": config, "generation": replicas}])
     return _Groups(policy=policy, engines=engines, rollout=rollout, address=address)
@@ -235,9 +235,12 @@ def _worker_spec(config: MasterConfig, rank: RankSpec) -> WorkerSpec:
     )
 
 
-def _engine_spec(config: MasterConfig) -> EngineSpec:
+def _engine_spec(config: MasterConfig, number: int) -> EngineSpec:
     return EngineSpec(
-        policy=config.policy, use_gpu=config.cluster.gpus_per_node > 0, threads=config.cluster.threads_per_worker
+        policy=config.policy,
+        use_gpu=config.cluster.gpus_per_node > 0,
+        threads=config.cluster.threads_per_worker,
+        number=number,
     )
 
 

@@ -15,7 +15,7 @@ from nemo_rl.algorithms.grpo import ScoredRows
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.operation_counts import OperationCount, merge_snapshots
 from nemo_rl.distributed.packing import PackPlan
-from nemo_rl.experience.payload import DriverCarry
+from nemo_rl.experience.payload import DriverCarry, mean_of_scored
 from nemo_rl.models.policy.lm_policy import TrainSummary
 from nemo_rl.utils.logger import REWARD_METRIC
 from nemo_rl.utils.metrics import Reduction, values
@@ -71,6 +71,7 @@ def step_metrics(record: StepRecord, config: MasterConfig) -> dict[str, float]:
         "timing/step_s": record.seconds,
         "rollout/tokens_per_s": record.num_tokens / record.seconds,
     }
+    metrics |= {f"{REWARD_METRIC}/{name}": mean_of_scored(part) for name, part in record.carry.components.items()}
     metrics.update({f"rollout/{name}": value for name, value in values(record.rollout_metrics).items()})
     metrics |= pack_metrics("train", record.plan) | pack_metrics("logprob", record.logprob_plan)
     if record.train is not None:

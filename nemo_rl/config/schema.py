@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from nemo_rl.config.base import Section
 from nemo_rl.config.data_plane import DataPlaneConfig
@@ -51,7 +51,7 @@ class GRPOConfig(Section):
     max_val_samples: PositiveInt = 256
     """Validation prompts, one sampled response each."""
     stop_at_validation_accuracy: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Stop early when a validation reaches this accuracy."""
+    """Stop early when a validation reaches this accuracy; needs rewards that are right or wrong."""
     normalize_rewards: bool = True
     """Divide the advantage by the group's standard deviation."""
     use_leave_one_out_baseline: bool = True
@@ -136,16 +136,32 @@ class EnvConfig(Section):
     name: Literal["sort", "reasoning_gym", "math", "custom"] = "math"
     """`sort`: exact match; `reasoning_gym`: the task's own score; `math`: math-verify; `custom`: your function."""
     reward_function: str | None = None
-    """`module:function` of a custom reward: `(prompt: str, response: str, answer: object) -> float`."""
+    """`module:function` of a custom reward: `(prompt: str, response: str, answer: object) -> float`. It may return
+    components by name instead of one number, and have further parameters; see README, Your own reward."""
+    reward_weights: dict[str, FiniteFloat] = Field(default_factory=dict)
+    """Weight of each component of a custom reward in the reward: all must be named; 0 only draws its curve. Without
+    weights the components are added up."""
+    reward_batch_size: PositiveInt | None = None
+    """Hand a custom reward lists of at most so many prompts, responses and answers; null: one response at a time."""
     timeout_s: PositiveFloat = 10.0
-    """Wall-clock limit of scoring one response; past it the scorer's process is ended."""
+    """Wall-clock limit of one call of the reward, that is of one response or one batch; past it the scorer's process is
+    ended."""
     on_timeout: Literal["zero", "error"] = "zero"
     """A response whose scoring takes too long: reward 0 and a counter, or stop the run."""
     num_workers: PositiveInt = 1
     """Scoring processes; `sort` needs none."""
     score_threshold: Annotated[float, Field(gt=0, le=1)] | None = None
-    """`reasoning_gym` gives partial credit; with a threshold the reward is 1 at or above it and 0 below. It scores what
-    follows `</think>` where a response has that, else all of it."""
+    """Make a graded reward (`reasoning_gym`, `custom`) right or wrong: 1 at or above the threshold, 0 below."""
+
+    @property
+    def is_accuracy(self) -> bool:
+        """Whether every reward is 1 for right or 0 for wrong, so that its mean is an accuracy."""
+        return self.name in ("sort", "math") or self.score_threshold is not None
+
+    @property
+    def measure(self) -> str:
+        """What a mean of rewards is called."""
+        return "accuracy" if self.is_accuracy else "reward"
 
 
 class ClusterConfig(Section):
@@ -189,8 +205,8 @@ class CheckpointingConfig(Section):
     """Save every so many steps, and at the last step."""
     keep_top_k: PositiveInt | None = 3
     """Best checkpoints to keep by `metric_name`, besides the latest; null keeps all."""
-    metric_name: str = "val:accuracy"
-    """`val:NAME` or `train:NAME` as logged."""
+    metric_name: str = "val:reward"
+    """`val:NAME` or `train:NAME` as logged; `val:accuracy` where rewards are right or wrong."""
     higher_is_better: bool = True
     """Whether larger values of `metric_name` are better."""
     save_optimizer: bool = True
@@ -221,7 +237,8 @@ class LoggerConfig(Section):
     """Send metrics to Weights & Biases."""
     wandb: WandbConfig = Field(default_factory=WandbConfig)
     num_rollouts_to_log: NonNegativeInt = 16
-    """Readable rollouts per step written to `rollouts/step_N.jsonl`: text, reward, advantage."""
+    """Readable rollouts per step written to `rollouts/step_N.jsonl`, and per validation to `rollouts/val_step_N.jsonl`:
+    text, reward and its components, and of training rows the advantage."""
     reward_curve: bool = True
     """Write `reward_curve.png` at the end."""
     live_panel: bool = True

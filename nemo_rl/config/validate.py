@@ -42,7 +42,7 @@ def rule_local_launcher_is_one_process(config: MasterConfig) -> list[str]:
     replicas = config.policy.generation.num_replicas
     if replicas > 1:
         lines.append(f"policy.generation.num_replicas: one process holds one engine, got {replicas}; set it to 1")
-    names = ("address", "num_cpus", "worker_start_timeout_s")
+    names = ("address", "num_cpus")
     because = "cluster.launcher is 'local'"
     return lines + would_be_ignored(cluster, "cluster", names, switch="cluster.launcher", because=because)
 
@@ -315,9 +315,26 @@ def rule_reasoning_gym_scores_its_own_prompts(config: MasterConfig) -> list[str]
 def rule_scorer_keys_fit_the_environment(config: MasterConfig) -> list[str]:
     env = config.env
     ignored = [] if env.name != "sort" else ["timeout_s", "on_timeout", "num_workers"]
-    if env.name != "reasoning_gym":
+    if env.name not in ("reasoning_gym", "custom"):
         ignored.append("score_threshold")
+    if env.name != "custom":
+        ignored += ["reward_weights", "reward_batch_size"]
     return would_be_ignored(env, "env", ignored, switch="env.name", because=f"env.name is {env.name!r}")
+
+
+def rule_accuracy_needs_rewards_that_are_right_or_wrong(config: MasterConfig) -> list[str]:
+    env = config.env
+    if env.is_accuracy:
+        return []
+    graded = f"env.name {env.name!r} gives graded rewards"
+    lines = []
+    if config.grpo.stop_at_validation_accuracy is not None:
+        lines.append(f"grpo.stop_at_validation_accuracy: {graded}; set env.score_threshold, or null")
+    if config.checkpointing.enabled and config.checkpointing.metric_name in ("val:accuracy", "train:accuracy"):
+        lines.append(
+            f"checkpointing.metric_name: {graded}, so no accuracy is logged; set val:reward, or env.score_threshold"
+        )
+    return lines
 
 
 # ---- files

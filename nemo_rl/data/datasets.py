@@ -29,6 +29,7 @@ class RawPrompt:
     answer: object
     """JSON-like; what an environment compares with."""
     metadata: Mapping[str, object] = field(default_factory=dict)
+    """The other columns of its row, or what the source's own reward needs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,7 +184,8 @@ def _raw_prompt(row: Mapping[str, object], cfg: DatasetConfig, *, place: str) ->
     text = row[cfg.input_key]
     if not isinstance(text, str) or not text:
         raise DatasetError(f"{place}: {cfg.input_key!r}: expected a text, got {text!r}")
-    return RawPrompt(text=text, answer=row[cfg.output_key])
+    others = {name: value for name, value in row.items() if name not in (cfg.input_key, cfg.output_key)}
+    return RawPrompt(text=text, answer=row[cfg.output_key], metadata=others)
 
 
 Source = Callable[[DatasetConfig, str, Collection[str]], Iterator[RawPrompt]]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 from nemo_rl.config.schema import EnvConfig
+from nemo_rl.data.datasets import Prompt
 from nemo_rl.data.reasoning_gym_door import has_reasoning_gym
 from nemo_rl.environments.interfaces import Environment
 from nemo_rl.environments.process_environment import ProcessEnvironment
@@ -16,48 +19,67 @@ from nemo_rl.errors import ConfigError
 __all__ = ["ENVIRONMENTS", "build_environment"]
 
 
-def build_environment(cfg: EnvConfig) -> Environment:
+def build_environment(cfg: EnvConfig, *, start_timeout_s: float, log_file: Path | None = None) -> Environment:
     """The environment that `cfg` names.
+
+    Args:
+        start_timeout_s: for loading a reward.
+        log_file: gets what a reward prints.
 
     Raises:
         ConfigError: its extra is not installed.
         RewardError: the custom reward cannot be loaded.
     """
-    return ENVIRONMENTS[cfg.name](cfg)
+    return ENVIRONMENTS[cfg.name](cfg, _Start(timeout_s=start_timeout_s, log_file=log_file))
 
 
-def _sort(cfg: EnvConfig) -> Environment:
-    del cfg
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Start:
+    """What an environment needs beside its section."""
+
+    timeout_s: float
+    log_file: Path | None
+
+
+def _sort(cfg: EnvConfig, start: _Start) -> Environment:
+    del cfg, start
     return SortEnvironment()
 
 
-def _reasoning_gym(cfg: EnvConfig) -> Environment:
+def _reasoning_gym(cfg: EnvConfig, start: _Start) -> Environment:
     _need_extra("reasoning_gym", is_installed=has_reasoning_gym())
     spec = ScorerSpec(target="nemo_rl.environments.rewards.reasoning_gym:make_reasoning_gym_reward", is_factory=True)
-    return ProcessEnvironment(cfg, spec, answer_of=lambda prompt: dict(prompt.metadata))
+    return _scored_in_processes(cfg, start, spec, lambda prompt: dict(prompt.metadata))
 
 
-def _math(cfg: EnvConfig) -> Environment:
+def _math(cfg: EnvConfig, start: _Start) -> Environment:
     _need_extra("math", is_installed=has_math_verify())
     spec = ScorerSpec(target="nemo_rl.environments.rewards.math:make_math_reward", is_factory=True)
-    return ProcessEnvironment(cfg, spec, answer_of=lambda prompt: prompt.answer)
+    return _scored_in_processes(cfg, start, spec, lambda prompt: prompt.answer)
 
 
-def _custom(cfg: EnvConfig) -> Environment:
+def _custom(cfg: EnvConfig, start: _Start) -> Environment:
     if cfg.reward_function is None:
         raise ConfigError("env.reward_function: must be set to module:function when env.name is 'custom'")
-    return ProcessEnvironment(cfg, ScorerSpec(target=cfg.reward_function), answer_of=lambda prompt: prompt.answer)
+    spec = ScorerSpec(target=cfg.reward_function, in_batches=cfg.reward_batch_size is not None)
+    return _scored_in_processes(cfg, start, spec, lambda prompt: prompt.answer)
+
+
+def _scored_in_processes(
+    cfg: EnvConfig, start: _Start, spec: ScorerSpec, answer_of: Callable[[Prompt], object]
+) -> Environment:
+    return ProcessEnvironment(cfg, spec, start_timeout_s=start.timeout_s, answer_of=answer_of, log_file=start.log_file)
 
 
 def _need_extra(name: str, *, is_installed: bool) -> None:
     if not is_installed:
-        raise ConfigError(f"env.name: {name!r} needs the extra `envs`; run `pip install 'nemo-rl[envs]'`")
+        raise ConfigError(f"env.name: {name!r} needs the extra `envs`; run `pip install -e '.[envs]'`")
 
 
-ENVIRONMENTS: Mapping[str, Callable[[EnvConfig], Environment]] = {
+ENVIRONMENTS: Mapping[str, Callable[[EnvConfig, _Start], Environment]] = {
     "sort": _sort,
     "reasoning_gym": _reasoning_gym,
     "math": _math,
     "custom": _custom,
 }
-"""`env.name` -> its builder. A new environment is one function and one line here."""
+"""`env.name` -> its builder. A new environment is one function, one line here, and its name in `EnvConfig`."""

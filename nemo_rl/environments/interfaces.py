@@ -5,13 +5,29 @@ Called by the rollout worker, once per step with all rows, and once per validati
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from nemo_rl.data.datasets import Prompt
 
-__all__ = ["EnvReport", "Environment"]
+__all__ = ["EnvReport", "Environment", "Response"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Response:
+    """What a model answered to one prompt.
+
+    Example:
+        `Response(text="1345", num_tokens=5, truncated=False)`
+    """
+
+    text: str
+    """Decoded, without the stop token."""
+    num_tokens: int
+    """The stop token included."""
+    truncated: bool = False
+    """True where the length limit ended the response."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,18 +35,22 @@ class EnvReport:
     """Rewards of one call, aligned with its rows, and what happened while scoring."""
 
     rewards: tuple[float, ...]
+    components: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Parts of the rewards by name, before their weights; a row that was not scored has NaN. Empty where rewards have
+    no parts."""
     num_timeouts: int = 0
     """Rows whose scoring passed `env.timeout_s` and got reward 0."""
+    printed: tuple[str, ...] = ()
+    """Lines for the person at the terminal: what the reward printed, cut to a few."""
 
 
 class Environment(Protocol):
     """Scores responses. Rewards are finite numbers, one per row."""
 
-    def score(self, prompts: Sequence[Prompt], responses: Sequence[str], truncated: Sequence[bool]) -> EnvReport:
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> EnvReport:
         """Args:
             prompts: one per row; rows of a group repeat their prompt.
-            responses: decoded texts without the stop token.
-            truncated: True where the length limit ended the response.
+            responses: one per row.
 
         Raises:
             RewardError: scoring failed; the text names prompt, response and cause.

@@ -1,58 +1,94 @@
 """Rewards from a function that runs in killable processes: math, reasoning_gym and custom rewards.
 
-Built by the factory. A response whose scoring takes too long gets 0 or stops the run, as `env.on_timeout` says; a
+Built by the factory. A call that takes too long gives its responses 0 or stops the run, as `env.on_timeout` says; a
 function that raises, or returns no finite number, always stops it.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from nemo_rl.config.schema import EnvConfig
 from nemo_rl.data.datasets import Prompt
-from nemo_rl.environments.interfaces import EnvReport
-from nemo_rl.environments.scorer_pool import Outcome, ScorerItem, ScorerPool, ScorerSpec
-from nemo_rl.errors import RewardError
+from nemo_rl.environments.interfaces import EnvReport, Response
+from nemo_rl.environments.reward_log import RewardLog
+from nemo_rl.environments.scorer_pool import Outcome, Score, ScorerItem, ScorerPool, ScorerSpec
+from nemo_rl.errors import RewardError, name_some
+from nemo_rl.utils.plain_text import printable
 
 __all__ = ["ProcessEnvironment"]
 
-# Characters of a prompt or response in an error message.
+# Characters of a prompt or response, and of a cause, in an error message.
 TEXT_SHOWN = 200
+CAUSE_SHOWN = 2500
+_COMPONENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+"""It becomes a part of metric names and of curves."""
 
 
 class ProcessEnvironment:
     """Scores with one function.
 
     Args:
-        cfg: limits and number of processes.
+        cfg: limits, number of processes, weights of components.
         spec: the function.
+        start_timeout_s: for loading it.
         answer_of: what the function gets as `answer`.
+        log_file: gets what the function prints; None keeps it nowhere.
     """
 
-    def __init__(self, cfg: EnvConfig, spec: ScorerSpec, *, answer_of: Callable[[Prompt], object]) -> None:
+    def __init__(
+        self,
+        cfg: EnvConfig,
+        spec: ScorerSpec,
+        *,
+        start_timeout_s: float,
+        answer_of: Callable[[Prompt], object],
+        log_file: Path | None = None,
+    ) -> None:
         self._cfg = cfg
         self._spec = spec
         self._answer_of = answer_of
-        self._pool = ScorerPool(spec, num_workers=cfg.num_workers, timeout_s=cfg.timeout_s)
+        self._log = RewardLog(log_file)
+        self._pool = ScorerPool(
+            spec,
+            num_workers=cfg.num_workers,
+            timeout_s=cfg.timeout_s,
+            start_timeout_s=start_timeout_s,
+            batch_size=cfg.reward_batch_size or 1,
+            hear=self._log.hear,
+        )
 
-    def score(self, prompts: Sequence[Prompt], responses: Sequence[str], truncated: Sequence[bool]) -> EnvReport:
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> EnvReport:
         """Scores every response, truncated ones included: the function sees what the model wrote."""
-        del truncated
-        items = [
-            ScorerItem(prompt=prompt.text, response=response, answer=self._answer_of(prompt))
-            for prompt, response in zip(prompts, responses, strict=True)
-        ]
+        items = [self._item(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
         outcomes = self._pool.score(items)
         for item, outcome in zip(items, outcomes, strict=True):
             self._check(item, outcome)
+        components = self._components(items, outcomes)
         return EnvReport(
             rewards=tuple(self._reward(outcome) for outcome in outcomes),
+            components=components,
             num_timeouts=sum(outcome.timed_out for outcome in outcomes),
+            printed=self._log.take(),
         )
 
     def shutdown(self) -> None:
         """Ends the scoring processes. Idempotent."""
         self._pool.shutdown()
+
+    def _item(self, prompt: Prompt, response: Response) -> ScorerItem:
+        return ScorerItem(
+            prompt=prompt.text,
+            response=response.text,
+            answer=self._answer_of(prompt),
+            row=dict(prompt.metadata),
+            prompt_tokens=len(prompt.ids),
+            response_tokens=response.num_tokens,
+            truncated=response.truncated,
+        )
 
     def _check(self, item: ScorerItem, outcome: Outcome) -> None:
         cause = outcome.error
@@ -62,11 +98,57 @@ class ProcessEnvironment:
                 "give such responses reward 0"
             )
         if cause is not None:
-            raise RewardError(
-                f"reward function {self._spec.target!r} {cause}\n  prompt: {item.prompt[:TEXT_SHOWN]!r}\n"
-                f"  response: {item.response[:TEXT_SHOWN]!r}"
+            raise self._error(item, cause)
+
+    def _error(self, item: ScorerItem, cause: str) -> RewardError:
+        lines = [
+            f"reward function {self._spec.target!r} {printable(cause, limit=CAUSE_SHOWN, keep_lines=True)}",
+            f"  prompt: {item.prompt[:TEXT_SHOWN]!r}",
+            f"  response: {item.response[:TEXT_SHOWN]!r}",
+        ]
+        lines += [f"  printed: {line}" for line in self._log.last()]
+        return RewardError("\n".join(lines))
+
+    def _components(self, items: Sequence[ScorerItem], outcomes: Sequence[Outcome]) -> dict[str, tuple[float, ...]]:
+        """Parts by name, NaN for rows without a score; checks that every row has the same ones."""
+        scored = [(item, outcome.score) for item, outcome in zip(items, outcomes, strict=True) if not outcome.timed_out]
+        names = set(self._cfg.reward_weights)
+        if not names and scored and isinstance(scored[0][1], dict):
+            names = set(scored[0][1])
+        for item, score in scored:
+            self._check_components(item, score, names)
+        return {
+            name: tuple(_part(outcome.score, name) for outcome in outcomes)
+            for name in sorted(names)
+            if any(not outcome.timed_out for outcome in outcomes)
+        }
+
+    def _check_components(self, item: ScorerItem, score: Score, names: set[str]) -> None:
+        if not isinstance(score, dict):
+            if names:
+                raise self._error(item, f"returned {score!r}, expected the components {name_some(sorted(names))}")
+            return
+        if set(score) != names or not names:
+            why = "env.reward_weights names others" if self._cfg.reward_weights else "other responses have others"
+            raise self._error(
+                item,
+                f"returned the components {name_some(sorted(score)) or 'of nothing'}, expected "
+                f"{name_some(sorted(names)) or 'at least one'}: {why}; return the same ones for every response, and "
+                "give each a weight (0 only draws its curve)",
             )
+        for name in names:
+            if not _COMPONENT_NAME.fullmatch(name):
+                raise self._error(item, f"returned the component {name!r}, expected a name of letters, digits, _ . -")
 
     def _reward(self, outcome: Outcome) -> float:
+        if isinstance(outcome.score, dict):
+            weights = self._cfg.reward_weights
+            reward = math.fsum(weights.get(name, 1.0) * part for name, part in outcome.score.items())
+        else:
+            reward = outcome.score
         threshold = self._cfg.score_threshold
-        return outcome.reward if threshold is None else float(outcome.reward >= threshold)
+        return reward if threshold is None else float(reward >= threshold)
+
+
+def _part(score: Score, name: str) -> float:
+    return score.get(name, math.nan) if isinstance(score, dict) else math.nan

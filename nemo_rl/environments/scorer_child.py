@@ -1,52 +1,141 @@
 """The scoring process: loads one reward function and answers requests until it is ended.
 
-Started by `scorer_pool` with this file's path; standard library only, so that it starts at once. One JSON object per
-line over an inherited socket: first `{"paths", "target", "is_factory"}`, answered by `{"ready": true}` or
-`{"failed": text}`; then `{"prompt", "response", "answer"}`, answered by `{"reward": number}` or `{"error": text}`.
-It dies with the thread that started it, also while the reward function hangs.
+Started by `scorer_process` with this file's path; standard library only, so that it starts at once. It is two
+processes: a guard, which ends everything that the reward function has started when the owner asks for it or dies, and
+the scorer itself. One JSON object per line over an inherited socket:
+
+    {"id", "paths", "target", "is_factory", "in_batches"}   -> {"id", "ready", "wants"} or {"id", "failed"}
+    {"id", "arguments"}                                      -> {"id", "scores"} or {"id", "error"}
+
+A reply repeats the id of its request, which cannot be guessed, so what a reward function writes there by accident is
+told apart. `arguments` holds one list per parameter, a value per row; a score is a number or an object of numbers.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import importlib
+import inspect
 import json
 import math
 import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_CHANNEL_FROM = 500
+"""Lowest number of the channel's descriptor: beyond what a program opens or closes by the dozen."""
+_TEXT_LIMIT = 2000
+"""Characters of an error's text."""
+_FRAMES_SHOWN = 5
+_POSITIONAL = ("prompt", "response", "answer")
+_BY_NAME = ("row", "prompt_tokens", "response_tokens", "truncated")
+"""What a function gets beside prompt, response and answer when it has a parameter of that name, or `**kwargs`."""
 
 
 def main() -> None:
     """`scorer_child.py SOCKET_FD PARENT_PID`"""
     fd, parent = int(sys.argv[1]), int(sys.argv[2])
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGTERM, _end_everything)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         return
     # Ctrl-C reaches the whole foreground group; the parent decides when scoring ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A reward function may print; nobody reads this process's standard output.
-    os.dup2(2, 1)
+    guard = os.getpid()
+    scorer = os.fork()
+    if scorer:
+        os.close(fd)
+        _guard(scorer)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == guard:
+        _serve(_out_of_reach(fd))
+
+
+# ---- the guard
+
+
+def _guard(scorer: int) -> None:
+    """Waits for the scorer, ends what it has left, and exits with its code."""
+    while True:
+        ended, status = os.wait()
+        if ended == scorer:
+            code = os.waitstatus_to_exitcode(status)
+            _kill_descendants()
+            os._exit(code if code >= 0 else 128 - code)
+
+
+def _end_everything(number: int, frame: object) -> None:
+    del frame
+    _kill_descendants()
+    os._exit(128 + number)
+
+
+def _kill_descendants() -> None:
+    """Orphans become children of this process, so killing children until there are none reaches every one."""
+    while children := _children_of(os.getpid()):
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def _children_of(parent: int) -> list[int]:
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdecimal():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as stat:
+                # pid (name) state parent ...; the name may hold anything, the last bracket ends it.
+                fields = stat.read().rpartition(b")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == parent:
+            found.append(int(name))
+    return found
+
+
+# ---- the scorer
+
+
+def _out_of_reach(fd: int) -> int:
+    moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _CHANNEL_FROM)
+    os.close(fd)
+    return moved
+
+
+def _serve(fd: int) -> None:
+    # Prints must have left before the reply, so that they are told with the right step.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     with socket.socket(fileno=fd) as channel, channel.makefile("rwb") as stream:
         first = json.loads(stream.readline())
         sys.path[:] = list(dict.fromkeys([*first["paths"], *sys.path]))
         try:
-            reward = _load(first["target"], is_factory=first["is_factory"])
+            function = _load(first["target"], is_factory=first["is_factory"])
+            wants = _wanted(function)
         except Exception as error:  # noqa: BLE001  (user code; the parent reports it)
-            _send(stream, {"failed": f"{type(error).__name__}: {error}"})
+            _send(stream, first, {"failed": _cut(f"{type(error).__name__}: {error}")})
             return
-        _send(stream, {"ready": True})
+        _send(stream, first, {"ready": True, "wants": wants})
+        score = _score_batch if first["in_batches"] else _score_one
         for line in stream:
-            _send(stream, _answer(reward, json.loads(line)))
+            request = json.loads(line)
+            _send(stream, request, _answer(score, function, request["arguments"]))
 
 
 def _load(target: str, *, is_factory: bool) -> Callable[..., Any]:
     module, _, name = target.partition(":")
+    if module.endswith(".py") or "/" in module:
+        raise ImportError(f"expected module:function, got the file {module}; write {_module_of(module)}:{name}")
     found: Any = importlib.import_module(module)
     for part in name.split("."):
         found = getattr(found, part)
@@ -58,22 +147,98 @@ def _load(target: str, *, is_factory: bool) -> Callable[..., Any]:
     return function
 
 
-def _answer(reward: Callable[..., Any], request: dict[str, Any]) -> dict[str, object]:
+def _module_of(file: str) -> str:
+    return file.removesuffix(".py").removeprefix("./").replace("/", ".")
+
+
+def _wanted(function: Callable[..., Any]) -> list[str]:
+    """Names of the further arguments that the function takes.
+
+    Raises:
+        TypeError: it needs an argument that does not exist.
+    """
     try:
-        value = reward(request["prompt"], request["response"], request["answer"])
-    except Exception as error:  # noqa: BLE001  (user code; the parent reports it)
-        return {"error": f"raised {type(error).__name__}: {error}"}
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError:  # a builtin without a signature
+        return []
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return list(_BY_NAME)
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    further = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY or p in positional[len(_POSITIONAL) :]}
+    needed = [n for n, p in further.items() if p.default is p.empty and n not in _BY_NAME]
+    takes_three = len(positional) >= len(_POSITIONAL) or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if needed or not takes_three:
+        raise TypeError(
+            f"expected a function of ({', '.join(_POSITIONAL)}) that may also take {', '.join(_BY_NAME)}, "
+            f"got {inspect.signature(function)}"
+        )
+    return [name for name in _BY_NAME if name in further]
+
+
+def _score_one(function: Callable[..., Any], arguments: dict[str, list[Any]]) -> list[object]:
+    row = {name: column[0] for name, column in arguments.items()}
+    first = [row.pop(name) for name in _POSITIONAL]
+    return [_number_or_parts(function(*first, **row))]
+
+
+def _score_batch(function: Callable[..., Any], arguments: dict[str, list[Any]]) -> list[object]:
+    count = len(arguments["prompt"])
+    first = [arguments.pop(name) for name in _POSITIONAL]
+    given = function(*first, **arguments)
+    try:
+        scores = [_number_or_parts(value) for value in given]
+    except TypeError as error:
+        raise _BadScore(f"returned {_cut(repr(given))}, expected one score per response: {error}") from error
+    if len(scores) != count:
+        raise _BadScore(f"returned {len(scores)} scores, expected {count}, one per response")
+    return scores
+
+
+class _BadScore(Exception):
+    """What a function returned is no score."""
+
+
+def _number_or_parts(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {str(name): _number(part, f"{_cut(str(name))!r}: ") for name, part in value.items()}
+    return _number(value, "")
+
+
+def _number(value: Any, where: str) -> float:
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        return {"error": f"returned {value!r}, expected a finite number"}
-    return {"reward": number}
+        raise _BadScore(f"returned {where}{_cut(repr(value))}, expected a finite number")
+    return number
 
 
-def _send(stream: Any, message: dict[str, object]) -> None:
-    stream.write(json.dumps(message).encode() + b"\n")
+def _answer(
+    score: Callable[..., list[object]], function: Callable[..., Any], arguments: dict[str, list[Any]]
+) -> dict[str, object]:
+    try:
+        return {"scores": score(function, arguments)}
+    except _BadScore as error:
+        return {"error": _cut(str(error))}
+    except Exception as error:  # noqa: BLE001  (user code; the parent reports it)
+        return {"error": _cut(f"raised {type(error).__name__}: {error}") + _places(error)}
+
+
+def _places(error: BaseException) -> str:
+    """Where the function was when it raised, innermost last."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    return "".join(f"\n  at: {frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-_FRAMES_SHOWN:])
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _TEXT_LIMIT else f"{text[:_TEXT_LIMIT]} ..."
+
+
+def _send(stream: Any, request: dict[str, Any], message: dict[str, object]) -> None:
+    sys.stdout.flush()
+    # The line feed before it ends whatever else was written there.
+    stream.write(b"\n" + json.dumps({"id": request["id"], **message}).encode() + b"\n")
     stream.flush()
 
 

@@ -1,63 +1,50 @@
 """Processes that score responses under a wall-clock limit and can be killed: `ScorerPool`.
 
 Called by `ProcessEnvironment`. One process per thread of the pool; a process that takes too long or dies is ended and
-the next response gets a new one. Processes die with the pool's threads, so none is left when this process is killed.
+the next call gets a new one. Processes die with the pool's threads, so none is left when this process is killed.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import chain
 from typing import cast
 
+from nemo_rl.environments.scorer_process import ScorerProcess, ScorerSpec
 from nemo_rl.errors import RewardError
 
-__all__ = ["Outcome", "ScorerItem", "ScorerPool", "ScorerSpec"]
+__all__ = ["Outcome", "Score", "ScorerItem", "ScorerPool", "ScorerSpec"]
 
-_CHILD = Path(__file__).with_name("scorer_child.py")
-# Imports of a reward module: sympy takes about a second, a module that loads a model may take much longer.
-START_TIMEOUT_S = 120.0
-# A killed process is reaped by then; only a machine out of order takes longer.
-REAP_TIMEOUT_S = 10.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScorerSpec:
-    """Which function scores."""
-
-    target: str
-    """`module:function`, looked up in the working directory too."""
-    is_factory: bool = False
-    """True: the function takes nothing and returns the one that scores."""
+Score = float | dict[str, float]
+"""A number, or parts by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScorerItem:
-    """One call of the reward function."""
+    """One response to score. A function gets the first three, and of the others those that it has parameters for."""
 
     prompt: str
     response: str
     answer: object
     """JSON-like."""
+    row: object = None
+    """JSON-like: the other columns of the prompt's row."""
+    prompt_tokens: int = 0
+    response_tokens: int = 0
+    truncated: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What became of one call."""
+    """What became of one response."""
 
-    reward: float = 0.0
+    score: Score = 0.0
     timed_out: bool = False
     error: str | None = None
-    """Why there is no reward; None when there is one, or the time ran out."""
+    """Why there is no score; None when there is one, or the time ran out."""
 
 
 class ScorerPool:
@@ -66,131 +53,103 @@ class ScorerPool:
     Args:
         spec: the function.
         num_workers: processes.
-        timeout_s: wall-clock limit of one item.
+        timeout_s: wall-clock limit of one call.
+        start_timeout_s: wall-clock limit of loading the function.
+        batch_size: items of one call; above 1 only for a function that takes batches.
+        hear: gets what the processes print, line by line, from several threads.
 
     Raises:
         RewardError: the function cannot be loaded.
     """
 
-    def __init__(self, spec: ScorerSpec, *, num_workers: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        spec: ScorerSpec,
+        *,
+        num_workers: int,
+        timeout_s: float,
+        start_timeout_s: float,
+        batch_size: int = 1,
+        hear: Callable[[str], None],
+    ) -> None:
         self._spec = spec
         self._timeout_s = timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._batch_size = batch_size
+        self._hear = hear
         self._mine = threading.local()
         self._lock = threading.Lock()
-        self._children: set[_Child] = set()
+        self._processes: set[ScorerProcess] = set()
         self._is_closed = False
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="scorer")
         try:
             # The first process starts now, so that a function that cannot be loaded is reported before any rollout.
-            self._threads.submit(self._child).result()
+            self._threads.submit(self._process).result()
         except RewardError:
             self.shutdown()
             raise
 
     def score(self, items: Sequence[ScorerItem]) -> list[Outcome]:
-        """One outcome per item, in order; bounded by the items' limits."""
-        return list(self._threads.map(self._score_one, items))
+        """One outcome per item, in order; bounded by the calls' limits."""
+        calls = [items[start : start + self._batch_size] for start in range(0, len(items), self._batch_size)]
+        return list(chain.from_iterable(self._threads.map(self._score_call, calls)))
 
     def shutdown(self) -> None:
         """Ends every process and thread. Idempotent."""
         with self._lock:
             self._is_closed = True
-            children = list(self._children)
-        for child in children:
-            child.kill()
+            processes = list(self._processes)
+        for process in processes:
+            process.end()
         self._threads.shutdown(wait=True, cancel_futures=True)
+        for process in processes:
+            process.close()
 
-    def _score_one(self, item: ScorerItem) -> Outcome:
-        child = self._child()
+    def _score_call(self, items: Sequence[ScorerItem]) -> list[Outcome]:
+        process = self._process()
+        names = ("prompt", "response", "answer", *sorted(process.wants))
+        arguments = {name: [_field(item, name) for item in items] for name in names}
         try:
-            reply = child.ask({"prompt": item.prompt, "response": item.response, "answer": item.answer})
+            reply = process.ask({"arguments": arguments}, timeout_s=self._timeout_s)
         except TimeoutError:
-            self._drop(child)
-            return Outcome(timed_out=True)
-        except TypeError as error:
-            return Outcome(error=f"cannot be given the answer {item.answer!r}, which is no JSON value: {error}")
+            self._drop(process)
+            return [Outcome(timed_out=True)] * len(items)
+        except (TypeError, ValueError, RecursionError) as error:
+            given = ", ".join(name for name in names if name in ("answer", "row"))
+            return [Outcome(error=f"cannot be given {given}, which holds no JSON values: {error}")] * len(items)
         except (OSError, EOFError) as error:
-            self._drop(child)
-            return Outcome(error=f"ended its process: {error}")
+            self._drop(process)
+            return [Outcome(error=f"ended its process: {error}")] * len(items)
         if "error" in reply:
-            return Outcome(error=str(reply["error"]))
-        return Outcome(reward=float(cast("float", reply["reward"])))
+            return [Outcome(error=str(reply["error"]))] * len(items)
+        return [Outcome(score=score) for score in cast("list[Score]", reply["scores"])]
 
-    def _child(self) -> _Child:
+    def _process(self) -> ScorerProcess:
         """This thread's process; made by this thread, because it dies with the thread that made it."""
-        present: _Child | None = vars(self._mine).get("child")
+        present: ScorerProcess | None = vars(self._mine).get("process")
         if present is not None:
             return present
-        child = _Child(timeout_s=self._timeout_s)
+        process = ScorerProcess(self._spec, start_timeout_s=self._start_timeout_s, hear=self._hear)
         with self._lock:
             if self._is_closed:
-                child.kill()
+                process.close()
                 raise RewardError("scoring: the environment has been shut down")
-            self._children.add(child)
+            self._processes.add(process)
         try:
-            child.load(self._spec)
+            process.load()
         except RewardError:
-            self._drop(child)
+            self._drop(process)
             raise
-        self._mine.child = child
-        return child
+        self._mine.process = process
+        return process
 
-    def _drop(self, child: _Child) -> None:
-        child.kill()
-        self._mine.child = None
+    def _drop(self, process: ScorerProcess) -> None:
+        process.close()
+        self._mine.process = None
         with self._lock:
-            self._children.discard(child)
+            self._processes.discard(process)
 
 
-class _Child:
-    """One scoring process and its socket."""
-
-    def __init__(self, *, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._channel, theirs = socket.socketpair()
-        with theirs:
-            # -P: the folder of the script holds modules of ours that must not hide the standard library's.
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(_CHILD), str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        self._stream = self._channel.makefile("rwb")
-        self._kill_lock = threading.Lock()
-
-    def load(self, spec: ScorerSpec) -> None:
-        """Waits until the function is loaded."""
-        paths = [path for path in sys.path if path] + [os.getcwd()]
-        try:
-            reply = self.ask({"paths": paths, "target": spec.target, "is_factory": spec.is_factory}, START_TIMEOUT_S)
-        except TimeoutError:
-            reply = {"failed": f"not loaded within {START_TIMEOUT_S:.0f} s"}
-        except (OSError, EOFError) as error:
-            reply = {"failed": f"its process ended while loading it: {error}"}
-        if "failed" in reply:
-            raise RewardError(f"reward function {spec.target!r}: cannot be loaded: {reply['failed']}")
-
-    def ask(self, message: dict[str, object], timeout_s: float | None = None) -> dict[str, object]:
-        """Sends one message and waits for its reply.
-
-        Raises:
-            TimeoutError: no reply in time.
-            EOFError: the process ended.
-        """
-        self._channel.settimeout(self._timeout_s if timeout_s is None else timeout_s)
-        self._stream.write(json.dumps(message).encode() + b"\n")
-        self._stream.flush()
-        line = self._stream.readline()
-        if not line:
-            raise EOFError(f"exit code {self._process.wait(REAP_TIMEOUT_S)}")
-        reply: dict[str, object] = json.loads(line)
-        return reply
-
-    def kill(self) -> None:
-        """Ends the process and what it started. Idempotent."""
-        with self._kill_lock:
-            if self._process.poll() is None:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait(REAP_TIMEOUT_S)
-            self._channel.close()
+def _field(item: ScorerItem, name: str) -> object:
+    value: object = getattr(item, name)
+    return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nemo_rl.data.datasets import Prompt
-from nemo_rl.environments.interfaces import EnvReport
+from nemo_rl.environments.interfaces import EnvReport, Response
 from nemo_rl.environments.rewards.exact import exact_match
 
 __all__ = ["SortEnvironment"]
@@ -14,11 +14,13 @@ __all__ = ["SortEnvironment"]
 class SortEnvironment:
     """Scores in this process: a comparison of two short texts."""
 
-    def score(self, prompts: Sequence[Prompt], responses: Sequence[str], truncated: Sequence[bool]) -> EnvReport:
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> EnvReport:
         """1 for the right text that ended by itself, else 0."""
-        rows = zip(prompts, responses, truncated, strict=True)
+        rows = zip(prompts, responses, strict=True)
         return EnvReport(
-            rewards=tuple(0.0 if cut else exact_match(response, prompt.answer) for prompt, response, cut in rows)
+            rewards=tuple(
+                0.0 if response.truncated else exact_match(response.text, prompt.answer) for prompt, response in rows
+            )
         )
 
     def shutdown(self) -> None:

@@ -5,9 +5,10 @@ Called by the rollout worker. Invariant: nothing per token is in `DriverCarry`.
 
 from __future__ import annotations
 
+import math
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ import torch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.generation.interfaces import GenerationOutput
 
-__all__ = ["DriverCarry", "build_columns", "mint_keys"]
+__all__ = ["DriverCarry", "build_columns", "mean_of_scored", "mint_keys", "row_record"]
 
 UID_BYTES = 6
 """Random bytes of a group uid: with 2^48 values a collision among the live groups of a step is out of reach."""
@@ -33,6 +34,8 @@ class DriverCarry:
     """`[N]` bool."""
     response_lengths: np.ndarray
     """`[N]` int32, tokens."""
+    components: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """`[N]` float32 each: parts of the reward by name, before their weights; NaN for a row that was not scored."""
 
     def select(self, rows: Sequence[int]) -> DriverCarry:
         """The same columns at `rows`."""
@@ -42,6 +45,7 @@ class DriverCarry:
             group_ids=self.group_ids[index],
             truncated=self.truncated[index],
             response_lengths=self.response_lengths[index],
+            components={name: part[index] for name, part in self.components.items()},
         )
 
 
@@ -85,3 +89,22 @@ def build_columns(
             "sample_mask": torch.ones(num_rows),
         }
     )
+
+
+def mean_of_scored(component: np.ndarray) -> float:
+    """Mean of a component over the rows that were scored; NaN where there is none."""
+    scored = component[~np.isnan(component)]
+    return float(np.mean(scored)) if len(scored) else math.nan
+
+
+def row_record(
+    *, reward: float, components: Mapping[str, float], response_tokens: int, truncated: bool
+) -> dict[str, object]:
+    """What readable rollouts say of a row beside its texts; a component without a score is None."""
+    parts = {name: None if math.isnan(part) else round(float(part), 6) for name, part in components.items()}
+    return {
+        "reward": float(reward),
+        **({"components": parts} if parts else {}),
+        "response_tokens": int(response_tokens),
+        "truncated": bool(truncated),
+    }

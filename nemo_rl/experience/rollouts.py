@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.config.policy import GenerationConfig
 from nemo_rl.data.datasets import Prompt
-from nemo_rl.environments.interfaces import Environment, EnvReport
+from nemo_rl.environments.interfaces import Environment, EnvReport, Response
 from nemo_rl.errors import WorkerError
 from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
@@ -99,9 +99,11 @@ def run_rollouts(
         raise WorkerError(
             f"expected samples of weight version {version}, the engines hold {output.weight_version}", stage="rollout"
         )
-    responses = decode_responses(output, tokenizer, sampling.stop_token_ids)
+    texts = decode_responses(output, tokenizer, sampling.stop_token_ids)
+    measured = zip(texts, output.lengths.tolist(), output.truncated.tolist(), strict=True)
+    responses = [Response(text=text, num_tokens=length, truncated=cut) for text, length, cut in measured]
     rows = [prompt for prompt in prompts for _ in range(group_size)]
-    report = environment.score(rows, responses, output.truncated.tolist())
+    report = environment.score(rows, responses)
     return Rollouts(output=output, report=report)
 
 

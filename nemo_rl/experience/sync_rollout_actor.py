@@ -27,15 +27,19 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.worker_groups import Call, WorkerGroup
 from nemo_rl.environments.factory import build_environment
 from nemo_rl.errors import DataPlaneClosed, WorkerError
-from nemo_rl.experience.payload import DriverCarry, build_columns, mint_keys
+from nemo_rl.experience.payload import DriverCarry, build_columns, mean_of_scored, mint_keys, row_record
 from nemo_rl.experience.rollouts import Rollouts, SeedSource, run_rollouts, sampling_params
 from nemo_rl.experience.routes import RouteWriter
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.utils.files import write_text
+from nemo_rl.utils.logger import VAL_ACCURACY_METRIC, VAL_REWARD_METRIC
 from nemo_rl.utils.metrics import Max, Mean, Reduction, Sum
 from nemo_rl.utils.r3_trace import trace_rollout_payload
 
-__all__ = ["RolloutHandle", "RolloutInfo", "RolloutResult", "SyncRolloutWorker", "ValidationResult"]
+__all__ = ["REWARD_LOG", "RolloutHandle", "RolloutInfo", "RolloutResult", "SyncRolloutWorker", "ValidationResult"]
+
+REWARD_LOG = "reward.log"
+"""File in `logger.log_dir` with what the reward has printed; there once it has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,20 +59,32 @@ class RolloutResult:
     meta: KVBatchMeta
     carry: DriverCarry
     metrics: dict[str, Reduction] = field(default_factory=dict)
+    printed: tuple[str, ...] = ()
+    """Lines of the reward for the person at the terminal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValidationResult:
-    """Held-out accuracy: the mean reward of one response per prompt."""
+    """How one response to each held-out prompt was rewarded."""
 
-    accuracy: float
+    reward: float
+    """Mean over the prompts."""
+    is_accuracy: bool
+    """Whether rewards are 1 for right and 0 for wrong."""
+    components: Mapping[str, float] = field(default_factory=dict)
+    """Means of the parts of the reward."""
     num_prompts: int
     mean_response_tokens: float
     truncated_share: float
+    printed: tuple[str, ...] = ()
+    """Lines of the reward for the person at the terminal."""
 
     def metrics(self) -> dict[str, float]:
+        accuracy = {VAL_ACCURACY_METRIC: self.reward} if self.is_accuracy else {}
         return {
-            "val/accuracy": self.accuracy,
+            VAL_REWARD_METRIC: self.reward,
+            **accuracy,
+            **{f"{VAL_REWARD_METRIC}/{name}": mean for name, mean in self.components.items()},
             "val/num_prompts": float(self.num_prompts),
             "val/mean_response_tokens": self.mean_response_tokens,
             "val/truncated_share": self.truncated_share,
@@ -91,7 +107,11 @@ class SyncRolloutWorker:
             chat_template=config.policy.tokenizer.chat_template,
         )
         self._train, self._validation = build_prompt_sets(config.data, self._tokenizer)
-        self._environment = build_environment(config.env)
+        self._environment = build_environment(
+            config.env,
+            start_timeout_s=config.cluster.worker_start_timeout_s,
+            log_file=config.logger.log_dir / REWARD_LOG,
+        )
         self._client: MetricsDataPlaneClient | None = None
         self._routes = RouteWriter(config.policy.router_replay)
 
@@ -142,8 +162,14 @@ class SyncRolloutWorker:
             group_ids=np.repeat(np.arange(len(prompts), dtype=np.int32), group),
             truncated=rollouts.output.truncated.numpy(),
             response_lengths=rollouts.output.lengths.numpy().astype(np.int32),
+            components=_columns(rollouts.report.components),
         )
-        return RolloutResult(meta=meta, carry=carry, metrics=_rollout_metrics(rollouts) | route_metrics)
+        return RolloutResult(
+            meta=meta,
+            carry=carry,
+            metrics=_rollout_metrics(rollouts) | route_metrics,
+            printed=rollouts.report.printed,
+        )
 
     def _add_routes(
         self, columns: BatchedDataDict, rollouts: Rollouts, *, keys: Sequence[str], partition_id: str
@@ -166,38 +192,59 @@ class SyncRolloutWorker:
         columns.update(written.columns)
         return written.metrics
 
-    def validate(self, *, step: int, version: int) -> ValidationResult:
-        """One response to each held-out prompt."""
+    def validate(self, *, step: int, version: int, path: Path | None = None) -> ValidationResult:
+        """One response to each held-out prompt.
+
+        Args:
+            path: gets the first `logger.num_rollouts_to_log` of them; None writes none.
+        """
         assert self._validation is not None, "validation was asked for without data.validation"
         numbers = range(min(self._config.grpo.max_val_samples, len(self._validation.prompts)))
         rollouts = self._run(self._validation, numbers, group_size=1, step=step, version=version)
         lengths = rollouts.output.lengths.float()
+        if path is not None:
+            self._write_validation(path, numbers, rollouts)
         return ValidationResult(
-            accuracy=float(np.mean(rollouts.report.rewards)),
+            reward=float(np.mean(rollouts.report.rewards)),
+            is_accuracy=self._config.env.is_accuracy,
+            components={name: mean_of_scored(part) for name, part in _columns(rollouts.report.components).items()},
             num_prompts=len(numbers),
             mean_response_tokens=float(lengths.mean()),
             truncated_share=float(rollouts.output.truncated.float().mean()),
+            printed=rollouts.report.printed,
         )
 
-    def log_rollouts(
-        self, meta: KVBatchMeta, *, path: Path, rewards: Sequence[float], advantages: Sequence[float]
-    ) -> None:
-        """Writes the rows as readable JSON lines: prompt, response, reward, advantage."""
+    def _write_validation(self, path: Path, numbers: Sequence[int], rollouts: Rollouts) -> None:
+        assert self._validation is not None
+        shown = numbers[: self._config.logger.num_rollouts_to_log]
+        responses = rollouts.output.token_ids.split(rollouts.output.lengths.tolist())
+        records = [
+            {
+                "prompt": self._tokenizer.decode(list(self._validation.prompts[number].ids)),
+                "response": self._tokenizer.decode(response.tolist()),
+                **row_record(
+                    reward=rollouts.report.rewards[row],
+                    components={name: part[row] for name, part in rollouts.report.components.items()},
+                    response_tokens=len(response),
+                    truncated=bool(rollouts.output.truncated[row]),
+                ),
+            }
+            for row, (number, response) in enumerate(zip(shown, responses, strict=False))
+        ]
+        _write_json_lines(path, records)
+
+    def log_rollouts(self, meta: KVBatchMeta, *, path: Path, records: Sequence[Mapping[str, object]]) -> None:
+        """Writes the rows as readable JSON lines: key, prompt, response, and what `records` say of each."""
         with self.client.stage("log"):
             batch = read_columns(self.client, meta, ("input_ids", "token_mask"), pad_values={"input_ids": 0})
         ids, mask = batch.tensor("input_ids"), batch.tensor("token_mask").bool()
-        lines = []
+        texts = []
         for row, length in enumerate(meta.sequence_lengths or ()):
             tokens, is_response = ids[row, :length], mask[row, :length]
-            record = {
-                "key": meta.keys[row],
-                "prompt": self._tokenizer.decode(tokens[~is_response].tolist()),
-                "response": self._tokenizer.decode(tokens[is_response].tolist()),
-                "reward": rewards[row],
-                "advantage": advantages[row],
-            }
-            lines.append(json.dumps(record, ensure_ascii=False) + "\n")
-        write_text(path, "".join(lines))
+            prompt = self._tokenizer.decode(tokens[~is_response].tolist())
+            response = self._tokenizer.decode(tokens[is_response].tolist())
+            texts.append({"key": meta.keys[row], "prompt": prompt, "response": response})
+        _write_json_lines(path, [{**text, **record} for text, record in zip(texts, records, strict=True)])
 
     def data_plane_snapshot(self) -> Mapping[str, object]:
         """Counters of this process's client since the last call."""
@@ -262,14 +309,14 @@ class RolloutHandle:
         self.driver_bytes += pickled_size(list(prompt_numbers), result)
         return cast("RolloutResult", result)
 
-    def validate(self, *, step: int, version: int) -> ValidationResult:
-        return cast("ValidationResult", self._run("validate", "validation", step=step, version=version))
+    def validate(self, *, step: int, version: int, path: Path | None) -> ValidationResult:
+        """One response to each held-out prompt; see `SyncRolloutWorker.validate`."""
+        return cast("ValidationResult", self._run("validate", "validation", step=step, version=version, path=path))
 
-    def log_rollouts(
-        self, meta: KVBatchMeta, *, path: Path, rewards: Sequence[float], advantages: Sequence[float]
-    ) -> None:
-        self._run("log_rollouts", "log", meta=meta, path=path, rewards=rewards, advantages=advantages)
-        self.driver_bytes += pickled_size(meta, rewards, advantages)
+    def log_rollouts(self, meta: KVBatchMeta, *, path: Path, records: Sequence[Mapping[str, object]]) -> None:
+        """Writes rows for people; see `SyncRolloutWorker.log_rollouts`."""
+        self._run("log_rollouts", "log", meta=meta, path=path, records=records)
+        self.driver_bytes += pickled_size(meta, records)
 
     def data_plane_snapshot(self) -> Mapping[str, object]:
         return cast("Mapping[str, object]", self._run("data_plane_snapshot", "metrics"))
@@ -289,3 +336,11 @@ def _rollout_metrics(rollouts: Rollouts) -> dict[str, Reduction]:
         "mean_generation_logprob": Mean(float(rollouts.output.logprobs.sum()), float(lengths.sum())),
         "reward_timeouts": Sum(float(rollouts.report.num_timeouts)),
     }
+
+
+def _columns(components: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
+    return {name: np.asarray(part, dtype=np.float32) for name, part in components.items()}
+
+
+def _write_json_lines(path: Path, records: Sequence[Mapping[str, object]]) -> None:
+    write_text(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))

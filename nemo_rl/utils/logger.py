@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 REWARD_METRIC = "train/reward"
 """Mean reward of a step's samples, read by the reward curve."""
+VAL_REWARD_METRIC = "val/reward"
 VAL_ACCURACY_METRIC = "val/accuracy"
 """Mean reward of a validation, read by the reward curve."""
 

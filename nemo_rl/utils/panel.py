@@ -1,26 +1,33 @@
 """What a person sees during a run: a panel that redraws itself on a terminal, one plain line per step elsewhere.
 
-Called by the trainer after every step with a `StepReport`; `final_lines` ends the output of a run.
+Called by the trainer: `begin` where its steps start, `stage` where a stage does, `step` with a `StepReport` after every
+step; `final_lines` ends the output of a run.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel as RichPanel
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Panel", "StepReport", "final_lines"]
+__all__ = ["Panel", "StepReport", "duration_text", "final_lines", "step_line"]
 
-# Rewards drawn in the panel: as many as fit beside the numbers on an 80-column terminal.
+# Rewards drawn in the panel, as far as the terminal is wide enough.
 HISTORY_SHOWN = 60
+# Steps whose mean duration tells how long the rest will take: enough to even out validations and checkpoints.
+STEPS_AVERAGED = 20
+_FRAME_WIDTH = 4
 _BARS = "_.-=+*#%@"
 
 
@@ -31,8 +38,8 @@ class StepReport:
     step: int
     num_steps: int
     reward: float
-    val_accuracy: float | None = None
-    """Latest validation accuracy; None before the first validation."""
+    val_reward: float | None = None
+    """Latest validation's mean reward; None before the first validation."""
     loss: float | None = None
     """None when the step had nothing to train on."""
     kl: float | None = None
@@ -43,21 +50,47 @@ class StepReport:
     """Payload bytes put and fetched per stage."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Times:
+    """Where a run stands in time, in seconds."""
+
+    elapsed: float
+    left: float | None
+    """None before the first step has ended."""
+    stage: str | None = None
+    """What runs now."""
+    stage_elapsed: float = 0.0
+
+    def texts(self) -> list[str]:
+        """`elapsed 0:42`, `left 5:10`, as far as they are known."""
+        left = [f"left {duration_text(self.left)}"] if self.left is not None else []
+        return [f"elapsed {duration_text(self.elapsed)}", *left]
+
+
 class Panel:
     """Shows a run. A context manager: the terminal is restored at its end, also after an error.
 
     Args:
         console: where to draw.
         live: redraw in place; only on a terminal, elsewhere there is one line per step.
+        clock: seconds that never go back.
     """
 
-    def __init__(self, console: Console, *, live: bool = True) -> None:
+    def __init__(self, console: Console, *, live: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
-        self._live = (
-            Live(console=console, refresh_per_second=4, transient=False) if live and console.is_terminal else None
-        )
+        self._clock = clock
         self._rewards: list[float] = []
         self._is_open = False
+        self._opened = self._step_began = clock()
+        self._durations: deque[float] = deque(maxlen=STEPS_AVERAGED)
+        self._stage: tuple[str, float] | None = None
+        self._report: StepReport | None = None
+        # Last, because it draws at once.
+        self._live = (
+            Live(console=console, refresh_per_second=4, transient=False, get_renderable=self._draw)
+            if live and console.is_terminal
+            else None
+        )
 
     def __enter__(self) -> Panel:
         if self._live is not None and not self._is_open:
@@ -72,6 +105,7 @@ class Panel:
 
     def close(self) -> None:
         """Ends redrawing. Idempotent."""
+        self._stage = None
         if self._live is not None and self._is_open:
             self._live.stop()
         self._is_open = False
@@ -80,33 +114,80 @@ class Panel:
         """A line above the numbers: what is being started, what is waited for."""
         self._console.print(text)
 
-    def validation(self, step: int, accuracy: float) -> None:
-        """A validation outside the steps, such as the one before training."""
-        self._console.print(f"validation after step {step}: accuracy {accuracy:.3f}")
+    def begin(self) -> None:
+        """The first step starts now: what came before tells nothing about how long steps take."""
+        self._step_began = self._clock()
+
+    def stage(self, name: str) -> None:
+        """What runs from now on."""
+        self._stage = (name, self._clock())
+
+    def validation(self, step: int, reward: float, *, measure: str) -> None:
+        """A validation outside the steps, such as the one before training.
+
+        Args:
+            measure: what its mean reward is called, accuracy or reward.
+        """
+        self._console.print(f"validation after step {step}: {measure} {reward:.3f}")
 
     def step(self, report: StepReport) -> None:
         """Shows a finished step."""
+        now = self._clock()
+        self._durations.append(now - self._step_began)
+        self._step_began = now
         self._rewards.append(report.reward)
+        self._report = report
         if self._live is None:
-            self._console.print(step_line(report))
-        else:
-            self._live.update(_draw(report, self._rewards[-HISTORY_SHOWN:]), refresh=True)
+            self._console.print(step_line(report, self._times().texts()))
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Redraws now; it happens by itself four times a second."""
+        if self._live is not None:
+            self._live.refresh()
+
+    def _times(self) -> _Times:
+        now, report = self._clock(), self._report
+        left = None
+        if report is not None:
+            per_step = sum(self._durations) / len(self._durations)
+            left = max(0.0, per_step * (report.num_steps - report.step) - (now - self._step_began))
+        name, since = self._stage or (None, now)
+        return _Times(elapsed=now - self._opened, left=left, stage=name, stage_elapsed=now - since)
+
+    def _draw(self) -> RenderableType:
+        if not self._is_open and self._report is None:
+            return Text("")
+        return _draw(self._report, self._rewards[-HISTORY_SHOWN:], self._times(), width=self._console.width)
 
 
-def step_line(report: StepReport) -> str:
+def duration_text(seconds: float) -> str:
+    """`0:07`, `12:40`, `3:05:00`.
+
+    Example:
+        >>> duration_text(59.6), duration_text(3605)
+        ('1:00', '1:00:05')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def step_line(report: StepReport, times: Sequence[str] = ()) -> str:
     """One line with everything the panel shows."""
     width = len(str(report.num_steps))
     parts = [f"step {report.step:>{width}}/{report.num_steps}", f"reward {report.reward:.3f}"]
     parts += [f"{name} {text}" for name, text in _optional_numbers(report)]
-    parts.append(f"{report.tokens_per_s:.0f} tokens/s")
+    parts += [f"{report.tokens_per_s:.0f} tokens/s", *times]
     stages = " ".join(f"{name} {_stage_text(report, name)}" for name in _stage_names(report))
     return "  ".join(parts) + (f"  | {stages}" if stages else "")
 
 
 def final_lines(
     *,
-    first_accuracy: float | None,
-    last_accuracy: float | None,
+    first_reward: float | None,
+    last_reward: float | None,
+    measure: str,
     num_steps: int,
     seconds: float,
     paths: Mapping[str, Path],
@@ -114,13 +195,13 @@ def final_lines(
     """The line that sums a run up, and where its files are.
 
     Example:
-        >>> final_lines(first_accuracy=0.3, last_accuracy=0.91, num_steps=60, seconds=96.2, paths={})
+        >>> final_lines(first_reward=0.3, last_reward=0.91, measure="accuracy", num_steps=60, seconds=96.2, paths={})
         ['validation accuracy 0.30 -> 0.91 in 60 steps, 96 s']
     """
-    if first_accuracy is not None and last_accuracy is not None:
-        head = f"validation accuracy {first_accuracy:.2f} -> {last_accuracy:.2f} in {num_steps} steps, {seconds:.0f} s"
-    elif last_accuracy is not None:
-        head = f"validation accuracy {last_accuracy:.2f} after {num_steps} steps, {seconds:.0f} s"
+    if first_reward is not None and last_reward is not None:
+        head = f"validation {measure} {first_reward:.2f} -> {last_reward:.2f} in {num_steps} steps, {seconds:.0f} s"
+    elif last_reward is not None:
+        head = f"validation {measure} {last_reward:.2f} after {num_steps} steps, {seconds:.0f} s"
     else:
         head = f"{num_steps} steps, {seconds:.0f} s, without validation"
     width = max((len(name) for name in paths), default=0)
@@ -129,7 +210,7 @@ def final_lines(
 
 def _optional_numbers(report: StepReport) -> list[tuple[str, str]]:
     numbers: list[tuple[str, float | None, str]] = [
-        ("val", report.val_accuracy, ".3f"),
+        ("val", report.val_reward, ".3f"),
         ("loss", report.loss, "+.4f"),
         ("kl", report.kl, ".5f"),
     ]
@@ -164,18 +245,35 @@ def _curve(values: Sequence[float]) -> str:
     return "".join(_BARS[round((value - low) / span * top)] if math.isfinite(value) else "?" for value in values)
 
 
-def _draw(report: StepReport, rewards: Sequence[float]) -> RenderableType:
-    numbers = Table.grid(padding=(0, 2))
-    shown = [("reward", f"{report.reward:.3f}"), *_optional_numbers(report), ("tokens/s", f"{report.tokens_per_s:.0f}")]
-    numbers.add_row(*(Text(f"{name} {text}", style="bold") for name, text in shown))
-    stages = Table(box=None, padding=(0, 2), show_edge=False)
-    stages.add_column("stage")
-    stages.add_column("seconds", justify="right")
-    stages.add_column("moved", justify="right")
+def _draw(report: StepReport | None, rewards: Sequence[float], times: _Times, *, width: int) -> RenderableType:
+    now = [f"now {times.stage} {duration_text(times.stage_elapsed)}"] if times.stage is not None else []
+    parts: list[RenderableType] = [_wrapped([*times.texts(), *now])]
+    if report is not None:
+        numbers = [f"reward {report.reward:.3f}", *(f"{name} {text}" for name, text in _optional_numbers(report))]
+        label = f"reward of the last {len(rewards)} steps  "
+        room = max(0, width - _FRAME_WIDTH - len(label))
+        parts += [
+            _wrapped([*numbers, f"tokens/s {report.tokens_per_s:.0f}"], style="bold"),
+            Text(label + _curve(rewards)[-room:] if room else label.strip()),
+            _stage_table(report),
+        ]
+    title = f"step {report.step} of {report.num_steps}" if report is not None else "starting"
+    return RichPanel(Group(*parts), title=title, expand=False)
+
+
+def _wrapped(texts: Sequence[str], *, style: str = "") -> Columns:
+    """Texts side by side, in as many lines as they need; none is broken."""
+    return Columns([Text(text, style=style, no_wrap=True) for text in texts], padding=(0, 2))
+
+
+def _stage_table(report: StepReport) -> Table:
+    table = Table(box=None, padding=(0, 2), show_edge=False)
+    table.add_column("stage")
+    table.add_column("seconds", justify="right")
+    table.add_column("moved", justify="right")
     for name in _stage_names(report):
         seconds, moved = report.stage_seconds.get(name), report.stage_bytes.get(name)
-        stages.add_row(
+        table.add_row(
             name, f"{seconds:.2f}" if seconds is not None else "", _bytes_text(moved) if moved is not None else ""
         )
-    curve = Text(f"reward of the last {len(rewards)} steps  {_curve(rewards)}")
-    return RichPanel(Group(numbers, curve, stages), title=f"step {report.step} of {report.num_steps}", expand=False)
+    return table

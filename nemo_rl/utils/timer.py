@@ -24,14 +24,22 @@ class Timer:
         {'train': 2.5}
     """
 
-    def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, *, clock: Callable[[], float] = time.perf_counter, on_enter: Callable[[str], None] | None = None
+    ) -> None:
+        """Args:
+        on_enter: told the name of each stage that begins.
+        """
         self._clock = clock
+        self._on_enter = on_enter
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
         """Adds the time spent inside to `name`, also when the block raises."""
         self._seconds.setdefault(name, 0.0)
+        if self._on_enter is not None:
+            self._on_enter(name)
         start = self._clock()
         try:
             yield

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from nemo_rl.algorithms.run import run
 from nemo_rl.algorithms.setup import open_trainer
 from nemo_rl.errors import RewardError
-from tests.helpers.runs import LOCAL, load_recipe, logged_steps, rollouts_of, write_recipe
+from tests.helpers.runs import LOCAL, load_recipe, logged_steps, rollouts_of, validated_rollouts_of, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 
 GRPO = {"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_num_steps": 3, "val_period": 0, "seed": 5}
@@ -61,13 +61,19 @@ def test_a_run_writes_everything_it_names_and_leaves_no_row(tmp_path, model):
     for row in steps:
         parts = row["train/actor_loss"] + row["train/kl_penalty"]
         assert row["train/loss"] == pytest.approx(parts, rel=1e-4, abs=1e-7), "the loss is the sum of its parts"
-    assert "validation accuracy" in text and "in 3 steps" in text
+    assert "validation reward" in text and "in 3 steps" in text, "a graded reward is no accuracy"
+    assert not any("val/accuracy" in row for row in rows) and sum("val/reward" in row for row in rows) == 2
     for path in (logs / "config.yaml", logs / "reward_curve.png", tmp_path / "ck" / "step_3" / "training_info.json"):
         assert path.is_file() and str(path.parent) in text
     assert list((logs / "tensorboard").glob("events*"))
     samples = rollouts_of(logs, 2)
     assert len(samples) == 3
-    assert set(samples[0]) == {"key", "prompt", "response", "reward", "advantage"}
+    about_any = {"prompt", "response", "reward", "response_tokens", "truncated"}
+    assert set(samples[0]) == about_any | {"key", "advantage"}
+    for step in (0, 3):
+        validated = validated_rollouts_of(logs, step)
+        assert len(validated) == 3 and set(validated[0]) == about_any
+        assert "sort" in validated[0]["prompt"]
     assert "sort" in samples[0]["prompt"]
 
 

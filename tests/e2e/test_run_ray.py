@@ -33,9 +33,9 @@ def from_the_root(monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
 
 
-def train(recipe: Path, overrides: dict[str, str]) -> list[dict[str, float]]:
+def train(recipe: Path, overrides: dict[str, str], shown: io.StringIO | None = None) -> list[dict[str, float]]:
     config = load_recipe(recipe, overrides)
-    run(config, console=Console(file=io.StringIO()))
+    run(config, console=Console(file=shown or io.StringIO()))
     return logged_steps(config.logger.log_dir)
 
 
@@ -121,7 +121,7 @@ class Watched(RayWorkerGroup):
         results = super().run(call)
         Watched.calls.add(call.method)
         if call.method in ("rollout", "log_rollouts") or call.method.endswith("_presharded"):
-            sent = [value for name, value in call.kwargs.items() if name in ("meta", "rewards", "advantages")]
+            sent = [value for name, value in call.kwargs.items() if name in ("meta", "records")]
             sent += [value for arguments in call.per_rank or () for value in arguments.values()]
             Watched.num_bytes += sum(len(pickle.dumps(value, protocol=5)) for value in (*sent, *results))
         Watched.seen += [f"{call.method}: {what}" for what in bulk_in([call.kwargs, call.per_rank, results], 16)]
@@ -130,7 +130,14 @@ class Watched(RayWorkerGroup):
 
 def test_no_per_token_tensor_passes_the_driver_and_two_ranks_train(tmp_path, model, monkeypatch):
     monkeypatch.setattr("nemo_rl.algorithms.setup.RayWorkerGroup", Watched)
-    rows = train(write_recipe(tmp_path, model), {})
+    env = {"reward_function": "tests.helpers.run_rewards:judged", "reward_weights": {"odd": 1.0, "length": 0.1}}
+    shown = io.StringIO()
+    rows = train(write_recipe(tmp_path, model, env={"name": "custom", **env}), {}, shown)
+    assert "reward: judging" in shown.getvalue(), "what a reward prints in its process reaches the terminal"
+    assert "judging" in (tmp_path / "logs" / "reward.log").read_text()
+    for row in rows:
+        parts = row["train/reward/odd"] + 0.1 * row["train/reward/length"]
+        assert row["train/reward"] == pytest.approx(parts, rel=1e-5)
     assert {"rollout", "train_presharded", "get_logprobs_presharded"} <= Watched.calls
     assert Watched.seen == []
     assert worker_groups.RayWorkerGroup is not Watched

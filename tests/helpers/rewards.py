@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -28,3 +29,68 @@ def misbehave(prompt: str, response: str, answer: object) -> object:
     if response == "exit":
         os._exit(3)
     return {"nan": math.nan, "inf": math.inf, "text": "1.0", "none": None, "true": True}.get(response, 0.25)
+
+
+def chatty(prompt: str, response: str, answer: object) -> float:
+    for number in range(int(response)):
+        print(f"line {number} \x1b[2J\u202e of {response}")
+    return float(response)
+
+
+def parts(prompt: str, response: str, answer: object) -> dict[str, float]:
+    """`answer` says which components to give."""
+    if response == "hang":
+        time.sleep(3600)
+    return {str(name): len(response) / 10 + number for number, name in enumerate(answer or ())}
+
+
+def with_context(
+    prompt: str, response: str, answer: object, *, row: dict, response_tokens: int, truncated: bool
+) -> float:
+    return row["difficulty"] * 100 + response_tokens * 10 + truncated
+
+
+def with_everything(prompt: str, response: str, answer: object, **context: object) -> float:
+    assert set(context) == {"row", "prompt_tokens", "response_tokens", "truncated"}, context
+    return float(context["prompt_tokens"])
+
+
+def with_the_unknown(prompt: str, response: str, answer: object, judge: object) -> float:
+    return 0.0
+
+
+def batch(prompts: list[str], responses: list[str], answers: list[object], *, truncated: list[bool]) -> list[float]:
+    assert len(prompts) == len(responses) == len(answers) == len(truncated)
+    if "hang" in responses:
+        time.sleep(3600)
+    return [len(responses) + len(response) / 100 for response in responses]
+
+
+def short_batch(prompts: list[str], responses: list[str], answers: list[object]) -> list[float]:
+    return [1.0]
+
+
+def writes_everywhere(prompt: str, response: str, answer: object) -> float:
+    """Like a library that takes every descriptor for its own: what it writes looks like a reply."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2:
+            with contextlib.suppress(OSError):
+                os.write(int(name), b'garbage\n{"id": 1, "scores": [9.0]}\n{"scores": [9.0]}\nhalf a line')
+    return float(response)
+
+
+def leaves_a_session(prompt: str, response: str, answer: object) -> float:
+    """Starts a process in a session of its own, whose parent ends at once; `response` is a file for its number."""
+    first = os.fork()
+    if first == 0:
+        os.setsid()
+        second = os.fork()
+        if second:
+            with open(response, "w") as file:
+                file.write(str(second))
+            os._exit(0)
+        time.sleep(3600)
+    os.waitpid(first, 0)
+    if answer == "exit":
+        os._exit(3)
+    return 1.0

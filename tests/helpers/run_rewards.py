@@ -10,6 +10,12 @@ def odd_share(prompt: str, response: str, answer: object) -> float:
     return sum(ord(character) % 2 for character in response) / max(len(response), 1)
 
 
+def judged(prompt: str, response: str, answer: object, *, response_tokens: int) -> dict[str, float]:
+    """Prints, and gives components."""
+    print(f"judging {response_tokens} tokens")
+    return {"odd": odd_share(prompt, response, answer), "length": float(response_tokens)}
+
+
 def explode(prompt: str, response: str, answer: object) -> float:
     raise ValueError("this reward always fails")
 

@@ -120,3 +120,9 @@ def rollouts_of(log_dir: Path, step: int) -> list[dict[str, object]]:
     """The readable rollouts of a step."""
     lines = (log_dir / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
+
+
+def validated_rollouts_of(log_dir: Path, step: int) -> list[dict[str, object]]:
+    """The readable rollouts of the validation after a step."""
+    lines = (log_dir / "rollouts" / f"val_step_{step}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]

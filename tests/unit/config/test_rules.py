@@ -26,6 +26,8 @@ FIXED = ("policy.dynamic_batching.enabled=false",)
 GPUS = ("~cluster.cpu_workers_per_node", "cluster.gpus_per_node=2")
 JSONL = ("~data.train", "data.train.dataset_name=jsonl")
 
+GRADED = ("env.name=custom", "env.reward_function=a:b")
+
 REPLAY = "policy.router_replay.enabled=true"
 BY_POLICY = (REPLAY, "policy.router_replay.source=prev_logprobs")
 NO_LOGPROBS = "grpo.use_generation_logprobs_as_prev=true"
@@ -244,6 +246,15 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
     "rule_scorer_keys_fit_the_environment": [
         (("env.timeout_s=3",), "env.timeout_s: 3.0 would be ignored"),
         (("env.score_threshold=1",), "env.score_threshold: 1.0 would be ignored"),
+        (("+env.reward_weights.a=1",), "env.reward_weights: would be ignored"),
+        (("env.reward_batch_size=8",), "env.reward_batch_size: 8 would be ignored"),
+    ],
+    "rule_accuracy_needs_rewards_that_are_right_or_wrong": [
+        (
+            (*GRADED, "grpo.stop_at_validation_accuracy=0.5"),
+            "grpo.stop_at_validation_accuracy: env.name 'custom' gives",
+        ),
+        ((*GRADED, "checkpointing.metric_name=val:accuracy"), "checkpointing.metric_name: env.name 'custom' gives"),
     ],
     "rule_checkpoint_keys_need_checkpoints": [
         (("checkpointing.enabled=false", "checkpointing.resume=true"), "checkpointing.resume: needs"),
@@ -251,7 +262,7 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
     ],
     "rule_checkpoints_are_ranked_by_something_logged": [
         (("checkpointing.metric_name=accuracy",), "checkpointing.metric_name: expected val:NAME or train:NAME"),
-        (NO_VALIDATION, "checkpointing.metric_name: 'val:accuracy' is never measured"),
+        (NO_VALIDATION, "checkpointing.metric_name: 'val:reward' is never measured"),
         (("checkpointing.keep_top_k=null", "checkpointing.metric_name=a"), "checkpointing.metric_name: 'a' would be"),
     ],
     "rule_resume_needs_the_optimizer": [
@@ -488,6 +499,7 @@ def test_every_rule_is_exercised() -> None:
         (*NO_VALIDATION, "checkpointing.metric_name=train:loss"),
         FIXED,
         ("env.name=custom", "env.reward_function=a.b:c", "env.timeout_s=3"),
+        (*GRADED, "env.score_threshold=0.5", "grpo.stop_at_validation_accuracy=0.9", "env.reward_batch_size=8"),
     ],
 )
 def test_combinations_that_work_are_accepted(overrides: tuple[str, ...]) -> None:

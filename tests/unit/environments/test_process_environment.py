@@ -20,7 +20,7 @@ from nemo_rl.config.schema import DataConfig, DatasetConfig, EnvConfig
 from nemo_rl.data.datasets import Prompt, build_prompt_sets
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.environments.factory import build_environment
-from nemo_rl.environments.interfaces import Environment, EnvReport
+from nemo_rl.environments.interfaces import Environment, EnvReport, Response
 from nemo_rl.errors import RewardError
 
 REWARDS = "tests.helpers.rewards"
@@ -30,7 +30,8 @@ REWARDS = "tests.helpers.rewards"
 def environment(**keys: object) -> Iterator[Environment]:
     """Built, and checked to leave neither processes nor threads."""
     threads, children = set(threading.enumerate()), set(psutil.Process().children())
-    built = build_environment(EnvConfig(**keys))
+    log_file = keys.pop("log_file", None)
+    built = build_environment(EnvConfig(**keys), start_timeout_s=120.0, log_file=log_file)
     try:
         yield built
     finally:
@@ -46,7 +47,11 @@ def custom(function: str, **keys: object) -> dict[str, object]:
 
 def score(env: Environment, responses: Sequence[str], *, answer: object = None) -> EnvReport:
     prompts = [Prompt(index=0, text="p", answer=answer, ids=(1,))] * len(responses)
-    return env.score(prompts, responses, [False] * len(responses))
+    return env.score(prompts, answered(responses))
+
+
+def answered(texts: Sequence[str]) -> list[Response]:
+    return [Response(text=text, num_tokens=len(text) + 1) for text in texts]
 
 
 def test_custom_reward_gets_prompt_response_and_answer_and_keeps_their_order() -> None:
@@ -97,7 +102,9 @@ def test_a_hanging_reward_stops_the_run_when_asked_to() -> None:
 )
 def test_a_reward_that_misbehaves_is_reported_with_prompt_and_response(response: str, cause: str) -> None:
     with environment(**custom("misbehave")) as env:
-        with pytest.raises(RewardError, match=rf"{cause}\n  prompt: 'p'\n  response: '{response}'"):
+        with pytest.raises(
+            RewardError, match=rf"{cause}(\n  at: .*rewards.py:\d+ misbehave)?\n  prompt: 'p'\n  response: '{response}'"
+        ):
             score(env, ["fine", response])
         assert score(env, ["fine", "true"]).rewards == (0.25, 1.0)
 
@@ -139,7 +146,7 @@ def test_reasoning_gym_scores_its_items_and_survives_odd_texts(task: str) -> Non
     prompts = [*train.prompts, *train.prompts]
     gold = [str(p.answer) for p in train.prompts]
     with environment(name="reasoning_gym", score_threshold=1.0) as env:
-        report = env.score(prompts, [*gold, "zzz", "", "-", "(" * 500], [False] * 8)
+        report = env.score(prompts, answered([*gold, "zzz", "", "-", "(" * 500]))
     assert set(report.rewards) <= {0.0, 1.0}
     assert report.rewards[4:] == (0.0,) * 4
     if train.prompts[0].answer is not None:
@@ -151,7 +158,7 @@ def test_reasoning_gym_gives_partial_credit_without_a_threshold() -> None:
     train, _ = build_prompt_sets(DataConfig(train=cfg), build_tokenizer(["a"]))
     gold = str(train.prompts[0].answer)
     with environment(name="reasoning_gym") as env:
-        (reward,) = env.score(train.prompts, [f"the answer is {gold}"], [False]).rewards
+        (reward,) = env.score(train.prompts, answered([f"the answer is {gold}"])).rewards
     assert 0.0 < reward < 1.0
 
 
@@ -163,18 +170,19 @@ def test_no_scoring_process_outlives_a_killed_owner() -> None:
         from nemo_rl.config.schema import EnvConfig
         from nemo_rl.data.datasets import Prompt
         from nemo_rl.environments.factory import build_environment
+        from nemo_rl.environments.interfaces import Response
 
         cfg = EnvConfig(
             name="custom", reward_function="tests.helpers.rewards:hang_on_request", timeout_s=600, num_workers=2
         )
-        env = build_environment(cfg)
+        env = build_environment(cfg, start_timeout_s=120.0)
         prompt = Prompt(index=0, text="p", answer=None, ids=(1,))
-        hangs = ["hang in C", "hang"]
-        threading.Thread(target=env.score, args=([prompt] * 2, hangs, [False] * 2), daemon=True).start()
-        while len(psutil.Process().children()) < 2:
+        hangs = [Response(text=text, num_tokens=1) for text in ("hang in C", "hang")]
+        threading.Thread(target=env.score, args=([prompt] * 2, hangs), daemon=True).start()
+        while len(psutil.Process().children(recursive=True)) < 4:
             time.sleep(0.05)
         time.sleep(0.5)
-        print(*[child.pid for child in psutil.Process().children()], flush=True)
+        print(*[child.pid for child in psutil.Process().children(recursive=True)], flush=True)
         time.sleep(600)
         """
     )
@@ -184,6 +192,6 @@ def test_no_scoring_process_outlives_a_killed_owner() -> None:
         children = [psutil.Process(int(pid)) for pid in output.readline().split()]
         os.kill(owner.pid, signal.SIGKILL)
         owner.wait(10)
-    assert len(children) == 2
+    assert len(children) == 4  # two scorers and their guards
     _, alive = psutil.wait_procs(children, timeout=10)
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []

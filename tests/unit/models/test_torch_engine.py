@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nemo_rl.data.tokenizer import build_tokenizer
+from nemo_rl.errors import NonFiniteError
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine import TorchEngine
 from nemo_rl.models.generation.torch_engine.sampling import draw, seeds_to_tensor, uniforms
@@ -191,3 +192,30 @@ def test_a_closed_engine_says_so() -> None:
     engine.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
         engine.generate(_request())
+
+
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.9}])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_told_before_anything_is_drawn(value: float, changes: dict[str, object]) -> None:
+    model = tiny_model()
+
+    def spoil(module: torch.nn.Module, args: object, logits: torch.Tensor) -> torch.Tensor:
+        # Prompts are run shortest first: the second of the request is the first of the batch.
+        return logits.index_put((torch.tensor(0), torch.tensor(-1), torch.tensor(3)), torch.tensor(value))
+
+    model.get_output_embeddings().register_forward_hook(spoil)
+    engine = TorchEngine(model, tokenizer=None, max_total_length=20, weight_version=7, number=1)
+    request = GenerationRequest(prompt_ids=((1, 2), (3,), (5, 2)), seeds=tuple(range(6)), sampling=_params(**changes))
+    with pytest.raises(NonFiniteError, match=r"engine 1, weight version 7: NaN or inf .* token 1 of row 2, 3;"):
+        engine.generate(request)
+
+
+def test_logits_of_minus_infinity_are_a_mask() -> None:
+    model = tiny_model()
+
+    def mask(module: torch.nn.Module, args: object, logits: torch.Tensor) -> torch.Tensor:
+        return logits.index_fill(-1, torch.tensor([0]), float("-inf"))
+
+    model.get_output_embeddings().register_forward_hook(mask)
+    output = TorchEngine(model, tokenizer=None, max_total_length=20, weight_version=0).generate(_request())
+    assert bool(output.logprobs.isfinite().all()) and 0 not in output.token_ids

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,13 +16,22 @@ REPORT = StepReport(
     step=7,
     num_steps=60,
     reward=0.4321,
-    val_accuracy=0.305,
+    val_reward=0.305,
     loss=-0.01234,
     kl=0.00031,
     tokens_per_s=21345.6,
     stage_seconds={"rollout": 0.512, "train": 0.7},
     stage_bytes={"rollout": 137_216, "train": 3 * 1024**2},
 )
+
+
+class Clock:
+    """Time that a test moves."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 def test_step_line_shows_everything() -> None:
@@ -36,10 +47,12 @@ def test_step_line_leaves_out_what_was_not_measured() -> None:
 
 def test_without_a_terminal_there_is_one_line_per_step() -> None:
     console = Console(file=io.StringIO(), width=300)
-    with Panel(console) as panel:
-        panel.validation(0, 0.25)
+    with Panel(console, clock=Clock()) as panel:
+        panel.validation(0, 0.25, measure="accuracy")
         panel.step(REPORT)
-    assert console.file.getvalue().splitlines() == ["validation after step 0: accuracy 0.250", step_line(REPORT)]
+    validation, step = console.file.getvalue().splitlines()
+    assert validation == "validation after step 0: accuracy 0.250"
+    assert step == step_line(REPORT, ["elapsed 0:00", "left 0:00"])
 
 
 def test_on_a_terminal_the_panel_redraws_and_restores_the_cursor_after_an_error() -> None:
@@ -55,17 +68,53 @@ def test_on_a_terminal_the_panel_redraws_and_restores_the_cursor_after_an_error(
 
 def test_live_panel_can_be_turned_off_on_a_terminal() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=300, color_system=None)
-    with Panel(console, live=False) as panel:
+    with Panel(console, live=False, clock=Clock()) as panel:
         panel.step(REPORT)
-    assert console.file.getvalue() == step_line(REPORT) + "\n"
+    assert console.file.getvalue() == step_line(REPORT, ["elapsed 0:00", "left 0:00"]) + "\n"
 
 
 def test_final_lines_state_the_gain_and_the_files() -> None:
     lines = final_lines(
-        first_accuracy=0.301,
-        last_accuracy=0.914,
+        first_reward=0.301,
+        last_reward=0.914,
+        measure="accuracy",
         num_steps=60,
         seconds=95.7,
         paths={"metrics": Path("a/metrics.jsonl")},
     )
     assert lines == ["validation accuracy 0.30 -> 0.91 in 60 steps, 96 s", "  metrics  a/metrics.jsonl"]
+
+
+def test_elapsed_time_and_what_is_left_come_from_the_steps_alone() -> None:
+    clock, console = Clock(), Console(file=io.StringIO(), width=300)
+    with Panel(console, clock=clock) as panel:
+        clock.now += 600  # a slow start
+        panel.begin()
+        for step in (1, 2):
+            clock.now += 30
+            panel.step(StepReport(step=step, num_steps=60, reward=0.0))
+    first, second = console.file.getvalue().splitlines()
+    assert "elapsed 10:30  left 29:30" in first
+    assert "elapsed 11:00  left 29:00" in second
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_the_panel_fits_the_terminal_and_says_what_runs_now(width: int) -> None:
+    clock = Clock()
+    console = Console(
+        file=io.StringIO(), force_terminal=True, width=width, height=30, color_system=None, soft_wrap=True
+    )
+    with Panel(console, clock=clock) as panel:
+        panel.stage("start")
+        panel.begin()
+        for step in range(1, 70):
+            clock.now += 1
+            panel.step(replace(REPORT, step=step, num_steps=100))
+        panel.stage("reference_logprobs")
+        clock.now += 75
+        panel.refresh()
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue()).replace("\r", "\n").splitlines()
+    assert max(len(line) for line in lines) <= width
+    shown = "\n".join(lines)
+    for text in ("now reference_logprobs 1:15", "elapsed 2:24", "reward 0.432", "tokens/s 21346", "rollout"):
+        assert text in shown, "no text is broken over two lines"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from nemo_rl.errors import NonFiniteError, name_some
 from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.models.generation.torch_engine.routes import RowRoutes
 from nemo_rl.models.generation.torch_engine.sampling import draw, seeds_to_tensor
@@ -30,6 +31,8 @@ class RowRequest:
     seed: int
     max_new_tokens: int
     """At least 1; already cut to what the total length leaves."""
+    number: int = 0
+    """Of the row in its request; named in errors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +78,9 @@ def decode_rows(
 
     Args:
         routes: of this batch, still empty, and the routers must be listened to; None records nothing.
+
+    Raises:
+        NonFiniteError: logits are NaN or inf; nothing is drawn from them.
     """
     device = model.device
     limit_N = torch.tensor([row.max_new_tokens for row in rows], device=device)
@@ -89,6 +95,7 @@ def decode_rows(
     live_B = torch.arange(len(rows), device=device)
     batch = _LiveBatch.prefill(model, [row.prompt for row in rows], routes)
     for turn in range(width):
+        _check_finite(batch.logits_BV, rows, live_B, turn=turn)
         token_B, logprob_B = draw(batch.logits_BV, sampling, seeds_N[live_B], turn)
         tokens_NS[live_B, turn] = token_B
         logprobs_NS[live_B, turn] = logprob_B
@@ -108,6 +115,14 @@ def decode_rows(
         if routes is not None:
             routes.add_turn(live_B)
     return DecodedRows(token_ids=tokens_NS, logprobs=logprobs_NS, lengths=length_N, truncated=~stopped_N)
+
+
+def _check_finite(logits_BV: torch.Tensor, rows: Sequence[RowRequest], live_B: torch.Tensor, *, turn: int) -> None:
+    # The largest logit of a row is NaN if any is, and inf if any is; single ones of -inf are a mask.
+    is_bad_B = ~logits_BV.amax(-1).isfinite()
+    if bool(is_bad_B.any()):
+        numbers = [rows[row].number for row in live_B[is_bad_B].tolist()]
+        raise NonFiniteError(f"NaN or inf in the logits for response token {turn + 1} of row {name_some(numbers)}")
 
 
 class _LiveBatch:

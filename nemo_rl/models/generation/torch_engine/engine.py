@@ -6,8 +6,8 @@ every output names the version that produced it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.data_plane.route_shape import RouteShape
-from nemo_rl.errors import name_some
+from nemo_rl.errors import NonFiniteError, name_some
 from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
     GenerationOutput,
@@ -47,13 +47,16 @@ class TorchEngine(GenerationInterface):
         max_total_length: int,
         max_batch_size: int = 1024,
         weight_version: int = -1,
+        number: int = 0,
     ) -> None:
         """Args:
         model: used as it is; it must not be trained while this engine generates.
         tokenizer: only stop strings need one.
         max_total_length: prompt and response together, in tokens.
         weight_version: -1 when the weights are to be replaced before use, another number to use them at once.
+        number: of this engine among those of a run; named in errors.
         """
+        self._number = number
         self._model: PreTrainedModel | None = model.eval()
         self._tokenizer = tokenizer
         self._max_total_length = max_total_length
@@ -63,7 +66,12 @@ class TorchEngine(GenerationInterface):
 
     @classmethod
     def from_config(
-        cls, config: PolicyConfig, *, device: torch.device | str = "cpu", weight_version: int = -1
+        cls,
+        config: PolicyConfig,
+        *,
+        device: torch.device | str = "cpu",
+        weight_version: int = -1,
+        number: int = 0,
     ) -> TorchEngine:
         """The engine of `policy.model_name` in `policy.generation.precision`.
 
@@ -78,6 +86,7 @@ class TorchEngine(GenerationInterface):
             max_total_length=config.max_total_sequence_length,
             max_batch_size=config.generation.max_batch_size,
             weight_version=weight_version,
+            number=number,
         )
 
     @property
@@ -89,6 +98,7 @@ class TorchEngine(GenerationInterface):
 
         Raises:
             ConfigError: routes are asked for, and the model has no experts, or routers of a kind that is not known.
+            NonFiniteError: logits are NaN or inf; the text names row, engine and weight version.
             ValueError: seeds do not divide by prompts, or a prompt is empty or leaves no room for a token.
         """
         rows = self._rows(request)
@@ -100,7 +110,7 @@ class TorchEngine(GenerationInterface):
         order = sorted(range(len(rows)), key=lambda i: len(rows[i].prompt))
         batches = [order[start : start + self._max_batch_size] for start in range(0, len(order), self._max_batch_size)]
         routes = [RowRoutes(recorder) if recorder is not None else None for _ in batches]
-        with recorder.listening() if recorder is not None else nullcontext():
+        with recorder.listening() if recorder is not None else nullcontext(), self._named_errors():
             parts = [
                 decode_rows(
                     self._loaded_model(),
@@ -116,6 +126,17 @@ class TorchEngine(GenerationInterface):
             return output
         taken = [recorded.end_to_end() for recorded in routes if recorded is not None]
         return replace(output, routes=_join_routes(taken, order=order, shape=recorder.shape))
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except NonFiniteError as error:
+            raise NonFiniteError(
+                f"generation engine {self._number}, weight version {self._weight_version}: {error}; nothing was "
+                "sampled from it. Training has diverged, or the weights were broken from the start: resume from an "
+                "earlier checkpoint with a lower learning rate, or check policy.model_name"
+            ) from error
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:
         """Replaces every weight; a tied weight may come under either of its names, or both."""
@@ -189,7 +210,10 @@ class TorchEngine(GenerationInterface):
                     f"{self._max_total_length} less one response token), got {len(prompt)}"
                 )
             seeds = request.seeds[p * request.group_size : (p + 1) * request.group_size]
-            rows += [RowRequest(prompt=tuple(prompt), seed=seed, max_new_tokens=room) for seed in seeds]
+            rows += [
+                RowRequest(prompt=tuple(prompt), seed=seed, max_new_tokens=room, number=number)
+                for number, seed in enumerate(seeds, start=len(rows))
+            ]
         return rows
 
 

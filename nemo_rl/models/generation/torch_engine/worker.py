@@ -25,6 +25,8 @@ class EngineSpec:
     policy: PolicyConfig
     use_gpu: bool = False
     threads: int = 1
+    number: int = 0
+    """Of the replica."""
 
 
 class EngineWorker(TorchEngine):
@@ -90,6 +92,6 @@ class EngineWorker(TorchEngine):
 def build_engine_worker(spec: EngineSpec) -> EngineWorker:
     """Starts one replica; its first weights come by refit."""
     torch.set_num_threads(spec.threads)
-    engine = EngineWorker.from_config(spec.policy, device="cuda" if spec.use_gpu else "cpu")
+    engine = EngineWorker.from_config(spec.policy, device="cuda" if spec.use_gpu else "cpu", number=spec.number)
     assert isinstance(engine, EngineWorker)
     return engine

@@ -1,0 +1,201 @@
+"""One scoring process, seen from its owner: `ScorerProcess`.
+
+Called by `ScorerPool`. Every wait has a deadline; what the process prints is read while its reply is waited for, so
+that it never blocks on a full pipe. Invariant: a reply that does not repeat its request's id is not a reply.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from nemo_rl.errors import RewardError
+from nemo_rl.utils.plain_text import printable
+
+__all__ = ["ScorerProcess", "ScorerSpec"]
+
+_CHILD = Path(__file__).with_name("scorer_child.py")
+_END_TIMEOUT_S = 10.0
+"""From the wish to end a process to SIGKILL: its guard first ends what the reward function has started."""
+_LEFTOVER_TIMEOUT_S = 5.0
+"""From the end of a channel to that of the process: more means that the reward function has closed the channel."""
+_REPLY_LIMIT_BYTES = 64 * 1024 * 1024
+"""A reply is a few numbers; more comes from something else that writes to the channel."""
+_ERROR_LIMIT = 4000
+"""Characters of an error's text."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScorerSpec:
+    """Which function scores."""
+
+    target: str
+    """`module:function`, looked up in the working directory too."""
+    is_factory: bool = False
+    """True: the function takes nothing and returns the one that scores."""
+    in_batches: bool = False
+    """True: the function gets lists, and returns one score for each of their items."""
+
+
+class ScorerProcess:
+    """A process that scores, and everything that it starts.
+
+    Args:
+        spec: the function.
+        start_timeout_s: for loading it.
+        hear: gets what the process prints, line by line.
+
+    Raises:
+        RewardError: the function cannot be loaded, or takes other arguments.
+    """
+
+    def __init__(self, spec: ScorerSpec, *, start_timeout_s: float, hear: Callable[[str], None]) -> None:
+        self._hear = hear
+        self._end_lock = threading.Lock()
+        self._channel, theirs = socket.socketpair()
+        self._replies, self._prints = bytearray(), bytearray()
+        self._output, writing = os.pipe()
+        os.set_blocking(self._output, False)
+        try:
+            # -P: the folder of the script holds modules of ours that must not hide the standard library's.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(_CHILD), str(theirs.fileno()), str(os.getpid())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=writing,
+                stderr=writing,
+                start_new_session=True,
+            )
+        finally:
+            theirs.close()
+            os.close(writing)
+        self.wants: frozenset[str] = frozenset()
+        """Further arguments that the function takes."""
+        self._start_timeout_s = start_timeout_s
+        self._spec = spec
+
+    def load(self) -> None:
+        """Waits until the function is loaded; apart from the start, so that a wait can be ended by `end`."""
+        spec = self._spec
+        request = {
+            "paths": [path for path in sys.path if path] + [os.getcwd()],
+            "target": spec.target,
+            "is_factory": spec.is_factory,
+            "in_batches": spec.in_batches,
+        }
+        try:
+            reply = self.ask(request, timeout_s=self._start_timeout_s)
+        except TimeoutError:
+            reply = {"failed": f"not loaded within {self._start_timeout_s:.0f} s"}
+        except (OSError, EOFError) as error:
+            reply = {"failed": f"its process ended while loading it: {error}"}
+        if "failed" in reply:
+            cause = printable(str(reply["failed"]), limit=_ERROR_LIMIT, keep_lines=True)
+            raise RewardError(f"reward function {spec.target!r}: cannot be loaded: {cause}")
+        self.wants = frozenset(cast("list[str]", reply["wants"]))
+
+    def ask(self, request: Mapping[str, object], *, timeout_s: float) -> Mapping[str, object]:
+        """Sends a request and waits for its reply.
+
+        Raises:
+            TimeoutError: no reply in time.
+            EOFError: the process ended.
+            TypeError: the request is no JSON.
+        """
+        deadline, number = time.monotonic() + timeout_s, secrets.token_hex(8)
+        line = json.dumps({"id": number, **request}).encode() + b"\n"
+        self._channel.settimeout(timeout_s)
+        self._channel.sendall(line)
+        while True:
+            reply = _reply_in(self._next_line(deadline), number)
+            if reply is not None:
+                self._hear_prints()
+                return reply
+
+    def end(self) -> None:
+        """Ends the process and everything that it started; whoever waits for it gets an EOFError. Idempotent."""
+        with self._end_lock:
+            if self._process.poll() is not None:
+                return
+            self._process.terminate()
+            try:
+                self._process.wait(_END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                with suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait(_END_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Ends it and gives its channels back; nobody may wait for it any more. Idempotent."""
+        self.end()
+        if self._channel.fileno() != -1:
+            self._hear_prints()
+            if self._prints:
+                self._hear_line(self._prints)
+            self._channel.close()
+            os.close(self._output)
+
+    def _next_line(self, deadline: float) -> bytes:
+        while b"\n" not in self._replies:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise TimeoutError
+            channel = self._channel.fileno()
+            readable, _, _ = select.select([channel, self._output], [], [], remaining)
+            if self._output in readable and not self._hear_prints():
+                # Nobody prints any more: the process is gone, or has closed its outputs.
+                readable, _, _ = select.select([channel], [], [], remaining)
+            if channel in readable:
+                part = self._channel.recv(1 << 16)
+                if not part:
+                    # Its guard exits with the code of the scorer, once it has ended what that has left.
+                    with suppress(subprocess.TimeoutExpired):
+                        self._process.wait(_LEFTOVER_TIMEOUT_S)
+                    self.end()
+                    raise EOFError(f"exit code {self._process.returncode}")
+                self._replies += part
+                if len(self._replies) > _REPLY_LIMIT_BYTES:
+                    raise OSError(f"more than {_REPLY_LIMIT_BYTES} bytes came where a reply was expected")
+        line, _, rest = bytes(self._replies).partition(b"\n")
+        self._replies = bytearray(rest)
+        return line
+
+    def _hear_prints(self) -> bool:
+        """Hands on what was printed; False at the end of the output."""
+        while True:
+            try:
+                part = os.read(self._output, 1 << 16)
+            except BlockingIOError:
+                return True
+            if not part:
+                return False
+            self._prints += part
+            *lines, rest = self._prints.split(b"\n")
+            self._prints = bytearray(rest)
+            for line in lines:
+                self._hear_line(line)
+
+    def _hear_line(self, line: bytearray) -> None:
+        self._hear(line.decode("utf-8", "backslashreplace").rstrip("\r"))
+
+
+def _reply_in(line: bytes, number: str) -> dict[str, object] | None:
+    """The reply to the request of this number; None for anything else that came."""
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return message if isinstance(message, dict) and message.get("id") == number else None
