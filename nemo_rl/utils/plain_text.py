@@ -16,7 +16,7 @@ def printable(text: str, *, limit: int, keep_lines: bool = False) -> str:
 
     Example:
         >>> printable("a\\x1b[2Jb" + "c" * 50, limit=8)
-        'a\\\\x1b[2Jbc ... (49 more characters)'
+        'a\\\\x1b[2Jbcc ... (48 more characters)'
     """
     kept = "\n\t" if keep_lines else ""
     shown = "".join(char if char.isprintable() or char in kept else _spelt_out(char) for char in text[:limit])
