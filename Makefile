@@ -12,6 +12,8 @@ MOE_STARTER := checkpoints/starter_sort_moe
 CHAIN_SUM_STARTER := checkpoints/starter_chain_sum
 GPU_WHEELS := build/gpu-wheels
 GPU_WHEELS_MIB := 40
+# A target that trains starts over in its folder, unless it is told to go on: make demo ARGS="checkpointing.resume=true"
+RUN_ARGS = $(if $(findstring checkpointing.resume=true,$(ARGS)),,logger.overwrite=true) $(ARGS)
 ENGINE_TESTS := tests/contract tests/distributed tests/e2e
 
 # Two threads are slower than one at this size, and every worker is a process of its own.
@@ -62,7 +64,7 @@ $(CHAIN_SUM_STARTER)/config.json: | $(VENV)/.dev
 	$(BIN)/python examples/make_starter.py --out $(CHAIN_SUM_STARTER) --task chain_sum
 
 demo: $(VENV)/.base $(STARTER)/config.json ## install, make the starter checkpoint, run GRPO on sorting digits
-	$(BIN)/python examples/run_grpo.py --config configs/grpo_sort_cpu.yaml $(ARGS)
+	$(BIN)/python examples/run_grpo.py --config configs/grpo_sort_cpu.yaml $(RUN_ARGS)
 
 # The engines' libraries leave threads behind in a process, so what does not start engines runs in another one.
 PYTEST = status=0; \
@@ -92,17 +94,17 @@ configs: $(VENV)/.base ## write configs/grpo_base.yaml from the schema
 learn-sort: $(VENV)/.base $(STARTER)/config.json ## learning run: the sort demo with three seeds, and with learning rate 0
 	for seed in 1 2 3; do \
 	  $(BIN)/python examples/run_grpo.py --config configs/grpo_sort_cpu.yaml grpo.seed=$$seed \
-	    logger.log_dir=results/learn_sort/seed_$$seed checkpointing.enabled=false $(ARGS); \
+	    logger.log_dir=results/learn_sort/seed_$$seed checkpointing.enabled=false $(RUN_ARGS); \
 	done
 	$(BIN)/python examples/run_grpo.py --config configs/grpo_sort_cpu.yaml policy.optimizer.kwargs.lr=0 \
-	  logger.log_dir=results/learn_sort/lr_0 checkpointing.enabled=false $(ARGS)
+	  logger.log_dir=results/learn_sort/lr_0 checkpointing.enabled=false $(RUN_ARGS)
 
 learn-chain-sum: $(VENV)/.dev $(CHAIN_SUM_STARTER)/config.json ## learning run: reasoning_gym's chain_sum, makes its own starter
-	$(BIN)/python examples/run_grpo.py --config configs/recipes/grpo_chain_sum_cpu.yaml $(ARGS)
+	$(BIN)/python examples/run_grpo.py --config configs/recipes/grpo_chain_sum_cpu.yaml $(RUN_ARGS)
 
 learn-sort-moe: $(VENV)/.base $(MOE_STARTER)/config.json ## learning run: the sort demo with experts and router replay, both workers
 	for worker in megatron dtensor; do \
-	  $(BIN)/python examples/run_grpo.py --config configs/recipes/grpo_sort_moe_r3_$${worker}_cpu.yaml $(ARGS); \
+	  $(BIN)/python examples/run_grpo.py --config configs/recipes/grpo_sort_moe_r3_$${worker}_cpu.yaml $(RUN_ARGS); \
 	done
 
 bench-step: $(VENV)/.base $(STARTER)/config.json ## seconds and bytes per stage, store by store; writes results/bench_grpo_step.json

@@ -10,10 +10,8 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 
@@ -21,7 +19,9 @@ from nemo_rl.config.load import load_config
 from nemo_rl.config.render import to_yaml
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import NemoRLError, UserError
+from nemo_rl.utils import interrupt
 from nemo_rl.utils.console import configure_logging, make_console
+from nemo_rl.utils.resume_hint import resume_hint
 
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 
@@ -43,32 +43,41 @@ def train(config: MasterConfig, console: Console) -> None:
     run(config, console=console)
 
 
-def interrupt(number: int, frame: FrameType | None) -> None:
-    """SIGTERM and SIGHUP end the run like Ctrl-C: everything that was started is ended."""
-    raise KeyboardInterrupt
+def report(error: BaseException, config: MasterConfig | None, errors: Console) -> int:
+    """Says how it ended, and for a run that had begun how to go on; returns the exit code."""
+    # Libraries make errors of their own of an interrupt.
+    is_interrupt = isinstance(error, KeyboardInterrupt) or interrupt.received()
+    if is_interrupt:
+        errors.print("interrupted; everything this run started has been ended")
+    elif isinstance(error, NemoRLError):
+        notes = "".join(f"\n  ({note})" for note in error.__notes__) if hasattr(error, "__notes__") else ""
+        errors.print(f"error: {error}{notes}", style="red")
+    else:
+        raise error
+    if not is_interrupt and isinstance(error, UserError):
+        return USER_ERROR
+    if config is not None:
+        errors.print(resume_hint(config, sys.orig_argv))
+    return INTERRUPTED if is_interrupt else FAILURE
 
 
 def main(argv: list[str]) -> int:
     console, errors = make_console(), Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
     configure_logging(console, level=logging.WARNING)
     args = parse_args(argv)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, interrupt)
+    interrupt.install()
+    running: MasterConfig | None = None
     try:
         config = load_config(args.config, args.overrides)
         if args.print_config:
             console.print(to_yaml(config))
         if not (args.print_config or args.validate_only):
+            running = config
             train(config, console)
         elif args.validate_only:
             console.print(f"{args.config}: ok")
-    except NemoRLError as error:
-        notes = "".join(f"\n  ({note})" for note in error.__notes__) if hasattr(error, "__notes__") else ""
-        errors.print(f"error: {error}{notes}", style="red")
-        return USER_ERROR if isinstance(error, UserError) else FAILURE
-    except KeyboardInterrupt:
-        errors.print("interrupted; everything this run started has been ended")
-        return INTERRUPTED
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  (the outermost place: told as what it is, or raised)
+        return report(error, running, errors)
     return 0
 
 

@@ -8,7 +8,8 @@ NemoRLError
 |   |-- ResourceError         too few CPUs, GPUs, ports or bytes for what was asked
 |   |-- RewardError           a reward function raised, hung or returned something that is no number
 |   |-- NonFiniteError        NaN or inf in a loss, a gradient norm or log-probabilities
-|   `-- CheckpointError       a checkpoint that cannot be written, read or resumed from
+|   |-- CheckpointError       a checkpoint that cannot be written, read or resumed from
+|   `-- RunFolderError        a run folder that another run uses, or that holds one, or that cannot be written
 |-- DataPlaneError
 |   |-- KeysNotFound          rows that are not in the partition
 |   |-- FieldNotProduced      a field that is declared, but not written yet for every row asked for
@@ -49,6 +50,7 @@ __all__ = [
     "PayloadLost",
     "ResourceError",
     "RewardError",
+    "RunFolderError",
     "SchemaMismatch",
     "UserError",
     "VersionMismatch",
@@ -113,6 +115,10 @@ class NonFiniteError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint that cannot be written, read or resumed from."""
+
+
+class RunFolderError(UserError):
+    """A run folder that another run uses, or that holds one, or that cannot be written."""
 
 
 class DataPlaneError(NemoRLError):
@@ -201,6 +207,7 @@ _BY_NAME: Mapping[str, type[NemoRLError]] = {
         RewardError,
         NonFiniteError,
         CheckpointError,
+        RunFolderError,
     )
 }
 

@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 
 from nemo_rl.algorithms.grpo import ScoredRows, plan_logprobs, plan_train, score_rows, select_train_rows
+from nemo_rl.algorithms.run_folder import ROLLOUTS
 from nemo_rl.algorithms.stages import Stage, fetched_fields, written_fields
 from nemo_rl.algorithms.step_metrics import StepRecord, data_plane_metrics, step_metrics
 from nemo_rl.config.schema import MasterConfig
@@ -44,6 +45,7 @@ from nemo_rl.models.policy.interfaces import LossFunction
 from nemo_rl.models.policy.lm_policy import TrainSummary
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.weight_sync.base import WeightSync
+from nemo_rl.utils import interrupt
 from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager
 from nemo_rl.utils.logger import REWARD_METRIC, Logger
 from nemo_rl.utils.metrics import values
@@ -129,6 +131,7 @@ class SyncGRPOTrainer:
         self.open_run()
         self._parts.panel.begin()
         while not self._is_done():
+            interrupt.raise_if_received()
             record = self.step()
             self._after_step(record)
         return RunSummary(
@@ -246,7 +249,7 @@ class SyncGRPOTrainer:
             self._parts.rollout.log_rollouts(meta.subset(rows), path=path, records=records)
 
     def _rollouts_folder(self) -> Path:
-        return self._config.logger.log_dir / "rollouts"
+        return self._config.logger.log_dir / ROLLOUTS
 
     def _show_printed(self, lines: Sequence[str]) -> None:
         for line in lines:
@@ -274,7 +277,10 @@ class SyncGRPOTrainer:
         self._timer.reset()
 
     def _after_step(self, record: StepRecord) -> None:
-        """Refit, validate, log, save, in that order: a checkpoint knows the metrics of its step."""
+        """Refit, validate, log, save, in that order: no kill leaves a checkpoint whose step has no line.
+
+        So the seconds of a save stand in the line of the next step.
+        """
         with self._timer.time("refit"):
             self._parts.weight_sync.sync(self._step)
         metrics = step_metrics(record, self._config) | self._parts.policy.memory_metrics()
@@ -297,13 +303,12 @@ class SyncGRPOTrainer:
         )
         metrics.update({f"timing/{name}_s": value for name, value in stage_seconds.items()})
         metrics.update(traffic.metrics)
-        if self._checkpoint_is_due():
-            with self._timer.time("checkpoint"):
-                self._save(metrics)
-            metrics["timing/checkpoint_s"] = self._timer.seconds().get("checkpoint", 0.0)
         self._timer.reset()
         self._parts.logger.log_metrics(metrics, step=self._step)
         self._parts.panel.step(self._report(record, metrics, stage_seconds, traffic.stage_bytes))
+        if self._checkpoint_is_due():
+            with self._timer.time("checkpoint"):
+                self._save(metrics)
 
     def _report(
         self,
@@ -375,16 +380,13 @@ class SyncGRPOTrainer:
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.state
-        optimizer = checkpoint.optimizer if checkpoint.optimizer.is_dir() else None
-        if optimizer is None:
-            logger.warning("%s has no optimizer state: the optimizer starts afresh", checkpoint.path)
+        optimizer = checkpoint.optimizer if self._config.checkpointing.load_optimizer else None
         self._parts.policy.load_checkpoint(weights=checkpoint.weights, optimizer=optimizer)
         self._parts.sampler.load_state_dict(_mapping(state["sampler"]))
         self._step = checkpoint.step
         self._val_reward = _number(state.get("val_reward"))
         self._first_val_reward = _number(state.get("first_val_reward"))
         self._last_checkpoint = checkpoint.path
-        logger.info("resumed from %s", checkpoint.path)
 
 
 def _mapping(value: object) -> Mapping[str, object]:

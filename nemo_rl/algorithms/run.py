@@ -8,10 +8,13 @@ from pathlib import Path
 from rich.console import Console
 
 from nemo_rl.algorithms.grpo_sync import RunSummary
+from nemo_rl.algorithms.run_folder import CONFIG_FILE, CURVE_FILE, ROLLOUTS
 from nemo_rl.algorithms.setup import open_trainer
 from nemo_rl.config.schema import LoggerConfig, MasterConfig
 from nemo_rl.utils.panel import final_lines
+from nemo_rl.utils.r3_trace_env import r3_trace_enabled, trace_folder
 from nemo_rl.utils.reward_curve import write_reward_curve
+from nemo_rl.utils.trackers.jsonl import METRICS_FILE
 
 __all__ = ["run"]
 
@@ -38,14 +41,16 @@ def _outputs(config: LoggerConfig, summary: RunSummary) -> dict[str, Path]:
     """What the run wrote, by name; a name whose file is not there is left out."""
     log_dir = config.log_dir
     if config.reward_curve:
-        write_reward_curve(log_dir / "metrics.jsonl", log_dir / "reward_curve.png")
+        write_reward_curve(log_dir / METRICS_FILE, log_dir / CURVE_FILE)
     found = {
-        "metrics": log_dir / "metrics.jsonl",
+        "metrics": log_dir / METRICS_FILE,
         "TensorBoard events": log_dir / "tensorboard",
-        "resolved config": log_dir / "config.yaml",
-        "rollouts": log_dir / "rollouts",
-        "reward curve": log_dir / "reward_curve.png",
+        "resolved config": log_dir / CONFIG_FILE,
+        "rollouts": log_dir / ROLLOUTS,
+        "reward curve": log_dir / CURVE_FILE,
     }
+    if r3_trace_enabled():
+        found["route trace"] = Path(trace_folder())
     if summary.last_checkpoint is not None:
         found["last checkpoint"] = summary.last_checkpoint
     return {name: path for name, path in found.items() if path.exists()}

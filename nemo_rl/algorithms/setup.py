@@ -17,6 +17,7 @@ from rich.console import Console
 
 from nemo_rl.algorithms.grpo_sync import PARTITION, SyncGRPOTrainer, TrainerParts
 from nemo_rl.algorithms.loss_functions import ClippedPGLoss
+from nemo_rl.algorithms.run_folder import CONFIG_FILE, cut_rollouts, open_run_folders
 from nemo_rl.algorithms.stages import build_stages
 from nemo_rl.config.render import to_yaml
 from nemo_rl.config.schema import MasterConfig
@@ -29,7 +30,7 @@ from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, free_port
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup, RayPlacement, RayWorkerGroup, WorkerGroup
-from nemo_rl.errors import CheckpointError, DatasetError
+from nemo_rl.errors import DatasetError
 from nemo_rl.experience.sync_rollout_actor import RolloutHandle, SyncRolloutWorker
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.generation.replicas import GenerationReplicas
@@ -74,8 +75,6 @@ def open_trainer(config: MasterConfig, *, console: Console) -> Iterator[SyncGRPO
     Raises:
         UserError: a missing folder, an empty dataset, too few CPUs, or nothing to resume from.
     """
-    checkpoints = _checkpoint_manager(config)
-    resume_from = _checkpoint_to_resume(config, checkpoints)
     model_config = load_model_config(config.policy.model_name)
     check_policy_fits(config.policy)
     loss_fn = ClippedPGLoss(
@@ -84,10 +83,13 @@ def open_trainer(config: MasterConfig, *, console: Console) -> Iterator[SyncGRPO
     )
     stages = build_stages(config, loss_fn)
     with ExitStack() as stack:
+        stack.enter_context(open_run_folders(config))
+        panel = stack.enter_context(Panel(console, live=config.logger.live_panel))
+        checkpoints = _checkpoint_manager(config)
+        resume_from = _checkpoint_to_resume(config, checkpoints, panel)
         write_resolved_config(config)
         run_logger = _logger(config, resume_from)
         stack.callback(run_logger.close)
-        panel = stack.enter_context(Panel(console, live=config.logger.live_panel))
         panel.note(_what_starts(config))
         cluster = stack.enter_context(_cluster(config)) if config.cluster.launcher == "ray" else None
         groups, client = _start(config, cluster, stack)
@@ -133,7 +135,7 @@ def _what_starts(config: MasterConfig) -> str:
 
 def write_resolved_config(config: MasterConfig) -> Path:
     """`config.yaml` beside the logs of the run."""
-    return write_text(config.logger.log_dir / "config.yaml", to_yaml(config))
+    return write_text(config.logger.log_dir / CONFIG_FILE, to_yaml(config))
 
 
 def _logger(config: MasterConfig, resume_from: Checkpoint | None) -> Logger:
@@ -274,20 +276,24 @@ def _checkpoint_manager(config: MasterConfig) -> CheckpointManager | None:
     if not section.enabled:
         return None
     return CheckpointManager(
-        section.checkpoint_dir,
+        config.checkpoint_dir,
         keep_top_k=section.keep_top_k,
         metric_name=section.metric_name.replace(":", "/", 1),
         higher_is_better=section.higher_is_better,
     )
 
 
-def _checkpoint_to_resume(config: MasterConfig, checkpoints: CheckpointManager | None) -> Checkpoint | None:
-    if checkpoints is None or not config.checkpointing.resume:
+def _checkpoint_to_resume(
+    config: MasterConfig, checkpoints: CheckpointManager | None, panel: Panel
+) -> Checkpoint | None:
+    """Leaves the folders as if the run had ended with the checkpoint that it takes."""
+    if checkpoints is None:
         return None
-    found = checkpoints.latest()
-    if found is None:
-        raise CheckpointError(
-            f"checkpointing.resume is true, but {config.checkpointing.checkpoint_dir} holds no complete checkpoint; "
-            "set it to false to start afresh, or point checkpointing.checkpoint_dir to the run to continue"
-        )
-    return found
+    checkpoints.clean()
+    if not config.checkpointing.resume:
+        return None
+    choice = checkpoints.choose(with_optimizer=config.checkpointing.load_optimizer)
+    chosen = choice.checkpoint
+    panel.note(f"resuming after step {chosen.step} from {chosen.path}: {choice.reason}")
+    cut_rollouts(config.logger.log_dir, resume_step=chosen.step)
+    return chosen

@@ -199,8 +199,8 @@ class CheckpointingConfig(Section):
 
     enabled: bool = True
     """Save checkpoints."""
-    checkpoint_dir: Path = Path("results/checkpoints")
-    """Folder of the `step_N` folders and `latest`."""
+    checkpoint_dir: Path | None = None
+    """Folder of the `step_N` folders and `latest`; null: `checkpoints` in `logger.log_dir`."""
     save_period: PositiveInt = 10
     """Save every so many steps, and at the last step."""
     keep_top_k: PositiveInt | None = 3
@@ -212,7 +212,9 @@ class CheckpointingConfig(Section):
     save_optimizer: bool = True
     """Save what exact resuming needs besides the weights; false halves the size and cannot be resumed from."""
     resume: bool = False
-    """Continue from the latest checkpoint in `checkpoint_dir`; an error if there is none."""
+    """Continue from the latest intact checkpoint in `checkpoint_dir`; an error if there is none."""
+    load_optimizer: bool = True
+    """Resume with the checkpoint's optimizer state; false starts a fresh optimizer from its weights."""
 
 
 class WandbConfig(Section):
@@ -230,7 +232,9 @@ class LoggerConfig(Section):
     """Trackers and files of a run. `metrics.jsonl` is always written."""
 
     log_dir: Path = Path("results/logs")
-    """Folder of everything a run writes besides checkpoints."""
+    """Folder of everything a run writes. It holds one run: another start in it is refused, or continues that run."""
+    overwrite: bool = False
+    """Remove what an earlier run wrote to the folders of this one, and nothing else, before starting."""
     tensorboard_enabled: bool = True
     """Write TensorBoard events to `tensorboard/`."""
     wandb_enabled: bool = False
@@ -262,6 +266,11 @@ class MasterConfig(Section):
     def active_data_plane(self) -> DataPlaneConfig:
         """The data plane with the store that this run uses."""
         return self.data_plane.resolved(has_actors=self.cluster.launcher == "ray")
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """`checkpointing.checkpoint_dir`, with null decided."""
+        return self.checkpointing.checkpoint_dir or self.logger.log_dir / "checkpoints"
 
     @property
     def refit_transport(self) -> str:

@@ -371,8 +371,19 @@ def rule_checkpoints_are_ranked_by_something_logged(config: MasterConfig) -> lis
 
 
 def rule_resume_needs_the_optimizer(config: MasterConfig) -> list[str]:
-    if config.checkpointing.resume and not config.checkpointing.save_optimizer:
+    section = config.checkpointing
+    if section.resume and not section.save_optimizer:
         return ["checkpointing.save_optimizer: false cannot be resumed from; set it to true, or resume=false"]
+    if not section.resume:
+        switch = "checkpointing.resume"
+        because = f"{switch} is false"
+        return would_be_ignored(section, "checkpointing", ["load_optimizer"], switch=switch, because=because)
+    return []
+
+
+def rule_a_run_is_resumed_or_overwritten(config: MasterConfig) -> list[str]:
+    if config.checkpointing.resume and config.logger.overwrite:
+        return ["logger.overwrite: removes the run that checkpointing.resume continues; leave one of them out"]
     return []
 
 

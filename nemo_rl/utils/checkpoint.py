@@ -1,7 +1,8 @@
-"""Step folders that are either complete or absent, which of them to keep, and which is the latest.
+"""Step folders that are either complete or absent, which of them to keep, and which to resume from.
 
-A checkpoint is written into `tmp_step_N`, then renamed to `step_N`; a crash or a full disk leaves the previous one
-as it was. The trainer calls `save`; `setup` calls `latest` when it resumes.
+A checkpoint is written into `tmp_step_N.TOKEN`, gets a manifest, and is renamed to `step_N`; a crash or a full disk
+leaves the previous one as it was. The trainer calls `save`; `setup` calls `clean` and `choose`. Invariant: a folder
+named `step_N` is removed only when it is intact and others are better, or when its step is saved again.
 """
 
 from __future__ import annotations
@@ -9,20 +10,28 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl.errors import CheckpointError, NemoRLError
+from nemo_rl.utils import interrupt
 from nemo_rl.utils.files import write_text
+from nemo_rl.utils.manifest import Manifest
 
-__all__ = ["Checkpoint", "CheckpointManager"]
+__all__ = ["Checkpoint", "CheckpointManager", "Choice", "Damaged", "checkpoint_paths"]
 
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "training_info.json"
 LATEST_FILE = "latest"
+OPTIMIZER = "policy/optimizer"
+STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")
+UNFINISHED, REPLACED, REMOVED = "tmp_", "old_", "removed_"
+"""Prefixes of folders that are being written, exchanged and removed; what a kill leaves of them is cleaned up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +42,7 @@ class Checkpoint:
     path: Path
     state: Mapping[str, object]
     """Contents of `training_info.json`."""
+    manifest: Manifest
 
     @property
     def weights(self) -> Path:
@@ -40,11 +50,33 @@ class Checkpoint:
 
     @property
     def optimizer(self) -> Path:
-        return self.path / "policy" / "optimizer"
+        return self.path / OPTIMIZER
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether it was saved with optimizer state."""
+        return any(name.startswith(f"{OPTIMIZER}/") for name in self.manifest.paths)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Damaged:
+    """A folder that is named like a checkpoint and is none."""
+
+    path: Path
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """What to resume from."""
+
+    checkpoint: Checkpoint
+    reason: str
+    """In words: why this one."""
 
 
 class CheckpointManager:
-    """Writes and prunes checkpoints in one folder.
+    """Writes, prunes and chooses checkpoints in one folder, which belongs to this run alone.
 
     Args:
         folder: holds `step_N` folders and the file `latest`.
@@ -59,62 +91,121 @@ class CheckpointManager:
         self._keep_top_k = keep_top_k
         self._metric_name = metric_name
         self._sign = 1.0 if higher_is_better else -1.0
+        self._token = uuid.uuid4().hex[:8]
 
     def save(self, step: int, *, write: Callable[[Path], None], state: Mapping[str, object]) -> Path:
-        """Runs `write(tmp folder)`, adds `state`, renames, updates `latest`, prunes.
+        """Runs `write(tmp folder)`, adds `state` and a manifest, renames, updates `latest`, prunes.
 
         Raises:
             CheckpointError: a write failed; earlier checkpoints and `latest` are untouched.
+            KeyboardInterrupt: an interrupt arrived, also where a library made another error of it.
         """
-        target, tmp = self._folder / f"step_{step}", self._folder / f"tmp_step_{step}"
+        target = self._folder / f"step_{step}"
+        tmp = self._aside(UNFINISHED, target)
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(tmp, ignore_errors=True)
-            tmp.mkdir()
+            tmp.mkdir(parents=True)
             write(tmp)
             write_text(tmp / STATE_FILE, json.dumps({**state, "step": step}, indent=2, sort_keys=True))
-            _replace_folder(tmp, target)
+            Manifest.write(tmp)
+            self._replace_folder(tmp, target)
             write_text(self._folder / LATEST_FILE, target.name)
         except (OSError, NemoRLError) as error:
-            shutil.rmtree(tmp, ignore_errors=True)
+            interrupt.raise_if_received()
             kept = self.latest()
             rest = f"the latest valid checkpoint is {kept.path}" if kept else "there is no earlier checkpoint"
             raise CheckpointError(
                 f"checkpoint of step {step} in {self._folder}: {error}; {rest}. Free some space or change "
                 "checkpointing.checkpoint_dir, then run again with checkpointing.resume=true"
             ) from error
+        finally:
+            shutil.rmtree(tmp, ignore_errors=True)
         self._prune(latest=step)
         return target
 
     def latest(self) -> Checkpoint | None:
-        """The checkpoint named by `latest`, or the newest complete one when that file is missing or stale."""
-        found = self.all()
-        pointer = self._folder / LATEST_FILE
-        if pointer.is_file():
-            named = pointer.read_text().strip()
-            for checkpoint in found:
-                if checkpoint.path.name == named:
-                    return checkpoint
-        return found[-1] if found else None
+        """The one named by `latest`, or the newest when that file is missing or stale; contents are not compared."""
+        found, _ = self.scan()
+        return next(iter(_in_order(found, self._pointer())), None)
 
     def all(self) -> list[Checkpoint]:
-        """Complete checkpoints in order of their steps."""
-        found = []
-        for path in self._folder.glob("step_*"):
-            number = path.name.removeprefix("step_")
-            if number.isdigit() and (path / STATE_FILE).is_file():
-                state = json.loads((path / STATE_FILE).read_text())
-                found.append(Checkpoint(step=int(number), path=path, state=state))
-        return sorted(found, key=lambda checkpoint: checkpoint.step)
+        """Complete checkpoints in order of their steps; contents are not compared."""
+        return self.scan()[0]
+
+    def scan(self) -> tuple[list[Checkpoint], list[Damaged]]:
+        """What there is: complete checkpoints in order of their steps, and folders that are none."""
+        found: list[Checkpoint] = []
+        damaged: list[Damaged] = []
+        for path in sorted(self._folder.glob("step_*")):
+            try:
+                found.append(_read(path))
+            except (OSError, ValueError, RecursionError) as error:
+                damaged.append(Damaged(path=path, reason=str(error) or type(error).__name__))
+        return sorted(found, key=lambda checkpoint: checkpoint.step), damaged
+
+    def choose(self, *, with_optimizer: bool = True) -> Choice:
+        """The checkpoint to resume from: the one that `latest` names, else the newest, of those that are intact.
+
+        Reads all files of the one it takes. Damaged ones are named in a warning and left where they are.
+
+        Args:
+            with_optimizer: whether its optimizer state is needed.
+
+        Raises:
+            CheckpointError: there is none, or it has no optimizer state.
+        """
+        found, damaged = self.scan()
+        pointer = self._pointer()
+        passed_over = {item.path: item.reason for item in damaged}
+        for checkpoint in _in_order(found, pointer):
+            manifest = checkpoint.manifest if with_optimizer else checkpoint.manifest.without(f"{OPTIMIZER}/")
+            problem = manifest.damage(checkpoint.path)
+            if problem is None:
+                if with_optimizer and not checkpoint.has_optimizer:
+                    raise CheckpointError(
+                        f"{checkpoint.path} holds no optimizer state: it was saved with checkpointing."
+                        "save_optimizer=false; checkpointing.load_optimizer=false resumes with a fresh optimizer"
+                    )
+                _warn(passed_over)
+                return Choice(checkpoint=checkpoint, reason=_why(checkpoint, found, pointer, passed_over))
+            passed_over[checkpoint.path] = problem
+        listed = "".join(f"\n  {path}: {reason}" for path, reason in passed_over.items())
+        raise CheckpointError(
+            f"checkpointing.resume is true, but {self._folder} holds no complete checkpoint; set it to false to start "
+            "afresh, or point checkpointing.checkpoint_dir to the run to continue"
+            + (f". Damaged, and left as they are:{listed}" if listed else "")
+        )
+
+    def clean(self) -> None:
+        """Removes what a killed run was writing or removing; gives back what it was about to exchange."""
+        for path in _aside_paths(self._folder):
+            name = path.name.split(".")[0].removeprefix(REPLACED)
+            if path.name.startswith(REPLACED) and not (self._folder / name).exists():
+                path.rename(self._folder / name)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _pointer(self) -> str | None:
+        try:
+            return (self._folder / LATEST_FILE).read_text(encoding="utf-8").strip()
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            logger.warning("%s cannot be read and is passed over: %s", self._folder / LATEST_FILE, error)
+            return None
 
     def _prune(self, *, latest: int) -> None:
         if self._keep_top_k is None:
             return
-        ranked = sorted(self.all(), key=self._rank, reverse=True)
+        # A damaged one is no reason to remove an intact one, and is not ours to remove.
+        whole = [checkpoint for checkpoint in self.all() if checkpoint.manifest.missing(checkpoint.path) is None]
+        ranked = sorted(whole, key=self._rank, reverse=True)
         for checkpoint in ranked[self._keep_top_k :]:
             if checkpoint.step != latest:
                 logger.info("removing %s", checkpoint.path)
-                shutil.rmtree(checkpoint.path, ignore_errors=True)
+                # Renamed first: a kill in the middle must not leave half a checkpoint under its name.
+                gone = self._aside(REMOVED, checkpoint.path)
+                os.replace(checkpoint.path, gone)
+                shutil.rmtree(gone, ignore_errors=True)
 
     def _rank(self, checkpoint: Checkpoint) -> tuple[float, int]:
         metrics = checkpoint.state.get("metrics")
@@ -122,12 +213,64 @@ class CheckpointManager:
         score = self._sign * float(value) if isinstance(value, int | float) else float("-inf")
         return score, checkpoint.step
 
+    def _replace_folder(self, source: Path, target: Path) -> None:
+        """Renames `source` to `target`; a folder already there survives until the new one is in place."""
+        old = self._aside(REPLACED, target)
+        if target.exists():
+            logger.warning("%s is replaced: the run has come to this step again", target)
+            os.replace(target, old)
+        os.replace(source, target)
+        shutil.rmtree(old, ignore_errors=True)
 
-def _replace_folder(source: Path, target: Path) -> None:
-    """Renames `source` to `target`; a folder already there survives until the new one is in place."""
-    old = target.with_name(f"old_{target.name}")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        os.replace(target, old)
-    os.replace(source, target)
-    shutil.rmtree(old, ignore_errors=True)
+    def _aside(self, prefix: str, path: Path) -> Path:
+        """A name that no other process uses."""
+        return path.with_name(f"{prefix}{path.name}.{self._token}")
+
+
+def checkpoint_paths(folder: Path) -> list[Path]:
+    """Everything in `folder` that checkpoints have written, damaged and unfinished ones included."""
+    steps = [path for path in sorted(folder.glob("step_*")) if STEP.fullmatch(path.name) and path.is_dir()]
+    pointer = folder / LATEST_FILE
+    return [*steps, *_aside_paths(folder), *([pointer] if pointer.is_file() else [])]
+
+
+def _aside_paths(folder: Path) -> Iterator[Path]:
+    for prefix in (UNFINISHED, REPLACED, REMOVED):
+        for path in sorted(folder.glob(f"{prefix}step_*")):
+            if STEP.fullmatch(path.name.split(".")[0].removeprefix(prefix)) and path.is_dir():
+                yield path
+
+
+def _read(path: Path) -> Checkpoint:
+    """
+    Raises:
+        OSError, ValueError, RecursionError: it is no complete checkpoint.
+    """
+    if not STEP.fullmatch(path.name):
+        raise ValueError("is named like no checkpoint: expected step_ and a number")
+    state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+    if not isinstance(state, dict) or not isinstance(state.get("sampler"), dict):
+        raise ValueError(f"{STATE_FILE}: expected an object with the data position in 'sampler'")
+    step = int(path.name.removeprefix("step_"))
+    if state.get("step") != step:
+        raise ValueError(f"{STATE_FILE}: expected step {step}, got {state.get('step')!r}")
+    return Checkpoint(step=step, path=path, state=state, manifest=Manifest.read(path))
+
+
+def _in_order(found: Sequence[Checkpoint], pointer: str | None) -> list[Checkpoint]:
+    """The one that is pointed to, then the newest first."""
+    return sorted(found, key=lambda checkpoint: (checkpoint.path.name == pointer, checkpoint.step), reverse=True)
+
+
+def _why(chosen: Checkpoint, found: Sequence[Checkpoint], pointer: str | None, damaged: Mapping[Path, str]) -> str:
+    newest = max(checkpoint.step for checkpoint in found)
+    if chosen.path.name == pointer:
+        later = "" if chosen.step == newest else f", though step_{newest} is there"
+        return f"named by `{LATEST_FILE}`{later}"
+    missing = "" if pointer is None else f"; `{LATEST_FILE}` names {pointer[:80]!r}, which is damaged or missing"
+    return f"the newest intact one{missing}" + ("; see the warnings above" if damaged else "")
+
+
+def _warn(damaged: Mapping[Path, str]) -> None:
+    for path, reason in damaged.items():
+        logger.warning("checkpoint %s is damaged and passed over: %s; it is left as it is", path, reason)

@@ -12,7 +12,7 @@ from functools import partial
 from nemo_rl.config.schema import LoggerConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.utils.trackers.base import Tracker
-from nemo_rl.utils.trackers.jsonl import JsonlTracker
+from nemo_rl.utils.trackers.jsonl import METRICS_FILE, JsonlTracker
 from nemo_rl.utils.trackers.tensorboard import TensorboardTracker
 from nemo_rl.utils.trackers.wandb import WandbTracker, has_wandb
 
@@ -68,10 +68,10 @@ def build_logger(cfg: LoggerConfig, *, run_config: Mapping[str, object], resume_
             "logger.wandb_enabled: wandb is not installed; run `pip install 'nemo-rl[wandb]'`, or set it to false"
         )
     makers: list[tuple[str, Callable[[], Tracker]]] = [
-        ("jsonl", lambda: JsonlTracker(cfg.log_dir / "metrics.jsonl", resume_step=resume_step))
+        ("jsonl", lambda: JsonlTracker(cfg.log_dir / METRICS_FILE, resume_step=resume_step))
     ]
     if cfg.tensorboard_enabled:
-        makers.append(("tensorboard", lambda: TensorboardTracker(cfg.log_dir / "tensorboard")))
+        makers.append(("tensorboard", lambda: TensorboardTracker(cfg.log_dir / "tensorboard", resume_step=resume_step)))
     if cfg.wandb_enabled:
         makers.append(("wandb", lambda: WandbTracker(cfg.wandb, log_dir=cfg.log_dir, run_config=run_config)))
     trackers: list[Tracker] = []

@@ -175,7 +175,7 @@ def test_overlong_prompts_are_counted_and_skipped_or_refused(run, tmp_path, mode
     recipe = recipe_on_file(tmp_path, model, path)
     code, text = run(recipe, "grpo.max_num_steps=1")
     assert code == 0 and "1 prompts are longer than data.max_input_seq_length=24" in text
-    code, text = run(recipe, "data.overlong_prompts=error")
+    code, text = run(recipe, "data.overlong_prompts=error", "logger.overwrite=true")
     assert code == 2 and "prompt 4" in text and "data.overlong_prompts=skip" in text
 
 

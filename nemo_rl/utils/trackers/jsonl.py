@@ -1,12 +1,12 @@
 """`metrics.jsonl`: one flushed JSON line per call, readable while the run goes on.
 
-A resumed run continues the file from the step it resumed at; a new run in the same folder keeps the old file as
-`metrics.1.jsonl`, `metrics.2.jsonl`, ...
+A resumed run keeps the lines up to the step it resumes from, as they are, and goes on behind them.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,7 +15,11 @@ from typing import TextIO
 from nemo_rl.utils.files import write_text
 from nemo_rl.utils.trackers.base import Tracker
 
-__all__ = ["JsonlTracker", "read_metrics"]
+__all__ = ["METRICS_FILE", "JsonlTracker", "read_metrics"]
+
+logger = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
 
 
 class JsonlTracker(Tracker):
@@ -29,11 +33,8 @@ class JsonlTracker(Tracker):
         """
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        if resume_step is None:
-            _set_aside(path)
-        elif path.exists():
-            kept = [json.dumps(row) + "\n" for row in read_metrics(path) if row["step"] <= resume_step]
-            write_text(path, "".join(kept))
+        kept = _lines_up_to(path, resume_step) if resume_step is not None and path.exists() else []
+        write_text(path, "".join(kept))
         self._file: TextIO | None = path.open("a", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
@@ -50,17 +51,27 @@ class JsonlTracker(Tracker):
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, float]]:
-    """The rows of a metrics file; a last line that was cut off by a kill is left out, as are null values."""
-    with path.open(encoding="utf-8") as lines:
+    """The rows of a metrics file without null values; lines that are none (cut off by a kill, damaged) are left out."""
+    for _, row in _rows(path):
+        yield {name: value for name, value in row.items() if value is not None}
+
+
+def _rows(path: Path) -> Iterator[tuple[str, dict[str, float | None]]]:
+    """Line and row of every line that is whole."""
+    with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            if line.endswith("\n"):
-                yield {name: value for name, value in json.loads(line).items() if value is not None}
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if line.endswith("\n") and isinstance(row, dict) and isinstance(row.get("step"), int):
+                yield line, row
 
 
-def _set_aside(path: Path) -> None:
-    if not path.exists() or path.stat().st_size == 0:
-        return
-    number = 1
-    while path.with_name(f"{path.stem}.{number}{path.suffix}").exists():
-        number += 1
-    path.rename(path.with_name(f"{path.stem}.{number}{path.suffix}"))
+def _lines_up_to(path: Path, step: int) -> list[str]:
+    """The lines of these steps, as they are."""
+    kept = [(row["step"], line) for line, row in _rows(path) if (row["step"] or 0) <= step]
+    missing = sorted(set(range(1, step + 1)) - {number for number, _ in kept})
+    if missing:
+        logger.warning("%s lacks %d steps up to the resumed one, the first is %d", path, len(missing), missing[0])
+    return [line for _, line in kept]

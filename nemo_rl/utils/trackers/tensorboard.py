@@ -13,13 +13,20 @@ __all__ = ["TensorboardTracker"]
 
 
 class TensorboardTracker(Tracker):
-    """Scalars under their metric names in `log_dir`."""
+    """Scalars under their metric names in `log_dir`.
+
+    Args:
+        resume_step: TensorBoard hides what an earlier start recorded of later steps; None for a new run.
+    """
 
     name = "tensorboard"
 
-    def __init__(self, log_dir: Path) -> None:
+    def __init__(self, log_dir: Path, *, resume_step: int | None = None) -> None:
         self.log_dir = log_dir
-        self._writer: SummaryWriter | None = SummaryWriter(str(log_dir))  # type: ignore[no-untyped-call]
+        purge_step = None if resume_step is None else resume_step + 1
+        self._writer: SummaryWriter | None = SummaryWriter(  # type: ignore[no-untyped-call]
+            str(log_dir), purge_step=purge_step
+        )
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         if self._writer is None:

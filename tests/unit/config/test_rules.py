@@ -267,6 +267,10 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
     ],
     "rule_resume_needs_the_optimizer": [
         (("checkpointing.resume=true", "checkpointing.save_optimizer=false"), "checkpointing.save_optimizer: false"),
+        (("checkpointing.load_optimizer=false",), "checkpointing.load_optimizer: False would be ignored"),
+    ],
+    "rule_a_run_is_resumed_or_overwritten": [
+        (("checkpointing.resume=true", "logger.overwrite=true"), "logger.overwrite: removes the run"),
     ],
     "rule_wandb_keys_need_wandb": [
         (("logger.wandb.mode=offline",), "logger.wandb.mode: 'offline' would be ignored"),

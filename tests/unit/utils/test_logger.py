@@ -76,20 +76,24 @@ def test_jsonl_lines_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
 
 def test_a_resumed_run_replaces_the_steps_after_its_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 6, "a": 1}\n{"step": 7, "a": 2}\n{"step": 8, "a": 3}\n{"step": 9, "a"')
+    path.write_text('{"step": 6, "a": 1, "b": null}\n{"step": 7, "a": 2}\n{"step": 8, "a": 3}\n{"step": 9, "a"')
     tracker = JsonlTracker(path, resume_step=7)
     tracker.log({"a": 30.0}, step=8)
     tracker.close()
-    assert [(row["step"], row["a"]) for row in read_metrics(path)] == [(6, 1), (7, 2), (8, 30.0)]
+    assert path.read_text() == '{"step": 6, "a": 1, "b": null}\n{"step": 7, "a": 2}\n{"step": 8, "a": 30.0}\n'
 
 
-def test_a_new_run_keeps_the_file_of_the_one_before(tmp_path: Path) -> None:
-    for value in (1.0, 2.0, 3.0):
-        tracker = JsonlTracker(tmp_path / "metrics.jsonl")
-        tracker.log({"a": value}, step=1)
-        tracker.close()
-    kept = {path.name: next(read_metrics(path))["a"] for path in tmp_path.iterdir()}
-    assert kept == {"metrics.jsonl": 3.0, "metrics.1.jsonl": 1.0, "metrics.2.jsonl": 2.0}
+def test_damaged_lines_are_left_out_and_a_missing_step_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(
+        b'{"step": 0, "v": 1}\n{"step": 1}\n\xff\xfe{"st\n[2]\n{"step": "x"}\n{"step": 3, "a": 3}\n' + b"[" * 10**5
+    )
+    assert [row["step"] for row in read_metrics(path)] == [0, 1, 3]
+    JsonlTracker(path, resume_step=3).close()
+    assert [row["step"] for row in read_metrics(path)] == [0, 1, 3]
+    assert "lacks 1 steps up to the resumed one, the first is 2" in caplog.text
 
 
 def test_tensorboard_events_hold_the_scalars(tmp_path: Path) -> None:
@@ -101,6 +105,20 @@ def test_tensorboard_events_hold_the_scalars(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(4, 0.25)]
+
+
+def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for resume_step, steps in ((None, (1, 2, 3)), (1, (2, 3, 4))):
+        logger = build_logger(LoggerConfig(log_dir=tmp_path), run_config={}, resume_step=resume_step)
+        for step in steps:
+            logger.log_metrics({"train/loss": step / 10 + (resume_step or 0)}, step)
+        logger.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    shown = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert shown == [(1, pytest.approx(0.1)), *((step, pytest.approx(step / 10 + 1)) for step in (2, 3, 4))]
 
 
 @pytest.mark.slow

@@ -1,0 +1,137 @@
+"""The folders of a run: what it writes there, whether one is used already, and how a resumed run goes on in it.
+
+`open_run_folders` is entered before a run writes anything. Invariant: a folder holds one run: a second one is refused,
+continues it, or removes what it wrote first. Nothing else in the folder is ever touched.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from nemo_rl.config.schema import MasterConfig
+from nemo_rl.data_plane.attach_file import ATTACH_FILE
+from nemo_rl.data_plane.event_log import EVENTS_FILE
+from nemo_rl.errors import RunFolderError
+from nemo_rl.experience.sync_rollout_actor import REWARD_LOG
+from nemo_rl.utils.checkpoint import STEP, checkpoint_paths
+from nemo_rl.utils.run_lock import lock_folder
+from nemo_rl.utils.trackers.jsonl import METRICS_FILE
+
+__all__ = ["CONFIG_FILE", "CURVE_FILE", "ROLLOUTS", "cut_rollouts", "open_run_folders", "used_folder_problems"]
+
+logger = logging.getLogger(__name__)
+
+CONFIG_FILE, CURVE_FILE, ROLLOUTS = "config.yaml", "reward_curve.png", "rollouts"
+WRITTEN = (
+    METRICS_FILE,
+    CONFIG_FILE,
+    CURVE_FILE,
+    ATTACH_FILE,
+    EVENTS_FILE,
+    REWARD_LOG,
+    f"{ROLLOUTS}/*.jsonl",
+    "tensorboard/events.out.tfevents.*",
+    *("wandb/run-*", "wandb/offline-run-*", "wandb/latest-run", "wandb/debug*.log"),
+    # Of files that were being written when a run was killed.
+    *(".*.tmp*", f"{ROLLOUTS}/.*.tmp*"),
+)
+"""All that a run writes to its log folder, as patterns. What a new part of a run writes belongs here."""
+
+
+@contextmanager
+def open_run_folders(config: MasterConfig) -> Iterator[None]:
+    """Locks the folders of a run until the block ends, and makes sure that they hold no other run.
+
+    Raises:
+        RunFolderError: another run uses one of them, or has left its results there.
+    """
+    with ExitStack() as stack:
+        for folder in _folders(config):
+            stack.enter_context(lock_folder(folder))
+        problems = used_folder_problems(config)
+        if problems:
+            raise RunFolderError("\n".join(problems))
+        if config.logger.overwrite:
+            _remove_earlier_run(config)
+        yield
+
+
+def used_folder_problems(config: MasterConfig) -> list[str]:
+    """Why a run may not start in its folders; empty where it may. Looks only."""
+    if config.checkpointing.resume or config.logger.overwrite:
+        return []
+    try:
+        found, steps = _recorded(config.logger.log_dir), _steps(config)
+    except OSError as error:
+        return [f"logger.log_dir: {config.logger.log_dir} cannot be read: {error}"]
+    if not found and not steps:
+        return []
+    ways = ["logger.overwrite=true to remove what the earlier run wrote"]
+    if steps:
+        where = "" if _are_together(config) else f" in {config.checkpoint_dir}"
+        found.append(f"{len(steps)} checkpoints{where}, the newest step_{max(steps)}")
+        ways.insert(0, "checkpointing.resume=true to continue it")
+    others = "logger.log_dir" if _are_together(config) else "logger.log_dir and checkpointing.checkpoint_dir"
+    return [
+        f"logger.log_dir: {config.logger.log_dir} already holds a run ({', '.join(found)}); set "
+        f"{', '.join(ways)}, or another {others}"
+    ]
+
+
+def cut_rollouts(log_dir: Path, *, resume_step: int) -> None:
+    """Removes the rollouts of steps after the one that a run resumes from: it makes them again."""
+    for path in (log_dir / ROLLOUTS).glob("*.jsonl"):
+        number = re.fullmatch(r"(?:val_)?step_([0-9]{1,18})\.jsonl", path.name)
+        if number is not None and int(number[1]) > resume_step:
+            path.unlink(missing_ok=True)
+
+
+def _folders(config: MasterConfig) -> list[Path]:
+    """Each once, in an order that is the same for every run."""
+    folders = {config.logger.log_dir.resolve()}
+    if config.checkpointing.enabled:
+        folders.add(config.checkpoint_dir.resolve())
+    return sorted(folders)
+
+
+def _recorded(log_dir: Path) -> list[str]:
+    """What an earlier run has recorded, in words; a start that came to nothing has recorded nothing."""
+    metrics = log_dir / METRICS_FILE
+    rollouts = sum(1 for _ in (log_dir / ROLLOUTS).glob("step_*.jsonl"))
+    found = [METRICS_FILE] if metrics.is_file() and metrics.stat().st_size > 0 else []
+    return found + ([f"rollouts of {rollouts} steps"] if rollouts else [])
+
+
+def _steps(config: MasterConfig) -> list[int]:
+    return [int(path.name.removeprefix("step_")) for path in _checkpoints(config) if STEP.fullmatch(path.name)]
+
+
+def _are_together(config: MasterConfig) -> bool:
+    return config.checkpoint_dir.resolve().is_relative_to(config.logger.log_dir.resolve())
+
+
+def _checkpoints(config: MasterConfig) -> list[Path]:
+    """What checkpoints have written; without checkpointing only where that is a part of the log folder."""
+    if config.checkpointing.enabled or _are_together(config):
+        return checkpoint_paths(config.checkpoint_dir)
+    return []
+
+
+def _remove_earlier_run(config: MasterConfig) -> None:
+    log_dir = config.logger.log_dir
+    paths = [path for pattern in WRITTEN for path in log_dir.glob(pattern)] + _checkpoints(config)
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    for folder in {path.parent for path in paths} - {log_dir, config.checkpoint_dir}:
+        if not any(folder.iterdir()):
+            folder.rmdir()
+    if paths:
+        logger.info("logger.overwrite: removed what an earlier run wrote to %s", log_dir)

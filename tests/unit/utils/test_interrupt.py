@@ -1,0 +1,59 @@
+"""An interrupt is known wherever it arrived, and what to type next is told."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.config.schema import MasterConfig
+from nemo_rl.utils import interrupt
+from nemo_rl.utils.checkpoint import CheckpointManager
+from nemo_rl.utils.resume_hint import resume_hint
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    before = {number: signal.getsignal(number) for number in interrupt.SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    interrupt._received.clear()
+
+
+@pytest.mark.parametrize("number", interrupt.SIGNALS)
+def test_an_interrupt_that_a_library_swallowed_is_raised_again(number):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupt.install()
+    interrupt.raise_if_received()
+    with suppress(KeyboardInterrupt):
+        signal.raise_signal(number)
+    assert interrupt.received()
+    with pytest.raises(KeyboardInterrupt):
+        interrupt.raise_if_received()
+
+
+def test_what_is_ignored_stays_ignored():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    interrupt.install()
+    signal.raise_signal(signal.SIGHUP)
+    assert not interrupt.received()
+
+
+def config(folder: Path, **checkpointing: object) -> MasterConfig:
+    sections = {"checkpointing": checkpointing, "logger": {"log_dir": folder}}
+    return MasterConfig.model_validate({"policy": {"model_name": "m"}, **sections})
+
+
+def test_the_command_that_continues_is_the_one_that_was_typed(tmp_path):
+    command = ["python", "examples/run_grpo.py", "--config", "my recipe.yaml", "logger.overwrite=true", "grpo.seed=7"]
+    assert resume_hint(config(tmp_path), command) == "no checkpoint was saved yet: checkpointing.save_period is 10"
+    assert "enabled is false" in resume_hint(config(tmp_path, enabled=False), command)
+    manager = CheckpointManager(tmp_path / "checkpoints", keep_top_k=None, metric_name="")
+    manager.save(4, write=lambda folder: None, state={"sampler": {}})
+    assert resume_hint(config(tmp_path), command) == (
+        f"the last checkpoint is {tmp_path}/checkpoints/step_4; to continue:\n"
+        "  python examples/run_grpo.py --config 'my recipe.yaml' grpo.seed=7 checkpointing.resume=true"
+    )

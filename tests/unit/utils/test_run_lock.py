@@ -1,0 +1,103 @@
+"""One run per folder; a lock ends with its process, and no child keeps it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.errors import RunFolderError
+from nemo_rl.utils.run_lock import LOCK_FILE, lock_folder
+
+HOLD = """
+import os, subprocess, sys, time
+from pathlib import Path
+from nemo_rl.utils.run_lock import lock_folder
+
+with lock_folder(Path(sys.argv[1])):
+    forked = os.fork()
+    if not forked:
+        time.sleep(600)
+    started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    print(forked, started.pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+def hold(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
+    """A process that holds the folder, and its forked and its started child."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None
+    return holder, [int(word) for word in holder.stdout.readline().split()]
+
+
+def test_the_second_is_refused_by_name_and_the_killed_ones_lock_is_taken_over(tmp_path):
+    holder, children = hold(tmp_path / "run")
+    try:
+        told = rf"in use by another run: process {holder.pid} on .*, since 20"
+        with pytest.raises(RunFolderError, match=told), lock_folder(tmp_path / "run"):
+            pass
+        holder.kill()
+        holder.wait()
+        # Both children live on and hold nothing.
+        with lock_folder(tmp_path / "run"):
+            assert json.loads((tmp_path / "run" / LOCK_FILE).read_text())["pid"] == os.getpid()
+        assert list((tmp_path / "run").iterdir()) == []
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        for pipe in (holder.stdin, holder.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def test_a_process_cannot_hold_a_folder_twice_but_again_afterwards(tmp_path):
+    with lock_folder(tmp_path):
+        with pytest.raises(RunFolderError, match=f"process {os.getpid()}"), lock_folder(tmp_path):
+            pass
+        assert (tmp_path / LOCK_FILE).is_file()
+    with lock_folder(tmp_path):
+        pass
+
+
+def test_of_many_that_come_at_once_one_holds_at_a_time(tmp_path):
+    inside, most, refused = [], [], []
+
+    def work() -> None:
+        for _ in range(200):
+            try:
+                with lock_folder(tmp_path):
+                    inside.append(1)
+                    most.append(len(inside))
+                    inside.pop()
+            except RunFolderError:
+                refused.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(most) == 1 and len(most) + len(refused) == 800
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"[]"])
+def test_what_a_stale_file_says_does_not_matter(tmp_path, content):
+    (tmp_path / LOCK_FILE).write_bytes(content)
+    with lock_folder(tmp_path):
+        pass
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    told = r"file/logs: a run cannot write here"
+    with pytest.raises(RunFolderError, match=told), lock_folder(tmp_path / "file" / "logs"):
+        pass
