@@ -7,6 +7,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+# What pip installs for torch: a wheel that you have downloaded may stand here.
+TORCH ?= torch==2.13.0
+INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint constraints.txt
 STARTER := checkpoints/starter_sort
 MOE_STARTER := checkpoints/starter_sort_moe
 CHAIN_SUM_STARTER := checkpoints/starter_chain_sum
@@ -20,10 +23,10 @@ ENGINE_TESTS := tests/contract tests/distributed tests/e2e
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-fast lint types imports configs learn-sort learn-chain-sum learn-sort-moe bench-step bench-data-plane bench-packing bench-router-replay gpu-wheels test-gpu clean
+.PHONY: help demo test test-fast walk-docs lint types imports configs constraints learn-sort learn-chain-sum learn-sort-moe bench-step bench-data-plane bench-packing bench-router-replay gpu-wheels test-gpu clean
 
 help:
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-22s %s\n", $$1, $$2}'
 
 $(VENV)/.made:
 	$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else f"Python 3.11 to 3.13 is needed, got {sys.version.split()[0]}; set PYTHON=...")'
@@ -32,20 +35,24 @@ $(VENV)/.made:
 
 # torch comes first: the build that suits this machine is then kept by everything that depends on it.
 $(VENV)/.torch: $(VENV)/.made
-	$(BIN)/pip install --quiet torch==2.13.0
+	@echo "installing torch into $(VENV) (1 of 2): a build without CUDA takes 0.7 GB of disk, one with CUDA 5 GB; README, Install, says how to choose"
+	$(INSTALL) '$(TORCH)'
+	@$(BIN)/python -c 'import importlib.metadata; print("torch", importlib.metadata.version("torch"))'
 	touch $@
 
-$(VENV)/.base: pyproject.toml $(VENV)/.torch
-	$(BIN)/pip install --quiet -e .
+$(VENV)/.base: pyproject.toml constraints.txt $(VENV)/.torch
+	@echo "installing Ray, transformers, megatron-core and what else runs need (2 of 2): about 1.2 GB of disk"
+	$(INSTALL) -e .
 	touch $@
 
-$(VENV)/.dev: pyproject.toml $(VENV)/.base
-	$(BIN)/pip install --quiet -e '.[envs,data,wandb,dev]'
+$(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.base
+	@echo "installing test tools and optional libraries: about 0.4 GB of disk"
+	$(INSTALL) -e '.[envs,data,wandb,dev]'
 	touch $@
 
 # Mooncake's store needs libibverbs, also over TCP. Where we may not install it, its tests skip and say why.
-$(VENV)/.mooncake: pyproject.toml $(VENV)/.dev
-	$(BIN)/pip install --quiet -e '.[mooncake]' || echo "no Mooncake for this machine: its tests skip"
+$(VENV)/.mooncake: pyproject.toml constraints.txt $(VENV)/.dev
+	$(INSTALL) -e '.[mooncake]' || echo "no Mooncake for this machine: its tests skip"
 	problem=$$($(BIN)/python -c 'import mooncake.store' 2>&1 || true); \
 	if [[ $$problem == *libibverbs* ]]; then \
 	  as=; [ "$$(id -u)" = 0 ] || as='sudo -n'; \
@@ -78,15 +85,22 @@ test: lint types imports $(VENV)/.mooncake ## format, lint, types, import layers
 test-fast: lint types imports $(VENV)/.mooncake ## the same without the slow tests
 	$(call PYTEST,-m 'not slow')
 
+walk-docs: $(VENV)/.mooncake ## every command of README and docs, and every target, in a copy where nothing ran before
+	$(BIN)/python tests/repo/walk_docs.py $(ARGS)
+
 lint: $(VENV)/.dev ## formatting and lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
-types: $(VENV)/.dev
+types: $(VENV)/.dev ## types alone
 	$(BIN)/mypy
 
-imports: $(VENV)/.dev
+imports: $(VENV)/.dev ## import layers alone
 	$(BIN)/lint-imports
+
+constraints: $(VENV)/.mooncake ## write constraints.txt from the packages in .venv
+	{ sed -n '/^#/p' constraints.txt; $(BIN)/pip freeze --exclude-editable | sed 's/+cpu$$//' | sort -f; } > constraints.new
+	mv constraints.new constraints.txt
 
 configs: $(VENV)/.base ## write configs/grpo_base.yaml from the schema
 	$(BIN)/python -m nemo_rl.config.render configs/grpo_base.yaml
@@ -110,7 +124,7 @@ learn-sort-moe: $(VENV)/.base $(MOE_STARTER)/config.json ## learning run: the so
 bench-step: $(VENV)/.base $(STARTER)/config.json ## seconds and bytes per stage, store by store; writes results/bench_grpo_step.json
 	$(BIN)/python benchmarks/grpo_step.py --json results/bench_grpo_step.json $(ARGS)
 
-bench-data-plane: $(VENV)/.dev ## the data plane against raw engines; writes results/bench_data_plane.json
+bench-data-plane: $(VENV)/.mooncake ## the data plane against raw engines; writes results/bench_data_plane.json
 	$(BIN)/python benchmarks/data_plane.py --json results/bench_data_plane.json $(ARGS)
 
 bench-packing: $(VENV)/.base ## packing and balance over ranks, all algorithms; writes results/bench_packing.json

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from benchmarks.common import Hold, Spread
 
-__all__ = ["HOLDS", "Samples", "ways_table"]
+__all__ = ["HOLDS", "Samples", "holds_of", "ways_table"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -42,6 +42,15 @@ HOLDS: Mapping[str, Hold] = {
     "ledger_overhead_pct": Hold(most=10.0),
     "over_read": Hold(most=1.5),
 }
+
+
+def holds_of(sessions: Sequence[str]) -> dict[str, Hold]:
+    """The bounds on figures of these sessions."""
+    return {name: hold for name, hold in HOLDS.items() if _session_of(name) in sessions}
+
+
+def _session_of(figure: str) -> str:
+    return "mooncake" if "mooncake" in figure else "tuned"
 
 
 def ways_table(samples: Sequence[Samples], num_bytes: Mapping[str, int]) -> Table:

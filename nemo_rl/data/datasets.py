@@ -1,7 +1,8 @@
 """Prompt datasets by name: `build_prompt_sets` for a run, `load_prompts` for one source.
 
 Called by the rollout worker. A source yields `RawPrompt`s; everything after that (template, tokens, length limit,
-overlap with validation) is the same for all. New source = one function and one line in `SOURCES`.
+overlap with validation) is the same for all. A new source is one function, one line in `SOURCES`, and its
+name in `DatasetConfig`.
 """
 
 from __future__ import annotations

@@ -135,9 +135,9 @@ def test_python_blocks_of_the_readme_run() -> None:
 
 def test_the_recipe_of_the_readme_loads(tmp_path: Path) -> None:
     (recipe,) = (body for language, body in BLOCK.findall(PAGES[0].read_text(encoding="utf-8")) if language == "yaml")
-    (tmp_path / "recipe.yaml").write_text(recipe.replace("defaults: ", f"defaults: {ROOT}/configs/"))
+    (tmp_path / "recipe.yaml").write_text(recipe.replace("defaults: ", f"defaults: {ROOT}/"))
     config = load_config(tmp_path / "recipe.yaml")
-    assert config.grpo.max_num_steps == 20 and config.data.train.dataset_name == "jsonl"
+    assert config.grpo.max_num_steps == 3 and config.data.train.dataset_name == "jsonl"
 
 
 def test_one_process_as_the_readme_says() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from benchmarks import data_plane
 from benchmarks.common import check_figures
 from benchmarks.data_plane_batches import make_batch, pad_raw, sums
 from benchmarks.data_plane_peers import BatchSpec
-from benchmarks.data_plane_report import HOLDS, Samples
+from benchmarks.data_plane_report import HOLDS, Samples, holds_of
 
 
 def samples(way: str, batch: str, seconds: float, *, session: str = "tuned", ledger: float = 0.001) -> Samples:
@@ -101,5 +102,13 @@ def test_a_small_run_reports_samples_figures_and_where_they_come_from(tmp_path: 
     assert {one["way"] for one in report["samples"]} == set(ways)
     assert all(len(one["put"]) == len(one["get"]) == 1 for one in report["samples"])
     assert {"versions", "commit", "load_average", "figures", "raw"} <= report.keys()
-    assert "mooncake_vs_tq_mooncake: not measured" in report["missed"]
+    assert not any("mooncake" in line for line in report["missed"]), "a session that was not asked for holds nothing"
     assert not [line for line in report["missed"] if "brought" in line]
+
+
+def test_sessions_that_were_not_asked_for_or_cannot_run_hold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(holds_of(("mooncake",))) == {"mooncake_vs_tq_mooncake"}
+    assert set(holds_of(("tuned", "default"))) == set(HOLDS) - {"mooncake_vs_tq_mooncake"}
+    assert data_plane.not_here(("tuned", "default")) == {}
+    monkeypatch.setitem(sys.modules, "mooncake", None)
+    assert "extras" in data_plane.not_here(("tuned", "mooncake"))["mooncake"]

@@ -1,0 +1,204 @@
+"""Runs every command of README and docs in order, and every make target, as somebody would who has just cloned.
+
+    python tests/repo/walk_docs.py [--folder DIR] [--only WORDS] [--with-tests]
+
+Everything happens in a copy of the tracked files where nothing ran before; one shell environment goes on from block to
+block, so what a page says to activate is active on the next. A fenced block says what it is: `bash`, further words
+`cheap` (takes seconds, needs nothing before it), `bounds` (a benchmark: a missed bound is no failure of the page),
+`tests` (the suite itself), `gpu` or `cluster` (left out). `python` and `yaml` blocks that start with the name of a file
+are written there. A block fails when its exit code is not 0 or when it prints a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "docs/contributing.md", "docs/data_plane.md", "docs/router_replay.md", "docs/architecture.md")
+LANGUAGES = {"bash", "python", "yaml", "text"}
+WORDS = {"cheap", "bounds", "tests", "gpu", "cluster"}
+LEFT_OUT = {"gpu", "cluster"}
+BLOCK_TIMEOUT_S = 3600.0
+OUTPUT_SHOWN = 3000
+"""Characters of the output of a block that failed."""
+
+TARGETS: Mapping[str, str] = {
+    "help": "",
+    "lint": "",
+    "types": "",
+    "imports": "",
+    "configs": "",
+    "constraints": "",
+    "learn-sort": "grpo.max_num_steps=2",
+    "learn-chain-sum": "grpo.max_num_steps=2",
+    "learn-sort-moe": "grpo.max_num_steps=2",
+    "bench-step": "--steps 2 --rows 64",
+    "bench-data-plane": "--turns 2",
+    "bench-packing": "--quick",
+    "bench-router-replay": "--quick",
+    "clean": "",
+}
+"""Targets that no page runs, with the ARGS that make them short."""
+TARGETS_LEFT_OUT = {
+    "test": "runs by itself, as CI",
+    "test-fast": "runs by itself",
+    "walk-docs": "this is it",
+    "gpu-wheels": "for a GPU machine",
+    "test-gpu": "for a GPU machine",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """One fenced block of a page."""
+
+    page: str
+    line: int
+    language: str
+    words: frozenset[str]
+    body: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    @property
+    def file_name(self) -> str | None:
+        """The file that a `python` or `yaml` block is written to."""
+        first = re.match(r"# ([\w./-]+\.(?:py|yaml))\n", self.body)
+        return first[1] if first and self.language in ("python", "yaml") else None
+
+
+def blocks_of(page: str, root: Path = ROOT) -> list[Block]:
+    """The fenced blocks of a page, in order."""
+    found: list[Block] = []
+    info, start, body = None, 0, []
+    for number, line in enumerate((root / page).read_text(encoding="utf-8").splitlines(), start=1):
+        if line.startswith("```"):
+            if info is None:
+                info, start, body = line[3:].split(), number, []
+            else:
+                language, words = (info[0], frozenset(info[1:])) if info else ("", frozenset())
+                text = "\n".join(body) + "\n"
+                found.append(Block(page=page, line=start, language=language, words=words, body=text))
+                info = None
+        elif info is not None:
+            body.append(line)
+    return found
+
+
+def make_targets(root: Path = ROOT) -> list[str]:
+    """Names of the Makefile's targets for people."""
+    return re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def targets_named(block: Block) -> set[str]:
+    return set(re.findall(r"^make ([a-z-]+)", block.body, re.MULTILINE)) if block.language == "bash" else set()
+
+
+def copy_tracked(target: Path) -> None:
+    """The tracked files as they are in the working tree, and nothing else."""
+    names = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], check=True, capture_output=True, timeout=60)
+    for name in names.stdout.decode().split("\0"):
+        if name and (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+
+
+class Walk:
+    """A shell that goes from block to block.
+
+    Args:
+        folder: where the copy lies.
+        environment: what the shell starts with.
+    """
+
+    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+        self._folder = folder
+        self._environment = dict(environment)
+        self.failures: list[str] = []
+        self._written: set[str] = set()
+
+    def visit(self, block: Block) -> None:
+        """Writes or runs one block, whatever it is."""
+        if block.file_name is not None:
+            # A name that comes again goes on where it ended, as a reader would take it.
+            mode = "a" if block.file_name in self._written else "w"
+            self._written.add(block.file_name)
+            with (self._folder / block.file_name).open(mode, encoding="utf-8") as file:
+                file.write(block.body)
+        elif block.language == "bash":
+            self.run(block.body, where=block.where, may_miss_bounds="bounds" in block.words)
+
+    def run(self, script: str, *, where: str, may_miss_bounds: bool = False) -> None:
+        """Runs a script and keeps the environment that it leaves."""
+        started, after = time.monotonic(), self._folder / ".environment"
+        whole = f"set -eu -o pipefail\n{script}\nenv -0 > '{after}'\n"
+        done = subprocess.run(
+            ["bash", "-c", whole],
+            cwd=self._folder,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=BLOCK_TIMEOUT_S,
+            check=False,
+        )
+        output = done.stdout.decode("utf-8", "backslashreplace")
+        is_bad = "Traceback (most recent call last)" in output or (done.returncode != 0 and not may_miss_bounds)
+        verdict = "FAILED" if is_bad else "ok" if done.returncode == 0 else "ok, bounds missed"
+        print(
+            f"{where:28} {time.monotonic() - started:6.1f} s  {verdict:8} {script.strip().splitlines()[0][:90]}",
+            flush=True,
+        )
+        if is_bad:
+            self.failures.append(f"{where}: exit code {done.returncode}\n{output[-OUTPUT_SHOWN:]}")
+        if after.is_file():
+            pairs = (pair.partition("=") for pair in after.read_text(encoding="utf-8").split("\0") if pair)
+            self._environment = {name: value for name, _, value in pairs}
+            after.unlink()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--folder", type=Path, help="an empty folder for the copy, kept; default: a temporary one")
+    parser.add_argument("--only", nargs="+", default=[], help="only blocks with one of these words, such as cheap")
+    parser.add_argument("--with-tests", action="store_true", help="the test suite too, where a page runs it")
+    given = parser.parse_args(arguments)
+    left_out = LEFT_OUT | (set() if given.with_tests else {"tests"})
+    with tempfile.TemporaryDirectory(prefix="walk_docs_") as temporary:
+        folder = given.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        copy_tracked(folder)
+        # Not this environment's Python: the copy makes its own.
+        paths = [path for path in os.environ["PATH"].split(":") if Path(path) != Path(sys.executable).parent]
+        walk = Walk(folder, {**os.environ, "PATH": ":".join(paths)} if not given.only else os.environ)
+        ran: set[str] = set()
+        for page in PAGES:
+            for block in blocks_of(page, folder):
+                is_wanted = not given.only or block.words & set(given.only) or block.file_name is not None
+                if is_wanted and not block.words & left_out:
+                    walk.visit(block)
+                    ran |= targets_named(block)
+        for target, short in TARGETS.items() if not given.only else ():
+            if target not in ran:
+                walk.run(f"make {target} ARGS='{short}'", where=f"make {target}", may_miss_bounds="bench" in target)
+    for failure in walk.failures:
+        print(f"\n{failure}", flush=True)
+    print(f"{len(walk.failures)} failed")
+    return 1 if walk.failures else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
