@@ -29,7 +29,8 @@ Data plane errors cross process borders as records (`to_record` / `from_record`)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 __all__ = [
     "CapacityExceeded",
@@ -55,13 +56,17 @@ __all__ = [
     "UserError",
     "VersionMismatch",
     "WorkerError",
+    "boundary",
     "from_record",
     "name_some",
+    "shorten",
     "to_record",
 ]
 
 # How many keys or names an error message lists before it only counts the rest.
 NAMES_SHOWN = 5
+# How many characters of a value or of a library's text it shows.
+TEXT_SHOWN = 300
 
 
 def name_some(names: Iterable[object], *, limit: int = NAMES_SHOWN) -> str:
@@ -69,6 +74,11 @@ def name_some(names: Iterable[object], *, limit: int = NAMES_SHOWN) -> str:
     listed = [str(name) for name in names]
     shown = ", ".join(listed[:limit])
     return shown if len(listed) <= limit else f"{shown} and {len(listed) - limit} more"
+
+
+def shorten(text: str, *, limit: int = TEXT_SHOWN) -> str:
+    """The beginning of a text that a user wrote, with its length when some is left out."""
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
 
 
 class NemoRLError(Exception):
@@ -119,6 +129,25 @@ class CheckpointError(UserError):
 
 class RunFolderError(UserError):
     """A run folder that another run uses, or that holds one, or that cannot be written."""
+
+
+@contextmanager
+def boundary(kind: type[UserError], place: str) -> Iterator[None]:
+    """Around a library that reads what a user gave: whatever it raises ends as `kind` with `place` in front.
+
+    Example:
+        >>> with boundary(ModelFolderError, "model folder 'm': config.json"):
+        ...     int("abc")
+        Traceback (most recent call last):
+        nemo_rl.errors.ModelFolderError: model folder 'm': config.json: ValueError: invalid literal for int() ...
+    """
+    try:
+        yield
+    except (NemoRLError, MemoryError):
+        raise
+    except Exception as error:
+        said = shorten(" ".join(str(error).split()))
+        raise kind(f"{place}: {type(error).__name__}{': ' if said else ''}{said}") from error
 
 
 class DataPlaneError(NemoRLError):

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from pathlib import Path
+from typing import Annotated
 
-__all__ = ["Section"]
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+__all__ = ["FilePath", "Section", "Text"]
+
+
+def _not_empty(given: object) -> object:
+    """An empty path would be the working directory, which nobody means."""
+    if given == "":
+        raise PydanticCustomError("empty_path", "a path that is not empty")
+    return given
+
+
+FilePath = Annotated[Path, BeforeValidator(_not_empty)]
+Text = Annotated[str, Field(min_length=1)]
+"""A text that says something: an empty one is a slip."""
 
 
 class Section(BaseModel):

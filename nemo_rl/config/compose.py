@@ -14,15 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from nemo_rl.errors import ConfigError
+from nemo_rl.config.yaml_text import MAX_TEXT, YamlProblem, parse_yaml, text_problem
+from nemo_rl.errors import ConfigError, shorten
 
 __all__ = ["COMMAND_LINE", "Layer", "Recipe", "compose"]
 
 _REPLACE = "_override_"
+_MAX_FILES = 64
+"""Files that a recipe is made of; ours have up to four."""
 
 
 class Layer(NamedTuple):
@@ -66,15 +65,17 @@ class Recipe:
         """Path and value of everything that is no section; elements of a list by their index."""
         return list(_leaves(self.tree, prefix=()))
 
-    def set(self, path: Sequence[str], value: Any, *, layer: Layer) -> None:
-        """Sets one value, making the sections above it."""
+    def set(self, path: Sequence[str], value: Any, *, layer: Layer) -> str | None:
+        """Sets one value, making the sections above it; a value where a section must be is a problem."""
         node = self.tree
-        for part in path[:-1]:
-            if not isinstance(node.get(part), dict):
-                node[part] = {}
-            node = node[part]
+        for index, part in enumerate(path[:-1]):
+            present = node.get(part)
+            if present is not None and not isinstance(present, dict):
+                return f"{'.'.join(path[: index + 1])} is no section that has keys, but {shorten(repr(present))}"
+            node = _new_section(node, part) if present is None else present
         node[path[-1]] = value
         self.mark(tuple(path), layer)
+        return None
 
     def mark(self, path: tuple[str, ...], layer: Layer | None) -> None:
         """Notes who set `path` with all that is below it; None forgets it."""
@@ -90,6 +91,9 @@ def compose(path: Path) -> Recipe:
     Raises:
         ConfigError: a file is missing, is no YAML mapping, or inherits from itself.
     """
+    problem = text_problem(str(path))
+    if problem is not None:
+        raise ConfigError(f"{str(path)!a}: expected the path of a YAML recipe, got a text that {problem}")
     recipe = Recipe(file=str(path))
     _read_into(recipe, path, chain=())
     return recipe
@@ -100,12 +104,14 @@ def _read_into(recipe: Recipe, path: Path, *, chain: tuple[Path, ...]) -> None:
     if real in chain:
         circle = " -> ".join(str(p) for p in (*chain[chain.index(real) :], real))
         raise ConfigError(f"{path}: defaults: expected files that do not inherit from each other, got {circle}")
+    if recipe.num_files + len(chain) >= _MAX_FILES:
+        raise ConfigError(f"{path}: defaults: expected a recipe of at most {_MAX_FILES} files, got more")
     tree = _read(path, chain=chain)
     parents = tree.pop("defaults", [])
     if isinstance(parents, str):
         parents = [parents]
     if not isinstance(parents, list) or not all(isinstance(p, str) for p in parents):
-        raise ConfigError(f"{path}: defaults: expected a path or a list of paths, got {parents!r}")
+        raise ConfigError(f"{path}: defaults: expected a path or a list of paths, got {shorten(repr(parents))}")
     for parent in parents:
         _read_into(recipe, path.parent / parent, chain=(*chain, real))
     recipe.num_files += 1
@@ -115,17 +121,25 @@ def _read_into(recipe: Recipe, path: Path, *, chain: tuple[Path, ...]) -> None:
 def _read(path: Path, *, chain: tuple[Path, ...]) -> dict[str, Any]:
     wanted_by = f" (named in `defaults:` of {chain[-1]})" if chain else ""
     try:
-        loaded = OmegaConf.load(path)
+        with path.open(encoding="utf-8") as file:
+            loaded = parse_yaml(file.read(MAX_TEXT + 1))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file{wanted_by}; expected a YAML recipe") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except YamlProblem as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be opened{wanted_by}: {error}") from error
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
-    if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"{path}: expected a mapping of sections, got a list")
-    tree: dict[str, Any] = OmegaConf.to_container(loaded, resolve=False)
-    return tree
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{path}: expected a mapping of sections, got {shorten(repr(loaded))}")
+    return loaded
+
+
+def _new_section(node: dict[str, Any], name: str) -> dict[str, Any]:
+    section: dict[str, Any] = {}
+    node[name] = section
+    return section
 
 
 def _merge(

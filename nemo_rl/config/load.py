@@ -22,12 +22,14 @@ from nemo_rl.config.overrides import apply_overrides
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.config.schema_walk import lookup, place_of, suggest, suggest_path
 from nemo_rl.config.validate import RULES
-from nemo_rl.errors import ConfigError
+from nemo_rl.errors import ConfigError, shorten
 
 __all__ = ["load_config"]
 
 # What OmegaConf and Hydra users write for "must be set by whoever uses this file".
 _MUST_BE_SET = "???"
+_MAX_LINES = 100
+"""Problems that are described; the others are counted."""
 
 _EXPECTED: Mapping[str, str] = {
     "bool_type": "true or false",
@@ -46,6 +48,7 @@ _EXPECTED: Mapping[str, str] = {
     "model_type": "a section",
     "none_required": "null",
     "path_type": "a path",
+    "string_too_short": "a text that is not empty",
     "string_type": "a text",
     "too_short": "a list of at least {min_length}",
 }
@@ -162,12 +165,17 @@ def _translate(
         by_path.setdefault(_input_path(recipe.tree, detail), []).append(detail)
     broken: list[str] = []
     lines: list[str] = []
-    for path, details in by_path.items():
+    for number, (path, details) in enumerate(by_path.items()):
         name = ".".join(path)
+        if number >= _MAX_LINES:
+            broken.append(name)
+            continue
         text, meant = _describe(recipe, path, details)
         broken += [name, *meant]
         if path not in reported:
             lines.append(f"{recipe.source_of(path)}: {name}: {text}")
+    if len(by_path) > _MAX_LINES:
+        lines.append(f"{recipe.file}: and {len(by_path) - _MAX_LINES} more problems")
     return broken, lines
 
 
@@ -178,16 +186,17 @@ def _describe(recipe: Recipe, path: tuple[str, ...], details: Sequence[ErrorDeta
         hint = suggest_path(path, place.candidates)
         quoted = hint.split("'")[1::2]
         return f"unknown key{hint}", [".".join((*path[:-1], name)) if "." not in name else name for name in quoted]
-    _, value = lookup(recipe.tree, path)
+    is_set, value = lookup(recipe.tree, path)
     if first["type"] == "missing":
         return _must_be_set(path), []
     expected = " or ".join(dict.fromkeys(_expected(detail) for detail in details))
     hint = ""
     if first["type"] == "literal_error" and isinstance(value, str):
         hint = suggest(value, str(first["ctx"]["expected"]).replace("'", "").replace(" or ", ", ").split(", "))
-    if value is None and lookup(recipe.tree, path)[0]:
+    if not is_set or value is None:
+        # An element of a list, or what a validator has made of the value.
         value = first["input"]
-    return f"expected {expected}, got {'null' if value is None else repr(value)}{hint}", []
+    return f"expected {expected}, got {'null' if value is None else shorten(repr(value))}{hint}", []
 
 
 def _expected(detail: ErrorDetails) -> str:

@@ -11,12 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from nemo_rl.config.compose import COMMAND_LINE, Recipe
 from nemo_rl.config.schema_walk import default_tree, lookup, place_of, suggest, suggest_path
+from nemo_rl.config.yaml_text import MAX_DEPTH, YamlProblem, parse_yaml
+from nemo_rl.errors import shorten
 
 __all__ = ["apply_overrides"]
 
@@ -51,18 +49,20 @@ def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> list[str]:
 def _parse(text: str) -> _Override | str:
     match = _OVERRIDE.fullmatch(text)
     if match is None:
-        return f"{text!r}: expected a.b=VALUE, +a.b=VALUE or ~a.b"
+        return f"{shorten(repr(text))}: expected a.b=VALUE, +a.b=VALUE or ~a.b"
     mode, value = match["mode"], match["value"]
     if (value is None) != (mode == "~"):
         expected = "~a.b without a value" if mode == "~" else f"{match['path']}=VALUE"
-        return f"{text!r}: expected {expected}"
+        return f"{shorten(repr(text))}: expected {expected}"
     path = tuple(match["path"].split("."))
+    if len(path) > MAX_DEPTH:
+        return f"{shorten(repr(text))}: expected at most {MAX_DEPTH} names, got {len(path)}"
     if mode == "~":
         return _Override(mode=mode, path=path, value=None)
     try:
-        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value{value}"]), resolve=False)["value"]
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        return f"{text!r}: the value cannot be read: {' '.join(str(error).split())}"
+        parsed = parse_yaml(value.removeprefix("="))
+    except YamlProblem as error:
+        return f"{shorten(repr(text))}: the value cannot be read: {error}"
     return _Override(mode=mode, path=path, value=parsed)
 
 
@@ -78,14 +78,13 @@ def _set(recipe: Recipe, override: _Override) -> str | None:
         _seed_free_section(recipe, override.path)
     is_set, present = lookup(recipe.tree, override.path)
     if override.mode == "+" and is_set:
-        return f"is already set to {present!r}; use {override.name}=... to change it"
+        return f"is already set to {shorten(repr(present))}; use {override.name}=... to change it"
     if override.mode == "" and place.is_free and not is_set:
         _, siblings = lookup(recipe.tree, override.path[:-1])
         return (
             f"is not set in the recipe{suggest(override.path[-1], siblings or ())}; use +{override.name}=... to add it"
         )
-    recipe.set(override.path, override.value, layer=COMMAND_LINE)
-    return None
+    return recipe.set(override.path, override.value, layer=COMMAND_LINE)
 
 
 def _delete(recipe: Recipe, override: _Override) -> str | None:

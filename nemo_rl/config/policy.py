@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from nemo_rl.config.base import Section
+from nemo_rl.config.base import Section, Text
 from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.parallel import ParallelSizes
 from nemo_rl.config.router_replay import RouterReplayConfig
@@ -40,9 +40,9 @@ MicrobatchOrder = Literal["packer", "largest_first"]
 class TokenizerConfig(Section):
     """Tokenizer and chat template."""
 
-    name: str | None = None
+    name: Text | None = None
     """Folder of the tokenizer; null uses `policy.model_name`."""
-    chat_template: str | None = None
+    chat_template: Text | None = None
     """Jinja template that replaces the tokenizer's own."""
 
 
@@ -171,8 +171,9 @@ class GenerationConfig(Section):
     val_temperature: NonNegativeFloat | None = None
     """Temperature in validation; null uses `temperature`; 0 is greedy."""
     stop_token_ids: list[NonNegativeInt] | None = None
-    """Tokens that end a response; null uses the tokenizer's end-of-sequence token."""
-    stop_strings: list[str] = Field(default_factory=list)
+    """Tokens that end a response; null uses the tokenizer's end-of-sequence token and those that the model folder's
+    generation_config.json lists."""
+    stop_strings: list[Text] = Field(default_factory=list)
     """Texts that end a response at the token that completes them; the text stays in the response."""
     max_batch_size: PositiveInt = 1024
     """Rows decoded together by one engine."""
@@ -186,7 +187,7 @@ class GenerationConfig(Section):
 class PolicyConfig(Section):
     """The trained model and how it is trained."""
 
-    model_name: str
+    model_name: Text
     """Folder of a Hugging Face causal language model (config, safetensors, tokenizer)."""
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
     precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from nemo_rl.config.base import Section
+from nemo_rl.config.base import FilePath, Section, Text
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.config.policy import PolicyConfig
 
@@ -94,21 +94,21 @@ class DatasetConfig(Section):
 
     dataset_name: Literal["sort_digits", "reasoning_gym", "jsonl", "huggingface"] = "jsonl"
     """`sort_digits` and `reasoning_gym` are generated; `jsonl` and `huggingface` read local files."""
-    data_path: Path | None = None
+    data_path: FilePath | None = None
     """File (`jsonl`) or folder (`huggingface`, as written by `datasets.save_to_disk`, or JSON/parquet files)."""
-    split: str | None = None
+    split: Text | None = None
     """Split of a `huggingface` dataset that has several."""
-    input_key: str = "input"
+    input_key: Text = "input"
     """Name of the prompt's column in a file."""
-    output_key: str = "output"
+    output_key: Text = "output"
     """Name of the answer's column in a file."""
-    size: PositiveInt | None = None
+    size: Annotated[int, Field(gt=0, le=10_000_000)] | None = None
     """Number of generated prompts; for files, keep only the first so many."""
     seed: int = 0
     """Seed of generated prompts. reasoning_gym draws item i with seed + i: keep two seeds further apart than `size`."""
     options: dict[str, Scalar] = Field(default_factory=dict)
     """Settings of the generator: `min_digits`/`max_digits` for sort_digits; any of the task's for reasoning_gym."""
-    task: str | None = None
+    task: Text | None = None
     """Task name of `reasoning_gym`, for example `chain_sum`."""
     system_prompt: str | None = None
     """Text of a system message before the prompt; null: none."""
@@ -169,7 +169,7 @@ class ClusterConfig(Section):
 
     launcher: Literal["ray", "local"] = "ray"
     """`ray`: workers are actors; `local`: everything in this process (one worker)."""
-    address: str | None = None
+    address: Text | None = None
     """Address of a running Ray cluster (`auto` finds it); null starts one on this machine."""
     num_nodes: PositiveInt = 1
     """Machines with policy workers."""
@@ -199,13 +199,13 @@ class CheckpointingConfig(Section):
 
     enabled: bool = True
     """Save checkpoints."""
-    checkpoint_dir: Path | None = None
+    checkpoint_dir: FilePath | None = None
     """Folder of the `step_N` folders and `latest`; null: `checkpoints` in `logger.log_dir`."""
     save_period: PositiveInt = 10
     """Save every so many steps, and at the last step."""
     keep_top_k: PositiveInt | None = 3
     """Best checkpoints to keep by `metric_name`, besides the latest; null keeps all."""
-    metric_name: str = "val:reward"
+    metric_name: Text = "val:reward"
     """`val:NAME` or `train:NAME` as logged; `val:accuracy` where rewards are right or wrong."""
     higher_is_better: bool = True
     """Whether larger values of `metric_name` are better."""
@@ -220,7 +220,7 @@ class CheckpointingConfig(Section):
 class WandbConfig(Section):
     """Weights & Biases (extra `wandb`)."""
 
-    project: str = "nemo_rl"
+    project: Text = "nemo_rl"
     """Project that the run appears in."""
     name: str | None = None
     """Name of the run; null lets wandb choose one."""
@@ -231,7 +231,7 @@ class WandbConfig(Section):
 class LoggerConfig(Section):
     """Trackers and files of a run. `metrics.jsonl` is always written."""
 
-    log_dir: Path = Path("results/logs")
+    log_dir: FilePath = Path("results/logs")
     """Folder of everything a run writes. It holds one run: another start in it is refused, or continues that run."""
     overwrite: bool = False
     """Remove what an earlier run wrote to the folders of this one, and nothing else, before starting."""

@@ -8,18 +8,28 @@ name in `DatasetConfig`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
+from typing import TextIO
 
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.config.schema import DataConfig, DatasetConfig
 from nemo_rl.data import huggingface_door, reasoning_gym_door, sort_digits
 from nemo_rl.data.messages import encode_prompt, prompt_messages
-from nemo_rl.errors import DatasetError
+from nemo_rl.errors import DatasetError, boundary, shorten
 
-__all__ = ["SOURCES", "Prompt", "PromptSet", "RawPrompt", "build_prompt_sets", "load_prompts"]
+__all__ = ["SOURCES", "Prompt", "PromptSet", "RawPrompt", "build_prompt_sets", "load_prompts", "raw_prompts"]
+
+MAX_ROW_CHARACTERS = 2**26
+"""Of one line of a file: more than any prompt that fits a context, little enough to be held."""
+CHARACTERS_PER_TOKEN = 256
+"""More than the longest tokens have (runs of blanks): texts beyond the limit times this are not given to a tokenizer,
+whose time grows faster than the text."""
+_HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,22 +105,24 @@ def load_prompts(
     """
     prompts: list[Prompt] = []
     num_overlong = num_overlap = num_read = 0
-    for raw in SOURCES[cfg.dataset_name](cfg, where, exclude):
+    for raw in raw_prompts(cfg, where, exclude):
         num_read += 1
         if raw.text in exclude:
             num_overlap += 1
             continue
-        messages = prompt_messages(raw.text, system_prompt=cfg.system_prompt, prompt_template=cfg.prompt_template)
-        ids = encode_prompt(tokenizer, messages)
-        if len(ids) > limits.max_input_seq_length:
+        ids = _encode(raw, cfg, tokenizer, limit=limits.max_input_seq_length)
+        if ids is None or len(ids) > limits.max_input_seq_length:
             if limits.overlong_prompts == "error":
+                size = f"{len(raw.text)} characters" if ids is None else f"{len(ids)} tokens"
                 raise DatasetError(
-                    f"{where}: prompt {num_read - 1} has {len(ids)} tokens, data.max_input_seq_length allows "
-                    f"{limits.max_input_seq_length}: {raw.text[:80]!r}; raise the limit or set "
+                    f"{where}: prompt {num_read - 1} has {size}, data.max_input_seq_length allows "
+                    f"{limits.max_input_seq_length} tokens: {raw.text[:80]!r}; raise the limit or set "
                     "data.overlong_prompts=skip"
                 )
             num_overlong += 1
             continue
+        if not ids:
+            raise DatasetError(f"{where}: prompt {num_read - 1} has no tokens: {raw.text[:80]!r}; leave it out")
         prompts.append(Prompt(index=len(prompts), text=raw.text, answer=raw.answer, ids=ids, metadata=raw.metadata))
     if not prompts:
         raise DatasetError(
@@ -118,6 +130,26 @@ def load_prompts(
             f"data.max_input_seq_length {limits.max_input_seq_length} tokens, {num_overlap} also occur in validation"
         )
     return PromptSet(prompts=tuple(prompts), num_skipped_overlong=num_overlong, num_skipped_overlap=num_overlap)
+
+
+def raw_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str] = frozenset()) -> Iterator[RawPrompt]:
+    """The prompts of one source, one by one, without template and limits.
+
+    Raises:
+        DatasetError: whatever is wrong with the source, with its place.
+    """
+    with boundary(DatasetError, f"{where}: dataset {cfg.dataset_name!r} {cfg.data_path or cfg.task or ''}".rstrip()):
+        yield from SOURCES[cfg.dataset_name](cfg, where, exclude)
+
+
+def _encode(
+    raw: RawPrompt, cfg: DatasetConfig, tokenizer: PreTrainedTokenizerBase, *, limit: int
+) -> tuple[int, ...] | None:
+    """Tokens of a prompt; None for a text that is too long whatever its tokens are."""
+    if len(raw.text) > limit * CHARACTERS_PER_TOKEN:
+        return None
+    messages = prompt_messages(raw.text, system_prompt=cfg.system_prompt, prompt_template=cfg.prompt_template)
+    return encode_prompt(tokenizer, messages)
 
 
 # ---- sources
@@ -145,8 +177,11 @@ def _jsonl(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator
     path = cfg.data_path
     assert path is not None, "rule_dataset_keys_fit_their_kind lets no jsonl dataset pass without data_path"
     try:
-        with path.open(encoding="utf-8") as lines:
-            filled = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+        if path.exists() and not path.is_file():
+            raise DatasetError(f"{where}.data_path: {path} is no regular file; expected a JSON Lines file")
+        # utf-8-sig: files of some editors begin with a byte order mark.
+        with path.open(encoding="utf-8-sig") as file:
+            filled = ((number, line) for number, line in enumerate(_lines(file, path), start=1) if line.strip())
             for number, line in islice(filled, cfg.size):
                 yield _raw_prompt(_json_object(line, place=f"{path}:{number}"), cfg, place=f"{path}:{number}")
     except OSError as error:
@@ -155,6 +190,19 @@ def _jsonl(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator
         ) from error
     except UnicodeDecodeError as error:
         raise DatasetError(f"{where}.data_path: {path} is no UTF-8 text: {error}") from error
+
+
+def _lines(file: TextIO, path: Path) -> Iterator[str]:
+    """The lines of a file; one that has no end is refused before it fills the memory."""
+    number = 0
+    while line := file.readline(MAX_ROW_CHARACTERS + 1):
+        number += 1
+        if len(line) > MAX_ROW_CHARACTERS:
+            raise DatasetError(
+                f"{path}:{number}: expected a line of at most {MAX_ROW_CHARACTERS} characters; is each JSON object on "
+                "a line of its own?"
+            )
+        yield line
 
 
 def _huggingface(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
@@ -169,8 +217,15 @@ def _huggingface(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> It
 def _json_object(line: str, *, place: str) -> Mapping[str, object]:
     try:
         row = json.loads(line)
+        if _HALF_PAIR.search(line):
+            json.dumps(row, ensure_ascii=False).encode("utf-8")
     except json.JSONDecodeError as error:
         raise DatasetError(f"{place}: expected a JSON object per line: {error}") from error
+    except UnicodeEncodeError as error:
+        raise DatasetError(f"{place}: expected Unicode texts, got half a surrogate pair: {error.reason}") from error
+    except (ValueError, RecursionError) as error:
+        # A number of thousands of digits, or lists in lists in lists.
+        raise DatasetError(f"{place}: expected a JSON object that can be read: {shorten(str(error))}") from error
     if not isinstance(row, dict):
         raise DatasetError(f"{place}: expected a JSON object, got {type(row).__name__}")
     return row
@@ -180,11 +235,12 @@ def _raw_prompt(row: Mapping[str, object], cfg: DatasetConfig, *, place: str) ->
     missing = [key for key in (cfg.input_key, cfg.output_key) if key not in row]
     if missing:
         raise DatasetError(
-            f"{place}: no {' and no '.join(map(repr, missing))}, got {sorted(row)}; set input_key and output_key"
+            f"{place}: no {' and no '.join(map(repr, missing))}, got {shorten(str(sorted(row)))}; set input_key and "
+            "output_key"
         )
     text = row[cfg.input_key]
     if not isinstance(text, str) or not text:
-        raise DatasetError(f"{place}: {cfg.input_key!r}: expected a text, got {text!r}")
+        raise DatasetError(f"{place}: {cfg.input_key!r}: expected a text, got {shorten(repr(text))}")
     others = {name: value for name, value in row.items() if name not in (cfg.input_key, cfg.output_key)}
     return RawPrompt(text=text, answer=row[cfg.output_key], metadata=others)
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.errors import DatasetError
+from nemo_rl.errors import DatasetError, ModelFolderError, boundary
 
 __all__ = ["Message", "TokenMessage", "TokenRow", "encode_prompt", "from_row", "prompt_messages", "to_row"]
 
@@ -68,7 +68,13 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
 
     Raises:
         DatasetError: a text contains a control token and the template changes texts, so the two cannot be told apart.
+        ModelFolderError: the chat template cannot render these messages, or the tokenizer cannot read what it gives.
     """
+    with boundary(ModelFolderError, f"tokenizer {tokenizer.name_or_path!r}: a prompt cannot be made into tokens"):
+        return _encode(tokenizer, messages)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[int, ...]:
     if tokenizer.chat_template is None:
         return _plain(tokenizer, "\n".join(message.content for message in messages))
     controls = tokenizer.all_special_tokens
@@ -101,7 +107,12 @@ def from_row(row: TokenRow) -> list[TokenMessage]:
 
 def _render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[tuple[str, str]]) -> str:
     conversation = [{"role": role, "content": content} for role, content in turns]
-    return str(tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False))
+    # The template is a program in the model folder or in the recipe.
+    with boundary(
+        ModelFolderError,
+        f"tokenizer {tokenizer.name_or_path!r}: the chat template fails (policy.tokenizer.chat_template replaces it)",
+    ):
+        return str(tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False))
 
 
 def _with_controls(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ __all__ = ["SortProblem", "problems"]
 
 # Draws per wanted problem before giving up: only an `exclude` that covers nearly everything comes this far.
 MAX_DRAWS_PER_PROBLEM = 100
+MAX_DIGITS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,9 +40,9 @@ def problems(
     Raises:
         DatasetError: the digits are not 1 <= min_digits <= max_digits, or `exclude` leaves too little.
     """
-    if not 1 <= min_digits <= max_digits:
+    if not 1 <= min_digits <= max_digits <= MAX_DIGITS:
         raise DatasetError(
-            f"sort_digits: expected 1 <= min_digits <= max_digits, got min_digits={min_digits} and "
+            f"sort_digits: expected 1 <= min_digits <= max_digits <= {MAX_DIGITS}, got min_digits={min_digits} and "
             f"max_digits={max_digits}; correct data.*.options"
         )
     rng = random.Random(seed)

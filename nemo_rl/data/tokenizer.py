@@ -6,6 +6,7 @@ nothing is looked up on a network.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,9 +14,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from nemo_rl.data.thinking import THINK_END, THINK_START
-from nemo_rl.errors import ModelFolderError
+from nemo_rl.errors import ModelFolderError, boundary, shorten
 
-__all__ = ["CHATML_TEMPLATE", "END_OF_TURN", "build_tokenizer", "load_tokenizer"]
+__all__ = ["CHATML_TEMPLATE", "END_OF_TURN", "build_tokenizer", "load_tokenizer", "stop_token_ids"]
 
 PAD = "<|pad|>"
 END_OF_TURN = "<|im_end|>"
@@ -26,6 +27,7 @@ CHATML_TEMPLATE = (
 )
 # Any one of these makes a folder a tokenizer folder.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+GENERATION_CONFIG = "generation_config.json"
 MAX_LENGTH = 4096
 
 
@@ -62,7 +64,8 @@ def load_tokenizer(folder: str | Path, *, chat_template: str | None = None) -> P
     """The tokenizer of a folder; `chat_template` replaces its own.
 
     Raises:
-        ModelFolderError: the folder is missing, holds no tokenizer, or one without an end-of-sequence token.
+        ModelFolderError: the folder is missing, holds no tokenizer, or one without an end-of-sequence token. One
+            without a padding token pads with that: what is padded is masked.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -74,12 +77,38 @@ def load_tokenizer(folder: str | Path, *, chat_template: str | None = None) -> P
         raise ModelFolderError(
             f"tokenizer folder {str(path)!r}: expected one of {', '.join(TOKENIZER_FILES)}, got none"
         )
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelFolderError(f"tokenizer folder {str(path)!r}: cannot be read: {error}") from error
-    if tokenizer.eos_token_id is None:
-        raise ModelFolderError(f"tokenizer folder {str(path)!r}: expected an end-of-sequence token, got none")
+    with boundary(ModelFolderError, f"tokenizer folder {str(path)!r}: cannot be read"):
+        # Code in the folder is never run; unless this is said, transformers asks on the terminal.
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=False
+        )
+        end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+        if end is None:
+            raise ModelFolderError(f"tokenizer folder {str(path)!r}: expected an end-of-sequence token, got none")
+        if pad is None:
+            tokenizer.pad_token_id = end
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     return tokenizer
+
+
+def stop_token_ids(model_folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Tokens that end a response: the tokenizer's end-of-sequence token, then those that the model's
+    generation_config.json lists (chat models have two: end of turn and end of text).
+
+    Raises:
+        ModelFolderError: the file cannot be read, or names what is no token.
+    """
+    path = Path(model_folder) / GENERATION_CONFIG
+    first = int(tokenizer.eos_token_id)
+    if not path.is_file():
+        return (first,)
+    with boundary(ModelFolderError, f"{path}: cannot be read"):
+        given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    listed = given if isinstance(given, list) else [] if given is None else [given]
+    for token in listed:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
+            raise ModelFolderError(
+                f"{path}: eos_token_id: expected the id of a token or a list of ids, got {shorten(repr(given))}"
+            )
+    return tuple(dict.fromkeys((first, *listed)))

@@ -49,20 +49,18 @@ class SeedSource:
         return tuple(range(start, start + count))
 
 
-def sampling_params(
-    config: GenerationConfig, tokenizer: PreTrainedTokenizerBase, *, is_validation: bool
-) -> SamplingParams:
-    """Sampling settings of training or validation rollouts."""
+def sampling_params(config: GenerationConfig, stop_ids: Sequence[int], *, is_validation: bool) -> SamplingParams:
+    """Sampling settings of training or validation rollouts; the config's own stop tokens go before `stop_ids`."""
     temperature = config.temperature
     if is_validation and config.val_temperature is not None:
         temperature = config.val_temperature
-    stop_ids = config.stop_token_ids if config.stop_token_ids is not None else [int(tokenizer.eos_token_id)]
+    chosen = config.stop_token_ids if config.stop_token_ids is not None else stop_ids
     return SamplingParams(
         temperature=temperature,
         top_p=config.top_p,
         top_k=config.top_k,
         max_new_tokens=config.max_new_tokens,
-        stop_token_ids=tuple(stop_ids),
+        stop_token_ids=tuple(chosen),
         stop_strings=tuple(config.stop_strings),
     )
 

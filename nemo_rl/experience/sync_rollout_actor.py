@@ -16,7 +16,7 @@ import numpy as np
 
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.datasets import PromptSet, build_prompt_sets
-from nemo_rl.data.tokenizer import load_tokenizer
+from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.column_io import kv_first_write, read_columns
 from nemo_rl.data_plane.factory import attach_data_plane
@@ -106,6 +106,7 @@ class SyncRolloutWorker:
             config.policy.tokenizer.name or config.policy.model_name,
             chat_template=config.policy.tokenizer.chat_template,
         )
+        self._stop_ids = stop_token_ids(config.policy.model_name, self._tokenizer)
         self._train, self._validation = build_prompt_sets(config.data, self._tokenizer)
         self._environment = build_environment(
             config.env,
@@ -265,7 +266,7 @@ class SyncRolloutWorker:
             generation=self._generation,
             environment=self._environment,
             tokenizer=self._tokenizer,
-            sampling=sampling_params(self._config.policy.generation, self._tokenizer, is_validation=is_validation),
+            sampling=sampling_params(self._config.policy.generation, self._stop_ids, is_validation=is_validation),
             seeds=SeedSource(
                 seed=self._config.grpo.seed, purpose="validation" if is_validation else "rollout", step=step
             ),

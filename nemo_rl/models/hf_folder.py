@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from transformers import GenerationConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from nemo_rl.errors import ModelFolderError, name_some
-from nemo_rl.models.loading import check_model_folder, load_causal_lm, named_weights
+from nemo_rl.errors import ModelFolderError, boundary, name_some
+from nemo_rl.models.loading import check_model_folder, named_weights
 
 __all__ = [
     "ALL_ROWS",
@@ -169,10 +169,11 @@ class FolderWeights:
         """The file of each stored weight; a single file goes before an index, as in transformers."""
         if (self._folder / SINGLE_FILE).is_file():
             return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
-        try:
-            file_of: dict[str, str] = json.loads((self._folder / INDEX_FILE).read_text())["weight_map"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ModelFolderError(f"{self.where}: {INDEX_FILE} cannot be read: {error!r}") from error
+        with boundary(ModelFolderError, f"{self.where}: {INDEX_FILE} cannot be read"):
+            file_of: dict[str, str] = json.loads((self._folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
+            outside = [file for file in file_of.values() if Path(file).name != file]
+            if outside:
+                raise ModelFolderError(f"{self.where}: {INDEX_FILE}: expected names of files in it, got {outside[0]!r}")
         held = {file: set(self._open(file).keys()) for file in sorted(set(file_of.values()))}
         lost = [name for name, file in file_of.items() if name not in held[file]]
         if lost:
@@ -238,15 +239,12 @@ class FolderWeights:
 
 
 def open_weights(folder: str | Path, config: PretrainedConfig) -> WeightSource:
-    """The weights of a model folder; older formats than safetensors are read into memory as a whole.
+    """The weights of a model folder.
 
     Raises:
         ModelFolderError: the folder is missing, incomplete or unreadable.
     """
-    path = check_model_folder(folder)
-    if any((path / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
-        return FolderWeights(path, config)
-    return ModelWeights(load_causal_lm(path), where=f"model folder {str(path)!r}")
+    return FolderWeights(check_model_folder(folder), config)
 
 
 def write_folder(

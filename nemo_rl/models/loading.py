@@ -6,29 +6,50 @@ a `ModelFolderError` that names the file, before any process group or engine exi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from nemo_rl.errors import ModelFolderError
+from nemo_rl.errors import ModelFolderError, boundary, shorten
 
-__all__ = ["DTYPES", "check_model_folder", "load_causal_lm", "load_model_config", "named_weights"]
+__all__ = ["DTYPES", "check_model_folder", "empty_model", "load_causal_lm", "load_model_config", "named_weights"]
 
 # Bars of every process would run through each other, and through the trainer's panel.
 transformers_logging.disable_progress_bar()
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CONFIG_FILE = "config.json"
-WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+MAX_CONFIG_BYTES = 2**20
+STARTERS: Mapping[str, tuple[str, str]] = {
+    "starter_sort": ("demo", ""),
+    "starter_sort_moe": ("learn-sort-moe", " --experts 8"),
+    "starter_chain_sum": ("learn-chain-sum", " --task chain_sum"),
+}
+"""Folders that recipes of ours name -> the make target that makes them first, and the options of make_starter.py."""
+# The largest released models stay below by a factor of ten and more; beyond, building the layers would not end.
+LIMITS: Mapping[str, int] = {
+    "num_hidden_layers": 2_000,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**24,
+    "moe_intermediate_size": 2**24,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "head_dim": 2**16,
+    "vocab_size": 2**24,
+    "max_position_embeddings": 2**40,
+    "num_experts": 2**16,
+    "num_local_experts": 2**16,
+    "n_routed_experts": 2**16,
+    "num_experts_per_tok": 2**16,
+}
+"""Sizes of a decoder in config.json -> the largest that is believed; the smallest is 1."""
 
 
 def check_model_folder(folder: str | Path) -> Path:
@@ -41,11 +62,17 @@ def check_model_folder(folder: str | Path) -> Path:
     if not path.is_dir():
         raise ModelFolderError(
             f"model folder {str(path)!r}: no such folder; set policy.model_name to a folder with config.json and "
-            "safetensors (the demo's is written by examples/make_starter.py)"
+            f"safetensors{_maker_of(path)}"
         )
     if not (path / CONFIG_FILE).is_file():
         raise ModelFolderError(f"model folder {str(path)!r}: expected {CONFIG_FILE}, which is missing")
     if not any((path / name).is_file() for name in WEIGHT_FILES):
+        if any((path / name).is_file() for name in PICKLES):
+            raise ModelFolderError(
+                f"model folder {str(path)!r}: expected weights as safetensors, got pickles ({PICKLES[0]}), which can "
+                'run code when they are read; convert them once where you trust them: python -c "from transformers '
+                f"import AutoModelForCausalLM as M; M.from_pretrained('{path}').save_pretrained('{path}')\""
+            )
         raise ModelFolderError(f"model folder {str(path)!r}: expected weights ({' or '.join(WEIGHT_FILES)}), got none")
     return path
 
@@ -54,14 +81,30 @@ def load_model_config(folder: str | Path) -> PretrainedConfig:
     """The architecture of a model folder.
 
     Raises:
-        ModelFolderError: the folder is missing, incomplete or unreadable.
+        ModelFolderError: the folder is missing, incomplete or unreadable, or its config holds sizes that are none.
     """
     path = check_model_folder(folder)
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelFolderError(f"model folder {str(path)!r}: {CONFIG_FILE} cannot be read: {error}") from error
+    where = f"model folder {str(path)!r}: {CONFIG_FILE}"
+    with boundary(ModelFolderError, f"{where} cannot be read"):
+        _check_sizes(_read_json(path / CONFIG_FILE), where)
+        # Code in the folder is never run; unless this is said, transformers asks on the terminal.
+        config: PretrainedConfig = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        # What every part of a run reads of it.
+        config.get_text_config().to_dict()
     return config
+
+
+def empty_model(folder: str | Path) -> PreTrainedModel:
+    """The model of a folder without its weights.
+
+    Raises:
+        ModelFolderError: the folder is missing or unreadable, or its config describes no causal language model.
+    """
+    config = load_model_config(folder)
+    what = f"model folder {str(folder)!r}: {CONFIG_FILE} of {config.model_type!r} describes no causal language model"
+    with boundary(ModelFolderError, what), torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    return model
 
 
 def load_causal_lm(folder: str | Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -72,17 +115,52 @@ def load_causal_lm(folder: str | Path, *, dtype: torch.dtype = torch.float32) ->
     """
     path = check_model_folder(folder)
     load_model_config(path)
-    try:
+    with boundary(ModelFolderError, f"model folder {str(path)!r}: cannot be loaded"):
         model, report = AutoModelForCausalLM.from_pretrained(
-            str(path), dtype=dtype, local_files_only=True, attn_implementation="sdpa", output_loading_info=True
+            str(path),
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            attn_implementation="sdpa",
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        raise ModelFolderError(f"model folder {str(path)!r}: cannot be loaded: {error}") from error
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise ModelFolderError(f"model folder {str(path)!r}: {len(missing)} weights are missing, first {missing[0]!r}")
     model.eval()
     return model  # type: ignore[no-any-return]
+
+
+def _maker_of(path: Path) -> str:
+    """What makes the folder, where it is one of ours."""
+    if path.name not in STARTERS:
+        return ""
+    target, options = STARTERS[path.name]
+    return f"; this one is made by `make {target}`, or by `python examples/make_starter.py --out {path}{options}`"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if path.stat().st_size > MAX_CONFIG_BYTES:
+        raise ModelFolderError(f"{path}: expected at most {MAX_CONFIG_BYTES} bytes, got {path.stat().st_size}")
+    given = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(given, dict):
+        raise ModelFolderError(f"{path}: expected a JSON object, got {type(given).__name__}")
+    return given
+
+
+def _check_sizes(given: Mapping[str, Any], where: str) -> None:
+    """Libraries believe every number, and build what it says or divide by it."""
+    for name, value in given.items():
+        if isinstance(value, dict):
+            _check_sizes(value, f"{where}: {name}")
+        limit = LIMITS.get(name)
+        if limit is None or value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= limit:
+            raise ModelFolderError(
+                f"{where}: {name}: expected a whole number from 1 to {limit}, got {shorten(repr(value))}"
+            )
 
 
 def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -6,14 +6,13 @@ what is accepted here runs with the numbers of one process; the rest is refused 
 
 from __future__ import annotations
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.errors import ConfigError, ModelFolderError
+from nemo_rl.errors import ConfigError, ModelFolderError, boundary
 from nemo_rl.models.dtensor.tensor_parallel import check_plan
 from nemo_rl.models.dtensor.tensor_plans import plan_of
-from nemo_rl.models.loading import load_model_config
+from nemo_rl.models.loading import empty_model
 
 __all__ = ["attention_problem", "check_folder_fits", "check_model_fits"]
 
@@ -25,15 +24,9 @@ def check_folder_fits(config: PolicyConfig) -> None:
         ModelFolderError: the folder is missing, unreadable or of another kind of model.
         ConfigError: the model cannot run as configured.
     """
-    model_config = load_model_config(config.model_name)
-    try:
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config)
-    except ValueError as error:
-        raise ModelFolderError(
-            f"model folder {config.model_name!r}: {model_config.model_type!r} is no causal language model: {error}"
-        ) from error
-    check_model_fits(model, config)
+    model = empty_model(config.model_name)
+    with boundary(ModelFolderError, f"model folder {config.model_name!r}: config.json"):
+        check_model_fits(model, config)
 
 
 def check_model_fits(model: PreTrainedModel, config: PolicyConfig) -> None:

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.errors import ConfigError
+from nemo_rl.errors import ConfigError, ModelFolderError, boundary
 from nemo_rl.models.loading import load_model_config
 from nemo_rl.models.megatron.rope import rotary_problems
 
@@ -148,7 +148,9 @@ def check_folder_fits(config: PolicyConfig) -> None:
         ModelFolderError: the folder is missing or unreadable.
         ConfigError: the model cannot run as configured.
     """
-    check_fits(Architecture.of(load_model_config(config.model_name)), config)
+    model_config = load_model_config(config.model_name)
+    with boundary(ModelFolderError, f"model folder {config.model_name!r}: config.json"):
+        check_fits(Architecture.of(model_config), config)
 
 
 def check_fits(shape: Architecture, config: PolicyConfig) -> None:

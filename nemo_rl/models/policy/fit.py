@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
-
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data_plane.route_shape import MAX_EXPERTS
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.dtensor import fit
 from nemo_rl.models.hf_routers import HFRouters
-from nemo_rl.models.loading import load_model_config
+from nemo_rl.models.loading import empty_model
 from nemo_rl.models.megatron import architecture
 
 __all__ = ["check_policy_fits"]
@@ -33,8 +30,7 @@ def check_policy_fits(config: PolicyConfig) -> None:
 
 def _check_routes_can_be_replayed(config: PolicyConfig) -> None:
     """Engines and the DTensor worker find routers in the model; the Megatron worker knows no other families."""
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(load_model_config(config.model_name))
+    model = empty_model(config.model_name)
     routers = HFRouters(model)
     if routers.num_experts > MAX_EXPERTS:
         raise ConfigError(

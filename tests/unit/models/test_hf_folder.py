@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -89,11 +91,16 @@ def test_rows_are_read_without_the_others(tmp_path: Path) -> None:
         assert torch.equal(source.get(name, rows=slice(2, 4)), model.state_dict()[name][2:4])
 
 
-def test_an_older_format_is_read_through_the_model(tmp_path: Path) -> None:
+def test_pickles_are_refused_with_the_command_that_converts_them(tmp_path: Path) -> None:
     model = small_model("mixtral")
     model.save_pretrained(str(tmp_path))
     torch.save(load_file(tmp_path / SINGLE), tmp_path / "pytorch_model.bin")
     (tmp_path / SINGLE).unlink()
+    with pytest.raises(ModelFolderError, match=r"got pickles .*from transformers import") as caught:
+        open_weights(tmp_path, model.config)
+    # The command does what it says.
+    code = str(caught.value).partition('python -c "')[2].removesuffix('"')
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
     assert_same(read_all(open_weights(tmp_path, model.config)), dict(named_weights(model)))
 
 

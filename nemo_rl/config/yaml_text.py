@@ -1,0 +1,177 @@
+"""The boundary of YAML: texts of recipes and overrides as plain values, `parse_yaml`.
+
+Called where a recipe is read and for the value of an override. Invariant: what comes out is made of dicts with text
+keys, lists, texts, 64-bit integers, floats, booleans and null, is not nested deeply, and is small: everything later can
+rely on that. Dates, bytes, sets, cycles and aliases that multiply are refused with their line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+__all__ = ["MAX_DEPTH", "MAX_INTEGER", "MAX_TEXT", "MAX_VALUES", "YamlProblem", "parse_yaml", "text_problem"]
+
+MAX_TEXT = 256 * 1024
+"""Characters of a recipe; the largest of ours has 20 thousand."""
+MAX_VALUES = 5_000
+"""Values of a recipe, aliases written out; ours have up to 400."""
+MAX_DEPTH = 32
+MAX_INTEGER = 2**63 - 1
+"""What every consumer (torch, numpy, the seeds of generators) can hold."""
+_MAX_DIGITS = 20
+
+_TAG = "tag:yaml.org,2002:"
+# YAML 1.2's numbers and `1e-4`; of 1.1, `1:30` for 90 and `017` for 15 surprise everybody and are texts here.
+_NUMBERS: Mapping[str, str] = {
+    "int": r"[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F_]+",
+    "float": r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+"
+    r"|\.[0-9]+(?:[eE][-+]?[0-9]+)?|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)",
+}
+_TRUE = frozenset({"true", "yes", "on"})
+_NON_FINITE: Mapping[str, str] = {".inf": "inf", "+.inf": "inf", "-.inf": "-inf", ".nan": "nan"}
+
+
+class YamlProblem(ValueError):
+    """Why a text is no recipe: one line."""
+
+
+class _Composer(yaml.SafeLoader):  # type: ignore[misc]
+    """Text to nodes; stops at a depth that Python's own stack can hold."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise YamlProblem(f"{_place(self.peek_event().start_mark)}: nested deeper than {MAX_DEPTH} levels")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+_Composer.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in found if tag.removeprefix(_TAG) not in (*_NUMBERS, "timestamp")]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _kind, _pattern in _NUMBERS.items():
+    _Composer.add_implicit_resolver(_TAG + _kind, re.compile(f"^(?:{_pattern})$"), list("-+0123456789."))
+
+
+def parse_yaml(text: str) -> Any:
+    """The only document in `text`; None for an empty one.
+
+    Raises:
+        YamlProblem: it is no YAML, or holds what no setting can be.
+    """
+    if len(text) > MAX_TEXT:
+        raise YamlProblem(f"expected at most {MAX_TEXT} characters, got {len(text)}")
+    try:
+        composer = _Composer(text)
+        try:
+            node = composer.get_single_node()
+        finally:
+            composer.dispose()
+    except (yaml.YAMLError, RecursionError) as error:
+        raise YamlProblem(" ".join(str(error).split())) from error
+    return None if node is None else _Reader().value(node, depth=0)
+
+
+def text_problem(text: str) -> str | None:
+    """Why a text cannot stand in a file or in the name of one; None where it can."""
+    if "\0" in text:
+        return "holds a NUL character"
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return f"holds half a surrogate pair, {text[error.start]!a}"
+    return None
+
+
+class _Reader:
+    """Nodes to values; counts them, because an alias is a node that is read again."""
+
+    def __init__(self) -> None:
+        self._num_values = 0
+
+    def value(self, node: yaml.Node, *, depth: int) -> Any:
+        self._num_values += 1
+        if self._num_values > MAX_VALUES:
+            raise YamlProblem(f"{_place(node.start_mark)}: more than {MAX_VALUES} values, aliases (*name) written out")
+        if depth > MAX_DEPTH:
+            raise YamlProblem(f"{_place(node.start_mark)}: contains itself through an alias (*name)")
+        tag = str(node.tag).removeprefix(_TAG)
+        if isinstance(node, yaml.ScalarNode):
+            return _scalar(tag, str(node.value), node)
+        if isinstance(node, yaml.SequenceNode) and tag == "seq":
+            return [self.value(item, depth=depth + 1) for item in node.value]
+        if isinstance(node, yaml.MappingNode) and tag == "map":
+            return self._mapping(node, depth=depth)
+        raise _unexpected(tag, node)
+
+    def _mapping(self, node: yaml.MappingNode, *, depth: int) -> dict[str, Any]:
+        own: dict[str, Any] = {}
+        inherited: dict[str, Any] = {}
+        for key, item in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise YamlProblem(f"{_place(key.start_mark)}: expected a name before the colon, got a section or list")
+            if key.tag == _TAG + "merge":
+                value = self.value(item, depth=depth + 1)
+                for part in value if isinstance(value, list) else [value]:
+                    if not isinstance(part, dict):
+                        raise YamlProblem(f"{_place(key.start_mark)}: expected sections after <<, got {part!r}")
+                    inherited = {**part, **inherited}
+                continue
+            name = _checked(str(key.value), key)
+            if name in own:
+                raise YamlProblem(f"{_place(key.start_mark)}: found duplicate key {name!r}")
+            own[name] = self.value(item, depth=depth + 1)
+        return {**inherited, **own}
+
+
+def _scalar(tag: str, text: str, node: yaml.Node) -> Any:
+    if tag == "str":
+        return _checked(text, node)
+    if tag == "null":
+        return None
+    if tag == "bool":
+        return text.lower() in _TRUE
+    if tag not in _NUMBERS:
+        raise _unexpected(tag, node)
+    digits = text.replace("_", "")
+    try:
+        if tag == "float":
+            return float(_NON_FINITE.get(digits.lower(), digits))
+        if len(digits) > _MAX_DIGITS:
+            raise YamlProblem(
+                f"{_place(node.start_mark)}: expected an integer of at most 64 bits, got {len(digits)} digits"
+            )
+        number = int(digits, 0)
+    except ValueError as error:
+        if isinstance(error, YamlProblem):
+            raise
+        raise YamlProblem(f"{_place(node.start_mark)}: expected a number, got {text[:80]!r}") from None
+    if not -MAX_INTEGER <= number <= MAX_INTEGER:
+        raise YamlProblem(f"{_place(node.start_mark)}: expected an integer of at most 64 bits, got {number}")
+    return number
+
+
+def _checked(text: str, node: yaml.Node) -> str:
+    problem = text_problem(text)
+    if problem is not None:
+        raise YamlProblem(f"{_place(node.start_mark)}: the text {problem}")
+    return text
+
+
+def _unexpected(tag: str, node: yaml.Node) -> YamlProblem:
+    return YamlProblem(
+        f"{_place(node.start_mark)}: expected a text, a number, true, false, null, a list or a section, got {tag!r}; "
+        "write a text in quotes and leave the tag out"
+    )
+
+
+def _place(mark: yaml.Mark) -> str:
+    return f"line {mark.line + 1}"
