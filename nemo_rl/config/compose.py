@@ -148,7 +148,11 @@ def _merge(
     for key, value in child.items():
         path = (*prefix, str(key))
         if isinstance(value, dict):
-            replaces = value.pop(_REPLACE, False) is True
+            replaces = value.pop(_REPLACE, False)
+            if not isinstance(replaces, bool):
+                raise ConfigError(
+                    f"{layer.name}: {'.'.join(path)}.{_REPLACE}: expected true or false, got {shorten(repr(replaces))}"
+                )
             present = into.get(key)
             if replaces or not isinstance(present, dict):
                 into[key] = {}

@@ -42,7 +42,7 @@ def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> list[str]:
             continue
         problem = _delete(recipe, parsed) if parsed.mode == "~" else _set(recipe, parsed)
         if problem:
-            problems.append(f"{COMMAND_LINE.name}: {parsed.name}: {problem}")
+            problems.append(f"{COMMAND_LINE.name}: {shorten(parsed.name)}: {shorten(problem)}")
     return problems
 
 
@@ -81,9 +81,8 @@ def _set(recipe: Recipe, override: _Override) -> str | None:
         return f"is already set to {shorten(repr(present))}; use {override.name}=... to change it"
     if override.mode == "" and place.is_free and not is_set:
         _, siblings = lookup(recipe.tree, override.path[:-1])
-        return (
-            f"is not set in the recipe{suggest(override.path[-1], siblings or ())}; use +{override.name}=... to add it"
-        )
+        names = siblings if isinstance(siblings, dict) else ()
+        return f"is not set in the recipe{suggest(override.path[-1], names)}; use +{override.name}=... to add it"
     return recipe.set(override.path, override.value, layer=COMMAND_LINE)
 
 

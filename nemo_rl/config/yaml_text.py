@@ -75,7 +75,10 @@ def parse_yaml(text: str) -> Any:
             node = composer.get_single_node()
         finally:
             composer.dispose()
-    except (yaml.YAMLError, RecursionError) as error:
+    except YamlProblem:
+        raise
+    except (yaml.YAMLError, RecursionError, ValueError, ArithmeticError) as error:
+        # The last two: what escapes such as \\UFFFFFFFF make of Python's own chr().
         raise YamlProblem(" ".join(str(error).split())) from error
     return None if node is None else _Reader().value(node, depth=0)
 

@@ -86,7 +86,12 @@ def load_model_config(folder: str | Path) -> PretrainedConfig:
     path = check_model_folder(folder)
     where = f"model folder {str(path)!r}: {CONFIG_FILE}"
     with boundary(ModelFolderError, f"{where} cannot be read"):
-        _check_sizes(_read_json(path / CONFIG_FILE), where)
+        given = _read_json(path / CONFIG_FILE)
+        _check_sizes(given, where)
+        if given.get("quantization_config") is not None:
+            raise ModelFolderError(
+                f"{where}: quantization_config: quantised weights cannot be trained; take the folder with full weights"
+            )
         # Code in the folder is never run; unless this is said, transformers asks on the terminal.
         config: PretrainedConfig = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         # What every part of a run reads of it.

@@ -9,24 +9,11 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.errors import ConfigError, ModelFolderError, boundary
+from nemo_rl.errors import ConfigError
 from nemo_rl.models.dtensor.tensor_parallel import check_plan
 from nemo_rl.models.dtensor.tensor_plans import plan_of
-from nemo_rl.models.loading import empty_model
 
-__all__ = ["attention_problem", "check_folder_fits", "check_model_fits"]
-
-
-def check_folder_fits(config: PolicyConfig) -> None:
-    """`check_model_fits` for the model folder of the policy; reads its config only.
-
-    Raises:
-        ModelFolderError: the folder is missing, unreadable or of another kind of model.
-        ConfigError: the model cannot run as configured.
-    """
-    model = empty_model(config.model_name)
-    with boundary(ModelFolderError, f"model folder {config.model_name!r}: config.json"):
-        check_model_fits(model, config)
+__all__ = ["attention_problem", "check_model_fits"]
 
 
 def check_model_fits(model: PreTrainedModel, config: PolicyConfig) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from transformers import PreTrainedModel
+
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data_plane.route_shape import MAX_EXPERTS
-from nemo_rl.errors import ConfigError
+from nemo_rl.errors import ConfigError, ModelFolderError, boundary
 from nemo_rl.models.dtensor import fit
 from nemo_rl.models.hf_routers import HFRouters
 from nemo_rl.models.loading import empty_model
@@ -16,21 +18,24 @@ __all__ = ["check_policy_fits"]
 def check_policy_fits(config: PolicyConfig) -> None:
     """Reads the config of the model folder only; imports no training engine.
 
+    The engines of the rollout are Hugging Face models, whichever worker trains.
+
     Raises:
         ModelFolderError: the folder is missing, unreadable or of another kind of model.
         ConfigError: the model cannot run as configured.
     """
+    model = empty_model(config.model_name)
     if config.megatron_cfg.enabled:
         architecture.check_folder_fits(config)
     else:
-        fit.check_folder_fits(config)
+        with boundary(ModelFolderError, f"model folder {config.model_name!r}: config.json"):
+            fit.check_model_fits(model, config)
     if config.router_replay.enabled:
-        _check_routes_can_be_replayed(config)
+        _check_routes_can_be_replayed(model)
 
 
-def _check_routes_can_be_replayed(config: PolicyConfig) -> None:
+def _check_routes_can_be_replayed(model: PreTrainedModel) -> None:
     """Engines and the DTensor worker find routers in the model; the Megatron worker knows no other families."""
-    model = empty_model(config.model_name)
     routers = HFRouters(model)
     if routers.num_experts > MAX_EXPERTS:
         raise ConfigError(

@@ -12,7 +12,6 @@ from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.policy import DTensorConfig, PolicyConfig, SequencePackingConfig
 from nemo_rl.config.router_replay import RouterReplayConfig
 from nemo_rl.errors import ConfigError, ModelFolderError
-from nemo_rl.models.dtensor.fit import check_folder_fits
 from nemo_rl.models.policy.fit import check_policy_fits
 from tests.helpers.families import COMMON, config_of
 from tests.helpers.tiny_model import tiny_policy
@@ -75,33 +74,33 @@ REFUSED = {
 def test_what_cannot_run_is_refused_with_its_reason(name: str, tmp_path: Path) -> None:
     config, sizes, text = REFUSED[name]
     with pytest.raises(ConfigError) as caught:
-        check_folder_fits(policy(folder_of(config, tmp_path), **sizes))
+        check_policy_fits(policy(folder_of(config, tmp_path), **sizes))
     assert text in str(caught.value)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 def test_families_fit_every_axis(family: str, tmp_path: Path) -> None:
     folder = folder_of(config_of(family), tmp_path)
-    check_folder_fits(
+    check_policy_fits(
         policy(folder, packed=True, tensor_parallel_size=2, context_parallel_size=2, sequence_parallel=True)
     )
 
 
 def test_a_model_brings_its_own_plan(tmp_path: Path) -> None:
     gemma = GemmaConfig(**{**COMMON, "hidden_size": 64}, head_dim=16)
-    check_folder_fits(policy(folder_of(gemma, tmp_path), tensor_parallel_size=2))
+    check_policy_fits(policy(folder_of(gemma, tmp_path), tensor_parallel_size=2))
 
 
 def test_a_window_serves_packing_and_context(tmp_path: Path) -> None:
     config = config_of("mistral")
     assert config.sliding_window is not None
-    check_folder_fits(policy(folder_of(config, tmp_path), packed=True, context_parallel_size=2))
+    check_policy_fits(policy(folder_of(config, tmp_path), packed=True, context_parallel_size=2))
 
 
 def test_another_kind_of_model_is_refused(tmp_path: Path) -> None:
     bert = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
     with torch.no_grad(), pytest.raises((ModelFolderError, ConfigError)) as caught:
-        check_folder_fits(policy(folder_of(bert, tmp_path), tensor_parallel_size=2))
+        check_policy_fits(policy(folder_of(bert, tmp_path), tensor_parallel_size=2))
     assert "bert" in str(caught.value)
 
 
