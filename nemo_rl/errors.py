@@ -136,10 +136,12 @@ def boundary(kind: type[UserError], place: str) -> Iterator[None]:
     """Around a library that reads what a user gave: whatever it raises ends as `kind` with `place` in front.
 
     Example:
-        >>> with boundary(ModelFolderError, "model folder 'm': config.json"):
-        ...     int("abc")
-        Traceback (most recent call last):
-        nemo_rl.errors.ModelFolderError: model folder 'm': config.json: ValueError: invalid literal for int() ...
+        >>> try:
+        ...     with boundary(ModelFolderError, "model folder 'm': config.json"):
+        ...         {}["hidden_size"]
+        ... except ModelFolderError as error:
+        ...     str(error)
+        "model folder 'm': config.json: KeyError: 'hidden_size'"
     """
     try:
         yield
