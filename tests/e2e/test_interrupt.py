@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.processes import MARK, end_all, marked, wait_for_none
-from tests.helpers.runs import LOCAL, logged_steps, rollouts_of, run_cli, start_cli, write_recipe
+from tests.helpers.resume_kills import ResumeKills
+from tests.helpers.runs import logged_steps, start_cli, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 
 pytestmark = pytest.mark.slow
@@ -79,23 +80,9 @@ def test_a_worker_that_is_killed_ends_the_run_with_its_cause(tmp_path, model, ma
     assert wait_for_none(mark, timeout_s=GONE_S) == []
 
 
-def test_a_killed_run_resumes_with_the_prompts_and_losses_of_an_uninterrupted_one(tmp_path, model, mark):
-    saving = {"enabled": True, "save_period": 1, "keep_top_k": None}
-    whole = write_recipe(tmp_path / "whole", model, checkpointing={**saving, "checkpoint_dir": str(tmp_path / "ck0")})
-    killed = write_recipe(tmp_path / "killed", model, checkpointing={**saving, "checkpoint_dir": str(tmp_path / "ck1")})
-    settings = [f"{name}={value}" for name, value in {**LOCAL, "grpo.max_num_steps": "10"}.items()]
-    code, output = run_cli(whole, *settings)
-    assert code == 0, output
-    process = start_cli(killed, *settings)
-    wait_for_step(tmp_path / "killed" / "logs", 7, process)
-    process.kill()
-    process.communicate()
-    code, output = run_cli(killed, *settings, "checkpointing.resume=true")
-    assert code == 0, output
-    expected = {row["step"]: row for row in logged_steps(tmp_path / "whole" / "logs")}
-    got = {row["step"]: row for row in logged_steps(tmp_path / "killed" / "logs")}
-    assert set(got) == set(range(1, 11))
-    for step in (8, 9, 10):
-        assert got[step]["train/loss"] == pytest.approx(expected[step]["train/loss"], abs=1e-6)
-        ours, theirs = rollouts_of(tmp_path / "killed" / "logs", step), rollouts_of(tmp_path / "whole" / "logs", step)
-        assert [row["prompt"] for row in ours] == [row["prompt"] for row in theirs]
+def test_a_killed_run_resumes_with_the_prompts_and_losses_of_an_uninterrupted_one(tmp_path, model):
+    """A twenty-fifth of `make resume-kills`, in one process."""
+    result = ResumeKills(tmp_path, model, launcher="local", kills=2, saves=1, seed=0).run()
+    assert result.problems == [] and result.processes_left == 0
+    assert (result.kills_during_a_save, result.kills_at_random) == (1, 1)
+    assert result.resumed_from
