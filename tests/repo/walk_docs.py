@@ -42,6 +42,7 @@ TARGETS: Mapping[str, str] = {
     "learn-sort": "grpo.max_num_steps=2",
     "learn-chain-sum": "grpo.max_num_steps=2",
     "learn-sort-moe": "grpo.max_num_steps=2",
+    "resume-kills": "--kills 2 --saves 1",
     "bench-step": "--steps 2 --rows 64",
     "bench-data-plane": "--turns 2",
     "bench-packing": "--quick",
