@@ -27,8 +27,9 @@ from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.memory_plan import memory_plan
 from nemo_rl.data_plane.observability import MetricsDataPlaneClient
 from nemo_rl.distributed.collectives import RankSpec
+from nemo_rl.distributed.job_store import reserve_port
 from nemo_rl.distributed.layout import ParallelLayout
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, free_port
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup, RayPlacement, RayWorkerGroup, WorkerGroup
 from nemo_rl.errors import DatasetError
 from nemo_rl.experience.sync_rollout_actor import RolloutHandle, SyncRolloutWorker
@@ -46,6 +47,7 @@ from nemo_rl.utils.flops import TransformerShape, sequence_cost
 from nemo_rl.utils.logger import Logger, build_logger
 from nemo_rl.utils.panel import Panel
 from nemo_rl.utils.r3_trace_env import trace_environment
+from nemo_rl.utils.start_up import StartUp
 
 __all__ = ["open_trainer", "write_resolved_config"]
 
@@ -91,8 +93,9 @@ def open_trainer(config: MasterConfig, *, console: Console) -> Iterator[SyncGRPO
         run_logger = _logger(config, resume_from)
         stack.callback(run_logger.close)
         panel.note(_what_starts(config))
-        cluster = stack.enter_context(_cluster(config)) if config.cluster.launcher == "ray" else None
-        groups, client = _start(config, cluster, stack)
+        start = StartUp(timeout_s=config.cluster.worker_start_timeout_s, tell=panel.note)
+        cluster = stack.enter_context(_cluster(config, start)) if config.cluster.launcher == "ray" else None
+        groups, client = _start(config, cluster, stack, start)
         timeout_s = config.cluster.stage_timeout_s
         rollout = RolloutHandle(groups.rollout, timeout_s=timeout_s, partition_id=PARTITION)
         rollout.setup_data_plane(client.address)
@@ -146,7 +149,7 @@ def _logger(config: MasterConfig, resume_from: Checkpoint | None) -> Logger:
     )
 
 
-def _cluster(config: MasterConfig) -> RayVirtualCluster:
+def _cluster(config: MasterConfig, start: StartUp) -> RayVirtualCluster:
     """On GPU an engine shares its GPU and its bundle with a policy worker; on CPU engines stand on their own."""
     uses_gpu = config.cluster.gpus_per_node > 0
     storage = 0
@@ -159,22 +162,25 @@ def _cluster(config: MasterConfig) -> RayVirtualCluster:
         other_cpus=engines + ROLLOUT_CPUS + storage,
         cpus_per_bundle=2 if uses_gpu else 1,
         environment={**transport_environment(plane), **trace_environment()},
+        start=start,
+        logs_to=config.logger.log_dir / "ray_logs",
     )
 
 
 def _start(
-    config: MasterConfig, cluster: RayVirtualCluster | None, stack: ExitStack
+    config: MasterConfig, cluster: RayVirtualCluster | None, stack: ExitStack, start: StartUp
 ) -> tuple[_Groups, MetricsDataPlaneClient]:
     run_id = uuid.uuid4().hex[:12]
-    groups = _local_groups(config, stack) if cluster is None else _ray_groups(config, cluster, stack)
+    groups = _local_groups(config, stack) if cluster is None else _ray_groups(config, cluster, stack, start)
     # The workers build while the storage actors of the data plane start.
     client = build_data_plane_client(
-        config.active_data_plane, run_id=run_id, role="owner", log_dir=config.logger.log_dir
+        config.active_data_plane, run_id=run_id, role="owner", log_dir=config.logger.log_dir, start=start
     )
     stack.callback(client.close)
     for group in (groups.rollout, groups.engines, groups.policy):
         if isinstance(group, RayWorkerGroup):
-            group.finish_start(timeout_s=config.cluster.worker_start_timeout_s)
+            with start.waiting_for(f"the {group.name} workers"):
+                group.finish_start(timeout_s=start.timeout_s)
     return groups, MetricsDataPlaneClient(client)
 
 
@@ -190,8 +196,7 @@ def _local_groups(config: MasterConfig, stack: ExitStack) -> _Groups:
     return _Groups(policy=policy, engines=engines, rollout=rollout)
 
 
-def _ray_groups(config: MasterConfig, cluster: RayVirtualCluster, stack: ExitStack) -> _Groups:
-    start_s = config.cluster.worker_start_timeout_s
+def _ray_groups(config: MasterConfig, cluster: RayVirtualCluster, stack: ExitStack, start: StartUp) -> _Groups:
     gpu_share = GPU_SHARE if cluster.uses_gpu else 0.0
     policy = RayWorkerGroup(
         "policy",
@@ -209,7 +214,8 @@ def _ray_groups(config: MasterConfig, cluster: RayVirtualCluster, stack: ExitSta
     stack.callback(engines.shutdown)
     rollout = RayWorkerGroup("rollout", world_size=1, placement=RayPlacement(num_cpus=ROLLOUT_CPUS))
     stack.callback(rollout.shutdown)
-    address, port = policy.rendezvous(free_port, timeout_s=start_s)
+    with start.waiting_for("the first policy worker"):
+        address, port = policy.rendezvous(reserve_port, timeout_s=start.timeout_s)
     ranks = _rank_specs(cluster.num_workers, address, port)
     policy.begin_start(build_policy_worker, [{"spec": _worker_spec(config, rank)} for rank in ranks])
     engines.begin_start(build_engine_worker, [{"spec": _engine_spec(config, n)} for n in range(engines.world_size)])
@@ -234,6 +240,7 @@ def _worker_spec(config: MasterConfig, rank: RankSpec) -> WorkerSpec:
         use_gpu=config.cluster.gpus_per_node > 0,
         threads=config.cluster.threads_per_worker,
         collective_timeout_s=config.cluster.collective_timeout_s,
+        start_timeout_s=config.cluster.worker_start_timeout_s,
     )
 
 

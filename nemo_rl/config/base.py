@@ -1,4 +1,4 @@
-"""Base of every config section: frozen, and closed to unknown keys."""
+"""Base of every config section: frozen, and closed to unknown keys; a default that several layers share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-__all__ = ["FilePath", "Section", "Text"]
+__all__ = ["START_TIMEOUT_S", "FilePath", "Section", "Text"]
+
+START_TIMEOUT_S = 600.0
+"""A quiet machine takes 15 s for a whole start; one with twenty times the work of its cores takes minutes."""
 
 
 def _not_empty(given: object) -> object:

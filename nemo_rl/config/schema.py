@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from nemo_rl.config.base import FilePath, Section, Text
+from nemo_rl.config.base import START_TIMEOUT_S, FilePath, Section, Text
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.config.policy import PolicyConfig
 
@@ -181,8 +181,8 @@ class ClusterConfig(Section):
     """Logical CPUs that Ray may hand out on this machine; null: as many as the actors need, at least the cores."""
     threads_per_worker: PositiveInt = 1
     """Torch threads in every process of ours."""
-    worker_start_timeout_s: PositiveFloat = 120.0
-    """Deadline for all actors of a run to start, in seconds."""
+    worker_start_timeout_s: PositiveFloat = START_TIMEOUT_S
+    """Deadline of each start at the beginning of a run (Ray, workers, stores, servers, ledger), in seconds."""
     collective_timeout_s: PositiveFloat = 120.0
     """Deadline of one collective between workers, in seconds."""
     stage_timeout_s: PositiveFloat = 1800.0

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from nemo_rl.config.base import START_TIMEOUT_S
 from nemo_rl.config.data_plane import DataPlaneConfig
 
 __all__ = ["DataPlaneAddress", "Handles", "LedgerAddress"]
@@ -42,5 +43,7 @@ class DataPlaneAddress:
     ledger: LedgerAddress
     process_id: int
     """The owner's process; the `noop` store can only be reached inside it."""
+    start_timeout_s: float = START_TIMEOUT_S
+    """How long a process may take to join."""
     store: str = ""
     """Where the payload store answers, in its own form; empty for stores that are found by the run id."""

@@ -25,6 +25,7 @@ from nemo_rl.data_plane.ledger_host import InProcessHost, LedgerHost, LedgerServ
 from nemo_rl.data_plane.ledger_host_socket import LedgerServer, SocketLedgerHost
 from nemo_rl.data_plane.stores import forget_store, impl_of, join_store, start_store
 from nemo_rl.errors import ConfigError, DataPlaneClosed, DataPlaneError, name_some
+from nemo_rl.utils.start_up import DEFAULT_START, StartUp
 
 __all__ = ["DataPlaneAddress", "attach_data_plane", "build_data_plane_client", "check_empty", "observe", "open_step"]
 
@@ -49,6 +50,7 @@ def build_data_plane_client(
     address: DataPlaneAddress | None = None,
     validate: bool = False,
     log_dir: Path | None = None,
+    start: StartUp = DEFAULT_START,
 ) -> DataPlaneClient:
     """A client of the run's data plane.
 
@@ -56,6 +58,7 @@ def build_data_plane_client(
         role: the owner starts ledger and store, and its close ends them; `attach` joins those at `address`.
         validate: the owner's ledger checks all of its invariants after each request; slow, for tests.
         log_dir: where the owner writes events and the file that `nemo-rl data-plane` attaches with.
+        start: how long servers and actors may take to start, and others to join; who is told meanwhile.
 
     Raises:
         ConfigError: a combination of store and ledger host that cannot work.
@@ -72,14 +75,19 @@ def build_data_plane_client(
     with ExitStack() as undo:
         at_end = undo.enter_context(ExitStack())
         at_end.callback(_forget, run_id)
-        host = _own_host(config, run_id, validate=validate, log_dir=log_dir)
+        host = _own_host(config, run_id, validate=validate, log_dir=log_dir, start=start)
         undo.callback(host.close)
         if log_dir is not None:
             _open_to_onlookers(log_dir, host.address, at_end)
-        store = start_store(config, run_id=run_id)
+        store = start_store(config, run_id=run_id, start=start)
         undo.pop_all()
     own = DataPlaneAddress(
-        run_id=run_id, config=config, ledger=host.address, process_id=os.getpid(), store=store.address
+        run_id=run_id,
+        config=config,
+        ledger=host.address,
+        process_id=os.getpid(),
+        start_timeout_s=start.timeout_s,
+        store=store.address,
     )
     return LedgerClient(host=host, store=store, address=own, on_close=at_end.close)
 
@@ -163,12 +171,14 @@ def _is_in_ray() -> bool:
     return ray is not None and bool(ray.is_initialized())
 
 
-def _own_host(config: DataPlaneConfig, run_id: str, *, validate: bool, log_dir: Path | None) -> LedgerHost:
+def _own_host(
+    config: DataPlaneConfig, run_id: str, *, validate: bool, log_dir: Path | None, start: StartUp
+) -> LedgerHost:
     kind = _host_kind(config)
     if kind == "ray_actor":
         from nemo_rl.data_plane.ledger_host_ray import RayLedgerHost  # noqa: PLC0415 - Ray is optional here
 
-        return RayLedgerHost.start(config, run_id=run_id, validate=validate, log_dir=log_dir)
+        return RayLedgerHost.start(config, run_id=run_id, validate=validate, log_dir=log_dir, start=start)
     service = build_service(config, run_id=run_id, validate=validate, log_dir=log_dir)
     if kind == "socket":
         server = LedgerServer(service)

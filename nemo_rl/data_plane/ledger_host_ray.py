@@ -24,6 +24,7 @@ from nemo_rl.data_plane.ledger_host import build_service, read_reply
 from nemo_rl.data_plane.ledger_host_socket import LedgerServer, SocketLedgerHost
 from nemo_rl.data_plane.reference_table import Place, ReferenceTable
 from nemo_rl.errors import DataPlaneClosed, DataPlaneTimeout
+from nemo_rl.utils.start_up import DEFAULT_START, StartUp
 
 __all__ = ["NAMESPACE", "RayLedgerHost", "ledger_actor_name"]
 
@@ -32,8 +33,6 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "nemo_rl"
 CLOSE_TIMEOUT_S = 2.0
 """Time for the last events to reach their file."""
-START_TIMEOUT_S = 60.0
-"""A worker process on a busy node can take tens of seconds to import Ray."""
 
 
 class _LedgerActor:
@@ -77,7 +76,13 @@ class RayLedgerHost:
 
     @classmethod
     def start(
-        cls, config: DataPlaneConfig, *, run_id: str, validate: bool = False, log_dir: Path | None = None
+        cls,
+        config: DataPlaneConfig,
+        *,
+        run_id: str,
+        start: StartUp = DEFAULT_START,
+        validate: bool = False,
+        log_dir: Path | None = None,
     ) -> RayLedgerHost:
         """Starts the actor, on the node of this process; its owner is this process.
 
@@ -94,7 +99,13 @@ class RayLedgerHost:
             name=ledger_actor_name(run_id), namespace=NAMESPACE, num_cpus=0, max_restarts=0, scheduling_strategy=here
         ).remote(config, run_id, validate=validate, log_dir=None if log_dir is None else log_dir.absolute())
         try:
-            near: LedgerAddress = _get(run_id, actor.socket_address.remote(), timeout_s=START_TIMEOUT_S)
+            with start.waiting_for("the ledger actor"):
+                near: LedgerAddress = ray.get(actor.socket_address.remote(), timeout=start.timeout_s)
+        except ray_errors.GetTimeoutError as error:
+            ray.kill(actor, no_restart=True)
+            raise DataPlaneTimeout(start.too_late("the ledger actor did not start")) from error
+        except ray_errors.RayError as error:
+            raise DataPlaneClosed(f"run {run_id!r}: the ledger actor died while it started: {error}") from error
         except BaseException:
             ray.kill(actor, no_restart=True)
             raise

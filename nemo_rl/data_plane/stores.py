@@ -17,9 +17,12 @@ from nemo_rl.data_plane.environment import transport_environment
 from nemo_rl.data_plane.interfaces import PayloadStore
 from nemo_rl.data_plane.memory_plan import memory_plan
 from nemo_rl.errors import DataPlaneClosed
+from nemo_rl.utils.start_up import StartUp
 
 if TYPE_CHECKING:
     from nemo_rl.data_plane.adapters.mooncake import MooncakeStore
+    from nemo_rl.data_plane.adapters.ray_node import RayNodeStore
+    from nemo_rl.data_plane.adapters.ray_store import RayStore
     from nemo_rl.data_plane.adapters.transfer_queue import TransferQueueStore
 
 __all__ = ["forget_store", "impl_of", "join_store", "start_store"]
@@ -35,20 +38,20 @@ def impl_of(config: DataPlaneConfig) -> str:
     return config.resolved(has_actors=False).impl or "noop"
 
 
-def start_store(config: DataPlaneConfig, *, run_id: str) -> PayloadStore:
+def start_store(config: DataPlaneConfig, *, run_id: str, start: StartUp) -> PayloadStore:
     """The owner's store; its close ends the service."""
     impl = impl_of(config)
     plan = memory_plan(config)
     if plan:
         logger.info("%s", plan)
     if impl == "ray":
-        return _ray(config, run_id=run_id, is_owner=True)
+        return _ray_kind(config).start(config, run_id=run_id, start=start)
     if impl == "transfer_queue":
-        return _transfer_queue(config).start(config, run_id=run_id)
+        return _transfer_queue(config).start(config, run_id=run_id, start=start)
     if impl == "mooncake":
-        return _mooncake(config).start(config, run_id=run_id)
+        return _mooncake(config).start(config, run_id=run_id, start=start)
     if impl == "shm":
-        return SharedMemoryStore.start(config.shm, run_id=run_id)
+        return SharedMemoryStore.start(config.shm, run_id=run_id, start=start)
     store = _noop_stores[run_id] = NoopStore()
     return store
 
@@ -61,11 +64,11 @@ def join_store(address: DataPlaneAddress) -> PayloadStore:
     """
     config, run_id, impl = address.config, address.run_id, impl_of(address.config)
     if impl == "ray":
-        return _ray(config, run_id=run_id, is_owner=False)
+        return _ray_kind(config).join(config, run_id=run_id)
     if impl == "transfer_queue":
-        return _transfer_queue(config).join(run_id=run_id, timeout_s=config.timeout_s)
+        return _transfer_queue(config).join(run_id=run_id, timeout_s=address.start_timeout_s)
     if impl == "mooncake":
-        return _mooncake(config).join(config, run_id=run_id, address=address.store)
+        return _mooncake(config).join(config, run_id=run_id, address=address.store, timeout_s=address.start_timeout_s)
     if impl == "shm":
         return SharedMemoryStore.join(config.shm, run_id=run_id)
     store = _noop_stores.get(run_id)
@@ -82,14 +85,14 @@ def forget_store(run_id: str) -> None:
     _noop_stores.pop(run_id, None)
 
 
-def _ray(config: DataPlaneConfig, *, run_id: str, is_owner: bool) -> PayloadStore:
+def _ray_kind(config: DataPlaneConfig) -> type[RayNodeStore] | type[RayStore]:
     if config.ray.owner == "node":
         from nemo_rl.data_plane.adapters.ray_node import RayNodeStore  # noqa: PLC0415 - Ray is optional here
 
-        return (RayNodeStore.start if is_owner else RayNodeStore.join)(config, run_id=run_id)
+        return RayNodeStore
     from nemo_rl.data_plane.adapters.ray_store import RayStore  # noqa: PLC0415 - Ray is optional here
 
-    return (RayStore.start if is_owner else RayStore.join)(config, run_id=run_id)
+    return RayStore
 
 
 def _mooncake(config: DataPlaneConfig) -> type[MooncakeStore]:

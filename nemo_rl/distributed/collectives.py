@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nemo_rl.distributed.job_store import open_client, open_server, stay_on_loopback
 from nemo_rl.errors import WorkerError, from_record, to_record
 
 __all__ = [
@@ -34,7 +34,6 @@ __all__ = [
 ]
 
 _STATUS_OK, _STATUS_ERROR = 0, 1
-LOOPBACK_INTERFACE = "lo"
 MESSAGE_BYTES = 256 << 20
 """Most bytes of one broadcast: large enough that its start costs nothing, small enough for a GPU to stage."""
 OWN_BUFFER_BYTES = 4 << 20
@@ -76,29 +75,36 @@ class RankSpec:
         )
 
 
-def init_process_group(spec: RankSpec, *, device: torch.device, timeout_s: float) -> None:
+def init_process_group(
+    spec: RankSpec, *, device: torch.device, timeout_s: float, start_timeout_s: float | None = None
+) -> None:
     """(collective) Joins the job's default group: NCCL on GPU (gloo beside it for CPU tensors), gloo on CPU.
 
     Every rank calls it first. A single rank needs no port.
+
+    Args:
+        timeout_s: deadline of each collective.
+        start_timeout_s: how long the other ranks may take to come here; None: as a collective.
     """
     timeout = timedelta(seconds=timeout_s)
     if spec.world_size == 1:
         dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
-    if spec.master_addr.startswith("127."):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
-    store = dist.PrefixStore(f"attempt_{spec.attempt}", _open_store(spec, timeout))
-    dist.init_process_group(_backend(device), store=store, rank=spec.rank, world_size=spec.world_size, timeout=timeout)
+    stay_on_loopback(spec.master_addr)
+    store = _open_store(spec, timeout if start_timeout_s is None else timedelta(seconds=start_timeout_s))
+    store.set_timeout(timeout)
+    job = dist.PrefixStore(f"attempt_{spec.attempt}", store)
+    dist.init_process_group(_backend(device), store=job, rank=spec.rank, world_size=spec.world_size, timeout=timeout)
 
 
 def _open_store(spec: RankSpec, timeout: timedelta) -> dist.TCPStore:
-    return dist.TCPStore(
+    is_master = spec.rank == 0 and not spec.is_store_running
+    return (open_server if is_master else open_client)(
         spec.master_addr,
         spec.master_port,
-        spec.world_size,
-        is_master=spec.rank == 0 and not spec.is_store_running,
+        world_size=spec.world_size,
         timeout=timeout,
-        wait_for_workers=not spec.is_store_running,
+        waits=not spec.is_store_running,
     )
 
 

@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: logical resources, placement, ports, ordered teardown.
+"""The Ray cluster of a run: logical resources, placement, ordered teardown.
 
 `setup` opens it with a `with` statement; Ray is gone when the block ends, also after an error. Invariant: enough
 logical CPUs are checked before any actor is asked for, so that nothing waits for a resource that will never come.
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
-import socket
-import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 
 import ray
@@ -20,12 +19,15 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from nemo_rl.config.schema import ClusterConfig
-from nemo_rl.errors import ResourceError
+from nemo_rl.distributed.own_ray import OwnRay, keep_sigterm_handler
+from nemo_rl.errors import ResourceError, UserError
+from nemo_rl.utils.start_up import StartUp
 
-__all__ = ["RayVirtualCluster", "free_port", "worker_environment"]
+__all__ = ["RayVirtualCluster", "worker_environment"]
 
-LOOPBACK = "127.0.0.1"
-PLACEMENT_TIMEOUT_S = 60.0
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.1
 
 
 def worker_environment(threads: int) -> dict[str, str]:
@@ -45,13 +47,6 @@ def worker_environment(threads: int) -> dict[str, str]:
     }
 
 
-def free_port(host: str = LOOPBACK) -> int:
-    """A TCP port that is free at this moment."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
 class RayVirtualCluster:
     """Ray for one run, with a placement group of one bundle per policy worker.
 
@@ -60,6 +55,8 @@ class RayVirtualCluster:
         other_cpus: logical CPUs of the actors outside the bundles (rollout, storage; on CPU also generation).
         cpus_per_bundle: logical CPUs of a bundle: 1 for the policy worker, 1 more for an engine that shares its GPU.
         environment: variables for every process, beside those of `worker_environment`.
+        start: how long Ray and the placement may take; None: `cluster.worker_start_timeout_s`, without a word.
+        logs_to: gets Ray's logs when a block ends with an error that is not the user's; None: they are not kept.
     """
 
     def __init__(
@@ -69,13 +66,17 @@ class RayVirtualCluster:
         other_cpus: int,
         cpus_per_bundle: int = 1,
         environment: Mapping[str, str] | None = None,
+        start: StartUp | None = None,
+        logs_to: Path | None = None,
     ) -> None:
-        self._config = config
+        self._config, self._logs_to = config, logs_to
+        self._start = start or StartUp(timeout_s=config.worker_start_timeout_s)
         self._environment = {**worker_environment(config.threads_per_worker), **(environment or {})}
         self._other_cpus = other_cpus
         self._cpus_per_bundle = cpus_per_bundle
         self._group: PlacementGroup | None = None
-        self._started = False
+        self._own: OwnRay | None = None
+        self._joined = False
 
     @property
     def num_workers(self) -> int:
@@ -105,40 +106,49 @@ class RayVirtualCluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, UserError):
+            self._keep_logs()
         self.close()
 
     def close(self) -> None:
         """Frees the placement group and, where we started it, Ray. Idempotent."""
-        if self._group is not None:
+        group, self._group = self._group, None
+        own, self._own = self._own, None
+        if group is not None and own is None:
             with suppress(RayError):
-                remove_placement_group(self._group)
-            self._group = None
-        if self._started:
+                remove_placement_group(group)
+        if own is not None:
+            own.close()
+        elif self._joined:
             ray.shutdown()
-            self._started = False
+            self._joined = False
+
+    def _keep_logs(self) -> None:
+        if self._own is None or self._logs_to is None:
+            return
+        try:
+            kept = self._own.keep_logs(self._logs_to)
+        except OSError as error:
+            logger.warning("Ray's logs could not be kept in %s: %s", self._logs_to, error)
+        else:
+            if kept is not None:
+                self._start.tell(f"Ray's logs of this run are in {kept}")
 
     def _start_ray(self) -> None:
-        # ray.init puts a SIGTERM handler of its own in place, which leaves without our teardown.
-        handler = signal.getsignal(signal.SIGTERM)
-        logging.getLogger("ray").setLevel(logging.ERROR)
-        if self._config.address is not None:
-            ray.init(address=self._config.address, runtime_env={"env_vars": self._environment}, log_to_driver=False)
-        else:
+        if self._config.address is None:
             os.environ.update(self._environment)
-            ray.init(
-                # Without it Ray joins whatever cluster somebody else has started on this machine.
-                address="local",
+            self._own = OwnRay(
                 num_cpus=self._logical_cpus(),
                 # None: Ray looks for them; a number would be believed, also where there are none.
                 num_gpus=None if self.uses_gpu else 0,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                _node_ip_address=LOOPBACK if self._config.num_nodes == 1 else None,
-            )
-        self._started = True
-        if handler is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
+                environment=self._environment,
+                start=self._start,
+            ).__enter__()
+            return
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        with keep_sigterm_handler(), self._start.waiting_for(f"the Ray cluster at {self._config.address}"):
+            ray.init(address=self._config.address, runtime_env={"env_vars": self._environment}, log_to_driver=False)
+        self._joined = True
 
     def _logical_cpus(self) -> int:
         if self._config.num_cpus is not None:
@@ -149,27 +159,41 @@ class RayVirtualCluster:
         return self.num_workers * self._cpus_per_bundle + self._other_cpus
 
     def _check_resources(self) -> None:
-        have: Mapping[str, float] = ray.available_resources()
-        cpus, gpus = have.get("CPU", 0), have.get("GPU", 0)
-        if cpus < self._cpus_needed():
-            raise ResourceError(
+        """Waits for what others are about to give back, but not for what the cluster does not have at all."""
+        needed = {"CPU": self._cpus_needed(), "GPU": self.num_workers if self.uses_gpu else 0}
+        give_up = time.monotonic() + self._start.timeout_s
+        with self._start.waiting_for(f"{needed['CPU']} free CPUs and {needed['GPU']} free GPUs of Ray"):
+            while True:
+                have: Mapping[str, float] = ray.available_resources()
+                lacking = {what: have.get(what, 0) for what, count in needed.items() if have.get(what, 0) < count}
+                if not lacking:
+                    return
+                total: Mapping[str, float] = ray.cluster_resources()
+                is_hopeless = bool(total) and any(total.get(what, 0) < needed[what] for what in lacking)
+                if is_hopeless or time.monotonic() > give_up:
+                    raise ResourceError(self._too_few(lacking))
+                time.sleep(POLL_S)
+
+    def _too_few(self, lacking: Mapping[str, float]) -> str:
+        if "CPU" in lacking:
+            return (
                 f"cluster: {self._cpus_needed()} logical CPUs are needed ({self.num_workers} policy workers and "
-                f"{self._other_cpus} for rollout, generation and storage), Ray has {cpus:.0f} free; raise "
+                f"{self._other_cpus} for rollout, generation and storage), Ray has {lacking['CPU']:.0f} free; raise "
                 "cluster.num_cpus (or set it to null), or use fewer workers, replicas or storage units"
             )
-        if self.uses_gpu and gpus < self.num_workers:
-            raise ResourceError(
-                f"cluster: {self.num_workers} GPUs are needed, Ray has {gpus:.0f} free; lower cluster.gpus_per_node, "
-                "or set it to 0 with cluster.cpu_workers_per_node to train on CPU"
-            )
+        return (
+            f"cluster: {self.num_workers} GPUs are needed, Ray has {lacking['GPU']:.0f} free; lower "
+            "cluster.gpus_per_node, or set it to 0 with cluster.cpu_workers_per_node to train on CPU"
+        )
 
     def _place(self) -> None:
         bundle = {"CPU": float(self._cpus_per_bundle), **({"GPU": 1.0} if self.uses_gpu else {})}
         self._group = placement_group([dict(bundle) for _ in range(self.num_workers)], strategy="PACK")
         try:
-            ray.get(self._group.ready(), timeout=PLACEMENT_TIMEOUT_S)
+            with self._start.waiting_for("Ray's placement group"):
+                ray.get(self._group.ready(), timeout=self._start.timeout_s)
         except GetTimeoutError as error:
             raise ResourceError(
-                f"cluster: {self.num_workers} bundles of {bundle} could not be placed in {PLACEMENT_TIMEOUT_S:.0f} s; "
+                f"{self._start.too_late(f'cluster: {self.num_workers} bundles of {bundle} could not be placed')}; "
                 f"Ray has {ray.available_resources()} free"
             ) from error

@@ -13,10 +13,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -136,11 +137,9 @@ class _Host:
         """Record and result as two objects: the driver fetches only the record."""
         return self._guard(stage, lambda: getattr(self._worker, method)(**_resolve(kwargs)))
 
-    def node_ip(self) -> str:
-        return ray.util.get_node_ip_address()
-
-    def pick_port(self, choose: Callable[[str], int]) -> int:
-        return choose(ray.util.get_node_ip_address())
+    def reserve_port(self, reserve: Callable[[str], int]) -> tuple[str, int]:
+        address = ray.util.get_node_ip_address()
+        return address, reserve(address)
 
     def _assign(self, worker: object) -> None:
         self._worker = worker
@@ -205,10 +204,21 @@ class RayWorkerGroup(WorkerGroup):
         starting, self._starting = self._starting, []
         self._collect(starting, list(range(self.world_size)), stage=self._start_stage, timeout_s=timeout_s)
 
-    def rendezvous(self, choose_port: Callable[[str], int], *, timeout_s: float) -> tuple[str, int]:
-        """Address of rank 0's node and a port that is free there."""
-        address = str(ray.get(self._actors[0].node_ip.remote(), timeout=timeout_s))
-        return address, int(ray.get(self._actors[0].pick_port.remote(choose_port), timeout=timeout_s))
+    def rendezvous(self, reserve: Callable[[str], int], *, timeout_s: float) -> tuple[str, int]:
+        """Address of rank 0's node, and a port there that `reserve` has bound in the process of rank 0.
+
+        Raises:
+            WorkerError: the process of rank 0 did not start in time, or died.
+        """
+        try:
+            return cast("tuple[str, int]", ray.get(self._actors[0].reserve_port.remote(reserve), timeout=timeout_s))
+        except GetTimeoutError as error:
+            raise self._too_late([0], timeout_s, stage=self._start_stage) from error
+        except RayError as error:
+            self.shutdown()
+            raise WorkerError(
+                f"the worker process died: {_first_line(error)}", rank=0, stage=self._start_stage
+            ) from error
 
     def run(self, call: Call) -> list[object]:
         ranks = list(call.ranks) if call.ranks is not None else list(range(self.world_size))
@@ -265,21 +275,14 @@ class RayWorkerGroup(WorkerGroup):
                 failures.append(failure)
         if failures or waiting:
             self.shutdown()
-            raise _root_cause(failures) if failures else self._too_late(waiting, refs, ranks, stage, timeout_s)
+            late = sorted(ranks[refs.index(ref)] for ref in waiting)
+            raise _root_cause(failures) if failures else self._too_late(late, timeout_s, stage=stage)
         return [replies[ref] for ref in refs]
 
-    def _too_late(
-        self,
-        waiting: Sequence[ray.ObjectRef],
-        refs: Sequence[ray.ObjectRef],
-        ranks: Sequence[int],
-        stage: str,
-        timeout_s: float,
-    ) -> WorkerError:
-        late = sorted(ranks[refs.index(ref)] for ref in waiting)
+    def _too_late(self, late: Sequence[int], timeout_s: float, *, stage: str) -> WorkerError:
+        key = "worker_start_timeout_s" if stage == self._start_stage else "stage_timeout_s"
         return CollectiveTimeout(
-            f"{self.name}: ranks {late} did not finish in {timeout_s:.0f} s; raise cluster.stage_timeout_s if the "
-            "stage is only slow",
+            f"{self.name}: ranks {late} did not finish in {timeout_s:.0f} s; raise cluster.{key} if they are only slow",
             rank=late[0],
             stage=stage,
         )

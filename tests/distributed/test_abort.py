@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -13,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.distributed.abort import EXIT_CODE
-from nemo_rl.distributed.virtual_cluster import free_port
-from tests.helpers.abort_cases import CASES, Seen, every_case
+from tests.helpers.abort_cases import CASES, LISTENER, Seen, every_case
 from tests.helpers.gloo import run_ranks
 
 LIMIT_S = 5.0
@@ -26,7 +26,7 @@ SCRIPT = "tests.helpers.abort_cases"
 
 @pytest.fixture(scope="module")
 def seen() -> list[dict[str, Seen]]:
-    return run_ranks(3, every_case, [free_port() for _ in CASES])
+    return run_ranks(3, every_case, further_jobs=len(CASES))
 
 
 TEXTS = {
@@ -60,24 +60,26 @@ def test_an_error_that_the_user_can_fix_keeps_its_kind_on_every_rank(seen):
 def start(name: str, folder: Path) -> list[subprocess.Popen[bytes]]:
     """Two plain processes; rank 0 keeps the store."""
     folder.mkdir()
-    port = str(free_port())
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", SCRIPT, name, str(folder)],
-            cwd=ROOT,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-            },
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return [
+            subprocess.Popen(
+                [sys.executable, "-m", SCRIPT, name, str(folder)],
+                cwd=ROOT,
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": "2",
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(listener.getsockname()[1]),
+                    LISTENER: str(listener.fileno()) if rank == 0 else "",
+                },
+                pass_fds=[listener.fileno()] if rank == 0 else [],
+                stderr=subprocess.PIPE,
+            )
+            for rank in range(2)
+        ]
 
 
 def ended(processes: list[subprocess.Popen[bytes]], *, timeout_s: float) -> list[tuple[int, str]]:

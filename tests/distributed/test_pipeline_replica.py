@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nemo_rl.distributed.virtual_cluster import free_port
 from tests.helpers.gloo import run_ranks
 from tests.helpers.pipeline_cases import LAYOUTS, NUM_JOBS, PIPELINE, PLANTS, STORES, RankReport, everything
 from tests.helpers.replica_cases import ROWS, rows
@@ -23,7 +22,7 @@ def folder(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def reports(folder) -> list[RankReport]:
-    return run_ranks(2, everything, folder, [free_port() for _ in range(NUM_JOBS)], timeout_s=300)
+    return run_ranks(2, everything, folder, further_jobs=NUM_JOBS, timeout_s=300)
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nemo_rl.distributed.virtual_cluster import free_port
 from tests.helpers.gloo import run_ranks
 from tests.helpers.replica_cases import PLANES, PLANTS, ROWS, RankReport, StepReport, everything, rows
 from tests.helpers.tiny_model import tiny_policy, tiny_worker, write_tiny_folder
@@ -21,7 +20,7 @@ def folder(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def reports(folder) -> list[RankReport]:
-    return run_ranks(2, everything, folder, [free_port() for _ in range(len(PLANTS) + 1)], timeout_s=240)
+    return run_ranks(2, everything, folder, further_jobs=len(PLANTS) + 1, timeout_s=240)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl.distributed.virtual_cluster import free_port
 from nemo_rl.models.hf_routers import HFRouters
 from nemo_rl.models.loading import load_causal_lm
 from tests.helpers.experts import shape_of, write_experts
@@ -28,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reports(folder: Path) -> list[RankReport]:
-    return run_ranks(2, everything, str(folder), [free_port() for _ in range(NUM_JOBS)], timeout_s=280)
+    return run_ranks(2, everything, str(folder), further_jobs=NUM_JOBS, timeout_s=280)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import pytest
-import ray
 import torch
 
 from nemo_rl.config.data_plane import DataPlaneConfig
@@ -19,9 +18,10 @@ from nemo_rl.data_plane.column_io import kv_first_write, read_columns, write_col
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from nemo_rl.distributed.collectives import RankSpec
+from nemo_rl.distributed.job_store import reserve_port
 from nemo_rl.distributed.layout import ParallelLayout
+from nemo_rl.distributed.own_ray import OwnRay
 from nemo_rl.distributed.packing import plan_padded
-from nemo_rl.distributed.virtual_cluster import free_port
 from nemo_rl.distributed.worker_groups import RayPlacement, RayWorkerGroup
 from nemo_rl.errors import ConfigError, WorkerError
 from nemo_rl.models.policy.interfaces import LossOutput, LossScale
@@ -57,15 +57,14 @@ def folder(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def groups(folder) -> Iterator[dict[str, RayWorkerGroup]]:
     """Two jobs of two workers, started at the same time: tensor parallel, and data parallel."""
-    ray.init(address="local", num_cpus=5, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
     made = {}
     with ExitStack() as stack:
-        stack.callback(ray.shutdown)
+        stack.enter_context(OwnRay(num_cpus=5))
         for name, tensor_parallel in (("tp", 2), ("dp", 1)):
             group = RayWorkerGroup(name, world_size=2, placement=RayPlacement(num_cpus=1))
             stack.callback(group.shutdown)
             policy = tiny_policy(folder, dtensor_cfg=DTensorConfig(tensor_parallel_size=tensor_parallel))
-            port = free_port()
+            _, port = group.rendezvous(reserve_port, timeout_s=START_S)
             ranks = [RankSpec(rank=rank, world_size=2, master_port=port) for rank in range(2)]
             specs = [WorkerSpec(policy=policy, rank=r, num_steps=4, keep_reference=False, seed=0) for r in ranks]
             group.begin_start(build_policy_worker, [{"spec": spec} for spec in specs])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.processes import MARK, end_all, marked, wait_for_none
+from tests.helpers.processes import MARK, end_all, listening_off_loopback, marked, wait_for_none
 from tests.helpers.resume_kills import ResumeKills
 from tests.helpers.runs import logged_steps, start_cli, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
@@ -22,6 +22,14 @@ pytestmark = pytest.mark.slow
 GONE_S = 10.0
 RAY_PROCESSES = 6
 """Fewest processes that make a started run: Ray's own, workers, engines, rollout, storage."""
+
+
+SETTINGS = {
+    "ctrl_c": ("data_plane.impl=transfer_queue",),
+    "sigterm": ("policy.generation.refit_transport=broadcast", "data_plane.ray.owner=holder"),
+    "sigkill": ("data_plane.impl=ray", "data_plane.ray.owner=node"),
+}
+"""Each end with another store: what it has started must go too."""
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +58,14 @@ def wait_for_step(log_dir: Path, step: int, process: subprocess.Popen[str], *, t
     raise AssertionError(f"step {step} was not reached in {timeout_s:.0f} s")
 
 
-@pytest.mark.parametrize("how", ["ctrl_c", "sigterm", "sigkill"])
+@pytest.mark.parametrize("how", SETTINGS)
 def test_no_process_is_left_after_the_end(tmp_path, model, mark, how):
     recipe = write_recipe(tmp_path, model)
-    process = start_cli(recipe, "grpo.max_num_steps=100000")
+    process = start_cli(recipe, "grpo.max_num_steps=100000", *SETTINGS[how])
     wait_for_step(tmp_path / "logs", 1, process)
     assert len(marked(mark)) - 1 >= RAY_PROCESSES
+    count, reachable = listening_off_loopback(mark)
+    assert count >= RAY_PROCESSES and reachable == [], "only this machine may reach what a run has started"
     if how == "ctrl_c":
         os.killpg(process.pid, signal.SIGINT)
     else:

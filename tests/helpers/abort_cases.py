@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -22,10 +23,13 @@ from nemo_rl.distributed.collectives import (
     init_process_group,
     job_store,
 )
+from nemo_rl.distributed.job_store import adopt_listener
 from nemo_rl.errors import KeysNotFound, NonFiniteError, WorkerError
 
 CPU = torch.device("cpu")
 STUCK_S = 60.0
+LISTENER = "NEMO_RL_TEST_LISTENER"
+"""Variable with the descriptor of the socket that rank 0 inherits for the job's store."""
 GROUPS: dict[str, dist.ProcessGroup] = {}
 """Of the job at hand: `outer` joins ranks 0 and 1, `inner` 0 and 2. Made before the stage, as workers do."""
 
@@ -176,6 +180,8 @@ DEADLY: dict[str, Callable[[int], None]] = {
 
 def main(name: str, folder: Path) -> None:
     """One rank under `torchrun`, or with its variables set."""
+    if os.environ.get(LISTENER):
+        adopt_listener(socket.socket(fileno=int(os.environ[LISTENER])))
     spec = RankSpec.of_torchrun(os.environ)
     init_process_group(spec, device=CPU, timeout_s=STUCK_S)
     watch = AbortWatch(job_store(), rank=spec.rank, world_size=spec.world_size, timeout_s=STUCK_S)

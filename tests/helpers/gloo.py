@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group
+from nemo_rl.distributed.job_store import adopt_listener
 
 COLLECTIVE_TIMEOUT_S = 60.0
 
@@ -24,22 +25,31 @@ def run_ranks(
     *args: object,
     timeout_s: float = 120.0,
     gpu_per_rank: bool = False,
+    further_jobs: int = 0,
 ) -> list[object]:
     """`target(rank, *args)` on every rank of a fresh gloo job; results in rank order.
 
     `target` must be a module-level function. A rank that raises fails the caller with its traceback. With
-    `gpu_per_rank` rank r has GPU r and the job NCCL beside gloo.
+    `gpu_per_rank` rank r has GPU r and the job NCCL beside gloo. With `further_jobs` it gets as many ports as its last
+    argument, one for each job that the same ranks make later; rank 0 has bound them.
     """
     context = mp.get_context("spawn")
     queue = context.Queue()
-    port = _free_port()
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(1 + further_jobs)]
+    port, *later = [listener.getsockname()[1] for listener in listeners]
+    arguments = (*args, later) if further_jobs else args
     processes = [
-        context.Process(target=_main, args=(rank, world_size, port, queue, target, args, gpu_per_rank))
+        context.Process(
+            target=_main,
+            args=(rank, world_size, port, queue, target, arguments, gpu_per_rank, listeners if rank == 0 else []),
+        )
         for rank in range(world_size)
     ]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for process in processes:
         process.start()
+    for listener in listeners:
+        listener.close()
     try:
         return _collect(queue, processes, timeout_s)
     finally:
@@ -48,12 +58,6 @@ def run_ranks(
             if process.is_alive():
                 process.kill()
                 process.join()
-
-
-def _free_port() -> int:
-    """As `virtual_cluster.free_port`, which needs Ray; GPU tests run without it."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def _collect(queue: mp.Queue, processes: list[mp.Process], timeout_s: float) -> list[object]:
@@ -86,8 +90,11 @@ def _main(
     target: Callable[..., object],
     args: tuple,
     gpu_per_rank: bool,
+    listeners: list[socket.socket],
 ) -> None:
     torch.set_num_threads(1)
+    for listener in listeners:
+        adopt_listener(listener)
     try:
         spec = RankSpec(rank=rank, world_size=world_size, master_port=port)
         device = torch.device("cuda", rank) if gpu_per_rank else torch.device("cpu")

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import ray
 import torch
 
 from nemo_rl.config.data_plane import DataPlaneConfig, RayStoreConfig
@@ -19,6 +18,7 @@ from nemo_rl.data_plane.environment import transport_environment
 from nemo_rl.data_plane.factory import attach_data_plane, build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.ragged import nest
+from nemo_rl.distributed.own_ray import OwnRay
 from nemo_rl.errors import DataPlaneClosed
 from tests.helpers import mooncake
 from tests.helpers.peers import PEERS, Mode, Peer
@@ -119,20 +119,9 @@ class Plane:
 
 @contextmanager
 def ray_cluster(num_cpus: int = 8) -> Iterator[None]:
-    ray.init(
-        address="local",
-        num_cpus=num_cpus,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        _node_ip_address="127.0.0.1",
-        object_store_memory=100 << 20,
-        runtime_env={"env_vars": {**transport_environment(CONFIGS["transfer_queue"]), "OMP_NUM_THREADS": "1"}},
-    )
-    try:
+    environment = {**transport_environment(CONFIGS["transfer_queue"]), "OMP_NUM_THREADS": "1"}
+    with OwnRay(num_cpus=num_cpus, environment=environment, object_store_bytes=100 << 20):
         yield
-    finally:
-        ray.shutdown()
 
 
 def with_small_chunks(config: DataPlaneConfig, chunk_bytes: int = 1024) -> DataPlaneConfig:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from socket import SOCK_DGRAM
 
 import psutil
 
+LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 MARK = "NEMO_RL_TEST_RUN"
 
 
@@ -29,6 +31,21 @@ def wait_for_none(mark: str, *, timeout_s: float) -> list[str]:
             return []
         time.sleep(0.2)
     return [" ".join(process.cmdline()[:4]) for process in marked(mark)]
+
+
+def listening_off_loopback(mark: str) -> tuple[int, list[str]]:
+    """Sockets that wait for others, counted, and those of them that another machine could reach, in words."""
+    count, found = 0, []
+    for process in marked(mark):
+        try:
+            sockets = process.net_connections("inet")
+            name = " ".join(process.cmdline()[:2])
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+        waiting = [s for s in sockets if s.status == psutil.CONN_LISTEN or (s.type == SOCK_DGRAM and not s.raddr)]
+        count += len(waiting)
+        found += [f"{name}: {s.laddr}" for s in waiting if s.laddr.ip not in LOOPBACK]
+    return count, found
 
 
 def end_all(mark: str) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 
-import ray
 import torch
 import torch.distributed as dist
 
@@ -23,6 +22,7 @@ from nemo_rl.data_plane.preshard import shard_meta_for_dp
 from nemo_rl.data_plane.schema import LP_SEED_FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group
+from nemo_rl.distributed.own_ray import OwnRay
 from nemo_rl.distributed.packing import plan_padded
 from nemo_rl.models.policy.interfaces import LossOutput, LossScale
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
@@ -158,17 +158,14 @@ def digest(column: object) -> str:
 def steps_over_every_plane(rank: int, folder: str, port: int) -> dict[str, StepReport]:
     """One worker per rank, fresh rows and weights of the start in each step."""
     destroy_process_group()
-    if rank == 0:
-        ray.init(address="local", num_cpus=3, include_dashboard=False, _node_ip_address="127.0.0.1")
-    worker = start(rank, folder, port)
-    weights = [shard.clone() for shard in worker._shards()]
-    reports = {}
-    for name, plane in PLANES.items():
-        worker._write_shards(weights)
-        reports[name] = one_step(worker, plane)
-    worker.shutdown()
-    if rank == 0:
-        ray.shutdown()
+    with OwnRay(num_cpus=3) if rank == 0 else nullcontext():
+        worker = start(rank, folder, port)
+        weights = [shard.clone() for shard in worker._shards()]
+        reports = {}
+        for name, plane in PLANES.items():
+            worker._write_shards(weights)
+            reports[name] = one_step(worker, plane)
+        worker.shutdown()
     return reports
 
 

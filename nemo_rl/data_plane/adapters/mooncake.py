@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from nemo_rl.config.base import START_TIMEOUT_S
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.adapters.mooncake_buffers import Lease
 from nemo_rl.data_plane.adapters.mooncake_codes import NO_SPACE, NOT_FOUND, OK, call_error, read_error
@@ -29,6 +30,7 @@ from nemo_rl.data_plane.adapters.mooncake_master import (
 )
 from nemo_rl.data_plane.interfaces import Handles, Parts, PayloadStore, StoreHealth
 from nemo_rl.errors import DataPlaneClosed, DataPlaneError, name_some
+from nemo_rl.utils.start_up import DEFAULT_START, StartUp
 
 __all__ = ["MooncakeStore"]
 
@@ -44,36 +46,47 @@ class MooncakeStore(PayloadStore):
     """Chunks in Mooncake's store."""
 
     def __init__(
-        self, config: DataPlaneConfig, *, run_id: str, address: StoreAddress, servers: MooncakeServers | None = None
+        self,
+        config: DataPlaneConfig,
+        *,
+        run_id: str,
+        address: StoreAddress,
+        start_timeout_s: float,
+        servers: MooncakeServers | None = None,
     ) -> None:
         """Connects this process; use `start` or `join`."""
         self._config, self._run_id, self._address, self._servers = config.mooncake, run_id, address, servers
         self._lock = threading.Lock()
         self._is_closed = False
-        self._link = MooncakeLink.take(config, run_id=run_id, address=address)
+        self._link = MooncakeLink.take(config, run_id=run_id, address=address, timeout_s=start_timeout_s)
 
     @classmethod
-    def start(cls, config: DataPlaneConfig, *, run_id: str) -> MooncakeStore:
+    def start(cls, config: DataPlaneConfig, *, run_id: str, start: StartUp = DEFAULT_START) -> MooncakeStore:
         """Starts the run's master and holder; this process owns them.
 
         Raises:
             ResourceError: Mooncake is not installed, or a process cannot be started.
         """
-        servers = start_servers(config.mooncake, has_holder=config.mooncake.segment_owner == "holder")
+        servers = start_servers(config.mooncake, has_holder=config.mooncake.segment_owner == "holder", start=start)
         try:
-            return cls(config, run_id=run_id, address=servers.address, servers=servers)
+            with start.waiting_for("this process's connection to Mooncake"):
+                return cls(
+                    config, run_id=run_id, address=servers.address, start_timeout_s=start.timeout_s, servers=servers
+                )
         except BaseException:
             servers.stop()
             raise
 
     @classmethod
-    def join(cls, config: DataPlaneConfig, *, run_id: str, address: str) -> MooncakeStore:
+    def join(
+        cls, config: DataPlaneConfig, *, run_id: str, address: str, timeout_s: float = START_TIMEOUT_S
+    ) -> MooncakeStore:
         """Connects to what the owner of the run has started.
 
         Raises:
             DataPlaneClosed: nothing answers at the address.
         """
-        return cls(config, run_id=run_id, address=StoreAddress.parse(address))
+        return cls(config, run_id=run_id, address=StoreAddress.parse(address), start_timeout_s=timeout_s)
 
     @property
     def address(self) -> str:

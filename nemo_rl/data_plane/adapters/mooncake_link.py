@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-LOCAL_TIMEOUT_S = 20.0
-"""For calls that stay in this process or on this machine."""
+LOCAL_TIMEOUT_S = 60.0
+"""For calls that stay in this process; they take milliseconds on a quiet machine."""
 CLOSE_GRACE_S = 1.0
 """For calls that are about to end; then the owner ends the servers, which ends calls that wait for them."""
 CLOSE_TIMEOUT_S = 10.0
@@ -48,7 +48,7 @@ _links_lock = threading.Lock()
 class MooncakeLink:
     """Mooncake's client, its transfer buffers and its calls."""
 
-    def __init__(self, config: DataPlaneConfig, *, run_id: str, address: StoreAddress) -> None:
+    def __init__(self, config: DataPlaneConfig, *, run_id: str, address: StoreAddress, timeout_s: float) -> None:
         """Connects; use `take`, which shares."""
         check_installed()
         from mooncake.store import MooncakeDistributedStore, ReplicateConfig  # noqa: PLC0415 - an optional extra
@@ -70,11 +70,14 @@ class MooncakeLink:
             unregister=lambda at: self._quick(lambda: int(self.native.unregister_buffer(at))),
             keep_bytes=self._config.local_buffer_bytes,
         )
-        self._connect(min(config.timeout_s, LOCAL_TIMEOUT_S))
+        self._connect(timeout_s)
 
     @classmethod
-    def take(cls, config: DataPlaneConfig, *, run_id: str, address: StoreAddress) -> MooncakeLink:
+    def take(cls, config: DataPlaneConfig, *, run_id: str, address: StoreAddress, timeout_s: float) -> MooncakeLink:
         """This process's connection, made if there is none that works; ends when each taker has given it back.
+
+        Args:
+            timeout_s: how long it may take to connect.
 
         Raises:
             DataPlaneClosed: nothing answers at the address.
@@ -82,7 +85,7 @@ class MooncakeLink:
         with _links_lock:
             link = _links.get((run_id, str(address)))
             if link is None or link.ended:
-                link = _links[run_id, str(address)] = cls(config, run_id=run_id, address=address)
+                link = _links[run_id, str(address)] = cls(config, run_id=run_id, address=address, timeout_s=timeout_s)
             link._users += 1
             return link
 

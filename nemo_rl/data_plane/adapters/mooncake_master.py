@@ -16,13 +16,12 @@ from pathlib import Path
 from nemo_rl.config.data_plane import MooncakeConfig
 from nemo_rl.data_plane.adapters.guarded_process import GuardedProcess, answers, free_port
 from nemo_rl.errors import DataPlaneClosed, ResourceError
+from nemo_rl.utils.start_up import DEFAULT_START, StartUp
 
 __all__ = ["MooncakeServers", "StoreAddress", "check_installed", "is_listening", "own_address", "start_servers"]
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 20.0
-"""A master listens after 0.05 s on a quiet machine."""
 START_ATTEMPTS = 3
 """A port that was free may be taken by the time the program binds it."""
 CLIENT_TTL_S = 10
@@ -79,7 +78,7 @@ class MooncakeServers:
             process.stop()
 
 
-def start_servers(config: MooncakeConfig, *, has_holder: bool) -> MooncakeServers:
+def start_servers(config: MooncakeConfig, *, has_holder: bool, start: StartUp = DEFAULT_START) -> MooncakeServers:
     """Master (unless one is named) and holder.
 
     Raises:
@@ -90,10 +89,10 @@ def start_servers(config: MooncakeConfig, *, has_holder: bool) -> MooncakeServer
     try:
         master = config.master_address
         if master is None:
-            master = _start_master(config, processes)
+            master = _start_master(config, processes, start)
         elif not is_listening(master):
             raise ResourceError(f"data_plane.mooncake.master_address: nothing listens at {master}; start that master")
-        holder = _start_holder(config, master, processes) if has_holder else ""
+        holder = _start_holder(config, master, processes, start) if has_holder else ""
     except BaseException:
         for process in processes:
             process.stop()
@@ -150,7 +149,7 @@ def own_address(master: str) -> str:
         raise DataPlaneClosed(f"no route from this node to the Mooncake master at {master}: {error}") from error
 
 
-def _start_master(config: MooncakeConfig, processes: list[GuardedProcess]) -> str:
+def _start_master(config: MooncakeConfig, processes: list[GuardedProcess], start: StartUp) -> str:
     program = check_installed() / "mooncake_master"
 
     def command(port: int) -> list[str]:
@@ -169,10 +168,10 @@ def _start_master(config: MooncakeConfig, processes: list[GuardedProcess]) -> st
             "--eviction_ratio=0.0",
         ]
 
-    return _start("mooncake_master", command, config, processes)
+    return _start("mooncake_master", command, config, processes, start)
 
 
-def _start_holder(config: MooncakeConfig, master: str, processes: list[GuardedProcess]) -> str:
+def _start_holder(config: MooncakeConfig, master: str, processes: list[GuardedProcess], start: StartUp) -> str:
     program = check_installed() / "mooncake_client"
 
     def command(port: int) -> list[str]:
@@ -187,18 +186,26 @@ def _start_holder(config: MooncakeConfig, master: str, processes: list[GuardedPr
             f"--device_names={config.device_name}",
         ]
 
-    return _start("mooncake_client", command, config, processes)
+    return _start("mooncake_client", command, config, processes, start)
 
 
 def _start(
-    name: str, command: Callable[[int], list[str]], config: MooncakeConfig, processes: list[GuardedProcess]
+    name: str,
+    command: Callable[[int], list[str]],
+    config: MooncakeConfig,
+    processes: list[GuardedProcess],
+    start: StartUp,
 ) -> str:
-    """Starts a program on a free port; appends it to `processes` and returns its `host:port`."""
+    """Starts a program, which binds its port itself: on one that is free now, or is taken by then and another is tried.
+
+    Appends it to `processes` and returns its `host:port`.
+    """
     for attempt in range(1, START_ATTEMPTS + 1):
         port = _free_port(config.host)
         process = GuardedProcess(name, command(port), environment={"MC_TCP_BIND_ADDRESS": config.host})
         try:
-            process.wait_for_port(config.host, port, timeout_s=START_TIMEOUT_S)
+            with start.waiting_for(name):
+                process.wait_for_port(config.host, port, timeout_s=start.timeout_s)
         except BaseException as error:
             process.stop()
             if attempt == START_ATTEMPTS or not isinstance(error, ResourceError):

@@ -18,13 +18,14 @@ from ray import exceptions as ray_errors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemo_rl.config.data_plane import DataPlaneConfig, SharedMemoryConfig
-from nemo_rl.data_plane.adapters.ray_store import START_TIMEOUT_S, check_connected, node_place, owners
+from nemo_rl.data_plane.adapters.ray_store import check_connected, node_place, owners
 from nemo_rl.data_plane.adapters.shm import SharedMemoryStore
 from nemo_rl.data_plane.address import Handles
 from nemo_rl.data_plane.interfaces import Parts, PayloadStore, StoreHealth
 from nemo_rl.data_plane.labels import owner_of, place_of
 from nemo_rl.data_plane.ledger_host_ray import NAMESPACE
 from nemo_rl.errors import DataPlaneClosed, DataPlaneTimeout, KeysNotFound, PayloadLost, name_some
+from nemo_rl.utils.start_up import DEFAULT_START, StartUp
 
 __all__ = ["RayNodeStore"]
 
@@ -37,8 +38,12 @@ class _Keeper:
     """Owns one node's folder (or joins the one that the run's owner has) and serves readers on other nodes."""
 
     def __init__(self, config: SharedMemoryConfig, run_id: str, *, owns_folder: bool) -> None:
-        make = SharedMemoryStore.start if owns_folder else SharedMemoryStore.join
-        self._store = make(config, run_id=_on_node(run_id))
+        name = _on_node(run_id)
+        self._store = (
+            SharedMemoryStore.start(config, run_id=name, start=DEFAULT_START)
+            if owns_folder
+            else SharedMemoryStore.join(config, run_id=name)
+        )
 
     def place(self) -> str:
         return node_place()
@@ -74,20 +79,21 @@ class RayNodeStore(PayloadStore):
         self._place = node_place()
 
     @classmethod
-    def start(cls, config: DataPlaneConfig, *, run_id: str) -> RayNodeStore:
+    def start(cls, config: DataPlaneConfig, *, run_id: str, start: StartUp = DEFAULT_START) -> RayNodeStore:
         """The owner's store: a folder on this node, and a keeper on every node of a larger cluster.
 
         Raises:
             DataPlaneTimeout: a keeper did not start in time. DataPlaneClosed: this process is not connected to Ray.
         """
         check_connected(run_id)
-        store = SharedMemoryStore.start(config.shm, run_id=_on_node(run_id))
+        store = SharedMemoryStore.start(config.shm, run_id=_on_node(run_id), start=start)
         own = cls(config, run_id=run_id, store=store)
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         try:
             if len(nodes) > 1:
                 own._keepers = [_start_keeper(config.shm, run_id, node) for node in nodes]
-                own._call("start", [keeper.place.remote() for keeper in own._keepers], timeout_s=START_TIMEOUT_S)
+                with start.waiting_for(f"a keeper on each of {len(nodes)} nodes"):
+                    own._call("start", [keeper.place.remote() for keeper in own._keepers], timeout_s=start.timeout_s)
         except BaseException:
             own.close()
             raise

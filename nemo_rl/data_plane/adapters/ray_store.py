@@ -31,12 +31,10 @@ from nemo_rl.errors import (
     PayloadLost,
     name_some,
 )
+from nemo_rl.utils.start_up import DEFAULT_START, StartUp
 
 __all__ = ["RayStore", "check_connected", "node_place", "owners"]
 
-
-START_TIMEOUT_S = 60.0
-"""A worker process on a busy node can take tens of seconds to import Ray."""
 PROBE_S = 1.0
 """How long the holder may take to say that it lives."""
 
@@ -64,7 +62,7 @@ class RayStore(PayloadStore):
         self._is_closed = False
 
     @classmethod
-    def start(cls, config: DataPlaneConfig, *, run_id: str) -> RayStore:
+    def start(cls, config: DataPlaneConfig, *, run_id: str, start: StartUp = DEFAULT_START) -> RayStore:
         """The owner's store; with owner `holder` it starts the holder actor.
 
         Raises:
@@ -80,7 +78,8 @@ class RayStore(PayloadStore):
         ).remote()
         store = cls(config, run_id=run_id, holder=holder, is_owner=True)
         try:
-            store._wait("start", holder.ping.remote(), timeout_s=START_TIMEOUT_S)
+            with start.waiting_for("the holder of the data plane"):
+                store._wait("start", holder.ping.remote(), timeout_s=start.timeout_s)
         except BaseException:
             store.close()
             raise

@@ -21,12 +21,12 @@ from nemo_rl.data_plane.adapters.shm_segments import SegmentFolder, folder_of
 from nemo_rl.data_plane.address import Handles
 from nemo_rl.data_plane.interfaces import Parts, PayloadStore, StoreHealth
 from nemo_rl.errors import DataPlaneClosed, DataPlaneError
+from nemo_rl.utils.start_up import DEFAULT_START, StartUp
 
 __all__ = ["SegmentWatcher", "SharedMemoryStore"]
 
 logger = logging.getLogger(__name__)
 
-WATCHER_START_S = 30.0
 WATCHER_EXIT_S = 10.0
 # Ends with its owner's end of the pipe, whatever ended the owner. It forks away from it, because Ray kills the
 # children of a worker that dies. `-S -E`: it needs the standard library only.
@@ -42,7 +42,7 @@ shutil.rmtree(sys.argv[1], ignore_errors=True)
 class SegmentWatcher:
     """A process that removes a folder when this process ends, also by SIGKILL."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, start: StartUp) -> None:
         self._folder = folder
         self._process = subprocess.Popen(
             [sys.executable, "-S", "-E", "-c", _WATCH, str(folder)],
@@ -51,7 +51,8 @@ class SegmentWatcher:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self._process.wait(timeout=WATCHER_START_S)
+        with start.waiting_for(f"the watcher of {folder}"):
+            self._process.wait(timeout=start.timeout_s)
 
     def close(self) -> None:
         """Removes the folder and ends the process."""
@@ -77,7 +78,7 @@ class SharedMemoryStore(PayloadStore):
         self._is_closed = False
 
     @classmethod
-    def start(cls, config: SharedMemoryConfig, *, run_id: str) -> SharedMemoryStore:
+    def start(cls, config: SharedMemoryConfig, *, run_id: str, start: StartUp = DEFAULT_START) -> SharedMemoryStore:
         """Makes the run's folder on this node; this process owns it.
 
         Raises:
@@ -91,7 +92,7 @@ class SharedMemoryStore(PayloadStore):
                 f"cannot make {folder} for shared-memory segments: {error}; set data_plane.shm.folder to a tmpfs that "
                 "this user can write to"
             ) from error
-        return cls(config, run_id=run_id, watcher=SegmentWatcher(folder))
+        return cls(config, run_id=run_id, watcher=SegmentWatcher(folder, start=start))
 
     @classmethod
     def join(cls, config: SharedMemoryConfig, *, run_id: str) -> SharedMemoryStore:

@@ -61,8 +61,9 @@ from nemo_rl.errors import (
     ResourceError,
     name_some,
 )
+from nemo_rl.utils.start_up import DEFAULT_START, StartUp
 
-__all__ = ["CONTROLLER", "CONTROLLER_NAMESPACE", "CPU_WAIT_S", "START_TIMEOUT_S", "TransferQueueStore"]
+__all__ = ["CONTROLLER", "CONTROLLER_NAMESPACE", "CPU_WAIT_S", "TransferQueueStore"]
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +72,6 @@ _T = TypeVar("_T")
 FIELD = "payload"
 UNIT_LACKS_KEY = "TQKeyNotFound"
 """What a storage unit calls a row that was cleared; the error arrives as text."""
-START_TIMEOUT_S = 90.0
-"""Controller and storage units start in 7 to 9 s on a quiet machine."""
 CLOSE_TIMEOUT_S = 30.0
 PROBE_S = 1.0
 """A call that takes longer asks Ray whether the actors are alive, so that a death is seen before the deadline."""
@@ -128,7 +127,7 @@ class TransferQueueStore(PayloadStore):
         self._is_closed = False
 
     @classmethod
-    def start(cls, config: DataPlaneConfig, *, run_id: str) -> TransferQueueStore:
+    def start(cls, config: DataPlaneConfig, *, run_id: str, start: StartUp = DEFAULT_START) -> TransferQueueStore:
         """Starts controller and storage units; this process owns them.
 
         Raises:
@@ -141,17 +140,19 @@ class TransferQueueStore(PayloadStore):
                 raise ResourceError(f"this process uses TransferQueue of run {known.run_id!r} already; close it first")
             refuse_other_controller(run_id)
             units, namespace = num_units(config), ray.get_runtime_context().namespace
-            wait_for_cpus(CONTROLLER_CPUS + units)
-            servers = _start_mooncake(config)
+            wait_for_cpus(CONTROLLER_CPUS + units, start)
+            servers = _start_mooncake(config, start)
             address = "" if servers is None else str(servers.address)
             settings = service_config(config, run_id=run_id, namespace=namespace, mooncake=address)
             try:
-                bounded(
-                    "start",
-                    lambda: tq.init(settings),
-                    timeout_s=START_TIMEOUT_S,
-                    give_up=lambda: end_actors(namespace, units),
-                )
+                # Controller and storage units start in 7 to 9 s on a quiet machine.
+                with start.waiting_for("TransferQueue"):
+                    bounded(
+                        start.too_late("TransferQueue did not start"),
+                        lambda: tq.init(settings),
+                        timeout_s=start.timeout_s,
+                        give_up=lambda: end_actors(namespace, units),
+                    )
             except BaseException:
                 end_actors(namespace, units)
                 if servers is not None:
@@ -188,7 +189,7 @@ class TransferQueueStore(PayloadStore):
             mooncake = StoreAddress.parse(ours["mooncake"]) if ours["mooncake"] else None
             if mooncake is not None:
                 _bind_to_own_address(mooncake.master)
-            bounded("attach", tq.init, timeout_s=timeout_s)
+            bounded(f"TransferQueue did not attach within {timeout_s:.1f} s", tq.init, timeout_s=timeout_s)
             _process.session = _Session(
                 run_id=run_id,
                 client=tq.get_client(),
@@ -301,7 +302,7 @@ class TransferQueueStore(PayloadStore):
         meta = self._retrieve(keys, deadline)
         names = [f"{index}@{FIELD}" for index in meta.global_indexes]
         clear = self._session.client.storage_manager.storage_client.clear
-        bounded("free a failed put", lambda: clear(names), timeout_s=deadline - time.monotonic())
+        bounded("TransferQueue did not free a failed put", lambda: clear(names), timeout_s=deadline - time.monotonic())
 
     def _retrieve(self, keys: list[str], deadline: float) -> Any:
         """The controller's own record of the keys."""
@@ -368,11 +369,11 @@ def _wait(future: concurrent.futures.Future[_T], session: _Session, deadline: fl
                 raise
 
 
-def _start_mooncake(config: DataPlaneConfig) -> MooncakeServers | None:
+def _start_mooncake(config: DataPlaneConfig, start: StartUp) -> MooncakeServers | None:
     """The run's own master and holder, for the backend that needs them."""
     if config.backend != "mooncake_cpu":
         return None
-    servers = start_servers(config.mooncake, has_holder=config.mooncake.segment_owner == "holder")
+    servers = start_servers(config.mooncake, has_holder=config.mooncake.segment_owner == "holder", start=start)
     _bind_to_own_address(servers.address.master)
     return servers
 
@@ -403,7 +404,7 @@ def _end_service(session: _Session) -> None:
     """Ends client, storage units and controller. A dead controller must not keep the rest from ending."""
     _cancel_calls(session)
     try:
-        bounded("close", tq.close, timeout_s=CLOSE_TIMEOUT_S)
+        bounded(f"TransferQueue did not close within {CLOSE_TIMEOUT_S:.0f} s", tq.close, timeout_s=CLOSE_TIMEOUT_S)
     except DataPlaneTimeout as error:
         logger.warning("%s; ending its actors", error)
     end_actors(session.namespace, session.num_units)
@@ -415,7 +416,7 @@ def _leave(session: _Session) -> None:
     """Ends this process's connection only: `tq.close` would end the controller for everybody."""
     _cancel_calls(session)
     try:
-        bounded("disconnect", session.client.close, timeout_s=CLOSE_TIMEOUT_S)
+        bounded("TransferQueue did not disconnect", session.client.close, timeout_s=CLOSE_TIMEOUT_S)
     except DataPlaneTimeout as error:
         logger.warning("%s", error)
     forget_module_state()

@@ -19,6 +19,7 @@ from transfer_queue import interface as tq_interface
 
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.errors import DataPlaneClosed, DataPlaneTimeout, ResourceError
+from nemo_rl.utils.start_up import StartUp
 
 __all__ = [
     "CONTROLLER",
@@ -42,7 +43,7 @@ CONTROLLER = "TransferQueueController"
 CONTROLLER_NAMESPACE = "transfer_queue"
 CONTROLLER_CPUS = 1
 CPU_WAIT_S = 5.0
-"""Ray's view of free CPUs lags behind actors that have just ended."""
+"""The name of an actor that has just ended is free a moment later."""
 GIVE_UP_S = 5.0
 """How long a function that was made to fail may take to notice."""
 
@@ -161,16 +162,17 @@ def await_controller(run_id: str, timeout_s: float) -> Mapping[str, Any]:
         time.sleep(0.1)
 
 
-def wait_for_cpus(needed: int) -> None:
+def wait_for_cpus(needed: int, start: StartUp) -> None:
     """Without CPUs for its actors, TransferQueue's start never returns."""
-    give_up = time.monotonic() + CPU_WAIT_S
-    while (free := ray.available_resources().get("CPU", 0.0)) < needed:
-        if time.monotonic() > give_up:
-            raise ResourceError(
-                f"TransferQueue needs {needed} free CPUs in Ray (controller and storage units, one each), there are "
-                f"{free:g}; raise cluster.num_cpus, or lower data_plane.simple.num_storage_units"
-            )
-        time.sleep(0.1)
+    give_up = time.monotonic() + start.timeout_s
+    with start.waiting_for(f"{needed} free CPUs of Ray for TransferQueue"):
+        while (free := ray.available_resources().get("CPU", 0.0)) < needed:
+            if time.monotonic() > give_up or 0 < ray.cluster_resources().get("CPU", 0.0) < needed:
+                raise ResourceError(
+                    f"TransferQueue needs {needed} free CPUs in Ray (controller and storage units, one each), there "
+                    f"are {free:g}; raise cluster.num_cpus, or lower data_plane.simple.num_storage_units"
+                )
+            time.sleep(0.1)
 
 
 def dead_actors(namespace: str, units: int) -> list[str]:
@@ -186,10 +188,13 @@ def dead_actors(namespace: str, units: int) -> list[str]:
     return dead
 
 
-def bounded(what: str, action: Callable[[], _T], *, timeout_s: float, give_up: Callable[[], None] = lambda: None) -> _T:
+def bounded(
+    too_late: str, action: Callable[[], _T], *, timeout_s: float, give_up: Callable[[], None] = lambda: None
+) -> _T:
     """Runs a blocking TransferQueue function that has no deadline of its own.
 
     Args:
+        too_late: text of the DataPlaneTimeout past the deadline.
         give_up: called past the deadline, to make the function fail; it gets a moment to end.
     """
     outcome: concurrent.futures.Future[_T] = concurrent.futures.Future()
@@ -200,14 +205,14 @@ def bounded(what: str, action: Callable[[], _T], *, timeout_s: float, give_up: C
         except BaseException as error:  # noqa: BLE001 - raised again in the caller
             outcome.set_exception(error)
 
-    thread = threading.Thread(target=run, name=f"transfer-queue-{what}", daemon=True)
+    thread = threading.Thread(target=run, name="transfer-queue-call", daemon=True)
     thread.start()
     try:
         return outcome.result(timeout=timeout_s)
     except concurrent.futures.TimeoutError as error:
         give_up()
         thread.join(GIVE_UP_S)
-        raise DataPlaneTimeout(f"TransferQueue did not {what} within {timeout_s:.1f} s") from error
+        raise DataPlaneTimeout(too_late) from error
 
 
 def end_actors(namespace: str, units: int) -> None:

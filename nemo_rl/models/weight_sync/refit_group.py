@@ -6,14 +6,13 @@ error of the sender reaches the receivers as text; every wait ends with the grou
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from nemo_rl.distributed.collectives import LOOPBACK_INTERFACE
+from nemo_rl.distributed.job_store import open_client, open_server, stay_on_loopback
 from nemo_rl.errors import CollectiveTimeout, WorkerError
 
 __all__ = ["RefitGroup", "RefitGroupSpec", "open_store"]
@@ -39,9 +38,7 @@ class RefitGroupSpec:
 
 def open_store(address: str, world_size: int, *, timeout_s: float) -> dist.TCPStore:
     """The store of a group, on a port that is free; rank 0 keeps it as long as the group lives."""
-    return dist.TCPStore(
-        address, 0, world_size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-    )
+    return open_server(address, 0, world_size=world_size, timeout=timedelta(seconds=timeout_s), waits=False)
 
 
 class RefitGroup:
@@ -57,15 +54,14 @@ class RefitGroup:
         self._spec = spec
         self._timeout = timedelta(seconds=spec.timeout_s)
         self.device = device if spec.backend == "nccl" else torch.device("cpu")
+        stay_on_loopback(spec.address)
         if store is None:
-            store = dist.TCPStore(spec.address, spec.port, spec.world_size, is_master=False, timeout=self._timeout)
+            store = open_client(spec.address, spec.port, world_size=spec.world_size, timeout=self._timeout, waits=True)
         if spec.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._timeout
             self._group: dist.ProcessGroup = dist.ProcessGroupNCCL(store, spec.rank, spec.world_size, options)  # type: ignore[assignment]
         else:
-            if spec.address.startswith("127."):
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
             self._group = dist.ProcessGroupGloo(store, spec.rank, spec.world_size, self._timeout)  # type: ignore[assignment]
 
     def send(self, buffer: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ import time
 import pytest
 import ray
 
+from nemo_rl.distributed.own_ray import OwnRay
 from nemo_rl.distributed.worker_groups import Call, LocalWorkerGroup, RayPlacement, RayWorkerGroup
 from nemo_rl.errors import CollectiveTimeout, NonFiniteError, WorkerError
 
@@ -47,9 +48,8 @@ class Echo:
 
 @pytest.fixture(scope="module")
 def cluster():
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
-    yield
-    ray.shutdown()
+    with OwnRay(num_cpus=4):
+        yield
 
 
 @pytest.fixture

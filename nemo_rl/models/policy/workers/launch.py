@@ -14,6 +14,7 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 
+from nemo_rl.config.base import START_TIMEOUT_S
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.data_plane.worker_mixin import ReplicaView
@@ -47,6 +48,8 @@ class WorkerSpec:
     use_gpu: bool = False
     threads: int = 1
     collective_timeout_s: float = 120.0
+    start_timeout_s: float = START_TIMEOUT_S
+    """How long the ranks wait for one another before the first collective."""
 
     @property
     def layout(self) -> ParallelLayout:
@@ -67,7 +70,9 @@ def build_policy_worker(spec: WorkerSpec) -> TQWorker:
     device = torch.device("cuda", spec.rank.local_rank) if spec.use_gpu else torch.device("cpu")
     if spec.use_gpu:
         torch.cuda.set_device(device)
-    init_process_group(spec.rank, device=device, timeout_s=spec.collective_timeout_s)
+    init_process_group(
+        spec.rank, device=device, timeout_s=spec.collective_timeout_s, start_timeout_s=spec.start_timeout_s
+    )
     watch = _abort_watch(spec)
     with watch.stage("start") if watch is not None else _group_ends_with_an_error():
         tokenizer = load_tokenizer(spec.policy.tokenizer.name or spec.policy.model_name)

@@ -1,0 +1,74 @@
+"""Where the ranks of a job meet: the TCP store of rank 0, on a socket that is bound before anybody is told its port.
+
+`reserve_port` runs in the process of rank 0, `open_server` takes its socket over there, `open_client` is what the other
+ranks do. Invariant: a reserved port is never given back in between, so no other program can take it, and the store
+listens on the address that the ranks use, not on every interface.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from ipaddress import ip_address
+
+import torch.distributed as dist
+
+__all__ = ["adopt_listener", "open_client", "open_server", "reserve_port", "stay_on_loopback"]
+
+LOOPBACK_INTERFACE = "lo"
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_listeners: dict[int, socket.socket] = {}
+"""Sockets of this process that no store has taken over yet, by port."""
+
+
+def reserve_port(address: str) -> int:
+    """Binds a port of this machine for a store of this process."""
+    return adopt_listener(_listen(address, 0))
+
+
+def adopt_listener(listener: socket.socket) -> int:
+    """As `reserve_port`, for a listening socket that was bound elsewhere and handed to this process."""
+    port: int = listener.getsockname()[1]
+    _listeners[port] = listener
+    return port
+
+
+def open_server(address: str, port: int, *, world_size: int, timeout: timedelta, waits: bool) -> dist.TCPStore:
+    """The store on a reserved port, or on any other that is free now; 0 lets the system choose.
+
+    Args:
+        waits: until every rank has connected.
+    """
+    listener = _listeners.pop(port, None) or _listen(address, port)
+    return dist.TCPStore(
+        address,
+        listener.getsockname()[1],
+        world_size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=waits,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def open_client(address: str, port: int, *, world_size: int, timeout: timedelta, waits: bool) -> dist.TCPStore:
+    """The store of another process."""
+    return dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout, wait_for_workers=waits)
+
+
+def stay_on_loopback(address: str) -> None:
+    """Keeps the collectives of a job that meets on loopback there, unless an interface is named already."""
+    if address.startswith("127."):
+        for name in INTERFACE_VARIABLES:
+            os.environ.setdefault(name, LOOPBACK_INTERFACE)
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    """Names are not resolved: what a machine calls itself may be an address that only it can reach."""
+    try:
+        number = ip_address(address)
+    except ValueError:
+        return socket.create_server(("127.0.0.1" if address == "localhost" else "", port))
+    family = socket.AF_INET6 if number.version == 6 else socket.AF_INET
+    return socket.create_server((address, port), family=family)

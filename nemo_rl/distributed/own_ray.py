@@ -1,0 +1,200 @@
+"""`OwnRay`: a Ray on this machine that belongs to this process, reachable from this machine alone.
+
+`RayVirtualCluster` opens it for a run without `cluster.address`. Invariant: every socket of it is on loopback and asks
+for a token that only this user can read, and neither its processes nor its files outlive this process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+import ray
+from ray._private import ray_constants
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+
+from nemo_rl.distributed.run_folder import RunFolder
+from nemo_rl.errors import ResourceError
+from nemo_rl.utils.start_up import StartUp
+
+__all__ = ["LOOPBACK", "OwnRay", "keep_sigterm_handler"]
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+SLOW_START = ("timed out during startup", "Timed out waiting for", "Failed to connect to GCS")
+"""What Ray says when its own processes did not come up in half a minute, which has no option."""
+TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
+
+
+class OwnRay:
+    """Ray for one process and what it starts. A context manager.
+
+    Args:
+        num_cpus: logical CPUs that Ray may hand out.
+        num_gpus: the same of GPUs; None lets Ray look for them.
+        environment: variables of every process of this Ray.
+        start: how long it may take.
+        object_store_bytes: size of Ray's object store; None leaves it to Ray.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_cpus: int,
+        num_gpus: int | None = 0,
+        environment: Mapping[str, str] | None = None,
+        start: StartUp | None = None,
+        object_store_bytes: int | None = None,
+    ) -> None:
+        self._start = start or StartUp()
+        self._num_cpus, self._num_gpus = num_cpus, num_gpus
+        self._object_store_bytes = object_store_bytes
+        self._environment = {**_patience(self._start.timeout_s), **(environment or {})}
+        self._folder: RunFolder | None = None
+
+    def __enter__(self) -> OwnRay:
+        try:
+            self._folder = RunFolder()
+            with self._start.waiting_for("Ray"):
+                self._open(self._folder)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def logs(self) -> Path | None:
+        """Ray's own logs, while it is open."""
+        if self._folder is None:
+            return None
+        found = self._folder.path / "session_latest" / "logs"
+        return found if found.is_dir() else None
+
+    def keep_logs(self, target: Path) -> Path | None:
+        """Copies Ray's logs, which are removed at the end; None when there are none."""
+        if self.logs is None:
+            return None
+        shutil.copytree(self.logs, target, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+        return target
+
+    def close(self) -> None:
+        """Ends Ray and removes its files. Idempotent."""
+        folder, self._folder = self._folder, None
+        if folder is None:
+            return
+        try:
+            ray.shutdown()
+        finally:
+            folder.close()
+            if os.environ.get(TOKEN_PATH, "").startswith(f"{folder.path}/"):
+                del os.environ[TOKEN_PATH]
+                AuthenticationTokenLoader.instance().reset_cache()
+
+    def _open(self, folder: RunFolder) -> None:
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        _bring_token(folder.path)
+        give_up = time.monotonic() + self._start.timeout_s
+        while True:
+            try:
+                self._init(folder)
+                return
+            except Exception as error:  # Ray raises all kinds
+                ray.shutdown()
+                first = (str(error).splitlines() or [type(error).__name__])[0]
+                if not any(text in str(error) for text in SLOW_START):
+                    raise ResourceError(f"cluster: Ray could not be started: {first}") from error
+                if time.monotonic() > give_up:
+                    raise ResourceError(self._start.too_late(f"cluster: Ray did not start ({first})")) from error
+                logger.info("Ray did not start, trying again: %s", first)
+
+    def _init(self, folder: RunFolder) -> None:
+        with folder.marking(), _variables(self._environment), _on_loopback(), keep_sigterm_handler():
+            ray.init(
+                # Without it Ray joins whatever cluster somebody else has started on this machine.
+                address="local",
+                num_cpus=self._num_cpus,
+                num_gpus=self._num_gpus,
+                object_store_memory=self._object_store_bytes,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _node_ip_address=LOOPBACK,
+                _temp_dir=str(folder.path),
+            )
+
+
+@contextmanager
+def keep_sigterm_handler() -> Iterator[None]:
+    """`ray.init` puts a SIGTERM handler of its own in place, which leaves without our teardown."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Ray 2.60 replaces a loopback address by the one that others reach, unless it may not form clusters.
+
+    That is its rule on macOS and Windows. The variable behind it is read when Ray is imported, so it is set where Ray
+    keeps it. A node on loopback makes all of Ray's servers, and TransferQueue's, listen there only.
+    """
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextmanager
+def _variables(environment: Mapping[str, str]) -> Iterator[None]:
+    """Ray's processes inherit this process's variables while they start."""
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _bring_token(folder: Path) -> None:
+    """Ray would keep its token in the home folder, where others may read it, or fail without a writable one."""
+    is_ours = os.environ.get(TOKEN_PATH, str(folder)).startswith(str(folder.parent))
+    if "RAY_AUTH_TOKEN" in os.environ or not is_ours or os.environ.get("RAY_AUTH_MODE", "token") != "token":
+        return
+    path = folder / "auth_token"
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    os.environ[TOKEN_PATH] = str(path)
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _patience(timeout_s: float) -> dict[str, str]:
+    """Ray's own deadlines for the start of its processes; in their place ours counts."""
+    return {
+        "RAY_worker_register_timeout_seconds": str(round(timeout_s)),
+        "RAY_agent_register_timeout_ms": str(round(timeout_s * 1000)),
+        "RAY_raylet_start_wait_time_s": str(round(timeout_s)),
+    }

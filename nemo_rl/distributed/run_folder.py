@@ -1,0 +1,100 @@
+"""`RunFolder`: a run's temporary folder on this machine, gone with the run however that ends.
+
+Ray keeps its session there: sockets, ports and logs. A sweeper process beside the driver removes the folder and the
+processes that carry its mark when the driver dies; what a machine has lost together with its sweeper is removed when
+the next run of the same user starts. Invariant: a folder whose owner lives, or cannot be looked at, is never touched.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from nemo_rl.distributed import run_sweeper
+from nemo_rl.distributed.liveness import ProcessIdentity
+from nemo_rl.errors import ResourceError
+
+__all__ = ["RunFolder"]
+
+logger = logging.getLogger(__name__)
+
+OWNER_FILE = "owner.json"
+LONGEST_ROOT = 30
+"""Characters: a Unix socket's path has 107 at most, and Ray's own part of it takes 62."""
+SWEEPER_EXIT_S = 10.0
+
+
+class RunFolder:
+    """One run's folder and its sweeper. The process that makes it is the owner."""
+
+    def __init__(self) -> None:
+        root = _root()
+        _remove_dead(root)
+        self.path = Path(tempfile.mkdtemp(prefix="r", dir=root))
+        (self.path / OWNER_FILE).write_text(json.dumps(asdict(ProcessIdentity.of_this_process())))
+        self._sweeper = subprocess.Popen(
+            [sys.executable, "-I", "-S", run_sweeper.__file__, str(self.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C in the terminal goes to the whole group of the driver
+        )
+        assert self._sweeper.stdout is not None
+        with self._sweeper.stdout as said:
+            said.readline()
+
+    @contextmanager
+    def marking(self) -> Iterator[None]:
+        """What is started inside belongs to the run: it and its descendants end with it at the latest."""
+        os.environ[run_sweeper.MARK] = str(self.path)
+        try:
+            yield
+        finally:
+            del os.environ[run_sweeper.MARK]
+
+    def close(self) -> None:
+        """Ends what is left of the run's marked processes, and removes the folder. Idempotent."""
+        if self._sweeper.returncode is not None:
+            return
+        run_sweeper.sweep(str(self.path))
+        try:
+            self._sweeper.communicate(run_sweeper.LEFT_IN_PEACE, timeout=SWEEPER_EXIT_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("the sweeper of %s (process %d) does not end", self.path, self._sweeper.pid)
+
+
+def _root() -> Path:
+    """The folder of all runs of this user on this machine; nobody else can look into it."""
+    name = f"nemo_rl-{os.getuid()}"
+    wanted = Path(tempfile.gettempdir()) / name
+    root = wanted if len(str(wanted)) <= LONGEST_ROOT else Path("/tmp") / name
+    try:
+        root.mkdir(mode=0o700, exist_ok=True)
+        status = root.lstat()
+    except OSError as error:
+        raise ResourceError(f"cannot make {root} for a run's temporary files: {error}; set TMPDIR") from error
+    if root.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ResourceError(f"{root} must be a folder that only this user can open; remove it, or set TMPDIR")
+    return root
+
+
+def _remove_dead(root: Path) -> None:
+    """Takes over what runs have left whose driver and sweeper are gone."""
+    me = ProcessIdentity.of_this_process()
+    for folder in root.iterdir():
+        try:
+            owner = ProcessIdentity(**json.loads((folder / OWNER_FILE).read_text()))
+            is_dead = owner.is_visible_from(me) and not owner.is_alive()
+        except (OSError, ValueError, TypeError) as error:
+            logger.debug("cannot tell whose folder %s is: %s", folder, error)
+            continue
+        if is_dead:
+            logger.info("removing %s, left by a run that was killed", folder)
+            run_sweeper.sweep(str(folder))
