@@ -36,7 +36,7 @@ def test_every_key_is_read_somewhere() -> None:
     megatron = "policy.megatron_cfg"
     known = {
         *("policy.generation.backend", "data_plane.backend", f"{megatron}.virtual_pipeline_model_parallel_size"),
-        *("cluster.cpu_workers_per_node", f"{megatron}.scheduler.lr_decay_iters"),
+        *("cluster.cpu_workers_per_node", "cluster.num_nodes", f"{megatron}.scheduler.lr_decay_iters"),
         *(f"{megatron}.{axis}_model_parallel_size" for axis in ("pipeline", "expert")),
     }
     assert unread - known == set()
