@@ -1,6 +1,7 @@
 """Runs GRPO from a YAML recipe.
 
-    python examples/run_grpo.py --config configs/grpo_sort_cpu.yaml [a.b=value ...] [--print-config] [--validate-only]
+    python examples/run_grpo.py --config configs/grpo_sort_cpu.yaml [a.b=value ...] [--print-config]
+        [--validate-only | --preflight]
 
 Exit codes: 0 done, 1 a worker or the data plane failed, 2 something the user can fix, 130 interrupted.
 """
@@ -11,6 +12,7 @@ import argparse
 import logging
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 from rich.console import Console
@@ -21,16 +23,20 @@ from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import NemoRLError, UserError
 from nemo_rl.utils import interrupt
 from nemo_rl.utils.console import configure_logging, make_console
+from nemo_rl.utils.last_resort import crash_line, file_problem
 from nemo_rl.utils.resume_hint import resume_hint
 
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+NOT_LOOKED_AT = "model folder, data, reward, extras, hardware, memory, disk, folders"
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="GRPO from a YAML recipe")
     parser.add_argument("--config", type=Path, required=True, help="recipe to run")
     parser.add_argument("--print-config", action="store_true", help="print the resolved config and exit")
-    parser.add_argument("--validate-only", action="store_true", help="check the config and exit")
+    parser.add_argument("--validate-only", action="store_true", help="check the config alone and exit")
+    parser.add_argument("--preflight", action="store_true", help="check all that a run needs, start nothing, and exit")
+    parser.add_argument("--version", action="version", version=f"nemo-rl {version('nemo-rl')}")
     parser.add_argument("overrides", nargs="*", help="a.b=value sets, +a.b=value adds, ~a.b deletes")
     return parser.parse_intermixed_args(argv)
 
@@ -43,6 +49,14 @@ def train(config: MasterConfig, console: Console) -> None:
     run(config, console=console)
 
 
+def look(config: MasterConfig, console: Console, recipe: Path) -> None:
+    """Everything that can be known before a run."""
+    from nemo_rl.algorithms.preflight.checks import CHECKS, preflight
+
+    preflight(config)
+    console.print(f"{recipe}: ok: {', '.join(CHECKS)}")
+
+
 def report(error: BaseException, config: MasterConfig | None, errors: Console) -> int:
     """Says how it ended, and for a run that had begun how to go on; returns the exit code."""
     # Libraries make errors of their own of an interrupt.
@@ -53,8 +67,9 @@ def report(error: BaseException, config: MasterConfig | None, errors: Console) -
         notes = "".join(f"\n  ({note})" for note in error.__notes__) if hasattr(error, "__notes__") else ""
         errors.print(f"error: {error}{notes}", style="red")
     else:
-        raise error
-    if not is_interrupt and isinstance(error, UserError):
+        line = file_problem(error) or crash_line(error, folder=config.logger.log_dir if config is not None else None)
+        errors.print(f"error: {line}", style="red")
+    if not is_interrupt and (isinstance(error, UserError) or file_problem(error) is not None):
         return USER_ERROR
     if config is not None:
         errors.print(resume_hint(config, sys.orig_argv))
@@ -71,12 +86,14 @@ def main(argv: list[str]) -> int:
         config = load_config(args.config, args.overrides)
         if args.print_config:
             console.print(to_yaml(config))
-        if not (args.print_config or args.validate_only):
+        if args.preflight:
+            look(config, console, args.config)
+        elif args.validate_only:
+            console.print(f"{args.config}: ok, the config only; not looked at: {NOT_LOOKED_AT} (see --preflight)")
+        elif not args.print_config:
             running = config
             train(config, console)
-        elif args.validate_only:
-            console.print(f"{args.config}: ok")
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  (the outermost place: told as what it is, or raised)
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  (the outermost place: told as what it is)
         return report(error, running, errors)
     return 0
 

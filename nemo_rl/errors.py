@@ -3,6 +3,7 @@
 NemoRLError
 |-- UserError                 something the user can fix; the command line exits with code 2
 |   |-- ConfigError           one or more problems in a recipe or an override
+|   |-- PreflightError        several problems of any kind, found before anything was started
 |   |-- DatasetError          empty, missing or malformed prompts
 |   |-- ModelFolderError      a model or tokenizer folder that is missing or incomplete
 |   |-- ResourceError         too few CPUs, GPUs, ports or bytes for what was asked
@@ -49,6 +50,7 @@ __all__ = [
     "NonFiniteError",
     "PartitionNotFound",
     "PayloadLost",
+    "PreflightError",
     "ResourceError",
     "RewardError",
     "RunFolderError",
@@ -101,6 +103,10 @@ class ConfigError(UserError):
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
         return type(self), (self.problems,)
+
+
+class PreflightError(ConfigError):
+    """What `preflight` has found, when it is more than one problem; `problems` holds one line each."""
 
 
 class DatasetError(UserError):

@@ -19,10 +19,19 @@ from nemo_rl.data_plane.event_log import EVENTS_FILE
 from nemo_rl.errors import RunFolderError
 from nemo_rl.experience.sync_rollout_actor import REWARD_LOG
 from nemo_rl.utils.checkpoint import STEP, checkpoint_paths
+from nemo_rl.utils.last_resort import CRASH_FILE
 from nemo_rl.utils.run_lock import lock_folder
 from nemo_rl.utils.trackers.jsonl import METRICS_FILE
 
-__all__ = ["CONFIG_FILE", "CURVE_FILE", "ROLLOUTS", "cut_rollouts", "open_run_folders", "used_folder_problems"]
+__all__ = [
+    "CONFIG_FILE",
+    "CURVE_FILE",
+    "ROLLOUTS",
+    "cut_rollouts",
+    "open_run_folders",
+    "run_folders",
+    "used_folder_problems",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +43,7 @@ WRITTEN = (
     ATTACH_FILE,
     EVENTS_FILE,
     REWARD_LOG,
+    CRASH_FILE,
     f"{ROLLOUTS}/*.jsonl",
     "tensorboard/events.out.tfevents.*",
     *("wandb/run-*", "wandb/offline-run-*", "wandb/latest-run", "wandb/debug*.log"),
@@ -51,7 +61,7 @@ def open_run_folders(config: MasterConfig) -> Iterator[None]:
         RunFolderError: another run uses one of them, or has left its results there.
     """
     with ExitStack() as stack:
-        for folder in _folders(config):
+        for folder in run_folders(config):
             stack.enter_context(lock_folder(folder))
         problems = used_folder_problems(config)
         if problems:
@@ -91,7 +101,7 @@ def cut_rollouts(log_dir: Path, *, resume_step: int) -> None:
             path.unlink(missing_ok=True)
 
 
-def _folders(config: MasterConfig) -> list[Path]:
+def run_folders(config: MasterConfig) -> list[Path]:
     """Each once, in an order that is the same for every run."""
     folders = {config.logger.log_dir.resolve()}
     if config.checkpointing.enabled:

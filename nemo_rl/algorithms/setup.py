@@ -15,8 +15,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from nemo_rl.algorithms.cpu_needs import ROLLOUT_CPUS, cpus_per_bundle, other_cpus
 from nemo_rl.algorithms.grpo_sync import PARTITION, SyncGRPOTrainer, TrainerParts
 from nemo_rl.algorithms.loss_functions import ClippedPGLoss
+from nemo_rl.algorithms.preflight.checks import preflight
 from nemo_rl.algorithms.run_folder import CONFIG_FILE, cut_rollouts, open_run_folders
 from nemo_rl.algorithms.stages import build_stages
 from nemo_rl.config.render import to_yaml
@@ -37,7 +39,6 @@ from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.generation.replicas import GenerationReplicas
 from nemo_rl.models.generation.torch_engine.worker import EngineSpec, build_engine_worker
 from nemo_rl.models.loading import load_model_config
-from nemo_rl.models.policy.fit import check_policy_fits
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
 from nemo_rl.models.weight_sync.factory import build_weight_sync
@@ -53,8 +54,6 @@ __all__ = ["open_trainer", "write_resolved_config"]
 
 logger = logging.getLogger(__name__)
 
-ROLLOUT_CPUS = 1
-CONTROLLER_CPUS = 1
 GPU_SHARE = 0.5
 """Of a policy worker, and of the engine that takes turns with it on the same GPU."""
 
@@ -71,14 +70,15 @@ class _Groups:
 
 
 @contextmanager
-def open_trainer(config: MasterConfig, *, console: Console) -> Iterator[SyncGRPOTrainer]:
+def open_trainer(given: MasterConfig, *, console: Console) -> Iterator[SyncGRPOTrainer]:
     """Starts everything a run needs and yields the trainer.
 
     Raises:
-        UserError: a missing folder, an empty dataset, too few CPUs, or nothing to resume from.
+        UserError: what `preflight` finds, or nothing to resume from.
     """
+    # Folders in place of names on the hub; what is written down keeps the names.
+    config = preflight(given)
     model_config = load_model_config(config.policy.model_name)
-    check_policy_fits(config.policy)
     loss_fn = ClippedPGLoss(
         config=config.loss_fn,
         prev_field="generation_logprobs" if config.grpo.use_generation_logprobs_as_prev else "prev_logprobs",
@@ -89,7 +89,7 @@ def open_trainer(config: MasterConfig, *, console: Console) -> Iterator[SyncGRPO
         panel = stack.enter_context(Panel(console, live=config.logger.live_panel))
         checkpoints = _checkpoint_manager(config)
         resume_from = _checkpoint_to_resume(config, checkpoints, panel)
-        write_resolved_config(config)
+        write_resolved_config(given)
         run_logger = _logger(config, resume_from)
         stack.callback(run_logger.close)
         panel.note(_what_starts(config))
@@ -151,17 +151,11 @@ def _logger(config: MasterConfig, resume_from: Checkpoint | None) -> Logger:
 
 def _cluster(config: MasterConfig, start: StartUp) -> RayVirtualCluster:
     """On GPU an engine shares its GPU and its bundle with a policy worker; on CPU engines stand on their own."""
-    uses_gpu = config.cluster.gpus_per_node > 0
-    storage = 0
-    plane = config.active_data_plane
-    if plane.impl == "transfer_queue":
-        storage = CONTROLLER_CPUS + (plane.simple.num_storage_units if plane.backend == "simple" else 0)
-    engines = 0 if uses_gpu else config.policy.generation.num_replicas
     return RayVirtualCluster(
         config.cluster,
-        other_cpus=engines + ROLLOUT_CPUS + storage,
-        cpus_per_bundle=2 if uses_gpu else 1,
-        environment={**transport_environment(plane), **trace_environment()},
+        other_cpus=other_cpus(config),
+        cpus_per_bundle=cpus_per_bundle(config),
+        environment={**transport_environment(config.active_data_plane), **trace_environment()},
         start=start,
         logs_to=config.logger.log_dir / "ray_logs",
     )

@@ -21,7 +21,6 @@ from rich.console import Console
 from nemo_rl.cli.row_story import read_story, story_of_key
 from nemo_rl.data_plane.attach_file import ATTACH_FILE, AttachPoint, read_attach_file
 from nemo_rl.data_plane.event_log import EVENTS_FILE
-from nemo_rl.data_plane.factory import observe
 from nemo_rl.data_plane.ledger_host import LedgerHost
 from nemo_rl.errors import DataPlaneClosed, UserError, name_some
 
@@ -127,6 +126,8 @@ def _reach(point: AttachPoint, run: Path) -> LedgerHost | None:
     """None when the job was killed before it could remove its file."""
     if point.host_name != socket.gethostname():
         raise UserError(f"{run / ATTACH_FILE}: the job runs on {point.host_name}; look into it there")
+    from nemo_rl.data_plane.factory import observe  # noqa: PLC0415  (torch takes seconds, and help needs none)
+
     host = observe(point)
     try:
         host.call("stats", {}, timeout_s=TIMEOUT_S)

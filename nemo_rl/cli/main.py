@@ -6,6 +6,8 @@ User errors end with exit code 2 and one line, never with a traceback; a job tha
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -13,6 +15,7 @@ from rich.console import Console
 from nemo_rl.cli.data_plane import app as data_plane_app
 from nemo_rl.cli.trace import app as trace_app
 from nemo_rl.errors import NemoRLError, UserError
+from nemo_rl.utils.last_resort import crash_line, file_problem
 
 __all__ = ["app", "main"]
 
@@ -23,8 +26,18 @@ app.add_typer(data_plane_app, name="data-plane")
 app.add_typer(trace_app, name="trace")
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"nemo-rl {version('nemo-rl')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="show the version and exit")
+    ] = False,
+) -> None:
     """Tools around GRPO runs."""
 
 
@@ -32,9 +45,12 @@ def main() -> None:
     """Entry point of the console script."""
     try:
         app()
-    except NemoRLError as error:
-        Console(stderr=True, soft_wrap=True, markup=False, highlight=False).print(f"error: {error}", style="red")
-        sys.exit(USER_ERROR if isinstance(error, UserError) else FAILURE)
+    except Exception as error:  # noqa: BLE001  (the outermost place: told as what it is)
+        problem = str(error) if isinstance(error, NemoRLError) else file_problem(error)
+        line = problem or crash_line(error, folder=None)
+        Console(stderr=True, soft_wrap=True, markup=False, highlight=False).print(f"error: {line}", style="red")
+        is_users = isinstance(error, UserError) or (problem is not None and isinstance(error, OSError))
+        sys.exit(USER_ERROR if is_users else FAILURE)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ def rows(path: Path, *, split: str | None, where: str) -> Iterator[Mapping[str, 
     """
     if not has_datasets():
         raise DatasetError(
-            f"{where}.dataset_name: 'huggingface' needs the datasets library; run `pip install 'nemo-rl[data]'`"
+            f"{where}.dataset_name: 'huggingface' needs the datasets library; run `pip install -e "
+            "'.[data]'` in the checkout"
         )
     if not path.exists():
         raise DatasetError(f"{where}.data_path: {path} does not exist")

@@ -86,7 +86,9 @@ def questions(task: Task, *, where: str) -> Iterator[Question]:
 
 def _create(task: Task, *, where: str) -> Any:
     if not has_reasoning_gym():
-        raise DatasetError(f"{where}.dataset_name: 'reasoning_gym' is not installed; run `pip install 'nemo-rl[envs]'`")
+        raise DatasetError(
+            f"{where}.dataset_name: 'reasoning_gym' is not installed; run `pip install -e '.[envs]'` in the checkout"
+        )
     import reasoning_gym  # noqa: PLC0415  (optional extra)
     from reasoning_gym.factory import DATASETS  # noqa: PLC0415
 

@@ -184,10 +184,8 @@ class FolderWeights:
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
-            try:
+            with boundary(ModelFolderError, f"{self.where}: {file} cannot be read"):
                 self._files[file] = safe_open(str(self._folder / file), framework="pt", device="cpu")
-            except (OSError, SafetensorError) as error:
-                raise ModelFolderError(f"{self.where}: {file} cannot be read: {error}") from error
         return self._files[file]
 
     def _join_names(self, stored_names: Iterable[str]) -> dict[str, _Stored]:

@@ -5,7 +5,9 @@ Called by launchers; library code only uses `logging.getLogger(__name__)`.
 
 from __future__ import annotations
 
+import io
 import logging
+import sys
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -14,7 +16,12 @@ __all__ = ["configure_logging", "make_console"]
 
 
 def make_console() -> Console:
-    """Standard output; no markup, so that brackets in texts and paths stay as they are."""
+    """Standard output; no markup, so that brackets in texts and paths stay as they are.
+
+    What the terminal's encoding lacks is written as an escape: a path or a response may hold anything.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     return Console(markup=False, highlight=False, soft_wrap=True)
 
 

@@ -16,7 +16,7 @@ from nemo_rl.utils.trackers.jsonl import METRICS_FILE, JsonlTracker
 from nemo_rl.utils.trackers.tensorboard import TensorboardTracker
 from nemo_rl.utils.trackers.wandb import WandbTracker, has_wandb
 
-__all__ = ["REWARD_METRIC", "VAL_ACCURACY_METRIC", "Logger", "build_logger"]
+__all__ = ["REWARD_METRIC", "VAL_ACCURACY_METRIC", "Logger", "build_logger", "check_trackers"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +63,7 @@ def build_logger(cfg: LoggerConfig, *, run_config: Mapping[str, object], resume_
     Raises:
         ConfigError: a tracker's extra is not installed.
     """
-    if cfg.wandb_enabled and not has_wandb():
-        raise ConfigError(
-            "logger.wandb_enabled: wandb is not installed; run `pip install 'nemo-rl[wandb]'`, or set it to false"
-        )
+    check_trackers(cfg)
     makers: list[tuple[str, Callable[[], Tracker]]] = [
         ("jsonl", lambda: JsonlTracker(cfg.log_dir / METRICS_FILE, resume_step=resume_step))
     ]
@@ -78,6 +75,15 @@ def build_logger(cfg: LoggerConfig, *, run_config: Mapping[str, object], resume_
     for name, make in makers:
         _attempt(f"tracker {name!r}", partial(_append_made, trackers, make))
     return Logger(trackers)
+
+
+def check_trackers(cfg: LoggerConfig) -> None:
+    """Raises a ConfigError when the extra of a tracker that is on is not installed."""
+    if cfg.wandb_enabled and not has_wandb():
+        raise ConfigError(
+            "logger.wandb_enabled: wandb is not installed; run `pip install -e '.[wandb]'` in the checkout, or set it "
+            "to false"
+        )
 
 
 def _append_made(trackers: list[Tracker], make: Callable[[], Tracker]) -> None:

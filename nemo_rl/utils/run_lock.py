@@ -18,7 +18,7 @@ from pathlib import Path
 
 from nemo_rl.errors import RunFolderError
 
-__all__ = ["LOCK_FILE", "lock_folder"]
+__all__ = ["LOCK_FILE", "lock_folder", "lock_problem"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,22 @@ def lock_folder(folder: Path) -> Iterator[None]:
         # Removed while it is held: whoever opened it meanwhile finds that it is no longer the folder's.
         path.unlink(missing_ok=True)
         os.close(descriptor)
+
+
+def lock_problem(folder: Path) -> str | None:
+    """Who else holds `folder`; None where nobody does. Looks only."""
+    path = folder / LOCK_FILE
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        _lock(descriptor, path)
+    except RunFolderError as error:
+        return str(error)
+    finally:
+        os.close(descriptor)
+    return None
 
 
 def _acquire(path: Path) -> int:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,6 +82,54 @@ def test_fixed_microbatches_that_do_not_divide_are_refused_and_capped_ones_are_n
 def test_a_missing_model_folder_is_named(run, tmp_path, model):
     code, text = run(write_recipe(tmp_path, model), f"policy.model_name={tmp_path / 'nowhere'}")
     assert code == 2 and "nowhere" in text and "policy.model_name" in text
+
+
+def test_preflight_tells_all_problems_at_once_and_a_run_does_the_same_first(run, tmp_path, model):
+    recipe = recipe_on_file(tmp_path, model, tmp_path / "nowhere.jsonl")
+    bad = ("policy.router_replay.enabled=true", "env.reward_function=nowhere:f")
+    for arguments in (("--preflight", *bad), bad):
+        code, text = run(recipe, *arguments)
+        assert code == 2 and "starting" not in text
+        for line in ("'qwen3' has no routed experts", "nowhere.jsonl cannot be read", "reward function 'nowhere:f'"):
+            assert line in text
+    assert not (tmp_path / "logs").exists()
+    code, text = run(write_recipe(tmp_path, model), "--preflight")
+    assert code == 0 and "ok: run folder, folders, model, tokenizer, prompts, reward" in text
+
+
+def test_a_disk_that_is_full_from_the_start_is_named(run, tmp_path, model):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # The lock of the folder fits, the resolved config does not.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        code, text = run(write_recipe(tmp_path, model))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert code == 2 and "File too large" in text and "ulimit -f" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["policy.generation.stop_strings=['']"], "stop_strings.0: expected a text that is not empty"),
+        (["grpo=[1,2]", "grpo.seed=3"], "grpo is no section that has keys"),
+        (["grpo.seed=" + "9" * 5000], "got 5000 digits"),
+        ([b"logger.log_dir=\xff"], "the value cannot be read"),
+        (["data.train.options=&a [*a]"], "contains itself through an alias"),
+        (["policy.model_name=nowhere/at-all", "--preflight"], "HF_HUB_OFFLINE is set"),
+    ],
+)
+def test_the_command_itself_ends_without_a_traceback(arguments, shown):
+    done = subprocess.run(
+        [sys.executable, "examples/run_grpo.py", "--config", "configs/grpo_sort_cpu.yaml", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert shown in done.stderr
 
 
 def test_parallel_sizes_that_the_model_cannot_run_in_are_refused_before_anything_starts(run, tmp_path, model):

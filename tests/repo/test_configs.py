@@ -56,7 +56,7 @@ def test_loading_a_recipe_imports_neither_torch_nor_ray() -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "shown"),
     [
-        (["--validate-only"], 0, "configs/grpo_sort_cpu.yaml: ok"),
+        (["--validate-only"], 0, "configs/grpo_sort_cpu.yaml: ok, the config only; not looked at: model folder, data"),
         (["--print-config", "grpo.seed=7"], 0, "seed: 7"),
         (["grpo.sed=7"], 2, "grpo.sed: unknown key 'sed'; did you mean 'seed'?"),
         (["policy.model_name=no/such/folder", "--validate-only"], 0, "ok"),
@@ -74,3 +74,28 @@ def test_command_line_checks_a_recipe_without_starting_anything(arguments: list[
     assert done.returncode == code, done.stderr
     assert shown in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        (["examples/run_grpo.py", "--help"], "--preflight"),
+        (["examples/run_grpo.py", "--version"], "nemo-rl 0."),
+        (["examples/run_grpo.py", "--config", "configs/grpo_sort_cpu.yaml", "--validate-only"], "ok"),
+        (["nemo_rl/cli/main.py", "--help"], "data-plane"),
+        (["nemo_rl/cli/main.py", "--version"], "nemo-rl 0."),
+        (["nemo_rl/cli/main.py", "data-plane", "--help"], "explain"),
+    ],
+)
+def test_help_version_and_validation_import_nothing_heavy(command: list[str], shown: str) -> None:
+    script = (
+        "import atexit, runpy, sys; sys.argv = sys.argv[1:]; "
+        "heavy = {'torch', 'ray', 'transformers', 'tensordict', 'transfer_queue'}; "
+        "atexit.register(lambda: print('imported:', sorted(heavy & set(sys.modules)))); "
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *command], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert shown in done.stdout and done.stdout.endswith("imported: []\n"), done.stdout

@@ -101,7 +101,9 @@ def test_source_is_ascii() -> None:
 
 
 FLAGS = {
-    "examples/run_grpo.py": {"--help", "--config", "--print-config", "--validate-only"},
+    "examples/run_grpo.py": {
+        *("--help", "--version", "--config", "--print-config", "--validate-only", "--preflight"),
+    },
     "benchmarks/grpo_step.py": {"--help", "--json", "--steps", "--rows", "--model", "--only"},
     "examples/make_starter.py": {"--help", "--out", "--task", "--experts", "--seed", "--threads"},
 }

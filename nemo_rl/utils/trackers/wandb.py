@@ -30,7 +30,8 @@ class WandbTracker(Tracker):
     def __init__(self, cfg: WandbConfig, *, log_dir: Path, run_config: Mapping[str, object]) -> None:
         if not has_wandb():
             raise ConfigError(
-                "logger.wandb_enabled: wandb is not installed; run `pip install 'nemo-rl[wandb]'`, or set it to false"
+                "logger.wandb_enabled: wandb is not installed; run `pip install -e '.[wandb]'` in the checkout, or set "
+                "it to false"
             )
         import wandb  # noqa: PLC0415  (optional extra)
 

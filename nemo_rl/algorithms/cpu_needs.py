@@ -1,0 +1,38 @@
+"""Logical CPUs that the actors of a run ask Ray for. Read by `setup`, which starts them, and by the preflight."""
+
+from __future__ import annotations
+
+from nemo_rl.config.schema import MasterConfig
+
+__all__ = ["CONTROLLER_CPUS", "ROLLOUT_CPUS", "cpus_per_bundle", "logical_cpus", "other_cpus", "too_few_cpus"]
+
+ROLLOUT_CPUS = 1
+CONTROLLER_CPUS = 1
+
+
+def cpus_per_bundle(config: MasterConfig) -> int:
+    """Of a policy worker; on GPUs an engine shares its bundle."""
+    return 2 if config.cluster.gpus_per_node > 0 else 1
+
+
+def other_cpus(config: MasterConfig) -> int:
+    """Of rollout, storage, and on CPU of the engines, which stand on their own there."""
+    plane, storage = config.active_data_plane, 0
+    if plane.impl == "transfer_queue":
+        storage = CONTROLLER_CPUS + (plane.simple.num_storage_units if plane.backend == "simple" else 0)
+    engines = 0 if config.cluster.gpus_per_node > 0 else config.policy.generation.num_replicas
+    return engines + ROLLOUT_CPUS + storage
+
+
+def logical_cpus(config: MasterConfig) -> int:
+    """Of the whole run."""
+    return config.cluster.num_workers * cpus_per_bundle(config) + other_cpus(config)
+
+
+def too_few_cpus(config: MasterConfig, *, have: float) -> str:
+    """What to say of `have` when it is less than `logical_cpus`."""
+    return (
+        f"cluster: {logical_cpus(config)} logical CPUs are needed ({config.cluster.num_workers} policy workers and "
+        f"{other_cpus(config)} for rollout, generation and storage), cluster.num_cpus is {have:.0f}; raise it (or set "
+        "it to null), or use fewer workers, replicas or storage units"
+    )

@@ -1,0 +1,72 @@
+"""`preflight`: everything that can be known of a run without starting it, all problems at once.
+
+Called first in every run, and alone by `--preflight`. A check is a function that is given the `Subject` and returns a
+line per problem, or raises a `UserError`; a new one is one line in `CHECKS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from nemo_rl.algorithms.preflight import inputs, machine
+from nemo_rl.algorithms.preflight.subject import Subject
+from nemo_rl.config.schema import MasterConfig
+from nemo_rl.errors import ConfigError, PreflightError, UserError
+from nemo_rl.models.hub import local_folders
+
+__all__ = ["CHECKS", "preflight"]
+
+Check = Callable[[Subject], list[str]]
+
+CHECKS: Mapping[str, Check] = {
+    "run folder": machine.check_run_folder,
+    "folders": machine.check_folders,
+    "model": inputs.check_model,
+    "tokenizer": inputs.check_tokenizer,
+    "prompts": inputs.check_prompts,
+    "reward": inputs.check_reward,
+    "trackers": inputs.check_trackers_are_installed,
+    "GPUs": machine.check_gpus,
+    "CPUs": machine.check_cpus,
+    "memory": machine.check_memory,
+    "disk": machine.check_disk,
+}
+BESIDE = ("reward",)
+"""Checks that wait for a process of their own, and run beside the others."""
+
+
+def preflight(config: MasterConfig) -> MasterConfig:
+    """Runs every check; returns the config with folders in place of names of models on the hub.
+
+    Raises:
+        UserError: the only one that a check has met.
+        PreflightError: all of them, a line each.
+    """
+    errors: list[UserError] = []
+    try:
+        config = local_folders(config)
+    except UserError as error:
+        errors.append(error)
+    subject = Subject(config)
+    with ThreadPoolExecutor(len(BESIDE), thread_name_prefix="preflight") as pool:
+        beside = {name: pool.submit(_run, CHECKS[name], subject) for name in BESIDE}
+        for name, check in CHECKS.items():
+            found = beside[name].result() if name in beside else _run(check, subject)
+            errors += [error for error in found if str(error) not in map(str, errors)]
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise PreflightError([line for error in errors for line in _lines(error)])
+    return config
+
+
+def _run(check: Check, subject: Subject) -> list[UserError]:
+    try:
+        return [UserError(line) for line in check(subject)]
+    except UserError as error:
+        return [error]
+
+
+def _lines(error: UserError) -> list[str]:
+    return error.problems if isinstance(error, ConfigError) else [str(error)]

@@ -1,0 +1,106 @@
+"""Checks of what a user gives to a run: model, tokenizer, prompts, reward, extras."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+from nemo_rl.algorithms.preflight.subject import Subject
+from nemo_rl.config.schema import DatasetConfig
+from nemo_rl.data.datasets import raw_prompts
+from nemo_rl.data.messages import encode_prompt, prompt_messages
+from nemo_rl.environments.factory import build_environment
+from nemo_rl.errors import DatasetError
+from nemo_rl.models.policy.fit import check_policy_fits
+from nemo_rl.utils.logger import check_trackers
+
+__all__ = ["check_model", "check_prompts", "check_reward", "check_tokenizer", "check_trackers_are_installed"]
+
+PROMPTS_ENCODED = 4
+"""Prompts that go through template and tokenizer; all of them do later."""
+MAX_BYTES = 256 * 2**20
+"""Of a `huggingface` dataset, which is read as a whole: a larger one would be read twice for minutes."""
+REWARD_START_S = 60.0
+"""For a reward to be loaded; a run waits longer, as `cluster.worker_start_timeout_s` says."""
+
+
+def check_model(subject: Subject) -> list[str]:
+    """The folder is whole, its weights can be opened, and the model can do what is asked of it."""
+    check_policy_fits(subject.config.policy)
+    return [] if subject.num_parameters else [f"model folder {subject.config.policy.model_name!r}: holds no weight"]
+
+
+def check_tokenizer(subject: Subject) -> list[str]:
+    """It loads, and the model knows the tokens that end a response."""
+    return _unknown_tokens(subject, "tokens that end a response", subject.stop_ids)
+
+
+def check_prompts(subject: Subject) -> list[str]:
+    """Both datasets open, their first rows become tokens, and there is a step's worth of prompts."""
+    data, lines = subject.config.data, list[str]()
+    needed = subject.config.grpo.num_prompts_per_step
+    for where, source, count in (("data.train", data.train, needed), ("data.validation", data.validation, 1)):
+        if source is not None:
+            try:
+                lines += _first_prompts(subject, source, where, count)
+            except DatasetError as error:
+                lines.append(str(error))
+    return lines
+
+
+def check_reward(subject: Subject) -> list[str]:
+    """The reward's extra is installed and its function can be loaded, in a process of its own."""
+    limit = min(REWARD_START_S, subject.config.cluster.worker_start_timeout_s)
+    build_environment(subject.config.env, start_timeout_s=limit).shutdown()
+    return []
+
+
+def check_trackers_are_installed(subject: Subject) -> list[str]:
+    """Extras of the trackers that are on."""
+    check_trackers(subject.config.logger)
+    return []
+
+
+def _first_prompts(subject: Subject, source: DatasetConfig, where: str, needed: int) -> list[str]:
+    if (
+        source.dataset_name == "huggingface"
+        and source.data_path is not None
+        and _bytes_of(source.data_path) > MAX_BYTES
+    ):
+        return []
+    generated = source.dataset_name in ("sort_digits", "reasoning_gym")
+    if generated and source.size is not None:
+        if source.size < needed:
+            return [_too_few(where, source.size, needed)]
+        # The same prompts, but not all of them.
+        source = source.model_copy(update={"size": min(source.size, needed)})
+    found = [raw.text for raw in islice(raw_prompts(source, where), needed)]
+    if not found:
+        return [f"{where}: no prompt is left of 0 read"]
+    lines = [_too_few(where, len(found), needed)] if len(found) < needed else []
+    for text in found[:PROMPTS_ENCODED]:
+        # Longer ones are the loader's to skip or to refuse.
+        shown = text[: subject.config.data.max_input_seq_length]
+        messages = prompt_messages(shown, system_prompt=source.system_prompt, prompt_template=source.prompt_template)
+        lines += _unknown_tokens(subject, f"tokens of a prompt of {where}", encode_prompt(subject.tokenizer, messages))
+    return list(dict.fromkeys(lines))
+
+
+def _bytes_of(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if path.is_dir() else 0
+
+
+def _too_few(where: str, found: int, needed: int) -> str:
+    return (
+        f"{where}: expected at least grpo.num_prompts_per_step={needed} prompts, got {found}; add prompts or lower it"
+    )
+
+
+def _unknown_tokens(subject: Subject, what: str, ids: tuple[int, ...]) -> list[str]:
+    size = subject.model_config.get_text_config().vocab_size
+    unknown = [token for token in ids if token >= size]
+    if not unknown:
+        return []
+    return [
+        f"policy.tokenizer.name: the {what} go up to {max(unknown)}, the model knows {size}; is this its tokenizer?"
+    ]

@@ -1,0 +1,142 @@
+"""Checks of the machine: GPUs, CPUs, memory, disk, folders. Of a Ray cluster that runs already, only folders."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from nemo_rl.algorithms.cpu_needs import logical_cpus, too_few_cpus
+from nemo_rl.algorithms.preflight.subject import Subject, nearest_folder
+from nemo_rl.algorithms.run_folder import run_folders, used_folder_problems
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.utils.memory import available_bytes
+from nemo_rl.utils.run_lock import lock_problem
+
+__all__ = ["check_cpus", "check_disk", "check_folders", "check_gpus", "check_memory", "check_run_folder"]
+
+GIB = 2**30
+WORKERS_PER_CORE, FEW_WORKERS = 16, 64
+"""More processes than that on a core are a slip; on any machine so many are believed."""
+PARAMETER_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 4
+LOG_BYTES = 16 * 2**20
+"""Of logs, rollouts and TensorBoard files of a short run."""
+
+
+def check_gpus(subject: Subject) -> list[str]:
+    """As many as policy workers."""
+    cluster = subject.config.cluster
+    if cluster.gpus_per_node == 0 or cluster.address is not None:
+        return []
+    have = torch.cuda.device_count()
+    if have >= cluster.gpus_per_node:
+        return []
+    return [
+        f"cluster.gpus_per_node: {cluster.gpus_per_node} GPUs are asked for, this machine has {have}; lower it, or set "
+        "it to 0 with cluster.cpu_workers_per_node to train on CPU"
+    ]
+
+
+def check_cpus(subject: Subject) -> list[str]:
+    """Logical CPUs that Ray may hand out, and a number of processes that somebody can have meant."""
+    config, cores = subject.config, os.cpu_count() or 1
+    if config.cluster.address is not None:
+        return []
+    cluster = config.cluster
+    limit = max(FEW_WORKERS, WORKERS_PER_CORE * cores)
+    lines = [
+        f"{key}: {count} processes on {cores} cores are more than can work; expected at most {limit}"
+        for key, count in (
+            ("cluster.cpu_workers_per_node", cluster.num_workers if cluster.gpus_per_node == 0 else 0),
+            ("policy.generation.num_replicas", config.policy.generation.num_replicas),
+            ("env.num_workers", config.env.num_workers),
+        )
+        if count > limit
+    ]
+    if cluster.launcher == "ray" and cluster.num_cpus is not None and cluster.num_cpus < logical_cpus(config):
+        lines.append(too_few_cpus(config, have=cluster.num_cpus))
+    return lines
+
+
+def check_memory(subject: Subject) -> list[str]:
+    """Weights, gradients and optimizer state of the workers and the copies of the engines fit, as a lower bound."""
+    config, policy = subject.config, subject.config.policy
+    if config.cluster.address is not None:
+        return []
+    count, sizes = subject.num_parameters, policy.parallel_sizes
+    precision = policy.generation.precision or policy.precision
+    engine = count * (4 if precision == "float32" else 2)
+    # FSDP2 shards over all ranks; megatron-core's ranks hold a copy per replica group, of which states may be shared.
+    copies = config.cluster.num_workers // sizes.replica_size if policy.megatron_cfg.enabled else 1
+    states = count * (PARAMETER_BYTES + GRADIENT_BYTES) * max(1, copies) + count * _optimizer_bytes(policy)
+    if config.cluster.gpus_per_node == 0 or policy.dtensor_cfg.cpu_offload:
+        needed, have = states + engine * policy.generation.num_replicas, available_bytes()
+        return [] if needed <= have else [_no_room("memory", needed, have, count)]
+    if torch.cuda.device_count() < config.cluster.gpus_per_node:
+        return []
+    needed = states // config.cluster.num_workers + engine
+    have = torch.cuda.get_device_properties(0).total_memory
+    return [] if needed <= have else [_no_room("memory of each GPU", needed, have, count)]
+
+
+def check_disk(subject: Subject) -> list[str]:
+    """A checkpoint fits where it is written, and logs where they are."""
+    config, lines = subject.config, list[str]()
+    log_dir = nearest_folder(config.logger.log_dir)
+    free = shutil.disk_usage(log_dir).free
+    if free < LOG_BYTES:
+        lines.append(f"logger.log_dir: {log_dir} has {free / 2**20:.0f} MiB free; free some, or choose another folder")
+    if not config.checkpointing.enabled:
+        return lines
+    folder = nearest_folder(config.checkpoint_dir)
+    states = _optimizer_bytes(config.policy) if config.checkpointing.save_optimizer else 0
+    needed, free = subject.num_parameters * (PARAMETER_BYTES + states), shutil.disk_usage(folder).free
+    if needed > free:
+        lines.append(
+            f"checkpointing.checkpoint_dir: a checkpoint has about {needed / GIB:.1f} GiB, {folder} has "
+            f"{free / GIB:.1f} GiB free; free some, choose another folder, or set checkpointing.enabled=false"
+        )
+    return lines
+
+
+def check_folders(subject: Subject) -> list[str]:
+    """Folders that are written to can be made and written."""
+    config = subject.config
+    folders = {"logger.log_dir": config.logger.log_dir}
+    if config.checkpointing.enabled:
+        folders["checkpointing.checkpoint_dir"] = config.checkpoint_dir
+    return [line for key, folder in folders.items() for line in _folder_problem(key, folder)]
+
+
+def check_run_folder(subject: Subject) -> list[str]:
+    """The folders hold no other run, neither a live one nor what one has left."""
+    in_use = [problem for problem in map(lock_problem, run_folders(subject.config)) if problem is not None]
+    return in_use or used_folder_problems(subject.config)
+
+
+def _folder_problem(key: str, folder: Path) -> list[str]:
+    try:
+        found = nearest_folder(folder)
+        if not found.is_dir():
+            return [f"{key}: {folder}: expected a folder, but {found} is a file; choose another"]
+    except OSError as error:
+        return [f"{key}: {folder}: cannot be looked at: {error.strerror}; choose another folder"]
+    if not os.access(found, os.W_OK | os.X_OK):
+        return [f"{key}: {folder}: {found} cannot be written by this user; change its permissions, or choose another"]
+    return []
+
+
+def _optimizer_bytes(policy: PolicyConfig) -> int:
+    """Per parameter: Adam and its kin keep two moments, others may keep nothing."""
+    name = policy.megatron_cfg.optimizer.optimizer if policy.megatron_cfg.enabled else policy.optimizer.name
+    return 2 * MOMENT_BYTES if "adam" in name.lower() else 0
+
+
+def _no_room(what: str, needed: int, have: int, count: int) -> str:
+    return (
+        f"policy.model_name: {count:,} parameters need at least {needed / GIB:.1f} GiB of {what} for weights, "
+        f"gradients, optimizer and engines, {have / GIB:.1f} GiB are there; take a smaller model, or "
+        "fewer engines"
+    )

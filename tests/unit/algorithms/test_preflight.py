@@ -1,0 +1,147 @@
+"""What `preflight` finds before anything is started: every problem, at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.algorithms.preflight.checks import CHECKS, preflight
+from nemo_rl.errors import NemoRLError, UserError
+from nemo_rl.utils.run_lock import lock_folder
+from tests.helpers.runs import LOCAL, load_recipe, write_recipe
+from tests.helpers.tiny_model import write_tiny_folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_folder(tmp_path_factory.mktemp("model"))
+
+
+def found(recipe: Path, **settings: str) -> list[str]:
+    """Lines of what is wrong; none when nothing is."""
+    try:
+        preflight(load_recipe(recipe, {**LOCAL, **{key.replace("__", "."): value for key, value in settings.items()}}))
+    except UserError as error:
+        return str(error).splitlines()
+    return []
+
+
+def test_a_sound_recipe_passes_and_nothing_is_left_behind(tmp_path: Path, model: Path) -> None:
+    recipe = write_recipe(tmp_path, model)
+    before = sorted(tmp_path.rglob("*"))
+    assert found(recipe) == []
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_all_problems_are_told_at_once(tmp_path: Path, model: Path) -> None:
+    data = {
+        "train": {"dataset_name": "jsonl", "data_path": str(tmp_path / "train.jsonl")},
+        "validation": {"dataset_name": "jsonl", "data_path": str(tmp_path / "validation.jsonl")},
+    }
+    (tmp_path / "validation.jsonl").write_text('{"input": 3}\n')
+    (tmp_path / "logs").write_text("a file where a folder should be")
+    recipe = write_recipe(
+        tmp_path,
+        tmp_path / "nowhere",
+        data=data,
+        env={"reward_function": "no_such_module:f"},
+        grpo={"val_at_end": True},
+        cluster={"gpus_per_node": 1000, "cpu_workers_per_node": None, "num_cpus": 1},
+        policy={"train_global_batch_size": 16, "model_name": str(tmp_path / "nowhere")},
+        logger={"wandb_enabled": False},
+    )
+    lines = preflight_lines(recipe)
+    for fragment in (
+        f"model folder '{tmp_path / 'nowhere'}': no such folder; set policy.model_name",
+        f"tokenizer folder '{tmp_path / 'nowhere'}'",
+        f"data.train.data_path: {tmp_path / 'train.jsonl'} cannot be read",
+        f"{tmp_path / 'validation.jsonl'}:1: no 'output'",
+        "reward function 'no_such_module:f'",
+        "1000 GPUs are asked for",
+        f"logger.log_dir: {tmp_path / 'logs'}: expected a folder",
+        "logical CPUs are needed",
+    ):
+        assert len([line for line in lines if fragment in line]) == 1, (fragment, lines)
+
+
+def preflight_lines(recipe: Path) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        preflight(load_recipe(recipe))
+    return str(caught.value).splitlines()
+
+
+def test_what_the_model_cannot_do_is_known_before(tmp_path: Path, model: Path) -> None:
+    recipe = write_recipe(tmp_path, model, grpo={"use_generation_logprobs_as_prev": False})
+    (line,) = found(recipe, policy__router_replay__enabled="true")
+    assert "'qwen3' has no routed experts" in line
+
+
+def test_a_tokenizer_of_another_model_is_noticed(tmp_path: Path, model: Path) -> None:
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
+    lines = found(write_recipe(tmp_path, other))
+    assert any("the tokens of a prompt of data.train go up to" in line and "knows 100" in line for line in lines)
+
+
+def test_a_prompt_template_that_the_tokenizer_refuses_is_noticed(tmp_path: Path, model: Path) -> None:
+    recipe = write_recipe(tmp_path, model)
+    (line,) = found(recipe, policy__tokenizer__chat_template="\"{{ raise_exception('no') }}\"")
+    assert "the chat template fails" in line
+
+
+def test_too_few_prompts_are_counted_without_reading_all(tmp_path: Path, model: Path) -> None:
+    (line,) = found(write_recipe(tmp_path, model), data__train__size="3")
+    assert "expected at least grpo.num_prompts_per_step=4 prompts, got 3" in line
+    # Ten million problems are drawn later, if anybody wants them.
+    assert found(write_recipe(tmp_path, model), data__train__size="10_000_000") == []
+
+
+def test_a_model_that_fits_neither_memory_nor_disk_is_refused(tmp_path: Path, model: Path) -> None:
+    large = Path(shutil.copytree(model, tmp_path / "large"))
+    (large / "model.safetensors").unlink()
+    names = {f"w{i}": f"model-{i:05d}-of-00256.safetensors" for i in range(256)}
+    (large / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    rows = 2**30
+    for name, file in names.items():
+        header = json.dumps({name: {"dtype": "F32", "shape": [rows], "data_offsets": [0, rows * 4]}}).encode()
+        with (large / file).open("wb") as opened:
+            opened.write(len(header).to_bytes(8, "little") + header)
+            # Holes take no room.
+            opened.truncate(8 + len(header) + rows * 4)
+    saving = {"enabled": True, "save_period": 1, "checkpoint_dir": str(tmp_path / "ck"), "metric_name": "train:reward"}
+    lines = found(write_recipe(tmp_path, large, checkpointing=saving))
+    assert any("274,877,906,944 parameters need at least" in line and "of memory" in line for line in lines)
+    assert any("checkpointing.checkpoint_dir: a checkpoint has about" in line for line in lines)
+
+
+def test_a_folder_with_a_run_is_told_apart_from_one_in_use(tmp_path: Path, model: Path) -> None:
+    recipe = write_recipe(tmp_path, model)
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "metrics.jsonl").write_text('{"step": 1}\n')
+    (line,) = found(recipe)
+    assert "already holds a run" in line and "logger.overwrite=true" in line
+    with lock_folder(logs):
+        (line,) = found(recipe)
+    assert f"{logs} is in use by another run: process {os.getpid()}" in line
+
+
+def test_processes_without_number_are_a_slip(tmp_path: Path, model: Path) -> None:
+    recipe = write_recipe(tmp_path, model)
+    with pytest.raises(NemoRLError, match=r"env\.num_workers: 1000000000000 processes on"):
+        preflight(load_recipe(recipe, {**LOCAL, "env.num_workers": "1000000000000"}))
+
+
+def test_a_reward_is_loaded_in_a_process_of_its_own(tmp_path: Path, model: Path) -> None:
+    recipe = write_recipe(tmp_path, model, env={"reward_function": "time:no_such_function"})
+    (line,) = found(recipe)
+    assert "no_such_function" in line
+
+
+def test_every_check_has_a_name() -> None:
+    assert {"model", "prompts", "reward", "memory", "disk", "run folder"} <= CHECKS.keys()
