@@ -20,8 +20,6 @@ PROMPTS_ENCODED = 4
 """Prompts that go through template and tokenizer; all of them do later."""
 MAX_BYTES = 256 * 2**20
 """Of a `huggingface` dataset, which is read as a whole: a larger one would be read twice for minutes."""
-REWARD_START_S = 60.0
-"""For a reward to be loaded; a run waits longer, as `cluster.worker_start_timeout_s` says."""
 
 
 def check_model(subject: Subject) -> list[str]:
@@ -50,7 +48,8 @@ def check_prompts(subject: Subject) -> list[str]:
 
 def check_reward(subject: Subject) -> list[str]:
     """The reward's extra is installed and its function can be loaded, in a process of its own."""
-    limit = min(REWARD_START_S, subject.config.cluster.worker_start_timeout_s)
+    # As patient as the run itself: what is merely slow must not be refused.
+    limit = subject.config.cluster.worker_start_timeout_s
     build_environment(subject.config.env, start_timeout_s=limit).shutdown()
     return []
 
