@@ -28,6 +28,10 @@ __all__ = ["load_config"]
 
 # What OmegaConf and Hydra users write for "must be set by whoever uses this file".
 _MUST_BE_SET = "???"
+_NOT_YET: Mapping[str, str] = {
+    "policy.generation.backend": "; the embedded engine is the one that is there, vLLM and others are not yet",
+}
+"""What people ask for by name, and cannot have."""
 _MAX_LINES = 100
 """Problems that are described; the others are counted."""
 
@@ -183,7 +187,7 @@ def _describe(recipe: Recipe, path: tuple[str, ...], details: Sequence[ErrorDeta
     first = details[0]
     if first["type"] == "extra_forbidden":
         place = place_of(path)
-        hint = suggest_path(path, place.candidates)
+        hint = suggest_path(path, place.candidates, recipe.tree)
         quoted = hint.split("'")[1::2]
         return f"unknown key{hint}", [".".join((*path[:-1], name)) if "." not in name else name for name in quoted]
     is_set, value = lookup(recipe.tree, path)
@@ -193,6 +197,7 @@ def _describe(recipe: Recipe, path: tuple[str, ...], details: Sequence[ErrorDeta
     hint = ""
     if first["type"] == "literal_error" and isinstance(value, str):
         hint = suggest(value, str(first["ctx"]["expected"]).replace("'", "").replace(" or ", ", ").split(", "))
+    hint += _NOT_YET.get(".".join(path), "") if first["type"] == "literal_error" else ""
     if not is_set or value is None:
         # An element of a list, or what a validator has made of the value.
         value = first["input"]

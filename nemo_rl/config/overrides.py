@@ -73,7 +73,7 @@ def _set(recipe: Recipe, override: _Override) -> str | None:
         what = (
             f"unknown key {path[-1]!r}" if len(path) < len(override.path) or place.candidates else "has no keys below"
         )
-        return what + suggest_path(path, place.candidates)
+        return what + suggest_path(path, place.candidates, recipe.tree)
     if place.is_free:
         _seed_free_section(recipe, override.path)
     is_set, present = lookup(recipe.tree, override.path)

@@ -92,14 +92,50 @@ def suggest(name: str, candidates: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def suggest_path(path: Sequence[str], candidates: Iterable[str]) -> str:
-    """As `suggest`; a name that exists elsewhere in the schema is offered with its whole path."""
+def suggest_path(path: Sequence[str], candidates: Iterable[str], tree: Mapping[str, Any]) -> str:
+    """As `suggest`; a name that exists elsewhere is offered with its whole path, and with the values that it takes.
+
+    Args:
+        tree: the recipe; of several places those are left out that it switches off.
+    """
     name = path[-1]
     near = suggest(name, candidates)
     if near:
         return near
-    elsewhere = [known for known, _ in iter_fields() if known.rsplit(".", 1)[-1] == name]
-    return f"; did you mean {' or '.join(repr(known) for known in elsewhere)}?" if elsewhere else ""
+    elsewhere = [known for known in _all_paths() if known.rsplit(".", 1)[-1] == name]
+    elsewhere = [known for known in elsewhere if not _is_off(known.split("."), tree)] or elsewhere
+    shown = [f"{known!r}{_values_of(known)}" for known in elsewhere]
+    return f"; did you mean {' or '.join(shown)}?" if shown else ""
+
+
+def _all_paths() -> Iterator[str]:
+    """Keys of the schema, and those that free sections have by default (`policy.optimizer.kwargs.lr`)."""
+    for known, field in iter_fields():
+        yield known
+        default = field.get_default(call_default_factory=True)
+        if typing.get_origin(field.annotation) is dict and isinstance(default, dict):
+            yield from (f"{known}.{key}" for key in default)
+
+
+def _is_off(path: Sequence[str], tree: Mapping[str, Any]) -> bool:
+    """Whether a section above `path` is switched off, or belongs to the worker that does not train."""
+    defaults = default_tree()
+
+    def value(name: str) -> Any:
+        is_set, found = lookup(tree, name.split("."))
+        return found if is_set else lookup(defaults, name.split("."))[1]
+
+    above = [".".join((*path[:end], "enabled")) for end in range(1, len(path))]
+    is_torchs = path[0] == "policy" and path[1] in ("optimizer", "scheduler")
+    return any(value(switch) is False for switch in above) or (
+        is_torchs and value("policy.megatron_cfg.enabled") is True
+    )
+
+
+def _values_of(path: str) -> str:
+    annotation = next((field.annotation for known, field in iter_fields() if known == path), None)
+    values = typing.get_args(annotation) if typing.get_origin(annotation) is typing.Literal else ()
+    return f" ({', '.join(map(str, values))})" if values else ""
 
 
 def lookup(tree: Mapping[str, Any], path: Sequence[str]) -> tuple[bool, Any]:

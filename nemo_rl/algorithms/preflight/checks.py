@@ -32,6 +32,8 @@ CHECKS: Mapping[str, Check] = {
     "memory": machine.check_memory,
     "disk": machine.check_disk,
 }
+NEED_MODEL = ("model", "tokenizer", "prompts", "memory", "disk")
+"""Checks that would only repeat that a model's name on the hub leads nowhere."""
 BESIDE = ("reward",)
 """Checks that wait for a process of their own, and run beside the others."""
 
@@ -44,14 +46,16 @@ def preflight(config: MasterConfig) -> MasterConfig:
         PreflightError: all of them, a line each.
     """
     errors: list[UserError] = []
+    wanted = dict(CHECKS)
     try:
         config = local_folders(config)
     except UserError as error:
         errors.append(error)
+        wanted = {name: check for name, check in CHECKS.items() if name not in NEED_MODEL}
     subject = Subject(config)
     with ThreadPoolExecutor(len(BESIDE), thread_name_prefix="preflight") as pool:
         beside = {name: pool.submit(_run, CHECKS[name], subject) for name in BESIDE}
-        for name, check in CHECKS.items():
+        for name, check in wanted.items():
             found = beside[name].result() if name in beside else _run(check, subject)
             errors += [error for error in found if str(error) not in map(str, errors)]
     if len(errors) == 1:

@@ -11,6 +11,7 @@ from nemo_rl.config.render import to_yaml
 from nemo_rl.errors import ConfigError
 
 DEMO = "configs/grpo_sort_cpu.yaml"
+MEGATRON = "configs/recipes/grpo_sort_megatron_tp2_cpu.yaml"
 
 
 def problems(path: str | Path, *overrides: str) -> list[str]:
@@ -87,6 +88,26 @@ def test_a_misspelt_section_does_not_drag_its_consequences_along(tmp_path: Path)
 def test_a_key_of_another_section_is_offered_with_its_path() -> None:
     (line,) = problems(DEMO, "grpo.temperature=1")
     assert line.endswith("did you mean 'policy.generation.temperature'?")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override", "meant"),
+    [
+        (DEMO, "lr=1e-4", "did you mean 'policy.optimizer.kwargs.lr'?"),
+        (DEMO, "grpo.lr=1e-4", "did you mean 'policy.optimizer.kwargs.lr'?"),
+        (MEGATRON, "lr=1e-4", "did you mean 'policy.megatron_cfg.optimizer.lr'?"),
+        (MEGATRON, "policy.optimizer.lr=1e-4", "did you mean 'policy.megatron_cfg.optimizer.lr'?"),
+        (
+            DEMO,
+            "backend=vllm",
+            "did you mean 'policy.generation.backend' (torch) or 'data_plane.backend' (simple, mooncake_cpu)?",
+        ),
+        (DEMO, "policy.generation.backend=vllm", "expected one of 'torch', got 'vllm'; the embedded engine is the one"),
+    ],
+)
+def test_what_people_write_leads_to_the_key_that_is_on(recipe: str, override: str, meant: str) -> None:
+    (line,) = problems(recipe, override)
+    assert meant in line
 
 
 def test_values_keep_their_yaml_types() -> None:
