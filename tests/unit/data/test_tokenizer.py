@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
 
-from nemo_rl.data.tokenizer import END_OF_TURN, build_tokenizer, load_tokenizer
+from nemo_rl.data.tokenizer import END_OF_TURN, build_tokenizer, load_tokenizer, stop_token_ids
 from nemo_rl.errors import ModelFolderError
 
 CORPUS = [f"user\nsort {i}\nassistant\n{i}" for i in range(100, 300)]
@@ -63,3 +65,27 @@ def test_an_unreadable_tokenizer_is_a_folder_error(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("not json")
     with pytest.raises(ModelFolderError, match="cannot be read"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("listed", "expected"),
+    [([5, 2], (2, 5)), (5, (2, 5)), ([2], (2,)), (None, (2,))],
+)
+def test_stop_tokens_are_the_tokenizers_and_those_of_the_generation_config(
+    folder: Path, tmp_path: Path, listed: object, expected: tuple[int, ...]
+) -> None:
+    """`END_OF_TURN` is token 2."""
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
+    assert stop_token_ids(tmp_path, load_tokenizer(folder)) == expected
+
+
+def test_a_model_without_a_generation_config_stops_at_the_tokenizers_end(folder: Path, tmp_path: Path) -> None:
+    assert stop_token_ids(tmp_path, load_tokenizer(folder)) == (2,)
+
+
+def test_a_tokenizer_without_a_padding_token_pads_with_its_end(folder: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    settings = json.loads((copy / "tokenizer_config.json").read_text())
+    del settings["pad_token"]
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert load_tokenizer(copy).pad_token_id == 2

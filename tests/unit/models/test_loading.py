@@ -66,3 +66,20 @@ def test_an_unreadable_config_is_a_folder_error(folder: Path, text: str) -> None
     (folder / "config.json").write_text(text)
     with pytest.raises(ModelFolderError, match=r"config\.json cannot be read"):
         load_model_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("starter_sort", "`make demo`"),
+        ("starter_sort_moe", "`make learn-sort-moe`, or by `python examples/make_starter.py --out {path} --experts 8`"),
+        (
+            "starter_chain_sum",
+            "`make learn-chain-sum`, or by `python examples/make_starter.py --out {path} --task chain_sum`",
+        ),
+    ],
+)
+def test_a_starter_that_is_missing_names_what_makes_it(tmp_path: Path, name: str, command: str) -> None:
+    with pytest.raises(ModelFolderError) as caught:
+        load_model_config(tmp_path / name)
+    assert command.format(path=tmp_path / name) in str(caught.value)
