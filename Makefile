@@ -47,7 +47,7 @@ $(VENV)/.base: pyproject.toml constraints.txt $(VENV)/.torch
 
 $(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.base
 	@echo "installing test tools and optional libraries: about 0.4 GB of disk"
-	$(INSTALL) -e '.[envs,data,wandb,dev]'
+	$(INSTALL) -e '.[envs,data,wandb,mlflow,dev]'
 	touch $@
 
 # Mooncake's store needs libibverbs, also over TCP. Where we may not install it, its tests skip and say why.

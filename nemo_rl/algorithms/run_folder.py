@@ -47,6 +47,8 @@ WRITTEN = (
     f"{ROLLOUTS}/*.jsonl",
     "tensorboard/events.out.tfevents.*",
     *("wandb/run-*", "wandb/offline-run-*", "wandb/latest-run", "wandb/debug*.log"),
+    *("mlflow/[0-9]*", "mlflow/.trash", "mlflow/models"),
+    CRASH_FILE,
     # Of files that were being written when a run was killed.
     *(".*.tmp*", f"{ROLLOUTS}/.*.tmp*"),
 )

@@ -25,6 +25,7 @@ __all__ = [
     "LoggerConfig",
     "LossConfig",
     "MasterConfig",
+    "MlflowConfig",
     "WandbConfig",
 ]
 
@@ -228,6 +229,17 @@ class WandbConfig(Section):
     """`offline` writes the run to the log folder; `wandb sync` uploads it later."""
 
 
+class MlflowConfig(Section):
+    """MLflow (extra `mlflow`)."""
+
+    experiment_name: Text = "nemo_rl"
+    """Experiment that the run appears in."""
+    run_name: str | None = None
+    """Name of the run; null lets MLflow choose one."""
+    tracking_uri: str | None = None
+    """Server, for example `http://host:5000`; null writes files to `mlflow/` in the log folder."""
+
+
 class LoggerConfig(Section):
     """Trackers and files of a run. `metrics.jsonl` is always written."""
 
@@ -240,6 +252,9 @@ class LoggerConfig(Section):
     wandb_enabled: bool = False
     """Send metrics to Weights & Biases."""
     wandb: WandbConfig = Field(default_factory=WandbConfig)
+    mlflow_enabled: bool = False
+    """Send metrics to MLflow."""
+    mlflow: MlflowConfig = Field(default_factory=MlflowConfig)
     num_rollouts_to_log: NonNegativeInt = 16
     """Readable rollouts per step written to `rollouts/step_N.jsonl`, and per validation to `rollouts/val_step_N.jsonl`:
     text, reward and its components, and of training rows the advantage."""

@@ -387,13 +387,17 @@ def rule_a_run_is_resumed_or_overwritten(config: MasterConfig) -> list[str]:
     return []
 
 
-def rule_wandb_keys_need_wandb(config: MasterConfig) -> list[str]:
-    if config.logger.wandb_enabled:
-        return []
-    wandb = config.logger.wandb
-    names = tuple(type(wandb).model_fields)
-    switch = "logger.wandb_enabled"
-    return would_be_ignored(wandb, "logger.wandb", names, switch=switch, because=f"{switch} is false")
+def rule_tracker_keys_need_their_tracker(config: MasterConfig) -> list[str]:
+    logger, lines = config.logger, []
+    trackers: list[tuple[str, bool, Section]] = [
+        ("wandb", logger.wandb_enabled, logger.wandb),
+        ("mlflow", logger.mlflow_enabled, logger.mlflow),
+    ]
+    for name, is_on, section in trackers:
+        if not is_on:
+            switch, names = f"logger.{name}_enabled", tuple(type(section).model_fields)
+            lines += would_be_ignored(section, f"logger.{name}", names, switch=switch, because=f"{switch} is false")
+    return lines
 
 
 _ALL = rules_in(globals()) | validate_policy.RULES | validate_megatron.RULES | validate_router_replay.RULES

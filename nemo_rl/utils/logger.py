@@ -13,6 +13,7 @@ from nemo_rl.config.schema import LoggerConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.utils.trackers.base import Tracker
 from nemo_rl.utils.trackers.jsonl import METRICS_FILE, JsonlTracker
+from nemo_rl.utils.trackers.mlflow import MlflowTracker, has_mlflow
 from nemo_rl.utils.trackers.tensorboard import TensorboardTracker
 from nemo_rl.utils.trackers.wandb import WandbTracker, has_wandb
 
@@ -71,6 +72,8 @@ def build_logger(cfg: LoggerConfig, *, run_config: Mapping[str, object], resume_
         makers.append(("tensorboard", lambda: TensorboardTracker(cfg.log_dir / "tensorboard", resume_step=resume_step)))
     if cfg.wandb_enabled:
         makers.append(("wandb", lambda: WandbTracker(cfg.wandb, log_dir=cfg.log_dir, run_config=run_config)))
+    if cfg.mlflow_enabled:
+        makers.append(("mlflow", lambda: MlflowTracker(cfg.mlflow, log_dir=cfg.log_dir, run_config=run_config)))
     trackers: list[Tracker] = []
     for name, make in makers:
         _attempt(f"tracker {name!r}", partial(_append_made, trackers, make))
@@ -79,11 +82,15 @@ def build_logger(cfg: LoggerConfig, *, run_config: Mapping[str, object], resume_
 
 def check_trackers(cfg: LoggerConfig) -> None:
     """Raises a ConfigError when the extra of a tracker that is on is not installed."""
-    if cfg.wandb_enabled and not has_wandb():
-        raise ConfigError(
-            "logger.wandb_enabled: wandb is not installed; run `pip install -e '.[wandb]'` in the checkout, or set it "
-            "to false"
-        )
+    for name, is_missing in (
+        ("wandb", cfg.wandb_enabled and not has_wandb()),
+        ("mlflow", cfg.mlflow_enabled and not has_mlflow()),
+    ):
+        if is_missing:
+            raise ConfigError(
+                f"logger.{name}_enabled: {name} is not installed; run `pip install -e '.[{name}]'` in the checkout, or "
+                "set it to false"
+            )
 
 
 def _append_made(trackers: list[Tracker], make: Callable[[], Tracker]) -> None:

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from nemo_rl.algorithms.run import run
-from nemo_rl.errors import CheckpointError, RunFolderError
+from nemo_rl.errors import CheckpointError, UserError
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, rollouts_of, start_cli, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 
@@ -44,9 +44,7 @@ def test_a_used_folder_is_refused_overwritten_or_continued(tmp_path, model):
     logs, saved = tmp_path / "logs", tmp_path / "logs" / "checkpoints"
     first, _ = train(recipe, grpo__max_num_steps=2)
     (logs / "notes.txt").write_text("mine")
-    with pytest.raises(
-        RunFolderError, match=r"logs already holds a run \(metrics.jsonl, rollouts of 2 steps, 2 checkp"
-    ):
+    with pytest.raises(UserError, match=r"logs already holds a run \(metrics.jsonl, rollouts of 2 steps, 2 checkp"):
         train(recipe)
     assert logged_steps(logs) == first and (saved / "step_2").is_dir()
 
@@ -87,7 +85,7 @@ def test_a_signal_during_a_save_is_an_interrupt_that_says_how_to_go_on(tmp_path,
     recipe = write_recipe(tmp_path, model, checkpointing=SAVING, grpo={"max_num_steps": 100_000})
     process = start_cli(recipe, *(f"{name}={value}" for name, value in LOCAL.items()))
     wait_for("step_1", tmp_path / "logs" / "checkpoints", process)
-    with pytest.raises(RunFolderError, match=rf"logs is in use by another run: process {process.pid} on "):
+    with pytest.raises(UserError, match=rf"logs is in use by another run: process {process.pid} on "):
         train(recipe, logger__overwrite="true")
     wait_for("tmp_step_*", tmp_path / "logs" / "checkpoints", process)
     process.send_signal(signal.SIGTERM)

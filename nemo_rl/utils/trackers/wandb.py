@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.schema import WandbConfig
-from nemo_rl.errors import ConfigError
 from nemo_rl.utils.trackers.base import Tracker
 
 __all__ = ["WandbTracker", "has_wandb"]
@@ -28,11 +27,6 @@ class WandbTracker(Tracker):
     name = "wandb"
 
     def __init__(self, cfg: WandbConfig, *, log_dir: Path, run_config: Mapping[str, object]) -> None:
-        if not has_wandb():
-            raise ConfigError(
-                "logger.wandb_enabled: wandb is not installed; run `pip install -e '.[wandb]'` in the checkout, or set "
-                "it to false"
-            )
         import wandb  # noqa: PLC0415  (optional extra)
 
         log_dir.mkdir(parents=True, exist_ok=True)

@@ -272,8 +272,9 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
     "rule_a_run_is_resumed_or_overwritten": [
         (("checkpointing.resume=true", "logger.overwrite=true"), "logger.overwrite: removes the run"),
     ],
-    "rule_wandb_keys_need_wandb": [
+    "rule_tracker_keys_need_their_tracker": [
         (("logger.wandb.mode=offline",), "logger.wandb.mode: 'offline' would be ignored"),
+        (("logger.mlflow.run_name=a",), "logger.mlflow.run_name: 'a' would be ignored"),
     ],
 }
 

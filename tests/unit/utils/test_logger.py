@@ -19,6 +19,7 @@ from nemo_rl.utils.logger import REWARD_METRIC, VAL_ACCURACY_METRIC, Logger, bui
 from nemo_rl.utils.reward_curve import write_reward_curve
 from nemo_rl.utils.trackers.base import Tracker
 from nemo_rl.utils.trackers.jsonl import JsonlTracker, read_metrics
+from nemo_rl.utils.trackers.mlflow import has_mlflow
 
 
 class Recorder(Tracker):
@@ -152,6 +153,47 @@ def test_wandb_offline_run_holds_the_metrics_and_leaves_no_process(tmp_path: Pat
     content = recorded.read_bytes()
     assert b"train/loss_of_this_test" in content
     assert b"a_run" in content
+
+
+@pytest.mark.slow
+def test_mlflow_keeps_metrics_and_config_in_files_and_gives_up_on_a_server_that_is_not_there(tmp_path: Path) -> None:
+    """In a process of its own: it imports a lot and sets variables."""
+    if not has_mlflow():
+        pytest.skip("the extra mlflow is not installed")
+    script = textwrap.dedent(
+        """
+        import sys
+        from pathlib import Path
+        from nemo_rl.config.schema import LoggerConfig, MlflowConfig
+        from nemo_rl.utils.logger import build_logger
+
+        folder = Path(sys.argv[1])
+        plain = dict(log_dir=folder, mlflow_enabled=True, tensorboard_enabled=False)
+        for mlflow in (MlflowConfig(run_name="a_run"), MlflowConfig(tracking_uri="http://127.0.0.1:9")):
+            run_config = {"grpo": {"seed": 3}, **{f"key_{number}": number for number in range(150)}}
+            logger = build_logger(LoggerConfig(mlflow=mlflow, **plain), run_config=run_config)
+            for step in (1, 2):
+                logger.log_metrics({"train/loss": 0.5 / step, "bad": float("nan")}, step)
+            print(logger.active)
+            logger.close()
+
+        from mlflow.tracking import MlflowClient
+        client = MlflowClient(tracking_uri=(folder / "mlflow").as_uri())
+        [run] = client.search_runs([client.get_experiment_by_name("nemo_rl").experiment_id])
+        history = client.get_metric_history(run.info.run_id, "train/loss")
+        print(run.info.status, run.info.run_name, len(run.data.params), run.data.params["grpo.seed"])
+        print([(metric.step, metric.value) for metric in history])
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "('jsonl', 'mlflow')",
+        "('jsonl',)",
+        "FINISHED a_run 151 3",
+        "[(1, 0.5), (2, 0.25)]",
+    ]
+    assert "tracker 'mlflow' failed and is switched off" in done.stderr
 
 
 def test_reward_curve_is_a_picture_of_what_was_logged(tmp_path: Path) -> None:
