@@ -32,6 +32,8 @@ class LedgerAddress:
     """TCP port on 127.0.0.1, for `socket`, and beside a Ray actor."""
     token: str = ""
     """Secret that a caller must show, for `socket`."""
+    process_id: int = 0
+    """Of the process that the ledger is in, for people; 0 for a ledger of this process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

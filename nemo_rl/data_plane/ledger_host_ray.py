@@ -116,6 +116,7 @@ class RayLedgerHost:
             node=ray.get_runtime_context().get_node_id(),
             port=near.port,
             token=near.token,
+            process_id=near.process_id,
         )
         return cls(address=address, actor=actor, is_owner=True)
 
@@ -143,7 +144,7 @@ class RayLedgerHost:
             return self._socket.call(op, args, timeout_s=timeout_s, handles=handles)
         request = {"run": self._run_id, "op": op, "args": args, "handles": handles}
         pending = self._actor.handle.remote(request, timeout_s)  # type: ignore[attr-defined]
-        reply: Reply = _get(self._run_id, pending, timeout_s=timeout_s)
+        reply: Reply = _get(self._address, pending, timeout_s=timeout_s)
         return read_reply(reply)
 
     def close(self) -> None:
@@ -152,20 +153,24 @@ class RayLedgerHost:
         if not self._is_owner or not ray.is_initialized():
             return
         try:
-            _get(self._run_id, self._actor.close.remote(), timeout_s=CLOSE_TIMEOUT_S)  # type: ignore[attr-defined]
+            _get(self._address, self._actor.close.remote(), timeout_s=CLOSE_TIMEOUT_S)  # type: ignore[attr-defined]
         except (DataPlaneTimeout, DataPlaneClosed) as error:
             logger.debug("the ledger actor did not close by itself: %s", error)
         finally:
             ray.kill(self._actor, no_restart=True)
 
 
-def _get(run_id: str, reference: object, *, timeout_s: float) -> Any:
+def _get(ledger: LedgerAddress, reference: object, *, timeout_s: float) -> Any:
     try:
         return ray.get(reference, timeout=timeout_s)
     except ray_errors.GetTimeoutError as error:
-        raise DataPlaneTimeout(f"the ledger actor did not answer within {timeout_s:.1f} s") from error
+        raise DataPlaneTimeout(
+            f"the ledger actor (process {ledger.process_id}) did not answer within {timeout_s:.1f} s"
+        ) from error
     except (ray_errors.RayActorError, ray_errors.RaySystemError) as error:
-        raise DataPlaneClosed(f"run {run_id!r}: the ledger actor is gone: {error}") from error
+        raise DataPlaneClosed(
+            f"run {ledger.run_id!r}: the ledger actor is gone (process {ledger.process_id}): {error}"
+        ) from error
 
 
 def ledger_actor_name(run_id: str) -> str:

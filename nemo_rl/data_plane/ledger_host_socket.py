@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+import os
 import secrets
 import socket
 import struct
@@ -50,7 +51,9 @@ class LedgerServer:
     @property
     def address(self) -> LedgerAddress:
         port: int = self._listener.getsockname()[1]
-        return LedgerAddress(kind="socket", run_id=self._service.run_id, port=port, token=self._token)
+        return LedgerAddress(
+            kind="socket", run_id=self._service.run_id, port=port, token=self._token, process_id=os.getpid()
+        )
 
     def close(self) -> None:
         """Ends the service: callers meet a closed connection. Idempotent."""
@@ -141,7 +144,10 @@ class SocketLedgerHost:
             raise DataPlaneTimeout(f"the ledger's socket did not answer within {timeout_s:.1f} s") from error
         except (OSError, EOFError) as error:
             _drop(connection)
-            raise DataPlaneClosed(f"run {self._address.run_id!r}: the ledger's socket is gone: {error}") from error
+            raise DataPlaneClosed(
+                f"run {self._address.run_id!r}: the ledger's socket is gone (process {self._address.process_id}): "
+                f"{error}"
+            ) from error
         except ValueError as error:
             _drop(connection)
             raise DataPlaneError(f"the ledger's socket cannot carry this call: {error}") from error

@@ -30,13 +30,16 @@ class ProcessIdentity:
 
     @classmethod
     def of_this_process(cls) -> ProcessIdentity:
-        stat = _stat(os.getpid())
+        return cls.of(os.getpid())
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessIdentity:
+        """Of a process of this machine that lives now."""
+        stat = _stat(pid)
         if stat is None:
-            return cls(namespace="", pid=os.getpid(), start=0)
+            return cls(namespace="", pid=pid, start=0)
         boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
-        return cls(
-            namespace=f"{boot}/{os.readlink(PROC / 'self/ns/pid')}", pid=os.getpid(), start=int(stat[START_FIELD])
-        )
+        return cls(namespace=f"{boot}/{os.readlink(PROC / 'self/ns/pid')}", pid=pid, start=int(stat[START_FIELD]))
 
     def is_visible_from(self, other: ProcessIdentity) -> bool:
         """Whether `other` can ask for it: both share the machine and its process numbers."""

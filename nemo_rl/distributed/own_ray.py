@@ -22,11 +22,12 @@ import ray
 from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
+from nemo_rl.distributed.liveness import ProcessIdentity
 from nemo_rl.distributed.run_folder import RunFolder
-from nemo_rl.errors import ResourceError
+from nemo_rl.errors import ResourceError, WorkerError
 from nemo_rl.utils.start_up import StartUp
 
-__all__ = ["LOOPBACK", "OwnRay", "keep_sigterm_handler"]
+__all__ = ["LOOPBACK", "OwnRay", "check_own_ray", "keep_sigterm_handler"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ LOOPBACK = "127.0.0.1"
 SLOW_START = ("timed out during startup", "Timed out waiting for", "Failed to connect to GCS")
 """What Ray says when its own processes did not come up in half a minute, which has no option."""
 TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
+_servers: dict[str, ProcessIdentity] = {}
+"""Of the Ray that this process has open, if it is its own."""
 
 
 class OwnRay:
@@ -95,6 +98,7 @@ class OwnRay:
     def close(self) -> None:
         """Ends Ray and removes its files. Idempotent."""
         folder, self._folder = self._folder, None
+        _servers.clear()
         if folder is None:
             return
         try:
@@ -136,6 +140,29 @@ class OwnRay:
                 _node_ip_address=LOOPBACK,
                 _temp_dir=str(folder.path),
             )
+        _servers.update(_ray_servers())
+
+
+def check_own_ray(*, stage: str) -> None:
+    """Raises WorkerError when a process of this process's own Ray has ended; all that ran there is lost then.
+
+    Ray itself waits a minute for its metadata server and ends this process afterwards.
+    """
+    dead = [name for name, identity in _servers.items() if not identity.is_alive()]
+    if dead:
+        named = " and ".join(f"{name} (process {_servers[name].pid})" for name in dead)
+        raise WorkerError(f"Ray has lost its {named}; look for a kill or an out-of-memory", stage=stage)
+
+
+def _ray_servers() -> dict[str, ProcessIdentity]:
+    """What Ray has started in this process's name, by the name that its logs use."""
+    node = ray._private.worker._global_node
+    running = {} if node is None else node.all_processes
+    return {
+        name: ProcessIdentity.of(infos[0].process.pid)
+        for name, infos in running.items()
+        if name in (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
+    }
 
 
 @contextmanager

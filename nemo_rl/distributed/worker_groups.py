@@ -7,6 +7,7 @@ fails, the first cause is raised with its rank and stage, and the rest of the gr
 from __future__ import annotations
 
 import logging
+import os
 import time
 import traceback
 from abc import ABC, abstractmethod
@@ -22,6 +23,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl.distributed.first_cause import FirstCause, GuardedWorker, is_symptom
+from nemo_rl.distributed.own_ray import check_own_ray
 from nemo_rl.errors import CollectiveTimeout, NemoRLError, WorkerError
 
 __all__ = ["Call", "LocalWorkerGroup", "Payload", "RayPlacement", "RayWorkerGroup", "WorkerGroup"]
@@ -30,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 UNKNOWN_RANK = -1
 """In the record of a worker that does not know its rank; the driver does."""
+RAY_LOOK_S = 1.0
+"""Between two looks at the processes of a run's own Ray, whose death no call notices for a minute."""
 FIRST_CAUSE_GRACE_S = 2.0
 """After a failure without a first cause (a dead process, a worker without a watch), how long peers may report it."""
 
@@ -123,7 +127,7 @@ class _Host:
 
     def start(self, factory: Callable[..., object], stage: str, kwargs: Mapping[str, object]) -> dict[str, object]:
         """Builds the worker; separate from the actor's start so that its errors come back as records."""
-        return self._guard(stage, lambda: self._assign(factory(**kwargs)))[0]
+        return {**self._guard(stage, lambda: self._assign(factory(**kwargs)))[0], "process_id": os.getpid()}
 
     def call(self, method: str, stage: str, kwargs: Mapping[str, object]) -> dict[str, object]:
         """Result inside the record."""
@@ -188,7 +192,9 @@ class RayWorkerGroup(WorkerGroup):
 
     def __init__(self, name: str, *, world_size: int, placement: RayPlacement) -> None:
         self.name, self.world_size = name, world_size
-        self._actors: list[ActorHandle] = [_new_actor(placement, rank) for rank in range(world_size)]
+        self._actors: list[ActorHandle] = [_new_actor(name, placement, rank) for rank in range(world_size)]
+        self._process_ids: list[int] = []
+        """By rank, once all have started."""
         self._starting: list[ray.ObjectRef] = []
         self._start_stage = f"start of {name}"
 
@@ -202,7 +208,8 @@ class RayWorkerGroup(WorkerGroup):
     def finish_start(self, *, timeout_s: float) -> None:
         """Waits until every worker is built."""
         starting, self._starting = self._starting, []
-        self._collect(starting, list(range(self.world_size)), stage=self._start_stage, timeout_s=timeout_s)
+        replies = self._collect(starting, list(range(self.world_size)), stage=self._start_stage, timeout_s=timeout_s)
+        self._process_ids = [cast("int", reply["process_id"]) for reply in replies]
 
     def rendezvous(self, reserve: Callable[[str], int], *, timeout_s: float) -> tuple[str, int]:
         """Address of rank 0's node, and a port there that `reserve` has bound in the process of rank 0.
@@ -260,10 +267,13 @@ class RayWorkerGroup(WorkerGroup):
         replies: dict[ray.ObjectRef, dict[str, object]] = {}
         failures: list[NemoRLError] = []
         while waiting and time.monotonic() < deadline:
-            done, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            left = max(0.0, deadline - time.monotonic())
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=min(left, RAY_LOOK_S))
+            check_own_ray(stage=stage)
             for ref in done:
+                rank = ranks[refs.index(ref)]
                 reply = _reply(ref)
-                failure = _failure(reply, rank=ranks[refs.index(ref)], stage=stage)
+                failure = _failure(reply, rank=rank, stage=stage, who=self._who(rank))
                 if failure is None:
                     replies[ref] = reply
                     continue
@@ -279,6 +289,9 @@ class RayWorkerGroup(WorkerGroup):
             raise _root_cause(failures) if failures else self._too_late(late, timeout_s, stage=stage)
         return [replies[ref] for ref in refs]
 
+    def _who(self, rank: int) -> str:
+        return f"{self.name} worker, process {self._process_ids[rank]}" if self._process_ids else f"{self.name} worker"
+
     def _too_late(self, late: Sequence[int], timeout_s: float, *, stage: str) -> WorkerError:
         key = "worker_start_timeout_s" if stage == self._start_stage else "stage_timeout_s"
         return CollectiveTimeout(
@@ -288,7 +301,7 @@ class RayWorkerGroup(WorkerGroup):
         )
 
 
-def _new_actor(placement: RayPlacement, rank: int) -> ActorHandle:
+def _new_actor(name: str, placement: RayPlacement, rank: int) -> ActorHandle:
     options: dict[str, object] = {"num_cpus": placement.num_cpus, "num_gpus": placement.num_gpus, "max_restarts": 0}
     if placement.placement_group is not None:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
@@ -297,16 +310,18 @@ def _new_actor(placement: RayPlacement, rank: int) -> ActorHandle:
         )
     if placement.environment:
         options["runtime_env"] = {"env_vars": dict(placement.environment)}
-    return ray.remote(_Host).options(**options).remote()
+    # Ray names the process after the class, so that `ps` and Ray's logs tell the workers apart.
+    host = type(f"{name.capitalize()}Worker", (_Host,), {"__module__": __name__})
+    return ray.remote(host).options(**options).remote()
 
 
 def _reply(ref: ray.ObjectRef) -> dict[str, object]:
     try:
         return ray.get(ref)
     except RayActorError as error:
-        return {"ok": False, "is_first": False, "died": f"the worker process died: {_first_line(error)}"}
+        return {"ok": False, "is_first": False, "died": "the worker process died", "text": _first_line(error)}
     except RayError as error:
-        return {"ok": False, "is_first": False, "died": f"the call was lost: {_first_line(error)}"}
+        return {"ok": False, "is_first": False, "died": "the call was lost", "text": _first_line(error)}
 
 
 def _first_line(error: BaseException) -> str:
@@ -314,11 +329,11 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _failure(reply: Mapping[str, object], *, rank: int, stage: str) -> NemoRLError | None:
+def _failure(reply: Mapping[str, object], *, rank: int, stage: str, who: str) -> NemoRLError | None:
     if reply["ok"]:
         return None
     if "died" in reply:
-        return WorkerError(str(reply["died"]), rank=rank, stage=stage)
+        return WorkerError(f"{reply['died']} ({who}): {reply['text']}", rank=rank, stage=stage)
     logger.debug("rank %s, stage %s:\n%s", rank, stage, reply["trace"])
     cause = FirstCause.from_json(str(reply["cause"]))
     return (replace(cause, rank=rank) if cause.rank == UNKNOWN_RANK else cause).to_error()

@@ -39,6 +39,7 @@ from nemo_rl.data_plane.adapters.transfer_queue_service import (
     CONTROLLER_CPUS,
     CONTROLLER_NAMESPACE,
     CPU_WAIT_S,
+    actor_processes,
     await_controller,
     bounded,
     dead_actors,
@@ -98,6 +99,8 @@ class _Session:
     servers: MooncakeServers | None = None
     """The same for their owner."""
     users: int = 0
+    processes: Mapping[str, int] = field(default_factory=dict)
+    """Process ids of controller and units, by actor name."""
     ended: str = ""
     """Why the session cannot be used any more."""
 
@@ -153,6 +156,7 @@ class TransferQueueStore(PayloadStore):
                         timeout_s=start.timeout_s,
                         give_up=lambda: end_actors(namespace, units),
                     )
+                    processes = actor_processes(namespace, units, timeout_s=start.timeout_s)
             except BaseException:
                 end_actors(namespace, units)
                 if servers is not None:
@@ -163,6 +167,7 @@ class TransferQueueStore(PayloadStore):
                 client=tq.get_client(),
                 namespace=namespace,
                 num_units=units,
+                processes=processes,
                 is_owner=True,
                 mooncake=None if servers is None else servers.address,
                 servers=servers,
@@ -195,6 +200,7 @@ class TransferQueueStore(PayloadStore):
                 client=tq.get_client(),
                 namespace=ours["namespace"],
                 num_units=ours["units"],
+                processes=actor_processes(ours["namespace"], ours["units"], timeout_s=timeout_s),
                 is_owner=False,
                 mooncake=mooncake,
                 users=1,
@@ -384,7 +390,7 @@ def _bind_to_own_address(master: str) -> None:
 
 def _dead(session: _Session) -> list[str]:
     """Actors and servers of the service that are gone."""
-    dead = dead_actors(session.namespace, session.num_units)
+    dead = dead_actors(session.namespace, session.num_units, session.processes)
     if session.mooncake is not None:
         named = {"Mooncake's master at": session.mooncake.master, "Mooncake's holder at": session.mooncake.holder}
         dead += [f"{what} {where}" for what, where in named.items() if where and not is_listening(where)]

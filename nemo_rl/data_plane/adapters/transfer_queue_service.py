@@ -7,6 +7,7 @@ has half made is ended: a controller without a configuration would make every la
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -26,6 +27,7 @@ __all__ = [
     "CONTROLLER_CPUS",
     "CONTROLLER_NAMESPACE",
     "CPU_WAIT_S",
+    "actor_processes",
     "await_controller",
     "bounded",
     "dead_actors",
@@ -175,16 +177,37 @@ def wait_for_cpus(needed: int, start: StartUp) -> None:
             time.sleep(0.1)
 
 
-def dead_actors(namespace: str, units: int) -> list[str]:
-    """Names of the service's actors that do not live."""
-    names = [(CONTROLLER, CONTROLLER_NAMESPACE)]
-    names += [(f"TransferQueueStorageUnit#{i}", namespace) for i in range(units)]
+def _actor_names(namespace: str, units: int) -> list[tuple[str, str]]:
+    """Name and namespace of controller and units."""
+    return [(CONTROLLER, CONTROLLER_NAMESPACE), *((f"TransferQueueStorageUnit#{i}", namespace) for i in range(units))]
+
+
+def actor_processes(namespace: str, units: int, *, timeout_s: float) -> dict[str, int]:
+    """Process ids by actor name, so that a death can be told from the system's own log."""
+    pending = {
+        name: ray.get_actor(name, namespace=where).__ray_call__.remote(_process_id)
+        for name, where in _actor_names(namespace, units)
+    }
+    try:
+        return dict(zip(pending, ray.get(list(pending.values()), timeout=timeout_s), strict=True))
+    except ray_errors.GetTimeoutError as error:
+        raise DataPlaneTimeout(f"TransferQueue's actors did not answer within {timeout_s:.1f} s") from error
+    except ray_errors.RayActorError as error:
+        raise DataPlaneClosed(f"an actor of TransferQueue died while it started: {error}") from error
+
+
+def _process_id(actor: object) -> int:
+    return os.getpid()
+
+
+def dead_actors(namespace: str, units: int, processes: Mapping[str, int]) -> list[str]:
+    """The service's actors that do not live."""
     dead: list[str] = []
-    for name, where in names:
+    for name, where in _actor_names(namespace, units):
         try:
             ray.get_actor(name, namespace=where)
         except ValueError:
-            dead.append(name)
+            dead.append(f"{name} (process {processes[name]})" if name in processes else name)
     return dead
 
 
@@ -217,9 +240,7 @@ def bounded(
 
 def end_actors(namespace: str, units: int) -> None:
     """Ends what is left of controller and units, and frees TransferQueue's module state for a new start."""
-    names = [(CONTROLLER, CONTROLLER_NAMESPACE)]
-    names += [(f"TransferQueueStorageUnit#{i}", namespace) for i in range(units)]
-    for name, where in names:
+    for name, where in _actor_names(namespace, units):
         try:
             ray.kill(ray.get_actor(name, namespace=where))
         except ValueError:

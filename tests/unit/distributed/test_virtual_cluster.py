@@ -16,9 +16,11 @@ import torch
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl.config.schema import ClusterConfig
+from nemo_rl.distributed.own_ray import check_own_ray
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import Call, RayPlacement, RayWorkerGroup
-from nemo_rl.errors import ResourceError
+from nemo_rl.errors import ResourceError, WorkerError
+from nemo_rl.utils.start_up import StartUp
 
 pytestmark = pytest.mark.slow
 
@@ -145,6 +147,24 @@ def test_gpus_that_are_not_there_are_refused(opened):
     ):
         raise AssertionError("the cluster must not open")
     assert not ray.is_initialized()
+
+
+def test_a_server_of_ray_that_is_killed_is_named_and_the_rest_goes_with_the_cluster(opened, tmp_path):
+    opened.cluster.close()
+    before = children()
+    told: list[str] = []
+    cluster = RayVirtualCluster(
+        ClusterConfig(cpu_workers_per_node=1), other_cpus=0, start=StartUp(tell=told.append), logs_to=tmp_path / "logs"
+    )
+    with pytest.raises(WorkerError, match=r"stage train: Ray has lost its gcs_server \(process \d+\)"), cluster:
+        check_own_ray(stage="train")
+        (server,) = [p for p in psutil.Process().children(recursive=True) if p.name() == "gcs_server"]
+        server.kill()
+        server.wait(60)
+        check_own_ray(stage="train")
+    assert told[-1:] == [f"Ray's logs of this run are in {tmp_path / 'logs'}"]
+    assert list((tmp_path / "logs").glob("gcs_server*"))
+    wait_until_gone(before)
 
 
 def test_an_error_inside_the_block_ends_ray_with_all_its_processes(opened):

@@ -90,7 +90,7 @@ def test_an_error_the_user_can_fix_keeps_its_kind(group):
 
 
 def test_a_dead_worker_is_named(group):
-    with pytest.raises(WorkerError, match=r"rank 1, stage train: the worker process died"):
+    with pytest.raises(WorkerError, match=r"rank 1, stage train: the worker process died \(echo worker, process \d+\)"):
         group.run(call("die", bad_rank=1))
 
 

@@ -1,0 +1,38 @@
+"""A tenth of `make chaos`: what nobody else kills in a test, with the cause named and nothing left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.chaos import NAMED, ROLES, Row, hit, table
+from tests.helpers.tiny_model import write_tiny_folder
+
+pytestmark = pytest.mark.slow
+
+ROWS = (
+    Row(store="transfer_queue", signal="KILL", role="storage", stage="train"),
+    Row(store="ray", signal="KILL", role="raylet", stage="train"),
+    Row(store="ray", signal="KILL", role="ledger", stage="train"),
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_tiny_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.store}-{row.signal}-{row.role}")
+def test_the_run_ends_with_the_cause_named_and_nothing_left(tmp_path, model, row):
+    outcome = hit(row, tmp_path, model)
+    assert outcome.problems == (), f"{row}: exit code {outcome.code} after {outcome.seconds:.0f} s: {outcome.told}"
+
+
+def test_the_table_kills_and_stops_every_process_at_every_stage():
+    rows = list(table(["transfer_queue", "ray"]))
+    assert len(set(rows)) == len(rows) and set(ROWS) <= set(rows)
+    assert {row.role for row in rows} == set(ROLES) == set(NAMED) | {"driver"}
+    assert {(row.signal, row.stage) for row in rows} == {("KILL", s) for s in ("start", "rollout", "train")} | {
+        ("STOP", "train")
+    }
