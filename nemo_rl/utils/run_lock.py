@@ -42,10 +42,12 @@ def lock_folder(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        _held.discard(descriptor)
-        # Removed while it is held: whoever opened it meanwhile finds that it is no longer the folder's.
-        path.unlink(missing_ok=True)
-        os.close(descriptor)
+        # A forked child that comes here has left the lock to its parent.
+        if descriptor in _held:
+            _held.discard(descriptor)
+            # Removed while it is held: whoever opened it meanwhile finds that it is no longer the folder's.
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
 
 
 def lock_problem(folder: Path) -> str | None:

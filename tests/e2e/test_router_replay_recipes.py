@@ -50,7 +50,9 @@ def test_the_recipe_replays_what_its_rollouts_recorded(
     model = write_family(tmp_path / "model", "qwen3_moe")
     own = {"policy.model_name": str(model), "logger.log_dir": str(tmp_path / "logs")}
     config = load_recipe(ROOT / "configs" / "recipes" / f"grpo_sort_moe_r3_{engine}_cpu.yaml", SMALL | own)
-    run(config, console=Console(file=io.StringIO()))
+    printed = io.StringIO()
+    run(config, console=Console(file=printed, width=300))
+    assert ["route", "trace", str(trace)] in [line.split() for line in printed.getvalue().splitlines()]
     reset_r3_trace()
     flags = ["--require-forward-verify", "--require-cp-identity"]
     checked = subprocess.run([*VERIFY, str(trace), *flags], capture_output=True, text=True, timeout=60)

@@ -89,6 +89,28 @@ def test_of_many_that_come_at_once_one_holds_at_a_time(tmp_path):
     assert max(most) == 1 and len(most) + len(refused) == 800
 
 
+def test_a_forked_child_that_leaves_the_block_ends_nothing(tmp_path):
+    script = """
+import os, sys
+from pathlib import Path
+from nemo_rl.errors import RunFolderError
+from nemo_rl.utils.run_lock import lock_folder
+
+folder = Path(sys.argv[1])
+with lock_folder(folder):
+    child = os.fork()
+    if child:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        try:
+            lock_folder(folder).__enter__()
+        except RunFolderError as error:
+            print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "in use by another run" in done.stdout
+
+
 @pytest.mark.parametrize("content", [b"", b"\xff", b"[]"])
 def test_what_a_stale_file_says_does_not_matter(tmp_path, content):
     (tmp_path / LOCK_FILE).write_bytes(content)
