@@ -17,7 +17,7 @@ from nemo_rl.data_plane.environment import transport_environment
 from nemo_rl.data_plane.interfaces import PayloadStore
 from nemo_rl.data_plane.memory_plan import memory_plan
 from nemo_rl.errors import DataPlaneClosed
-from nemo_rl.utils.start_up import StartUp
+from nemo_rl.utils.start_up import DEFAULT_START, StartUp
 
 if TYPE_CHECKING:
     from nemo_rl.data_plane.adapters.mooncake import MooncakeStore
@@ -38,7 +38,7 @@ def impl_of(config: DataPlaneConfig) -> str:
     return config.resolved(has_actors=False).impl or "noop"
 
 
-def start_store(config: DataPlaneConfig, *, run_id: str, start: StartUp) -> PayloadStore:
+def start_store(config: DataPlaneConfig, *, run_id: str, start: StartUp = DEFAULT_START) -> PayloadStore:
     """The owner's store; its close ends the service."""
     impl = impl_of(config)
     plan = memory_plan(config)

@@ -116,11 +116,11 @@ def test_a_blocking_claim_waits_for_rows(plane: Plane) -> None:
     partition = plane.partition(FIELDS, tasks=TASKS)
     consumer = plane.attach()
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(consumer.get_meta, partition, "train", ["input_ids"], 2, consumer_id="c", timeout_s=15)
+        waiting = pool.submit(consumer.get_meta, partition, "train", ["input_ids"], 2, consumer_id="c", timeout_s=60)
         time.sleep(0.1)
         assert not waiting.done()
         put(plane, partition, keys_of(1))
-        assert waiting.result(timeout=15).keys == ("u0_g0", "u0_g1")
+        assert waiting.result(timeout=60).keys == ("u0_g0", "u0_g1")
 
 
 def test_a_claim_that_waits_in_vain_says_why(plane: Plane) -> None:
@@ -130,7 +130,7 @@ def test_a_claim_that_waits_in_vain_says_why(plane: Plane) -> None:
     started = time.monotonic()
     with pytest.raises(DataPlaneTimeout) as caught:
         plane.owner.get_meta(partition, "train", ["prev_logprobs"], 1, consumer_id="late", timeout_s=0.3)
-    assert 0.2 < time.monotonic() - started < 3
+    assert 0.2 < time.monotonic() - started < 15
     for part in (partition, "'train'", "prev_logprobs (3 rows)", "holder", "holds 1 rows", "'late'"):
         assert part in str(caught.value)
 
@@ -186,4 +186,4 @@ def test_a_call_under_way_when_the_client_closes_ends(plane: Plane) -> None:
         wait_until(waiting.running)
         consumer.close()
         with pytest.raises(DataPlaneClosed):
-            waiting.result(timeout=10)
+            waiting.result(timeout=60)

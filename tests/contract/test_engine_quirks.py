@@ -106,7 +106,7 @@ def end_shared(actors: dict[str, object]) -> None:
 def queue(cluster: None, shared: dict[str, object]) -> Callable[[Callable], object]:
     if "engine" not in shared:
         shared["engine"] = start(SIMPLE)
-    return lambda function: ray.get(shared["engine"].run.remote(function), timeout=60)
+    return lambda function: ray.get(shared["engine"].run.remote(function), timeout=180)
 
 
 @pytest.fixture
@@ -192,12 +192,12 @@ def test_transfer_queue_refuses_an_empty_batch(queue: Callable) -> None:
 
 def test_transfer_queue_of_another_program_is_joined_without_a_word(queue: Callable, guest: object) -> None:
     queue(lambda tq: put(tq, ["secret"], "theirs", x=torch.ones(1, 2)) and None)
-    assert "theirs" in ray.get(guest.join_with.remote(7), timeout=60)
+    assert "theirs" in ray.get(guest.join_with.remote(7), timeout=180)
 
 
 def test_transfer_queue_clients_hang_after_the_owner_has_started_again(guest: object, shared: dict) -> None:
-    ray.get(guest.list_rows.remote(), timeout=60)
-    ray.get(shared["engine"].restart.remote(), timeout=90)
+    ray.get(guest.list_rows.remote(), timeout=180)
+    ray.get(shared["engine"].restart.remote(), timeout=240)
     with pytest.raises(ray_errors.GetTimeoutError):
         ray.get(guest.list_rows.remote(), timeout=HANG_S)
     ray.kill(shared.pop("guest"))
@@ -240,7 +240,7 @@ def test_transfer_queue_over_mooncake_cannot_clear_the_keys_of_a_failed_put(clus
             put(tq, ["s"], "scalars", s=torch.ones(1))
             return outcomes, list(tq.kv_list("p")["p"]), get(tq, ["s"], "scalars")["s"].unbind()[0].shape
 
-        outcomes, left, shape = ray.get(engine.run.remote(quirk), timeout=60)
+        outcomes, left, shape = ray.get(engine.run.remote(quirk), timeout=180)
         assert len(outcomes) == 2 and "field_names" in outcomes[1]
         assert left == ["a"] and shape == torch.Size([1]), "(N,) comes back as (N, 1)"
         end(engine)

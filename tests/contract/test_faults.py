@@ -31,7 +31,7 @@ from tests.helpers.planes import (
 
 pytestmark = pytest.mark.slow
 
-SLACK = 3
+SLACK = 10
 SEEN_S = 2.0
 """A producer's death is seen within this time."""
 DEADLINE_S = 2.0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import signal
 import subprocess
 import sys
 import tempfile
@@ -28,7 +26,7 @@ from nemo_rl.errors import (
     ResourceError,
 )
 from tests.helpers import mooncake
-from tests.helpers.mooncake import SEGMENT_BYTES, chunk, is_alive, kill, open_store, small_config, stopped, within
+from tests.helpers.mooncake import SEGMENT_BYTES, chunk, is_alive, kill, open_store, small_config, stop, stopped, within
 from tests.helpers.planes import ids_column, keys_of, wait_until
 
 pytestmark = [
@@ -171,7 +169,7 @@ def test_close_does_not_tear_a_client_down_under_a_running_call() -> None:
                 caught.append(error)
 
         pid = store.process_ids["mooncake_client"]
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         thread = threading.Thread(target=read)
         thread.start()
         time.sleep(0.3)

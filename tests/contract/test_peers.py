@@ -114,7 +114,7 @@ def test_two_clients_share_all_rows_without_overlap(plane: Plane) -> None:
     plane.owner.kv_batch_put(keys, partition, {"input_ids": ids_column([1] * 100)})
     with ThreadPoolExecutor(2) as pool:
         parts = [pool.submit(plane.peer.work, consume, partition), pool.submit(consume, plane.owner, partition)]
-        claimed = [key for part in parts for key in part.result(timeout=60)]
+        claimed = [key for part in parts for key in part.result(timeout=180)]
     assert sorted(claimed) == sorted(keys)
     assert plane.peer.check_consumption_status(partition, ["train"])
     assert not plane.owner.check_consumption_status(partition, TASKS)
@@ -149,10 +149,10 @@ def test_groups_are_whole_wherever_they_were_put(plane: Plane) -> None:
 def test_a_blocking_claim_here_wakes_when_the_peer_puts(plane: Plane) -> None:
     partition = plane.partition(FIELDS, tasks=TASKS)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(plane.owner.get_meta, partition, "train", ["input_ids"], 2, consumer_id="c", timeout_s=15)
+        waiting = pool.submit(plane.owner.get_meta, partition, "train", ["input_ids"], 2, consumer_id="c", timeout_s=60)
         wait_until(waiting.running)
         plane.peer.kv_batch_put(keys_of(1), partition, {"input_ids": ids_column([1] * 4)})
-        assert waiting.result(timeout=15).keys == ("u0_g0", "u0_g1")
+        assert waiting.result(timeout=180).keys == ("u0_g0", "u0_g1")
 
 
 def test_a_client_that_closes_leaves_the_service_running(plane: Plane) -> None:
@@ -229,5 +229,5 @@ def test_clears_of_one_side_meet_reads_of_the_other(plane: Plane) -> None:
             first = int(rows.values()[0])
             assert first % 1000 == 0 and rows.values().tolist() == list(range(first, first + 400))
             whole += 1
-    done.result(timeout=60)
+    done.result(timeout=180)
     assert whole, "no read met live rows"

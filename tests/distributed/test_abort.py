@@ -19,7 +19,7 @@ from tests.helpers.gloo import run_ranks
 
 LIMIT_S = 5.0
 """The contract."""
-SLACK = 3
+SLACK = 6
 ROOT = Path(__file__).parents[2]
 SCRIPT = "tests.helpers.abort_cases"
 
@@ -101,7 +101,7 @@ def reports(folder: Path) -> dict[int, Seen]:
 def test_a_killed_or_deaf_rank_ends_the_other(tmp_path):
     """Three jobs at the same time: a killed rank, the killed keeper of the store, a rank that cannot be reached."""
     jobs = {name: start(name, tmp_path / name) for name in ("kill_1", "kill_0", "deaf")}
-    results = {name: ended(processes, timeout_s=120) for name, processes in jobs.items()}
+    results = {name: ended(processes, timeout_s=300) for name, processes in jobs.items()}
     for name, victim in (("kill_1", 1), ("kill_0", 0)):
         seen = reports(tmp_path / name)
         assert set(seen) == {1 - victim}, results[name]
@@ -124,7 +124,7 @@ def test_under_torchrun_every_rank_reports_the_first_cause(tmp_path):
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode != 0

@@ -90,7 +90,7 @@ def errors(rank: int, group: object) -> dict[str, object]:
         started = time.monotonic()
         with pytest.raises(Exception) as caught:
             broadcast_from_leader(fetch, group=group, leader=0)
-        assert time.monotonic() - started < 20
+        assert time.monotonic() - started < 60
         seen[name] = (type(caught.value).__name__, str(caught.value))
         assert isinstance(caught.value, NemoRLError) or rank == 0
     return seen

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group
 from nemo_rl.distributed.job_store import adopt_listener
 
-COLLECTIVE_TIMEOUT_S = 60.0
+COLLECTIVE_TIMEOUT_S = 180.0
+SLACK = 3
+"""Deadlines are those of a machine that does little else."""
 
 
 def run_ranks(
@@ -51,7 +53,7 @@ def run_ranks(
     for listener in listeners:
         listener.close()
     try:
-        return _collect(queue, processes, timeout_s)
+        return _collect(queue, processes, SLACK * timeout_s)
     finally:
         for process in processes:
             process.join(timeout=5)

@@ -32,9 +32,9 @@ from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.errors import NemoRLError
 
 ROOT = Path(__file__).parents[2]
-EXIT_S = 30.0
+EXIT_S = 90.0
 """A child that is told to end does so within this time."""
-CALL_S = 120.0
+CALL_S = 300.0
 """More than any call of a test may take."""
 _LENGTH = struct.Struct("<Q")
 

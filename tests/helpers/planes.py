@@ -177,7 +177,7 @@ def segments(run_id: str) -> list[str]:
     return sorted(str(path) for path in Path("/dev/shm").glob(f"*{run_id}*"))
 
 
-def wait_until(condition: Callable[[], bool], *, timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
     give_up = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < give_up, "the condition did not come true in time"
@@ -209,7 +209,7 @@ def check_closed(plane: Plane) -> None:
             started = time.monotonic()
             with pytest.raises(DataPlaneClosed):
                 call(client)
-            assert time.monotonic() - started < 6
+            assert time.monotonic() - started < 30
     other.close()
     with pytest.raises(DataPlaneClosed):
         plane.attach()

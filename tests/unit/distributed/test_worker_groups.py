@@ -12,7 +12,7 @@ from nemo_rl.distributed.own_ray import OwnRay
 from nemo_rl.distributed.worker_groups import Call, LocalWorkerGroup, RayPlacement, RayWorkerGroup
 from nemo_rl.errors import CollectiveTimeout, NonFiniteError, WorkerError
 
-START_S = 60.0
+START_S = 600.0
 
 
 class Echo:
