@@ -23,7 +23,7 @@ from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import NemoRLError, UserError
 from nemo_rl.utils import interrupt
 from nemo_rl.utils.console import configure_logging, make_console
-from nemo_rl.utils.last_resort import crash_line, file_problem
+from nemo_rl.utils.last_resort import crash_line, machine_problem
 from nemo_rl.utils.resume_hint import resume_hint
 
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
@@ -67,9 +67,9 @@ def report(error: BaseException, config: MasterConfig | None, errors: Console) -
         notes = "".join(f"\n  ({note})" for note in error.__notes__) if hasattr(error, "__notes__") else ""
         errors.print(f"error: {error}{notes}", style="red")
     else:
-        line = file_problem(error) or crash_line(error, folder=config.logger.log_dir if config is not None else None)
+        line = machine_problem(error) or crash_line(error, folder=config.logger.log_dir if config is not None else None)
         errors.print(f"error: {line}", style="red")
-    if not is_interrupt and (isinstance(error, UserError) or file_problem(error) is not None):
+    if not is_interrupt and (isinstance(error, UserError) or machine_problem(error) is not None):
         return USER_ERROR
     if config is not None:
         errors.print(resume_hint(config, sys.orig_argv))

@@ -15,7 +15,7 @@ from rich.console import Console
 from nemo_rl.cli.data_plane import app as data_plane_app
 from nemo_rl.cli.trace import app as trace_app
 from nemo_rl.errors import NemoRLError, UserError
-from nemo_rl.utils.last_resort import crash_line, file_problem
+from nemo_rl.utils.last_resort import crash_line, machine_problem
 
 __all__ = ["app", "main"]
 
@@ -46,10 +46,10 @@ def main() -> None:
     try:
         app()
     except Exception as error:  # noqa: BLE001  (the outermost place: told as what it is)
-        problem = str(error) if isinstance(error, NemoRLError) else file_problem(error)
+        problem = str(error) if isinstance(error, NemoRLError) else machine_problem(error)
         line = problem or crash_line(error, folder=None)
         Console(stderr=True, soft_wrap=True, markup=False, highlight=False).print(f"error: {line}", style="red")
-        is_users = isinstance(error, UserError) or (problem is not None and isinstance(error, OSError))
+        is_users = isinstance(error, UserError) or machine_problem(error) is not None
         sys.exit(USER_ERROR if is_users else FAILURE)
 
 

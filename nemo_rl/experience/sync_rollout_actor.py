@@ -26,12 +26,13 @@ from nemo_rl.data_plane.wire import pickled_size
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.worker_groups import Call, WorkerGroup
 from nemo_rl.environments.factory import build_environment
-from nemo_rl.errors import DataPlaneClosed, WorkerError
+from nemo_rl.errors import DataPlaneClosed, ResourceError, WorkerError
 from nemo_rl.experience.payload import DriverCarry, build_columns, mean_of_scored, mint_keys, row_record
 from nemo_rl.experience.rollouts import Rollouts, SeedSource, run_rollouts, sampling_params
 from nemo_rl.experience.routes import RouteWriter
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.utils.files import write_text
+from nemo_rl.utils.last_resort import machine_problem
 from nemo_rl.utils.logger import VAL_ACCURACY_METRIC, VAL_REWARD_METRIC
 from nemo_rl.utils.metrics import Max, Mean, Reduction, Sum
 from nemo_rl.utils.r3_trace import trace_rollout_payload
@@ -344,4 +345,8 @@ def _columns(components: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]
 
 
 def _write_json_lines(path: Path, records: Sequence[Mapping[str, object]]) -> None:
-    write_text(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    try:
+        write_text(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    except OSError as error:
+        # Named here, because an actor's OSError would be a failure of the actor.
+        raise ResourceError(f"rollouts cannot be written to {path}: {machine_problem(error) or error}") from error

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nemo_rl.errors import shorten
 
-__all__ = ["CRASH_FILE", "crash_line", "file_problem"]
+__all__ = ["CRASH_FILE", "crash_line", "machine_problem"]
 
 CRASH_FILE = "error.txt"
 _ADVICE = {
@@ -29,8 +29,11 @@ _ADVICE = {
 }
 
 
-def file_problem(error: BaseException) -> str | None:
-    """What a file system refused, and what to do; None for an error of another kind."""
+def machine_problem(error: BaseException) -> str | None:
+    """What a file system or the memory refused, and what to do; None for an error of another kind."""
+    # Torch has no kind of its own for the memory of the CPU.
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error) or "out of memory" in str(error):
+        return f"no memory is left ({shorten(str(error))}); shorter rows, smaller batches or a smaller model need less"
     if not isinstance(error, OSError) or error.errno is None:
         return None
     advice = _ADVICE.get(error.errno)

@@ -23,6 +23,7 @@ CHECKS: Mapping[str, Check] = {
     "run folder": machine.check_run_folder,
     "folders": machine.check_folders,
     "model": inputs.check_model,
+    "optimizer": inputs.check_optimizer,
     "tokenizer": inputs.check_tokenizer,
     "prompts": inputs.check_prompts,
     "reward": inputs.check_reward,

@@ -5,16 +5,27 @@ from __future__ import annotations
 from itertools import islice
 from pathlib import Path
 
+import torch
+
 from nemo_rl.algorithms.preflight.subject import Subject
 from nemo_rl.config.schema import DatasetConfig
 from nemo_rl.data.datasets import raw_prompts
 from nemo_rl.data.messages import encode_prompt, prompt_messages
 from nemo_rl.environments.factory import build_environment
 from nemo_rl.errors import DatasetError
+from nemo_rl.models.dtensor.learning_rate import LearningRate
+from nemo_rl.models.dtensor.optim import build_optimizer
 from nemo_rl.models.policy.fit import check_policy_fits
 from nemo_rl.utils.logger import check_trackers
 
-__all__ = ["check_model", "check_prompts", "check_reward", "check_tokenizer", "check_trackers_are_installed"]
+__all__ = [
+    "check_model",
+    "check_optimizer",
+    "check_prompts",
+    "check_reward",
+    "check_tokenizer",
+    "check_trackers_are_installed",
+]
 
 PROMPTS_ENCODED = 4
 """Prompts that go through template and tokenizer; all of them do later."""
@@ -26,6 +37,15 @@ def check_model(subject: Subject) -> list[str]:
     """The folder is whole, its weights can be opened, and the model can do what is asked of it."""
     check_policy_fits(subject.config.policy)
     return [] if subject.num_parameters else [f"model folder {subject.config.policy.model_name!r}: holds no weight"]
+
+
+def check_optimizer(subject: Subject) -> list[str]:
+    """Optimizer and schedule of the DTensor worker, whose import paths and arguments nothing else has tried yet."""
+    policy = subject.config.policy
+    if policy.dtensor_cfg.enabled:
+        optimizer = build_optimizer(policy.optimizer, [torch.nn.Parameter(torch.zeros(1))])
+        LearningRate(policy.scheduler, optimizer, num_steps=subject.config.grpo.max_num_steps)
+    return []
 
 
 def check_tokenizer(subject: Subject) -> list[str]:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from nemo_rl.errors import CheckpointError, ModelFolderError
+from nemo_rl.errors import CheckpointError, ModelFolderError, shorten
 from nemo_rl.models.checkpoint_folder import (
     complete_or_nothing,
     random_state,
@@ -106,8 +106,18 @@ def load_optimizer(model: PolicyModel, optimizer: torch.optim.Optimizer, folder:
             state["rng"] = rng
         state_dict_loader.load(state, checkpoint_id=folder)
     except (OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:
-        raise CheckpointError(f"checkpoint {str(folder)!r}: the optimizer state cannot be read: {error}") from error
+        raise CheckpointError(
+            f"checkpoint {str(folder)!r}: the optimizer state cannot be read: {_first_cause(error)}; resume with the "
+            f"optimizer that it was made with (this one is {type(optimizer).__name__}), or from another checkpoint"
+        ) from error
     set_optimizer_state_dict(model, optimizer, state["optimizer"])  # type: ignore[arg-type]
     if same_ranks:
         set_random_state(rng[str(dist.get_rank())])
     return trainer_state
+
+
+def _first_cause(error: BaseException) -> str:
+    """Torch's own text holds a traceback of every rank."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return shorten(" ".join(str(error).split()) or type(error).__name__)

@@ -88,6 +88,21 @@ def test_a_tokenizer_of_another_model_is_noticed(tmp_path: Path, model: Path) ->
     assert any("the tokens of a prompt of data.train go up to" in line and "knows 100" in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("policy__optimizer__name", "torch.optim.Nope", "policy.optimizer.name: cannot find 'torch.optim.Nope'"),
+        ("policy__optimizer__kwargs__lr", "-1", "AdamW refuses"),
+        ("policy__scheduler", "[{name: torch.optim.lr_scheduler.StepLR}]", "missing 1 required"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_made_is_known_before(
+    tmp_path: Path, model: Path, key: str, value: str, said: str
+) -> None:
+    (line,) = found(write_recipe(tmp_path, model), **{key: value})
+    assert said in line
+
+
 def test_a_prompt_template_that_the_tokenizer_refuses_is_noticed(tmp_path: Path, model: Path) -> None:
     recipe = write_recipe(tmp_path, model)
     (line,) = found(recipe, policy__tokenizer__chat_template="\"{{ raise_exception('no') }}\"")

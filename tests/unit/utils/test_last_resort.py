@@ -6,22 +6,31 @@ import errno
 from pathlib import Path
 
 import pytest
+import torch
 
-from nemo_rl.utils.last_resort import crash_line, file_problem
+from nemo_rl.utils.last_resort import crash_line, machine_problem
 
 
 def test_a_full_disk_is_named_with_its_file_and_what_to_do() -> None:
     with pytest.raises(OSError) as caught, open("/dev/full", "w") as full:
         full.write("x" * 100_000)
-    assert file_problem(caught.value) == "No space left on device; free disk space"
+    assert machine_problem(caught.value) == "No space left on device; free disk space"
     named = PermissionError(errno.EACCES, "Permission denied", "/logs/a.jsonl")
-    assert file_problem(named) == "/logs/a.jsonl: Permission denied; change its permissions, or choose another path"
+    assert machine_problem(named) == "/logs/a.jsonl: Permission denied; change its permissions, or choose another path"
 
 
-def test_errors_of_other_kinds_are_no_file_problems() -> None:
-    assert file_problem(KeyError("x")) is None
-    assert file_problem(ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")) is None
-    assert file_problem(TimeoutError("late")) is None
+def test_memory_that_torch_does_not_get_is_named() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.zeros(2**50)
+    told = machine_problem(caught.value)
+    assert told is not None and told.startswith("no memory is left")
+    assert machine_problem(MemoryError()) is not None
+
+
+def test_errors_of_other_kinds_are_no_machine_problems() -> None:
+    assert machine_problem(KeyError("x")) is None
+    assert machine_problem(ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")) is None
+    assert machine_problem(TimeoutError("late")) is None
 
 
 def test_an_error_that_nobody_foresaw_is_a_line_and_a_file(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_the_earlier_one(
     worker.load_checkpoint(**paths)
 
 
-@pytest.mark.parametrize("fault", ["no optimizer", "other model", "torn optimizer"])
+@pytest.mark.parametrize("fault", ["no optimizer", "other model", "torn optimizer", "other optimizer"])
 def test_a_checkpoint_that_cannot_be_read_says_why(
     worker: DTensorPolicyWorker, folder: Path, tmp_path: Path, fault: str
 ) -> None:
@@ -148,11 +148,18 @@ def test_a_checkpoint_that_cannot_be_read_says_why(
         shutil.rmtree(paths["optimizer"])
     elif fault == "other model":
         tiny_model(num_layers=1).save_pretrained(str(paths["weights"]))
-    else:
+    elif fault == "torn optimizer":
         (paths["optimizer"] / ".metadata").write_bytes(b"torn")
     message = "weights of another model" if fault == "other model" else "optimizer state cannot be read"
-    with pytest.raises(CheckpointError, match=message):
+    if fault == "other optimizer":
+        worker.shutdown()
+        worker = tiny_worker(tiny_policy(folder, optimizer=OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.1})))
+        message = r"Missing key .* optimizer that it was made with \(this one is SGD\)"
+    with pytest.raises(CheckpointError, match=message) as caught:
         worker.load_checkpoint(**paths)
+    assert "Traceback" not in str(caught.value)
+    if fault == "other optimizer":
+        worker.shutdown()
 
 
 CHAIN = SchedulerConfig(
