@@ -14,6 +14,7 @@ __all__ = ["ProcessIdentity"]
 PROC = Path("/proc")
 STATE_FIELD, START_FIELD = 0, 19
 """In `/proc/<pid>/stat`, counted after the command's closing parenthesis."""
+STOPPED_STATES = frozenset("Tt")
 ENDED_STATES = frozenset("ZX")
 """A zombie has ended, whether or not its parent has noticed."""
 
@@ -49,6 +50,11 @@ class ProcessIdentity:
         """Asked in a process from which it is visible."""
         stat = _stat(self.pid)
         return stat is not None and stat[STATE_FIELD] not in ENDED_STATES and int(stat[START_FIELD]) == self.start
+
+    def is_stopped(self) -> bool:
+        """Alive, but somebody has stopped it (SIGSTOP, a debugger)."""
+        stat = _stat(self.pid)
+        return stat is not None and stat[STATE_FIELD] in STOPPED_STATES and int(stat[START_FIELD]) == self.start
 
 
 def _stat(pid: int) -> list[str] | None:

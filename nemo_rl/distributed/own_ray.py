@@ -35,6 +35,9 @@ LOOPBACK = "127.0.0.1"
 SLOW_START = ("timed out during startup", "Timed out waiting for", "Failed to connect to GCS")
 """What Ray says when its own processes did not come up in half a minute, which has no option."""
 TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
+STOPPED_S = 30.0
+"""Longer than a look with a debugger, shorter than Ray's own health checks take."""
+_stopped_since: dict[str, float] = {}
 _servers: dict[str, ProcessIdentity] = {}
 """Of the Ray that this process has open, if it is its own."""
 
@@ -99,6 +102,7 @@ class OwnRay:
         """Ends Ray and removes its files. Idempotent."""
         folder, self._folder = self._folder, None
         _servers.clear()
+        _stopped_since.clear()
         if folder is None:
             return
         try:
@@ -148,10 +152,15 @@ def check_own_ray(*, stage: str) -> None:
 
     Ray itself waits a minute for its metadata server and ends this process afterwards.
     """
-    dead = [name for name, identity in _servers.items() if not identity.is_alive()]
-    if dead:
-        named = " and ".join(f"{name} (process {_servers[name].pid})" for name in dead)
-        raise WorkerError(f"Ray has lost its {named}; look for a kill or an out-of-memory", stage=stage)
+    now = time.monotonic()
+    for name, identity in _servers.items():
+        where = f"{name} (process {identity.pid})"
+        if not identity.is_alive():
+            raise WorkerError(f"Ray has lost its {where}; look for a kill or an out-of-memory", stage=stage)
+        if not identity.is_stopped():
+            _stopped_since.pop(name, None)
+        elif now - _stopped_since.setdefault(name, now) > STOPPED_S:
+            raise WorkerError(f"Ray's {where} has been stopped for {STOPPED_S:.0f} s; who sent SIGSTOP?", stage=stage)
 
 
 def _ray_servers() -> dict[str, ProcessIdentity]:

@@ -289,13 +289,17 @@ class RayWorkerGroup(WorkerGroup):
             raise _root_cause(failures) if failures else self._too_late(late, timeout_s, stage=stage)
         return [replies[ref] for ref in refs]
 
+    def _ids(self, ranks: Sequence[int]) -> list[int]:
+        return [self._process_ids[rank] for rank in ranks] if self._process_ids else []
+
     def _who(self, rank: int) -> str:
         return f"{self.name} worker, process {self._process_ids[rank]}" if self._process_ids else f"{self.name} worker"
 
     def _too_late(self, late: Sequence[int], timeout_s: float, *, stage: str) -> WorkerError:
         key = "worker_start_timeout_s" if stage == self._start_stage else "stage_timeout_s"
         return CollectiveTimeout(
-            f"{self.name}: ranks {late} did not finish in {timeout_s:.0f} s; raise cluster.{key} if they are only slow",
+            f"{self.name}: ranks {late} (processes {self._ids(late)}) did not finish in {timeout_s:.0f} s; raise "
+            f"cluster.{key} if they are only slow",
             rank=late[0],
             stage=stage,
         )

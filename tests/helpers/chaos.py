@@ -64,7 +64,7 @@ NAMED = {
     "rollout": r"rollout",
     "ledger": r"[Ll]edger",
     "controller": r"TransferQueue",
-    "storage": r"StorageUnit|TransferQueue",
+    "storage": r"StorageUnit",
     "raylet": r"raylet",
     "gcs": r"gcs_server|GCS",
     "scorer": r"reward|scor",

@@ -48,10 +48,12 @@ from nemo_rl.data_plane.adapters.transfer_queue_service import (
     num_units,
     refuse_other_controller,
     service_config,
+    stopped_actors,
     wait_for_cpus,
 )
 from nemo_rl.data_plane.interfaces import Handles, Parts, PayloadStore, StoreHealth
 from nemo_rl.data_plane.ragged import nest
+from nemo_rl.distributed.liveness import ProcessIdentity
 from nemo_rl.errors import (
     CapacityExceeded,
     DataPlaneClosed,
@@ -99,8 +101,8 @@ class _Session:
     servers: MooncakeServers | None = None
     """The same for their owner."""
     users: int = 0
-    processes: Mapping[str, int] = field(default_factory=dict)
-    """Process ids of controller and units, by actor name."""
+    processes: Mapping[str, ProcessIdentity] = field(default_factory=dict)
+    """Of controller and units, by actor name."""
     ended: str = ""
     """Why the session cannot be used any more."""
 
@@ -336,7 +338,9 @@ class TransferQueueStore(PayloadStore):
         except concurrent.futures.TimeoutError as error:
             future.cancel()
             session.ended = f"an earlier {what} did not end in time, so its connection is broken; build a new client"
-            raise DataPlaneTimeout(f"TransferQueue did not finish a {what} in time") from error
+            stopped = stopped_actors(session.processes)
+            why = f": somebody has stopped {name_some(stopped)}" if stopped else ""
+            raise DataPlaneTimeout(f"TransferQueue did not finish a {what} in time{why}") from error
         except concurrent.futures.CancelledError as error:
             raise DataPlaneClosed(f"TransferQueue was closed during a {what}") from error
         except DataPlaneError:

@@ -7,7 +7,6 @@ has half made is ended: a controller without a configuration would make every la
 from __future__ import annotations
 
 import concurrent.futures
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from ray import exceptions as ray_errors
 from transfer_queue import interface as tq_interface
 
 from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.distributed.liveness import ProcessIdentity
 from nemo_rl.errors import DataPlaneClosed, DataPlaneTimeout, ResourceError
 from nemo_rl.utils.start_up import StartUp
 
@@ -36,6 +36,7 @@ __all__ = [
     "num_units",
     "refuse_other_controller",
     "service_config",
+    "stopped_actors",
     "wait_for_cpus",
 ]
 
@@ -182,10 +183,10 @@ def _actor_names(namespace: str, units: int) -> list[tuple[str, str]]:
     return [(CONTROLLER, CONTROLLER_NAMESPACE), *((f"TransferQueueStorageUnit#{i}", namespace) for i in range(units))]
 
 
-def actor_processes(namespace: str, units: int, *, timeout_s: float) -> dict[str, int]:
-    """Process ids by actor name, so that a death can be told from the system's own log."""
+def actor_processes(namespace: str, units: int, *, timeout_s: float) -> dict[str, ProcessIdentity]:
+    """Processes by actor name: their death is seen at once on this machine, and can be found in the system's log."""
     pending = {
-        name: ray.get_actor(name, namespace=where).__ray_call__.remote(_process_id)
+        name: ray.get_actor(name, namespace=where).__ray_call__.remote(_process)
         for name, where in _actor_names(namespace, units)
     }
     try:
@@ -196,19 +197,31 @@ def actor_processes(namespace: str, units: int, *, timeout_s: float) -> dict[str
         raise DataPlaneClosed(f"an actor of TransferQueue died while it started: {error}") from error
 
 
-def _process_id(actor: object) -> int:
-    return os.getpid()
+def _process(actor: object) -> ProcessIdentity:
+    return ProcessIdentity.of_this_process()
 
 
-def dead_actors(namespace: str, units: int, processes: Mapping[str, int]) -> list[str]:
+def dead_actors(namespace: str, units: int, processes: Mapping[str, ProcessIdentity]) -> list[str]:
     """The service's actors that do not live."""
+    me = ProcessIdentity.of_this_process()
     dead: list[str] = []
     for name, where in _actor_names(namespace, units):
+        process = processes[name]
         try:
             ray.get_actor(name, namespace=where)
+            # Ray hears of a death a moment later than the system.
+            is_dead = process.is_visible_from(me) and not process.is_alive()
         except ValueError:
-            dead.append(f"{name} (process {processes[name]})" if name in processes else name)
+            is_dead = True
+        if is_dead:
+            dead.append(f"{name} (process {process.pid})")
     return dead
+
+
+def stopped_actors(processes: Mapping[str, ProcessIdentity]) -> list[str]:
+    """The service's actors on this machine that somebody has stopped."""
+    me = ProcessIdentity.of_this_process()
+    return [f"{n} (process {p.pid})" for n, p in processes.items() if p.is_visible_from(me) and p.is_stopped()]
 
 
 def bounded(
