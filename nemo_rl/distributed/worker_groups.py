@@ -298,7 +298,7 @@ class RayWorkerGroup(WorkerGroup):
     def _too_late(self, late: Sequence[int], timeout_s: float, *, stage: str) -> WorkerError:
         key = "worker_start_timeout_s" if stage == self._start_stage else "stage_timeout_s"
         return CollectiveTimeout(
-            f"{self.name}: ranks {late} (processes {self._ids(late)}) did not finish in {timeout_s:.0f} s; raise "
+            f"{self.name}: ranks {late} did not finish in {timeout_s:.0f} s (processes {self._ids(late)}); raise "
             f"cluster.{key} if they are only slow",
             rank=late[0],
             stage=stage,
