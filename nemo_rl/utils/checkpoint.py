@@ -142,13 +142,14 @@ class CheckpointManager:
                 damaged.append(Damaged(path=path, reason=str(error) or type(error).__name__))
         return sorted(found, key=lambda checkpoint: checkpoint.step), damaged
 
-    def choose(self, *, with_optimizer: bool = True) -> Choice:
+    def choose(self, *, with_optimizer: bool = True, reads_files: bool = True) -> Choice:
         """The checkpoint to resume from: the one that `latest` names, else the newest, of those that are intact.
 
-        Reads all files of the one it takes. Damaged ones are named in a warning and left where they are.
+        Damaged ones are named in a warning and left where they are.
 
         Args:
             with_optimizer: whether its optimizer state is needed.
+            reads_files: compare the contents of the one that is taken, too; without it nothing is warned of.
 
         Raises:
             CheckpointError: there is none, or it has no optimizer state.
@@ -158,14 +159,15 @@ class CheckpointManager:
         passed_over = {item.path: item.reason for item in damaged}
         for checkpoint in _in_order(found, pointer):
             manifest = checkpoint.manifest if with_optimizer else checkpoint.manifest.without(f"{OPTIMIZER}/")
-            problem = manifest.damage(checkpoint.path)
+            problem = manifest.damage(checkpoint.path) if reads_files else manifest.missing(checkpoint.path)
             if problem is None:
                 if with_optimizer and not checkpoint.has_optimizer:
                     raise CheckpointError(
                         f"{checkpoint.path} holds no optimizer state: it was saved with checkpointing."
                         "save_optimizer=false; checkpointing.load_optimizer=false resumes with a fresh optimizer"
                     )
-                _warn(passed_over)
+                if reads_files:
+                    _warn(passed_over)
                 return Choice(checkpoint=checkpoint, reason=_why(checkpoint, found, pointer, passed_over))
             passed_over[checkpoint.path] = problem
         listed = "".join(f"\n  {path}: {reason}" for path, reason in passed_over.items())

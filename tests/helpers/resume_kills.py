@@ -74,6 +74,7 @@ class ResumeKills:
         plan = [True] * saves + [False] * (kills - saves)
         self._random.shuffle(plan)
         self._plan = plan
+        self._first, self._left = 0, set[str]()
         self._start_s = 0.0
         """From the start of the last life that came so far to its first step."""
         self.result = Result(steps=steps["max_num_steps"])
@@ -125,18 +126,17 @@ class ResumeKills:
         life = self._begin()
         try:
             for _ in range(self._random.randint(1, STEPS_PER_KILL)):
-                if not self._wait(life, lambda: any(self._saved.glob("tmp_step_*"))):
+                if not self._wait(life, lambda: bool(self._unfinished())):
                     return False
-                seen = next(iter(self._saved.glob("tmp_step_*")), None)
-                # The next save is another folder.
-                wait_for_next = seen is not None and self._random.random() < 0.5
-                if not wait_for_next:
+                seen = self._unfinished()
+                if self._random.random() < 0.5:
                     break
-                self._wait(life, lambda seen=seen: not seen.exists())
+                # The next save is another folder.
+                self._wait(life, lambda seen=seen: not seen & self._unfinished())
             time.sleep(self._random.uniform(0, 0.03))
         finally:
             self._kill(life)
-        hit = any(self._saved.glob("tmp_step_*"))
+        hit = bool(self._unfinished())
         self.result.kills_during_a_save += hit
         self.result.kills_just_after_a_save += not hit
         return hit
@@ -147,7 +147,8 @@ class ResumeKills:
         started = time.monotonic()
         try:
             if self._start_s and self._random.random() < 0.3:
-                self._wait(life, lambda: False, timeout_s=self._random.uniform(0, self._start_s))
+                at_most = self._random.uniform(0, self._start_s)
+                self._wait(life, lambda: self._steps_since_start() >= 1, timeout_s=at_most)
                 self.result.kills_before_the_first_step += not self._steps_since_start()
             else:
                 wanted = self._random.randint(1, STEPS_PER_KILL)
@@ -162,9 +163,14 @@ class ResumeKills:
         return True
 
     def _begin(self) -> subprocess.Popen[str]:
-        saved = self._saved_steps()
-        self._first = max(saved, default=0)
+        self._first = max(self._saved_steps(), default=0)
+        # What an earlier life left is there until this one has started.
+        self._left = {path.name for path in self._saved.glob("tmp_step_*")}
         return start_cli(self._recipe, *self._arguments())
+
+    def _unfinished(self) -> set[str]:
+        """Checkpoints that this life is writing."""
+        return {path.name for path in self._saved.glob("tmp_step_*")} - self._left
 
     def _steps_since_start(self) -> int:
         return max(self._saved_steps(), default=0) - self._first

@@ -21,6 +21,7 @@ Check = Callable[[Subject], list[str]]
 
 CHECKS: Mapping[str, Check] = {
     "run folder": machine.check_run_folder,
+    "checkpoint": machine.check_checkpoint,
     "folders": machine.check_folders,
     "model": inputs.check_model,
     "optimizer": inputs.check_optimizer,

@@ -12,10 +12,19 @@ from nemo_rl.algorithms.cpu_needs import logical_cpus, too_few_cpus
 from nemo_rl.algorithms.preflight.subject import Subject, nearest_folder
 from nemo_rl.algorithms.run_folder import run_folders, used_folder_problems
 from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.memory import available_bytes
 from nemo_rl.utils.run_lock import lock_problem
 
-__all__ = ["check_cpus", "check_disk", "check_folders", "check_gpus", "check_memory", "check_run_folder"]
+__all__ = [
+    "check_checkpoint",
+    "check_cpus",
+    "check_disk",
+    "check_folders",
+    "check_gpus",
+    "check_memory",
+    "check_run_folder",
+]
 
 GIB = 2**30
 WORKERS_PER_CORE, FEW_WORKERS = 16, 64
@@ -114,6 +123,17 @@ def check_run_folder(subject: Subject) -> list[str]:
     """The folders hold no other run, neither a live one nor what one has left."""
     in_use = [problem for problem in map(lock_problem, run_folders(subject.config)) if problem is not None]
     return in_use or used_folder_problems(subject.config)
+
+
+def check_checkpoint(subject: Subject) -> list[str]:
+    """There is one to resume from; the run itself compares its contents."""
+    config = subject.config
+    if config.checkpointing.enabled and config.checkpointing.resume:
+        manager = CheckpointManager(
+            config.checkpoint_dir, keep_top_k=None, metric_name=config.checkpointing.metric_name
+        )
+        manager.choose(with_optimizer=config.checkpointing.load_optimizer, reads_files=False)
+    return []
 
 
 def _folder_problem(key: str, folder: Path) -> list[str]:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.algorithms.preflight.checks import CHECKS, preflight
-from nemo_rl.errors import NemoRLError, UserError
+from nemo_rl.errors import CheckpointError, NemoRLError, UserError
+from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.run_lock import lock_folder
 from tests.helpers.runs import LOCAL, load_recipe, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
@@ -144,6 +145,17 @@ def test_a_folder_with_a_run_is_told_apart_from_one_in_use(tmp_path: Path, model
     with lock_folder(logs):
         (line,) = found(recipe)
     assert f"{logs} is in use by another run: process {os.getpid()}" in line
+
+
+def test_a_run_that_resumes_needs_a_checkpoint(tmp_path: Path, model: Path) -> None:
+    recipe = write_recipe(tmp_path, model, checkpointing={"enabled": True, "keep_top_k": None, "resume": True})
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+        preflight(load_recipe(recipe, LOCAL))
+    manager = CheckpointManager(tmp_path / "logs" / "checkpoints", keep_top_k=None, metric_name="")
+    manager.save(1, write=lambda folder: None, state={"sampler": {}})
+    with pytest.raises(CheckpointError, match="holds no optimizer state"):
+        preflight(load_recipe(recipe, LOCAL))
+    preflight(load_recipe(recipe, {**LOCAL, "checkpointing.load_optimizer": "false"}))
 
 
 def test_processes_without_number_are_a_slip(tmp_path: Path, model: Path) -> None:
