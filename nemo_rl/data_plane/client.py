@@ -304,6 +304,10 @@ class LedgerClient(DataPlaneClient):
         reply = self._link.ask(call, "clear", {"partition": partition_id, "keys": listed, "reason": reason})
         self._leases.forget(partition_id, listed)
         self._link.drop(names_of(reply["drop"]))
+        # A writer that died between its put and its commit has left chunks that no ledger knows.
+        abandoned = self._link.store.abandoned(self._link.address.config.lease_s)
+        if abandoned:
+            self._link.drop(names_of(self._link.ask(call, "gone", {"chunks": abandoned})["chunks"]))
 
     def row_owners(self, partition_id: str) -> dict[str, str]:
         reply = self._link.ask(self._link.begin(f"row_owners({partition_id!r})"), "list", {"partition": partition_id})

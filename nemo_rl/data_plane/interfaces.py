@@ -257,6 +257,13 @@ class PayloadStore(ABC):
             KeysNotFound: a chunk was freed. PayloadLost: the process that held it is gone.
         """
 
+    def abandoned(self, after_s: float) -> list[str]:
+        """Chunks whose writer died at least `after_s` seconds before, for stores where such chunks would stay.
+
+        The caller asks the ledger which of them were ever committed.
+        """
+        return []
+
     def confirm(self, chunk_ids: Sequence[str]) -> None:  # noqa: B027 - most stores never reuse memory
         """Called when the bytes of a `get` have been copied out.
 

@@ -9,7 +9,7 @@ import hashlib
 import os
 import uuid
 
-__all__ = ["chunk_id", "chunk_tag", "client_label", "owner_of", "place_of"]
+__all__ = ["chunk_id", "chunk_tag", "client_label", "owner_of", "place_of", "process_of"]
 
 
 def client_label(place: str) -> str:
@@ -31,6 +31,11 @@ def chunk_tag(chunk: str) -> int:
 def owner_of(chunk: str) -> str:
     """The client that made a chunk."""
     return chunk.rsplit("/", 2)[1]
+
+
+def process_of(client: str) -> int:
+    """The number of a client's process, at its place."""
+    return int(client.rpartition(":")[2].partition(".")[0])
 
 
 def place_of(client: str) -> str:

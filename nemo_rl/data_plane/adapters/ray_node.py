@@ -145,6 +145,9 @@ class RayNodeStore(PayloadStore):
             told.callback(self._store.drop, own, timeout_s=timeout_s)
         self._call("free chunks", freeing, timeout_s=timeout_s)
 
+    def abandoned(self, after_s: float) -> list[str]:
+        return self._store.abandoned(after_s)  # of this node; on others they stay until the run ends
+
     def health(self) -> StoreHealth:
         return self._store.health()
 

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from nemo_rl.config.data_plane import SharedMemoryConfig
 from nemo_rl.data_plane.adapters.shm_segments import SegmentFolder, folder_of
 from nemo_rl.data_plane.address import Handles
 from nemo_rl.data_plane.interfaces import Parts, PayloadStore, StoreHealth
+from nemo_rl.data_plane.labels import owner_of, process_of
 from nemo_rl.errors import DataPlaneClosed, DataPlaneError
 from nemo_rl.utils.start_up import DEFAULT_START, StartUp
 
@@ -75,6 +77,8 @@ class SharedMemoryStore(PayloadStore):
         self._folder = folder_of(config.folder, run_id)
         self._segments = SegmentFolder(self._folder, keep_bytes=config.keep_bytes)
         self._lock = threading.Lock()
+        self._orphans: dict[str, float] = {}
+        """Chunks of dead writers, with the moment when that was seen first."""
         self._is_closed = False
 
     @classmethod
@@ -135,6 +139,12 @@ class SharedMemoryStore(PayloadStore):
         with self._while_folder_exists():
             self._segments.free(chunk_ids)
 
+    def abandoned(self, after_s: float) -> list[str]:
+        now, names = time.monotonic(), self._segments.live()
+        dead = {pid for pid in map(_writer, names) if not Path(f"/proc/{pid}").exists()}
+        self._orphans = {name: self._orphans.get(name, now) for name in names if _writer(name) in dead}
+        return [name for name, seen in self._orphans.items() if now - seen >= after_s]
+
     def health(self) -> StoreHealth:
         if self._is_closed or not self._folder.is_dir():
             return StoreHealth(is_alive=False, detail=f"{self._folder} is gone, or this client is closed")
@@ -163,3 +173,7 @@ class SharedMemoryStore(PayloadStore):
             raise DataPlaneClosed(f"this client of run {self._run_id!r} is closed")
         if not self._folder.is_dir():
             raise DataPlaneClosed(f"run {self._run_id!r} has no segments in {self._folder}; its owner has ended")
+
+
+def _writer(chunk: str) -> int:
+    return process_of(owner_of(chunk))

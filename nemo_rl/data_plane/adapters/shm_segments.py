@@ -140,6 +140,13 @@ class SegmentFolder:
         if names:
             self._trim()
 
+    def live(self) -> list[str]:
+        """Names of all chunks that lie here, committed or not."""
+        try:
+            return [name.replace("|", "/") for name in os.listdir(self._live)]
+        except FileNotFoundError:
+            return []  # the run has ended
+
     def clear_cache(self) -> None:
         """Lets go of all mappings; views that are still used keep theirs."""
         with self._lock:
