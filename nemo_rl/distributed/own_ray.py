@@ -37,7 +37,9 @@ SLOW_START = ("timed out during startup", "Timed out waiting for", "Failed to co
 TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 STOPPED_S = 30.0
 """Longer than a look with a debugger, shorter than Ray's own health checks take."""
-_stopped_since: dict[str, float] = {}
+LOOK_S = 1.0
+_ended: set[str] = set()
+"""Servers that were ended because somebody had stopped them."""
 _servers: dict[str, ProcessIdentity] = {}
 """Of the Ray that this process has open, if it is its own."""
 
@@ -67,6 +69,7 @@ class OwnRay:
         self._object_store_bytes = object_store_bytes
         self._environment = {**_patience(self._start.timeout_s), **(environment or {})}
         self._folder: RunFolder | None = None
+        self._is_closed = threading.Event()
 
     def __enter__(self) -> OwnRay:
         try:
@@ -101,13 +104,14 @@ class OwnRay:
     def close(self) -> None:
         """Ends Ray and removes its files. Idempotent."""
         folder, self._folder = self._folder, None
-        _servers.clear()
-        _stopped_since.clear()
         if folder is None:
             return
         try:
             ray.shutdown()
         finally:
+            self._is_closed.set()
+            _servers.clear()
+            _ended.clear()
             folder.close()
             if os.environ.get(TOKEN_PATH, "").startswith(f"{folder.path}/"):
                 del os.environ[TOKEN_PATH]
@@ -145,6 +149,8 @@ class OwnRay:
                 _temp_dir=str(folder.path),
             )
         _servers.update(_ray_servers())
+        watch = threading.Thread(target=_end_stopped_servers, args=(self._is_closed,), name="ray-servers", daemon=True)
+        watch.start()
 
 
 def check_own_ray(*, stage: str) -> None:
@@ -152,15 +158,22 @@ def check_own_ray(*, stage: str) -> None:
 
     Ray itself waits a minute for its metadata server and ends this process afterwards.
     """
-    now = time.monotonic()
     for name, identity in _servers.items():
-        where = f"{name} (process {identity.pid})"
         if not identity.is_alive():
-            raise WorkerError(f"Ray has lost its {where}; look for a kill or an out-of-memory", stage=stage)
-        if not identity.is_stopped():
-            _stopped_since.pop(name, None)
-        elif now - _stopped_since.setdefault(name, now) > STOPPED_S:
-            raise WorkerError(f"Ray's {where} has been stopped for {STOPPED_S:.0f} s; who sent SIGSTOP?", stage=stage)
+            why = f"it was stopped for {STOPPED_S:.0f} s" if name in _ended else "look for a kill or an out-of-memory"
+            raise WorkerError(f"Ray has lost its {name} (process {identity.pid}); {why}", stage=stage)
+
+
+def _end_stopped_servers(is_closed: threading.Event) -> None:
+    """A stopped server blocks calls that have no deadline; a dead one ends them."""
+    since: dict[str, float] = {}
+    while not is_closed.wait(LOOK_S):
+        for name, identity in tuple(_servers.items()):
+            if not identity.is_stopped():
+                since.pop(name, None)
+            elif time.monotonic() - since.setdefault(name, time.monotonic()) > STOPPED_S:
+                _ended.add(name)
+                os.kill(identity.pid, signal.SIGKILL)
 
 
 def _ray_servers() -> dict[str, ProcessIdentity]:

@@ -16,6 +16,7 @@ import torch
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl.config.schema import ClusterConfig
+from nemo_rl.distributed import own_ray
 from nemo_rl.distributed.own_ray import check_own_ray
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import Call, RayPlacement, RayWorkerGroup
@@ -164,6 +165,19 @@ def test_a_server_of_ray_that_is_killed_is_named_and_the_rest_goes_with_the_clus
         check_own_ray(stage="train")
     assert told[-1:] == [f"Ray's logs of this run are in {tmp_path / 'logs'}"]
     assert list((tmp_path / "logs").glob("gcs_server*"))
+    wait_until_gone(before)
+
+
+def test_a_server_of_ray_that_is_stopped_is_ended_and_said_so(opened, monkeypatch):
+    opened.cluster.close()
+    before = children()
+    monkeypatch.setattr(own_ray, "STOPPED_S", 1.0)
+    cluster = RayVirtualCluster(ClusterConfig(cpu_workers_per_node=1), other_cpus=0)
+    with pytest.raises(WorkerError, match=r"lost its raylet \(process \d+\); it was stopped for 1 s"), cluster:
+        (server,) = [p for p in psutil.Process().children(recursive=True) if p.name() == "raylet"]
+        server.suspend()
+        server.wait(60)
+        own_ray.check_own_ray(stage="train")
     wait_until_gone(before)
 
 
