@@ -35,7 +35,7 @@ LOOPBACK = "127.0.0.1"
 SLOW_START = ("timed out during startup", "Timed out waiting for", "Failed to connect to GCS")
 """What Ray says when its own processes did not come up in half a minute, which has no option."""
 TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
-STOPPED_S = 30.0
+STOPPED_S = 15.0
 """Longer than a look with a debugger, shorter than Ray's own health checks take."""
 LOOK_S = 1.0
 _ended: set[str] = set()
