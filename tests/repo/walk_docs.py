@@ -15,6 +15,7 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,8 @@ LANGUAGES = {"bash", "python", "yaml", "text"}
 WORDS = {"cheap", "bounds", "tests", "gpu", "cluster"}
 LEFT_OUT = {"gpu", "cluster"}
 BLOCK_TIMEOUT_S = 3600.0
+END_TIMEOUT_S = 60.0
+"""A run ends its processes in order."""
 OUTPUT_SHOWN = 3000
 """Characters of the output of a block that failed."""
 
@@ -53,6 +56,7 @@ TARGETS: Mapping[str, str] = {
 TARGETS_LEFT_OUT = {
     "test": "runs by itself, as CI",
     "test-fast": "runs by itself",
+    "chaos": "takes half an hour; a part of it is in the suite",
     "walk-docs": "this is it",
     "gpu-wheels": "for a GPU machine",
     "test-gpu": "for a GPU machine",
@@ -145,29 +149,39 @@ class Walk:
         """Runs a script and keeps the environment that it leaves."""
         started, after = time.monotonic(), self._folder / ".environment"
         whole = f"set -eu -o pipefail\n{script}\nenv -0 > '{after}'\n"
-        done = subprocess.run(
-            ["bash", "-c", whole],
-            cwd=self._folder,
-            env=self._environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=BLOCK_TIMEOUT_S,
-            check=False,
-        )
-        output = done.stdout.decode("utf-8", "backslashreplace")
-        is_bad = "Traceback (most recent call last)" in output or (done.returncode != 0 and not may_miss_bounds)
-        verdict = "FAILED" if is_bad else "ok" if done.returncode == 0 else "ok, bounds missed"
+        code, output = self._run_bash(whole)
+        is_bad = "Traceback (most recent call last)" in output or (code != 0 and not may_miss_bounds)
+        verdict = "FAILED" if is_bad else "ok" if code == 0 else "ok, bounds missed"
         print(
             f"{where:28} {time.monotonic() - started:6.1f} s  {verdict:8} {script.strip().splitlines()[0][:90]}",
             flush=True,
         )
         if is_bad:
-            self.failures.append(f"{where}: exit code {done.returncode}\n{output[-OUTPUT_SHOWN:]}")
+            self.failures.append(f"{where}: exit code {code}\n{output[-OUTPUT_SHOWN:]}")
+            print(self.failures[-1], flush=True)
         if after.is_file():
             pairs = (pair.partition("=") for pair in after.read_text(encoding="utf-8").split("\0") if pair)
             self._environment = {name: value for name, _, value in pairs}
             after.unlink()
+
+    def _run_bash(self, script: str) -> tuple[int, str]:
+        """Exit code and output; whatever the script has started is ended when the walk is."""
+        process = subprocess.Popen(
+            ["bash", "-c", script],
+            cwd=self._folder,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=BLOCK_TIMEOUT_S)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(END_TIMEOUT_S)
+            raise
+        return process.returncode, output.decode("utf-8", "backslashreplace")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -195,8 +209,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for target, short in TARGETS.items() if not given.only else ():
             if target not in ran:
                 walk.run(f"make {target} ARGS='{short}'", where=f"make {target}", may_miss_bounds="bench" in target)
-    for failure in walk.failures:
-        print(f"\n{failure}", flush=True)
     print(f"{len(walk.failures)} failed")
     return 1 if walk.failures else 0
 
