@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 SLOW_START = ("timed out during startup", "Timed out waiting for", "Failed to connect to GCS")
 """What Ray says when its own processes did not come up in half a minute, which has no option."""
+DEAF_S = 30.0
+"""How long Ctrl-C, or the death of one of Ray's servers, may go unheard while Ray starts."""
 TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 STOPPED_S = 15.0
 """Longer than a look with a debugger, shorter than Ray's own health checks take."""
@@ -245,5 +247,6 @@ def _patience(timeout_s: float) -> dict[str, str]:
     return {
         "RAY_worker_register_timeout_seconds": str(round(timeout_s)),
         "RAY_agent_register_timeout_ms": str(round(timeout_s * 1000)),
-        "RAY_raylet_start_wait_time_s": str(round(timeout_s)),
+        # One call of Ray's that no signal reaches; it is repeated until our own deadline.
+        "RAY_raylet_start_wait_time_s": str(round(min(timeout_s, DEAF_S))),
     }
