@@ -17,9 +17,10 @@ from tests.helpers.layout_jobs import Case, Outcome, load_and_step, reference, r
 
 LOGPROBS, RELATIVE, WEIGHTS = 2e-6, 1e-5, 2e-5
 """Bounds: absolute of log-probabilities, relative of loss and gradient norm, absolute of weights after three steps."""
-ROUNDING = 1.5
+ROUNDING = 2.0
 """Log-probabilities may be off by so many times what the Hugging Face model itself is in float32, where that is more:
-between processors it differs by a factor of two."""
+between processors it differs by a factor of two, and context parallel ranks, which add up in another order, were seen
+1.7 times as far off."""
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral")
 WITH_SEQUENCE_PARALLEL = FAMILIES[:-1]
 
