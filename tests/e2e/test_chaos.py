@@ -9,7 +9,8 @@ import pytest
 from tests.helpers.chaos import NAMED, ROLES, Row, hit, table
 from tests.helpers.tiny_model import write_tiny_folder
 
-pytestmark = pytest.mark.slow
+# A row waits for a start, a step, an end and the last process: minutes where much else runs.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROWS = (
     Row(store="transfer_queue", signal="KILL", role="storage", stage="train"),

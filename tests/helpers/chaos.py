@@ -154,6 +154,8 @@ def hit(row: Row, folder: Path, model: Path) -> Outcome:
         process.kill()
         process.wait()
         reader.wait()
+        assert process.stdout is not None
+        process.stdout.close()
         del os.environ[MARK]
 
 
