@@ -79,7 +79,8 @@ def test_no_process_is_left_after_the_end(tmp_path, model, mark, how):
 def test_a_worker_that_is_killed_ends_the_run_with_its_cause(tmp_path, model, mark):
     process = start_cli(write_recipe(tmp_path, model), "grpo.max_num_steps=100000")
     wait_for_step(tmp_path / "logs", 1, process)
-    workers = [other for other in marked(mark) if "Worker" in " ".join(other.cmdline())]
+    names = {other: " ".join(other.cmdline()) for other in marked(mark)}
+    workers = [other for other, name in names.items() if name.startswith("ray::") and "Worker" in name]
     assert len(workers) == 4, "two policy workers, one engine, one rollout worker"
     workers[0].kill()
     output, _ = process.communicate(timeout=180)
