@@ -23,6 +23,7 @@ from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
 from nemo_rl.distributed.liveness import ProcessIdentity
+from nemo_rl.distributed.ray_start_watch import watch_ray_start
 from nemo_rl.distributed.run_folder import RunFolder
 from nemo_rl.errors import ResourceError, WorkerError
 from nemo_rl.utils.start_up import StartUp
@@ -137,7 +138,13 @@ class OwnRay:
                 logger.info("Ray did not start, trying again: %s", first)
 
     def _init(self, folder: RunFolder) -> None:
-        with folder.marking(), _variables(self._environment), _on_loopback(), keep_sigterm_handler():
+        with (
+            folder.marking(),
+            _variables(self._environment),
+            _on_loopback(),
+            keep_sigterm_handler(),
+            watch_ray_start(),
+        ):
             ray.init(
                 # Without it Ray joins whatever cluster somebody else has started on this machine.
                 address="local",
