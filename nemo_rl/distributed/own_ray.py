@@ -6,6 +6,7 @@ for a token that only this user can read, and neither its processes nor its file
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import secrets
@@ -13,6 +14,8 @@ import shutil
 import signal
 import threading
 import time
+import traceback
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +40,8 @@ SLOW_START = ("timed out during startup", "Timed out waiting for", "Failed to co
 """What Ray says when its own processes did not come up in half a minute, which has no option."""
 DEAF_S = 30.0
 """How long Ctrl-C, or the death of one of Ray's servers, may go unheard while Ray starts."""
+FAIR_SHARE = {"RAY_worker_niceness": "0"}
+"""Ray's default, 15, leaves workers 1.5% of a core that somebody else's process keeps busy, and no deadline holds."""
 TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 STOPPED_S = 15.0
 """Longer than a look with a debugger, shorter than Ray's own health checks take."""
@@ -70,7 +75,7 @@ class OwnRay:
         self._start = start or StartUp()
         self._num_cpus, self._num_gpus = num_cpus, num_gpus
         self._object_store_bytes = object_store_bytes
-        self._environment = {**_patience(self._start.timeout_s), **(environment or {})}
+        self._environment = {**_patience(self._start.timeout_s), **FAIR_SHARE, **(environment or {})}
         self._folder: RunFolder | None = None
         self._is_closed = threading.Event()
 
@@ -136,6 +141,7 @@ class OwnRay:
                 if time.monotonic() > give_up:
                     raise ResourceError(self._start.too_late(f"cluster: Ray did not start ({first})")) from error
                 logger.info("Ray did not start, trying again: %s", first)
+                _forget(error)
 
     def _init(self, folder: RunFolder) -> None:
         with (
@@ -160,6 +166,14 @@ class OwnRay:
         _servers.update(_ray_servers())
         watch = threading.Thread(target=_end_stopped_servers, args=(self._is_closed,), name="ray-servers", daemon=True)
         watch.start()
+
+
+def _forget(error: Exception) -> None:
+    """Frees what a failed start of Ray still refers to: servers that it has ended and not waited for."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        traceback.clear_frames(error.__traceback__)
+        gc.collect()
 
 
 def check_own_ray(*, stage: str) -> None:

@@ -1,7 +1,8 @@
-"""`watch_ray_start`: ends this process when one of Ray's servers dies while `ray.init` waits for it.
+"""`watch_ray_start`: ends this process when Ray's metadata server dies while `ray.init` waits for it.
 
 `OwnRay` starts Ray inside it. Ray's own clients wait a minute for a metadata server that is gone, in calls that no
-signal and no exception reaches, and end the process then with a text of their own.
+signal and no exception reaches, and end the process then with a text of their own. A raylet that dies (it does where
+its agents take longer than half a minute to import) makes `ray.init` raise, and is started again.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from nemo_rl.distributed.liveness import ProcessIdentity
 
 __all__ = ["watch_ray_start"]
 
-SERVERS = ("gcs_server", "raylet")
+SERVER = "gcs_server"
 GRACE_S = 12.0
-"""From a server's end to ours: where Ray notices by itself it raises within this time, and may be started again."""
+"""From the server's end to ours: a start that fails by itself within this time raises what it knows."""
 LOOK_S = 0.5
 
 
 @contextmanager
 def watch_ray_start() -> Iterator[None]:
-    """Inside it, a server of Ray that this process has started and that ends takes this process along, with a word.
+    """Inside it, a metadata server that this process has started and that ends takes this process along, with a word.
 
     The files and processes of the run are then left to its sweeper, as after a kill.
     """
@@ -41,28 +42,25 @@ def watch_ray_start() -> Iterator[None]:
         watch.join()
 
 
-def _watch(is_over: threading.Event, earlier: dict[ProcessIdentity, str]) -> None:
-    seen: dict[ProcessIdentity, str] = {}
+def _watch(is_over: threading.Event, earlier: set[ProcessIdentity]) -> None:
+    seen: set[ProcessIdentity] = set()
     ended: dict[ProcessIdentity, float] = {}
     while not is_over.wait(LOOK_S):
-        seen |= {server: name for server, name in _servers().items() if server not in earlier}
-        for server, name in seen.items():
-            if server.is_alive():
-                continue
-            if time.monotonic() - ended.setdefault(server, time.monotonic()) > GRACE_S:
-                _leave(f"Ray has lost its {name} (process {server.pid}) while it started")
+        seen |= _servers() - earlier
+        for server in seen:
+            if not server.is_alive() and time.monotonic() - ended.setdefault(server, time.monotonic()) > GRACE_S:
+                _leave(f"Ray has lost its {SERVER} (process {server.pid}) while it started")
 
 
-def _servers() -> dict[ProcessIdentity, str]:
-    """Ray's servers among this process's children."""
-    found = {}
+def _servers() -> set[ProcessIdentity]:
+    """Metadata servers among this process's children."""
+    found = set()
     for child in psutil.Process().children():
         try:
-            name = child.name()
+            if child.name() == SERVER:
+                found.add(ProcessIdentity.of(child.pid))
         except psutil.NoSuchProcess:
             continue
-        if name in SERVERS:
-            found[ProcessIdentity.of(child.pid)] = name
     return found
 
 

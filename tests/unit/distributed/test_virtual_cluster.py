@@ -108,6 +108,16 @@ def test_variables_also_reach_what_others_start_on_the_cluster(opened):
     assert found["OMP_NUM_THREADS"] == str(THREADS) and found["TRANSPORT_WORD"] == "carried"
 
 
+def test_workers_get_their_share_of_a_core_that_somebody_else_keeps_busy(opened):
+    """By default Ray starts them with a niceness of 15."""
+
+    @ray.remote(num_cpus=1)
+    def niceness() -> int:
+        return os.nice(0)
+
+    assert ray.get(niceness.remote(), timeout=60.0) == os.nice(0)
+
+
 def test_each_worker_has_a_bundle_of_its_own(opened):
     group = opened.cluster.placement_group
     assert opened.cluster.num_workers == group.bundle_count == 2
