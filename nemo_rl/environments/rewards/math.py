@@ -7,8 +7,15 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import re
+from typing import Any
 
 __all__ = ["has_math_verify", "make_math_reward"]
+
+logger = logging.getLogger(__name__)
+
+BOX = re.compile(r"\\boxed\{.+\}", re.DOTALL)
+"""A boxed answer, as math-verify finds it."""
 
 
 def has_math_verify() -> bool:
@@ -22,12 +29,19 @@ def make_math_reward() -> MathReward:
 
 
 class MathReward:
-    """1 when a response states a value equal to the gold answer."""
+    """1 when a response states a value equal to the gold answer.
+
+    What is boxed is read as LaTeX or not at all: the library's plain reader would take the last number in it, and
+    `Matrix([[1, 2], [3, 4]])` would be 4. What cannot be read equals the same text only.
+    """
 
     def __init__(self) -> None:
         import math_verify  # noqa: PLC0415  (optional extra)
 
         self._library = math_verify
+        self._latex = [math_verify.LatexExtractionConfig()]
+        self._latex_or_plain = [*self._latex, math_verify.ExprExtractionConfig()]
+        self._told_of_text = False
         # It warns at every call that it runs without its own limits; see below.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
 
@@ -39,10 +53,17 @@ class MathReward:
             ValueError: the gold answer cannot be read.
         """
         del prompt
-        # Its own limits use SIGALRM, which sympy can swallow; the process that runs this has a limit that it cannot.
         text = str(answer)
-        gold = self._library.parse(text if "\\boxed" in text else f"\\boxed{{{text}}}", parsing_timeout=None)
+        gold = self._parse(text if "\\boxed" in text else f"\\boxed{{{text}}}", self._latex)
         if not gold:
             raise ValueError(f"math-verify cannot read the gold answer {text!r}")
-        stated = self._library.parse(response, parsing_timeout=None)
+        if not self._told_of_text and all(isinstance(part, str) for part in gold):
+            self._told_of_text = True
+            logger.warning("gold answer %r is no LaTeX that math-verify reads: only the same text is right", text)
+        stated = self._parse(response, self._latex if BOX.search(response) else self._latex_or_plain)
         return float(self._library.verify(gold, stated, timeout_seconds=None))
+
+    def _parse(self, text: str, readers: list[Any]) -> list[Any]:
+        # Its own limits use SIGALRM, which sympy can swallow; the process that runs this has a limit that it cannot.
+        parsed: list[Any] = self._library.parse(text, extraction_config=readers, parsing_timeout=None)
+        return parsed
