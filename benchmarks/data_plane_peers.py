@@ -20,7 +20,9 @@ from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.client import LedgerClient
 from nemo_rl.data_plane.factory import attach_data_plane
 from nemo_rl.data_plane.interfaces import KVBatchMeta
+from nemo_rl.data_plane.observability import MetricsDataPlaneClient
 from nemo_rl.data_plane.schema import extra_field
+from nemo_rl.data_plane.shard_reads import ShardReads
 
 __all__ = ["BatchSpec", "Peer", "Timing"]
 
@@ -116,22 +118,26 @@ class _RawTransferQueue:
 
 
 class _Ours:
-    """A data plane client of a run."""
+    """A data plane client of a run, with what a policy worker and a rollout worker have around it."""
 
     def __init__(self, address: DataPlaneAddress) -> None:
         client = attach_data_plane(address)
         assert isinstance(client, LedgerClient)
         self.client = client
+        self._measured = MetricsDataPlaneClient(client)
+        self._reads = ShardReads(self._measured, cache_bytes=address.config.worker_cache_bytes)
 
     def put(self, batch: Batch, turn: int) -> KVBatchMeta:
-        return self.client.kv_batch_put(batch.keys, "batch", batch.columns)
+        return self._measured.kv_batch_put(batch.keys, "batch", batch.columns)
 
     def get(self, batch: Batch, turn: int, given: Any) -> Mapping[str, torch.Tensor]:
-        padded = self.client.get_padded(given, list(batch.columns), pad_values=PADS)
-        return {name: padded.tensor(name) for name in padded}
+        """As a policy worker gets its shard, in a step of its own: the same keys come again in every turn."""
+        self._reads.clear()
+        padded = self._reads.padded(given, list(batch.columns), pad_values=PADS, width=max(batch.lengths))
+        return {name: column for name, column in padded.items() if isinstance(column, torch.Tensor)}
 
     def clear(self, batch: Batch, turn: int) -> None:
-        self.client.kv_clear(None, "batch")
+        self._measured.kv_clear(None, "batch")
 
 
 class Peer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import get_args
 
@@ -22,8 +22,9 @@ from nemo_rl.data_plane.column_io import write_columns
 from nemo_rl.data_plane.factory import attach_data_plane
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.observability import MetricsDataPlaneClient
-from nemo_rl.data_plane.ragged import materialize, object_rows
-from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS, family_of
+from nemo_rl.data_plane.ragged import materialize
+from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS
+from nemo_rl.data_plane.shard_reads import ShardReads
 from nemo_rl.distributed.abort import AbortWatch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import Fields, broadcast_from_leader, replica_group_of
@@ -32,7 +33,7 @@ from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.plan_check import check_plans
 from nemo_rl.errors import ConfigError, DataPlaneClosed, SchemaMismatch
 
-__all__ = ["Channel", "ReplicaView", "ShardCache", "TQWorkerMixin"]
+__all__ = ["Channel", "ReplicaView", "TQWorkerMixin"]
 
 FIRST_STAGE_FIELDS = ("input_ids", "input_lengths")
 """What the first stage of a pipeline reads; the last one reads everything, those between only lengths."""
@@ -92,33 +93,6 @@ def _channels(layout: ParallelLayout, *, rank: int) -> tuple[Channel, ...]:
     return tuple(Channel(group, names) for names, group in groups if group is not None)
 
 
-@dataclass(slots=True)
-class ShardCache:
-    """Columns already fetched in this step, so that bulk crosses the wire once. Keyed by rows and family version."""
-
-    max_bytes: int
-    """Most bytes that it keeps; 0 keeps nothing."""
-    _columns: dict[tuple[str, tuple[str, ...], int], torch.Tensor | list[object]] = field(default_factory=dict)
-    _bytes: int = 0
-
-    def get(self, meta: KVBatchMeta, name: str) -> torch.Tensor | list[object] | None:
-        return self._columns.get(self._key(meta, name))
-
-    def put(self, meta: KVBatchMeta, name: str, column: torch.Tensor | list[object]) -> None:
-        size = _num_bytes(column)
-        if family_of(name) in meta.versions and self._bytes + size <= self.max_bytes:
-            self._columns[self._key(meta, name)] = column
-            self._bytes += size
-
-    def clear(self) -> None:
-        self._columns.clear()
-        self._bytes = 0
-
-    @staticmethod
-    def _key(meta: KVBatchMeta, name: str) -> tuple[str, tuple[str, ...], int]:
-        return name, meta.keys, meta.versions.get(family_of(name), -1)
-
-
 class TQWorkerMixin:
     """Data plane half of a policy worker.
 
@@ -136,7 +110,7 @@ class TQWorkerMixin:
     """Set when the worker starts, for its group is built eagerly."""
     _client: MetricsDataPlaneClient | None = None
     _fetch_group: dist.ProcessGroup | None = None
-    _cache: ShardCache
+    _reads: ShardReads | None = None
 
     def setup_data_plane(
         self,
@@ -165,7 +139,7 @@ class TQWorkerMixin:
         is_reader = self._fetch_group is None or self.rank == self.replica.leader
         needs_client = address is not None and (is_reader or self.replica.is_write_back_leader)
         self._client = MetricsDataPlaneClient(attach_data_plane(address)) if address and needs_client else None
-        self._cache = ShardCache(cache_bytes)
+        self._reads = None if self._client is None else ShardReads(self._client, cache_bytes=cache_bytes)
 
     def close_data_plane(self) -> None:
         """Ends this process's client. Idempotent."""
@@ -175,7 +149,8 @@ class TQWorkerMixin:
 
     def end_step(self) -> None:
         """Forgets fetched columns; called when the rows of the step are cleared."""
-        self._cache.clear()
+        if self._reads is not None:
+            self._reads.clear()
 
     def data_plane_snapshot(self) -> dict[str, object] | None:
         """Counters of this process's client since the last call; None for a rank without one."""
@@ -195,6 +170,12 @@ class TQWorkerMixin:
         if self._client is None:
             raise DataPlaneClosed(f"rank {self.rank}: no data plane client; call setup_data_plane first")
         return self._client
+
+    @property
+    def reads(self) -> ShardReads:
+        if self._reads is None:
+            raise DataPlaneClosed(f"rank {self.rank}: no data plane client; call setup_data_plane first")
+        return self._reads
 
     def train_presharded(
         self, meta: KVBatchMeta, loss_fn: object, *, fields: Sequence[str] = DP_TRAIN_FIELDS, eval_mode: bool = False
@@ -241,8 +222,7 @@ class TQWorkerMixin:
         """(collective) Checks the plan, then the columns, dense and padded to the plan's width, plus `keys`."""
         check_plans(meta.pack, rank=self.rank, replica=self.replica.ranks)
         width = meta.pack.pad_to if meta.pack is not None else max(meta.sequence_lengths or (0,))
-        columns = self._columns(meta, fields)
-        batch = BatchedDataDict(materialize(columns, pad_values=self.pad_values, pad_to=width))
+        batch = self._padded(meta, fields, width)
         if "input_ids" in fields and "input_ids" not in batch:
             # A stage in the middle of a pipeline sees shapes only.
             batch["input_ids"] = torch.zeros(len(meta.keys), width, dtype=torch.int32)
@@ -250,35 +230,28 @@ class TQWorkerMixin:
         batch["keys"] = list(meta.keys)
         return batch
 
-    def _columns(self, meta: KVBatchMeta, fields: Sequence[str]) -> Fields:
-        """(collective over the replica group) Those of `fields` that this rank's stage reads."""
-        replica = self.replica
+    def _padded(self, meta: KVBatchMeta, fields: Sequence[str], width: int) -> BatchedDataDict:
+        """(collective over the replica group) Those of `fields` that this rank's stage reads, dense."""
+        needs = self.replica.needs
         if self._fetch_group is None:
-            return self._read(meta, [name for name in fields if replica.needs is None or name in replica.needs])
-        if not replica.channels and replica.needs is None:
-            return broadcast_from_leader(
-                lambda: self._read(meta, fields), group=self._fetch_group, leader=replica.leader
-            )
+            names = [name for name in fields if needs is None or name in needs]
+            return BatchedDataDict(self.reads.padded(meta, names, pad_values=self.pad_values, width=width))
+        columns = self._broadcast(meta, fields, self._fetch_group)
+        return BatchedDataDict(materialize(columns, pad_values=self.pad_values, pad_to=width))
+
+    def _broadcast(self, meta: KVBatchMeta, fields: Sequence[str], group: dist.ProcessGroup) -> Fields:
+        """(collective over the replica group) What the leader reads and this rank needs, without padding."""
+        replica = self.replica
         # The leader reads everything at once, in the first channel, so that its error reaches both ends.
-        read = cache(lambda: self._read(meta, fields))
+        read = cache(lambda: self.reads.ragged(meta, fields))
+        if not replica.channels and replica.needs is None:
+            return broadcast_from_leader(read, group=group, leader=replica.leader)
         columns: Fields = {}
         for channel in replica.channels:
             carried = channel.names or [name for name in fields if name not in FIRST_STAGE_FIELDS]
             pick = partial(_pick, read, [name for name in fields if name in carried])
             columns |= broadcast_from_leader(pick, group=channel.group, leader=replica.leader)
         return columns
-
-    def _read(self, meta: KVBatchMeta, fields: Sequence[str]) -> Fields:
-        """Columns from this step's cache, the rest from the store."""
-        columns = {name: cached for name in fields if (cached := self._cache.get(meta, name)) is not None}
-        missing = [name for name in fields if name not in columns]
-        if missing:
-            fetched = self.client.get_data(meta, missing)
-            for name in missing:
-                column = fetched.get(name)
-                columns[name] = column if isinstance(column, torch.Tensor) else object_rows(column)
-                self._cache.put(meta, name, columns[name])
-        return {name: columns[name] for name in fields}
 
     def _write_back(self, meta: KVBatchMeta, columns: Mapping[str, torch.Tensor]) -> KVBatchMeta:
         """Writes result columns, dense `[N, T]` or jagged; only the write-back leader sends them."""
@@ -310,10 +283,3 @@ def _fetch_group(policy: FetchPolicy, replica: ReplicaView) -> dist.ProcessGroup
 def _pick(read: Callable[[], Fields], names: Sequence[str]) -> Fields:
     columns = read()
     return {name: columns[name] for name in names}
-
-
-def _num_bytes(column: torch.Tensor | list[object]) -> int:
-    if not isinstance(column, torch.Tensor):
-        return sum(len(str(row)) for row in column)
-    values = column.values() if column.is_nested else column
-    return values.numel() * values.element_size()

@@ -26,6 +26,7 @@ from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
 from nemo_rl.distributed.liveness import ProcessIdentity
+from nemo_rl.distributed.ray_private import on_loopback, without_what_nobody_asks
 from nemo_rl.distributed.ray_start_watch import watch_ray_start
 from nemo_rl.distributed.run_folder import RunFolder
 from nemo_rl.errors import ResourceError, WorkerError
@@ -147,7 +148,8 @@ class OwnRay:
         with (
             folder.marking(),
             _variables(self._environment),
-            _on_loopback(),
+            on_loopback(),
+            without_what_nobody_asks(),
             keep_sigterm_handler(),
             watch_ray_start(),
         ):
@@ -219,21 +221,6 @@ def keep_sigterm_handler() -> Iterator[None]:
     finally:
         if handler is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
-
-
-@contextmanager
-def _on_loopback() -> Iterator[None]:
-    """Ray 2.60 replaces a loopback address by the one that others reach, unless it may not form clusters.
-
-    That is its rule on macOS and Windows. The variable behind it is read when Ray is imported, so it is set where Ray
-    keeps it. A node on loopback makes all of Ray's servers, and TransferQueue's, listen there only.
-    """
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 @contextmanager

@@ -108,6 +108,13 @@ def test_variables_also_reach_what_others_start_on_the_cluster(opened):
     assert found["OMP_NUM_THREADS"] == str(THREADS) and found["TRANSPORT_WORD"] == "carried"
 
 
+def test_ray_starts_no_process_that_a_run_has_no_use_for(opened):
+    commands = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+    assert any("gcs_server" in command for command in commands)
+    extra = [c for c in commands if any(word in c for word in ("dashboard.py", "monitor.py", "log_monitor.py"))]
+    assert not extra
+
+
 def test_workers_get_their_share_of_a_core_that_somebody_else_keeps_busy(opened):
     """By default Ray starts them with a niceness of 15."""
 

@@ -108,7 +108,7 @@ class TQWorker(TQWorkerMixin, TrainingWorker):
         names = [name for name in ROUTE_FIELDS if name in declared]
         if not names:
             raise replay.missing(stage, batch)
-        columns = {name: c for name, c in self._read(meta, names).items() if isinstance(c, torch.Tensor)}
+        columns = {name: c for name, c in self.reads.ragged(meta, names).items() if isinstance(c, torch.Tensor)}
         routes = decode_routes(columns, replay.shape)
         if "input_ids" in batch:
             trace_tq_fetch_payload(

@@ -1,0 +1,50 @@
+"""What a run changes of Ray's inside, for there is no option: where it listens, and which of its processes start.
+
+`OwnRay` enters both around `ray.init`. Written for Ray 2.60; `tests/unit/distributed/test_virtual_cluster.py` asks the
+running cluster whether they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ray._private import ray_constants
+from ray._private.node import Node
+
+__all__ = ["on_loopback", "without_what_nobody_asks"]
+
+NOT_STARTED = ("start_api_server", "start_monitor", "start_log_monitor")
+"""Dashboard, autoscaler and log monitor: three Python processes with imports of their own, and a wait for the first."""
+
+
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """Ray 2.60 replaces a loopback address by the one that others reach, unless it may not form clusters.
+
+    That is its rule on macOS and Windows. The variable behind it is read when Ray is imported, so it is set where Ray
+    keeps it. A node on loopback makes all of Ray's servers, and TransferQueue's, listen there only.
+    """
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextmanager
+def without_what_nobody_asks() -> Iterator[None]:
+    """Ray without the processes of `NOT_STARTED`. A run's logs are in files, and its cluster never grows."""
+    before = {name: getattr(Node, name) for name in NOT_STARTED}
+    for name in NOT_STARTED:
+        setattr(Node, name, _start_nothing)
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(Node, name, method)
+
+
+def _start_nothing(node: Node, **given: object) -> None:
+    """In place of a method of `Node`."""
