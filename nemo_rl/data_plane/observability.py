@@ -62,6 +62,15 @@ def _column_sizes(columns: Columns) -> dict[str, int]:
     return sizes
 
 
+def _dense_sizes(batch: BatchedDataDict, meta: KVBatchMeta, per_token: set[str]) -> dict[str, int]:
+    """Bytes of dense columns, without the padding that no store has seen."""
+    sizes = _column_sizes(batch.data)
+    for name in per_token & sizes.keys() if meta.sequence_lengths else ():
+        rows, width = batch.tensor(name).shape[:2]
+        sizes[name] = sizes[name] // max(rows * width, 1) * sum(meta.sequence_lengths or ())
+    return sizes
+
+
 class MetricsDataPlaneClient(DataPlaneClient):
     """Counts calls, errors, milliseconds and bytes per operation and per stage. Thread-safe.
 
@@ -191,7 +200,8 @@ class MetricsDataPlaneClient(DataPlaneClient):
     ) -> BatchedDataDict:
         def get(cost: _Cost) -> BatchedDataDict:
             rows = self._inner.get_padded(meta, select_fields, pad_values=pad_values, pad_to=pad_to)
-            cost.sizes, cost.meta_bytes = _column_sizes(rows.data), packed_size(meta.keys)
+            per_token = {spec.name for spec in self.partition_fields(meta.partition_id) if spec.is_token_aligned}
+            cost.sizes, cost.meta_bytes = _dense_sizes(rows, meta, per_token), packed_size(meta.keys)
             return rows
 
         about = _Cost(partition=meta.partition_id, rows=len(meta), fields=tuple(select_fields))

@@ -68,3 +68,13 @@ def test_what_does_not_fit_the_limit_is_read_again(stored):
     for _ in range(2):
         reads.padded(meta, NAMES, pad_values=PADS, width=4)
     assert num_gets(client) == 2, "12 bytes of sample_mask are kept, 48 of input_ids are not"
+
+
+def test_padding_is_not_counted_as_bytes(stored):
+    client, meta = stored
+    found = []
+    for width in (4, 400):
+        client.snapshot(reset=True)
+        client.get_padded(meta, NAMES, pad_values=PADS, pad_to=width)
+        found.append(client.snapshot()["field_bytes"])
+    assert found == [{"input_ids": 8 * 4, "sample_mask": 3 * 4}] * 2
