@@ -23,7 +23,7 @@ ENGINE_TESTS := tests/contract tests/distributed tests/e2e
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-fast walk-docs lint types imports configs constraints learn-sort learn-chain-sum learn-sort-moe resume-kills chaos bench-step bench-data-plane bench-packing bench-router-replay gpu-wheels test-gpu clean
+.PHONY: help demo test test-fast walk-docs lint types imports configs constraints learn-sort learn-chain-sum learn-sort-moe resume-kills chaos leaks bench-step bench-data-plane bench-packing bench-router-replay gpu-wheels test-gpu clean
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-22s %s\n", $$1, $$2}'
@@ -126,6 +126,9 @@ resume-kills: $(VENV)/.dev ## 50 SIGKILLs at random moments, 20 of them during a
 
 chaos: $(VENV)/.dev ## kill and stop every process of small runs at every stage, about 30 minutes; prints what became of each
 	$(BIN)/python -m tests.helpers.chaos $(ARGS)
+
+leaks: $(VENV)/.dev ## memory, descriptors, threads and shared memory of all processes over 200 small steps
+	$(BIN)/python -m tests.helpers.leaks $(ARGS)
 
 bench-step: $(VENV)/.base $(STARTER)/config.json ## seconds and bytes per stage, store by store; writes results/bench_grpo_step.json
 	$(BIN)/python benchmarks/grpo_step.py --json results/bench_grpo_step.json $(ARGS)

@@ -1,6 +1,6 @@
 """A run of many small steps, and what grows in it: memory, descriptors and threads of every process, shared memory.
 
-    python -m tests.helpers.leaks [--steps 200] [--stores transfer_queue,ray] [--launcher ray]
+    python -m tests.helpers.leaks [--steps 200] [--stores transfer_queue,ray]
 
 Every process is looked at once a second. What it holds in the last quarter of the steps is compared with what it held
 in the second one, by the median: caches and pools are full by then. Exit code 1 when anything has grown.
@@ -25,7 +25,7 @@ from statistics import median
 import psutil
 
 from tests.helpers.processes import MARK, end_all, marked
-from tests.helpers.runs import LOCAL, start_cli, write_recipe
+from tests.helpers.runs import start_cli, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 
 MIB = 2**20
@@ -62,7 +62,7 @@ def grown(looks: Sequence[Look], *, steps: int) -> Iterator[str]:
             before, after = (median(held[what] for held in helds) for helds in (early, late))
             limit = SERVERS_MAY_GROW_MIB if what == "memory_mib" and SERVERS.search(who) else MAY_GROW[what]
             if after - before > limit:
-                yield f"{who}: {what} {before:.0f} -> {after:.0f}"
+                yield f"{who[:100]}: {what} {before:.0f} -> {after:.0f}"
 
 
 def watch(process: subprocess.Popen[str], mark: str, metrics: Path, *, steps: int) -> list[Look]:
@@ -80,7 +80,7 @@ def _held(mark: str) -> Iterator[tuple[str, dict[str, float]]]:
     for process in marked(mark):
         try:
             with process.oneshot():
-                name = " ".join(process.cmdline())[:60]
+                name = " ".join(process.cmdline())
                 info = process.memory_info()
                 held = {
                     # Pages of shared memory are counted once, below.
@@ -102,10 +102,10 @@ def _blocks(path: Path) -> int:
         return 0
 
 
-def run(folder: Path, model: Path, *, store: str, launcher: str, steps: int) -> tuple[int, list[Look], str]:
+def run(folder: Path, model: Path, *, store: str, steps: int) -> tuple[int, list[Look], str]:
     """Exit code, everything seen, and the end of the output."""
     mark = os.environ[MARK] = uuid.uuid4().hex
-    settings = {"grpo.max_num_steps": steps, "data_plane.impl": store} | (LOCAL if launcher == "local" else {})
+    settings = {"grpo.max_num_steps": steps, "data_plane.impl": store}
     process = start_cli(write_recipe(folder, model), *(f"{name}={value}" for name, value in settings.items()))
     output = folder / "output.txt"
     try:
@@ -125,14 +125,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--stores", default="transfer_queue,ray", help="data planes to run over")
-    parser.add_argument("--launcher", choices=("ray", "local"), default="ray")
     given = parser.parse_args()
     num_failed = 0
     with tempfile.TemporaryDirectory() as root:
         model = write_tiny_folder(Path(root) / "model")
         for store in given.stores.split(","):
             folder = Path(root) / store
-            code, looks, output = run(folder, model, store=store, launcher=given.launcher, steps=given.steps)
+            code, looks, output = run(folder, model, store=store, steps=given.steps)
             problems = list(grown(looks, steps=given.steps)) + ([f"exit code {code}: {output}"] if code else [])
             num_failed += bool(problems)
             last = max((look.step for look in looks), default=0)

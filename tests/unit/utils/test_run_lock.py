@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.errors import RunFolderError
+from nemo_rl.utils import run_lock
 from nemo_rl.utils.run_lock import LOCK_FILE, lock_folder
 
 HOLD = """
@@ -94,6 +95,7 @@ def test_a_forked_child_that_leaves_the_block_ends_nothing(tmp_path):
 import os, sys
 from pathlib import Path
 from nemo_rl.errors import RunFolderError
+from nemo_rl.utils import run_lock
 from nemo_rl.utils.run_lock import lock_folder
 
 folder = Path(sys.argv[1])
@@ -123,3 +125,18 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     told = r"file/logs: a run cannot write here"
     with pytest.raises(RunFolderError, match=told), lock_folder(tmp_path / "file" / "logs"):
         pass
+
+
+def test_a_file_that_its_holder_removed_before_it_was_locked_is_not_the_lock(tmp_path, monkeypatch):
+    lock, removed = run_lock._lock, []
+
+    def lock_late(descriptor: int, path: Path) -> None:
+        if not removed:
+            path.unlink()
+            removed.append(path)
+        lock(descriptor, path)
+
+    monkeypatch.setattr(run_lock, "_lock", lock_late)
+    with run_lock.lock_folder(tmp_path):
+        assert removed and (tmp_path / run_lock.LOCK_FILE).is_file()
+        assert "in use by another run" in str(run_lock.lock_problem(tmp_path))
