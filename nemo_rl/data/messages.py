@@ -13,10 +13,14 @@ from typing import Literal
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.errors import DatasetError, ModelFolderError, boundary
+from nemo_rl.utils.time_limit import time_limit
 
 __all__ = ["Message", "TokenMessage", "TokenRow", "encode_prompt", "from_row", "prompt_messages", "to_row"]
 
 Role = Literal["system", "user", "assistant", "tool"]
+
+RENDER_S = 5.0
+"""A template takes less than a millisecond; one with nested loops may take a lifetime."""
 
 # Stands for one message's text while the template is rendered; holds nothing that a template would trim or escape.
 _PLACEHOLDER = "NEMORLCONTENT{}END"
@@ -108,10 +112,8 @@ def from_row(row: TokenRow) -> list[TokenMessage]:
 def _render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[tuple[str, str]]) -> str:
     conversation = [{"role": role, "content": content} for role, content in turns]
     # The template is a program in the model folder or in the recipe.
-    with boundary(
-        ModelFolderError,
-        f"tokenizer {tokenizer.name_or_path!r}: the chat template fails (policy.tokenizer.chat_template replaces it)",
-    ):
+    what = f"tokenizer {tokenizer.name_or_path!r}: the chat template fails (policy.tokenizer.chat_template replaces it)"
+    with boundary(ModelFolderError, what), time_limit(RENDER_S):
         return str(tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False))
 
 

@@ -461,6 +461,9 @@ TOKENIZERS: Mapping[str, Change] = {
     "a chat template that refuses": _write(_TEMPLATE, "{{ raise_exception('users are not welcome') }}"),
     "a chat template that breaks out": _write(_TEMPLATE, "{{ ''.__class__.__mro__[1].__subclasses__() }}"),
     "a chat template that counts to the end": _write(_TEMPLATE, "{% for i in range(999999999999) %}a{% endfor %}"),
+    "a chat template of nested loops": _write(
+        _TEMPLATE, "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    ),
     "a chat template that multiplies": _write(_TEMPLATE, "{{ 'a' + 9 ** 9 ** 2 ** 'x' }}"),
     "a chat template of itself": _write(_TEMPLATE, "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}"),
     "a chat template of Latin-1": _write(_TEMPLATE, "é".encode("latin-1")),
