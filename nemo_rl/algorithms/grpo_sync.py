@@ -92,6 +92,8 @@ class RunSummary:
     num_steps: int
     seconds: float
     last_checkpoint: Path | None
+    best_checkpoint: Path | None
+    """By `checkpointing.metric_name`, of those that are kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,6 +142,7 @@ class SyncGRPOTrainer:
             num_steps=self._step,
             seconds=time.monotonic() - started,
             last_checkpoint=self._last_checkpoint,
+            best_checkpoint=self._best_checkpoint(),
         )
 
     def step(self) -> StepRecord:
@@ -377,6 +380,10 @@ class SyncGRPOTrainer:
             "first_val_reward": self._first_val_reward,
         }
         self._last_checkpoint = self._parts.checkpoints.save(self._step, write=write, state=state)
+
+    def _best_checkpoint(self) -> Path | None:
+        best = None if self._parts.checkpoints is None else self._parts.checkpoints.best()
+        return None if best is None else best.path
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.state

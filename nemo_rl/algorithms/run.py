@@ -53,4 +53,6 @@ def _outputs(config: LoggerConfig, summary: RunSummary) -> dict[str, Path]:
         found["route trace"] = Path(trace_folder())
     if summary.last_checkpoint is not None:
         found["last checkpoint"] = summary.last_checkpoint
+    if summary.best_checkpoint is not None:
+        found["best checkpoint"] = summary.best_checkpoint
     return {name: path for name, path in found.items() if path.exists()}

@@ -77,11 +77,19 @@ class BatchedDataDict(UserDict[str, Column]):
     def from_batches(
         cls, batches: Sequence[Mapping[str, Column]], *, pad_values: Mapping[str, float] | None = None
     ) -> BatchedDataDict:
-        """Rows of all batches; tensors whose second axis differs are padded on the right (0 unless named)."""
-        if not batches:
-            return cls()
+        """Rows of all batches; tensors whose second axis differs are padded on the right (0 unless named).
+
+        Raises:
+            ValueError: a batch lacks a column that another one has.
+        """
         merged = cls()
-        for name in batches[0]:
+        names = list(dict.fromkeys(name for batch in batches for name in batch))
+        for name in names:
+            if lacking := [index for index, batch in enumerate(batches) if name not in batch]:
+                raise ValueError(
+                    f"column {name!r}: expected in all {len(batches)} batches, batches {lacking} lack it; fill it in "
+                    "or drop it everywhere"
+                )
             columns = [batch[name] for batch in batches]
             tensors = [column for column in columns if isinstance(column, torch.Tensor)]
             if len(tensors) == len(columns):

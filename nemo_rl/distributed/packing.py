@@ -85,9 +85,10 @@ def plan_packs(
             batch, without them rows of the same length are told apart by their place.
 
     Raises:
-        ValueError: a row exceeds the cap.
+        ValueError: a row exceeds the cap, or a number of ranks, a multiple or a size is below 1.
         TooFewRows: a global batch has fewer rows than microbatches are needed.
     """
+    _check_counts(dp_world=dp_world, multiple_of=multiple_of)
     if algorithm not in get_args(PackingAlgorithm):
         raise ValueError(f"packing: expected an algorithm of {get_args(PackingAlgorithm)}, got {algorithm!r}")
 
@@ -112,6 +113,7 @@ def plan_padded(
     keys: Sequence[str] | None = None,
 ) -> PackPlan:
     """As `plan_packs` for padded microbatches: rows x longest row is at most `capacity`, and costs count padding."""
+    _check_counts(dp_world=dp_world, multiple_of=multiple_of)
 
     def form(rows: Rows) -> list[Bins]:
         return padded_ranks(rows, num_ranks=dp_world, multiple_of=multiple_of)
@@ -136,8 +138,10 @@ def plan_fixed(
     """Microbatches of `rows_per_microbatch` rows in the given order (that of `keys`), an equal share per rank.
 
     Raises:
-        ValueError: a global batch does not divide by ranks x rows per microbatch x `multiple_of`.
+        ValueError: a global batch does not divide by ranks x rows per microbatch x `multiple_of`, or one of them is
+            below 1.
     """
+    _check_counts(rows_per_microbatch=rows_per_microbatch, dp_world=dp_world, multiple_of=multiple_of)
     unit = rows_per_microbatch * dp_world * multiple_of
     groups = _global_batches(len(lengths), global_batch_size, keys)
     for group in groups:
@@ -180,6 +184,7 @@ def replan_microbatches(
     Raises:
         TooFewRows: a rank has fewer rows than microbatches, and those of `plan` are no multiple of `multiple_of`.
     """
+    _check_counts(multiple_of=multiple_of)
     planner = _Planner(lengths, capacity, cost, pad_multiple, packed=plan.packed)
     shards = [sorted(plan.rows_of_rank(rank)) for rank in range(plan.num_ranks)]
     fewest = [len(pack_on_rank(planner.rows(shard), None, packed=plan.packed)) for shard in shards if shard]
@@ -209,6 +214,7 @@ def replan_rows(
     pad_multiple: int = 1,
 ) -> PackPlan:
     """Microbatches of a fixed number of rows over the same assignment, as one step; every rank needs as many rows."""
+    _check_counts(rows_per_microbatch=rows_per_microbatch)
     counts = {len(plan.rows_of_rank(rank)) for rank in range(plan.num_ranks)}
     if len(counts) > 1:
         raise ValueError(f"packing: ranks have {sorted(counts)} rows; fixed rows need equal shards")
@@ -227,6 +233,7 @@ def microbatches_needed(
     pad_multiple: int = 1,
 ) -> int:
     """With as many rows as this, one global batch of these lengths can surely be planned; a plan may need fewer."""
+    _check_counts(dp_world=dp_world, multiple_of=multiple_of)
     rows = _Planner(lengths, capacity, DEFAULT_COST, pad_multiple, packed=packed).rows(range(len(lengths)))
     return bins_needed(rows, num_ranks=dp_world, multiple_of=multiple_of, packed=packed)
 
@@ -238,12 +245,13 @@ class _Planner:
         capacity: most tokens in a microbatch; None for no cap.
 
     Raises:
-        ValueError: a row exceeds the cap.
+        ValueError: a row exceeds the cap, or the cap or the padding is below 1.
     """
 
     def __init__(
         self, lengths: Sequence[int], capacity: int | None, cost: Cost, pad_multiple: int, *, packed: bool
     ) -> None:
+        _check_counts(pad_multiple=pad_multiple, **({} if capacity is None else {"capacity": capacity}))
         self._sizes = [round_up(max(length, 1), pad_multiple) for length in lengths]
         self._costs = [cost[0] * size + cost[1] * size * size for size in self._sizes]
         self._num_tokens = sum(lengths)
@@ -327,6 +335,12 @@ class _Planner:
         return len(rows) * max((self._costs[row] for row in rows), default=0.0)
 
 
+def _check_counts(**counts: int) -> None:
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"packing: {name}: expected at least 1, got {count}")
+
+
 def _runs_of(rows: Sequence[int], count: int) -> Bins:
     return [list(rows[start : start + count]) for start in range(0, len(rows), count)]
 
@@ -336,7 +350,8 @@ def _global_batches(num_rows: int, size: BatchSizes, keys: Sequence[str] | None)
     if keys is not None and len(set(keys)) != num_rows:
         raise ValueError(f"packing: expected {num_rows} different keys, got {len(set(keys))} among {len(keys)}")
     if not isinstance(size, Sequence):
-        step = size or max(num_rows, 1)
+        step = max(num_rows, 1) if size is None else size
+        _check_counts(global_batch_size=step)
         size = [min(step, num_rows - start) for start in range(0, num_rows, step)]
     if sum(size) != num_rows:
         raise ValueError(f"packing: global batches of {list(size)} rows hold {sum(size)} rows, got {num_rows}")

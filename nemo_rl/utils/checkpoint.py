@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from nemo_rl.errors import CheckpointError, NemoRLError
 from nemo_rl.utils import interrupt
@@ -75,13 +77,20 @@ class Choice:
     """In words: why this one."""
 
 
+@runtime_checkable
+class _Listed(Protocol):
+    """A number or an array of numpy or torch."""
+
+    def tolist(self) -> object: ...
+
+
 class CheckpointManager:
     """Writes, prunes and chooses checkpoints in one folder, which belongs to this run alone.
 
     Args:
         folder: holds `step_N` folders and the file `latest`.
         keep_top_k: best checkpoints to keep besides the latest; None keeps all.
-        metric_name: key of `state["metrics"]` to rank by; checkpoints without it rank last.
+        metric_name: key of `state["metrics"]` to rank by; checkpoints without it, or where it is NaN, rank last.
     """
 
     def __init__(
@@ -96,16 +105,21 @@ class CheckpointManager:
     def save(self, step: int, *, write: Callable[[Path], None], state: Mapping[str, object]) -> Path:
         """Runs `write(tmp folder)`, adds `state` and a manifest, renames, updates `latest`, prunes.
 
+        Args:
+            state: JSON values; numbers and arrays of numpy and torch are saved as plain ones.
+
         Raises:
-            CheckpointError: a write failed; earlier checkpoints and `latest` are untouched.
+            CheckpointError: a write failed, or `state` holds something else; earlier checkpoints and `latest` are
+                untouched.
             KeyboardInterrupt: an interrupt arrived, also where a library made another error of it.
         """
+        text = self._state_text(step, state)
         target = self._folder / f"step_{step}"
         tmp = self._aside(UNFINISHED, target)
         try:
             tmp.mkdir(parents=True)
             write(tmp)
-            write_text(tmp / STATE_FILE, json.dumps({**state, "step": step}, indent=2, sort_keys=True))
+            write_text(tmp / STATE_FILE, text)
             Manifest.write(tmp)
             self._replace_folder(tmp, target)
             write_text(self._folder / LATEST_FILE, target.name)
@@ -126,6 +140,14 @@ class CheckpointManager:
         """The one named by `latest`, or the newest when that file is missing or stale; contents are not compared."""
         found, _ = self.scan()
         return next(iter(_in_order(found, self._pointer())), None)
+
+    def best(self) -> Checkpoint | None:
+        """The one with the best metric, the newest of equals; None where none has a number. Contents are not compared.
+
+        Pruning keeps it.
+        """
+        ranked = [checkpoint for checkpoint in self._whole() if not math.isnan(self._metric(checkpoint))]
+        return max(ranked, key=self._rank, default=None)
 
     def all(self) -> list[Checkpoint]:
         """Complete checkpoints in order of their steps; contents are not compared."""
@@ -195,12 +217,19 @@ class CheckpointManager:
             logger.warning("%s cannot be read and is passed over: %s", self._folder / LATEST_FILE, error)
             return None
 
+    def _state_text(self, step: int, state: Mapping[str, object]) -> str:
+        try:
+            return json.dumps(_plain({**state, "step": step}), indent=2, sort_keys=True)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise CheckpointError(
+                f"checkpoint of step {step} in {self._folder}: {STATE_FILE}: expected text, numbers, lists and "
+                f"mappings by name: {error}"
+            ) from error
+
     def _prune(self, *, latest: int) -> None:
         if self._keep_top_k is None:
             return
-        # A damaged one is no reason to remove an intact one, and is not ours to remove.
-        whole = [checkpoint for checkpoint in self.all() if checkpoint.manifest.missing(checkpoint.path) is None]
-        ranked = sorted(whole, key=self._rank, reverse=True)
+        ranked = sorted(self._whole(), key=self._rank, reverse=True)
         for checkpoint in ranked[self._keep_top_k :]:
             if checkpoint.step != latest:
                 logger.info("removing %s", checkpoint.path)
@@ -209,11 +238,19 @@ class CheckpointManager:
                 os.replace(checkpoint.path, gone)
                 shutil.rmtree(gone, ignore_errors=True)
 
+    def _whole(self) -> list[Checkpoint]:
+        """Those with all their files: a damaged one is no reason to remove an intact one, and is not ours to remove."""
+        return [checkpoint for checkpoint in self.all() if checkpoint.manifest.missing(checkpoint.path) is None]
+
     def _rank(self, checkpoint: Checkpoint) -> tuple[float, int]:
+        metric = self._metric(checkpoint)
+        return float("-inf") if math.isnan(metric) else self._sign * metric, checkpoint.step
+
+    def _metric(self, checkpoint: Checkpoint) -> float:
+        """NaN where it has none."""
         metrics = checkpoint.state.get("metrics")
         value = metrics.get(self._metric_name) if isinstance(metrics, Mapping) else None
-        score = self._sign * float(value) if isinstance(value, int | float) else float("-inf")
-        return score, checkpoint.step
+        return float(value) if isinstance(value, int | float) else math.nan
 
     def _replace_folder(self, source: Path, target: Path) -> None:
         """Renames `source` to `target`; a folder already there survives until the new one is in place."""
@@ -234,6 +271,15 @@ def checkpoint_paths(folder: Path) -> list[Path]:
     steps = [path for path in sorted(folder.glob("step_*")) if STEP.fullmatch(path.name) and path.is_dir()]
     pointer = folder / LATEST_FILE
     return [*steps, *_aside_paths(folder), *([pointer] if pointer.is_file() else [])]
+
+
+def _plain(value: object) -> object:
+    """JSON values in place of those of numpy and torch, also as keys."""
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value.tolist() if isinstance(value, _Listed) else value
 
 
 def _aside_paths(folder: Path) -> Iterator[Path]:

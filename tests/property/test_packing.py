@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import random
 from typing import get_args
@@ -325,3 +326,25 @@ def test_too_few_rows_and_too_long_rows_name_the_shortfall():
         plan_packs([5] * 2, capacity=100, dp_world=1, keys=["a", "a"])
     with pytest.raises(ValueError, match="expected an algorithm of .*'balanced'.*got 'best'"):
         plan_packs([5] * 2, capacity=100, dp_world=1, algorithm="best")
+
+
+@pytest.mark.parametrize("wrong", [0, -1])
+@pytest.mark.parametrize(
+    ("plan", "names"),
+    [
+        (plan_packs, ("capacity", "dp_world", "multiple_of", "pad_multiple", "global_batch_size")),
+        (plan_padded, ("capacity", "dp_world", "multiple_of", "pad_multiple", "global_batch_size")),
+        (plan_fixed, ("rows_per_microbatch", "dp_world", "multiple_of", "pad_multiple", "global_batch_size")),
+        (replan_microbatches, ("capacity", "multiple_of", "pad_multiple")),
+        (replan_rows, ("rows_per_microbatch", "pad_multiple")),
+        (microbatches_needed, ("capacity", "dp_world", "multiple_of", "pad_multiple")),
+    ],
+)
+def test_numbers_below_one_are_refused_by_name(plan, names, wrong):
+    fine = {"capacity": 20, "rows_per_microbatch": 1, "dp_world": 1, "packed": True}
+    takes = inspect.signature(plan).parameters
+    keys = {name: value for name, value in fine.items() if name in takes}
+    first = [plan_packs([3, 4], capacity=20, dp_world=1)] if "plan" in takes else []
+    for name in names:
+        with pytest.raises(ValueError, match=f"^packing: {name}: expected at least 1, got {wrong}$"):
+            plan(*first, [3, 4], **{**keys, name: wrong})

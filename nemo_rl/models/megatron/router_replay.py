@@ -49,7 +49,7 @@ def attach_replay(model: MegatronModel, *, validates: bool) -> RouteReplayer:
     """Lets the routers of this rank ask a replayer of their own, which is idle at first.
 
     Raises:
-        ConfigError: the model has no experts, or routers that leave the choice to a kernel.
+        ConfigError: the model has no experts, or routers that leave the choice to a kernel or are of an unknown kind.
     """
     config, mixture = model.config, model.shape.mixture
     if mixture is None:
@@ -62,6 +62,12 @@ def attach_replay(model: MegatronModel, *, validates: bool) -> RouteReplayer:
             "policy.megatron_cfg.moe_router_load_balancing_type to none or aux_loss"
         )
     routers = {int(part.layer_number) - 1: part for part in model.module.modules() if isinstance(part, TopKRouter)}
+    held = [int(layer.layer_number) - 1 for layer in model.module.decoder.layers]
+    if without := [layer for layer in held if model.shape.expert_layers[layer] and layer not in routers]:
+        raise ConfigError(
+            f"policy.router_replay.enabled: expected a {TopKRouter.__name__}, which takes routes, in every layer with "
+            f"experts; layers {without} have none; set it to false"
+        )
     replayer = RouteReplayer(sorted(routers), top_k=mixture.top_k, num_experts=mixture.num_experts, validates=validates)
     for layer, router in routers.items():
         router.router_replay = LayerReplay(layer, replayer)

@@ -9,7 +9,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from nemo_rl.errors import CheckpointError
 from nemo_rl.utils import interrupt
@@ -81,6 +83,43 @@ def test_the_best_and_the_latest_are_kept(tmp_path):
     for step, accuracy in ((1, 0.9), (2, 0.1), (3, 0.8), (4, 0.2)):
         store.save(step, write=write_weights, state=state(accuracy))
     assert [checkpoint.step for checkpoint in store.all()] == [1, 3, 4]
+
+
+@pytest.mark.parametrize("higher_is_better", [True, False])
+def test_nan_ranks_last_and_the_best_can_be_asked_for(tmp_path, higher_is_better):
+    store = CheckpointManager(tmp_path, keep_top_k=2, metric_name="val/accuracy", higher_is_better=higher_is_better)
+    assert store.best() is None
+    sign = 1 if higher_is_better else -1
+    store.save(1, write=write_weights, state=state(float("nan")))
+    store.save(2, write=write_weights, state={**state(), "metrics": {}})
+    assert store.best() is None
+    for step, accuracy in ((3, 0.5), (4, float("nan")), (5, 0.9), (6, float("nan")), (7, 0.5), (8, 0.1)):
+        store.save(step, write=write_weights, state=state(sign * accuracy))
+    assert [checkpoint.step for checkpoint in store.all()] == [5, 7, 8]
+    best = store.best()
+    assert best is not None and best.step == 5
+    (best.path / "weights.bin").unlink()
+    assert [left.step for left in [store.best()] if left] == [7]
+
+
+def test_numbers_and_arrays_of_numpy_and_torch_are_saved_as_plain_ones(tmp_path):
+    told = {"a": np.float32(0.5), "b": torch.tensor(2), "c": np.arange(3), "d": (torch.ones(1, 2), np.bool_(True))}
+    given = {"sampler": {np.int64(3): told}, "metrics": {"val/accuracy": np.float32(0.25)}}
+    store = manager(tmp_path)
+    store.save(1, write=write_weights, state=given)
+    latest = store.latest()
+    assert latest is not None
+    assert latest.state["sampler"] == {"3": {"a": 0.5, "b": 2, "c": [0, 1, 2], "d": [[[1.0, 1.0]], True]}}
+    assert latest.state["metrics"] == {"val/accuracy": 0.25}
+
+
+@pytest.mark.parametrize("value", [object(), {1: 1, "a": 1}, {1, 2}], ids=str)
+def test_a_state_that_cannot_be_saved_says_so_and_leaves_nothing(tmp_path, value):
+    store = three_checkpoints(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match=r"step 4 in .*training_info\.json: expected text, numbers"):
+        store.save(4, write=write_weights, state={**state(), "other": value})
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_stale_pointer_falls_back_to_the_newest_complete_folder(tmp_path):

@@ -19,6 +19,7 @@ from nemo_rl.config.policy import DTensorConfig, PolicyConfig
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.errors import ConfigError, ModelFolderError, NonFiniteError
 from nemo_rl.models.megatron.mcore import parallel_state
+from nemo_rl.models.megatron.router_replay import attach_replay
 from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorker
 from tests.helpers.families import write_with_tokenizer
 from tests.helpers.megatron_models import hf_model
@@ -276,3 +277,13 @@ def test_modules_that_were_imported_on_the_way_are_adapted(experts: Path, tmp_pa
         worker.load_checkpoint(**paths)
     modules = {name: module for name, module in sys.modules.items() if name.startswith("megatron.core")}
     assert [name for name, module in modules.items() if vars(module).get("torch") is torch] == []
+
+
+def test_a_layer_with_experts_whose_router_takes_no_routes_is_refused(experts: Path) -> None:
+    with running(settings(experts)) as worker:
+        assert attach_replay(worker._model, validates=False).layers == (0,)
+        worker._model.module.decoder.layers[0].mlp.router = torch.nn.Identity()
+        with pytest.raises(
+            ConfigError, match=r"router_replay\.enabled: expected a TopKRouter.* layers \[0\] have none"
+        ):
+            attach_replay(worker._model, validates=False)
