@@ -64,6 +64,8 @@ class TraceStage:
     """How many passes of this stage the process had before."""
     coords: Mapping[str, int]
     """Coordinates of the rank: `{"dp": 0, "cp": 1, "tp": 0, "pp": 0}`."""
+    sizes: Mapping[str, int]
+    """Of these axes."""
     num_microbatches: int
     """First microbatches that are traced."""
     seen: set[int] = field(default_factory=set)
@@ -167,6 +169,7 @@ def r3_trace_stage(
     coords: Mapping[str, int] | None = None,
     sizes: Mapping[str, int] | None = None,
     layers: Sequence[int] | None = None,
+    replays: bool = True,
 ) -> Iterator[TraceStage | None]:
     """One pass of a stage on this rank; the first passes of the process are traced.
 
@@ -175,6 +178,8 @@ def r3_trace_stage(
         coords: of this rank on each parallel axis.
         sizes: of these axes.
         layers: numbers of the layers with routers that this rank holds; None when it is not known.
+        replays: False where routes are recorded: there is nothing yet that they could be compared with, and the pass
+            is not announced to the verifier.
 
     Yields:
         What to hand along; None when this pass is not traced.
@@ -183,7 +188,12 @@ def r3_trace_stage(
         yield None
         return
     limit = trace_limits().microbatches
-    traced = TraceStage(stage=stage, trace_step=step, coords=dict(coords or {}), num_microbatches=limit)
+    traced = TraceStage(
+        stage=stage, trace_step=step, coords=dict(coords or {}), sizes=dict(sizes or {}), num_microbatches=limit
+    )
+    if not replays:
+        yield traced
+        return
     held = None if layers is None else list(layers)
     _FILE.write("stage_started", {**traced.head(), "sizes": dict(sizes or {}), "layers": held})
     is_complete = False
@@ -235,6 +245,7 @@ def trace_cp_routed_experts(
     local = as_array(routes)
     fields: dict[str, object] = {
         "cp_rank": stage.coords.get("cp", 0),
+        "cp_size": stage.sizes.get("cp", 1),
         "layers": list(layers),
         "token_identity": _runs_record(runs),
         "cp_token_identity_verified_count": verified_count,
@@ -292,8 +303,9 @@ def trace_router_replay_action(
     """What a router was told to do with its routes.
 
     Args:
-        ids: `[S, K]` integers that the action uses, None when it uses none.
-        pending: microbatches whose backward pass is still to come.
+        ids: `[S, K]` integers that the action uses, None when it uses none. Of `record` their shape is told alone: they
+            are where routes begin.
+        pending: microbatches whose backward pass may still ask the router, afterwards.
     """
     if stage is None or not stage.traces(microbatch):
         return
@@ -305,7 +317,7 @@ def trace_router_replay_action(
     }
     if ids is not None:
         used = as_array(ids)
-        fields |= {"tensor": describe(used), **describe_routes(used[:, None])}
+        fields |= {"tensor": describe(used)} | ({} if action == "record" else describe_routes(used[:, None]))
     _FILE.write("router_replay_action", {**stage.as_record(microbatch), **fields})
 
 
@@ -331,7 +343,7 @@ def trace_router_replay_forward_verify(
         actual: torch `[S, K]` integers, the choice that the forward used.
         expected: torch `[S]` int64, `route_digests` of the rollout for this layer.
         missing: torch `[S]` bool: no route of the rollout belongs here (it is missing, or the slot is padding).
-        pending: microbatches whose backward pass is still to come, before and after.
+        pending: microbatches whose backward pass may still ask the router, before and after.
 
     Returns:
         False when a token used other experts; the caller raises.

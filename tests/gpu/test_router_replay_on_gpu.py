@@ -66,13 +66,23 @@ class Seen:
     actions: Counter[tuple[int, str]] = field(default_factory=Counter)
 
     def used(
-        self, routes: MicrobatchRoutes, *, layer: int, action: str, ids_TK: torch.Tensor, matches: bool | None
+        self,
+        routes: MicrobatchRoutes,
+        *,
+        layer: int,
+        action: str,
+        ids_TK: torch.Tensor,
+        matches: bool | None,
+        pending: tuple[int, int],
     ) -> None:
         self.actions[layer, action] += 1
         is_known = routes.is_token_T if routes.is_missing_T is None else routes.is_token_T & ~routes.is_missing_T
         rows = torch.tensor(routes.rows)[routes.row_T[is_known].cpu()]
         wanted = self.expected[rows, routes.column_T[is_known].cpu(), self.layers.index(layer)]
         assert torch.equal(route_digests(ids_TK[is_known].cpu()[:, None], [layer])[:, 0], wanted)
+
+    def cleared(self, routes: MicrobatchRoutes, *, layer: int, pending: int) -> None:
+        self.actions[layer, "clear"] += 1
 
 
 def outcome(worker: TrainingWorker, batch: BatchedDataDict) -> tuple[torch.Tensor, float, float]:

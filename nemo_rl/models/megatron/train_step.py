@@ -243,9 +243,10 @@ class PipelineRunner:
             output = self._through(micro, module, at_all_positions)
         else:
             routes = self._replay.routes_of(micro)
-            with self._replay.replayer.pass_of(routes):
+            asks_again = self._model.config.recompute_granularity is not None and torch.is_grad_enabled()
+            with self._replay.replayer.pass_of(routes, backward_follows=asks_again):
                 output = self._through(micro, module, at_all_positions)
-            if self._model.config.recompute_granularity is not None:
+            if asks_again:
                 on_backward(output, routes, self._replay.replayer)
 
         def finish(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:

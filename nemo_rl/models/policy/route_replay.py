@@ -32,9 +32,24 @@ class PassObserver(Protocol):
     """Sees what routers were told; for tracing."""
 
     def used(
-        self, routes: MicrobatchRoutes, *, layer: int, action: ReplayAction, ids_TK: torch.Tensor, matches: bool | None
+        self,
+        routes: MicrobatchRoutes,
+        *,
+        layer: int,
+        action: ReplayAction,
+        ids_TK: torch.Tensor,
+        matches: bool | None,
+        pending: tuple[int, int],
     ) -> None:
-        """A router has used these ids; `matches` tells of the recorded digests, None where there are none."""
+        """A router has used these ids.
+
+        Args:
+            matches: the recorded digests; None where there are none.
+            pending: microbatches whose backward pass may still ask this router, before and after.
+        """
+
+    def cleared(self, routes: MicrobatchRoutes, *, layer: int, pending: int) -> None:
+        """A router that has run forgets a microbatch: nothing asks for its routes any more."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -63,6 +78,8 @@ class MicrobatchRoutes:
     recording the recorded ids."""
     seen: set[int] = field(default_factory=set)
     """Layers that have run; one that runs again is being recomputed."""
+    again: set[int] = field(default_factory=set)
+    """Layers that have been recomputed."""
 
 
 class RouteReplayer:
@@ -80,6 +97,8 @@ class RouteReplayer:
         self._current: MicrobatchRoutes | None = None
         self._stage = ""
         self._observer: PassObserver | None = None
+        self._waiting: dict[int, MicrobatchRoutes] = {}
+        """Microbatches whose backward pass is not over, by identity."""
         self._counts: dict[str, torch.Tensor] = {}
         """Stage -> `[3]` float64 on the device: tokens times layers that were replayed, without a route, and where the
         router wanted others. Read once a step, for a read waits for the device."""
@@ -97,23 +116,39 @@ class RouteReplayer:
             yield
         finally:
             self._stage, self._observer, self._current = "", None, None
+            self._waiting.clear()
 
     @contextmanager
-    def pass_of(self, routes: MicrobatchRoutes) -> Iterator[None]:
-        """Around a forward pass, or a forward and its backward pass where no other microbatch comes between."""
+    def pass_of(self, routes: MicrobatchRoutes, *, backward_follows: bool = False) -> Iterator[None]:
+        """Around a forward pass, or a forward and its backward pass where no other microbatch comes between.
+
+        Args:
+            backward_follows: the microbatch is entered once more, for its backward pass.
+        """
         self.enter(routes)
         try:
             yield
         finally:
-            self.leave()
+            if backward_follows:
+                self._current = None
+            else:
+                self.leave()
 
     def enter(self, routes: MicrobatchRoutes) -> None:
         """Routers belong to this microbatch from here on, until `leave`."""
         self._current = routes
+        if torch.is_grad_enabled():
+            self._waiting[id(routes)] = routes
 
     def leave(self) -> None:
-        """Routers choose for themselves from here on."""
-        self._current = None
+        """Routers choose for themselves from here on; the microbatch is over."""
+        routes, self._current = self._current, None
+        if routes is None:
+            return
+        self._waiting.pop(id(routes), None)
+        if self._observer is not None:
+            for layer in sorted(routes.seen):
+                self._observer.cleared(routes, layer=layer, pending=self._pending(layer))
 
     def choose(self, layer: int, own: OwnChoice) -> torch.Tensor | None:
         """The ids that a router uses, `[T, K]` int64; None for its own choice.
@@ -124,12 +159,13 @@ class RouteReplayer:
         routes = self._current
         if routes is None:
             return None
-        is_again = layer in routes.seen
-        routes.seen.add(layer)
+        is_again, before = layer in routes.seen, self._pending(layer)
+        (routes.again if is_again else routes.seen).add(layer)
+        pending = before, self._pending(layer)
         if routes.ids_TlK is None:
             if not is_again:
                 routes.used[layer] = own().detach()
-            self._tell(routes, layer, "record", routes.used[layer], None)
+            self._tell(routes, layer, "record", routes.used[layer], None, pending)
             return None
         ids_TK = routes.used.get(layer)
         if ids_TK is None:
@@ -138,7 +174,7 @@ class RouteReplayer:
             ids_TK = self._install(routes, layer, ids_TK, own().detach())
         action: ReplayAction = "replay_backward" if is_again else "replay_forward"
         matches = self._matches(routes, layer, ids_TK)
-        self._tell(routes, layer, action, ids_TK, matches)
+        self._tell(routes, layer, action, ids_TK, matches, pending)
         if matches is False:
             raise WorkerError(
                 f"router replay, {action} of microbatch {routes.number}, layer {layer}: ids of shape "
@@ -207,11 +243,20 @@ class RouteReplayer:
         is_equal_T = found_T == routes.digests_Tl[:, self._column[layer]]
         return bool((is_equal_T | ~is_known_T).all())
 
+    def _pending(self, layer: int) -> int:
+        return sum(layer in routes.seen and layer not in routes.again for routes in self._waiting.values())
+
     def _tell(
-        self, routes: MicrobatchRoutes, layer: int, action: ReplayAction, ids_TK: torch.Tensor, matches: bool | None
+        self,
+        routes: MicrobatchRoutes,
+        layer: int,
+        action: ReplayAction,
+        ids_TK: torch.Tensor,
+        matches: bool | None,
+        pending: tuple[int, int],
     ) -> None:
         if self._observer is not None:
-            self._observer.used(routes, layer=layer, action=action, ids_TK=ids_TK, matches=matches)
+            self._observer.used(routes, layer=layer, action=action, ids_TK=ids_TK, matches=matches, pending=pending)
 
 
 def microbatch_routes(

@@ -37,6 +37,7 @@ class RouteTrace:
     layers: tuple[int, ...]
     layer_index: tuple[int, ...]
     """Columns of `layers` among all layers with experts."""
+    num_experts: int
 
     def placed(self, routes: MicrobatchRoutes, ids_T: torch.Tensor) -> None:
         """The routes of a microbatch lie where its tokens lie.
@@ -65,13 +66,25 @@ class RouteTrace:
             )
 
     def used(
-        self, routes: MicrobatchRoutes, *, layer: int, action: ReplayAction, ids_TK: torch.Tensor, matches: bool | None
+        self,
+        routes: MicrobatchRoutes,
+        *,
+        layer: int,
+        action: ReplayAction,
+        ids_TK: torch.Tensor,
+        matches: bool | None,
+        pending: tuple[int, int],
     ) -> None:
         """As in `PassObserver`."""
         if not routes.rows:
             return
         trace_router_replay_action(
-            self.stage, action=action, layer_number=layer, microbatch=routes.number, ids=_with_missing(routes, ids_TK)
+            self.stage,
+            action=action,
+            layer_number=layer,
+            microbatch=routes.number,
+            ids=_with_missing(routes, ids_TK),
+            pending=pending[1],
         )
         if matches is None or routes.digests_Tl is None:
             return
@@ -84,11 +97,19 @@ class RouteTrace:
             layer_number=layer,
             microbatch=routes.number,
             topk=ids_TK.shape[1],
-            scores_shape=(len(ids_TK),),
+            scores_shape=(len(ids_TK), self.num_experts),
             actual=ids_TK,
             expected=routes.digests_Tl[:, self.layers.index(layer)],
             missing=has_none_T,
+            pending=pending,
         )
+
+    def cleared(self, routes: MicrobatchRoutes, *, layer: int, pending: int) -> None:
+        """As in `PassObserver`."""
+        if routes.rows:
+            trace_router_replay_action(
+                self.stage, action="clear", layer_number=layer, microbatch=routes.number, pending=pending
+            )
 
     def _verified(self, routes: MicrobatchRoutes, ids_T: torch.Tensor, source_NT: torch.Tensor) -> int:
         """Tokens that are the source's at the row and position from which their routes were cut.

@@ -7,7 +7,7 @@ the model's own routes run without; every other pass of a stage has routes, or t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -116,8 +116,7 @@ class WorkerReplay:
             batch: the shard.
         """
         numbers = {tuple(rows): number for number, rows in enumerate(plan.microbatches[0]) if rows}
-        # A pass that records is where routes begin; its record is that of what it writes.
-        traced = self._traced(name, batch) if slices is not None else nullcontext()
+        traced = self._traced(name, batch, replays=slices is not None)
         with traced as trace, self.replayer.stage(name, trace), self._routing(self.replayer):
             yield StageReplay(
                 replayer=self.replayer,
@@ -129,13 +128,14 @@ class WorkerReplay:
             )
 
     @contextmanager
-    def _traced(self, name: str, batch: BatchedDataDict) -> Iterator[RouteTrace | None]:
+    def _traced(self, name: str, batch: BatchedDataDict, *, replays: bool) -> Iterator[RouteTrace | None]:
         place, layout = self._layout.coordinates(self._rank), self._layout
         with r3_trace_stage(
             name,
             coords={"dp": place.dp, "cp": place.cp, "tp": place.tp, "pp": place.pp},
             sizes={"dp": layout.dp, "cp": layout.cp, "tp": layout.tp, "pp": layout.pp},
             layers=self.replayer.layers,
+            replays=replays,
         ) as stage:
             yield (
                 None
@@ -146,6 +146,7 @@ class WorkerReplay:
                     source_NT=batch.tensor("input_ids") if place.pp in (0, layout.pp - 1) else None,
                     layers=self.replayer.layers,
                     layer_index=self.view.layer_index,
+                    num_experts=self.shape.num_experts,
                 )
             )
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,7 +13,9 @@ from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import SchemaMismatch, WorkerError
 from nemo_rl.models.policy.microbatch import PassShape
 from nemo_rl.models.policy.route_replay import MicrobatchRoutes, RouteReplayer, microbatch_routes
+from nemo_rl.models.policy.route_trace import RouteTrace
 from nemo_rl.models.policy.routes import RouteSlices, RouteView, ShardRoutes
+from nemo_rl.utils.r3_trace import r3_trace_stage, reset_r3_trace
 from nemo_rl.utils.route_digest import route_digests
 
 SHAPE = RouteShape(layers=(1, 3), top_k=2, num_experts=300)
@@ -80,6 +85,80 @@ def test_a_layer_that_is_recomputed_keeps_the_choice_of_the_first_time() -> None
         again = ours.choose(1, lambda: OWN + 7)
         ours.leave()
     assert first is not None and again is not None and torch.equal(first, again)
+
+
+class Seen:
+    """What routers were told, as (action, layer, pending before, pending after)."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[object, ...]] = []
+
+    def used(self, routes, *, layer, action, ids_TK, matches, pending) -> None:
+        self.told.append((action, layer, *pending))
+
+    def cleared(self, routes, *, layer, pending) -> None:
+        self.told.append(("clear", layer, pending))
+
+
+def test_microbatches_in_flight_are_counted_until_their_backward_pass() -> None:
+    ours, seen, first, second = replayer(), Seen(), microbatch(), microbatch()
+    with ours.stage("train", seen):
+        for routes in (first, second):
+            with ours.pass_of(routes, backward_follows=True):
+                ours.choose(1, lambda: OWN)
+        for routes in (first, second):
+            ours.enter(routes)
+            ours.choose(1, lambda: OWN)
+            ours.leave()
+    assert seen.told == [
+        *(("replay_forward", 1, 0, 1), ("replay_forward", 1, 1, 2)),
+        *(("replay_backward", 1, 2, 1), ("clear", 1, 1), ("replay_backward", 1, 1, 0), ("clear", 1, 0)),
+    ]
+    seen.told.clear()
+    with ours.stage("prev_logprobs", seen), torch.no_grad(), ours.pass_of(microbatch()):
+        ours.choose(1, lambda: OWN)
+    assert seen.told == [("replay_forward", 1, 0, 0), ("clear", 1, 0)], "no backward pass follows"
+    assert ours.is_idle and not ours._waiting
+
+
+@pytest.mark.parametrize("replays", [True, False])
+def test_the_trace_has_the_shape_of_the_scores_what_is_pending_and_every_action(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replays: bool
+) -> None:
+    monkeypatch.setenv("NRL_R3_TRACE", "1")
+    monkeypatch.setenv("NRL_R3_TRACE_DIR", str(tmp_path))
+    monkeypatch.setenv("NRL_R3_TRACE_MICROBATCHES", "5")
+    reset_r3_trace()
+    digests = route_digests(slices(RouteView(layer_index=(0, 1))).ids.long(), SHAPE.layers)
+    made, ours = microbatch(digests=digests), replayer()
+    if not replays:
+        made.ids_TlK = made.is_missing_T = made.digests_Tl = None
+    with r3_trace_stage("train", coords={"cp": 1}, sizes={"cp": 2}, layers=(1, 3), replays=replays) as stage:
+        assert stage is not None
+        trace = RouteTrace(
+            stage=stage, keys=["a_g0", "a_g1"], source_NT=None, layers=(1, 3), layer_index=(0, 1), num_experts=300
+        )
+        trace.placed(made, torch.zeros(6))
+        with ours.stage("train", trace), ours.pass_of(made):
+            ours.choose(1, lambda: OWN)
+            ours.choose(1, lambda: OWN)
+    reset_r3_trace()
+    (file,) = tmp_path.glob("*.jsonl")
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    actions = [record for record in records if record["event"] == "router_replay_action"]
+    expected = ["replay_forward", "replay_backward", "clear"] if replays else ["record", "record", "clear"]
+    assert [record["action"] for record in actions] == expected
+    assert [record["replay_backward_list_len"] for record in actions] == [1, 0, 0]
+    verified = [record for record in records if record["event"] == "router_replay_forward_verify"]
+    if replays:
+        assert [record["scores_shape"] for record in verified] == [[6, 300], [6, 300]]
+        ends = [(r["replay_backward_list_len_before"], r["replay_backward_list_len_after"]) for r in verified]
+        assert ends == [(0, 1), (1, 0)]
+        (shard,) = [record for record in records if record["event"] == "cp_routed_experts"]
+        assert (shard["cp_rank"], shard["cp_size"]) == (1, 2)
+    else:
+        assert not verified and "digests" not in actions[0] and actions[0]["tensor"]["shape"] == [6, 2]
+        assert not [record for record in records if record["event"].startswith("stage_")]
 
 
 def test_outside_of_a_pass_and_after_an_error_routers_choose_for_themselves() -> None:
