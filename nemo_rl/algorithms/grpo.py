@@ -61,6 +61,7 @@ def score_rows(carry: DriverCarry, config: GRPOConfig) -> ScoredRows:
         stats,
         leave_one_out=config.use_leave_one_out_baseline,
         normalize=config.normalize_rewards,
+        leave_one_out_std=config.use_leave_one_out_std,
         clip_low=config.advantage_clip_low,
         clip_high=config.advantage_clip_high,
     )

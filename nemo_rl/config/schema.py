@@ -57,6 +57,8 @@ class GRPOConfig(Section):
     """Divide the advantage by the group's standard deviation."""
     use_leave_one_out_baseline: bool = True
     """Baseline of a sample is the mean reward of its siblings; false: mean of the whole group."""
+    use_leave_one_out_std: bool = False
+    """Divide by the siblings' standard deviation (NeMo-RL): then the one right answer of a group is not divided."""
     advantage_clip_low: float | None = None
     """Advantages below this are raised to it; null: no limit."""
     advantage_clip_high: float | None = None

@@ -198,6 +198,18 @@ def rule_advantage_clip_is_an_interval(config: MasterConfig) -> list[str]:
     return []
 
 
+def rule_sibling_std_needs_a_sibling_baseline(config: MasterConfig) -> list[str]:
+    lines: list[str] = []
+    for name, is_on in (
+        ("normalize_rewards", config.grpo.normalize_rewards),
+        ("use_leave_one_out_baseline", config.grpo.use_leave_one_out_baseline),
+    ):
+        if not is_on:
+            switch, names = f"grpo.{name}", ("use_leave_one_out_std",)
+            lines += would_be_ignored(config.grpo, "grpo", names, switch=switch, because=f"{switch} is false")
+    return lines
+
+
 def rule_kl_keys_need_a_penalty(config: MasterConfig) -> list[str]:
     if config.loss_fn.reference_policy_kl_penalty > 0:
         return []

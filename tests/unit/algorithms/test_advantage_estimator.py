@@ -9,7 +9,12 @@ import time
 import pytest
 import torch
 
-from nemo_rl.algorithms.advantage_estimator import STD_EPSILON, estimate_advantages, group_statistics
+from nemo_rl.algorithms.advantage_estimator import (
+    SIBLING_STD_EPSILON,
+    STD_EPSILON,
+    estimate_advantages,
+    group_statistics,
+)
 
 
 def _rows(seed: int) -> tuple[list[float], list[str]]:
@@ -48,6 +53,30 @@ def test_advantages_equal_a_slow_reference(leave_one_out: bool, normalize: bool)
     expected = torch.tensor(_slow(rewards, uids, leave_one_out=leave_one_out, normalize=normalize))
     assert result.dtype == torch.float32
     torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-7)
+
+
+def _slow_among_siblings(rewards: list[float], uids: list[str]) -> list[float]:
+    result = []
+    for i, (reward, uid) in enumerate(zip(rewards, uids, strict=True)):
+        siblings = [r for j, (r, u) in enumerate(zip(rewards, uids, strict=True)) if u == uid and j != i]
+        std = statistics.stdev(siblings) if len(siblings) > 1 else 0.0
+        result.append((reward - statistics.fmean(siblings)) / (std + SIBLING_STD_EPSILON if std > 0 else 1.0))
+    return result
+
+
+def test_the_standard_deviation_of_siblings_equals_a_slow_reference_and_known_numbers() -> None:
+    rewards, uids = _rows(3)
+    known = [1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.1, 0.1, 0.1]
+    groups = [*"aaaabbbbccddd"]
+    for given, names in ((rewards, uids), (known, groups)):
+        tensor = torch.tensor(given, dtype=torch.float64)
+        keys = {"leave_one_out": True, "normalize": True, "leave_one_out_std": True}
+        result = estimate_advantages(tensor, group_statistics(tensor, names), **keys)
+        expected = torch.tensor(_slow_among_siblings(given, names))
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-7)
+    assert result.tolist() == pytest.approx(
+        [1.0, *[-0.5773493] * 3, *[1.1546984] * 2, *[-1.1546984] * 2, 1.0, -1.0, 0.0, 0.0, 0.0], rel=1e-6
+    )
 
 
 def test_statistics_equal_a_slow_reference() -> None:

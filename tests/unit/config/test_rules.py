@@ -176,6 +176,13 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
             "policy.router_replay.compare_microbatches: 2 would be ignored, because the pass that records",
         ),
     ],
+    "rule_sibling_std_needs_a_sibling_baseline": [
+        (
+            ("grpo.use_leave_one_out_std=true", f"grpo.{switch}=false"),
+            f"grpo.use_leave_one_out_std: True would be ignored, because grpo.{switch} is false",
+        )
+        for switch in ("normalize_rewards", "use_leave_one_out_baseline")
+    ],
     "rule_kl_keys_need_a_penalty": [
         (("loss_fn.reference_policy_kl_type=k2",), "loss_fn.reference_policy_kl_type: 'k2' would be ignored"),
     ],
