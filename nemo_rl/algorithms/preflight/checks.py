@@ -29,6 +29,7 @@ CHECKS: Mapping[str, Check] = {
     "prompts": inputs.check_prompts,
     "reward": inputs.check_reward,
     "trackers": inputs.check_trackers_are_installed,
+    "data plane": machine.check_data_plane,
     "GPUs": machine.check_gpus,
     "CPUs": machine.check_cpus,
     "memory": machine.check_memory,

@@ -12,6 +12,7 @@ from nemo_rl.algorithms.cpu_needs import logical_cpus, too_few_cpus
 from nemo_rl.algorithms.preflight.subject import Subject, nearest_folder
 from nemo_rl.algorithms.run_folder import run_folders, used_folder_problems
 from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.data_plane.adapters.mooncake_master import check_installed
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.memory import available_bytes
 from nemo_rl.utils.run_lock import lock_problem
@@ -46,6 +47,15 @@ def check_gpus(subject: Subject) -> list[str]:
         f"cluster.gpus_per_node: {cluster.gpus_per_node} GPUs are asked for, this machine has {have}; lower it, or set "
         "it to 0 with cluster.cpu_workers_per_node to train on CPU"
     ]
+
+
+def check_data_plane(subject: Subject) -> list[str]:
+    """What the store is made of is installed."""
+    plane = subject.config.data_plane
+    is_mooncake = plane.impl == "mooncake" or (plane.impl == "transfer_queue" and plane.backend == "mooncake_cpu")
+    if plane.enabled and is_mooncake:
+        check_installed()
+    return []
 
 
 def check_cpus(subject: Subject) -> list[str]:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl.algorithms.preflight import machine
 from nemo_rl.algorithms.preflight.checks import CHECKS, preflight
-from nemo_rl.errors import CheckpointError, NemoRLError, UserError
+from nemo_rl.errors import CheckpointError, NemoRLError, ResourceError, UserError
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.run_lock import lock_folder
 from tests.helpers.runs import LOCAL, load_recipe, write_recipe
@@ -172,3 +173,17 @@ def test_a_reward_is_loaded_in_a_process_of_its_own(tmp_path: Path, model: Path)
 
 def test_every_check_has_a_name() -> None:
     assert {"model", "prompts", "reward", "memory", "disk", "run folder"} <= CHECKS.keys()
+
+
+@pytest.mark.parametrize("settings", [{"impl": "mooncake"}, {"impl": "transfer_queue", "backend": "mooncake_cpu"}])
+def test_a_store_that_is_not_installed_is_known_before(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]
+) -> None:
+    def missing() -> None:
+        raise ResourceError("Mooncake is not installed")
+
+    monkeypatch.setattr(machine, "check_installed", missing)
+    recipe = write_recipe(tmp_path, model)
+    with pytest.raises(UserError, match="Mooncake is not installed"):
+        preflight(load_recipe(recipe, {f"data_plane.{name}": value for name, value in settings.items()}))
+    assert found(recipe) == []
