@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema_walk import iter_fields, section_class
+from tests.helpers.config_reads import texts, unread_keys
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.name != "grpo_base.yaml")
@@ -22,24 +22,25 @@ def test_recipe_loads(recipe: Path) -> None:
 
 
 def test_every_key_is_read_somewhere() -> None:
-    """A key that is accepted has an effect; this finds those that no code outside the config package names."""
-    read = {
-        node.attr
-        for path in [*(ROOT / "nemo_rl").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
-        if "config" not in path.parts
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute)
-    }
-    keys = [path for path, field in iter_fields() if section_class(field.annotation) is None]
-    unread = {key for key in keys if key.rsplit(".", 1)[-1] not in read}
-    # Switches with one position: there is nothing to branch on yet. Properties of their sections read the others.
-    megatron = "policy.megatron_cfg"
-    known = {
-        *("policy.generation.backend", "data_plane.backend", f"{megatron}.virtual_pipeline_model_parallel_size"),
-        *("cluster.cpu_workers_per_node", "cluster.num_nodes", f"{megatron}.scheduler.lr_decay_iters"),
-        *(f"{megatron}.{axis}_model_parallel_size" for axis in ("pipeline", "expert")),
-    }
-    assert unread - known == set()
+    """A key that is accepted has an effect; this finds those that no code outside the config package reads."""
+    library = texts(ROOT / "nemo_rl", ROOT / "examples", but="config")
+    # A switch with one position: there is nothing to branch on yet.
+    assert unread_keys(library, config_sources=texts(ROOT / "nemo_rl" / "config")) == {"policy.generation.backend"}
+
+
+def test_a_key_of_another_section_with_the_same_name_is_no_reader() -> None:
+    text = """
+class Holder:
+    def __init__(self, cfg: DataPlaneConfig | None, other: Thing) -> None:
+        self._cfg, self._other = cfg, other
+
+    def use(self) -> object:
+        store = self._cfg.mooncake if self._cfg.enabled else self._other
+        return store.host, self._other.lease_s, self._other.checkpointing.enabled
+"""
+    unread = unread_keys([text], config_sources=[])
+    read = {key for key, field in iter_fields() if section_class(field.annotation) is None} - unread
+    assert read == {"data_plane.enabled", "data_plane.mooncake.host"}
 
 
 def test_loading_a_recipe_imports_neither_torch_nor_ray() -> None:
