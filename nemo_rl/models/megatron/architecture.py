@@ -87,6 +87,8 @@ class Architecture:
     intermediate_size: int
     """Of the layers without experts."""
     vocab_size: int
+    padding_token: int | None
+    """Its embedding gets no gradient from where the token is read; None without."""
     norm_eps: float
     has_qkv_bias: bool
     has_head_norms: bool
@@ -128,6 +130,7 @@ class Architecture:
             head_dim=given.get("head_dim") or given["hidden_size"] // heads,
             intermediate_size=given["intermediate_size"],
             vocab_size=given["vocab_size"],
+            padding_token=_padding_token(given),
             norm_eps=given["rms_norm_eps"],
             has_qkv_bias=family in QKV_BIAS or (family in BY_CONFIG and bool(given.get("attention_bias"))),
             has_head_norms=family in HEAD_NORMS or (family in BY_CONFIG and bool(given.get("use_qk_norm"))),
@@ -336,6 +339,12 @@ def _mixture(family: str, given: Mapping[str, Any]) -> Mixture | None:
             shared_intermediate_size=given["n_shared_experts"] * given["moe_intermediate_size"],
         )
     return None
+
+
+def _padding_token(given: Mapping[str, Any]) -> int | None:
+    """As `torch.nn.Embedding` reads it: a negative one counts from the end of the vocabulary."""
+    token = given.get("pad_token_id")
+    return None if token is None else int(token) % int(given["vocab_size"])
 
 
 def _number_of_experts(given: Mapping[str, Any]) -> int:

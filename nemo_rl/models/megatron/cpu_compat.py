@@ -21,6 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 
 from nemo_rl.errors import ConfigError
 
@@ -83,6 +84,7 @@ def install() -> int:
             changed += 1
     _use_cpu_random_state()
     _send_lists()
+    _exchange_uneven_parts()
     _repair_wheel()
     return changed
 
@@ -160,6 +162,39 @@ def _send_lists() -> None:
 
     # The dispatcher took the function by name.
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = on_cpu
+
+
+@functools.cache
+def _exchange_uneven_parts() -> None:
+    """With experts split over both their axes, ranks gather and scatter unequal numbers of tokens; gloo knows equal
+    parts only, so they are padded to the longest."""
+    mappings = _module("tensor_parallel.mappings")
+    even_gather, even_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather(part: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return even_gather(part, group, output_split_sizes, use_global_buffer)
+        longest = max(output_split_sizes)
+        parts = [part.new_empty(longest, *part.shape[1:]) for _ in output_split_sizes]
+        if longest:
+            dist.all_gather(parts, _lengthened(part, longest), group=group)
+        return torch.cat([found[:size] for found, size in zip(parts, output_split_sizes, strict=True)])
+
+    def scatter(whole: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return even_scatter(whole, group, input_split_sizes, use_global_buffer)
+        longest = max(input_split_sizes)
+        part = whole.new_empty(longest, *whole.shape[1:])
+        if longest:
+            parts = [_lengthened(part, longest) for part in whole.split(list(input_split_sizes))]
+            dist.reduce_scatter_tensor(part, torch.cat(parts), group=group)
+        return part[: input_split_sizes[group.rank()]]
+
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather, scatter
+
+
+def _lengthened(part: torch.Tensor, length: int) -> torch.Tensor:
+    return torch.cat([part, part.new_zeros(length - len(part), *part.shape[1:])])
 
 
 def _repair_wheel() -> None:

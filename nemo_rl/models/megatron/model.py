@@ -1,10 +1,12 @@
 """`PolicyGPT`: megatron-core's decoder whose head runs at the positions that a pass asks for.
 
-Logits are the largest tensor of a pass; of prompts and padding nobody reads them.
+Logits are the largest tensor of a pass; of prompts and padding nobody reads them. Invariant: the embedding of the
+padding token gets no gradient from where it is read, as in a Hugging Face model; of a tied one the head's part stays.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,12 +20,27 @@ __all__ = ["PolicyGPT"]
 class PolicyGPT(GPTModel):  # type: ignore[misc]
     """A pipeline stage; a pass hands it `PackedSegments`."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, padding_token: int | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._padding_token = padding_token
+        if self.pre_process and padding_token is not None:
+            self.embedding.register_forward_hook(self._leave_padding_out, with_kwargs=True)
         if self.post_process and self.output_layer.sequence_parallel:
             # The head gets positions that are gathered already, the same ones on every tensor rank.
             self.output_layer.sequence_parallel = False
             self.output_layer.allreduce_dgrad = True
+
+    def _leave_padding_out(
+        self, _: torch.nn.Module, __: tuple[object, ...], kwargs: Mapping[str, Any], hidden: torch.Tensor
+    ) -> None:
+        """Where the padding token was read, the gradient of its embedding `[s, n, H]` ends."""
+        if not hidden.requires_grad:
+            return
+        is_padding = (kwargs["input_ids"] == self._padding_token).T[..., None]
+        if self.config.sequence_parallel:
+            group = self.pg_collection.tp
+            is_padding = is_padding.chunk(group.size())[group.rank()]
+        hidden.register_hook(lambda grad: grad.masked_fill(is_padding, 0.0))
 
     def _postprocess(
         self, hidden_states: torch.Tensor, *, packed_seq_params: PackedSegments, **_: object

@@ -129,6 +129,7 @@ def _build_module(
             config,
             block_spec(config, shape),
             vocab_size=shape.vocab_size,
+            padding_token=shape.padding_token,
             max_sequence_length=shape.max_positions,
             position_embedding_type="rope",
             share_embeddings_and_output_weights=shape.is_tied,
