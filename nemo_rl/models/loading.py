@@ -17,12 +17,24 @@ from transformers.utils import logging as transformers_logging
 
 from nemo_rl.errors import ModelFolderError, boundary, shorten
 
-__all__ = ["DTYPES", "check_model_folder", "empty_model", "load_causal_lm", "load_model_config", "named_weights"]
+__all__ = [
+    "DTYPES",
+    "check_model_folder",
+    "empty_model",
+    "fit_experts",
+    "load_causal_lm",
+    "load_model_config",
+    "named_weights",
+]
 
 # Bars of every process would run through each other, and through the trainer's panel.
 transformers_logging.disable_progress_bar()
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+GROUPED = "grouped_mm"
+"""Hugging Face's default for experts: one kernel for all of them."""
+GROUPED_BYTES = 16
+"""That kernel takes matrices whose rows are a multiple of so many bytes."""
 CONFIG_FILE = "config.json"
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -133,8 +145,29 @@ def load_causal_lm(folder: str | Path, *, dtype: torch.dtype = torch.float32) ->
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise ModelFolderError(f"model folder {str(path)!r}: {len(missing)} weights are missing, first {missing[0]!r}")
+    fit_experts(model, dtype)
     model.eval()
     return model  # type: ignore[no-any-return]
+
+
+def fit_experts(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Lets experts run one by one where the kernel for all of them cannot take their sizes.
+
+    Args:
+        dtype: that the experts compute in.
+    """
+    if model.config._experts_implementation != GROUPED:
+        return
+    # Of each matrix both sizes are rows: of itself forwards, of its transpose backwards.
+    sizes = {
+        size for name, weight in model.named_parameters() if _is_experts(name, weight) for size in weight.shape[1:]
+    }
+    if any(size * dtype.itemsize % GROUPED_BYTES for size in sizes):
+        model.set_experts_implementation("eager")
+
+
+def _is_experts(name: str, weight: torch.Tensor) -> bool:
+    return weight.dim() == 3 and ".experts." in name
 
 
 def _maker_of(path: Path) -> str:

@@ -34,6 +34,18 @@ COMMON = {
 }
 
 
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    # Between the lengths of the rows of `layout_batch`.
+    "original_max_position_embeddings": 16,
+    "short_factor": [1.0, 1.2, 1.4, 1.6],
+    "long_factor": [1.0, 2.0, 4.0, 8.0],
+}
+"""Other frequencies for rows of more than 16 tokens; of heads of 8."""
+
+
 def config_of(family: str) -> PretrainedConfig:
     """Families differ in what a layout must get right: tied weights, biases, head norms, experts and layers without."""
     if family == "llama":
@@ -41,6 +53,8 @@ def config_of(family: str) -> PretrainedConfig:
     if family == "mistral":
         # A window that most rows outgrow.
         return MistralConfig(**COMMON, head_dim=8, sliding_window=10)
+    if family == "longrope":
+        return MistralConfig(**COMMON, head_dim=8, sliding_window=10, rope_parameters=dict(LONG_ROPE))
     if family == "qwen2":
         return Qwen2Config(**COMMON, tie_word_embeddings=True)
     if family == "qwen3":

@@ -8,15 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nemo_rl.algorithms.loss_functions import ClippedPGLoss
 from nemo_rl.config.policy import DTensorConfig, GenerationConfig, PolicyConfig, SequencePackingConfig
 from nemo_rl.config.schema import LossConfig
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.packing import PackPlan
+from nemo_rl.errors import ConfigError
 from nemo_rl.models.loading import load_causal_lm
 from nemo_rl.models.policy.workers.dtensor_policy_worker import DTensorPolicyWorker
+from tests.helpers.families import LONG_ROPE, write_with_tokenizer
 from tests.helpers.hf_reference import hf_logprobs, hf_train_step
-from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker, write_tiny_folder
+from tests.helpers.tiny_model import tiny_batch, tiny_model, tiny_policy, tiny_worker, write_tiny_folder
 
 LOSS = ClippedPGLoss(config=LossConfig())
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.0}
@@ -102,6 +106,34 @@ def test_topk_logits_are_those_of_the_next_token(folder: Path, make) -> None:
     torch.testing.assert_close(values[5, :length], expected.values, rtol=1e-5, atol=1e-5)
     assert torch.equal(ids[5, :length], expected.indices)
     assert not values[5, length:].any()
+
+
+YARN = {"factor": 8.0, "original_max_position_embeddings": 16}
+LLAMA3 = {**YARN, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPES = {"linear": {"factor": 4.0}, "yarn": YARN, "llama3": LLAMA3, "longrope": LONG_ROPE, "proportional": {}}
+
+
+@pytest.mark.parametrize("kind", sorted(ROPE_INIT_FUNCTIONS))
+def test_positions_of_a_row_do_not_follow_the_rows_beside_it(kind: str, tmp_path: Path, make) -> None:
+    batch, model = tiny_batch(8), tiny_model()
+    # `proportional` is scaled as `default` is.
+    model.config.rope_parameters = {"rope_theta": 1e4, **ROPES.get(kind, {"factor": 4.0}), "rope_type": kind}
+    if kind == "dynamic":
+        model.config.max_position_embeddings = 16
+    write_with_tokenizer(tmp_path, model)
+    if kind not in ROPES:
+        with pytest.raises(ConfigError, match=f"rope_type {kind!r}, whose frequencies grow with the longest row"):
+            make(tiny_policy(tmp_path))
+        return
+    lengths = batch.tensor("input_lengths")
+    assert lengths.min() < LONG_ROPE["original_max_position_embeddings"] < lengths.max()
+    expected = hf_logprobs(load_causal_lm(tmp_path), batch).detach()
+    everything = BatchedDataDict({name: column for name, column in batch.items() if name != "token_mask"})
+    worker = make(tiny_policy(tmp_path))
+    for plan in (UNEVEN, replace(UNEVEN, packed=True)):
+        found = worker.get_logprobs(everything, plan=plan)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    worker.shutdown()
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError
+from nemo_rl.models.dtensor.rope import rope_problem
 from nemo_rl.models.dtensor.tensor_parallel import check_plan
 from nemo_rl.models.dtensor.tensor_plans import plan_of
 
@@ -23,6 +24,12 @@ def check_model_fits(model: PreTrainedModel, config: PolicyConfig) -> None:
         ConfigError: the model cannot run as configured.
     """
     sizes, problem = config.dtensor_cfg, attention_problem(model)
+    positions = rope_problem(model.config)
+    if positions is not None:
+        raise ConfigError(
+            f"policy.model_name: this {model.config.model_type!r} {positions}; log-probabilities would depend on the "
+            "batching. Take a model whose rope_type is default, linear, llama3, longrope or yarn"
+        )
     if problem is not None and (sizes.context_parallel_size > 1 or config.sequence_packing.enabled):
         is_context = sizes.context_parallel_size > 1
         key = "dtensor_cfg.context_parallel_size" if is_context else "sequence_packing.enabled"

@@ -7,6 +7,8 @@ context rank, K kept positions, M selected tokens, m of them predicted on this r
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -16,9 +18,10 @@ from transformers import PreTrainedModel
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.parallel_groups import ParallelGroups
 from nemo_rl.models.dtensor.fit import attention_problem, check_model_fits
+from nemo_rl.models.dtensor.rope import RowFrequencies, long_rope_start
 from nemo_rl.models.dtensor.tensor_parallel import TensorAxis, apply_plan
 from nemo_rl.models.dtensor.tensor_plans import plan_of
-from nemo_rl.models.loading import DTYPES
+from nemo_rl.models.loading import DTYPES, fit_experts
 from nemo_rl.models.logprobs import SamplingView, VocabShard
 from nemo_rl.models.policy.microbatch import ForwardInputs
 from nemo_rl.models.policy.outputs import selected_logprobs, top_k_logits
@@ -38,6 +41,8 @@ class PolicyModel(torch.nn.Module):
         self.hf = hf
         self.shard = shard
         self._takes_segments = hf.config._attn_implementation == ATTENTION_NAME
+        start = long_rope_start(hf.config)
+        self._frequencies = RowFrequencies(hf, start=start) if start is not None else None
 
     def forward(
         self, inputs: ForwardInputs, *, view: SamplingView, top_k: int | None = None
@@ -48,14 +53,15 @@ class PolicyModel(torch.nn.Module):
         """
         # No mask: padding is on the right of its sequence, so causal attention never reaches it, and sequences are
         # told apart by their segments.
-        logits_nKV = self.hf(
-            input_ids=inputs.input_ids,
-            attention_mask=None,
-            position_ids=inputs.position_ids,
-            use_cache=False,
-            logits_to_keep=inputs.keep_K if top_k is None else 0,
-            **({"segments": inputs.segments} if self._takes_segments else {}),
-        ).logits
+        with self._frequencies.of(inputs) if self._frequencies is not None else nullcontext():
+            logits_nKV = self.hf(
+                input_ids=inputs.input_ids,
+                attention_mask=None,
+                position_ids=inputs.position_ids,
+                use_cache=False,
+                logits_to_keep=inputs.keep_K if top_k is None else 0,
+                **({"segments": inputs.segments} if self._takes_segments else {}),
+            ).logits
         if top_k is not None:
             return top_k_logits(logits_nKV, inputs.segments, k=top_k, shard=self.shard)
         return selected_logprobs(logits_nKV, inputs, view=view, shard=self.shard)
@@ -71,6 +77,7 @@ def parallelize(hf: PreTrainedModel, *, groups: ParallelGroups, config: PolicyCo
     """
     sizes = config.dtensor_cfg
     check_model_fits(hf, config)
+    fit_experts(hf, DTYPES[config.precision])
     if attention_problem(hf) is None:
         hf.set_attn_implementation(ATTENTION_NAME)
     if sizes.activation_checkpointing:

@@ -173,6 +173,11 @@ def _moe_block(module: torch.nn.Module, axis: TensorAxis) -> None:
 
 def _experts(module: Any, axis: TensorAxis) -> None:
     """Fused experts `[E, ...]`: each rank holds E / size of them and leaves the other tokens out."""
+    if module.config._experts_implementation == "eager":
+        # One by one, experts that no token chose stay out of the graph; a rank that has no others still has to take
+        # part in reducing their gradients.
+        names = list(module._parameters)
+        _wrap(module, lambda forward, *args: forward(*args) + sum(module.__dict__[name][:0].sum() for name in names))
     _own_parameters(module, axis, dict.fromkeys(module._parameters, Shard(0)))
     count = module.num_experts // axis.size
     first = axis.rank * count

@@ -8,6 +8,7 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data_plane.route_shape import MAX_EXPERTS
 from nemo_rl.errors import ConfigError, ModelFolderError, boundary
 from nemo_rl.models.dtensor import fit
+from nemo_rl.models.dtensor.rope import long_rope_start
 from nemo_rl.models.hf_routers import HFRouters
 from nemo_rl.models.loading import empty_model
 from nemo_rl.models.megatron import architecture
@@ -30,8 +31,21 @@ def check_policy_fits(config: PolicyConfig) -> None:
     else:
         with boundary(ModelFolderError, f"model folder {config.model_name!r}: config.json"):
             fit.check_model_fits(model, config)
+    _check_rollouts_have_one_rope(model, config)
     if config.router_replay.enabled:
         _check_routes_can_be_replayed(model)
+
+
+def _check_rollouts_have_one_rope(model: PreTrainedModel, config: PolicyConfig) -> None:
+    """An engine keeps the keys of a row that grows beyond the short frequencies; training gives all its tokens the
+    long ones."""
+    start, longest = long_rope_start(model.config), config.max_total_sequence_length
+    if start is not None and longest > start:
+        raise ConfigError(
+            f"policy.max_total_sequence_length: {model.config.model_type!r} has other positions (rope_type 'longrope') "
+            f"in rows of more than {start} tokens, which engines cannot change in the middle of a row; expected at "
+            f"most {start}, got {longest}"
+        )
 
 
 def _check_routes_can_be_replayed(model: PreTrainedModel) -> None:

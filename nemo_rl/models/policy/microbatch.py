@@ -34,6 +34,8 @@ class ForwardInputs:
     """`[n, s]` int64: row within the microbatch of the token at each position; -1 where none lies."""
     column_ns: torch.Tensor
     """`[n, s]` int64: its position in the row; 0 where none lies."""
+    lengths: tuple[int, ...]
+    """Tokens of each row of the microbatch, on all context ranks together."""
     is_padding_ns: torch.Tensor
     """`[n, s]` bool: positions that hold no token."""
     segments: Segments
@@ -180,7 +182,7 @@ def build_microbatch(
         lengths=lengths,
         columns=columns,
         width=width,
-        inputs=_on_this_rank(places, ids_nt, row_M, column_M, shape),
+        inputs=_on_this_rank(places, lengths, ids_nt, (row_M, column_M), shape),
         out_row_M=row_M,
         out_column_M=column_M,
     )
@@ -254,13 +256,18 @@ def _packed_places(lengths: tuple[int, ...], shape: PassShape, device: torch.dev
 
 
 def _on_this_rank(
-    places: PassPlaces, ids_nt: torch.Tensor, row_M: torch.Tensor, column_M: torch.Tensor, shape: PassShape
+    places: PassPlaces,
+    lengths: tuple[int, ...],
+    ids_nt: torch.Tensor,
+    selected: tuple[torch.Tensor, torch.Tensor],
+    shape: PassShape,
 ) -> ForwardInputs:
     """This context rank's positions, and the selected tokens that they predict.
 
     Args:
-        row_M: row within the microbatch of each selected token; column_M its position in the row.
+        selected: row within the microbatch of each selected token, and its position in the row, both `[M]`.
     """
+    row_M, column_M = selected
     segments = places.segments
     local = places.on_context_rank(shape.cp_rank)
     # Where the token lies that a position of this rank predicts the next one of.
@@ -284,6 +291,7 @@ def _on_this_rank(
         position_ids=local.position_S[None],
         row_ns=local.row_nS,
         column_ns=local.column_nS,
+        lengths=lengths,
         is_padding_ns=is_padding_ns,
         segments=segments,
         num_selected=len(row_M),

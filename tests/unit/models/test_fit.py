@@ -6,14 +6,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig, Gemma2Config, GemmaConfig, GptOssConfig, MistralConfig, PretrainedConfig
+from transformers import (
+    BertConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    PhimoeConfig,
+    PretrainedConfig,
+)
 
 from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.policy import DTensorConfig, PolicyConfig, SequencePackingConfig
 from nemo_rl.config.router_replay import RouterReplayConfig
 from nemo_rl.errors import ConfigError, ModelFolderError
 from nemo_rl.models.policy.fit import check_policy_fits
-from tests.helpers.families import COMMON, config_of
+from tests.helpers.families import COMMON, LONG_ROPE, config_of
 from tests.helpers.tiny_model import tiny_policy
 
 
@@ -32,6 +42,11 @@ def policy(folder: Path, *, packed: bool = False, **sizes: object) -> PolicyConf
 
 SMALL = {**COMMON, "hidden_size": 64, "head_dim": 16}
 CAPPED = Gemma2Config(**SMALL)
+GROWING = LlamaConfig(**COMMON, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+SCALED = LONG_ROPE | {"short_mscale": 1.0, "long_mscale": 1.1}
+PHIMOE = PhimoeConfig(**COMMON, num_local_experts=2, rope_parameters=SCALED)
+LAYERS = {"full_attention": LONG_ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+BY_LAYER = Gemma3TextConfig(**COMMON, head_dim=8, rope_parameters=LAYERS)
 SINKS = GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1)
 REFUSED = {
     "heads": (config_of("llama"), {"tensor_parallel_size": 3}, "num_attention_heads=4 of 'llama' does not divide by 3"),
@@ -66,6 +81,10 @@ REFUSED = {
         {"packed": True},
         "policy.sequence_packing.enabled: 'gemma2' caps its attention scores",
     ),
+    "positions that grow": (GROWING, {}, "has positions of rope_type 'dynamic', whose frequencies grow with the"),
+    "positions of its own": (PHIMOE, {}, "rope_type 'longrope' with a rule of its own for the longest row"),
+    "positions of layers": (BY_LAYER, {}, "rope_type 'longrope' with a rule of its own for the longest row"),
+    "positions of rollouts": (config_of("longrope"), {}, "in rows of more than 16 tokens"),
     "sinks": (SINKS, {"packed": True}, "policy.sequence_packing.enabled: 'gpt_oss' brings an attention of its own"),
 }
 

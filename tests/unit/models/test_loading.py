@@ -9,9 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from nemo_rl.algorithms.loss_functions import ClippedPGLoss
+from nemo_rl.config.schema import LossConfig
 from nemo_rl.errors import ModelFolderError
 from nemo_rl.models.loading import load_causal_lm, load_model_config, named_weights
-from tests.helpers.tiny_model import tiny_model
+from tests.helpers.families import write_with_tokenizer
+from tests.helpers.megatron_models import hf_model, tokens
+from tests.helpers.tiny_model import VOCAB, tiny_batch, tiny_model, tiny_policy, tiny_worker
 
 
 @pytest.fixture
@@ -25,6 +29,21 @@ def test_a_saved_model_loads_with_the_same_weights(folder: Path) -> None:
     loaded = dict(named_weights(load_causal_lm(folder)))
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(loaded[name], weight) for name, weight in expected.items())
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(22, torch.float32), (20, torch.bfloat16), (24, torch.bfloat16)])
+def test_experts_of_any_size_run_in_worker_and_engine(size: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = hf_model("qwen3_moe", moe_intermediate_size=size, num_hidden_layers=1, mlp_only_layers=[], vocab_size=VOCAB)
+    write_with_tokenizer(tmp_path, model)
+    precision = str(dtype).removeprefix("torch.")
+    engine = load_causal_lm(tmp_path, dtype=dtype)
+    assert (engine.config._experts_implementation == "grouped_mm") == (size == 24)
+    assert engine(input_ids=tokens(), use_cache=False).logits.isfinite().all()
+    worker = tiny_worker(tiny_policy(tmp_path, precision=precision))
+    try:
+        assert worker.train(tiny_batch(8), ClippedPGLoss(config=LossConfig()), gbs=8, mbs=4).grad_norm[0] > 0
+    finally:
+        worker.shutdown()
 
 
 def test_tied_weights_are_named_once(folder: Path) -> None:
