@@ -39,7 +39,7 @@ class ScoredRows:
     advantages: torch.Tensor
     """`[N]` float32."""
     sample_mask: torch.Tensor
-    """`[N]` float32, 0 for rows that have no weight in the loss."""
+    """`[N]` float32, the weight of each row in the loss; 0 leaves it out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

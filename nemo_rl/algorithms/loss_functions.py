@@ -2,7 +2,9 @@
 
 The driver builds one and sends it to the workers, which call it per microbatch. Invariant: a loss divides by the
 counts of the whole global batch (`LossScale`), so the sum over microbatches and ranks does not depend on how rows
-were laid out. Symbols: r = pi / pi_old, A advantage, m mask, x = log(pi_ref / pi). Shapes: N rows, T tokens.
+were laid out. A row of weight w (`sample_mask`) counts as w rows in the loss, in the counts and in every mean; smallest
+and largest values are those of all rows with a weight. Symbols: r = pi / pi_old, A advantage, m mask, w weight, x =
+log(pi_ref / pi). Shapes: N rows, T tokens.
 """
 
 from __future__ import annotations
@@ -16,14 +18,19 @@ from nemo_rl.config.schema import LossConfig
 from nemo_rl.models.policy.interfaces import LossOutput, LossScale
 from nemo_rl.utils.metrics import Max, Mean, Min, Reduction, Sum
 
-__all__ = ["ClippedPGLoss", "NLLLoss", "kl_estimate", "valid_token_mask"]
+__all__ = ["ClippedPGLoss", "NLLLoss", "kl_estimate", "token_weights", "valid_token_mask"]
 
 
 def valid_token_mask(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """`[N, T]` bool: tokens that count. Position 0 is never predicted and never counts."""
+    """`[N, T]` bool: tokens with a weight. Position 0 is never predicted and never counts."""
     mask_NT = batch["token_mask"].bool() & (batch["sample_mask"] > 0)[:, None]
     mask_NT[:, 0] = False
     return mask_NT
+
+
+def token_weights(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """`[N, T]` float32: the weight of its row for tokens that count, 0 for the others."""
+    return torch.where(valid_token_mask(batch), batch["sample_mask"].float()[:, None], 0.0)
 
 
 def kl_estimate(
@@ -63,7 +70,8 @@ class ClippedPGLoss:
         self, token_logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor], *, scale: LossScale
     ) -> LossOutput:
         config = self.config
-        mask_NT = valid_token_mask(batch)
+        weight_NT = token_weights(batch)
+        mask_NT = weight_NT > 0
         advantages = batch["advantages"]
         # One number per row, or one per token.
         advantages_NT = advantages[:, None] if advantages.dim() == 1 else advantages
@@ -72,9 +80,9 @@ class ClippedPGLoss:
         ratio_NT = log_ratio_NT.exp()
         clipped_NT = ratio_NT.clamp(1 - config.ratio_clip_min, 1 + config.ratio_clip_max)
         actor_NT = -torch.minimum(ratio_NT * advantages_NT, clipped_NT * advantages_NT)
-        loss = self._aggregate(actor_NT, mask_NT, scale)
-        metrics = self._policy_metrics(token_logprobs, log_ratio_NT, batch, mask_NT)
-        metrics["clip_fraction"] = _mean((clipped_NT != ratio_NT).float(), mask_NT)
+        loss = self._aggregate(actor_NT, weight_NT, scale)
+        metrics = self._policy_metrics(token_logprobs, log_ratio_NT, batch, weight_NT)
+        metrics["clip_fraction"] = _mean((clipped_NT != ratio_NT).float(), weight_NT)
         metrics["actor_loss"] = Sum(loss.item())
         if config.reference_policy_kl_penalty > 0:
             reference_NT = torch.where(mask_NT, batch["reference_policy_logprobs"] - token_logprobs, 0.0)
@@ -84,28 +92,30 @@ class ClippedPGLoss:
                 input_clamp=config.kl_input_clamp_value,
                 output_clamp=config.kl_output_clamp_value,
             )
-            kl_loss = config.reference_policy_kl_penalty * self._aggregate(kl_NT, mask_NT, scale)
+            kl_loss = config.reference_policy_kl_penalty * self._aggregate(kl_NT, weight_NT, scale)
             loss = loss + kl_loss
             metrics["kl_penalty"] = Sum(kl_loss.item())
-            metrics["reference_kl"] = _mean(kl_NT, mask_NT)
-            metrics["kl_clamped_tokens"] = Sum(float((is_clamped_NT & mask_NT).sum()))
+            metrics["reference_kl"] = _mean(kl_NT, weight_NT)
+            metrics["kl_clamped_tokens"] = Sum(_total(weight_NT[is_clamped_NT]))
         metrics["loss"] = Sum(loss.item())
         return LossOutput(loss=loss, metrics=metrics)
 
-    def _aggregate(self, values_NT: torch.Tensor, mask_NT: torch.Tensor, scale: LossScale) -> torch.Tensor:
-        kept_NT = torch.where(mask_NT, values_NT, 0.0)
+    def _aggregate(self, values_NT: torch.Tensor, weight_NT: torch.Tensor, scale: LossScale) -> torch.Tensor:
+        mask_NT = weight_NT > 0
+        weighed_NT = torch.where(mask_NT, values_NT, 0.0) * weight_NT
         if self.config.token_level_loss:
-            return kept_NT.sum() / max(scale.valid_tokens, 1.0)
-        means_N = kept_NT.sum(1) / mask_NT.sum(1).clamp(min=1)
-        return means_N.sum() / max(scale.valid_sequences, 1.0)
+            return weighed_NT.sum() / (scale.valid_tokens or 1.0)
+        means_N = weighed_NT.sum(1) / mask_NT.sum(1).clamp(min=1)
+        return means_N.sum() / (scale.valid_sequences or 1.0)
 
     def _policy_metrics(
         self,
         token_logprobs: torch.Tensor,
         log_ratio_NT: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
-        mask_NT: torch.Tensor,
+        weight_NT: torch.Tensor,
     ) -> dict[str, Reduction]:
+        mask_NT = weight_NT > 0
         with torch.no_grad():
             logprobs_NT, log_ratio_NT = token_logprobs.detach(), log_ratio_NT.detach()
             ratio_M = log_ratio_NT[mask_NT].exp()
@@ -115,20 +125,20 @@ class ClippedPGLoss:
             if self.prev_field == "generation_logprobs":
                 gap_NT = log_ratio_NT
             return {
-                "policy_kl": _mean(policy_kl_NT, mask_NT),
-                "gen_kl_error": _mean(gap_NT.exp() - 1 - gap_NT, mask_NT),
-                "token_mult_prob_error": _mean(gap_NT.abs().exp(), mask_NT),
-                "probs_ratio": _mean(log_ratio_NT.exp(), mask_NT),
+                "policy_kl": _mean(policy_kl_NT, weight_NT),
+                "gen_kl_error": _mean(gap_NT.exp() - 1 - gap_NT, weight_NT),
+                "token_mult_prob_error": _mean(gap_NT.abs().exp(), weight_NT),
+                "probs_ratio": _mean(log_ratio_NT.exp(), weight_NT),
                 **_extremes("probs_ratio", ratio_M),
-                "approx_entropy": _mean(-logprobs_NT, mask_NT),
-                "valid_tokens": Sum(float(ratio_M.numel())),
-                "valid_sequences": Sum(float(mask_NT.any(1).sum())),
+                "approx_entropy": _mean(-logprobs_NT, weight_NT),
+                "valid_tokens": Sum(_total(weight_NT)),
+                "valid_sequences": Sum(_total(weight_NT.amax(1))),
             }
 
 
 @dataclass(frozen=True, kw_only=True)
 class NLLLoss:
-    """Mean negative log-likelihood over the tokens of the global batch, for supervised fine-tuning."""
+    """Weighted mean negative log-likelihood over the tokens of the global batch, for supervised fine-tuning."""
 
     @property
     def input_fields(self) -> tuple[str, ...]:
@@ -137,15 +147,20 @@ class NLLLoss:
     def __call__(
         self, token_logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor], *, scale: LossScale
     ) -> LossOutput:
-        mask_NT = valid_token_mask(batch)
-        loss = -torch.where(mask_NT, token_logprobs, 0.0).sum() / max(scale.valid_tokens, 1.0)
-        count = float(mask_NT.sum())
-        return LossOutput(loss=loss, metrics={"loss": Sum(loss.item()), "valid_tokens": Sum(count)})
+        weight_NT = token_weights(batch)
+        kept_NT = torch.where(weight_NT > 0, token_logprobs, 0.0)
+        loss = -(kept_NT * weight_NT).sum() / (scale.valid_tokens or 1.0)
+        return LossOutput(loss=loss, metrics={"loss": Sum(loss.item()), "valid_tokens": Sum(_total(weight_NT))})
 
 
-def _mean(values_NT: torch.Tensor, mask_NT: torch.Tensor) -> Mean:
-    kept_M = values_NT.detach()[mask_NT]
-    return Mean(total=kept_M.sum(dtype=torch.float64).item(), weight=float(kept_M.numel()))
+def _mean(values_NT: torch.Tensor, weight_NT: torch.Tensor) -> Mean:
+    mask_NT = weight_NT > 0
+    weighed_M = values_NT.detach()[mask_NT] * weight_NT[mask_NT]
+    return Mean(total=_total(weighed_M), weight=_total(weight_NT))
+
+
+def _total(values: torch.Tensor) -> float:
+    return values.sum(dtype=torch.float64).item()
 
 
 def _extremes(name: str, values_M: torch.Tensor) -> dict[str, Reduction]:

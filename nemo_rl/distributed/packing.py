@@ -193,7 +193,8 @@ def replan_microbatches(
         if sum(plan.steps) % multiple_of:
             raise TooFewRows(
                 f"packing: a rank has {fewest_rows} rows, {count - fewest_rows} too few: another rank needs {count} "
-                f"microbatches, a multiple of {multiple_of}, and the plan has {sum(plan.steps)}"
+                f"microbatches, a multiple of {multiple_of}, and the plan has {sum(plan.steps)}; raise "
+                "*.logprob_mb_tokens or policy.train_global_batch_size"
             )
         ranks = [list(map(list, mine)) for mine in plan.microbatches]
         return planner.freeze([ranks], plan.num_ranks, unit=plan.num_ranks * multiple_of)
@@ -217,7 +218,10 @@ def replan_rows(
     _check_counts(rows_per_microbatch=rows_per_microbatch)
     counts = {len(plan.rows_of_rank(rank)) for rank in range(plan.num_ranks)}
     if len(counts) > 1:
-        raise ValueError(f"packing: ranks have {sorted(counts)} rows; fixed rows need equal shards")
+        raise ValueError(
+            f"packing: ranks have {sorted(counts)} rows; fixed rows need equal shards. Change "
+            "policy.train_global_batch_size, or set policy.sequence_packing.enabled=true for both stages"
+        )
     planner = _Planner(lengths, None, cost, pad_multiple, packed=plan.packed)
     ranks = [_runs_of(plan.rows_of_rank(rank), rows_per_microbatch) for rank in range(plan.num_ranks)]
     return planner.freeze([ranks], plan.num_ranks, unit=plan.num_ranks)

@@ -177,6 +177,7 @@ def test_a_bad_row_of_one_rank_stops_both_with_its_key(ranks: list[dict]) -> Non
 def test_unequal_numbers_of_microbatches_are_refused_on_both_ranks(ranks: list[dict]) -> None:
     for rank in ranks:
         assert "rank 0: 1 steps, 2 passes, rank 1: 1 steps, 1 passes" in rank["uneven"]
+        assert "policy.train_micro_batch_size" in rank["uneven"]
 
 
 def test_resuming_on_as_many_ranks_is_exact(ranks: list[dict]) -> None:

@@ -23,10 +23,9 @@ def hf_logprobs(model: torch.nn.Module, batch: BatchedDataDict, *, temperature: 
 
 
 def global_scale(batch: BatchedDataDict) -> LossScale:
-    """Counts over all rows of the batch."""
-    mask = batch.tensor("token_mask") & (batch.tensor("sample_mask") > 0)[:, None]
-    tokens = mask.sum(1)
-    return LossScale(valid_tokens=float(tokens.sum()), valid_sequences=float((tokens > 0).sum()))
+    """Weighted counts over all rows of the batch."""
+    tokens, weights = batch.tensor("token_mask").sum(1).double(), batch.tensor("sample_mask").double()
+    return LossScale(valid_tokens=float((tokens * weights).sum()), valid_sequences=float(weights[tokens > 0].sum()))
 
 
 def hf_train_step(

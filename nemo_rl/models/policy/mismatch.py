@@ -18,21 +18,22 @@ RATIOS = {"f128": 1.28, "f2": 2.0}
 
 
 def logprob_mismatch(batch: BatchedDataDict, logprobs_NT: torch.Tensor, name: str) -> dict[str, Reduction]:
-    """Metrics over the tokens of `token_mask` in rows of weight, as `k3_<name>` and so on.
+    """Metrics over the tokens of `token_mask` with their rows' weights (`sample_mask`), as `k3_<name>` and so on.
 
     Args:
         batch: with `generation_logprobs` `[N, T]`.
         logprobs_NT: of the trainer.
     """
-    is_used_NT = batch.tensor("token_mask").bool() & (batch.tensor("sample_mask") > 0)[:, None]
-    is_used_NT = is_used_NT.cpu()
+    row_weight_N = batch.tensor("sample_mask").double().cpu()
+    is_used_NT = batch.tensor("token_mask").bool().cpu() & (row_weight_N > 0)[:, None]
+    weight_M = row_weight_N[:, None].expand_as(is_used_NT)[is_used_NT]
     log_ratio_M = (logprobs_NT.cpu() - batch.tensor("generation_logprobs").cpu())[is_used_NT].double()
-    count = float(log_ratio_M.numel())
+    count = float(weight_M.sum())
     if not count:
         return {}
-    k3 = float((log_ratio_M.exp() - 1 - log_ratio_M).sum())
+    k3 = float(((log_ratio_M.exp() - 1 - log_ratio_M) * weight_M).sum())
     extreme_M = log_ratio_M.abs().exp()
     found: dict[str, Reduction] = {
-        f"{metric}_{name}": Mean(float((extreme_M > bound).sum()), count) for metric, bound in RATIOS.items()
+        f"{metric}_{name}": Mean(float(weight_M[extreme_M > bound].sum()), count) for metric, bound in RATIOS.items()
     }
     return {f"k3_{name}": Mean(k3, count), **found, f"max_ratio_{name}": Max(float(extreme_M.max()))}

@@ -94,7 +94,7 @@ class Runner(Protocol):
 
 
 def trained_tokens(batch: BatchedDataDict) -> torch.Tensor:
-    """`[N, T]` bool: tokens that count in the loss."""
+    """`[N, T]` bool: tokens that have a weight in the loss."""
     mask_NT = batch.tensor("token_mask").bool() & (batch.tensor("sample_mask") > 0)[:, None]
     mask_NT[:, 0] = False
     columns = torch.arange(mask_NT.shape[1], device=mask_NT.device)
@@ -104,13 +104,15 @@ def trained_tokens(batch: BatchedDataDict) -> torch.Tensor:
 def loss_scales(
     batch: BatchedDataDict, steps: Sequence[Microbatches], *, is_writer: bool, device: torch.device
 ) -> list[LossScale]:
-    """Global counts of every optimizer step, with one collective over all ranks; only writers look at the batch."""
+    """Weighted counts of every global batch, with one collective over all ranks; only writers look at the batch."""
     counts = [0.0] * (2 * len(steps))
     if is_writer:
         tokens_N = trained_tokens(batch).sum(1)
+        # Rows without a token that counts may have any weight.
+        weight_N = torch.where(tokens_N > 0, batch.tensor("sample_mask").double(), 0.0)
         for i, microbatches in enumerate(steps):
             rows = torch.tensor([row for rows in microbatches for row in rows], dtype=torch.int64, device=device)
-            counts[2 * i : 2 * i + 2] = float(tokens_N[rows].sum()), float((tokens_N[rows] > 0).sum())
+            counts[2 * i : 2 * i + 2] = float((tokens_N * weight_N)[rows].sum()), float(weight_N[rows].sum())
     total = all_reduce_sum(counts, device=device)
     return [LossScale(valid_tokens=total[i], valid_sequences=total[i + 1]) for i in range(0, len(total), 2)]
 
@@ -141,6 +143,8 @@ def check_same_plan(microbatches_per_step: Sequence[int], *, device: torch.devic
         raise ValueError(
             "expected the same number of optimizer steps and microbatches on every rank, got "
             + ", ".join(f"rank {rank}: {steps} steps, {passes} passes" for rank, (steps, passes) in enumerate(counts))
+            + "; give every rank its part of one plan (PackPlan.for_rank), or without a plan as many rows, in "
+            "multiples of policy.train_micro_batch_size (policy.logprob_batch_size for log-probabilities)"
         )
 
 

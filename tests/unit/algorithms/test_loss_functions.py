@@ -11,7 +11,12 @@ import torch
 
 from nemo_rl.algorithms.loss_functions import ClippedPGLoss, NLLLoss
 from nemo_rl.config.schema import LossConfig
-from nemo_rl.models.policy.interfaces import LossScale
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.collectives import destroy_process_group
+from nemo_rl.models.policy.interfaces import LossFunction, LossScale
+from nemo_rl.models.policy.mismatch import logprob_mismatch
+from nemo_rl.models.policy.steps import loss_scales
+from nemo_rl.models.policy.workers.training_worker import ensure_process_group
 from nemo_rl.utils.metrics import merge_metrics, values
 from tests.helpers.tiny_model import tiny_batch
 
@@ -176,3 +181,64 @@ def test_nll_is_the_mean_over_valid_tokens() -> None:
     picked = [-float(logprobs[i, t]) for i, (places, _) in enumerate(_valid(batch)) for t in places]
     loss = NLLLoss()(logprobs, batch, scale=_scale(batch)).loss.item()
     assert loss == pytest.approx(sum(picked) / len(picked), rel=1e-5)
+
+
+def repeated(batch: BatchedDataDict, times: torch.Tensor) -> BatchedDataDict:
+    """Each row so many times, with weight 1."""
+    rows = torch.arange(batch.size).repeat_interleave(times.long())
+    found = batch.select_indices(rows.tolist())
+    return BatchedDataDict({**found, "sample_mask": torch.ones(len(rows))})
+
+
+def scale_of(batch: BatchedDataDict) -> LossScale:
+    """As a job of one rank counts."""
+    device = torch.device("cpu")
+    ensure_process_group(0, 1, 60.0, device)
+    try:
+        [scale] = loss_scales(batch, [[range(batch.size)]], is_writer=True, device=device)
+    finally:
+        destroy_process_group()
+    return scale
+
+
+@pytest.mark.parametrize("loss_fn", [*(ClippedPGLoss(config=config) for config in CONFIGS), NLLLoss()], ids=str)
+def test_a_row_of_weight_one_half_is_half_a_row(loss_fn: LossFunction) -> None:
+    """Loss, gradient, counts and every metric are those of rows that are there once or twice, and count half."""
+    batch = tiny_batch(6)
+    batch["sample_mask"] = torch.tensor([0.5, 1.0, 0.0, 0.5, 1.0, 0.5])
+    twice = repeated(batch, 2 * batch.tensor("sample_mask"))
+    logprobs = (batch.tensor("prev_logprobs") + 0.2).requires_grad_()
+    rows = torch.arange(6).repeat_interleave((2 * batch.tensor("sample_mask")).long())
+    half_scale, scale = (scale_of(part) for part in (batch, twice))
+    assert (half_scale.valid_tokens, half_scale.valid_sequences) == (scale.valid_tokens / 2, 7 / 2)
+    found = loss_fn(logprobs, batch, scale=half_scale)
+    [gradient] = torch.autograd.grad(found.loss, logprobs)
+    expected = loss_fn(logprobs[rows], twice, scale=scale)
+    [wanted] = torch.autograd.grad(expected.loss, logprobs)
+    torch.testing.assert_close(found.loss, expected.loss)
+    torch.testing.assert_close(gradient, wanted)
+    counts = {"valid_tokens", "valid_sequences", "kl_clamped_tokens"}
+    for name, metric in expected.metrics.items():
+        assert found.metrics[name].value == pytest.approx(metric.value / (2 if name in counts else 1), rel=1e-5), name
+
+
+def test_the_mismatch_of_a_row_of_weight_one_half_counts_half() -> None:
+    batch = tiny_batch(4)
+    batch["sample_mask"] = torch.tensor([0.5, 1.0, 0.0, 0.5])
+    twice = repeated(batch, 2 * batch.tensor("sample_mask"))
+    found, expected = (values(logprob_mismatch(part, part.tensor("prev_logprobs"), "prev")) for part in (batch, twice))
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_weights_below_one_still_make_a_mean() -> None:
+    batch = tiny_batch(2)
+    logprobs = batch.tensor("prev_logprobs")
+    whole, small = (
+        NLLLoss()(
+            logprobs,
+            {**batch, "sample_mask": batch.tensor("sample_mask") * part},
+            scale=LossScale(valid_tokens=part * int(batch.tensor("token_mask")[0].sum()), valid_sequences=part),
+        ).loss
+        for part in (1.0, 1e-3)
+    )
+    torch.testing.assert_close(small, whole)
