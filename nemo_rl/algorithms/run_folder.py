@@ -16,6 +16,7 @@ from pathlib import Path
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.attach_file import ATTACH_FILE
 from nemo_rl.data_plane.event_log import EVENTS_FILE
+from nemo_rl.distributed.worker_log import WORKER_LOGS
 from nemo_rl.errors import RunFolderError
 from nemo_rl.experience.sync_rollout_actor import REWARD_LOG
 from nemo_rl.utils.checkpoint import STEP, checkpoint_paths
@@ -45,6 +46,7 @@ WRITTEN = (
     REWARD_LOG,
     CRASH_FILE,
     f"{ROLLOUTS}/*.jsonl",
+    f"{WORKER_LOGS}/*.log",
     "tensorboard/events.out.tfevents.*",
     *("wandb/run-*", "wandb/offline-run-*", "wandb/latest-run", "wandb/debug*.log"),
     *("mlflow/[0-9]*", "mlflow/.trash", "mlflow/models"),

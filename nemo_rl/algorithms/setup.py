@@ -33,6 +33,7 @@ from nemo_rl.distributed.job_store import reserve_port
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup, RayPlacement, RayWorkerGroup, WorkerGroup
+from nemo_rl.distributed.worker_log import WORKER_LOGS
 from nemo_rl.errors import DatasetError
 from nemo_rl.experience.sync_rollout_actor import RolloutHandle, SyncRolloutWorker
 from nemo_rl.models.generation.interfaces import GenerationInterface
@@ -191,11 +192,12 @@ def _local_groups(config: MasterConfig, stack: ExitStack) -> _Groups:
 
 
 def _ray_groups(config: MasterConfig, cluster: RayVirtualCluster, stack: ExitStack, start: StartUp) -> _Groups:
-    gpu_share = GPU_SHARE if cluster.uses_gpu else 0.0
+    gpu_share, logs = GPU_SHARE if cluster.uses_gpu else 0.0, (config.logger.log_dir / WORKER_LOGS).absolute()
     policy = RayWorkerGroup(
         "policy",
         world_size=cluster.num_workers,
         placement=RayPlacement(num_gpus=gpu_share, placement_group=cluster.placement_group),
+        log_dir=logs,
     )
     stack.callback(policy.shutdown)
     engines = RayWorkerGroup(
@@ -204,9 +206,10 @@ def _ray_groups(config: MasterConfig, cluster: RayVirtualCluster, stack: ExitSta
         placement=RayPlacement(
             num_gpus=gpu_share, placement_group=cluster.placement_group if cluster.uses_gpu else None
         ),
+        log_dir=logs,
     )
     stack.callback(engines.shutdown)
-    rollout = RayWorkerGroup("rollout", world_size=1, placement=RayPlacement(num_cpus=ROLLOUT_CPUS))
+    rollout = RayWorkerGroup("rollout", world_size=1, placement=RayPlacement(num_cpus=ROLLOUT_CPUS), log_dir=logs)
     stack.callback(rollout.shutdown)
     with start.waiting_for("the first policy worker"):
         address, port = policy.rendezvous(reserve_port, timeout_s=start.timeout_s)

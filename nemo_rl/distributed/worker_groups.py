@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import cast
 
 import ray
@@ -24,6 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl.distributed.first_cause import FirstCause, GuardedWorker, is_symptom
 from nemo_rl.distributed.own_ray import check_own_ray
+from nemo_rl.distributed.worker_log import WorkerLog
 from nemo_rl.errors import CollectiveTimeout, NemoRLError, WorkerError
 
 __all__ = ["Call", "LocalWorkerGroup", "Payload", "RayPlacement", "RayWorkerGroup", "WorkerGroup"]
@@ -122,8 +124,9 @@ class LocalWorkerGroup(WorkerGroup):
 class _Host:
     """The Ray actor: holds one worker and answers with records, so that no exception has to be unpickled."""
 
-    def __init__(self) -> None:
+    def __init__(self, log_file: Path | None = None) -> None:
         self._worker: object | None = None
+        self._log = WorkerLog.open(log_file)
 
     def start(self, factory: Callable[..., object], stage: str, kwargs: Mapping[str, object]) -> dict[str, object]:
         """Builds the worker; separate from the actor's start so that its errors come back as records."""
@@ -150,14 +153,18 @@ class _Host:
 
     def _guard(self, stage: str, action: Callable[[], object]) -> tuple[dict[str, object], object]:
         guarded = self._worker if isinstance(self._worker, GuardedWorker) else None
+        self._log.stage = stage
         try:
             with guarded.guarded(stage) if guarded is not None else nullcontext():
-                return {"ok": True}, action()
-        except Exception as error:  # noqa: BLE001 - every failure becomes a record that names its cause
+                value = action()
+            return {"ok": True, "warnings": self._log.take_warnings()}, value
+        except Exception as error:
             known = guarded.first_cause if guarded is not None else None
             cause = known or FirstCause.of(error, rank=UNKNOWN_RANK, stage=stage)
+            logger.info("failed", exc_info=True)
             return {
                 "ok": False,
+                "warnings": self._log.take_warnings(),
                 "cause": cause.to_json(),
                 "is_first": known is not None,
                 "trace": traceback.format_exc(),
@@ -188,11 +195,15 @@ class RayWorkerGroup(WorkerGroup):
         name: appears in errors and logs.
         world_size: number of actors.
         placement: resources of each.
+        log_dir: every rank's records go to `<name>_<rank>.log` there, on its own node; None writes no files.
     """
 
-    def __init__(self, name: str, *, world_size: int, placement: RayPlacement) -> None:
+    def __init__(self, name: str, *, world_size: int, placement: RayPlacement, log_dir: Path | None = None) -> None:
         self.name, self.world_size = name, world_size
-        self._actors: list[ActorHandle] = [_new_actor(name, placement, rank) for rank in range(world_size)]
+        self._actors: list[ActorHandle] = [
+            _new_actor(name, placement, rank, log_file=log_dir and log_dir / f"{name}_{rank}.log")
+            for rank in range(world_size)
+        ]
         self._process_ids: list[int] = []
         """By rank, once all have started."""
         self._starting: list[ray.ObjectRef] = []
@@ -273,6 +284,7 @@ class RayWorkerGroup(WorkerGroup):
             for ref in done:
                 rank = ranks[refs.index(ref)]
                 reply = _reply(ref)
+                self._show_warnings(reply, rank, stage)
                 failure = _failure(reply, rank=rank, stage=stage, who=self._who(rank))
                 if failure is None:
                     replies[ref] = reply
@@ -288,6 +300,10 @@ class RayWorkerGroup(WorkerGroup):
             late = sorted(ranks[refs.index(ref)] for ref in waiting)
             raise _root_cause(failures) if failures else self._too_late(late, timeout_s, stage=stage)
         return [replies[ref] for ref in refs]
+
+    def _show_warnings(self, reply: Mapping[str, object], rank: int, stage: str) -> None:
+        for text in cast("list[str]", reply.get("warnings", [])):
+            logger.warning("%s rank %d, stage %s: %s", self.name, rank, stage, text)
 
     def _ids(self, ranks: Sequence[int]) -> list[int]:
         return [self._process_ids[rank] for rank in ranks] if self._process_ids else []
@@ -305,7 +321,7 @@ class RayWorkerGroup(WorkerGroup):
         )
 
 
-def _new_actor(name: str, placement: RayPlacement, rank: int) -> ActorHandle:
+def _new_actor(name: str, placement: RayPlacement, rank: int, *, log_file: Path | None) -> ActorHandle:
     options: dict[str, object] = {"num_cpus": placement.num_cpus, "num_gpus": placement.num_gpus, "max_restarts": 0}
     if placement.placement_group is not None:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
@@ -316,7 +332,7 @@ def _new_actor(name: str, placement: RayPlacement, rank: int) -> ActorHandle:
         options["runtime_env"] = {"env_vars": dict(placement.environment)}
     # Ray names the process after the class, so that `ps` and Ray's logs tell the workers apart.
     host = type(f"{name.capitalize()}Worker", (_Host,), {"__module__": __name__})
-    return ray.remote(host).options(**options).remote()
+    return ray.remote(host).options(**options).remote(log_file)
 
 
 def _reply(ref: ray.ObjectRef) -> dict[str, object]:

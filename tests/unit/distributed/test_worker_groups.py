@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 
@@ -39,6 +40,11 @@ class Echo:
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
+    def warn(self, text: str) -> None:
+        log = logging.getLogger("nemo_rl.echo")
+        log.info("quietly: %s", text)
+        log.warning("%s \x1b[2J from %d", text, self.rank)
+
     def total(self, payload: list[int]) -> int:
         return sum(payload)
 
@@ -53,8 +59,8 @@ def cluster():
 
 
 @pytest.fixture
-def group(cluster):
-    made = RayWorkerGroup("echo", world_size=2, placement=RayPlacement(num_cpus=0))
+def group(cluster, tmp_path):
+    made = RayWorkerGroup("echo", world_size=2, placement=RayPlacement(num_cpus=0), log_dir=tmp_path / "workers")
     made.begin_start(Echo, [{"rank": 0}, {"rank": 1}])
     made.finish_start(timeout_s=START_S)
     yield made
@@ -81,6 +87,19 @@ def test_the_first_cause_is_raised_not_what_it_did_to_the_peers(group):
     assert not group.is_running
     with pytest.raises(WorkerError, match="has been shut down"):
         group.run(call("who"))
+
+
+def test_what_a_worker_logs_is_in_its_file_and_its_warnings_reach_the_driver(group, tmp_path, caplog):
+    caplog.set_level(logging.WARNING, logger="nemo_rl")
+    group.run(call("warn", text="little memory"))
+    shown = [record.getMessage() for record in caplog.records]
+    assert shown == [f"echo rank {rank}, stage train: little memory \\x1b[2J from {rank}" for rank in (0, 1)]
+    written = [(tmp_path / "workers" / f"echo_{rank}.log").read_text() for rank in (0, 1)]
+    assert all("INFO train: quietly: little memory" in text for text in written)
+    with pytest.raises(WorkerError):
+        group.run(call("fail", bad_rank=1, text="the real cause"))
+    assert "ValueError: the real cause" in (tmp_path / "workers" / "echo_1.log").read_text()
+    assert len(caplog.records) == 2, "each warning once"
 
 
 def test_an_error_the_user_can_fix_keeps_its_kind(group):

@@ -170,8 +170,7 @@ class LifeCycle:
         self._check_placement()
         after = self._device_side.used_bytes()
         self._memory |= {f"{STAGE_NAMES[came_from]}_end": before, f"{STAGE_NAMES[state]}_start": after}
-        logger.log(
-            logging.INFO if self.rank == 0 else logging.DEBUG,
+        logger.info(
             "rank %d: %s -> %s: %.1f MiB -> %.1f MiB on %s",
             self.rank,
             came_from.value,
