@@ -11,6 +11,7 @@ from nemo_rl.algorithms.grpo_sync import RunSummary
 from nemo_rl.algorithms.run_folder import CONFIG_FILE, CURVE_FILE, ROLLOUTS
 from nemo_rl.algorithms.setup import open_trainer
 from nemo_rl.config.schema import LoggerConfig, MasterConfig
+from nemo_rl.utils.memory import PeakMemory
 from nemo_rl.utils.panel import final_lines
 from nemo_rl.utils.r3_trace_env import r3_trace_enabled, trace_folder
 from nemo_rl.utils.reward_curve import write_reward_curve
@@ -22,7 +23,7 @@ __all__ = ["run"]
 def run(config: MasterConfig, *, console: Console) -> RunSummary:
     """Trains, writes the reward curve, and prints what was reached, how long it all took, and where it lies."""
     started = time.monotonic()
-    with open_trainer(config, console=console) as trainer:
+    with PeakMemory() as memory, open_trainer(config, console=console) as trainer:
         summary = trainer.fit()
     lines = final_lines(
         first_reward=summary.first_reward,
@@ -30,6 +31,7 @@ def run(config: MasterConfig, *, console: Console) -> RunSummary:
         measure=config.env.measure,
         num_steps=summary.num_steps,
         seconds=time.monotonic() - started,
+        peak_bytes=memory.num_bytes,
         paths=_outputs(config.logger, summary),
     )
     for line in lines:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import os
 import re
+import threading
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 
 import psutil
 
 __all__ = [
+    "PeakMemory",
     "available_bytes",
     "peak_resident_bytes",
     "proportional_bytes",
@@ -23,6 +27,9 @@ __all__ = [
     "tree_proportional_bytes",
 ]
 
+LOOK_S = 5.0
+LOOK_SHARE = 0.01
+"""Most of the time that looking may take: reading the shared pages of a large process is slow."""
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 CGROUP_FILES = (
     ("memory.max", "memory.current", "memory.stat"),
@@ -93,3 +100,34 @@ def tree_proportional_bytes(pid: int | None = None) -> int:
     except psutil.NoSuchProcess:
         return 0
     return proportional_bytes(pids)
+
+
+class PeakMemory:
+    """The largest memory of this process and its descendants on this machine, looked at every few seconds inside it.
+
+    Args:
+        look_s: seconds between two looks, at least.
+    """
+
+    def __init__(self, *, look_s: float = LOOK_S) -> None:
+        self._look_s = look_s
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="peak-memory", daemon=True)
+        self.num_bytes = 0
+
+    def __enter__(self) -> PeakMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        pause_s = 0.0
+        while not self._is_over.wait(pause_s):
+            started = time.monotonic()
+            self.num_bytes = max(self.num_bytes, tree_proportional_bytes())
+            pause_s = max(self._look_s, (time.monotonic() - started) / LOOK_SHARE)

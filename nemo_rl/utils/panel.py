@@ -190,13 +190,15 @@ def final_lines(
     measure: str,
     num_steps: int,
     seconds: float,
+    peak_bytes: int,
     paths: Mapping[str, Path],
 ) -> list[str]:
-    """The line that sums a run up, and where its files are.
+    """The line that sums a run up, what memory it took, and where its files are.
 
     Example:
-        >>> final_lines(first_reward=0.3, last_reward=0.91, measure="accuracy", num_steps=60, seconds=96.2, paths={})
-        ['validation accuracy 0.30 -> 0.91 in 60 steps, 96 s']
+        >>> run = {"first_reward": 0.3, "last_reward": 0.91, "measure": "accuracy", "num_steps": 60, "seconds": 96.2}
+        >>> final_lines(**run, peak_bytes=3 << 30, paths={})
+        ['validation accuracy 0.30 -> 0.91 in 60 steps, 96 s', '  peak memory  3.0GiB, all processes on this machine']
     """
     if first_reward is not None and last_reward is not None:
         head = f"validation {measure} {first_reward:.2f} -> {last_reward:.2f} in {num_steps} steps, {seconds:.0f} s"
@@ -204,8 +206,9 @@ def final_lines(
         head = f"validation {measure} {last_reward:.2f} after {num_steps} steps, {seconds:.0f} s"
     else:
         head = f"{num_steps} steps, {seconds:.0f} s, without validation"
-    width = max((len(name) for name in paths), default=0)
-    return [head, *(f"  {name:<{width}}  {path}" for name, path in paths.items())]
+    facts = {"peak memory": f"{_bytes_text(peak_bytes)}, all processes on this machine", **paths}
+    width = max(map(len, facts))
+    return [head, *(f"  {name:<{width}}  {fact}" for name, fact in facts.items())]
 
 
 def _optional_numbers(report: StepReport) -> list[tuple[str, str]]:

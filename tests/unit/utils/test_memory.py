@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
 
 from nemo_rl.utils.memory import (
+    PeakMemory,
     available_bytes,
     peak_resident_bytes,
     proportional_bytes,
@@ -60,3 +62,22 @@ def test_a_container_limits_what_is_available(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("max")
     assert available_bytes(cgroup_root=tmp_path) > 50 * MIB
     assert available_bytes(cgroup_root=tmp_path / "none") <= psutil.virtual_memory().total
+
+
+def test_the_peak_of_a_tree_remembers_a_child_that_is_gone() -> None:
+    with PeakMemory(look_s=0.05) as memory:
+        child = subprocess.Popen(
+            [sys.executable, "-c", "import sys; held = b'x' * (200 << 20); print(1, flush=True); sys.stdin.read()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert child.stdout is not None and child.stdin is not None
+        child.stdout.readline()
+        give_up = time.monotonic() + 60
+        while memory.num_bytes < 200 << 20 and time.monotonic() < give_up:
+            time.sleep(0.05)
+        child.communicate()
+    assert memory.num_bytes >= 200 << 20
+    seen = memory.num_bytes
+    time.sleep(0.2)
+    assert memory.num_bytes == seen and not memory._thread.is_alive()

@@ -80,9 +80,14 @@ def test_final_lines_state_the_gain_and_the_files() -> None:
         measure="accuracy",
         num_steps=60,
         seconds=95.7,
+        peak_bytes=5 << 29,
         paths={"metrics": Path("a/metrics.jsonl")},
     )
-    assert lines == ["validation accuracy 0.30 -> 0.91 in 60 steps, 96 s", "  metrics  a/metrics.jsonl"]
+    assert lines == [
+        "validation accuracy 0.30 -> 0.91 in 60 steps, 96 s",
+        "  peak memory  2.5GiB, all processes on this machine",
+        "  metrics      a/metrics.jsonl",
+    ]
 
 
 def test_elapsed_time_and_what_is_left_come_from_the_steps_alone() -> None:
