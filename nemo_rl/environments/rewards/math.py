@@ -53,7 +53,8 @@ class MathReward:
             ValueError: the gold answer cannot be read.
         """
         del prompt
-        text = str(answer)
+        # GSM8K's solutions end with their answer behind this mark.
+        text = str(answer).rpartition("####")[2].strip()
         gold = self._parse(text if "\\boxed" in text else f"\\boxed{{{text}}}", self._latex)
         if not gold:
             raise ValueError(f"math-verify cannot read the gold answer {text!r}")
