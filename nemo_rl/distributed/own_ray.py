@@ -27,7 +27,7 @@ from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
 from nemo_rl.distributed.liveness import ProcessIdentity
 from nemo_rl.distributed.ray_private import on_loopback, without_what_nobody_asks
-from nemo_rl.distributed.ray_start_watch import watch_ray_start
+from nemo_rl.distributed.ray_start_watch import end_servers, watch_ray_start
 from nemo_rl.distributed.run_folder import RunFolder
 from nemo_rl.errors import ResourceError, WorkerError
 from nemo_rl.utils.start_up import StartUp
@@ -143,6 +143,7 @@ class OwnRay:
                     raise ResourceError(self._start.too_late(f"cluster: Ray did not start ({first})")) from error
                 logger.info("Ray did not start, trying again: %s", first)
                 _forget(error)
+                end_servers()
 
     def _init(self, folder: RunFolder) -> None:
         with (

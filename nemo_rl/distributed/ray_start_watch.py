@@ -12,13 +12,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psutil
 
 from nemo_rl.distributed.liveness import ProcessIdentity
 
-__all__ = ["watch_ray_start"]
+__all__ = ["end_servers", "watch_ray_start"]
 
 SERVER = "gcs_server"
 GRACE_S = 12.0
@@ -40,6 +40,15 @@ def watch_ray_start() -> Iterator[None]:
     finally:
         is_over.set()
         watch.join()
+
+
+def end_servers() -> None:
+    """Kills metadata servers that this process has started: a start that fails leaves its own behind."""
+    for server in _servers():
+        with suppress(psutil.NoSuchProcess):
+            child = psutil.Process(server.pid)
+            child.kill()
+            child.wait(GRACE_S)
 
 
 def _watch(is_over: threading.Event, earlier: set[ProcessIdentity]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -196,6 +197,29 @@ def test_a_server_of_ray_that_is_stopped_is_ended_and_said_so(opened, monkeypatc
         server.wait(60)
         own_ray.check_own_ray(stage="train")
     wait_until_gone(before)
+
+
+def test_a_raylet_that_dies_while_it_starts_is_started_again_and_nothing_of_it_stays(opened, monkeypatch):
+    opened.cluster.close()
+    before = children()
+    monkeypatch.setattr(own_ray, "DEAF_S", 10.0)
+    killed = threading.Thread(target=kill_the_first, args=("raylet",))
+    killed.start()
+    with RayVirtualCluster(ClusterConfig(cpu_workers_per_node=1), other_cpus=0):
+        killed.join()
+        servers = [p.name() for p in psutil.Process().children(recursive=True) if p.pid not in before]
+        assert servers.count("gcs_server") == 1
+    wait_until_gone(before)
+
+
+def kill_the_first(name: str) -> None:
+    """Of this process's children of that name, as soon as there is one."""
+    while True:
+        for child in psutil.Process().children():
+            if child.name() == name:
+                child.kill()
+                return
+        time.sleep(0.01)
 
 
 def test_an_error_inside_the_block_ends_ray_with_all_its_processes(opened):
