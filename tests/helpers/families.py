@@ -19,6 +19,8 @@ from transformers import (
 from nemo_rl.data.sort_digits import problems
 from nemo_rl.data.tokenizer import build_tokenizer
 
+PADDING_TOKEN = 125
+"""Of these models; it lies inside rows of `layout_batch`, as an end of sequence that also pads does."""
 COMMON = {
     "vocab_size": 320,
     "hidden_size": 32,
@@ -30,7 +32,7 @@ COMMON = {
     "initializer_range": 0.15,
     "bos_token_id": None,
     "eos_token_id": 2,
-    "pad_token_id": 0,
+    "pad_token_id": PADDING_TOKEN,
 }
 
 
@@ -65,7 +67,8 @@ def config_of(family: str) -> PretrainedConfig:
         tie_word_embeddings=False,
         num_experts=4,
         num_experts_per_tok=2,
-        moe_intermediate_size=24,
+        # Of half precision not a multiple of 16 bytes.
+        moe_intermediate_size=20,
         norm_topk_prob=True,
         mlp_only_layers=[0],
     )

@@ -117,8 +117,9 @@ class Job:
 
 
 def layout_batch() -> BatchedDataDict:
-    """Unequal lengths; a row of weight 0 and a row without a trained token."""
+    """Unequal lengths; rows of weight 0 and one half, and a row without a trained token."""
     batch = tiny_batch(ROWS)
+    batch.tensor("sample_mask")[2] = 0.5
     batch.tensor("token_mask")[1] = False
     return batch
 

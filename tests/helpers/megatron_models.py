@@ -97,6 +97,10 @@ def hf_model(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, 
             elif ".mlp.experts." in name:
                 weight.normal_(0, 0.1)
     biases = {name: bias.clone() for name, bias in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    if model.config.tie_word_embeddings:
+        # Of the other models it is zero, as a new one's.
+        with torch.no_grad():
+            model.get_input_embeddings().weight[model.config.pad_token_id].normal_(0, 0.1)
     model.to(dtype)
     for name, bias in biases.items():
         # As `from_pretrained` does, whatever the precision.

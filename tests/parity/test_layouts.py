@@ -21,7 +21,7 @@ ROUNDING = 2.0
 """Log-probabilities may be off by so many times what the Hugging Face model itself is in float32, where that is more:
 between processors it differs by a factor of two, and context parallel ranks, which add up in another order, were seen
 1.7 times as far off."""
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "longrope")
 WITH_SEQUENCE_PARALLEL = FAMILIES[:-1]
 
 

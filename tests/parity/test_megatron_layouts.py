@@ -44,7 +44,8 @@ pytestmark = pytest.mark.slow
 LOGITS, GRADIENTS, RELATIVE, WEIGHTS = 2e-6, 1e-5, 1e-5, 2e-5
 """Bounds: absolute of logits and log-probabilities, of each gradient relative to its largest element, relative of loss
 and gradient norm, absolute of weights after three steps. float32 alone is off by half of the first in Hugging Face."""
-TINY = {"vocab_size": COMMON["vocab_size"], "num_hidden_layers": 2, "initializer_range": 0.08}
+TINY = {name: COMMON[name] for name in ("vocab_size", "pad_token_id")}
+TINY |= {"num_hidden_layers": 2, "initializer_range": 0.08}
 BIAS_RATE = 0.05
 MOVING = {"moe_router_bias_update_rate": BIAS_RATE}
 Megatron = partial(Case, engine="megatron")
@@ -147,13 +148,20 @@ def cases_of_four() -> list[Case]:
         Dense(tp=2, **FOUR_PADDED, **FULL),
         Dense(cp=2, **SEQUENCE),
         Dense(cp=2, **SEQUENCE, **PADDED, **FULL),
-        Experts(cp=2, **SEQUENCE),
+        # Experts split over both their axes: every rank of a tensor group has another number of tokens for its own.
+        Experts(cp=2, ep=2, **SEQUENCE),
+        Experts(ep=2, **SEQUENCE, batching="uneven", **FULL),
         Experts(cp=2, ep=4, **WHOLE_EXPERTS, **PADDED, **FULL),
         Experts(**{**both, "capacity": 40}),
         Experts(**both, **FIXED, **FULL),
         Dense(**PIPELINE),
         Experts(**SEQUENCE),
     ]
+
+
+def cases_of_eight() -> list[Case]:
+    """Experts over both their axes beside a pipeline, and twice over the data: eight ranks are the fewest."""
+    return [Experts(ep=2, cp=2, **SEQUENCE, **PIPELINE), Experts(ep=2, **SEQUENCE, **PADDED)]
 
 
 SAME_SHARDS = [
@@ -225,10 +233,6 @@ def two_ranks(rank: int, folders: Folders) -> dict[str, object]:
     return found
 
 
-def four_ranks(rank: int, folders: Folders) -> dict[str, object]:
-    return run_all(rank, 4, cases_of_four(), folders)
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     found = Folders(tmp_path_factory.mktemp("layouts"))
@@ -259,7 +263,12 @@ def two(folders: Folders) -> list[dict[str, object]]:
 
 @pytest.fixture(scope="module")
 def four(folders: Folders, two: object) -> list[dict[str, object]]:
-    return run_ranks(4, four_ranks, folders, timeout_s=280)  # type: ignore[return-value]
+    return run_ranks(4, run_all, 4, cases_of_four(), folders, timeout_s=280)  # type: ignore[return-value]
+
+
+@pytest.fixture(scope="module")
+def eight(folders: Folders, four: object) -> list[dict[str, object]]:
+    return run_ranks(8, run_all, 8, cases_of_eight(), folders, timeout_s=280)  # type: ignore[return-value]
 
 
 def outcomes_of(ranks: Sequence[dict[str, object]], case: Case) -> list[Outcome]:
@@ -310,6 +319,11 @@ def test_two_ranks_equal_hugging_face(case: Case, two: list[dict[str, object]], 
 @pytest.mark.parametrize("case", cases_of_four(), ids=str)
 def test_four_ranks_equal_hugging_face(case: Case, four: list[dict[str, object]], expected: Expected) -> None:
     compare(outcomes_of(four, case), expected(case))
+
+
+@pytest.mark.parametrize("case", cases_of_eight(), ids=str)
+def test_eight_ranks_equal_hugging_face(case: Case, eight: list[dict[str, object]], expected: Expected) -> None:
+    compare(outcomes_of(eight, case), expected(case))
 
 
 def test_pipelines_have_four_microbatches_and_ranks_rows_of_their_own(two: list[dict[str, object]]) -> None:
