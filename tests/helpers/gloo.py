@@ -16,6 +16,8 @@ import torch.distributed as dist
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group
 from nemo_rl.distributed.job_store import adopt_listener
 
+JOB_S = 900.0
+"""Of a job with many cases, on a machine that does much else; half a minute to three on an idle one."""
 COLLECTIVE_TIMEOUT_S = 180.0
 SLACK = 3
 """Deadlines are those of a machine that does little else."""

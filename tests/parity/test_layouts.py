@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.families import write_family
-from tests.helpers.gloo import run_ranks
+from tests.helpers.gloo import JOB_S, run_ranks
 from tests.helpers.layout_jobs import Case, Outcome, load_and_step, reference, run_case, save_after_a_step
 
 LOGPROBS, RELATIVE, WEIGHTS = 2e-6, 1e-5, 2e-5
@@ -54,6 +54,8 @@ def cases_of_four() -> list[Case]:
         ]
     return [*cases, Case(family="llama", tp=2, cp=2, sp=True), Case(family="qwen2", tp=2, batching="fixed", capacity=2)]
 
+
+LONG = pytest.mark.timeout(JOB_S + 100)
 
 FAULTS = (Case(family="qwen3", tp=2, fault="swap"), Case(family="qwen3", cp=2, fault="doubled"))
 HALF = [
@@ -129,12 +131,12 @@ def expected(folders: Folders) -> object:
 
 @pytest.fixture(scope="module")
 def two(folders: Folders) -> list[dict[str, object]]:
-    return run_ranks(2, two_ranks, folders, timeout_s=400)  # type: ignore[return-value]
+    return run_ranks(2, two_ranks, folders, timeout_s=JOB_S)  # type: ignore[return-value]
 
 
 @pytest.fixture(scope="module")
 def four(folders: Folders, two: object) -> list[dict[str, object]]:
-    return run_ranks(4, four_ranks, folders, timeout_s=400)  # type: ignore[return-value]
+    return run_ranks(4, four_ranks, folders, timeout_s=JOB_S)  # type: ignore[return-value]
 
 
 def compare(outcomes: list[Outcome], reference: Expected) -> None:
@@ -153,12 +155,14 @@ def compare(outcomes: list[Outcome], reference: Expected) -> None:
 
 
 @pytest.mark.slow
+@LONG
 @pytest.mark.parametrize("case", cases_of_two(), ids=str)
 def test_two_ranks_equal_hugging_face(case: Case, two: list[dict[str, object]], expected) -> None:
     compare([rank[str(case)] for rank in two], expected(case.family))
 
 
 @pytest.mark.slow
+@LONG
 @pytest.mark.parametrize("case", HALF, ids=str)
 def test_half_precision_stays_near_float32(case: Case, two: list[dict[str, object]], expected) -> None:
     exact = expected(case.family).exact
@@ -170,18 +174,21 @@ def test_half_precision_stays_near_float32(case: Case, two: list[dict[str, objec
 
 
 @pytest.mark.slow
+@LONG
 @pytest.mark.parametrize("case", cases_of_four(), ids=str)
 def test_four_ranks_equal_hugging_face(case: Case, four: list[dict[str, object]], expected) -> None:
     compare([rank[str(case)] for rank in four], expected(case.family))
 
 
 @pytest.mark.slow
+@LONG
 def test_the_cases_have_one_to_four_microbatches(two: list[dict[str, object]]) -> None:
     counts = {two[0][str(case)].num_microbatches for case in cases_of_two()}
     assert {1, 2, 3, 4} <= counts, counts
 
 
 @pytest.mark.slow
+@LONG
 @pytest.mark.parametrize("case", FAULTS, ids=str)
 def test_a_planted_fault_fails_the_comparison(case: Case, two: list[dict[str, object]], expected) -> None:
     outcomes = [rank[str(case)] for rank in two]
@@ -192,6 +199,7 @@ def test_a_planted_fault_fails_the_comparison(case: Case, two: list[dict[str, ob
 
 
 @pytest.mark.slow
+@LONG
 @pytest.mark.parametrize("name", list(SAVED))
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_checkpoint_continues_in_another_layout(
@@ -211,6 +219,7 @@ def test_a_checkpoint_continues_in_another_layout(
 
 
 @pytest.mark.slow
+@LONG
 def test_a_checkpoint_of_split_weights_is_a_hugging_face_folder(two: object, folders: Folders) -> None:
     model = AutoModelForCausalLM.from_pretrained(str(folders.checkpoint("split") / "weights"))
     answer = model.generate(torch.tensor([[7, 8, 9]]), max_new_tokens=4, do_sample=False, eos_token_id=None)

@@ -22,7 +22,7 @@ from nemo_rl.models.megatron import train_step
 from nemo_rl.models.megatron.model import PolicyGPT
 from tests.helpers import layout_jobs
 from tests.helpers.families import COMMON, write_with_tokenizer
-from tests.helpers.gloo import run_ranks
+from tests.helpers.gloo import JOB_S, run_ranks
 from tests.helpers.layout_jobs import (
     AUX_COEFFICIENT,
     Arrays,
@@ -39,7 +39,7 @@ from tests.helpers.layout_jobs import (
 from tests.helpers.megatron_jobs import BUFFER, forget_models, moments, run_case
 from tests.helpers.megatron_models import FAMILIES, hf_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(JOB_S + 100)]
 
 LOGITS, GRADIENTS, RELATIVE, WEIGHTS = 2e-6, 1e-5, 1e-5, 2e-5
 """Bounds: absolute of logits and log-probabilities, of each gradient relative to its largest element, relative of loss
@@ -258,17 +258,17 @@ def expected(folders: Folders) -> Expected:
 
 @pytest.fixture(scope="module")
 def two(folders: Folders) -> list[dict[str, object]]:
-    return run_ranks(2, two_ranks, folders, timeout_s=280)  # type: ignore[return-value]
+    return run_ranks(2, two_ranks, folders, timeout_s=JOB_S)  # type: ignore[return-value]
 
 
 @pytest.fixture(scope="module")
 def four(folders: Folders, two: object) -> list[dict[str, object]]:
-    return run_ranks(4, run_all, 4, cases_of_four(), folders, timeout_s=280)  # type: ignore[return-value]
+    return run_ranks(4, run_all, 4, cases_of_four(), folders, timeout_s=JOB_S)  # type: ignore[return-value]
 
 
 @pytest.fixture(scope="module")
 def eight(folders: Folders, four: object) -> list[dict[str, object]]:
-    return run_ranks(8, run_all, 8, cases_of_eight(), folders, timeout_s=280)  # type: ignore[return-value]
+    return run_ranks(8, run_all, 8, cases_of_eight(), folders, timeout_s=JOB_S)  # type: ignore[return-value]
 
 
 def outcomes_of(ranks: Sequence[dict[str, object]], case: Case) -> list[Outcome]:

@@ -27,10 +27,10 @@ from nemo_rl.models.policy.routes import RouteView, TokenPlaces
 from tests.helpers import megatron_jobs
 from tests.helpers.experts import write_experts
 from tests.helpers.families import COMMON
-from tests.helpers.gloo import run_ranks
+from tests.helpers.gloo import JOB_S, run_ranks
 from tests.helpers.layout_jobs import Arrays, Case, Job, Outcome, force_routes, forced_routes, reference, run_job, start
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(JOB_S + 100)]
 
 LOGPROBS, GRADIENTS, RELATIVE, WEIGHTS = 2e-6, 1e-5, 1e-5, 2e-5
 """Bounds: absolute of logits and log-probabilities, of each gradient relative to its largest element, relative of loss
@@ -191,17 +191,17 @@ def expected(folder: Path) -> Outcome:
 
 @pytest.fixture(scope="module")
 def one(folder: Path) -> list[dict[str, Outcome]]:
-    return run_ranks(1, one_rank, folder, timeout_s=200)
+    return run_ranks(1, one_rank, folder, timeout_s=JOB_S)
 
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> list[dict[str, Outcome]]:
-    return run_ranks(2, two_ranks, folder, timeout_s=280)
+    return run_ranks(2, two_ranks, folder, timeout_s=JOB_S)
 
 
 @pytest.fixture(scope="module")
 def four(folder: Path, two: object) -> list[dict[str, Outcome]]:
-    return run_ranks(4, four_ranks, folder, timeout_s=280)
+    return run_ranks(4, four_ranks, folder, timeout_s=JOB_S)
 
 
 def problems(outcomes: Sequence[Outcome], expected: Outcome) -> list[str]:
