@@ -127,6 +127,14 @@ def rule_store_sections_need_their_store(config: MasterConfig) -> list[str]:
     return lines
 
 
+def rule_store_that_is_off_is_not_named(config: MasterConfig) -> list[str]:
+    plane = config.data_plane
+    if plane.enabled or plane.impl is None:
+        return []
+    switch, because = "data_plane.enabled", "data_plane.enabled is false"
+    return would_be_ignored(plane, "data_plane", ("impl",), switch=switch, because=because)
+
+
 def rule_leader_broadcast_needs_a_replica_group(config: MasterConfig) -> list[str]:
     policy = config.policy
     if config.data_plane.fetch_policy != "leader_broadcast" or policy.parallel_sizes.replica_size > 1:

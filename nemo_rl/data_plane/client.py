@@ -24,22 +24,24 @@ from tensordict import TensorDict
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.assembly import Located, assemble, assemble_padded
 from nemo_rl.data_plane.backpressure import FIRST_POLL_S, LONGEST_POLL_S
-from nemo_rl.data_plane.client_link import Call, ClientLink, names_of, versions_of
+from nemo_rl.data_plane.batch_meta import KVBatchMeta, Version
+from nemo_rl.data_plane.client_link import Call, ClientLink, names_of, plain_versions, versions_of
 from nemo_rl.data_plane.client_reads import RowReader
-from nemo_rl.data_plane.client_writes import RowWriter
+from nemo_rl.data_plane.client_schemas import Declaration, SchemaCache
+from nemo_rl.data_plane.client_writes import RowFacts, RowWriter
 from nemo_rl.data_plane.columns import check_columns, check_keys, check_tags, token_lengths
-from nemo_rl.data_plane.interfaces import Columns, DataPlaneClient, KVBatchMeta, PayloadStore, Tags, TagValue
+from nemo_rl.data_plane.interfaces import Columns, DataPlaneClient, PayloadStore
 from nemo_rl.data_plane.leases import LeaseKeeper
 from nemo_rl.data_plane.ledger import Args, Reply
 from nemo_rl.data_plane.ledger_host import LedgerHost
 from nemo_rl.data_plane.schema import (
     FieldSpec,
     resolve_fields,
-    spec_from_record,
     spec_to_record,
     stage_of_task,
     writes_of,
 )
+from nemo_rl.data_plane.tags import Tags, TagValue
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import (
     DataPlaneTimeout,
@@ -69,7 +71,7 @@ class LedgerClient(DataPlaneClient):
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self._link, self._on_close = ClientLink(host=host, store=store, address=address), on_close
-        self._specs: dict[str, dict[str, FieldSpec]] = {}
+        self._schemas = SchemaCache(self._link)
         self._leases = LeaseKeeper(renew=self._renew, period_s=address.config.lease_s / 3)
         self._writer, self._reader = RowWriter(self._link, self._leases), RowReader(self._link)
         self._pool: ThreadPoolExecutor | None = None
@@ -99,6 +101,9 @@ class LedgerClient(DataPlaneClient):
         consumer_tasks: Sequence[str],
         grpo_group_size: int | None = None,
     ) -> None:
+        for what, names in (("fields", fields), ("consumer_tasks", consumer_tasks)):
+            if isinstance(names, str):
+                raise SchemaMismatch(f"partition {partition_id!r}: {what}: expected a list, got {names!r}")
         specs = resolve_fields(fields)
         if num_samples < 1 or (grpo_group_size is not None and grpo_group_size < 1):
             raise SchemaMismatch(
@@ -114,16 +119,23 @@ class LedgerClient(DataPlaneClient):
             "task_writes": {task: list(writes_of(stage_of_task(task), rewrites=False)) for task in tasks},
             "group_size": grpo_group_size,
         }
-        self._link.ask(self._link.begin(f"register_partition({partition_id!r})"), "register", args)
-        self._specs[partition_id] = {spec.name: spec for spec in specs}
+        reply = self._link.ask(self._link.begin(f"register_partition({partition_id!r})"), "register", args)
+        self._schemas.learn(partition_id, {spec.name: spec for spec in specs}, reply)
 
     def partition_fields(self, partition_id: str) -> tuple[FieldSpec, ...]:
-        return tuple(self._schema(self._link.begin(f"partition_fields({partition_id!r})"), partition_id).values())
+        call = self._link.begin(f"partition_fields({partition_id!r})")
+        return tuple(self._schemas.get(call, partition_id).specs.values())
 
     # ---- writing
 
     def kv_batch_put(
-        self, keys: Sequence[str], partition_id: str, fields: Columns, tags: Sequence[Tags] | None = None
+        self,
+        keys: Sequence[str],
+        partition_id: str,
+        fields: Columns,
+        tags: Sequence[Tags] | None = None,
+        *,
+        claimed: KVBatchMeta | None = None,
     ) -> KVBatchMeta:
         where = f"kv_batch_put to partition {partition_id!r}"
         listed = check_keys(keys, where=where)
@@ -131,18 +143,35 @@ class LedgerClient(DataPlaneClient):
         call = self._link.begin(
             f"{where}: {len(listed)} rows ({name_some(listed)}), fields {', '.join(map(str, names))}"
         )
-        specs = self._schema(call, partition_id)
+        put = partial(self._put, call, where, partition_id, listed, fields, tags, claimed)
+        return self._schemas.use(call, partition_id, put)
+
+    def _put(
+        self,
+        call: Call,
+        where: str,
+        partition_id: str,
+        keys: list[str],
+        fields: Columns,
+        tags: Sequence[Tags] | None,
+        claimed: KVBatchMeta | None,
+        declaration: Declaration,
+    ) -> KVBatchMeta:
         with self._link.clock.measure("encode"):
-            columns = check_columns(fields, specs=specs, keys=listed, where=where)
-        plain_tags = None if tags is None else check_tags(tags, len(listed), where=where)
+            columns = check_columns(fields, specs=declaration.specs, keys=keys, where=where)
+        plain_tags = None if tags is None else check_tags(tags, len(keys), where=where)
         lengths = token_lengths(columns)
         listed_lengths = None if lengths is None else lengths.tolist()
-        versions: dict[str, int] = {}
-        if listed:
-            versions = self._writer.write(call, partition_id, listed, columns, lengths=listed_lengths, tags=plain_tags)
+        versions: dict[str, Version] = {}
+        if keys:
+            claims = self._claims_of(partition_id, keys, claimed)
+            facts = RowFacts(
+                declared=declaration.number, keys=keys, lengths=listed_lengths, tags=plain_tags, claims=claims
+            )
+            versions = self._writer.write(call, partition_id, columns, facts)
         return KVBatchMeta(
             partition_id=partition_id,
-            keys=tuple(listed),
+            keys=tuple(keys),
             fields=tuple(columns),
             sequence_lengths=None if listed_lengths is None else tuple(listed_lengths),
             tags=None if plain_tags is None else tuple(plain_tags),
@@ -150,14 +179,21 @@ class LedgerClient(DataPlaneClient):
         )
 
     def put_async(
-        self, keys: Sequence[str], partition_id: str, fields: Columns, tags: Sequence[Tags] | None = None
+        self,
+        keys: Sequence[str],
+        partition_id: str,
+        fields: Columns,
+        tags: Sequence[Tags] | None = None,
+        *,
+        claimed: KVBatchMeta | None = None,
     ) -> Future[KVBatchMeta]:
         with self._lock:
             self._link.check_open()
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(max_workers=PUT_THREADS, thread_name_prefix="data-plane-put")
             context = copy_context()  # the stage of the caller
-            return self._pool.submit(context.run, self.kv_batch_put, keys, partition_id, fields, tags)
+            put = partial(self.kv_batch_put, keys, partition_id, fields, tags, claimed=claimed)
+            return self._pool.submit(context.run, put)
 
     # ---- reading
 
@@ -192,7 +228,7 @@ class LedgerClient(DataPlaneClient):
         partition_id: str,
         names: Sequence[str],
         *,
-        versions: Mapping[str, int],
+        versions: Mapping[str, Version],
         stage: str | None,
         build: Callable[[Located], _T],
     ) -> _T:
@@ -200,14 +236,21 @@ class LedgerClient(DataPlaneClient):
         listed = check_keys(keys, where=where)
         task = f", task {stage!r}" if stage else ""
         call = self._link.begin(f"{where}{task}: {len(listed)} rows ({name_some(listed)}), fields {', '.join(names)}")
-        specs = self._schema(call, partition_id)
         if isinstance(names, str) or not names or len(set(names)) != len(names):
             raise SchemaMismatch(f"{where}: expected a list of distinct fields, got {names!r}")
-        unknown = [name for name in names if name not in specs]
-        if unknown:
-            raise SchemaMismatch(f"{where}: fields {name_some(unknown)} are not declared; declared: {', '.join(specs)}")
-        args: Args = {"partition": partition_id, "keys": listed, "fields": list(names), "versions": dict(versions)}
-        return self._reader.read(call, args, [specs[name] for name in names], build)
+        args: Args = {
+            "partition": partition_id,
+            "keys": listed,
+            "fields": list(names),
+            "versions": plain_versions(versions),
+        }
+
+        def read(declaration: Declaration) -> _T:
+            _check_declared(names, declaration, where)
+            specs = [declaration.specs[name] for name in names]
+            return self._reader.read(call, {**args, "declared": declaration.number}, specs, build)
+
+        return self._schemas.use(call, partition_id, read)
 
     # ---- claims
 
@@ -225,10 +268,11 @@ class LedgerClient(DataPlaneClient):
         limit = self._link.timeout_s if timeout_s is None else timeout_s
         where = f"get_meta of partition {partition_id!r}, task {task_name!r}, fields {', '.join(required_fields)}"
         call = self._link.begin(where)
-        specs = self._schema(call, partition_id)
-        unknown = [name for name in required_fields if name not in specs]
-        if unknown or batch_size < 1:
-            raise SchemaMismatch(f"{where}: unknown fields {unknown or 'none'}, batch_size {batch_size} (at least 1)")
+        if batch_size < 1 or isinstance(required_fields, str):
+            raise SchemaMismatch(
+                f"{where}: expected a list of fields and a batch_size of at least 1, got {required_fields!r} and "
+                f"{batch_size}"
+            )
         args: Args = {
             "partition": partition_id,
             "task": task_name,
@@ -236,9 +280,14 @@ class LedgerClient(DataPlaneClient):
             "batch_size": batch_size,
             "consumer": f"{consumer_id}@{self._link.label}",
         }
+
+        def ask(declaration: Declaration) -> Reply:
+            _check_declared(required_fields, declaration, where)
+            return self._link.ask(self._link.begin(where), "claim", {**args, "declared": declaration.number})
+
         poll_s, give_up = FIRST_POLL_S, call.started + limit
         while True:
-            reply = self._link.ask(self._link.begin(where), "claim", args)
+            reply = self._schemas.use(call, partition_id, ask)
             if reply["keys"] or not blocking:
                 return self._claimed(partition_id, task_name, required_fields, reply)
             if time.monotonic() + poll_s > give_up:
@@ -264,28 +313,37 @@ class LedgerClient(DataPlaneClient):
             sequence_lengths=None if lengths is None else tuple(lengths),
             tags=tuple(tags),
             versions=versions_of(reply),
+            claims=(claim_id,) * len(keys),
         )
 
     def release(self, meta: KVBatchMeta) -> None:
         if meta.task_name is None:
             raise SchemaMismatch(f"release: the meta of partition {meta.partition_id!r} names no task; nothing to end")
         keys = list(meta.keys)
-        args: Args = {
-            "partition": meta.partition_id,
-            "task": meta.task_name,
-            "keys": keys,
-            "claims": self._leases.held(meta.partition_id, keys, task_name=meta.task_name),
-        }
+        claims = self._claims_of(meta.partition_id, keys, meta)
+        args: Args = {"partition": meta.partition_id, "task": meta.task_name, "keys": keys, "claims": claims}
         call = self._link.begin(
             f"release of partition {meta.partition_id!r}, task {meta.task_name!r}: {name_some(keys)}"
         )
         try:
             self._link.ask(call, "release", args)
         finally:
-            self._leases.forget(meta.partition_id, keys, task_name=meta.task_name)
+            self._leases.forget_claims(meta.partition_id, meta.task_name, claims.get(meta.task_name, {}))
+
+    def _claims_of(self, partition_id: str, keys: list[str], meta: KVBatchMeta | None) -> dict[str, dict[str, int]]:
+        """Task -> key -> claim id: what the meta says, and for other tasks what this client holds."""
+        claims = self._leases.held(partition_id, keys)
+        if meta is not None and meta.claims is not None and meta.task_name is not None:
+            if meta.partition_id != partition_id:
+                raise SchemaMismatch(f"the claimed meta is of partition {meta.partition_id!r}, not {partition_id!r}")
+            its = meta.claims_by_key()
+            claims[meta.task_name] = {key: its[key] for key in keys if key in its}
+        return claims
 
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
         call = self._link.begin(f"check_consumption_status of partition {partition_id!r}")
+        if isinstance(task_names, str):
+            raise SchemaMismatch(f"{call.what}: expected a list of tasks, got {task_names!r}")
         return bool(self._link.ask(call, "consumption", {"partition": partition_id, "tasks": list(task_names)})["done"])
 
     # ---- life cycle
@@ -296,18 +354,31 @@ class LedgerClient(DataPlaneClient):
         assert isinstance(tags, list)
         return dict(zip(names_of(reply["keys"]), tags, strict=True))
 
-    def kv_clear(self, keys: Sequence[str] | None, partition_id: str, *, reason: str = "") -> None:
+    def kv_clear(self, keys: Sequence[str] | None, partition_id: str, *, reason: str = "") -> int:
         if isinstance(keys, str):
             raise SchemaMismatch(f"kv_clear: keys must be a list of strings, got the string {keys!r}")
         listed = None if keys is None else list(keys)
         call = self._link.begin(f"kv_clear of partition {partition_id!r}")
         reply = self._link.ask(call, "clear", {"partition": partition_id, "keys": listed, "reason": reason})
-        self._leases.forget(partition_id, listed)
+        return self._cleared(call, partition_id, listed, reply)
+
+    def drop_partition(self, partition_id: str, *, reason: str = "") -> int:
+        call = self._link.begin(f"drop_partition({partition_id!r})")
+        reply = self._link.ask(call, "forget", {"partition": partition_id, "reason": reason})
+        self._schemas.forget(partition_id)
+        return self._cleared(call, partition_id, None, reply)
+
+    def _cleared(self, call: Call, partition_id: str, keys: list[str] | None, reply: Reply) -> int:
+        """Lets go of the claims and chunks of rows that the ledger has cleared; returns how many it were."""
+        self._leases.forget(partition_id, keys)
         self._link.drop(names_of(reply["drop"]))
         # A writer that died between its put and its commit has left chunks that no ledger knows.
         abandoned = self._link.store.abandoned(self._link.address.config.lease_s)
         if abandoned:
             self._link.drop(names_of(self._link.ask(call, "gone", {"chunks": abandoned})["chunks"]))
+        rows = reply["rows"]
+        assert isinstance(rows, int), f"malformed reply: {reply}"
+        return rows
 
     def row_owners(self, partition_id: str) -> dict[str, str]:
         reply = self._link.ask(self._link.begin(f"row_owners({partition_id!r})"), "list", {"partition": partition_id})
@@ -329,28 +400,30 @@ class LedgerClient(DataPlaneClient):
         finally:
             self._on_close()
 
-    def _schema(self, call: Call, partition_id: str) -> dict[str, FieldSpec]:
-        specs = self._specs.get(partition_id)
-        if specs is None:
-            records = self._link.ask(call, "describe", {"partition": partition_id})["fields"]
-            assert isinstance(records, list)
-            specs = {spec.name: spec for spec in map(spec_from_record, records)}
-            self._specs[partition_id] = specs
-        return specs
-
     def _renew(self, claims: list[int]) -> list[int]:
         ended = self._link.tell("heartbeat", {"claims": list(claims)})["ended"]
         assert isinstance(ended, list)
         return ended
 
 
+def _check_declared(names: Sequence[str], declaration: Declaration, where: str) -> None:
+    unknown = [name for name in names if name not in declaration.specs]
+    if unknown:
+        raise SchemaMismatch(
+            f"{where}: fields {name_some(unknown)} are not declared; declared: {', '.join(declaration.specs)}"
+        )
+
+
 def _why(reply: Reply) -> str:
     """Why a claim got nothing, in words."""
     why = reply["why"]
     assert isinstance(why, dict), f"malformed reply: {reply}"
+    groups = [f"{uid} ({what})" for uid, what in why["groups"]]
+    groups += [f"{rest} more"] if (rest := why["num_groups"] - len(groups)) else []
+    waiting = f"; groups that wait: {', '.join(groups)}" if groups else ""
     holders = [f"{name} holds {rows} rows for {age:.1f} s" for name, rows, age in why["holders"]]
     late = [f"{name} ({rows} rows)" for name, rows in why["not_written"].items()]
     return (
         f"{why['live']} live rows, {why['pending']} unclaimed, {why['done']} done; "
-        f"not written yet: {name_some(late) or 'none'}; claims: {name_some(holders) or 'none'}"
+        f"not written yet: {name_some(late) or 'none'}; claims: {name_some(holders) or 'none'}{waiting}"
     )

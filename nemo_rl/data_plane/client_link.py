@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TypeVar
 
 from nemo_rl.data_plane.address import DataPlaneAddress, Handles
+from nemo_rl.data_plane.batch_meta import Version
 from nemo_rl.data_plane.interfaces import PayloadStore
 from nemo_rl.data_plane.labels import chunk_id, client_label
 from nemo_rl.data_plane.ledger import Args, Reply
@@ -23,7 +24,7 @@ from nemo_rl.data_plane.stage_clock import StageClock
 from nemo_rl.data_plane.stage_context import current_stage
 from nemo_rl.errors import DataPlaneClosed, DataPlaneError, DataPlaneTimeout, PayloadLost
 
-__all__ = ["Call", "ClientLink", "names_of", "versions_of"]
+__all__ = ["Call", "ClientLink", "names_of", "plain_versions", "versions_of"]
 
 _T = TypeVar("_T")
 
@@ -138,8 +139,13 @@ def names_of(value: object) -> list[str]:
     return value
 
 
-def versions_of(reply: Reply) -> dict[str, int]:
+def versions_of(reply: Reply) -> dict[str, Version]:
     """Family versions out of a reply."""
     versions = reply["versions"]
     assert isinstance(versions, dict), f"malformed reply: {reply}"
     return versions
+
+
+def plain_versions(versions: Mapping[str, Version]) -> dict[str, int | list[int]]:
+    """Family versions for a request."""
+    return {family: version if isinstance(version, int) else list(version) for family, version in versions.items()}

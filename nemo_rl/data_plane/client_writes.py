@@ -7,21 +7,37 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from nemo_rl.data_plane.address import Handles
 from nemo_rl.data_plane.backpressure import RoomWait
+from nemo_rl.data_plane.batch_meta import Version
 from nemo_rl.data_plane.client_link import Call, ClientLink, names_of, versions_of
 from nemo_rl.data_plane.codec import EncodedChunk, encode_rows
 from nemo_rl.data_plane.columns import FlatColumn
-from nemo_rl.data_plane.interfaces import TagValue
 from nemo_rl.data_plane.leases import LeaseKeeper
 from nemo_rl.data_plane.ledger import Args
+from nemo_rl.data_plane.tags import TagValue
 from nemo_rl.errors import CapacityExceeded, DataPlaneError, DataPlaneTimeout
 
-__all__ = ["RowWriter"]
+__all__ = ["RowFacts", "RowWriter"]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowFacts:
+    """What a put says about its rows beside their columns."""
+
+    declared: int
+    """The declaration that the columns were checked against."""
+    keys: list[str]
+    lengths: list[int] | None
+    """Tokens per row."""
+    tags: list[dict[str, TagValue]] | None
+    claims: dict[str, dict[str, int]]
+    """Task -> key -> the claim under which the row is written."""
 
 
 class RowWriter:
@@ -34,28 +50,27 @@ class RowWriter:
         self,
         call: Call,
         partition_id: str,
-        keys: list[str],
         columns: Mapping[str, FlatColumn],
-        *,
-        lengths: list[int] | None,
-        tags: list[dict[str, TagValue]] | None,
-    ) -> dict[str, int]:
+        facts: RowFacts,
+    ) -> dict[str, Version]:
         """Stores the columns and commits them; returns the family versions. Nothing is left behind when it fails."""
+        keys = facts.keys
         chunk_bytes = self._link.store.chunk_bytes or self._link.address.config.chunk_bytes
         with self._link.clock.measure("encode"):
             chunks = encode_rows(columns, num_rows=len(keys), chunk_bytes=chunk_bytes)
         ids = self._link.new_ids(len(chunks))
         args: Args = {
             "partition": partition_id,
+            "declared": facts.declared,
             "keys": keys,
-            "lengths": lengths,
-            "tags": tags,
+            "lengths": facts.lengths,
+            "tags": facts.tags,
             "chunks": [_chunk_record(i, chunk, columns) for i, chunk in zip(ids, chunks, strict=True)],
-            "claims": self._leases.held(partition_id, keys),
+            "claims": facts.claims,
             "may_create": any(column.spec.produced_by == "rollout" for column in columns.values()),
         }
         wait = RoomWait(ask=partial(self._link.ask, call), deadline=call.deadline, what=call.what)
-        reservation = self._reserve(wait, partition_id, keys, chunks)
+        reservation = self._reserve(wait, args, chunks)
         handles: Handles | None = None
         try:
             if chunks:
@@ -79,11 +94,12 @@ class RowWriter:
         self._link.count("put_bytes", sum(chunk.nbytes for chunk in chunks))
         return versions_of(reply)
 
-    def _reserve(self, wait: RoomWait, partition_id: str, keys: list[str], chunks: Sequence[EncodedChunk]) -> int:
+    def _reserve(self, wait: RoomWait, put: Args, chunks: Sequence[EncodedChunk]) -> int:
         """Waits for room before any byte goes to the store, where bytes are limited; 0 where they are not."""
         if self._link.address.config.storage_capacity.bytes is None or not chunks:
             return 0
-        args: Args = {"partition": partition_id, "keys": keys, "nbytes": sum(chunk.nbytes for chunk in chunks)}
+        args = {name: put[name] for name in ("partition", "declared", "keys")}
+        args["nbytes"] = sum(chunk.nbytes for chunk in chunks)
         try:
             reservation = wait.granted("reserve", args)["reservation"]
         except CapacityExceeded:
@@ -114,5 +130,6 @@ def _chunk_record(chunk_id: str, chunk: EncodedChunk, columns: Mapping[str, Flat
         "rows": chunk.rows,
         "nbytes": chunk.nbytes,
         "sizes": list(chunk.sizes),
+        "row_sizes": dict(chunk.row_sizes),
         "layouts": {column.spec.name: [column.dtype, list(column.trailing)] for column in tensors},
     }

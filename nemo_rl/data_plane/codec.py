@@ -70,6 +70,8 @@ class EncodedChunk:
     """Header, then the columns; views of the columns' own memory."""
     sizes: tuple[int, ...]
     """Bytes of each field."""
+    row_sizes: Mapping[str, bytes]
+    """uint64 bytes of each row, of the fields whose rows differ in size."""
 
     @property
     def nbytes(self) -> int:
@@ -110,6 +112,7 @@ def encode_rows(columns: Mapping[str, FlatColumn], *, num_rows: int, chunk_bytes
                     rows=stop - first,
                     parts=parts,
                     sizes=tuple(part.nbytes for part in parts[1:]),
+                    row_sizes=_row_sizes(sources, first, stop),
                 )
             )
     return chunks
@@ -126,6 +129,11 @@ def _as_source(column: FlatColumn, num_rows: int) -> _Source:
     entry = column.values.element_size() * prod(column.trailing)
     lengths = np.ones(num_rows, dtype=np.int64) if column.lengths is None else column.lengths
     return _Source(column=column, content=content, starts=_starts(lengths * entry))
+
+
+def _row_sizes(sources: Sequence[_Source], first: int, stop: int) -> dict[str, bytes]:
+    tables = {source.column.spec.name: np.diff(source.starts[first : stop + 1]) for source in sources}
+    return {name: sizes.astype(np.uint64).tobytes() for name, sizes in tables.items() if (sizes != sizes[0]).any()}
 
 
 def _starts(sizes: Lengths) -> Lengths:

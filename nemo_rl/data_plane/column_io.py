@@ -74,6 +74,8 @@ def read_columns(
 def write_columns(client: DataPlaneClient, meta: KVBatchMeta, columns: Mapping[str, Column]) -> KVBatchMeta:
     """Writes columns of existing rows; per-token ones are cut by `meta.sequence_lengths`. No columns: nothing happens.
 
+    A meta that was claimed is written under its claim, whoever claimed it.
+
     Returns:
         The meta with the new fields and family versions.
     """
@@ -82,7 +84,7 @@ def write_columns(client: DataPlaneClient, meta: KVBatchMeta, columns: Mapping[s
     specs = client.partition_fields(meta.partition_id)
     lengths = None if meta.sequence_lengths is None else torch.tensor(meta.sequence_lengths, dtype=torch.int64)
     cut = _cut(columns, lengths, specs, meta.partition_id)
-    put = client.kv_batch_put(meta.keys, meta.partition_id, cut)
+    put = client.kv_batch_put(meta.keys, meta.partition_id, cut, claimed=meta)
     return meta.with_fields(put.fields, versions=put.versions)
 
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from tensordict import NonTensorStack
+from tensordict import NonTensorData, NonTensorStack
 
-from nemo_rl.data_plane.interfaces import Columns, Tags, TagValue
+from nemo_rl.data_plane.interfaces import Columns
 from nemo_rl.data_plane.ragged import lengths_of, object_rows, values_of
 from nemo_rl.data_plane.schema import FieldSpec
+from nemo_rl.data_plane.tags import Tags, TagValue, plain_rows
 from nemo_rl.errors import SchemaMismatch, name_some
 
 __all__ = ["FlatColumn", "check_columns", "check_keys", "check_tags", "dtype_name", "token_lengths", "torch_dtype"]
@@ -62,6 +63,8 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def check_keys(keys: Sequence[str], *, where: str) -> list[str]:
     """The keys as a list: strings, each once."""
+    if isinstance(keys, str):
+        raise SchemaMismatch(f"{where}: expected a list of keys, got the string {keys!r}; pass [{keys!r}]")
     listed = list(keys)
     wrong = [key for key in listed if not isinstance(key, str) or not key]
     if wrong:
@@ -77,15 +80,7 @@ def check_tags(tags: Sequence[Tags], num_rows: int, *, where: str) -> list[dict[
     """Tags as plain dicts: one per key, with string names and primitive values."""
     if len(tags) != num_rows:
         raise SchemaMismatch(f"{where}: expected {num_rows} tag rows, one per key, got {len(tags)}")
-    plain = [dict(row) for row in tags]
-    for i, row in enumerate(plain):
-        for name, value in row.items():
-            if type(name) is not str or not (value is None or type(value) in (str, int, float, bool)):
-                raise SchemaMismatch(
-                    f"{where}: tag {name!r} of row {i}: expected None, str, int, float or bool, "
-                    f"got {type(value).__name__}; per-row tensors are columns"
-                )
-    return plain
+    return plain_rows(tags, where=where)
 
 
 def check_columns(
@@ -155,8 +150,6 @@ def _check_token_lengths(columns: Mapping[str, FlatColumn], keys: Sequence[str],
 def _tensor_column(column: object, spec: FieldSpec, at: str) -> FlatColumn:
     if not isinstance(column, torch.Tensor):
         raise SchemaMismatch(f"{at}: expected a tensor, got {type(column).__name__}; build one with stack_or_nest")
-    if dtype_name(column.dtype) not in spec.dtypes:
-        raise SchemaMismatch(f"{at}: expected dtype {' or '.join(spec.dtypes)}, got {dtype_name(column.dtype)}")
     num_dims = column.dim() - 1
     if num_dims != len(spec.dims):
         raise SchemaMismatch(
@@ -174,7 +167,7 @@ def _tensor_column(column: object, spec: FieldSpec, at: str) -> FlatColumn:
         if spec.is_ragged:
             lengths = np.full(column.shape[0], column.shape[1], dtype=np.int64)
             values = column.reshape(column.shape[0] * column.shape[1], *column.shape[2:])
-    values = values.detach().cpu().contiguous()
+    values = _as_declared(values.detach().cpu().contiguous(), spec, at)
     flat = FlatColumn(spec=spec, values=values, lengths=lengths)
     fixed = spec.dims[1:] if spec.is_ragged else spec.dims
     if any(isinstance(want, int) and want != got for want, got in zip(fixed, flat.trailing, strict=True)):
@@ -184,14 +177,36 @@ def _tensor_column(column: object, spec: FieldSpec, at: str) -> FlatColumn:
     return flat
 
 
+def _as_declared(values: torch.Tensor, spec: FieldSpec, at: str) -> torch.Tensor:
+    """The values in the declared dtype: cast where it is the only one and no value changes, else refused."""
+    given = dtype_name(values.dtype)
+    if given in spec.dtypes:
+        return values
+    expected = f"{at}: expected dtype {' or '.join(spec.dtypes)}, got {given}"
+    target = torch_dtype(spec.dtypes[0])
+    is_narrowing_kind = values.dtype.is_complex or (values.is_floating_point() and not target.is_floating_point)
+    if len(spec.dtypes) > 1 or is_narrowing_kind:
+        raise SchemaMismatch(expected)
+    cast = values.to(target)
+    is_other = (cast.to(values.dtype) != values) & (values == values)
+    if bool(is_other.any()):
+        first = values[is_other].flatten()[0].item()
+        raise SchemaMismatch(f"{expected}, and {int(is_other.sum())} values change in a cast, the first is {first}")
+    return cast
+
+
 def _shape(column: torch.Tensor) -> list[str]:
     return [str(size) for size in column.shape]
 
 
 def _object_column(column: object, spec: FieldSpec, at: str) -> FlatColumn:
-    if isinstance(column, torch.Tensor | str | bytes) or not isinstance(column, Sequence | NonTensorStack | np.ndarray):
+    is_no_list = isinstance(column, torch.Tensor | str | bytes)
+    if is_no_list or not isinstance(column, Sequence | NonTensorData | NonTensorStack | np.ndarray):
         raise SchemaMismatch(f"{at}: expected a list of JSON-like values, got {type(column).__name__}")
-    rows = object_rows(column)
+    try:
+        rows = object_rows(column)
+    except SchemaMismatch as error:
+        raise SchemaMismatch(f"{at}: {error}") from error
     for i, value in enumerate(rows):
         _check_json(value, f"{at}, row {i}", depth=0)
     return FlatColumn(spec=spec, values=None, lengths=None, objects=rows)

@@ -1,7 +1,7 @@
 """The claims one client holds, and the heartbeat that keeps them alive.
 
 Used by `LedgerClient`. The heartbeat thread lives only while claims are held; a claim is remembered until its rows are
-released, written or cleared here, so that a late write can show which claim it belongs to.
+released, written or cleared here, so that a late write without its meta can show which claim it belongs to.
 """
 
 from __future__ import annotations
@@ -43,25 +43,32 @@ class LeaseKeeper:
                 self._thread = threading.Thread(target=self._beat, name="data-plane-heartbeat", daemon=True)
                 self._thread.start()
 
-    def held(
-        self, partition_id: str, keys: Sequence[str], *, task_name: str | None = None
-    ) -> dict[str, dict[str, int]]:
+    def held(self, partition_id: str, keys: Sequence[str]) -> dict[str, dict[str, int]]:
         """Task -> key -> claim id, for the keys that this client holds."""
         with self._lock:
             found = {
                 task: {key: claims[key] for key in keys if key in claims}
                 for (partition, task), claims in self._held.items()
-                if partition == partition_id and task_name in (None, task)
+                if partition == partition_id
             }
         return {task: claims for task, claims in found.items() if claims}
 
-    def forget(self, partition_id: str, keys: Collection[str] | None, *, task_name: str | None = None) -> None:
-        """Drops rows (all when None) of one task or of all tasks."""
+    def forget(self, partition_id: str, keys: Collection[str] | None) -> None:
+        """Drops rows (all when None) of all tasks: they are gone."""
         with self._lock:
-            for (partition, task), claims in self._held.items():
-                if partition == partition_id and task_name in (None, task):
+            for (partition, _), claims in self._held.items():
+                if partition == partition_id:
                     for key in list(claims) if keys is None else keys:
                         claims.pop(key, None)
+            self._prune()
+
+    def forget_claims(self, partition_id: str, task_name: str, claims: Mapping[str, int]) -> None:
+        """Drops rows (key -> claim id) of one task, unless they were claimed anew."""
+        with self._lock:
+            held = self._held.get((partition_id, task_name), {})
+            for key, claim_id in claims.items():
+                if held.get(key) == claim_id:
+                    del held[key]
             self._prune()
 
     def forget_written(self, partition_id: str, keys: Sequence[str], fields: Collection[str]) -> None:
@@ -71,7 +78,7 @@ class LeaseKeeper:
         for task in tasks:
             writes = writes_of(stage_of_task(task), rewrites=False)
             if writes and set(writes) <= set(fields):
-                self.forget(partition_id, keys, task_name=task)
+                self.forget_claims(partition_id, task, self.held(partition_id, keys).get(task, {}))
 
     def close(self) -> None:
         """Stops the heartbeat; the claims lapse at the ledger."""

@@ -14,7 +14,15 @@ from nemo_rl.data_plane import ledger_claims
 from nemo_rl.data_plane.ledger_capacity import Capacity, Demand
 from nemo_rl.data_plane.ledger_events import EventSink, Recorder, explain_row
 from nemo_rl.data_plane.ledger_reads import locate
-from nemo_rl.data_plane.ledger_state import Chunk, FamilyColumn, Lease, Partition, TaskCursor, check_invariants
+from nemo_rl.data_plane.ledger_state import (
+    Chunk,
+    FamilyColumn,
+    Lease,
+    Partition,
+    Piece,
+    TaskCursor,
+    check_invariants,
+)
 from nemo_rl.data_plane.schema import spec_from_record
 from nemo_rl.errors import (
     DataPlaneClosed,
@@ -62,6 +70,8 @@ class Ledger:
         self._chunks: dict[str, Chunk] = {}
         self._claims: dict[int, tuple[str, str, Lease]] = {}
         self._num_claims = 0
+        self._num_declared = 0
+        self._first_versions: dict[str, int] = {}
         self._record = Recorder(on_event)
         self._capacity = Capacity(
             rows=capacity_rows, nbytes=capacity_bytes, partitions=self._partitions, lease_s=lease_s
@@ -81,6 +91,7 @@ class Ledger:
             "list": self._list,
             "explain": self._explain,
             "clear": self._clear,
+            "forget": self._forget,
             "stats": lambda args, now: self._capacity.stats(now),
         }
 
@@ -119,13 +130,15 @@ class Ledger:
             if differ:
                 raise SchemaMismatch(
                     f"partition {name!r} is registered with another declaration: {', '.join(differ)} differ; "
-                    "use the same declaration or another partition id"
+                    "use the same declaration, drop_partition first, or another partition id"
                 )
-            return {}
+            return {"declared": existing.declared}
         specs = {str(record["name"]): spec_from_record(record) for record in _records(args, "fields")}
         writes = args["task_writes"]
         assert isinstance(writes, dict)
         group_size = args["group_size"]
+        self._num_declared += 1
+        first_version = self._first_versions.pop(name, 1)
         self._partitions[name] = Partition(
             name=name,
             declaration=declaration,
@@ -136,12 +149,24 @@ class Ledger:
                 task: TaskCursor(writes=frozenset(writes[task]) & frozenset(specs)) for task in _texts(args, "tasks")
             },
             columns={spec.family: FamilyColumn() for spec in specs.values()},
+            declared=self._num_declared,
+            first_version=first_version,
+            top_version=first_version - 1,
         )
         self._record("register", args, (), now, fields=list(specs))
-        return {}
+        return {"declared": self._num_declared}
 
     def _describe(self, args: Args, now: float) -> Reply:
-        return dict(self._partition(args).declaration)
+        partition = self._partition(args)
+        return {**partition.declaration, "declared": partition.declared}
+
+    def _forget(self, args: Args, now: float) -> Reply:
+        """Clears a partition and its declaration; its versions go on when it is declared anew."""
+        partition = self._partition(args)
+        reply = self._clear({**args, "keys": None}, now)
+        self._first_versions[partition.name] = partition.first_version
+        del self._partitions[partition.name]
+        return reply
 
     # ---- writing
 
@@ -213,30 +238,41 @@ class Ledger:
 
     def _attach(self, partition: Partition, keys: Sequence[str], record: Args, *, version: int) -> list[str]:
         """Points rows at a new chunk; returns chunks that lost their last row."""
-        chunk_id, first = _text(record, "id"), _number(record, "first")
-        fields, sizes = _texts(record, "fields"), record.get("sizes")
+        chunk_id, first, count = _text(record, "id"), _number(record, "first"), _number(record, "rows")
+        fields, sizes, row_sizes = _texts(record, "fields"), record["sizes"], record["row_sizes"]
+        assert isinstance(sizes, list) and isinstance(row_sizes, dict), f"malformed chunk record: {record}"
         chunk = Chunk(
             chunk_id=chunk_id,
             nbytes=_number(record, "nbytes"),
             fields=frozenset(fields),
-            sizes=dict(zip(fields, sizes, strict=True)) if isinstance(sizes, list) else {},
+            rows=count,
+            sizes=dict(zip(fields, sizes, strict=True)),
+            row_sizes={name: memoryview(table).cast("Q") for name, table in row_sizes.items()},
             version=version,
         )
         self._chunks[chunk_id] = chunk
         self._capacity.attach(partition, chunk)
-        span = keys[first : first + _number(record, "rows")]
-        return self._unref(partition, partition.columns[_text(record, "family")].attach(span, chunk))
+        left = partition.columns[_text(record, "family")].attach(keys[first : first + count], chunk)
+        return self._let_go(partition, left)
 
-    def _unref(self, partition: Partition, left: Sequence[Chunk]) -> list[str]:
-        """One row less reads from each of these chunks; returns the ids of those that nobody reads now."""
+    def _let_go(self, partition: Partition, left: Sequence[Piece]) -> list[str]:
+        """These cells are gone; returns the ids of chunks that nobody reads now."""
         dropped: list[str] = []
-        for chunk in left:
-            chunk.refs -= 1
-            if not chunk.refs:
-                self._capacity.detach(partition, chunk)
-                del self._chunks[chunk.chunk_id]
-                dropped.append(chunk.chunk_id)
+        for piece in left:
+            chunk = piece.chunk
+            chunk.cells -= len(piece.fields)
+            if chunk.cells:
+                self._capacity.shrink(partition, piece)
+            else:
+                dropped += self._drop(partition, [chunk])
         return dropped
+
+    def _drop(self, partition: Partition, chunks: Sequence[Chunk]) -> list[str]:
+        """Forgets chunks; returns their ids."""
+        for chunk in chunks:
+            self._capacity.detach(partition, chunk)
+            del self._chunks[chunk.chunk_id]
+        return [chunk.chunk_id for chunk in chunks]
 
     def _clear(self, args: Args, now: float) -> Reply:
         partition = self._partition(args)
@@ -246,13 +282,10 @@ class Ledger:
             self._record("clear", args, gone, now, reason=args.get("reason", ""))
         dropped: list[str] = []
         if len(gone) == len(partition.rows):
-            chunks = partition.remove_all()
-            for chunk in chunks:
-                chunk.refs = 1
-            dropped = self._unref(partition, chunks)
+            dropped = self._drop(partition, partition.remove_all())
         else:
             for key in gone:
-                dropped += self._unref(partition, partition.remove_row(key))
+                dropped += self._let_go(partition, partition.remove_row(key))
         partition.forget_cleared()
         self._capacity.live_rows -= len(gone)
         self._claims = {i: claim for i, claim in self._claims.items() if claim[2].keys}
@@ -313,7 +346,7 @@ class Ledger:
             "lease_s": self._lease_s,
             "lengths": None if None in lengths else lengths,
             "tags": [dict(row.tags) for row in rows],
-            "versions": {family: partition.columns[family].version_of(keys[0]) for family in needed},
+            "versions": ledger_claims.versions_of(partition, keys, needed),
         }
 
     def _release(self, args: Args, now: float) -> Reply:
@@ -369,7 +402,12 @@ class Ledger:
         partition = self._partitions.get(name)
         if partition is None:
             raise PartitionNotFound(
-                f"partition {name!r} was never registered; registered: {name_some(self._partitions) or 'none'}"
+                f"partition {name!r} was never registered, or dropped; registered: "
+                f"{name_some(self._partitions) or 'none'}"
+            )
+        if args.get("declared", partition.declared) != partition.declared:
+            raise SchemaMismatch(
+                f"partition {name!r} was dropped and declared anew since this client learned its fields; call again"
             )
         return partition
 

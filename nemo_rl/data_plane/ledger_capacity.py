@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from nemo_rl.data_plane.ledger_state import Chunk, Partition
+from nemo_rl.data_plane.ledger_state import Chunk, Partition, Piece
 from nemo_rl.errors import CapacityExceeded
 
 __all__ = ["Capacity", "Demand", "Reservation"]
@@ -46,6 +46,9 @@ class Capacity:
     lease_s: float
     live_rows: int = 0
     live_bytes: int = 0
+    """Of live rows, and of the headers of their chunks: what the limit is about."""
+    stored_bytes: int = 0
+    """Of whole chunks: cleared rows stay in the store until the last row of their chunk goes."""
     live_chunks: int = 0
     peak_rows: int = 0
     peak_bytes: int = 0
@@ -99,18 +102,30 @@ class Capacity:
     def attach(self, partition: Partition, chunk: Chunk) -> None:
         """Counts a chunk that rows now read from."""
         self.live_bytes += chunk.nbytes
+        self.stored_bytes += chunk.nbytes
         self.live_chunks += 1
         partition.nbytes += chunk.nbytes
         held = partition.field_bytes
         for name, size in chunk.sizes.items():
             held[name] = held.get(name, 0) + size
 
+    def shrink(self, partition: Partition, piece: Piece) -> None:
+        """Counts cells that are gone from a chunk that lives on."""
+        chunk = piece.chunk
+        for name in piece.fields:
+            size = chunk.size_of(name, piece.at)
+            chunk.live[name] -= size
+            partition.field_bytes[name] -= size
+            partition.nbytes -= size
+            self.live_bytes -= size
+
     def detach(self, partition: Partition, chunk: Chunk) -> None:
         """Counts a chunk whose last row is gone."""
-        self.live_bytes -= chunk.nbytes
+        self.live_bytes -= chunk.live_bytes
+        self.stored_bytes -= chunk.nbytes
         self.live_chunks -= 1
-        partition.nbytes -= chunk.nbytes
-        for name, size in chunk.sizes.items():
+        partition.nbytes -= chunk.live_bytes
+        for name, size in chunk.live.items():
             partition.field_bytes[name] -= size
 
     def mark(self, partition: Partition) -> None:
@@ -127,6 +142,7 @@ class Capacity:
         return {
             "live_rows": self.live_rows,
             "live_bytes": self.live_bytes,
+            "stored_bytes": self.stored_bytes,
             "live_chunks": self.live_chunks,
             "peak_rows": self.peak_rows,
             "peak_bytes": self.peak_bytes,

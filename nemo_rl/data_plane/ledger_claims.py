@@ -7,16 +7,20 @@ so (`LeaseExpired`) before anything changes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import TypeAlias
 
 from nemo_rl.data_plane.ledger_state import Partition, TaskCursor, group_uid
 from nemo_rl.errors import LeaseExpired, SchemaMismatch, name_some
 
-__all__ = ["Claims", "check_held", "explain", "finish_written", "parse", "pick_rows", "release"]
+__all__ = ["Claims", "check_held", "explain", "finish_written", "parse", "pick_rows", "release", "versions_of"]
 
 Claims: TypeAlias = Mapping[str, Mapping[str, int]]
-"""Task -> key -> claim id: what the calling client believes to hold."""
+"""Task -> key -> claim id: what the caller believes to hold, by its meta or as the client that claimed."""
+
+MAX_GROUPS_NAMED = 5
+"""Waiting groups that the text of a deadline names."""
 
 
 def parse(claims: object) -> Claims:
@@ -28,24 +32,20 @@ def parse(claims: object) -> Claims:
 def pick_rows(
     partition: Partition, cursor: TaskCursor, *, needed: Mapping[str, frozenset[str]], batch_size: int
 ) -> list[str]:
-    """Up to `batch_size` pending rows that have every needed field, whole groups if the partition asks for them.
-
-    All rows picked have the same family versions, so that one meta can name them.
-    """
+    """Up to `batch_size` pending rows that have every needed field, whole groups if the partition asks for them."""
     if partition.group_size is not None:
         return _pick_groups(partition, cursor, needed, batch_size)
-    picked: list[str] = []
-    versions: tuple[int, ...] | None = None
-    for key in cursor.pending:
-        if not partition.is_ready(key, needed):
-            continue
-        its = _versions(partition, key, needed)
-        versions = versions or its
-        if its == versions:
-            picked.append(key)
-        if len(picked) == batch_size:
-            break
-    return picked
+    return list(islice((key for key in cursor.pending if partition.is_ready(key, needed)), batch_size))
+
+
+def versions_of(partition: Partition, keys: Sequence[str], families: Iterable[str]) -> dict[str, int | list[int]]:
+    """Family -> its version, or one per row where the rows were not written together."""
+    found: dict[str, int | list[int]] = {}
+    for family in families:
+        column = partition.columns[family]
+        each = [column.version_of(key) for key in keys]
+        found[family] = each[0] if len(set(each)) == 1 else each
+    return found
 
 
 def _pick_groups(
@@ -58,26 +58,34 @@ def _pick_groups(
             "ask for at least one group"
         )
     picked: list[str] = []
-    versions: set[tuple[int, ...]] = set()
     for uid in dict.fromkeys(group_uid(key) for key in cursor.pending):
-        group = partition.groups[uid]
-        keys = [key for key in group.keys if key not in cursor.done]
-        is_free = all(key in cursor.pending for key in keys)
-        is_complete = group.num_put >= partition.group_size and all(partition.is_ready(key, needed) for key in keys)
-        if not (is_free and is_complete):
+        keys = _rows_left(partition, cursor, uid)
+        if _why_group_waits(partition, cursor, uid, needed) is not None:
             continue
         if len(picked) + len(keys) > batch_size:
             break
-        its = versions | {_versions(partition, key, needed) for key in keys}
-        if len(its) > 1:
-            continue
-        versions = its
         picked += keys
     return picked
 
 
-def _versions(partition: Partition, key: str, needed: Mapping[str, frozenset[str]]) -> tuple[int, ...]:
-    return tuple([partition.columns[family].version_of(key) for family in needed])
+def _rows_left(partition: Partition, cursor: TaskCursor, uid: str) -> list[str]:
+    """Rows of a group that its task has not finished."""
+    return [key for key in partition.groups[uid].keys if key not in cursor.done]
+
+
+def _why_group_waits(
+    partition: Partition, cursor: TaskCursor, uid: str, needed: Mapping[str, frozenset[str]]
+) -> str | None:
+    """What a group lacks before it can be claimed, in words; None when it can be."""
+    assert partition.group_size is not None
+    group, keys = partition.groups[uid], _rows_left(partition, cursor, uid)
+    if len(group.put) < partition.group_size:
+        return f"{len(group.put)} of {partition.group_size} rows were put"
+    held = sum(key not in cursor.pending for key in keys)
+    if held:
+        return f"{held} of {len(keys)} rows are claimed"
+    late = sum(not partition.is_ready(key, needed) for key in keys)
+    return f"{late} of {len(keys)} rows are not written" if late else None
 
 
 def explain(
@@ -89,12 +97,18 @@ def explain(
         for family, names in needed.items():
             column = partition.columns[family]
             late.update(name for name in names if not column.has(key, frozenset((name,))))
+    waiting = [] if partition.group_size is None else list(dict.fromkeys(group_uid(key) for key in cursor.pending))
     leases = {id(lease): lease for lease in cursor.leases.values() if not lease.has_lapsed}.values()
     return {
         "live": len(partition.rows),
         "pending": len(cursor.pending),
         "done": len(cursor.done),
         "not_written": dict(late),
+        "groups": [
+            [uid, _why_group_waits(partition, cursor, uid, needed) or "more rows than batch_size"]
+            for uid in waiting[:MAX_GROUPS_NAMED]
+        ],
+        "num_groups": len(waiting),
         "holders": [[lease.consumer_id, len(lease.keys), now - lease.taken] for lease in leases],
     }
 
@@ -142,13 +156,20 @@ def finish_written(partition: Partition, keys: Sequence[str], written: frozenset
 
 
 def release(partition: Partition, task_name: str, *, keys: Sequence[str], claims: Claims, now: float) -> list[str]:
-    """The rows that a release finishes; those that are done or cleared already are skipped."""
+    """The rows that a release finishes; those that are done or cleared already are skipped.
+
+    Raises:
+        LeaseExpired: a row is under another claim than the caller's, or under none.
+    """
     cursor = partition.tasks[task_name]
     held = claims.get(task_name, {})
     live = [key for key in keys if key in partition.rows]
     _check_owner(cursor, task_name, {key: held[key] for key in live if key in held}, now=now)
     unfinished = [key for key in live if key not in cursor.done]
-    unclaimed = [key for key in unfinished if key not in cursor.leases or cursor.leases[key].expires <= now]
+    unclaimed = [key for key in unfinished if key not in held]
     if unclaimed:
-        raise LeaseExpired(f"task {task_name!r}: rows are not claimed by anybody: {name_some(unclaimed)}")
+        raise LeaseExpired(
+            f"task {task_name!r}: rows are not claimed by the caller: {name_some(unclaimed)}; "
+            "release the meta that get_meta returned"
+        )
     return unfinished

@@ -14,7 +14,7 @@ __all__ = ["locate"]
 
 
 def locate(
-    partition: Partition, keys: Sequence[str], fields: Sequence[str], *, expected: Mapping[str, int]
+    partition: Partition, keys: Sequence[str], fields: Sequence[str], *, expected: Mapping[str, int | Sequence[int]]
 ) -> dict[str, object]:
     """Chunks, runs of rows in them, and the layouts of the fields.
 
@@ -70,16 +70,19 @@ def _check_version(
     keys: Sequence[str],
     family: str,
     cells: list[tuple[Chunk, int]] | None,
-    expected: int,
+    expected: int | Sequence[int],
 ) -> None:
-    if cells is not None and all(chunk.version == expected for chunk in {chunk for chunk, _ in cells}):
-        return
+    if isinstance(expected, int):
+        if cells is not None and all(chunk.version == expected for chunk in {chunk for chunk, _ in cells}):
+            return
+        expected = [expected] * len(keys)
     column = partition.columns[family]
-    other = [key for key in keys if column.version_of(key) != expected]
+    other = [(key, wanted) for key, wanted in zip(keys, expected, strict=True) if column.version_of(key) != wanted]
     if other:
+        key, wanted = other[0]
         raise VersionMismatch(
-            f"partition {partition.name!r}: family {family!r} was rewritten: the meta names version {expected}, the "
-            f"ledger holds {column.version_of(other[0])} for {name_some(other)}; "
+            f"partition {partition.name!r}: family {family!r} was rewritten: the meta names version {wanted}, the "
+            f"ledger holds {column.version_of(key)} for {name_some(key for key, _ in other)}; "
             "use the meta that the rewriting put returned"
         )
 

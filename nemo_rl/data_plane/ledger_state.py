@@ -48,12 +48,30 @@ class Chunk:
     chunk_id: str
     nbytes: int
     fields: frozenset[str]
+    rows: int
     sizes: Mapping[str, int]
     """Bytes of each field."""
+    row_sizes: Mapping[str, Sequence[int]]
+    """Bytes of each row, of the fields whose rows differ in size."""
     version: int
     """Version that its family got with this put."""
-    refs: int = 0
-    """Rows that read from it; it is dropped at 0."""
+    cells: int = 0
+    """Fields of rows that are read from it; it is dropped at 0."""
+    live: dict[str, int] = field(default_factory=dict)
+    """Bytes of each field that belong to live cells."""
+
+    def __post_init__(self) -> None:
+        self.cells, self.live = self.rows * len(self.fields), dict(self.sizes)
+
+    @property
+    def live_bytes(self) -> int:
+        """Of its cells that are read, and of its header."""
+        return self.nbytes - sum(self.sizes.values()) + sum(self.live.values())
+
+    def size_of(self, name: str, at: int) -> int:
+        """Bytes of one cell."""
+        table = self.row_sizes.get(name)
+        return self.sizes.get(name, 0) // self.rows if table is None else table[at]
 
 
 class Piece(NamedTuple):
@@ -114,48 +132,46 @@ class FamilyColumn:
                 version = max(version, cell.version + is_rewrite)
         return version
 
-    def attach(self, keys: Sequence[str], chunk: Chunk) -> list[Chunk]:
-        """Points rows at a new chunk; returns, for each row that left one, the chunk that it left."""
+    def attach(self, keys: Sequence[str], chunk: Chunk) -> list[Piece]:
+        """Points rows at a new chunk; returns the cells that it replaces."""
         whole, split = self.whole, self.split
-        chunk.refs = len(keys)
         if whole.keys().isdisjoint(keys) and (not split or split.keys().isdisjoint(keys)):
             whole.update(zip(keys, zip(repeat(chunk), range(len(keys)), strict=False), strict=False))
             return []
-        left: list[Chunk] = []
+        left: list[Piece] = []
         for index, key in enumerate(keys):
             place = whole.get(key)
             if place is None:
                 self._attach_to_split(key, index, chunk, left)
             elif place[0].fields <= chunk.fields:
-                left.append(place[0])
+                left.append(Piece(*place, place[0].fields))
                 whole[key] = (chunk, index)
             else:
                 del whole[key]
+                left.append(Piece(*place, place[0].fields & chunk.fields))
                 old = Piece(*place, place[0].fields - chunk.fields)
                 split[key] = Split(chunk.version, [old, Piece(chunk, index, chunk.fields)])
         return left
 
-    def _attach_to_split(self, key: str, index: int, chunk: Chunk, left: list[Chunk]) -> None:
+    def _attach_to_split(self, key: str, index: int, chunk: Chunk, left: list[Piece]) -> None:
         cell = self.split.pop(key, None)
         kept: list[Piece] = []
         for old in cell.pieces if cell is not None else ():
-            rest = old.fields - chunk.fields
-            if rest:
+            left.append(old._replace(fields=old.fields & chunk.fields))
+            if rest := old.fields - chunk.fields:
                 kept.append(old._replace(fields=rest))
-            else:
-                left.append(old.chunk)
         if kept:
             self.split[key] = Split(chunk.version, [*kept, Piece(chunk, index, chunk.fields)])
         else:
             self.whole[key] = (chunk, index)
 
-    def remove(self, key: str) -> list[Chunk]:
-        """The chunks that the row read from."""
+    def remove(self, key: str) -> list[Piece]:
+        """The cells that the row had."""
         place = self.whole.pop(key, None)
         if place is not None:
-            return [place[0]]
+            return [Piece(*place, place[0].fields)]
         cell = self.split.pop(key, None)
-        return [piece.chunk for piece in cell.pieces] if cell is not None else []
+        return cell.pieces if cell is not None else []
 
 
 @dataclass(slots=True)
@@ -244,8 +260,8 @@ class TaskCursor:
 class Group:
     keys: dict[str, None] = field(default_factory=dict)
     """Live rows, in order of first put."""
-    num_put: int = 0
-    """Rows ever put, cleared ones included: the group is complete when it reaches the group size."""
+    put: set[str] = field(default_factory=set)
+    """Keys put since the group has live rows, cleared ones included: it is complete with as many as the group size."""
 
 
 @dataclass(slots=True)
@@ -257,6 +273,8 @@ class Partition:
     num_samples: int
     group_size: int | None
     tasks: dict[str, TaskCursor]
+    declared: int = 1
+    """Which declaration of this ledger it is; another number means that it was dropped and declared anew."""
     rows: dict[str, Row] = field(default_factory=dict)
     columns: dict[str, FamilyColumn] = field(default_factory=dict)
     """Family -> its cells."""
@@ -265,6 +283,7 @@ class Partition:
     """Field -> dtype and trailing dims, settled by its first write."""
     num_put: int = 0
     nbytes: int = 0
+    """Bytes of live cells, and of the headers of their chunks."""
     peak_rows: int = 0
     peak_bytes: int = 0
     field_bytes: dict[str, int] = field(default_factory=dict)
@@ -284,13 +303,13 @@ class Partition:
         if group is None:
             group = self.groups[uid] = Group()
         group.keys[key] = None
-        group.num_put += 1
+        group.put.add(key)
         for task in self.tasks.values():
             task.pending[key] = None
         return row
 
-    def remove_row(self, key: str) -> list[Chunk]:
-        """Forgets a row; returns the chunks that it read from."""
+    def remove_row(self, key: str) -> list[Piece]:
+        """Forgets a row; returns the cells that it had."""
         del self.rows[key]
         uid = group_uid(key)
         group = self.groups[uid]
@@ -300,7 +319,7 @@ class Partition:
         for task in self.tasks.values():
             task.forget(key)
         self.cleared[key] = max((column.version_of(key) for column in self.columns.values()), default=0)
-        return [chunk for column in self.columns.values() for chunk in column.remove(key)]
+        return [piece for column in self.columns.values() for piece in column.remove(key)]
 
     def remove_all(self) -> list[Chunk]:
         """Forgets every row; returns the chunks of the partition, each once."""
@@ -346,39 +365,58 @@ class Partition:
 
 def check_invariants(partitions: Mapping[str, Partition], chunks: Mapping[str, Chunk]) -> None:
     """Raises AssertionError when the records contradict each other (tests run it after every transition)."""
-    refs: Counter[str] = Counter()
+    cells: Counter[tuple[str, str]] = Counter()
+    alive: Counter[tuple[str, str]] = Counter()
     for name, partition in partitions.items():
         rows = set(partition.rows)
         assert len(rows) <= partition.num_samples, f"{name}: more rows than declared"
         own: dict[str, Chunk] = {}
         for family, column in partition.columns.items():
-            own |= _check_column(f"{name}/{family}", column, rows, refs)
-        assert partition.nbytes == sum(chunk.nbytes for chunk in own.values()), f"{name}: bytes do not add up"
+            own |= _check_column(f"{name}/{family}", column, rows, cells, alive)
+        assert partition.nbytes == sum(chunk.live_bytes for chunk in own.values()), f"{name}: bytes do not add up"
         sizes: Counter[str] = Counter()
         for chunk in own.values():
-            sizes.update(chunk.sizes)
+            sizes.update(chunk.live)
             assert chunk.version <= partition.top_version, f"{name}: a version above the highest"
         assert +sizes == +Counter(partition.field_bytes), f"{name}: bytes by field do not add up"
         grouped = {key for group in partition.groups.values() for key in group.keys}
         assert grouped == rows, f"{name}: groups and rows differ"
+        for uid, group in partition.groups.items():
+            assert group.keys and group.keys.keys() <= group.put, f"{name}: group {uid} forgot rows that were put"
         for task_name, task in partition.tasks.items():
             _check_cursor(f"{name}/{task_name}", task, rows)
-    assert set(refs) == set(chunks), "chunks without rows, or rows without chunks"
+    assert {chunk_id for chunk_id, _ in cells} == set(chunks), "chunks without rows, or rows without chunks"
     for chunk_id, chunk in chunks.items():
-        assert chunk.refs == refs[chunk_id], f"chunk {chunk_id}: {chunk.refs} references, counted {refs[chunk_id]}"
+        counted = sum(cells[chunk_id, name] for name in chunk.fields)
+        assert chunk.cells == counted, f"chunk {chunk_id}: {chunk.cells} cells, counted {counted}"
+        for name, size in chunk.live.items():
+            where = chunk_id, name
+            # Where rows of one size do not divide the field's bytes, the rest goes with the last of them.
+            rest = 0 if name in chunk.row_sizes else chunk.sizes[name] % chunk.rows
+            assert size == alive[where] + rest, f"chunk {where}: {size} live bytes, counted {alive[where]}"
 
 
-def _check_column(name: str, column: FamilyColumn, rows: set[str], refs: Counter[str]) -> dict[str, Chunk]:
+def _check_column(
+    name: str,
+    column: FamilyColumn,
+    rows: set[str],
+    cells: Counter[tuple[str, str]],
+    alive: Counter[tuple[str, str]],
+) -> dict[str, Chunk]:
     assert not column.whole.keys() & column.split.keys(), f"{name}: a row is whole and split"
     assert (column.whole.keys() | column.split.keys()) <= rows, f"{name}: a row that is gone has cells"
-    own = [chunk for chunk, _ in column.whole.values()]
+    own = [Piece(*place, place[0].fields) for place in column.whole.values()]
     for cell in column.split.values():
         fields = [f for piece in cell.pieces for f in piece.fields]
         assert len(fields) == len(set(fields)), f"{name}: a field is in two pieces"
         assert cell.version >= max(piece.chunk.version for piece in cell.pieces) >= 1, f"{name}: a version went down"
-        own += [piece.chunk for piece in cell.pieces]
-    refs.update(chunk.chunk_id for chunk in own)
-    return {chunk.chunk_id: chunk for chunk in own}
+        own += cell.pieces
+    for piece in own:
+        for field_name in piece.fields:
+            where = piece.chunk.chunk_id, field_name
+            cells[where] += 1
+            alive[where] += piece.chunk.size_of(field_name, piece.at)
+    return {piece.chunk.chunk_id: piece.chunk for piece in own}
 
 
 def _check_cursor(name: str, task: TaskCursor, rows: set[str]) -> None:

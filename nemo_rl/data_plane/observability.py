@@ -145,10 +145,16 @@ class MetricsDataPlaneClient(DataPlaneClient):
         return self._inner.partition_fields(partition_id)
 
     def kv_batch_put(
-        self, keys: Sequence[str], partition_id: str, fields: Columns, tags: Sequence[Tags] | None = None
+        self,
+        keys: Sequence[str],
+        partition_id: str,
+        fields: Columns,
+        tags: Sequence[Tags] | None = None,
+        *,
+        claimed: KVBatchMeta | None = None,
     ) -> KVBatchMeta:
         def put(cost: _Cost) -> KVBatchMeta:
-            meta = self._inner.kv_batch_put(keys, partition_id, fields, tags)
+            meta = self._inner.kv_batch_put(keys, partition_id, fields, tags, claimed=claimed)
             _add_put(cost, meta, fields)
             return meta
 
@@ -156,11 +162,17 @@ class MetricsDataPlaneClient(DataPlaneClient):
         return self._measure("kv_batch_put", put, about)
 
     def put_async(
-        self, keys: Sequence[str], partition_id: str, fields: Columns, tags: Sequence[Tags] | None = None
+        self,
+        keys: Sequence[str],
+        partition_id: str,
+        fields: Columns,
+        tags: Sequence[Tags] | None = None,
+        *,
+        claimed: KVBatchMeta | None = None,
     ) -> Future[KVBatchMeta]:
         """Counted when the put is done, for the stage that started it."""
         stage, started = current_stage.get(), time.perf_counter()
-        future = self._inner.put_async(keys, partition_id, fields, tags)
+        future = self._inner.put_async(keys, partition_id, fields, tags, claimed=claimed)
 
         def count(done: Future[KVBatchMeta]) -> None:
             cost = _Cost(partition=partition_id, rows=len(keys), fields=tuple(map(str, fields.keys())))
@@ -256,12 +268,20 @@ class MetricsDataPlaneClient(DataPlaneClient):
 
         return self._measure("kv_list", list_rows, _Cost(partition=partition_id))
 
-    def kv_clear(self, keys: Sequence[str] | None, partition_id: str, *, reason: str = "") -> None:
-        def clear(cost: _Cost) -> None:
-            self._inner.kv_clear(keys, partition_id, reason=reason)
+    def kv_clear(self, keys: Sequence[str] | None, partition_id: str, *, reason: str = "") -> int:
+        def clear(cost: _Cost) -> int:
+            cost.rows = self._inner.kv_clear(keys, partition_id, reason=reason)
             cost.meta_bytes = packed_size(keys) if keys else 0
+            return cost.rows
 
-        self._measure("kv_clear", clear, _Cost(partition=partition_id, rows=len(keys or ())))
+        return self._measure("kv_clear", clear, _Cost(partition=partition_id, rows=len(keys or ())))
+
+    def drop_partition(self, partition_id: str, *, reason: str = "") -> int:
+        def drop(cost: _Cost) -> int:
+            cost.rows = self._inner.drop_partition(partition_id, reason=reason)
+            return cost.rows
+
+        return self._measure("drop_partition", drop, _Cost(partition=partition_id))
 
     def row_owners(self, partition_id: str) -> dict[str, str]:
         about = _Cost(partition=partition_id)

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from tensordict import NonTensorStack, TensorDictBase
+from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 
 from nemo_rl.data_plane.dense import pad_rows
 from nemo_rl.data_plane.schema import TOKEN_ALIGNED_FIELDS
@@ -186,10 +186,29 @@ def materialize(
 
 
 def object_rows(column: object) -> list[object]:
-    """An object column of a TensorDict as a list."""
+    """An object column of a TensorDict as a list.
+
+    Raises:
+        SchemaMismatch: a `NonTensorData` that does not say which row has which value.
+    """
+    if isinstance(column, NonTensorData):
+        column = _rows_of_data(column)
     rows = column.tolist() if isinstance(column, NonTensorStack | np.ndarray) else column
     assert isinstance(rows, Sequence), f"an object column is a sequence, got {type(rows).__name__}"
-    return [unwrap_wire_stripped_payload(row) for row in rows]
+    return [row.data if isinstance(row, NonTensorData) else unwrap_wire_stripped_payload(row) for row in rows]
+
+
+def _rows_of_data(column: NonTensorData) -> object:
+    """An array of objects is the column, as `tensordict[name]` gives it; any other value is that of every row."""
+    value, batch_size = column.data, column.batch_size
+    if isinstance(value, np.ndarray) and value.ndim:
+        return value
+    if len(batch_size) != 1 or isinstance(value, list | tuple):
+        raise SchemaMismatch(
+            f"a NonTensorData of batch size {list(batch_size)} that holds a {type(value).__name__} says not which row "
+            "has which value; pass a list, an array of objects or a NonTensorStack"
+        )
+    return [value] * batch_size[0]
 
 
 def unwrap_wire_stripped_payload(payload: object) -> object:

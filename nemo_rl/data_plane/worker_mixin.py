@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from nemo_rl.config.data_plane import FetchPolicy
 from nemo_rl.data_plane.address import DataPlaneAddress
+from nemo_rl.data_plane.batch_meta import KVBatchMeta
 from nemo_rl.data_plane.column_io import write_columns
 from nemo_rl.data_plane.factory import attach_data_plane
-from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.observability import MetricsDataPlaneClient
 from nemo_rl.data_plane.ragged import materialize
 from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from nemo_rl.data_plane.column_io import write_columns
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
-from nemo_rl.errors import DataPlaneClosed, DataPlaneTimeout, LeaseExpired, SchemaMismatch
+from nemo_rl.errors import DataPlaneClosed, DataPlaneTimeout, LeaseExpired, SchemaMismatch, VersionMismatch
 from tests.helpers.planes import LEASE_S, Plane, check_closed, ids_column, keys_of, open_plane, wait_until
 
 FIELDS = ("input_ids", "sample_mask", "prev_logprobs")
@@ -101,15 +103,32 @@ def test_only_rows_with_every_required_field_are_claimed(plane: Plane) -> None:
     assert claim(plane.owner, partition, 9, fields=fields).keys == tuple(keys[1:3])
 
 
-def test_a_claim_holds_rows_of_one_version(plane: Plane) -> None:
-    partition, keys = plane.partition(FIELDS, tasks=TASKS), keys_of(1)
+def test_a_group_is_complete_by_its_keys_and_not_by_its_puts(plane: Plane) -> None:
+    partition = plane.partition(FIELDS, tasks=TASKS, grpo_group_size=4)
+    keys = keys_of(1)
+    put(plane, partition, keys[:3])
+    plane.owner.kv_clear(keys[:1], partition)
+    put(plane, partition, keys[:1])
+    assert claim(plane.owner, partition, 4).keys == (), "a row that came again is not the fourth one"
+    with pytest.raises(DataPlaneTimeout, match=r"groups that wait: u0 \(3 of 4 rows were put\)"):
+        plane.owner.get_meta(partition, "train", ["input_ids"], 4, consumer_id="c", timeout_s=0.1)
+    put(plane, partition, keys[3:])
+    assert set(claim(plane.owner, partition, 4).keys) == set(keys)
+
+
+def test_rows_of_several_versions_are_claimed_together(plane: Plane) -> None:
+    partition, keys = plane.partition(FIELDS, tasks=TASKS, grpo_group_size=4), keys_of(1)
     put(plane, partition, keys)
     plane.owner.kv_batch_put(keys[1:2], partition, {"sample_mask": torch.zeros(1)})
-    first = claim(plane.owner, partition, 9, fields=("sample_mask",))
-    assert first.keys == ("u0_g0", "u0_g2", "u0_g3") and dict(first.versions) == {"sample_mask": 1}
-    second = claim(plane.owner, partition, 9, fields=("sample_mask",))
-    assert second.keys == ("u0_g1",) and dict(second.versions) == {"sample_mask": 2}
-    assert plane.owner.get_data(first)["sample_mask"].tolist() == [1, 1, 1]
+    meta = claim(plane.owner, partition, 4, fields=("sample_mask", "input_ids"))
+    assert meta.keys == tuple(keys) and dict(meta.versions) == {"sample_mask": (1, 2, 1, 1), "tokens": 1}
+    assert plane.owner.get_data(meta)["sample_mask"].tolist() == [1, 0, 1, 1]
+    plane.owner.kv_batch_put(keys[2:3], partition, {"sample_mask": torch.zeros(1)})
+    with pytest.raises(VersionMismatch, match="names version 1, the ledger holds 2 for u0_g2"):
+        plane.owner.get_data(meta)
+    rest = meta.subset([3, 1, 0])
+    assert plane.owner.get_data(rest)["sample_mask"].tolist() == [1, 0, 1] and rest.versions["sample_mask"] == (1, 2, 1)
+    assert plane.owner.get_data(rest.subset([0])).batch_size[0] == 1 and rest.subset([0]).versions["sample_mask"] == 1
 
 
 def test_a_blocking_claim_waits_for_rows(plane: Plane) -> None:
@@ -156,6 +175,21 @@ def test_rows_of_a_dead_consumer_are_handed_out_again(plane: Plane) -> None:
     assert claim(plane.owner, partition, 9, who="heir").keys == tuple(keys[2:])
     heir = plane.owner.get_meta(partition, "train", ["input_ids"], 9, consumer_id="heir", timeout_s=10 * LEASE_S)
     assert heir.keys == tuple(keys[:2])
+
+
+def test_the_claim_travels_with_its_meta(plane: Plane) -> None:
+    """Whoever has the meta may write and release under its claim, as long as it holds."""
+    partition = plane.partition(FIELDS, tasks=TASKS)
+    put(plane, partition, keys_of(1))
+    claimer, other = plane.attach(), plane.attach()
+    first = pickle.loads(pickle.dumps(claim(claimer, partition, 2, task="prev_lp")))
+    write_columns(other, first, {"prev_logprobs": torch.zeros(2, 2)})
+    other.release(pickle.loads(pickle.dumps(claim(claimer, partition, 2, task="train"))))
+    assert claim(plane.owner, partition, 9).keys == ("u0_g2", "u0_g3")
+    assert claim(plane.owner, partition, 9, task="prev_lp").keys == ("u0_g2", "u0_g3")
+    bare = KVBatchMeta(partition_id=partition, keys=("u0_g2",), task_name="train")
+    with pytest.raises(LeaseExpired, match="not claimed by the caller"):
+        other.release(bare)
 
 
 def test_a_release_needs_a_claim(plane: Plane) -> None:

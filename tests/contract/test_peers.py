@@ -177,7 +177,7 @@ REFUSALS: list[tuple[str, type[NemoRLError], Callable[[DataPlaneClient, str], ob
     ("an undeclared field", SchemaMismatch, lambda c, p: c.kv_batch_get(["a"], p, ["advantages"])),
     ("no partition", PartitionNotFound, lambda c, p: c.kv_list(f"{p}-other")),
     ("duplicate keys", SchemaMismatch, lambda c, p: c.kv_batch_get(["a", "a"], p, ["sample_mask"])),
-    ("another dtype", SchemaMismatch, lambda c, p: c.kv_batch_put(["a"], p, {"sample_mask": torch.ones(1).double()})),
+    ("another dtype", SchemaMismatch, lambda c, p: c.kv_batch_put(["a"], p, {"sample_mask": torch.ones(1).cfloat()})),
     ("fewer rows", SchemaMismatch, lambda c, p: c.kv_batch_put(["a", "b"], p, {"sample_mask": torch.ones(1)})),
     ("late results", KeysNotFound, lambda c, p: c.kv_batch_put(["zz"], p, {"prev_logprobs": torch.zeros(1, 2)})),
     ("an unknown task", SchemaMismatch, lambda c, p: c.get_meta(p, "x", ["sample_mask"], 1, consumer_id="c")),

@@ -89,7 +89,8 @@ def test_scalars_stay_scalars_and_rows_of_one_entry_stay_rows(plane: Plane, num_
 @pytest.mark.parametrize(
     "column",
     [
-        NonTensorData("same", batch_size=[2]),
+        NonTensorData(["a", "b"], batch_size=[2]),
+        NonTensorData("one"),
         [("a", 1), "b"],
         [np.float32(1), 2.0],
         [b"bytes", "b"],
@@ -100,12 +101,24 @@ def test_scalars_stay_scalars_and_rows_of_one_entry_stay_rows(plane: Plane, num_
         "ab",
         b"ab",
     ],
-    ids=["NonTensorData", "tuple", "numpy", "bytes", "set", "tensor", "array", "int key", "text", "raw"],
+    ids=[
+        "list of whom",
+        "NonTensorData of no row",
+        "tuple",
+        "numpy",
+        "bytes",
+        "set",
+        "tensor",
+        "array",
+        "int key",
+        "text",
+        "raw",
+    ],
 )
 def test_object_rows_that_would_come_back_changed_are_refused(plane: Plane, column: object) -> None:
     """Quirk: tuples become lists, `NonTensorData("same")` is stored as the characters 's', 'a', 'm', 'e'."""
     partition = plane.partition([NOTE])
-    with pytest.raises(SchemaMismatch, match="JSON-like"):
+    with pytest.raises(SchemaMismatch, match="JSON-like|says not which row"):
         plane.owner.kv_batch_put(["a", "b"], partition, {"note": column})
     assert plane.owner.kv_list(partition) == {} and plane.owner.stats()["live_chunks"] == 0
 
@@ -119,6 +132,16 @@ def test_object_rows_are_exact_in_every_container(plane: Plane) -> None:
     for column in (values, tuple(values), array, NonTensorStack(*[NonTensorData(value) for value in values])):
         found = put_and_get(plane, column, "note", spec=NOTE, keys=keys).tolist()
         assert found == values and [type(a) for a in found] == [type(b) for b in values]
+    one_for_all = NonTensorData({"same": [1]}, batch_size=[2])
+    assert put_and_get(plane, one_for_all, "note", spec=NOTE, keys=["a", "b"]).tolist() == [{"same": [1]}] * 2
+    held = [values, array, NonTensorStack(*values[:3]), [NonTensorData(value) for value in values[:3]], one_for_all]
+    for column in held:
+        rows = column if isinstance(column, NonTensorData) else column[:2]
+        batch = TensorDict({"x": torch.ones(2, 1, dtype=torch.int64), "note": rows}, batch_size=[2])
+        partition = plane.partition([X, NOTE])
+        plane.owner.kv_batch_put(["a", "b"], partition, batch)
+        found = plane.peer.kv_batch_get(["b"], partition, ["note"]).get("note").tolist()
+        assert found == [{"same": [1]} if column is one_for_all else values[1]]
 
 
 @pytest.mark.parametrize(

@@ -123,12 +123,14 @@ def test_duplicate_keys_are_refused_and_nothing_is_written(plane: Plane) -> None
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"sample_mask": torch.ones(2, dtype=torch.float64)}, "expected dtype float32, got float64"),
+        ({"sample_mask": torch.tensor([0.5, 0.1], dtype=torch.float64)}, "got float64, and 1 values change .* is 0.1"),
+        ({"token_mask": torch.tensor([[1, 2], [0, 3]])}, "expected dtype bool, got int64, and 2 values .* first is 2"),
+        ({"input_ids": torch.tensor([[1], [2**31]])}, "expected dtype int32, got int64, and 1 values .* 2147483648"),
+        ({"input_ids": torch.ones(2, 1)}, "expected dtype int32, got float32$"),
         ({"sample_mask": torch.ones(2, 1)}, r"expected rows with dims \[\]"),
         ({"sample_mask": torch.ones(3)}, "expected 2 rows, one per key, got 3"),
         ({"sample_mask": [1.0, 1.0]}, "expected a tensor, got list"),
         ({"input_ids": torch.ones(2, dtype=torch.int32)}, r"expected rows with dims \['T'\]"),
-        ({"input_ids": ids_column([1, 2]).to(torch.int64)}, "expected dtype int32, got int64"),
         ({"input_ids": ids_column([1, 2, 3])}, "expected 2 rows, one per key, got 3"),
         ({"image": torch.zeros(2, 3, 4)}, "expected rows with dims"),
         ({"turns": torch.zeros(2, 3)}, "turns"),
@@ -147,9 +149,35 @@ def test_a_bad_column_is_refused_before_anything_is_sent(plane: Plane, columns: 
     assert plane.owner.kv_list(partition) == {} and plane.owner.stats()["live_chunks"] == 0
 
 
+def test_another_dtype_is_cast_where_no_value_changes(plane: Plane) -> None:
+    fields = ["input_ids", "token_mask", "sample_mask", "generation_logprobs"]
+    partition, keys = plane.partition(fields), keys_of(1, 2)
+    logprobs = torch.tensor([-0.5, float("nan"), -1.5]).to(torch.bfloat16)
+    columns = {
+        "input_ids": ids_column([1, 2], start=7).to(torch.int64),
+        "token_mask": nest(torch.tensor([1, 0, 1], dtype=torch.int32), torch.tensor([1, 2])),
+        "sample_mask": torch.tensor([1, 0]),
+        "generation_logprobs": nest(logprobs, torch.tensor([1, 2])),
+    }
+    plane.owner.kv_batch_put(keys, partition, columns)
+    rows = plane.peer.kv_batch_get(keys, partition, fields)
+    assert [rows[name].dtype for name in fields] == [torch.int32, torch.bool, torch.float32, torch.float32]
+    assert rows_of(rows["input_ids"]) == [[7], [8, 9]] and rows_of(rows["token_mask"]) == [[True], [False, True]]
+    assert rows["sample_mask"].tolist() == [1.0, 0.0]
+    assert torch.equal(rows["generation_logprobs"].values().isnan(), logprobs.isnan())
+    assert rows_of(rows["generation_logprobs"])[0] == [-0.5]
+
+
 def test_bad_keys_and_tags_are_refused(plane: Plane) -> None:
     partition = plane.partition()
-    for keys, tags in (([7], None), ([""], None), (["a"], []), (["a"], [{"x": torch.ones(1)}]), (["a"], [{1: 2}])):
+    for keys, tags in (
+        ([7], None),
+        ("a", None),
+        ([""], None),
+        (["a"], []),
+        (["a"], [{"x": torch.ones(1)}]),
+        (["a"], [{1: 2}]),
+    ):
         with pytest.raises(SchemaMismatch):
             plane.owner.kv_batch_put(keys, partition, {"sample_mask": torch.ones(1)}, tags)
     assert plane.owner.kv_list(partition) == {}
@@ -275,6 +303,26 @@ def test_a_partition_is_registered_once(plane: Plane) -> None:
             plane.owner.register_partition(partition, fields, rows, tasks)
     with pytest.raises(SchemaMismatch, match="unknown field 'inputs'"):
         plane.owner.register_partition("other", ["inputs"], 1, [])
+
+
+def test_a_partition_can_be_dropped_and_declared_anew(plane: Plane) -> None:
+    note = extra_field("note", is_object=True)
+    partition, other = plane.partition(["sample_mask"], tasks=["train"]), plane.attach()
+    old = other.kv_batch_put(["a", "b"], partition, {"sample_mask": torch.ones(2)})
+    claim = other.get_meta(partition, "train", ["sample_mask"], 2, consumer_id="c")
+    assert plane.owner.drop_partition(partition, reason="another run") == 2
+    for call in (lambda: other.kv_list(partition), lambda: other.get_data(old), lambda: other.release(claim)):
+        with pytest.raises(PartitionNotFound, match="dropped"):
+            call()
+    plane.owner.register_partition(partition, ["sample_mask", "input_ids", note], 9, ["log"], 2)
+    # The other client knows the old declaration: it learns the new one by itself.
+    new = other.kv_batch_put(["a"], partition, {"sample_mask": torch.zeros(1), "note": ["x"]})
+    assert new.versions["sample_mask"] > old.versions["sample_mask"]
+    with pytest.raises(VersionMismatch):
+        other.get_data(old.subset([0]))
+    assert other.get_data(new)["sample_mask"].tolist() == [0.0]
+    with pytest.raises(SchemaMismatch, match="unknown task 'train'"):
+        other.get_meta(partition, "train", ["sample_mask"], 2, consumer_id="c", blocking=False)
 
 
 def test_tags_are_merged_and_listed_in_the_order_of_the_first_put(plane: Plane) -> None:

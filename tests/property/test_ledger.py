@@ -69,7 +69,7 @@ class LedgerHistory(RuleBasedStateMachine):
             chunk_id = f"c{next(self.ids)}"
             chunks.append(
                 {"id": chunk_id, "family": family, "fields": [field], "first": first, "rows": count, "nbytes": 1}
-                | {"layouts": {}, "sizes": [1]}
+                | {"layouts": {}, "sizes": [1], "row_sizes": {}}
             )
         reply = self.ask(
             "commit", keys=keys, lengths=None, tags=None, chunks=chunks, claims={}, may_create=field != "prev_logprobs"

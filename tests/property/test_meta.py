@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,7 +39,11 @@ def metas(draw: st.DrawFn, *, min_size: int = 0) -> KVBatchMeta:
         fields=("input_ids",),
         sequence_lengths=draw(st.none() | st.lists(st.integers(0, 2**33), **aligned).map(tuple)),
         tags=draw(st.none() | st.lists(row, **aligned).map(tuple)),
-        versions={"tokens": draw(st.integers(1, 3))},
+        versions={
+            "tokens": draw(st.integers(1, 3)),
+            "extras": draw(st.integers(1, 3) | st.lists(st.integers(1, 3), **aligned).map(tuple)),
+        },
+        claims=draw(st.none() | st.lists(st.integers(1, 3), **aligned).map(tuple)),
         pack=draw(st.none() | st.just(PLAN)),
     )
 
@@ -52,6 +59,7 @@ def exact(meta: KVBatchMeta) -> tuple[object, ...]:
         meta.sequence_lengths,
         tags,
         meta.versions,
+        meta.claims,
         meta.pack,
     )
 
@@ -67,11 +75,12 @@ def test_subset_follows_the_indices_and_composes(meta: KVBatchMeta, data: st.Dat
     picked = order[: data.draw(st.integers(0, len(order)))]
     part = meta.subset(picked)
     assert part.keys == tuple(meta.keys[i] for i in picked) and part.pack is None
-    for mine, theirs in ((part.sequence_lengths, meta.sequence_lengths), (part.tags, meta.tags)):
+    pairs = [(getattr(part, name), getattr(meta, name)) for name in ("sequence_lengths", "tags", "claims")]
+    for mine, theirs in [*pairs, (part._versions_by_row("extras"), meta._versions_by_row("extras"))]:
         assert (mine is None) == (theirs is None)
         if mine is not None and theirs is not None:
             assert list(mine) == [theirs[i] for i in picked]
-    assert part.versions == meta.versions and part.fields == meta.fields
+    assert part.versions["tokens"] == meta.versions["tokens"] and part.fields == meta.fields
     back = [picked.index(i) for i in sorted(picked)]
     assert exact(part.subset(back)) == exact(meta.subset(sorted(picked)))
 
@@ -99,18 +108,55 @@ def test_drop_is_the_complement_of_subset(meta: KVBatchMeta, data: st.DataObject
 def test_metas_that_do_not_fit_are_refused(meta: KVBatchMeta) -> None:
     with pytest.raises(SchemaMismatch, match="duplicate keys"):
         meta.concat(meta)
-    others = (
+    last, rest = meta.subset([len(meta) - 1]), meta.slice(0, len(meta) - 1)
+    others = [
         KVBatchMeta(partition_id="val", keys=("z_g0",)),
-        meta.drop(range(len(meta))).with_fields(["x"]),
-        meta.drop(range(len(meta))).with_fields([], versions={"tokens": 9}),
-    )
-    for other in others:
+        KVBatchMeta(partition_id="val", keys=()),
+        last.with_fields(["x"]),
+        last.with_fields([], versions={"text": 9}),
+        replace(last, task_name="train"),
+        replace(last, tags=({},) if meta.tags is None else None),
+        replace(last, claims=(1,) if meta.claims is None else None),
+    ]
+    for other in others if rest else others[:2]:
         with pytest.raises(SchemaMismatch, match="concat"):
-            meta.concat(other)
+            rest.concat(other)
     for call in (meta.subset, meta.drop):
         for bad in (-1, len(meta)):
             with pytest.raises(SchemaMismatch, match="outside"):
                 call([bad])
+
+
+@given(metas())
+def test_a_meta_without_rows_joins_anything_of_its_partition(meta: KVBatchMeta) -> None:
+    nothing = KVBatchMeta(partition_id="train", keys=(), task_name="train", fields=("other",))
+    for joined in (meta.concat(nothing, nothing), nothing.concat(meta)):
+        assert exact(joined) == exact(meta.with_pack(None)) or not meta
+
+
+@given(metas(min_size=2), st.data())
+def test_versions_of_shards_come_back_to_their_rows(meta: KVBatchMeta, data: st.DataObject) -> None:
+    order = data.draw(st.permutations(range(len(meta))))
+    written = meta.with_fields(["prev_logprobs"], versions={"prev_logprobs": tuple(range(1, len(meta) + 1))})
+    shards = [written.subset(order[:1]), written.subset([]), written.subset(order[1:])]
+    back = meta.with_written(shards)
+    assert exact(back) == exact(written)
+    same = meta.with_fields(["prev_logprobs"], versions={"prev_logprobs": 4, "extras": 1})
+    assert meta.with_written([same.subset(order[:1]), same.subset(order[1:])]).versions == same.versions
+
+
+@pytest.mark.parametrize(
+    "column", [torch.tensor([0.5, 2.0]), np.array([0.5, 2.0]), [np.float32(0.5), torch.tensor(2.0)]]
+)
+def test_tags_are_numbers_of_python_whatever_held_them(column: object) -> None:
+    meta = KVBatchMeta(partition_id="p", keys=("a", "b")).with_tags({"std": column, "n": np.arange(2)})
+    assert [dict(row) for row in meta.tags or ()] == [{"std": 0.5, "n": 0}, {"std": 2.0, "n": 1}]
+    assert {type(value) for row in meta.tags or () for value in row.values()} == {int, float}
+    for bad in (torch.ones(2, 2), [np.ones(1), 2.0], [object(), 1], "ab"):
+        with pytest.raises(SchemaMismatch, match="tag 'std'"):
+            meta.with_tags({"std": bad})
+    with pytest.raises(SchemaMismatch, match="got float32"):
+        KVBatchMeta(partition_id="p", keys=("a",), tags=({"x": np.float32(1)},))
 
 
 @given(metas(), st.data())
@@ -132,7 +178,13 @@ def test_tags_are_copied_and_checked(meta: KVBatchMeta, data: st.DataObject) -> 
 
 @given(metas())
 def test_lengths_and_tags_must_align(meta: KVBatchMeta) -> None:
-    for extra in ({"sequence_lengths": (*range(len(meta)), 1)}, {"tags": ({},) * (len(meta) + 1)}):
+    wider = (*range(len(meta)), 1)
+    for extra in (
+        {"sequence_lengths": wider},
+        {"tags": ({},) * (len(meta) + 1)},
+        {"claims": wider},
+        {"versions": {"x": wider}},
+    ):
         with pytest.raises(SchemaMismatch, match="one per key"):
             KVBatchMeta(partition_id="p", keys=meta.keys, **extra)
     if meta.keys:
@@ -144,7 +196,8 @@ def test_lengths_and_tags_must_align(meta: KVBatchMeta) -> None:
 def test_fields_are_kept_once_and_in_order(meta: KVBatchMeta) -> None:
     more = meta.with_fields(["b", "input_ids", "a", "b"], versions={"tokens": 7, "text": 1})
     assert more.fields == ("input_ids", "b", "a")
-    assert dict(more.versions) == {"tokens": 7, "text": 1} and more.pack == meta.pack
+    assert dict(more.versions) == {"tokens": 7, "extras": meta.versions["extras"], "text": 1}
+    assert more.pack == meta.pack
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**-24, 1e300, 1e-320])

@@ -91,5 +91,4 @@ class TQPolicy(Policy):
         metas = self._layout.spread(shard_meta_for_dp(meta, plan))
         results = cast("list[KVBatchMeta]", self._run(method, stage, per_rank=[{"meta": part} for part in metas]))
         self.driver_bytes += pickled_size(*metas, *results)
-        written = self._layout.of_writers(results)
-        return meta.with_fields(written[0].fields, versions=written[0].versions)
+        return meta.with_written(self._layout.of_writers(results))

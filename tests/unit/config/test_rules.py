@@ -130,6 +130,12 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
             "because the store is 'ray' with owner 'producer'; leave it out, or change data_plane.enabled",
         ),
     ],
+    "rule_store_that_is_off_is_not_named": [
+        (
+            ("data_plane.enabled=false", "data_plane.impl=mooncake"),
+            "data_plane.impl: 'mooncake' would be ignored, because data_plane.enabled is false",
+        ),
+    ],
     "rule_one_way_of_batching": [
         (("policy.sequence_packing.enabled=true",), "policy.dynamic_batching.enabled: packing and dynamic"),
     ],

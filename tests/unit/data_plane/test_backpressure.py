@@ -81,6 +81,18 @@ def make_bench() -> Iterator[object]:
             client.close()
 
 
+def test_cleared_rows_give_their_room_back_before_their_chunk_goes(make_bench) -> None:
+    bench = make_bench(limit_bytes=LIMIT_BYTES)
+    bench.put(bench.clients[0], "a", "b", "c", "d")
+    full = bench.stats()
+    bench.clients[0].kv_clear(["a", "b", "c"], "p")
+    stats = bench.stats()
+    assert full["live_bytes"] - stats["live_bytes"] == 3 * ROW_BYTES
+    assert stats["stored_bytes"] == full["live_bytes"] and stats["partitions"]["p"]["fields"] == {"input_ids": 400}
+    bench.put(bench.client(timeout_s=1.0), "e", "f", "g")
+    assert bench.stats()["blocked_put_s"] == 0.0
+
+
 @pytest.mark.parametrize("limit", [{"rows": 5}, {"limit_bytes": LIMIT_BYTES}])
 def test_a_put_waits_for_room_and_goes_on_when_rows_are_cleared(make_bench, limit: dict) -> None:
     bench = make_bench(**limit)

@@ -14,7 +14,7 @@ from nemo_rl.data_plane.adapters.noop import NoopStore
 from nemo_rl.data_plane.address import DataPlaneAddress, Handles
 from nemo_rl.data_plane.client import LedgerClient
 from nemo_rl.data_plane.factory import attach_data_plane, build_data_plane_client, open_step
-from nemo_rl.data_plane.interfaces import Parts
+from nemo_rl.data_plane.interfaces import KVBatchMeta, Parts
 from nemo_rl.data_plane.ledger_host import InProcessHost, LedgerService, build_ledger
 from nemo_rl.errors import (
     ConfigError,
@@ -185,3 +185,25 @@ def test_closing_waits_for_background_puts_and_leaves_no_threads() -> None:
     started = time.monotonic()
     client.close()
     assert time.monotonic() - started < 5 and set(threading.enumerate()) <= before
+
+
+def test_a_string_is_no_list_of_keys_or_names() -> None:
+    client = client_over(NoopStore())
+    calls = [
+        lambda: client.kv_batch_put("ab", "p", {"sample_mask": torch.ones(2)}),
+        lambda: client.kv_batch_get("ab", "p", ["sample_mask"]),
+        lambda: client.kv_batch_get(["a"], "p", "sample_mask"),
+        lambda: client.kv_clear("ab", "p"),
+        lambda: client.get_meta("p", "train", "sample_mask", 1, consumer_id="c", blocking=False),
+        lambda: client.check_consumption_status("p", "train"),
+        lambda: client.register_partition("q", "input_ids", 9, []),
+        lambda: client.register_partition("q", ["input_ids"], 9, "train"),
+        lambda: KVBatchMeta(partition_id="p", keys="ab"),
+        lambda: KVBatchMeta(partition_id="p", keys=("a",), fields="ab"),
+        lambda: KVBatchMeta(partition_id="p", keys=("a",)).with_fields("ab"),
+        lambda: KVBatchMeta(partition_id="p", keys=("a", "b")).with_tags({"x": "ab"}),
+    ]
+    for call in calls:
+        with pytest.raises(SchemaMismatch, match="got (the string )?'|a string"):
+            call()
+    client.close()

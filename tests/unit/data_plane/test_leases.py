@@ -11,6 +11,7 @@ from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.adapters.noop import NoopStore, SharedNoopStore
 from nemo_rl.data_plane.address import DataPlaneAddress, LedgerAddress
 from nemo_rl.data_plane.client import LedgerClient
+from nemo_rl.data_plane.column_io import write_columns
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.ledger_host import InProcessHost, LedgerService, build_ledger
 from nemo_rl.errors import FieldNotProduced, KeysNotFound, LeaseExpired
@@ -34,7 +35,7 @@ class Bench:
         address = DataPlaneAddress(
             run_id="r", config=CONFIG, ledger=LedgerAddress(kind="in_process", run_id="r"), process_id=0
         )
-        for _ in range(2):
+        for _ in range(3):
             host = InProcessHost(self.service, is_owner=False)
             self.clients.append(LedgerClient(host=host, store=SharedNoopStore(self.store), address=address))
         self.clients[0].register_partition("p", ["input_ids", "prev_logprobs"], 99, ["prev_lp", "train"])
@@ -81,6 +82,33 @@ def test_a_late_release_of_rows_that_were_handed_on_is_refused(bench: Bench) -> 
     bench.clients[1].release(heir)
 
 
+@pytest.mark.parametrize("who", [0, 1, 2])
+def test_a_meta_whose_claim_has_ended_ends_no_other_claim(bench: Bench, who: int) -> None:
+    """Whoever uses it: the client that claimed, the one that holds the rows now, or a third one."""
+    slow, slow_train = bench.claim(0), bench.claim(0, task="train")
+    bench.pass_lease()
+    heir, heir_train = bench.claim(1), bench.claim(1, task="train")
+    assert (heir.keys, heir_train.keys) == (slow.keys, slow_train.keys)
+    logprobs = {"prev_logprobs": torch.zeros(2, 1)}
+    with pytest.raises(LeaseExpired, match="2 rows has ended; they went to consumer 'c@"):
+        write_columns(bench.clients[who], slow, logprobs)
+    with pytest.raises(LeaseExpired, match="they went to consumer"):
+        bench.clients[who].release(slow_train)
+    assert not bench.clients[0].check_consumption_status("p", ["train"])
+    assert bench.clients[1]._leases.held("p", heir.keys).keys() == {"prev_lp", "train"}, "the heartbeat goes on"
+    write_columns(bench.clients[1], heir, logprobs)
+    bench.clients[1].release(heir_train)
+
+
+def test_a_client_that_claims_its_own_rows_again_does_not_end_the_new_claim_with_the_old_meta(bench: Bench) -> None:
+    slow = bench.claim(0, task="train")
+    bench.pass_lease()
+    again = bench.claim(0, task="train")
+    with pytest.raises(LeaseExpired):
+        bench.clients[0].release(slow)
+    bench.clients[0].release(again)
+
+
 def test_a_late_writer_is_refused_also_when_nobody_took_its_rows(bench: Bench) -> None:
     slow = bench.claim(0)
     bench.pass_lease()
@@ -98,7 +126,7 @@ def test_a_late_release_is_refused_also_when_nobody_took_its_rows(bench: Bench) 
     bench.pass_lease()
     with pytest.raises(LeaseExpired, match="nobody yet"):
         bench.clients[0].release(slow)
-    with pytest.raises(LeaseExpired, match="not claimed by anybody"):
+    with pytest.raises(LeaseExpired, match="nobody yet"):
         bench.clients[1].release(slow)
     assert bench.claim(1, 9, task="train").keys[:2] == slow.keys
 

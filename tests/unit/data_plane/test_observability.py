@@ -61,6 +61,21 @@ def test_calls_bytes_errors_and_time_are_counted_per_operation_and_stage(plane: 
     assert client.snapshot()["operations"] == {}
 
 
+def test_an_event_of_a_clear_says_how_many_rows_went(plane: Plane) -> None:
+    partition, client, events = plane.partition(), MetricsDataPlaneClient(plane.owner), []
+    client._callback = events.append
+    client.kv_batch_put(keys_of(1), partition, {"sample_mask": torch.ones(4)})
+    assert client.kv_clear(["u0_g0", "nobody"], partition) == 1
+    assert client.kv_clear(None, partition) == 3 and client.drop_partition(partition) == 0
+    plane.partitions.remove(partition)
+    assert [(e.op, e.rows) for e in events] == [
+        ("kv_batch_put", 4),
+        ("kv_clear", 1),
+        ("kv_clear", 3),
+        ("drop_partition", 0),
+    ]
+
+
 def test_snapshots_of_processes_add_up(plane: Plane) -> None:
     partition, client = plane.partition(), MetricsDataPlaneClient(plane.owner)
     client.kv_batch_put(keys_of(1), partition, {"sample_mask": torch.ones(4)})

@@ -1,0 +1,247 @@
+"""`KVBatchMeta`: which rows a call is about. Keys, lengths, tags, versions, claims and the pack plan; never tensors.
+
+Made by the client, handed from process to process in compact form. The one invariant: everything per row is aligned
+with `keys`, whatever the meta was cut from or joined from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+import torch
+
+from nemo_rl.data_plane.tags import Tags, TagValue, plain_column, plain_rows
+from nemo_rl.data_plane.wire import Packed, pack_rows, unpack_rows
+from nemo_rl.distributed.packing import PackPlan
+from nemo_rl.errors import SchemaMismatch, name_some
+
+__all__ = ["KVBatchMeta", "Version"]
+
+_T = TypeVar("_T")
+
+Version: TypeAlias = int | tuple[int, ...]
+"""One number for all rows, or one per row, aligned with the keys."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVBatchMeta:
+    """Which rows: keys, lengths, tags and the pack plan; never tensors.
+
+    Example:
+        >>> meta = KVBatchMeta(partition_id="train", keys=("a_g0", "a_g1"), sequence_lengths=(3, 5))
+        >>> meta.subset([1]).keys
+        ('a_g1',)
+    """
+
+    partition_id: str
+    keys: tuple[str, ...]
+    task_name: str | None = None
+    """The consumer that claimed these rows, or None."""
+    fields: tuple[str, ...] = ()
+    """Columns known to be written for every row."""
+    sequence_lengths: tuple[int, ...] | None = None
+    """Tokens per row, aligned with `keys`."""
+    tags: tuple[Tags, ...] | None = None
+    """Small primitives per row, aligned with `keys`."""
+    versions: Mapping[str, Version] = field(default_factory=dict)
+    """Family -> version the ledger gave it; a fetch that finds another one fails. Rows that were rewritten alone have
+    versions of their own: then one per row."""
+    claims: tuple[int, ...] | None = None
+    """The claim under which each row was handed out, for `release` and for writes by whoever has this meta; None when
+    nothing was claimed."""
+    pack: PackPlan | None = None
+    """Which rows form which microbatch on which rank, in indices into `keys`."""
+
+    def __post_init__(self) -> None:
+        set_ = object.__setattr__
+        for what in ("keys", "fields"):
+            if isinstance(getattr(self, what), str):
+                raise SchemaMismatch(f"partition {self.partition_id!r}: {what}: expected names, got a string")
+        set_(self, "keys", tuple(self.keys))
+        set_(self, "fields", tuple(dict.fromkeys(self.fields)))
+        versions = {family: self._aligned_version(family, version) for family, version in self.versions.items()}
+        set_(self, "versions", MappingProxyType(versions))
+        if len(set(self.keys)) != len(self.keys):
+            seen: set[str] = set()
+            twice = [key for key in self.keys if key in seen or seen.add(key)]  # type: ignore[func-returns-value]
+            raise SchemaMismatch(f"partition {self.partition_id!r}: duplicate keys: {name_some(twice)}")
+        if self.sequence_lengths is not None:
+            set_(self, "sequence_lengths", tuple(int(n) for n in self.sequence_lengths))
+            self._check_aligned("sequence_lengths", len(self.sequence_lengths))
+            if any(n < 0 for n in self.sequence_lengths):
+                raise SchemaMismatch(f"partition {self.partition_id!r}: a sequence length is negative")
+        if self.tags is not None:
+            plain = plain_rows(self.tags, where=f"partition {self.partition_id!r}")
+            set_(self, "tags", tuple(MappingProxyType(row) for row in plain))
+            self._check_aligned("tags", len(self.tags))
+        if self.claims is not None:
+            set_(self, "claims", tuple(self.claims))
+            self._check_aligned("claims", len(self.claims))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Metas travel between the driver and every worker in each stage: keys, lengths and tags go in compact form.
+        rows = pack_rows(self.keys, self.sequence_lengths, self.tags)
+        claims = self.claims[0] if self.claims and len(set(self.claims)) == 1 else self.claims
+        more = {"task_name": self.task_name, "fields": self.fields, "versions": dict(self.versions), "pack": self.pack}
+        return _rebuild_meta, (rows, self.partition_id, claims, more)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def size(self) -> int:
+        """Number of rows."""
+        return len(self.keys)
+
+    def subset(self, indices: Iterable[int]) -> KVBatchMeta:
+        """The rows at `indices`, in that order; the pack plan is cleared."""
+        picked = [int(i) for i in indices]
+        outside = [i for i in picked if not 0 <= i < len(self.keys)]
+        if outside:
+            raise SchemaMismatch(f"subset: rows {name_some(outside)} are outside 0..{len(self.keys) - 1}")
+        return replace(
+            self,
+            keys=tuple(self.keys[i] for i in picked),
+            sequence_lengths=_pick(self.sequence_lengths, picked),
+            tags=_pick(self.tags, picked),
+            versions={
+                family: version if isinstance(version, int) else tuple(version[i] for i in picked)
+                for family, version in self.versions.items()
+            },
+            claims=_pick(self.claims, picked),
+            pack=None,
+        )
+
+    def slice(self, start: int, stop: int) -> KVBatchMeta:
+        """Rows `start` to `stop`, clamped to what exists; the pack plan is cleared."""
+        size = len(self.keys)
+        first = min(max(start, 0), size)
+        return self.subset(range(first, min(max(stop, first), size)))
+
+    def concat(self, *others: KVBatchMeta) -> KVBatchMeta:
+        """Rows of this meta, then those of the others; the pack plan is cleared. Metas without rows add nothing.
+
+        Raises:
+            SchemaMismatch: another partition, task, field set or set of known families; lengths, tags or claims on one
+                side only.
+        """
+        for other in others:
+            self._check_same("partition_id", self.partition_id, other.partition_id)
+        parts = [part for part in (self, *others) if part.keys]
+        if len(parts) < 2:
+            return replace(parts[0] if parts else self, pack=None)
+        first = parts[0]
+        for part in parts[1:]:
+            first._check_joins(part)
+        return replace(
+            first,
+            keys=tuple(key for p in parts for key in p.keys),
+            sequence_lengths=_join([p.sequence_lengths for p in parts]),
+            tags=_join([p.tags for p in parts]),
+            versions={
+                family: tuple(version for p in parts for version in p._versions_by_row(family))
+                for family in first.versions
+            },
+            claims=_join([p.claims for p in parts]),
+            pack=None,
+        )
+
+    def drop(self, indices: Iterable[int]) -> KVBatchMeta:
+        """All rows but those at `indices` (any order, repeats allowed); dropping all gives an empty meta."""
+        gone = {int(i) for i in indices}
+        outside = sorted(i for i in gone if not 0 <= i < len(self.keys))
+        if outside:
+            raise SchemaMismatch(f"drop: rows {name_some(outside)} are outside 0..{len(self.keys) - 1}")
+        return self.subset(i for i in range(len(self.keys)) if i not in gone)
+
+    def with_tags(self, columns: Mapping[str, Sequence[TagValue] | torch.Tensor | np.ndarray]) -> KVBatchMeta:
+        """Adds or replaces tags, one value per row and name; numbers of torch and numpy become Python's."""
+        where = f"partition {self.partition_id!r}"
+        plain = {name: plain_column(name, values, where=where) for name, values in columns.items()}
+        for name, values in plain.items():
+            self._check_aligned(f"tag {name!r}", len(values))
+        old: Sequence[Tags] = self.tags if self.tags is not None else [{}] * len(self.keys)
+        tags = tuple({**row, **{name: values[i] for name, values in plain.items()}} for i, row in enumerate(old))
+        return replace(self, tags=tags)
+
+    def with_fields(self, names: Iterable[str], *, versions: Mapping[str, Version] | None = None) -> KVBatchMeta:
+        """Adds field names (each once, order kept) and, if given, family versions."""
+        if isinstance(names, str):
+            raise SchemaMismatch(f"with_fields: expected names of fields, got the string {names!r}")
+        return replace(self, fields=(*self.fields, *names), versions={**self.versions, **(versions or {})})
+
+    def with_written(self, shards: Sequence[KVBatchMeta]) -> KVBatchMeta:
+        """The same rows with the fields and versions of `shards`, which hold each row of it once, in any order."""
+        first, *rest = shards
+        if all(shard.versions == first.versions for shard in rest) and all(
+            isinstance(version, int) for version in first.versions.values()
+        ):
+            return self.with_fields(first.fields, versions=first.versions)
+        bare = [replace(shard, sequence_lengths=None, tags=None, claims=None, pack=None) for shard in shards]
+        joined = bare[0].concat(*bare[1:])
+        places = {key: i for i, key in enumerate(joined.keys)}
+        ordered = joined.subset(places[key] for key in self.keys)
+        return self.with_fields(ordered.fields, versions=ordered.versions)
+
+    def claims_by_key(self) -> dict[str, int]:
+        """Key -> the claim under which the row was handed out; empty when nothing was claimed."""
+        return dict(zip(self.keys, self.claims, strict=True)) if self.claims is not None else {}
+
+    def with_pack(self, pack: PackPlan | None) -> KVBatchMeta:
+        """The same rows under another pack plan."""
+        return replace(self, pack=pack)
+
+    def _check_aligned(self, what: str, count: int) -> None:
+        if count != len(self.keys):
+            raise SchemaMismatch(
+                f"partition {self.partition_id!r}: {what}: expected {len(self.keys)} values, one per key, got {count}"
+            )
+
+    def _aligned_version(self, family: str, version: Version | Sequence[int]) -> Version:
+        if isinstance(version, int):
+            return version
+        self._check_aligned(f"versions of family {family!r}", len(version))
+        return version[0] if len(set(version)) == 1 else tuple(version)
+
+    def _versions_by_row(self, family: str) -> tuple[int, ...]:
+        version = self.versions[family]
+        return (version,) * len(self.keys) if isinstance(version, int) else version
+
+    def _check_joins(self, other: KVBatchMeta) -> None:
+        self._check_same("task_name", self.task_name, other.task_name)
+        self._check_same("fields", sorted(self.fields), sorted(other.fields))
+        self._check_same("families with versions", sorted(self.versions), sorted(other.versions))
+        for what in ("sequence_lengths", "tags", "claims"):
+            has = getattr(self, what) is not None, getattr(other, what) is not None
+            self._check_same(f"{what} present", *has)
+
+    def _check_same(self, what: str, mine: object, theirs: object) -> None:
+        if mine != theirs:
+            raise SchemaMismatch(f"concat: {what} differ: {mine!r} and {theirs!r}")
+
+
+def _rebuild_meta(
+    rows: Packed, partition_id: str, claims: int | tuple[int, ...] | None, more: Mapping[str, Any]
+) -> KVBatchMeta:
+    keys, sequence_lengths, tags = unpack_rows(rows)
+    return KVBatchMeta(
+        partition_id=partition_id,
+        keys=keys,
+        sequence_lengths=sequence_lengths,
+        tags=tags,
+        claims=(claims,) * len(keys) if isinstance(claims, int) else claims,
+        **more,
+    )
+
+
+def _join(parts: Sequence[tuple[_T, ...] | None]) -> tuple[_T, ...] | None:
+    """All or none of the parts are there."""
+    return None if parts[0] is None else tuple(value for part in parts for value in part or ())
+
+
+def _pick(values: tuple[_T, ...] | None, indices: Sequence[int]) -> tuple[_T, ...] | None:
+    return None if values is None else tuple(values[i] for i in indices)
