@@ -19,7 +19,7 @@ from nemo_rl.distributed.collectives import Fields
 __all__ = ["ShardCache", "ShardReads"]
 
 Column = torch.Tensor | list[object]
-Key = tuple[str, tuple[str, ...], int, int | None]
+Key = tuple[str, tuple[str, ...], Version, int | None]
 
 
 @dataclass(slots=True)

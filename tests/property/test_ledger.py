@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -23,6 +24,8 @@ from nemo_rl.data_plane.schema import resolve_fields, spec_to_record
 
 LEASE_S = 10.0
 CAPACITY = 24
+CAPACITY_BYTES = 600
+HEADER_BYTES = 5
 KEYS = [f"u{group}_g{i}" for group in range(5) for i in range(3)]
 FIELDS = ["input_ids", "token_mask", "sample_mask", "prev_logprobs"]
 FAMILIES = {name: FieldTable[name].family for name in FIELDS}
@@ -33,14 +36,22 @@ class LedgerHistory(RuleBasedStateMachine):
     """Puts, rewrites, claims by two consumers, releases, clears and time."""
 
     claims = Bundle("claims")
+    validate = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = Ledger(run_id="r", capacity_rows=CAPACITY, capacity_bytes=None, lease_s=LEASE_S, validate=True)
+        self.ledger = Ledger(
+            run_id="r",
+            capacity_rows=CAPACITY,
+            capacity_bytes=CAPACITY_BYTES,
+            lease_s=LEASE_S,
+            validate=self.validate,
+        )
         self.now = 0.0
         self.ids = itertools.count()
         self.rows: dict[str, dict[str, int]] = {}  # key -> field -> value of its latest put
         self.chunks: dict[str, list[tuple[str, str, int]]] = {}  # chunk -> rows (key, field, value)
+        self.sizes: dict[int, int] = {}  # value -> bytes of its row
         self.versions: dict[tuple[str, str], int] = {}  # key, family -> highest version ever seen
         self.spent: dict[tuple[str, str], int] = {}  # key, family -> highest version when it was last cleared
         self.done: dict[str, int] = {}  # key -> claim it was released under
@@ -58,8 +69,13 @@ class LedgerHistory(RuleBasedStateMachine):
         )
         assert "ok" in reply
 
-    @rule(keys=st.lists(st.sampled_from(KEYS), unique=True, min_size=1, max_size=6), field=st.sampled_from(FIELDS))
-    def put(self, keys: list[str], field: str) -> None:
+    @rule(
+        keys=st.lists(st.sampled_from(KEYS), unique=True, min_size=1, max_size=6),
+        field=st.sampled_from(FIELDS),
+        size=st.sampled_from([1, 1, 20, 90]),
+        is_ragged=st.booleans(),
+    )
+    def put(self, keys: list[str], field: str, size: int, is_ragged: bool) -> None:
         family = FAMILIES[field]
         half = (len(keys) + 1) // 2
         spans = [(0, half), (half, len(keys) - half)] if len(keys) > 1 else [(0, 1)]
@@ -67,19 +83,32 @@ class LedgerHistory(RuleBasedStateMachine):
         chunks = []
         for first, count in spans:
             chunk_id = f"c{next(self.ids)}"
+            sizes = [size + i * is_ragged for i in range(first, first + count)]
+            table = {field: np.array(sizes, dtype=np.uint64).tobytes()} if is_ragged else {}
             chunks.append(
-                {"id": chunk_id, "family": family, "fields": [field], "first": first, "rows": count, "nbytes": 1}
-                | {"layouts": {}, "sizes": [1], "row_sizes": {}}
+                {"id": chunk_id, "family": family, "fields": [field], "first": first, "rows": count, "layouts": {}}
+                | {"nbytes": HEADER_BYTES + sum(sizes), "sizes": [sum(sizes)], "row_sizes": table}
             )
+        nbytes, before = sum(chunk["nbytes"] for chunk in chunks), self.live_bytes()
         reply = self.ask(
             "commit", keys=keys, lengths=None, tags=None, chunks=chunks, claims={}, may_create=field != "prev_logprobs"
         )
         if field == "prev_logprobs" and any(key not in self.rows for key in keys):
             assert reply["error"]["kind"] == "KeysNotFound"
             return
+        if nbytes > CAPACITY_BYTES:
+            assert reply["error"]["kind"] == "CapacityExceeded"
+            return
+        assert ("blocked" in reply["ok"]) == (before + nbytes > CAPACITY_BYTES), (
+            "a put waits for nothing, or not at all"
+        )
+        if "blocked" in reply["ok"]:
+            return
         for chunk in chunks:
             span = keys[chunk["first"] : chunk["first"] + chunk["rows"]]
             self.chunks[chunk["id"]] = [(key, field, values[key]) for key in span]
+        for i, key in enumerate(keys):
+            self.sizes[values[key]] = size + i * is_ragged
         version = reply["ok"]["versions"][family]
         for key in keys:
             is_fresh = field not in self.rows.setdefault(key, {})
@@ -169,6 +198,12 @@ class LedgerHistory(RuleBasedStateMachine):
     def clear_live_rows(self, data: st.DataObject) -> None:
         self.clear(data.draw(st.lists(st.sampled_from(list(self.rows)), unique=True, max_size=3)))
 
+    def live_bytes(self) -> int:
+        """Of rows that can be read, and of the headers of chunks that hold any."""
+        return sum(self.sizes[value] for row in self.rows.values() for value in row.values()) + HEADER_BYTES * len(
+            self.chunks
+        )
+
     def forget_dropped(self, chunk_ids: list[str]) -> None:
         for chunk_id in chunk_ids:
             gone = self.chunks.pop(chunk_id)
@@ -178,8 +213,10 @@ class LedgerHistory(RuleBasedStateMachine):
     def counts_agree(self) -> None:
         stats = self.ask("stats")["ok"]
         partition = stats["partitions"]["p"]
-        assert partition["rows"] == len(self.rows) and sum(partition["fields"].values()) == stats["live_bytes"]
-        assert stats["live_rows"] == len(self.rows) and stats["live_chunks"] == len(self.chunks) == stats["live_bytes"]
+        headers = HEADER_BYTES * len(self.chunks)
+        assert partition["rows"] == len(self.rows)
+        assert sum(partition["fields"].values()) + headers == stats["live_bytes"] == self.live_bytes()
+        assert stats["live_rows"] == len(self.rows) and stats["live_chunks"] == len(self.chunks)
         assert list(self.ask("list").get("ok", {"keys": []})["keys"]) == list(self.rows)
 
 
