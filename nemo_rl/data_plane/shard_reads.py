@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from nemo_rl.data_plane.batch_meta import KVBatchMeta, Version
+from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.ragged import object_rows
 from nemo_rl.data_plane.schema import family_of
 from nemo_rl.distributed.collectives import Fields
