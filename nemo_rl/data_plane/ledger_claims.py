@@ -168,8 +168,9 @@ def release(partition: Partition, task_name: str, *, keys: Sequence[str], claims
     unfinished = [key for key in live if key not in cursor.done]
     unclaimed = [key for key in unfinished if key not in held]
     if unclaimed:
+        is_held = any(key in cursor.leases and cursor.leases[key].expires > now for key in unclaimed)
         raise LeaseExpired(
-            f"task {task_name!r}: rows are not claimed by the caller: {name_some(unclaimed)}; "
-            "release the meta that get_meta returned"
+            f"task {task_name!r}: rows are not claimed by {'the caller' if is_held else 'anybody'}: "
+            f"{name_some(unclaimed)}; release the meta that get_meta returned"
         )
     return unfinished
