@@ -30,8 +30,9 @@ Data plane errors cross process borders as records (`to_record` / `from_record`)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from itertools import islice
 
 __all__ = [
     "CapacityExceeded",
@@ -73,8 +74,8 @@ TEXT_SHOWN = 300
 
 def name_some(names: Iterable[object], *, limit: int = NAMES_SHOWN) -> str:
     """List the first few names and count the rest: `a, b, c and 17 more`."""
-    listed = [str(name) for name in names]
-    shown = ", ".join(listed[:limit])
+    listed = names if isinstance(names, Sized) else list(names)
+    shown = ", ".join(map(str, islice(listed, limit)))
     return shown if len(listed) <= limit else f"{shown} and {len(listed) - limit} more"
 
 

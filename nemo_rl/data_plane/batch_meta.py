@@ -70,13 +70,13 @@ class KVBatchMeta:
             twice = [key for key in self.keys if key in seen or seen.add(key)]  # type: ignore[func-returns-value]
             raise SchemaMismatch(f"partition {self.partition_id!r}: duplicate keys: {name_some(twice)}")
         if self.sequence_lengths is not None:
-            set_(self, "sequence_lengths", tuple(int(n) for n in self.sequence_lengths))
+            set_(self, "sequence_lengths", tuple(map(int, self.sequence_lengths)))
             self._check_aligned("sequence_lengths", len(self.sequence_lengths))
             if any(n < 0 for n in self.sequence_lengths):
                 raise SchemaMismatch(f"partition {self.partition_id!r}: a sequence length is negative")
         if self.tags is not None:
             plain = plain_rows(self.tags, where=f"partition {self.partition_id!r}")
-            set_(self, "tags", tuple(MappingProxyType(row) for row in plain))
+            set_(self, "tags", tuple(map(MappingProxyType, plain)))
             self._check_aligned("tags", len(self.tags))
         if self.claims is not None:
             set_(self, "claims", tuple(self.claims))

@@ -48,6 +48,7 @@ from nemo_rl.errors import (
     SchemaMismatch,
     name_some,
 )
+from nemo_rl.utils.collector import paused_collector
 
 __all__ = ["LedgerClient"]
 
@@ -159,7 +160,8 @@ class LedgerClient(DataPlaneClient):
     ) -> KVBatchMeta:
         with self._link.clock.measure("encode"):
             columns = check_columns(fields, specs=declaration.specs, keys=keys, where=where)
-        plain_tags = None if tags is None else check_tags(tags, len(keys), where=where)
+        with paused_collector():
+            plain_tags = None if tags is None else check_tags(tags, len(keys), where=where)
         lengths = token_lengths(columns)
         listed_lengths = None if lengths is None else lengths.tolist()
         versions: dict[str, Version] = {}
@@ -169,14 +171,15 @@ class LedgerClient(DataPlaneClient):
                 declared=declaration.number, keys=keys, lengths=listed_lengths, tags=plain_tags, claims=claims
             )
             versions = self._writer.write(call, partition_id, columns, facts)
-        return KVBatchMeta(
-            partition_id=partition_id,
-            keys=tuple(keys),
-            fields=tuple(columns),
-            sequence_lengths=None if listed_lengths is None else tuple(listed_lengths),
-            tags=None if plain_tags is None else tuple(plain_tags),
-            versions=versions,
-        )
+        with paused_collector():
+            return KVBatchMeta(
+                partition_id=partition_id,
+                keys=tuple(keys),
+                fields=tuple(columns),
+                sequence_lengths=None if listed_lengths is None else tuple(listed_lengths),
+                tags=plain_tags,  # type: ignore[arg-type]  # made a tuple there
+                versions=versions,
+            )
 
     def put_async(
         self,

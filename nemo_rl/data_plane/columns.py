@@ -16,7 +16,7 @@ from tensordict import NonTensorData, NonTensorStack
 from nemo_rl.data_plane.interfaces import Columns
 from nemo_rl.data_plane.ragged import lengths_of, object_rows, values_of
 from nemo_rl.data_plane.schema import FieldSpec
-from nemo_rl.data_plane.tags import Tags, TagValue, plain_rows
+from nemo_rl.data_plane.tags import PlainTags, Tags, plain_rows
 from nemo_rl.errors import SchemaMismatch, name_some
 
 __all__ = ["FlatColumn", "check_columns", "check_keys", "check_tags", "dtype_name", "token_lengths", "torch_dtype"]
@@ -66,8 +66,8 @@ def check_keys(keys: Sequence[str], *, where: str) -> list[str]:
     if isinstance(keys, str):
         raise SchemaMismatch(f"{where}: expected a list of keys, got the string {keys!r}; pass [{keys!r}]")
     listed = list(keys)
-    wrong = [key for key in listed if not isinstance(key, str) or not key]
-    if wrong:
+    if not set(map(type, listed)) <= {str} or "" in listed:
+        wrong = [key for key in listed if type(key) is not str or not key]
         raise SchemaMismatch(f"{where}: keys must be non-empty strings, got {name_some(repr(key) for key in wrong)}")
     if len(set(listed)) != len(listed):
         seen: set[str] = set()
@@ -76,7 +76,7 @@ def check_keys(keys: Sequence[str], *, where: str) -> list[str]:
     return listed
 
 
-def check_tags(tags: Sequence[Tags], num_rows: int, *, where: str) -> list[dict[str, TagValue]]:
+def check_tags(tags: Sequence[Tags], num_rows: int, *, where: str) -> PlainTags:
     """Tags as plain dicts: one per key, with string names and primitive values."""
     if len(tags) != num_rows:
         raise SchemaMismatch(f"{where}: expected {num_rows} tag rows, one per key, got {len(tags)}")

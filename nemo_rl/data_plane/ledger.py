@@ -235,6 +235,10 @@ class Ledger:
         if isinstance(tags, list):
             for row, extra in zip(found, tags, strict=True):
                 row.tags.update(extra)
+        elif isinstance(tags, dict):
+            for name, values in tags.items():
+                for row, value in zip(found, values, strict=True):
+                    row.tags[name] = value
 
     def _attach(self, partition: Partition, keys: Sequence[str], record: Args, *, version: int) -> list[str]:
         """Points rows at a new chunk; returns chunks that lost their last row."""
@@ -422,8 +426,8 @@ class Ledger:
 
 
 def _check_present(partition: Partition, keys: Sequence[str]) -> None:
-    missing = [key for key in keys if key not in partition.rows]
-    if missing:
+    if not all(map(partition.rows.__contains__, keys)):
+        missing = [key for key in keys if key not in partition.rows]
         raise KeysNotFound(
             f"partition {partition.name!r}: {len(missing)} of {len(keys)} rows are not there (never put, or cleared): "
             f"{name_some(missing)}"
@@ -431,7 +435,7 @@ def _check_present(partition: Partition, keys: Sequence[str]) -> None:
 
 
 def _demand(partition: Partition, keys: Sequence[str], *, nbytes: int, reservation: int = 0) -> Demand:
-    new_rows = len([key for key in keys if key not in partition.rows])
+    new_rows = len(keys) - sum(map(partition.rows.__contains__, keys))
     return Demand(num_keys=len(keys), new_rows=new_rows, nbytes=nbytes, reservation=reservation)
 
 
