@@ -14,7 +14,6 @@ import torch
 from nemo_rl.data_plane.batch_meta import KVBatchMeta, Version
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.ragged import object_rows
-from nemo_rl.data_plane.schema import family_of
 from nemo_rl.distributed.collectives import Fields
 
 __all__ = ["ShardCache", "ShardReads"]
@@ -32,22 +31,18 @@ class ShardCache:
     _columns: dict[Key, Column] = field(default_factory=dict)
     _bytes: int = 0
 
-    def get(self, meta: KVBatchMeta, name: str, width: int | None) -> Column | None:
-        return self._columns.get(self._key(meta, name, width))
+    def get(self, key: Key) -> Column | None:
+        return self._columns.get(key)
 
-    def put(self, meta: KVBatchMeta, name: str, width: int | None, column: Column) -> None:
+    def put(self, key: Key, column: Column) -> None:
         size = _num_bytes(column)
-        if family_of(name) in meta.versions and self._bytes + size <= self.max_bytes:
-            self._columns[self._key(meta, name, width)] = column
+        if self._bytes + size <= self.max_bytes:
+            self._columns[key] = column
             self._bytes += size
 
     def clear(self) -> None:
         self._columns.clear()
         self._bytes = 0
-
-    @staticmethod
-    def _key(meta: KVBatchMeta, name: str, width: int | None) -> Key:
-        return name, meta.keys, meta.versions.get(family_of(name), -1), width
 
 
 class ShardReads:
@@ -86,12 +81,20 @@ class ShardReads:
     def _read(
         self, meta: KVBatchMeta, names: Sequence[str], width: int | None, fetch: Callable[[Sequence[str]], Fields]
     ) -> Fields:
-        columns = {name: kept for name in names if (kept := self._cache.get(meta, name, width)) is not None}
+        families = {spec.name: spec.family for spec in self._client.partition_fields(meta.partition_id)}
+        # Without a version nobody would notice that a column was rewritten.
+        keys: dict[str, Key] = {
+            name: (name, meta.keys, meta.versions[families[name]], width)
+            for name in names
+            if families.get(name) in meta.versions
+        }
+        columns = {name: kept for name, key in keys.items() if (kept := self._cache.get(key)) is not None}
         missing = [name for name in names if name not in columns]
         if missing:
             fetched = fetch(missing)
             for name in missing:
-                self._cache.put(meta, name, width, fetched[name])
+                if name in keys:
+                    self._cache.put(keys[name], fetched[name])
             columns |= fetched
         return {name: columns[name] for name in names}
 
