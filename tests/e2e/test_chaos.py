@@ -13,7 +13,6 @@ from tests.helpers.tiny_model import write_tiny_folder
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROWS = (
-    Row(store="transfer_queue", signal="KILL", role="gcs", stage="start"),
     Row(store="transfer_queue", signal="KILL", role="storage", stage="train"),
     Row(store="ray", signal="KILL", role="raylet", stage="train"),
     Row(store="ray", signal="KILL", role="ledger", stage="train"),
