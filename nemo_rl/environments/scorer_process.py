@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import select
 import signal
 import socket
 import subprocess
@@ -24,6 +23,7 @@ from typing import cast
 
 from nemo_rl.errors import RewardError
 from nemo_rl.utils.plain_text import printable
+from nemo_rl.utils.readable import wait_readable
 
 __all__ = ["ScorerProcess", "ScorerSpec"]
 
@@ -154,10 +154,10 @@ class ScorerProcess:
             if remaining <= 0:
                 raise TimeoutError
             channel = self._channel.fileno()
-            readable, _, _ = select.select([channel, self._output], [], [], remaining)
+            readable = wait_readable(channel, self._output, timeout_s=remaining)
             if self._output in readable and not self._hear_prints():
                 # Nobody prints any more: the process is gone, or has closed its outputs.
-                readable, _, _ = select.select([channel], [], [], remaining)
+                readable = wait_readable(channel, timeout_s=remaining)
             if channel in readable:
                 part = self._channel.recv(1 << 16)
                 if not part:

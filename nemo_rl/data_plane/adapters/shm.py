@@ -7,7 +7,6 @@ watcher process removes them when the owner dies first.
 from __future__ import annotations
 
 import logging
-import select
 import shutil
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from nemo_rl.data_plane.address import Handles
 from nemo_rl.data_plane.interfaces import Parts, PayloadStore, StoreHealth
 from nemo_rl.data_plane.labels import owner_of, process_of
 from nemo_rl.errors import DataPlaneClosed, DataPlaneError
+from nemo_rl.utils.readable import wait_readable
 from nemo_rl.utils.start_up import DEFAULT_START, StartUp
 
 __all__ = ["SegmentWatcher", "SharedMemoryStore"]
@@ -63,8 +63,7 @@ class SegmentWatcher:
         assert stdin is not None and stdout is not None
         stdin.close()
         # The watcher writes nothing: its output ends when it does.
-        has_ended, _, _ = select.select([stdout], [], [], WATCHER_EXIT_S)
-        if not has_ended:
+        if not wait_readable(stdout.fileno(), timeout_s=WATCHER_EXIT_S):
             logger.warning("the watcher of %s did not end within %.0f s", self._folder, WATCHER_EXIT_S)
         stdout.close()
 

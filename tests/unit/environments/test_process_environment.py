@@ -54,6 +54,17 @@ def answered(texts: Sequence[str]) -> list[Response]:
     return [Response(text=text, num_tokens=len(text) + 1) for text in texts]
 
 
+def test_rewards_come_from_a_process_with_more_descriptors_than_select_knows() -> None:
+    """Sockets of Ray and of a data plane take the first 1,024."""
+    taken = [os.dup(0) for _ in range(1100)]
+    try:
+        with environment(**custom("length", num_workers=1)) as env:
+            assert score(env, ["xx"]).rewards == (2.0,)
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+
+
 def test_custom_reward_gets_prompt_response_and_answer_and_keeps_their_order() -> None:
     with environment(**custom("length", num_workers=2)) as env:
         responses = ["x" * n for n in range(40)]
