@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import torch
 
-from nemo_rl.data_plane.tags import Tags, TagValue, plain_column, plain_rows
+from nemo_rl.data_plane.tags import Tags, TagTable, TagValue, plain_column
 from nemo_rl.data_plane.wire import Packed, pack_rows, unpack_rows
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import SchemaMismatch, name_some
@@ -45,7 +45,7 @@ class KVBatchMeta:
     """Columns known to be written for every row."""
     sequence_lengths: tuple[int, ...] | None = None
     """Tokens per row, aligned with `keys`."""
-    tags: tuple[Tags, ...] | None = None
+    tags: Sequence[Tags] | None = None
     """Small primitives per row, aligned with `keys`."""
     versions: Mapping[str, Version] = field(default_factory=dict)
     """Family -> version the ledger gave it; a fetch that finds another one fails. Rows that were rewritten alone have
@@ -75,8 +75,7 @@ class KVBatchMeta:
             if any(n < 0 for n in self.sequence_lengths):
                 raise SchemaMismatch(f"partition {self.partition_id!r}: a sequence length is negative")
         if self.tags is not None:
-            plain = plain_rows(self.tags, where=f"partition {self.partition_id!r}")
-            set_(self, "tags", tuple(map(MappingProxyType, plain)))
+            set_(self, "tags", TagTable.of(self.tags, where=f"partition {self.partition_id!r}"))
             self._check_aligned("tags", len(self.tags))
         if self.claims is not None:
             set_(self, "claims", tuple(self.claims))
@@ -107,7 +106,7 @@ class KVBatchMeta:
             self,
             keys=tuple(self.keys[i] for i in picked),
             sequence_lengths=_pick(self.sequence_lengths, picked),
-            tags=_pick(self.tags, picked),
+            tags=None if (tags := self._tag_table()) is None else tags.pick(picked),
             versions={
                 family: version if isinstance(version, int) else tuple(version[i] for i in picked)
                 for family, version in self.versions.items()
@@ -141,7 +140,9 @@ class KVBatchMeta:
             first,
             keys=tuple(key for p in parts for key in p.keys),
             sequence_lengths=_join([p.sequence_lengths for p in parts]),
-            tags=_join([p.tags for p in parts]),
+            tags=None
+            if (tags := first._tag_table()) is None
+            else tags.join([t for p in parts[1:] if (t := p._tag_table()) is not None]),
             versions={
                 family: tuple(version for p in parts for version in p._versions_by_row(family))
                 for family in first.versions
@@ -164,9 +165,8 @@ class KVBatchMeta:
         plain = {name: plain_column(name, values, where=where) for name, values in columns.items()}
         for name, values in plain.items():
             self._check_aligned(f"tag {name!r}", len(values))
-        old: Sequence[Tags] = self.tags if self.tags is not None else [{}] * len(self.keys)
-        tags = tuple({**row, **{name: values[i] for name, values in plain.items()}} for i, row in enumerate(old))
-        return replace(self, tags=tags)
+        old = self._tag_table() or TagTable.empty(len(self.keys))
+        return replace(self, tags=old.with_columns(plain))
 
     def with_fields(self, names: Iterable[str], *, versions: Mapping[str, Version] | None = None) -> KVBatchMeta:
         """Adds field names (each once, order kept) and, if given, family versions."""
@@ -206,6 +206,9 @@ class KVBatchMeta:
             return version
         self._check_aligned(f"versions of family {family!r}", len(version))
         return version[0] if len(set(version)) == 1 else tuple(version)
+
+    def _tag_table(self) -> TagTable | None:
+        return self.tags  # type: ignore[return-value]  # made one in __post_init__
 
     def _versions_by_row(self, family: str) -> tuple[int, ...]:
         version = self.versions[family]

@@ -41,7 +41,7 @@ from nemo_rl.data_plane.schema import (
     stage_of_task,
     writes_of,
 )
-from nemo_rl.data_plane.tags import Tags, TagValue
+from nemo_rl.data_plane.tags import Tags, TagTable, TagValue
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import (
     DataPlaneTimeout,
@@ -160,8 +160,7 @@ class LedgerClient(DataPlaneClient):
     ) -> KVBatchMeta:
         with self._link.clock.measure("encode"):
             columns = check_columns(fields, specs=declaration.specs, keys=keys, where=where)
-        with paused_collector():
-            plain_tags = None if tags is None else check_tags(tags, len(keys), where=where)
+        plain_tags = None if tags is None else check_tags(tags, len(keys), where=where)
         lengths = token_lengths(columns)
         listed_lengths = None if lengths is None else lengths.tolist()
         versions: dict[str, Version] = {}
@@ -177,7 +176,7 @@ class LedgerClient(DataPlaneClient):
                 keys=tuple(keys),
                 fields=tuple(columns),
                 sequence_lengths=None if listed_lengths is None else tuple(listed_lengths),
-                tags=plain_tags,  # type: ignore[arg-type]  # made a tuple there
+                tags=plain_tags,
                 versions=versions,
             )
 
@@ -305,8 +304,8 @@ class LedgerClient(DataPlaneClient):
         keys = names_of(reply["keys"])
         if not keys:
             return KVBatchMeta(partition_id=partition_id, keys=(), task_name=task_name, fields=tuple(fields))
-        claim_id, tags, lengths = reply["claim"], reply["tags"], reply["lengths"]
-        assert isinstance(claim_id, int) and isinstance(tags, list) and isinstance(lengths, list | None)
+        claim_id, lengths = reply["claim"], reply["lengths"]
+        assert isinstance(claim_id, int) and isinstance(lengths, list | None)
         self._leases.add(partition_id, task_name, keys, claim_id)
         return KVBatchMeta(
             partition_id=partition_id,
@@ -314,7 +313,7 @@ class LedgerClient(DataPlaneClient):
             task_name=task_name,
             fields=tuple(fields),
             sequence_lengths=None if lengths is None else tuple(lengths),
-            tags=tuple(tags),
+            tags=TagTable.from_plain(reply["tags"], len(keys)),
             versions=versions_of(reply),
             claims=(claim_id,) * len(keys),
         )
@@ -353,9 +352,8 @@ class LedgerClient(DataPlaneClient):
 
     def kv_list(self, partition_id: str) -> dict[str, dict[str, TagValue]]:
         reply = self._link.ask(self._link.begin(f"kv_list({partition_id!r})"), "list", {"partition": partition_id})
-        tags = reply["tags"]
-        assert isinstance(tags, list)
-        return dict(zip(names_of(reply["keys"]), tags, strict=True))
+        keys = names_of(reply["keys"])
+        return dict(zip(keys, map(dict, TagTable.from_plain(reply["tags"], len(keys))), strict=True))
 
     def kv_clear(self, keys: Sequence[str] | None, partition_id: str, *, reason: str = "") -> int:
         if isinstance(keys, str):

@@ -18,7 +18,7 @@ from nemo_rl.data_plane.codec import EncodedChunk, encode_rows
 from nemo_rl.data_plane.columns import FlatColumn
 from nemo_rl.data_plane.leases import LeaseKeeper
 from nemo_rl.data_plane.ledger import Args
-from nemo_rl.data_plane.tags import PlainTags, by_name
+from nemo_rl.data_plane.tags import TagTable
 from nemo_rl.errors import CapacityExceeded, DataPlaneError, DataPlaneTimeout
 
 __all__ = ["RowFacts", "RowWriter"]
@@ -35,7 +35,7 @@ class RowFacts:
     keys: list[str]
     lengths: list[int] | None
     """Tokens per row."""
-    tags: PlainTags | None
+    tags: TagTable | None
     claims: dict[str, dict[str, int]]
     """Task -> key -> the claim under which the row is written."""
 
@@ -64,7 +64,7 @@ class RowWriter:
             "declared": facts.declared,
             "keys": keys,
             "lengths": facts.lengths,
-            "tags": None if facts.tags is None else by_name(facts.tags),
+            "tags": None if facts.tags is None else facts.tags.plain(),
             "chunks": [_chunk_record(i, chunk, columns) for i, chunk in zip(ids, chunks, strict=True)],
             "claims": facts.claims,
             "may_create": any(column.spec.produced_by == "rollout" for column in columns.values()),

@@ -16,7 +16,7 @@ from tensordict import NonTensorData, NonTensorStack
 from nemo_rl.data_plane.interfaces import Columns
 from nemo_rl.data_plane.ragged import lengths_of, object_rows, values_of
 from nemo_rl.data_plane.schema import FieldSpec
-from nemo_rl.data_plane.tags import PlainTags, Tags, plain_rows
+from nemo_rl.data_plane.tags import Tags, TagTable
 from nemo_rl.errors import SchemaMismatch, name_some
 
 __all__ = ["FlatColumn", "check_columns", "check_keys", "check_tags", "dtype_name", "token_lengths", "torch_dtype"]
@@ -76,11 +76,11 @@ def check_keys(keys: Sequence[str], *, where: str) -> list[str]:
     return listed
 
 
-def check_tags(tags: Sequence[Tags], num_rows: int, *, where: str) -> PlainTags:
+def check_tags(tags: Sequence[Tags], num_rows: int, *, where: str) -> TagTable:
     """Tags as plain dicts: one per key, with string names and primitive values."""
     if len(tags) != num_rows:
         raise SchemaMismatch(f"{where}: expected {num_rows} tag rows, one per key, got {len(tags)}")
-    return plain_rows(tags, where=where)
+    return TagTable.of(tags, where=where)
 
 
 def check_columns(

@@ -226,19 +226,15 @@ class Ledger:
         """Creates the rows that are new and settles lengths and tags."""
         rows, owner = partition.rows, str(args.get("who", ""))
         before = len(rows)
-        found = [rows.get(key) or partition.add_row(key, owner=owner, now=now) for key in keys]
+        for key in keys:
+            if key not in rows:
+                partition.add_row(key, owner=owner, now=now)
         self._capacity.live_rows += len(rows) - before
-        tags, lengths = args["tags"], args["lengths"]
+        lengths = args["lengths"]
         if isinstance(lengths, list):
-            for row, length in zip(found, lengths, strict=True):
-                row.length = length
-        if isinstance(tags, list):
-            for row, extra in zip(found, tags, strict=True):
-                row.tags.update(extra)
-        elif isinstance(tags, dict):
-            for name, values in tags.items():
-                for row, value in zip(found, values, strict=True):
-                    row.tags[name] = value
+            for key, length in zip(keys, lengths, strict=True):
+                rows[key].length = length
+        partition.put_tags(keys, args["tags"])
 
     def _attach(self, partition: Partition, keys: Sequence[str], record: Args, *, version: int) -> list[str]:
         """Points rows at a new chunk; returns chunks that lost their last row."""
@@ -308,10 +304,11 @@ class Ledger:
         return reply
 
     def _list(self, args: Args, now: float) -> Reply:
-        rows = self._partition(args).rows
+        partition = self._partition(args)
+        rows = partition.rows
         return {
             "keys": list(rows),
-            "tags": [dict(row.tags) for row in rows.values()],
+            "tags": partition.tags_of(list(rows)),
             "owners": [row.owner for row in rows.values()],
         }
 
@@ -349,7 +346,7 @@ class Ledger:
             "claim": lease.claim_id,
             "lease_s": self._lease_s,
             "lengths": None if None in lengths else lengths,
-            "tags": [dict(row.tags) for row in rows],
+            "tags": partition.tags_of(keys),
             "versions": ledger_claims.versions_of(partition, keys, needed),
         }
 

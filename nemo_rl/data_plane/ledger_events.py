@@ -80,7 +80,7 @@ def explain_row(partition: Partition, key: str, *, now: float) -> Event:
         "owner": row.owner,
         "age_s": now - row.put_at,
         "length": row.length,
-        "tags": dict(row.tags),
+        "tags": {name: values[key] for name, values in partition.tags.items() if key in values},
         "fields": written,
         "tasks": {name: _task_state(cursor, key) for name, cursor in partition.tasks.items()},
         "history": [_shown(event, now) for event in row.history],

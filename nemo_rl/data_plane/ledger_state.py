@@ -110,6 +110,10 @@ class FamilyColumn:
             return fields <= place[0].fields
         return key in self.split and self.split[key].has(fields)
 
+    def has_all(self, keys: Iterable[str]) -> bool:
+        """Whether something is written of each row."""
+        return all(key in self.whole or key in self.split for key in keys)
+
     def version_of(self, key: str) -> int:
         """0 when nothing was written."""
         place = self.whole.get(key)
@@ -183,7 +187,6 @@ class Row:
     put_at: float = 0.0
     """Seconds on the ledger's clock."""
     length: int | None = None
-    tags: dict[str, TagScalar] = field(default_factory=dict)
     history: list[Mapping[str, object]] = field(default_factory=list)
     """Events that named it; kept only where events are recorded."""
 
@@ -278,6 +281,8 @@ class Partition:
     rows: dict[str, Row] = field(default_factory=dict)
     columns: dict[str, FamilyColumn] = field(default_factory=dict)
     """Family -> its cells."""
+    tags: dict[str, dict[str, TagScalar]] = field(default_factory=dict)
+    """Name -> key -> value: a dict per row costs ten times as much."""
     groups: dict[str, Group] = field(default_factory=dict)
     layouts: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     """Field -> dtype and trailing dims, settled by its first write."""
@@ -318,6 +323,8 @@ class Partition:
             del self.groups[uid]
         for task in self.tasks.values():
             task.forget(key)
+        for values in self.tags.values():
+            values.pop(key, None)
         self.cleared[key] = max((column.version_of(key) for column in self.columns.values()), default=0)
         return [piece for column in self.columns.values() for piece in column.remove(key)]
 
@@ -328,9 +335,27 @@ class Partition:
         self.columns = {family: FamilyColumn() for family in self.columns}
         for task in self.tasks.values():
             task.forget_all()
-        self.rows.clear()
-        self.groups.clear()
+        for held in (self.rows, self.groups, self.tags):
+            held.clear()
         return list(chunks)
+
+    def put_tags(self, keys: Sequence[str], tags: object) -> None:
+        """Adds or replaces tags, given by name or, where rows differ, by row."""
+        if isinstance(tags, dict):
+            for name, values in tags.items():
+                self.tags.setdefault(name, {}).update(zip(keys, values, strict=True))
+        elif isinstance(tags, list):
+            for key, row in zip(keys, tags, strict=True):
+                for name, value in row.items():
+                    self.tags.setdefault(name, {})[key] = value
+
+    def tags_of(self, keys: Sequence[str]) -> dict[str, list[TagScalar]] | list[dict[str, TagScalar]]:
+        """By name, or by row where rows differ."""
+        held = {name: values for name, values in self.tags.items() if values}
+        asked = set(keys)
+        if all(values.keys() >= asked for values in held.values()):
+            return {name: [values[key] for key in keys] for name, values in held.items()}
+        return [{name: values[key] for name, values in held.items() if key in values} for key in keys]
 
     def forget_cleared(self) -> None:
         """Keeps the memory of cleared keys small: an empty partition starts above all versions that it ever gave."""
@@ -339,13 +364,21 @@ class Partition:
             self.cleared.clear()
 
     def next_versions(self, keys: Sequence[str], written: Mapping[str, frozenset[str]]) -> dict[str, int]:
-        """Version of each family (-> its fields) after a put: the same for all rows of the put, never given before."""
+        """Version of each family (-> its fields) after a put: the same for all rows of the put.
+
+        It was never given before, unless the put only adds fields to rows that have the family: then their metas stay
+        good.
+        """
         lowest = self.first_version
         if self.cleared:
             lowest = max(lowest, 1 + max((self.cleared.get(key, 0) for key in keys), default=0))
-        return {
-            family: max(lowest, self.columns[family].next_version(keys, fields)) for family, fields in written.items()
-        }
+        versions = {}
+        for family, fields in written.items():
+            column = self.columns[family]
+            version = column.next_version(keys, fields)
+            # A row that has the family is above all that was cleared; what was forgotten since does not concern it.
+            versions[family] = version if version >= lowest or column.has_all(keys) else lowest
+        return versions
 
     def by_family(self, fields: Iterable[str]) -> dict[str, frozenset[str]]:
         """Declared fields grouped by family."""
@@ -381,6 +414,7 @@ def check_invariants(partitions: Mapping[str, Partition], chunks: Mapping[str, C
         assert +sizes == +Counter(partition.field_bytes), f"{name}: bytes by field do not add up"
         grouped = {key for group in partition.groups.values() for key in group.keys}
         assert grouped == rows, f"{name}: groups and rows differ"
+        assert all(values.keys() <= rows for values in partition.tags.values()), f"{name}: tags of rows that are gone"
         for uid, group in partition.groups.items():
             assert group.keys and group.keys.keys() <= group.put, f"{name}: group {uid} forgot rows that were put"
         for task_name, task in partition.tasks.items():

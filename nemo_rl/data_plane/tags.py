@@ -1,18 +1,22 @@
-"""Tags: small primitives per row, to filter on without fetching. Checked here for metas and for puts."""
+"""Tags: small primitives per row, to filter on without fetching. Checked here for metas and for puts.
+
+Kept and sent by column: a dict per row, made for each of many rows, costs more than all the rest of a put.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 from operator import itemgetter
-from typing import TypeAlias
+from types import MappingProxyType
+from typing import TypeAlias, overload
 
 import numpy as np
 import torch
 
 from nemo_rl.errors import SchemaMismatch
 
-__all__ = ["PlainTags", "TagValue", "Tags", "by_name", "plain_column", "plain_rows"]
+__all__ = ["TagTable", "TagValue", "Tags", "plain_column"]
 
 TagValue: TypeAlias = str | int | float | bool | None
 Tags: TypeAlias = Mapping[str, TagValue]
@@ -20,33 +24,148 @@ Tags: TypeAlias = Mapping[str, TagValue]
 _PRIMITIVES = frozenset((str, int, float, bool, type(None)))
 
 
-class PlainTags(list[dict[str, TagValue]]):
-    """Tag rows that were checked, and that nobody changes any more."""
+class _Absent:
+    """Where a row lacks a tag that others have."""
 
 
-def plain_rows(rows: Sequence[Mapping[str, object]], *, where: str) -> PlainTags:
-    """Copies of tag rows; rows that are plain already are given back.
+_ABSENT = _Absent()
 
-    Raises:
-        SchemaMismatch: a name that is no string, or a value that is no primitive.
+
+class TagTable(Sequence[Tags]):
+    """Tags of rows, checked, that nobody changes any more; equal to any sequence of the same mappings.
+
+    Example:
+        >>> table = TagTable.of([{"std": 0.5}, {"std": 2.0, "n": 3}], where="here")
+        >>> table[1], table.pick([0])
+        (mappingproxy({'std': 2.0, 'n': 3}), TagTable([{'std': 0.5}]))
     """
-    if isinstance(rows, PlainTags):
-        return rows
-    plain = PlainTags([dict(row) for row in rows])  # type: ignore[arg-type]
-    kinds = set(map(type, chain.from_iterable(map(dict.values, plain))))
-    if not kinds <= _PRIMITIVES or not set(map(type, set().union(*plain))) <= {str}:
-        for i, row in enumerate(plain):
-            for name, value in row.items():
-                _check(name, value, f"{where}: tag {name!r} of row {i}")
-    return plain
 
+    __slots__ = ("_columns", "_has_gaps", "_size")
 
-def by_name(rows: PlainTags) -> dict[str, list[TagValue]] | PlainTags:
-    """One list per tag, which crosses a process border ten times as fast; the rows where they have different tags."""
-    names = set().union(*rows)
-    if sum(map(len, rows)) != len(names) * len(rows):
-        return rows
-    return {name: list(map(itemgetter(name), rows)) for name in rows[0]} if rows else {}
+    def __init__(self, columns: Mapping[str, list[TagValue | _Absent]], *, size: int, has_gaps: bool) -> None:
+        """Takes what `of` or another table has checked; `has_gaps` may be true without need."""
+        self._columns, self._size, self._has_gaps = columns, size, has_gaps
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, object]], *, where: str) -> TagTable:
+        """A copy of tag rows.
+
+        Raises:
+            SchemaMismatch: a name that is no string, or a value that is no primitive.
+        """
+        if isinstance(rows, TagTable):
+            return rows
+        names = dict.fromkeys(rows[0]) if rows else {}
+        has_gaps = any(map(len(names).__ne__, map(len, rows)))
+        columns: dict[str, list[TagValue | _Absent]] = {}
+        if not has_gaps:
+            try:
+                columns = {name: list(map(itemgetter(name), rows)) for name in names}  # type: ignore[arg-type]
+            except KeyError:
+                has_gaps = True
+        if has_gaps:
+            names = dict.fromkeys(name for row in rows for name in row)
+            columns = {name: [row.get(name, _ABSENT) for row in rows] for name in names}  # type: ignore[misc]
+        for name, values in columns.items():
+            if type(name) is not str or not set(map(type, values)) <= _PRIMITIVES:
+                for i, value in enumerate(values):
+                    if value is not _ABSENT:
+                        _check(name, value, f"{where}: tag {name!r} of row {i}")
+        return cls(columns, size=len(rows), has_gaps=has_gaps)
+
+    @classmethod
+    def empty(cls, size: int) -> TagTable:
+        """Rows without tags."""
+        return cls({}, size=size, has_gaps=False)
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, index: int) -> Tags: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> TagTable: ...
+
+    def __getitem__(self, index: int | slice) -> Tags | TagTable:
+        if isinstance(index, slice):
+            return self.pick(range(self._size)[index])
+        at = range(self._size)[index]
+        return MappingProxyType({n: v for n, values in self._columns.items() if (v := values[at]) is not _ABSENT})  # type: ignore[misc]
+
+    def __iter__(self) -> Iterator[Tags]:
+        return map(self.__getitem__, range(self._size))  # type: ignore[arg-type]
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, TagTable) and not self._has_gaps and not other._has_gaps:
+            return self._size == other._size and self._columns == other._columns
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return self._size == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    def __hash__(self) -> int:
+        return hash((self._size, *sorted(self._columns)))
+
+    def __repr__(self) -> str:
+        return f"TagTable({[dict(row) for row in self]})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return TagTable.from_plain, (self.plain(), self._size)
+
+    def columns(self) -> Iterator[tuple[str, list[bool] | None, list[TagValue]]]:
+        """Of each tag its name, which rows have it (None: all) and their values."""
+        for name, values in self._columns.items():
+            there = [value is not _ABSENT for value in values] if self._has_gaps else None
+            is_whole = there is None or all(there)
+            # The lists are handed out as they are: whoever gets them only reads.
+            yield name, None if is_whole else there, values if is_whole else [v for v in values if v is not _ABSENT]  # type: ignore[misc]
+
+    @classmethod
+    def from_columns(cls, parts: Iterable[tuple[str, Sequence[bool] | None, list[TagValue]]], *, size: int) -> TagTable:
+        """What `columns` gave."""
+        columns: dict[str, list[TagValue | _Absent]] = {}
+        has_gaps = False
+        for name, there, values in parts:
+            column: list[TagValue | _Absent] = list(values)
+            if there is not None:
+                has_gaps, left = True, iter(values)
+                column = [next(left) if is_there else _ABSENT for is_there in there]
+            columns[name] = column
+        return cls(columns, size=size, has_gaps=has_gaps)
+
+    def plain(self) -> dict[str, list[TagValue]] | list[dict[str, TagValue]]:
+        """One list per tag, which crosses a process border ten times as fast; a dict per row where rows differ."""
+        if self._has_gaps:
+            return [dict(row) for row in self]
+        return self._columns  # type: ignore[return-value]
+
+    @classmethod
+    def from_plain(cls, plain: object, size: int) -> TagTable:
+        """What `plain` gave."""
+        if isinstance(plain, dict):
+            return cls(plain, size=size, has_gaps=False)
+        assert isinstance(plain, list) and len(plain) == size, f"malformed tags: {plain!r}"
+        return cls.of(plain, where="tags")
+
+    def pick(self, indices: Sequence[int]) -> TagTable:
+        """The rows at `indices`."""
+        columns = {name: [values[i] for i in indices] for name, values in self._columns.items()}
+        return TagTable(columns, size=len(indices), has_gaps=self._has_gaps)
+
+    def join(self, others: Sequence[TagTable]) -> TagTable:
+        """These rows, then those of the others."""
+        parts = [part for part in (self, *others) if len(part)]
+        names = dict.fromkeys(name for part in parts for name in part._columns)
+        columns: dict[str, list[TagValue | _Absent]] = {
+            name: [v for part in parts for v in part._columns.get(name, repeat(_ABSENT, len(part)))] for name in names
+        }
+        has_gaps = any(part._has_gaps or len(part._columns) != len(names) for part in parts)
+        return TagTable(columns, size=sum(map(len, parts)), has_gaps=has_gaps)
+
+    def with_columns(self, columns: Mapping[str, list[TagValue]]) -> TagTable:
+        """Added or replaced tags, one value per row."""
+        all_columns: dict[str, list[TagValue | _Absent]] = {**self._columns, **columns}  # type: ignore[dict-item]
+        return TagTable(all_columns, size=self._size, has_gaps=self._has_gaps)
 
 
 def plain_column(name: str, values: object, *, where: str) -> list[TagValue]:

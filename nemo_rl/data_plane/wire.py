@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
 
+from nemo_rl.data_plane.tags import Tags, TagTable, TagValue
+
 __all__ = ["Packed", "pack_rows", "packed_size", "pickled_size", "split_key", "unpack_rows"]
 
-TagScalar: TypeAlias = str | int | float | bool | None
-TagRows: TypeAlias = Sequence[Mapping[str, TagScalar]]
 Packed: TypeAlias = tuple[object, ...]
 
 _DOUBLE = struct.Struct("<d")
@@ -26,23 +26,23 @@ _MOST_DISTINCT = 256
 """Values that one byte can number."""
 
 
-def pack_rows(keys: Sequence[str], lengths: Sequence[int] | None, tags: TagRows | None) -> Packed:
+def pack_rows(keys: Sequence[str], lengths: Sequence[int] | None, tags: Sequence[Tags] | None) -> Packed:
     """The compact form: plain tuples, strings and bytes.
 
     Example:
         >>> unpack_rows(pack_rows(("a_g0", "a_g1"), (3, 5), ({"w": 1}, {"w": 1})))
-        (('a_g0', 'a_g1'), (3, 5), ({'w': 1}, {'w': 1}))
+        (('a_g0', 'a_g1'), (3, 5), TagTable([{'w': 1}, {'w': 1}]))
     """
     return (
         _pack_keys(keys),
         None if lengths is None else _pack_ints(lengths),
-        None if tags is None else _pack_tags(tags),
+        None if tags is None else _pack_tags(TagTable.of(tags, where="tags")),
     )
 
 
 def unpack_rows(
     packed: Packed,
-) -> tuple[tuple[str, ...], tuple[int, ...] | None, tuple[dict[str, TagScalar], ...] | None]:
+) -> tuple[tuple[str, ...], tuple[int, ...] | None, TagTable | None]:
     """Keys, lengths and tags out of the compact form."""
     keys, lengths, tags = packed
     unpacked = _unpack_keys(_tuple(keys))
@@ -53,7 +53,7 @@ def unpack_rows(
     )
 
 
-def packed_size(keys: Sequence[str], lengths: Sequence[int] | None = None, tags: TagRows | None = None) -> int:
+def packed_size(keys: Sequence[str], lengths: Sequence[int] | None = None, tags: Sequence[Tags] | None = None) -> int:
     """Bytes of keys, lengths and tags in a pickle."""
     return pickled_size(pack_rows(keys, lengths, tags))
 
@@ -114,37 +114,34 @@ def _unpack_ints(packed: Packed) -> list[int]:
     return values
 
 
-def _pack_tags(tags: TagRows) -> Packed:
-    names = dict.fromkeys(name for row in tags for name in row)
-    packed: list[object] = []
-    for name in names:
-        present = [name in row for row in tags]
-        column = [row[name] for row in tags if name in row]
-        bitmap = None if all(present) else np.packbits(present).tobytes()
-        packed.append((name, bitmap, _pack_values(column)))
-    return tuple(packed)
+def _pack_tags(tags: TagTable) -> Packed:
+    return tuple(
+        (name, None if there is None else np.packbits(there).tobytes(), _pack_values(values))
+        for name, there, values in tags.columns()
+    )
 
 
-def _unpack_tags(packed: Packed, num_rows: int) -> tuple[dict[str, TagScalar], ...]:
-    rows: list[dict[str, TagScalar]] = [{} for _ in range(num_rows)]
-    for name, bitmap, content in map(_tuple, packed):
-        assert isinstance(name, str)
-        targets = rows
-        if isinstance(bitmap, bytes):
-            present = np.unpackbits(np.frombuffer(bitmap, dtype=np.uint8), count=num_rows)
-            targets = [row for row, is_there in zip(rows, present, strict=True) if is_there]
-        for row, value in zip(targets, _unpack_values(_tuple(content), len(targets)), strict=True):
-            row[name] = value
-    return tuple(rows)
+def _unpack_tags(packed: Packed, num_rows: int) -> TagTable:
+    return TagTable.from_columns((_unpack_column(_tuple(column), num_rows) for column in packed), size=num_rows)
 
 
-def _identity(value: TagScalar) -> tuple[type, object]:
+def _unpack_column(column: Packed, num_rows: int) -> tuple[str, list[bool] | None, list[TagValue]]:
+    name, bitmap, content = column
+    assert isinstance(name, str) and isinstance(bitmap, bytes | None), f"malformed packed rows: {name!r}, {bitmap!r}"
+    there, count = None, num_rows
+    if bitmap is not None:
+        there = np.unpackbits(np.frombuffer(bitmap, dtype=np.uint8), count=num_rows).astype(bool).tolist()
+        count = sum(there)
+    return name, there, _unpack_values(_tuple(content), count)
+
+
+def _identity(value: TagValue) -> tuple[type, object]:
     """Distinguishes 1, 1.0 and True, and 0.0 from -0.0; NaN equals itself."""
     return type(value), _DOUBLE.pack(value) if isinstance(value, float) else value
 
 
-def _pack_values(values: Sequence[TagScalar]) -> Packed:
-    distinct: dict[tuple[type, object], TagScalar] = {}
+def _pack_values(values: Sequence[TagValue]) -> Packed:
+    distinct: dict[tuple[type, object], TagValue] = {}
     identities = [_identity(value) for value in values]
     for identity, value in zip(identities, values, strict=True):
         distinct.setdefault(identity, value)
@@ -165,7 +162,7 @@ def _pack_values(values: Sequence[TagScalar]) -> Packed:
     return ("values", tuple(values))
 
 
-def _unpack_values(packed: Packed, count: int) -> list[TagScalar]:
+def _unpack_values(packed: Packed, count: int) -> list[TagValue]:
     kind, content = packed[0], packed[1]
     if kind == "same":
         return [content] * count  # type: ignore[list-item]
@@ -178,7 +175,7 @@ def _unpack_values(packed: Packed, count: int) -> list[TagScalar]:
     if kind == "values":
         return list(_tuple(content))  # type: ignore[arg-type]
     assert isinstance(kind, str) and isinstance(content, bytes)
-    floats: list[TagScalar] = np.frombuffer(content, dtype=kind).tolist()
+    floats: list[TagValue] = np.frombuffer(content, dtype=kind).tolist()
     return floats
 
 

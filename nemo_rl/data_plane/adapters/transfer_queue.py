@@ -48,6 +48,7 @@ from nemo_rl.data_plane.adapters.transfer_queue_service import (
     num_units,
     refuse_other_controller,
     service_config,
+    start_actors,
     stopped_actors,
     wait_for_cpus,
 )
@@ -154,7 +155,7 @@ class TransferQueueStore(PayloadStore):
                 with start.waiting_for("TransferQueue"):
                     bounded(
                         start.too_late("TransferQueue did not start"),
-                        lambda: tq.init(settings),
+                        lambda: start_actors(settings),
                         timeout_s=start.timeout_s,
                         give_up=lambda: end_actors(namespace, units),
                     )

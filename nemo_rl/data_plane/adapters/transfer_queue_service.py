@@ -194,7 +194,27 @@ def actor_processes(namespace: str, units: int, *, timeout_s: float) -> dict[str
     except ray_errors.GetTimeoutError as error:
         raise DataPlaneTimeout(f"TransferQueue's actors did not answer within {timeout_s:.1f} s") from error
     except ray_errors.RayActorError as error:
-        raise DataPlaneClosed(f"an actor of TransferQueue died while it started: {error}") from error
+        raise died_in_start(error) from error
+
+
+def start_actors(settings: Any) -> None:
+    """Starts controller and units. It has no deadline; run it in `bounded`.
+
+    Raises:
+        DataPlaneClosed: one of them died meanwhile.
+    """
+    try:
+        tq_interface.init(settings)
+    except ray_errors.RayActorError as error:
+        raise died_in_start(error) from error
+
+
+def died_in_start(error: ray_errors.RayActorError) -> DataPlaneClosed:
+    said = " ".join(str(error).split())
+    return DataPlaneClosed(
+        f"an actor of TransferQueue (controller or StorageUnit) died while it started; look for a kill or an "
+        f"out-of-memory: {said}"
+    )
 
 
 def _process(actor: object) -> ProcessIdentity:

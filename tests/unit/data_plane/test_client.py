@@ -74,6 +74,21 @@ class OverwrittenStore(NoopStore):
             raise KeysNotFound("freed while it was read")
 
 
+def test_a_field_added_to_rows_keeps_their_metas_however_many_keys_were_cleared(monkeypatch) -> None:
+    """More cleared keys than the ledger remembers, while a row lives on."""
+    monkeypatch.setattr("nemo_rl.data_plane.ledger_state.MAX_REMEMBERED_KEYS", 1)
+    with open_plane("noop") as plane:
+        client = plane.owner
+        client.register_partition("p", ["input_ids", "token_mask", "sample_mask"], 9, [])
+        meta = client.kv_batch_put(["a"], "p", {"input_ids": ids_column([2])})
+        for key in ("b", "c", "b"):
+            client.kv_batch_put([key], "p", {"input_ids": ids_column([2])})
+            client.kv_clear([key], "p")
+        added = client.kv_batch_put(["a"], "p", {"token_mask": ids_column([2]).bool()})
+        assert added.versions == meta.versions
+        assert client.get_data(meta, ["input_ids", "token_mask"]).batch_size[0] == 1
+
+
 def test_a_chunk_that_is_overwritten_while_it_is_read_is_read_again() -> None:
     store = OverwrittenStore()
     client = client_over(store)
