@@ -27,7 +27,7 @@ from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
 from nemo_rl.distributed.liveness import ProcessIdentity
 from nemo_rl.distributed.ray_private import on_loopback, without_what_nobody_asks
-from nemo_rl.distributed.ray_start_watch import end_servers, watch_ray_start
+from nemo_rl.distributed.ray_start_watch import end_servers, leave, watch_ray_start
 from nemo_rl.distributed.run_folder import RunFolder
 from nemo_rl.errors import ResourceError, WorkerError
 from nemo_rl.utils.start_up import StartUp
@@ -47,6 +47,9 @@ TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 STOPPED_S = 15.0
 """Longer than a look with a debugger, shorter than Ray's own health checks take."""
 LOOK_S = 1.0
+UNHEARD_S = 40.0
+"""From the metadata server's death until this process is left, if nobody has closed Ray by then: after 60 s Ray itself
+ends it with a text of its own, and calls that wait for the server hear nobody."""
 _ended: set[str] = set()
 """Servers that were ended because somebody had stopped them."""
 _servers: dict[str, ProcessIdentity] = {}
@@ -167,7 +170,7 @@ class OwnRay:
                 _temp_dir=str(folder.path),
             )
         _servers.update(_ray_servers())
-        watch = threading.Thread(target=_end_stopped_servers, args=(self._is_closed,), name="ray-servers", daemon=True)
+        watch = threading.Thread(target=_watch_servers, args=(self._is_closed,), name="ray-servers", daemon=True)
         watch.start()
 
 
@@ -190,14 +193,21 @@ def check_own_ray(*, stage: str) -> None:
             raise WorkerError(f"Ray has lost its {name} (process {identity.pid}); {why}", stage=stage)
 
 
-def _end_stopped_servers(is_closed: threading.Event) -> None:
-    """A stopped server blocks calls that have no deadline; a dead one ends them."""
+def _watch_servers(is_closed: threading.Event) -> None:
+    """A stopped server blocks calls that have no deadline; a dead one ends them, all but those to the dead itself."""
     since: dict[str, float] = {}
     while not is_closed.wait(LOOK_S):
         for name, identity in tuple(_servers.items()):
-            if not identity.is_stopped():
+            is_dead = not identity.is_alive()
+            if not is_dead and not identity.is_stopped():
                 since.pop(name, None)
-            elif time.monotonic() - since.setdefault(name, time.monotonic()) > STOPPED_S:
+                continue
+            is_late = time.monotonic() - since.setdefault(name, time.monotonic()) > (
+                UNHEARD_S if is_dead else STOPPED_S
+            )
+            if is_late and is_dead and name == ray_constants.PROCESS_TYPE_GCS_SERVER:
+                leave(f"Ray has lost its {name} (process {identity.pid})")
+            elif is_late and not is_dead:
                 _ended.add(name)
                 os.kill(identity.pid, signal.SIGKILL)
 

@@ -18,7 +18,7 @@ import psutil
 
 from nemo_rl.distributed.liveness import ProcessIdentity
 
-__all__ = ["end_servers", "watch_ray_start"]
+__all__ = ["end_servers", "leave", "watch_ray_start"]
 
 SERVER = "gcs_server"
 GRACE_S = 12.0
@@ -58,7 +58,7 @@ def _watch(is_over: threading.Event, earlier: set[ProcessIdentity]) -> None:
         seen |= _servers() - earlier
         for server in seen:
             if not server.is_alive() and time.monotonic() - ended.setdefault(server, time.monotonic()) > GRACE_S:
-                _leave(f"Ray has lost its {SERVER} (process {server.pid}) while it started")
+                leave(f"Ray has lost its {SERVER} (process {server.pid}) while it started")
 
 
 def _servers() -> set[ProcessIdentity]:
@@ -73,7 +73,8 @@ def _servers() -> set[ProcessIdentity]:
     return found
 
 
-def _leave(what: str) -> None:
+def leave(what: str) -> None:
+    """Ends this process where no exception is heard; its sweeper ends and removes the rest."""
     sys.stderr.write(f"error: cluster: {what}; look for a kill or an out-of-memory\n")
     sys.stderr.flush()
     os._exit(1)

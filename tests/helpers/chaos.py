@@ -203,7 +203,7 @@ def _outcome(
     if not problems and row.role != "driver":
         if code not in (1, 2):
             problems.append(f"exit code {code}")
-        if not re.search(NAMED[row.role], output[output.rfind("error") :]):
+        if not re.search(NAMED[row.role], output[output.rfind("\nerror") :]):
             problems.append("the cause is not named")
     if "Traceback (most recent" in output:
         problems.append("a traceback")

@@ -77,6 +77,7 @@ FIELD = "payload"
 UNIT_LACKS_KEY = "TQKeyNotFound"
 """What a storage unit calls a row that was cleared; the error arrives as text."""
 CLOSE_TIMEOUT_S = 30.0
+END_ACTORS_S = 10.0
 PROBE_S = 1.0
 """A call that takes longer asks Ray whether the actors are alive, so that a death is seen before the deadline."""
 LONGEST_TRIES_S = 4.0
@@ -418,7 +419,16 @@ def _end_service(session: _Session) -> None:
         bounded(f"TransferQueue did not close within {CLOSE_TIMEOUT_S:.0f} s", tq.close, timeout_s=CLOSE_TIMEOUT_S)
     except DataPlaneTimeout as error:
         logger.warning("%s; ending its actors", error)
-    end_actors(session.namespace, session.num_units)
+    try:
+        # Without Ray's metadata server these calls have no end.
+        bounded(
+            f"TransferQueue's actors did not end within {END_ACTORS_S:.0f} s",
+            lambda: end_actors(session.namespace, session.num_units),
+            timeout_s=END_ACTORS_S,
+        )
+    except DataPlaneTimeout as error:
+        logger.warning("%s", error)
+        forget_module_state()
     if session.servers is not None:
         session.servers.stop()
 

@@ -49,6 +49,8 @@ CPU_WAIT_S = 5.0
 """The name of an actor that has just ended is free a moment later."""
 GIVE_UP_S = 5.0
 """How long a function that was made to fail may take to notice."""
+RAY_LINES = 2
+"""Of Ray's text about a dead actor: that it died, and its class."""
 
 
 def num_units(config: DataPlaneConfig) -> int:
@@ -210,10 +212,9 @@ def start_actors(settings: Any) -> None:
 
 
 def died_in_start(error: ray_errors.RayActorError) -> DataPlaneClosed:
-    said = " ".join(str(error).split())
+    said = " ".join(" ".join(str(error).splitlines()[:RAY_LINES]).split())
     return DataPlaneClosed(
-        f"an actor of TransferQueue (controller or StorageUnit) died while it started; look for a kill or an "
-        f"out-of-memory: {said}"
+        f"an actor of TransferQueue died while it started; look for a kill or an out-of-memory: {said}"
     )
 
 
