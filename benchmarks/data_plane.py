@@ -37,6 +37,7 @@ from nemo_rl.data_plane.adapters.mooncake_master import check_installed
 from nemo_rl.data_plane.environment import transport_environment
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneClient
+from nemo_rl.distributed.own_ray import OwnRay
 from nemo_rl.distributed.packing import plan_packs
 from nemo_rl.errors import ResourceError
 
@@ -129,16 +130,8 @@ def _session(session: str, batch: str, options: Options) -> Iterator[_Peers]:
             variables |= transport_environment(config) if config is not None else {}
     with ExitStack() as stack:
         stack.enter_context(_exported(variables))
-        ray.init(
-            address="local",
-            num_cpus=8,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-            object_store_memory=OBJECT_STORE_BYTES,
-            runtime_env={"env_vars": variables},
-        )
-        stack.callback(ray.shutdown)
+        # The Ray that a run starts: Ray's own default lets other processes starve its workers.
+        stack.enter_context(OwnRay(num_cpus=8, object_store_bytes=OBJECT_STORE_BYTES))
         owners = {
             name: stack.enter_context(_owner(_with_chunks(config, options)))
             for name, config in SESSIONS[session].items()
