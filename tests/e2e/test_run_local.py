@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 from rich.console import Console
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 
 from nemo_rl.algorithms.run import run
 from nemo_rl.algorithms.setup import open_trainer
-from nemo_rl.errors import RewardError
+from nemo_rl.errors import RewardError, WorkerError
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, rollouts_of, validated_rollouts_of, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 
@@ -136,6 +137,34 @@ def test_a_stage_that_raises_leaves_no_live_row(tmp_path, model):
         trainer.open_run()
         with pytest.raises(RewardError, match=r"explode.*this reward always fails"):
             trainer.step()
+        assert trainer.data_plane_stats()["live_rows"] == 0
+
+
+# Where a stage fails -> the work that it has done by then: rows are alive, and its own column is or is not written.
+FAILURES = {
+    "rollout, after its put": "nemo_rl.experience.sync_rollout_actor.kv_first_write",
+    "previous log-probabilities": "nemo_rl.models.policy.workers.training_worker.TrainingWorker.get_logprobs",
+    "advantages, after their put": "nemo_rl.algorithms.grpo_sync.write_columns",
+    "training": "nemo_rl.models.policy.workers.training_worker.TrainingWorker.train",
+    "log": "nemo_rl.experience.sync_rollout_actor.SyncRolloutWorker.log_rollouts",
+}
+
+
+@pytest.mark.parametrize("stage", FAILURES)
+def test_a_stage_that_raises_behind_the_first_put_leaves_no_live_row(tmp_path, model, monkeypatch, stage):
+    config, live = load_recipe(write_recipe(tmp_path, model), LOCAL), []
+    with open_trainer(config, console=Console(file=io.StringIO())) as trainer:
+        work = resolve_name(FAILURES[stage])
+
+        def fail(*args: object, **kwargs: object) -> None:
+            work(*args, **kwargs)
+            live.append(trainer.data_plane_stats()["live_rows"])
+            raise ValueError("planted")
+
+        monkeypatch.setattr(FAILURES[stage], fail)
+        with pytest.raises((ValueError, WorkerError), match="planted"):
+            trainer.fit()
+        assert live == [16], "the stage fails once, when all rows of the step are alive"
         assert trainer.data_plane_stats()["live_rows"] == 0
 
 
