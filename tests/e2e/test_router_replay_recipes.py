@@ -13,28 +13,11 @@ from rich.console import Console
 from nemo_rl.algorithms.run import run
 from nemo_rl.utils.r3_trace import reset_r3_trace
 from tests.helpers.families import write_family
-from tests.helpers.runs import ROOT, load_recipe, logged_steps
+from tests.helpers.runs import ROOT, SMALL, load_recipe, logged_steps
 
 pytestmark = pytest.mark.slow
 
-SMALL = {
-    "grpo.num_prompts_per_step": "8",
-    "grpo.num_generations_per_prompt": "4",
-    "grpo.max_num_steps": "2",
-    "grpo.val_at_start": "false",
-    "grpo.val_at_end": "false",
-    "grpo.val_period": "0",
-    "data.validation": "null",
-    "policy.train_global_batch_size": "16",
-    "policy.sequence_packing.train_mb_tokens": "128",
-    "policy.sequence_packing.logprob_mb_tokens": "256",
-    "policy.generation.num_replicas": "1",
-    "env.name": "custom",
-    "env.reward_function": "tests.helpers.run_rewards:odd_share",
-    "checkpointing.enabled": "false",
-    "logger.tensorboard_enabled": "false",
-    "logger.reward_curve": "false",
-}
+PACKED = {"policy.sequence_packing.train_mb_tokens": "128", "policy.sequence_packing.logprob_mb_tokens": "256"}
 VERIFY = [sys.executable, "-m", "nemo_rl.cli.main", "trace", "verify"]
 
 
@@ -49,7 +32,7 @@ def test_the_recipe_replays_what_its_rollouts_recorded(
     reset_r3_trace()
     model = write_family(tmp_path / "model", "qwen3_moe")
     own = {"policy.model_name": str(model), "logger.log_dir": str(tmp_path / "logs")}
-    config = load_recipe(ROOT / "configs" / "recipes" / f"grpo_sort_moe_r3_{engine}_cpu.yaml", SMALL | own)
+    config = load_recipe(ROOT / "configs" / "recipes" / f"grpo_sort_moe_r3_{engine}_cpu.yaml", SMALL | PACKED | own)
     printed = io.StringIO()
     run(config, console=Console(file=printed, width=300))
     assert ["route", "trace", str(trace)] in [line.split() for line in printed.getvalue().splitlines()]

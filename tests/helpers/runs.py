@@ -19,6 +19,23 @@ from nemo_rl.utils.trackers.jsonl import read_metrics
 ROOT = Path(__file__).parents[2]
 LOCAL = {"cluster.launcher": "local", "cluster.cpu_workers_per_node": "1", "data_plane.impl": "noop"}
 """Everything in one process."""
+SMALL = {
+    "grpo.num_prompts_per_step": "8",
+    "grpo.num_generations_per_prompt": "4",
+    "grpo.max_num_steps": "2",
+    "grpo.val_at_start": "false",
+    "grpo.val_at_end": "false",
+    "grpo.val_period": "0",
+    "data.validation": "null",
+    "policy.train_global_batch_size": "16",
+    "policy.generation.num_replicas": "1",
+    "env.name": "custom",
+    "env.reward_function": "tests.helpers.run_rewards:odd_share",
+    "checkpointing.enabled": "false",
+    "logger.tensorboard_enabled": "false",
+    "logger.reward_curve": "false",
+}
+"""Turns a shipped recipe of the sort demo into two steps of seconds."""
 OWN_TIME = (
     "timing/",
     "memory/",
