@@ -23,10 +23,10 @@ ENGINE_TESTS := tests/contract tests/distributed tests/e2e
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-fast walk-docs lint types imports configs constraints learn-sort learn-chain-sum learn-sort-moe resume-kills chaos leaks bench-step bench-data-plane bench-packing bench-router-replay gpu-wheels test-gpu clean
+.PHONY: help demo test test-fast walk-docs lint types imports configs constraints learn-sort learn-sort-tp2 learn-sort-megatron learn-chain-sum learn-sort-moe resume-kills chaos leaks bench-step bench-data-plane bench-packing bench-router-replay gpu-wheels test-gpu clean
 
 help:
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-22s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-22s %s\n", $$1, $$2}'
 
 $(VENV)/.made:
 	$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else f"Python 3.11 to 3.13 is needed, got {sys.version.split()[0]}; set PYTHON=...")'
@@ -112,6 +112,12 @@ learn-sort: $(VENV)/.base $(STARTER)/config.json ## learning run: the sort demo 
 	done
 	$(BIN)/python examples/run_grpo.py --config configs/grpo_sort_cpu.yaml policy.optimizer.kwargs.lr=0 \
 	  logger.log_dir=results/learn_sort/lr_0 checkpointing.enabled=false $(RUN_ARGS)
+
+learn-sort-tp2: $(VENV)/.base $(STARTER)/config.json ## learning run: the sort demo on two tensor parallel workers
+	$(BIN)/python examples/run_grpo.py --config configs/recipes/grpo_sort_tp2_cpu.yaml $(RUN_ARGS)
+
+learn-sort-megatron: $(VENV)/.base $(STARTER)/config.json ## learning run: the same on megatron-core
+	$(BIN)/python examples/run_grpo.py --config configs/recipes/grpo_sort_megatron_tp2_cpu.yaml $(RUN_ARGS)
 
 learn-chain-sum: $(VENV)/.dev $(CHAIN_SUM_STARTER)/config.json ## learning run: reasoning_gym's chain_sum, makes its own starter
 	$(BIN)/python examples/run_grpo.py --config configs/recipes/grpo_chain_sum_cpu.yaml $(RUN_ARGS)

@@ -107,8 +107,8 @@ def test_settings_and_make_targets_exist(page: Path) -> None:
     # Free sections, and the placeholder of the explanation.
     free = ("policy.optimizer.kwargs.", "env.reward_weights.", "a.b")
     assert {key for key in OVERRIDE.findall(text) if key not in keys and not key.startswith(free)} == set()
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    assert set(re.findall(r"(?:`|^)make ([a-z-]+)", text, re.MULTILINE)) <= targets
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(re.findall(r"(?:`|^)make ([a-z0-9-]+)", text, re.MULTILINE)) <= targets
 
 
 def test_pages_are_ascii() -> None:

@@ -46,6 +46,8 @@ TARGETS: Mapping[str, str] = {
     "configs": "",
     "constraints": "",
     "learn-sort": "grpo.max_num_steps=2",
+    "learn-sort-tp2": "grpo.max_num_steps=2",
+    "learn-sort-megatron": "grpo.max_num_steps=2",
     "learn-chain-sum": "grpo.max_num_steps=2",
     "learn-sort-moe": "grpo.max_num_steps=2",
     "resume-kills": "--kills 2 --saves 1",
@@ -108,11 +110,11 @@ def blocks_of(page: str, root: Path = ROOT) -> list[Block]:
 
 def make_targets(root: Path = ROOT) -> list[str]:
     """Names of the Makefile's targets for people."""
-    return re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    return re.findall(r"^([a-z0-9-]+):", (root / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def targets_named(block: Block) -> set[str]:
-    return set(re.findall(r"^make ([a-z-]+)", block.body, re.MULTILINE)) if block.language == "bash" else set()
+    return set(re.findall(r"^make ([a-z0-9-]+)", block.body, re.MULTILINE)) if block.language == "bash" else set()
 
 
 def copy_tracked(target: Path) -> None:
