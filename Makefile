@@ -23,7 +23,7 @@ ENGINE_TESTS := tests/contract tests/distributed tests/e2e
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-fast walk-docs lint types imports configs constraints learn-sort learn-sort-tp2 learn-sort-megatron learn-chain-sum learn-sort-moe resume-kills chaos leaks bench-step bench-data-plane bench-packing bench-router-replay gpu-wheels test-gpu clean
+.PHONY: help demo test test-fast walk-docs lint types imports configs constraints learn-sort learn-sort-tp2 learn-sort-megatron learn-chain-sum learn-sort-moe resume-kills chaos leaks stress-data-plane bench-step bench-data-plane bench-packing bench-router-replay gpu-wheels test-gpu clean
 
 help:
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-22s %s\n", $$1, $$2}'
@@ -135,6 +135,9 @@ chaos: $(VENV)/.dev ## kill and stop every process of small runs at every stage,
 
 leaks: $(VENV)/.dev ## memory, descriptors, threads and shared memory of all processes over 200 small steps
 	$(BIN)/python -m tests.helpers.leaks $(ARGS)
+
+stress-data-plane: $(VENV)/.mooncake ## 100,000 random operations over each of several stores against a plain dict, for a nightly run
+	$(BIN)/python -m tests.helpers.stress $(ARGS)
 
 bench-step: $(VENV)/.base $(STARTER)/config.json ## seconds and bytes per stage, store by store; writes results/bench_grpo_step.json
 	$(BIN)/python benchmarks/grpo_step.py --json results/bench_grpo_step.json $(ARGS)

@@ -2,55 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from nemo_rl.data_plane.adapters.noop import NoopStore
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.client import LedgerClient
-from nemo_rl.data_plane.interfaces import DataPlaneClient, Parts
+from nemo_rl.data_plane.interfaces import Parts
 from nemo_rl.data_plane.ledger_host import InProcessHost, LedgerService, build_ledger
 from tests.helpers.planes import NOOP, Plane, open_plane
-from tests.helpers.workload import FIELDS, TASK, check_rows, churn
+from tests.helpers.workload import FIELDS, TASK, run_all, stress
 
-WORKERS = 8
 VERY_MANY_TURNS = 1500
 TURNS = {"noop": 60, "noop-socket": 120, "shm": 150, "ray-producer": 30, "ray-holder": 12, "ray-node": 40}
 """Turns of six operations and more for each worker; under Ray and sockets an operation takes milliseconds."""
 FEW_TURNS = 10
 """Of the other adapters."""
-
-
-def run_all(clients: Sequence[tuple[DataPlaneClient, bool]], partitions: tuple[str, str], turns: int) -> int:
-    """Eight workers over these clients (and whether they are remote); returns the number of operations."""
-
-    def work(worker: int) -> object:
-        client, is_remote = clients[worker % len(clients)]
-        if is_remote:
-            return client.work(churn, partitions, worker, WORKERS, turns)
-        return churn(client, partitions, worker, WORKERS, turns)
-
-    with ThreadPoolExecutor(WORKERS) as pool:
-        outcomes = [future.result() for future in [pool.submit(work, worker) for worker in range(WORKERS)]]
-    owner, (partition, to_claim) = clients[0][0], partitions
-    live = {key: version for outcome in outcomes for key, version in outcome.live.items()}
-    assert set(owner.kv_list(partition)) == set(live), "rows are lost, or came back"
-    keys = sorted(live)
-    assert check_rows(owner.kv_batch_get(keys, partition, ["x", "stamp"]), keys) == [live[key] for key in keys]
-    claimed = [key for outcome in outcomes for key in outcome.claimed]
-    claimed += owner.kv_list(to_claim)
-    made = [key for outcome in outcomes for key in outcome.made]
-    assert Counter(claimed) == Counter(made), "a row was handed out twice, or never"
-    return sum(outcome.operations for outcome in outcomes)
-
-
-def stress(plane: Plane, turns: int) -> None:
-    rows, to_claim = (plane.partition(FIELDS, tasks=[TASK], num_samples=100_000) for _ in range(2))
-    clients = [(plane.owner, False), (plane.peer, True), (plane.attach(), False)]
-    assert run_all(clients, (rows, to_claim), turns) >= WORKERS * turns * 6
 
 
 @pytest.mark.slow

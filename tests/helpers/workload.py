@@ -1,11 +1,15 @@
 """Writers and readers that check every row they get: its content says which key and which version it is.
 
-Used by the stress test, in threads, processes and actors. A key has one writer, so everybody knows what it may hold.
+Used by the stress test and the stress run, in threads, processes and actors. A key has one writer, so everybody knows
+what it may hold.
 """
 
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -14,11 +18,13 @@ from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.ragged import nest
 from nemo_rl.data_plane.schema import extra_field
 from nemo_rl.errors import KeysNotFound, LeaseExpired
+from tests.helpers.planes import Plane
 
 ROWS = extra_field("x", dtypes=["int64"], dims=("W",))
 STAMP = extra_field("stamp", dtypes=["int64"])
 FIELDS = ("sample_mask", ROWS, STAMP)
 TASK = "train"
+WORKERS = 8
 KEYS_PER_WORKER = 24
 BATCH = 6
 
@@ -112,3 +118,34 @@ def _make_and_claim(client: DataPlaneClient, partition: str, worker: int, versio
             return  # a loaded machine kept this worker's heartbeat up: somebody else has the rows now
         outcome.claimed += meta.keys
         client.kv_clear(list(meta.keys), partition)
+
+
+def run_all(clients: Sequence[tuple[DataPlaneClient, bool]], partitions: tuple[str, str], turns: int) -> int:
+    """Eight workers over these clients (and whether they are remote); returns the number of operations."""
+
+    def work(worker: int) -> object:
+        client, is_remote = clients[worker % len(clients)]
+        if is_remote:
+            return client.work(churn, partitions, worker, WORKERS, turns)
+        return churn(client, partitions, worker, WORKERS, turns)
+
+    with ThreadPoolExecutor(WORKERS) as pool:
+        outcomes = [future.result() for future in [pool.submit(work, worker) for worker in range(WORKERS)]]
+    owner, (partition, to_claim) = clients[0][0], partitions
+    live = {key: version for outcome in outcomes for key, version in outcome.live.items()}
+    assert set(owner.kv_list(partition)) == set(live), "rows are lost, or came back"
+    keys = sorted(live)
+    assert check_rows(owner.kv_batch_get(keys, partition, ["x", "stamp"]), keys) == [live[key] for key in keys]
+    claimed = [key for outcome in outcomes for key in outcome.claimed]
+    claimed += owner.kv_list(to_claim)
+    made = [key for outcome in outcomes for key in outcome.made]
+    assert Counter(claimed) == Counter(made), "a row was handed out twice, or never"
+    return sum(outcome.operations for outcome in outcomes)
+
+
+def stress(plane: Plane, turns: int) -> int:
+    """The workers over three clients of the plane, one of them elsewhere; returns the number of operations."""
+    partitions = tuple(plane.partition(FIELDS, tasks=[TASK], num_samples=100_000) for _ in range(2))
+    num_done = run_all([(plane.owner, False), (plane.peer, True), (plane.attach(), False)], partitions, turns)
+    assert num_done >= WORKERS * turns * 6
+    return num_done

@@ -52,6 +52,7 @@ TARGETS: Mapping[str, str] = {
     "learn-sort-moe": "grpo.max_num_steps=2",
     "resume-kills": "--kills 2 --saves 1",
     "leaks": "--steps 8 --stores ray",
+    "stress-data-plane": "--ops 600",
     "bench-step": "--steps 2 --rows 64",
     "bench-data-plane": "--turns 2",
     "bench-packing": "--quick",
