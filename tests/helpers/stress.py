@@ -68,6 +68,10 @@ class History:
     def run(self, num_operations: int) -> None:
         for _ in range(num_operations):
             (kind,) = self.chance.choices(list(CHANCES), list(CHANCES.values()))
+            if not self._metas:
+                kind = "put"
+            elif not self._claims and kind in ("release", "write under claim"):
+                kind = "claim"
             started = time.monotonic()
             with ending_when_it_hangs(HANG_S):
                 self._do(kind, self.chance.randrange(len(self.model.clients)))
@@ -90,15 +94,13 @@ class History:
         elif kind == "get":
             model.read(who, self._some(list(model.rows) or KEYS), self._some(FIELDS))
         elif kind == "get by meta":
-            metas = [*self._metas, *(meta for _, meta in self._claims)]
-            if metas:
-                model.read_meta(who, chance.choice(metas), self._some(FIELDS))
+            model.read_meta(who, chance.choice([*self._metas, *(meta for _, meta in self._claims)]), self._some(FIELDS))
         elif kind == "claim":
             claim = model.claim(who, task, self._some(["input_ids", "sample_mask"]), chance.randint(3, 9))
             self._claims += [claim] if claim is not None else []
-        elif kind == "release" and self._claims:
+        elif kind == "release":
             model.release(who, chance.choice(self._claims), chance.choice([slice(None), slice(1), slice(1, None)]))
-        elif kind == "write under claim" and self._claims:
+        elif kind == "write under claim":
             model.write_under_claim(who, chance.choice(self._claims), chance.choice(["prev_logprobs", "sample_mask"]))
         elif kind == "ask for completion":
             model.ask_whether_all_is_consumed(who, task)
