@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import ray
-from ray._common.utils import reset_ray_address
-from ray.cluster_utils import Cluster
-
 from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.policy import DTensorConfig, PolicyConfig
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.distributed.collectives import destroy_process_group
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
-from tests.helpers.replica_cases import Plane, StepReport, in_the_fetch, in_the_loss, one_step, planted, share, start
+from tests.helpers.replica_cases import (
+    Plane,
+    StepReport,
+    in_the_fetch,
+    in_the_loss,
+    one_step,
+    planted,
+    shared_cluster,
+    start,
+)
 from tests.helpers.tiny_model import tiny_policy
 
 PIPELINE = "megatron pp2"
@@ -31,7 +36,6 @@ LAYOUTS: dict[str, Callable[[str], PolicyConfig]] = {
     PIPELINE: lambda folder: megatron(folder, pipeline_model_parallel_size=2),
     "dtensor cp2": lambda folder: tiny_policy(folder, dtensor_cfg=DTensorConfig(context_parallel_size=2)),
 }
-HEAD = {"num_cpus": 3, "include_dashboard": False, "object_store_memory": 100 << 20}
 STORES = {
     "megatron tp2": ("noop", "transfer_queue"),
     PIPELINE: ("shm", "transfer_queue"),
@@ -80,19 +84,14 @@ class RankReport:
 def everything(rank: int, folder: str, ports: list[int]) -> RankReport:
     """A fresh job for each step and each failure, in the same two processes."""
     left = iter(ports)
-    cluster = Cluster(initialize_head=True, head_node_args=HEAD) if rank == 0 else None
-    reset_ray_address()  # else every Ray start on this machine would join it
-    ray.init(address=str(share(cluster.address if cluster is not None else None)), log_to_driver=False)
-    destroy_process_group()
     steps: dict[str, dict[str, StepReport]] = {}
-    for name, policy in LAYOUTS.items():
-        for store in STORES[name]:
-            worker = start(rank, folder, next(left), policy=policy(folder))
-            steps.setdefault(name, {})[store] = one_step(worker, Plane(store))
-            worker.shutdown()
-    ray.shutdown()
-    if cluster is not None:
-        cluster.shutdown()
+    with shared_cluster(rank):
+        destroy_process_group()
+        for name, policy in LAYOUTS.items():
+            for store in STORES[name]:
+                worker = start(rank, folder, next(left), policy=policy(folder))
+                steps.setdefault(name, {})[store] = one_step(worker, Plane(store))
+                worker.shutdown()
     policy = LAYOUTS[PIPELINE](folder)
     failures = {
         name: planted(rank, folder, next(left), plant, policy=policy, plane=Plane("shm"))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
+import ray
 import torch
 import torch.distributed as dist
+from ray._common.utils import reset_ray_address
+from ray.cluster_utils import Cluster
 
 from nemo_rl.algorithms.loss_functions import ClippedPGLoss
 from nemo_rl.config.data_plane import DataPlaneConfig, FetchPolicy
@@ -22,7 +26,7 @@ from nemo_rl.data_plane.preshard import shard_meta_for_dp
 from nemo_rl.data_plane.schema import LP_SEED_FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group
-from nemo_rl.distributed.own_ray import OwnRay
+from nemo_rl.distributed.own_ray import FAIR_SHARE, OwnRay
 from nemo_rl.distributed.packing import plan_padded
 from nemo_rl.models.policy.interfaces import LossOutput, LossScale
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
@@ -31,6 +35,7 @@ from tests.helpers.tiny_model import tiny_batch, tiny_policy
 
 ROWS = 8
 GIB = 1 << 30
+HEAD = {"num_cpus": 3, "include_dashboard": False, "object_store_memory": 100 << 20}
 WRITTEN = ("input_ids", "input_lengths", "token_mask", "sample_mask", "generation_logprobs")
 TRAINED = (*WRITTEN, "prev_logprobs", "advantages")
 LOSS = ClippedPGLoss(config=LossConfig(reference_policy_kl_penalty=0.0))
@@ -79,9 +84,9 @@ def rows() -> BatchedDataDict:
     return made
 
 
-def start(rank: int, folder: str, port: int, *, policy: PolicyConfig | None = None) -> TQWorker:
+def start(rank: int, folder: str, port: int, *, policy: PolicyConfig | None = None, world_size: int = 2) -> TQWorker:
     policy = policy or tiny_policy(folder, dtensor_cfg=DTensorConfig(tensor_parallel_size=2))
-    spec = RankSpec(rank=rank, world_size=2, master_port=port)
+    spec = RankSpec(rank=rank, world_size=world_size, master_port=port)
     return build_policy_worker(WorkerSpec(policy=policy, rank=spec, num_steps=4, keep_reference=False, seed=0))
 
 
@@ -90,6 +95,22 @@ def share(value: object, *, source: int = 0) -> object:
     box = [value]
     dist.broadcast_object_list(box, src=source)
     return box[0]
+
+
+@contextmanager
+def shared_cluster(rank: int, *, joins: bool = True) -> Iterator[None]:
+    """(collective) A Ray of rank 0 which the ranks that join are drivers of."""
+    os.environ.update(FAIR_SHARE)
+    cluster = Cluster(initialize_head=True, head_node_args=HEAD) if rank == 0 else None
+    reset_ray_address()  # else every Ray start on this machine would join it
+    address = str(share(cluster.address if cluster is not None else None))
+    if joins:
+        ray.init(address=address, log_to_driver=False)
+    yield
+    if joins:
+        ray.shutdown()
+    if cluster is not None:
+        cluster.shutdown()
 
 
 def open_store(rank: int, plane: Plane, stack: ExitStack) -> tuple[DataPlaneClient | None, object, KVBatchMeta]:

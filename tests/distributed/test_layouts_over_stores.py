@@ -1,0 +1,44 @@
+"""Layouts of two and four ranks over two stores: the same rows, metrics, weights and responses, to the last bit."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.gloo import run_ranks
+from tests.helpers.replica_cases import ROWS
+from tests.helpers.shard_cases import LAYOUTS, NUM_STEPS, STORES, StepReport, steps_of_every_job
+from tests.helpers.tiny_model import write_tiny_folder
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
+Reports = list[dict[tuple[str, str], list[StepReport]]]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    folder = str(write_tiny_folder(tmp_path_factory.mktemp("model")))
+    num_jobs, names = len(STORES) * len(LAYOUTS), list(LAYOUTS)
+    return run_ranks(4, steps_of_every_job, folder, names, further_jobs=num_jobs, timeout_s=300)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_gives_the_same_bits_over_both_stores(reports: Reports, layout: str) -> None:
+    stored: list[dict[str, list[float]]] = [{}, {}]
+    for report in reports[: LAYOUTS[layout].ranks]:
+        for first, second in zip(*(report[layout, store] for store in STORES), strict=True):
+            assert first.fetched == second.fetched
+            assert first.result == second.result, "losses, gradient norms, metrics"
+            assert first.trained == second.trained
+            assert first.responses == second.responses
+            stored[0] |= first.logprobs
+            stored[1] |= second.logprobs
+    assert len(stored[0]) == ROWS * NUM_STEPS and stored[0] == stored[1]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_step_changes_the_weights_and_what_they_say(reports: Reports, layout: str) -> None:
+    """Or the comparison would show little."""
+    for store in STORES:
+        one, two = reports[0][layout, store]
+        assert one.trained != two.trained and one.result.grad_norm[0] > 0 and two.result.grad_norm[0] > 0
+        assert one.responses != two.responses
+        assert len({report[layout, store][1].trained for report in reports[: LAYOUTS[layout].ranks]}) == 1
