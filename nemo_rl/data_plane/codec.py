@@ -92,6 +92,11 @@ class _Source:
     starts: Lengths
     """`[N + 1]` byte offset of each row."""
 
+    @property
+    def is_ragged(self) -> bool:
+        """Whether rows can differ in size."""
+        return self.column.objects is not None or self.column.lengths is not None
+
 
 def encode_rows(columns: Mapping[str, FlatColumn], *, num_rows: int, chunk_bytes: int) -> list[EncodedChunk]:
     """Chunks of about `chunk_bytes` for each family; a larger row is a chunk of its own."""
@@ -132,7 +137,7 @@ def _as_source(column: FlatColumn, num_rows: int) -> _Source:
 
 
 def _row_sizes(sources: Sequence[_Source], first: int, stop: int) -> dict[str, bytes]:
-    tables = {source.column.spec.name: np.diff(source.starts[first : stop + 1]) for source in sources}
+    tables = {s.column.spec.name: np.diff(s.starts[first : stop + 1]) for s in sources if s.is_ragged}
     return {name: sizes.astype(np.uint64).tobytes() for name, sizes in tables.items() if (sizes != sizes[0]).any()}
 
 
@@ -219,11 +224,14 @@ class ChunkReader:
         if len(contents) != len(columns):
             raise SchemaMismatch(f"a chunk of {len(columns)} columns was read back with {len(contents)}")
         self.columns = {}
+        known: dict[tuple[int, int], Lengths] = {}  # columns of a family mostly have the same rows
         for (name, dtype, trailing, table, num_bytes), content in zip(columns, contents, strict=True):
             lengths = None if table < 0 else tables[table]
             entry = 1 if dtype == "object" else torch_dtype(dtype).itemsize * prod(trailing)
-            counts = np.ones(header["rows"], dtype=np.int64) if lengths is None else lengths
-            starts = _starts(counts * entry)
+            starts = known.get((table, entry))
+            if starts is None:
+                counts = np.ones(header["rows"], dtype=np.int64) if lengths is None else lengths
+                starts = known[table, entry] = _starts(counts * entry)
             if int(starts[-1]) != num_bytes or content.nbytes != num_bytes:
                 raise SchemaMismatch(
                     f"column {name!r} of a chunk has {num_bytes} bytes by its header, {int(starts[-1])} by its row "
