@@ -1,7 +1,8 @@
 """The batch that `data_plane.py` moves: ragged GRPO samples, the same on every side of a comparison.
 
-A large batch carries routes `[T, 24, 8]`, a small one does not. What arrives is checked by the sum of each padded
-column in its own dtype, which touches every byte.
+A large batch carries routes `[T, 24, 8]`, a small one does not. What arrives is what a policy worker takes: columns of
+one number per token padded, routes row after row. It is checked by the sum of each column in its own dtype, which
+touches every byte.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from torch.nn.utils.rnn import pad_sequence
 from nemo_rl.data_plane.ragged import nest
 from nemo_rl.data_plane.schema import FieldSpec, extra_field
 
-__all__ = ["Batch", "make_batch", "pad_raw", "sums"]
+__all__ = ["ROUTES", "Batch", "make_batch", "pad_raw", "sums"]
 
 NUM_LAYERS, TOP_K = 24, 8
+ROUTES = "routes"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +53,8 @@ def make_batch(*, routes: bool, num_rows: int, longest: int, seed: int = 0) -> B
     fields: list[str | FieldSpec] = list(flat)
     if routes:
         shape = (tokens, NUM_LAYERS, TOP_K)
-        flat["routes"] = torch.randint(0, 128, shape, generator=generator, dtype=torch.int16)
-        fields.append(extra_field("routes", dtypes=["int16"], dims=("T", NUM_LAYERS, TOP_K)))
+        flat[ROUTES] = torch.randint(0, 128, shape, generator=generator, dtype=torch.int16)
+        fields.append(extra_field(ROUTES, dtypes=["int16"], dims=("T", NUM_LAYERS, TOP_K)))
     return Batch(
         keys=[f"u{i // 8}_g{i % 8}" for i in range(num_rows)],
         columns={name: nest(values, lengths) for name, values in flat.items()},
@@ -62,8 +64,12 @@ def make_batch(*, routes: bool, num_rows: int, longest: int, seed: int = 0) -> B
 
 
 def pad_raw(rows: TensorDict) -> dict[str, torch.Tensor]:
-    """What a user of a raw transport does with jagged columns; `to_padded_tensor` needs 28 GB for the routes."""
-    return {str(name): pad_sequence(list(rows[name].unbind()), batch_first=True) for name in rows.keys()}  # noqa: SIM118
+    """What a user of a raw transport does with jagged columns: pads them, but for the routes."""
+    columns = {str(name): rows[name] for name in rows.keys()}  # noqa: SIM118
+    return {
+        name: column if name == ROUTES else pad_sequence(list(column.unbind()), batch_first=True)
+        for name, column in columns.items()
+    }
 
 
 def sums(columns: Mapping[str, object]) -> dict[str, float]:
@@ -71,7 +77,8 @@ def sums(columns: Mapping[str, object]) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, column in columns.items():
         assert isinstance(column, torch.Tensor)
-        values = column.view(torch.uint8) if column.dtype is torch.bool else column
-        total = values.sum(dtype=torch.int64 if column.dtype is torch.bool else values.dtype)
+        flat = column.values() if column.is_nested else column
+        values = flat.view(torch.uint8) if flat.dtype is torch.bool else flat
+        total = values.sum(dtype=torch.int64 if flat.dtype is torch.bool else values.dtype)
         found[name] = float(total)
     return found

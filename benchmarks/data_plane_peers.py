@@ -1,7 +1,8 @@
 """The two processes of `data_plane.py`, a producer and a consumer, and every way to move a batch between them.
 
 Both are Ray actors, so that all ways see the same processes. A method is timed inside the process that runs it: `put`
-until it returns, `get` until the padded batch is built and every column is summed. Orders between them are not timed.
+until it returns, `get` until the batch is built as a policy worker takes it and every column is summed. Orders between
+them are not timed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 import ray
 import torch
 
-from benchmarks.data_plane_batches import Batch, make_batch, pad_raw, sums
+from benchmarks.data_plane_batches import ROUTES, Batch, make_batch, pad_raw, sums
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.client import LedgerClient
 from nemo_rl.data_plane.factory import attach_data_plane
@@ -133,8 +134,11 @@ class _Ours:
     def get(self, batch: Batch, turn: int, given: Any) -> Mapping[str, torch.Tensor]:
         """As a policy worker gets its shard, in a step of its own: the same keys come again in every turn."""
         self._reads.clear()
-        padded = self._reads.padded(given, list(batch.columns), pad_values=PADS, width=max(batch.lengths))
-        return {name: column for name, column in padded.items() if isinstance(column, torch.Tensor)}
+        names = [name for name in batch.columns if name != ROUTES]
+        found = self._reads.padded(given, names, pad_values=PADS, width=max(batch.lengths))
+        if ROUTES in batch.columns:
+            found |= self._reads.ragged(given, [ROUTES])
+        return {name: column for name, column in found.items() if isinstance(column, torch.Tensor)}
 
     def clear(self, batch: Batch, turn: int) -> None:
         self._measured.kv_clear(None, "batch")
