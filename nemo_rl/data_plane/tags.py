@@ -9,10 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from operator import itemgetter
 from types import MappingProxyType
-from typing import TypeAlias, overload
-
-import numpy as np
-import torch
+from typing import Protocol, TypeAlias, overload, runtime_checkable
 
 from nemo_rl.errors import SchemaMismatch
 
@@ -22,6 +19,15 @@ TagValue: TypeAlias = str | int | float | bool | None
 Tags: TypeAlias = Mapping[str, TagValue]
 
 _PRIMITIVES = frozenset((str, int, float, bool, type(None)))
+
+
+@runtime_checkable
+class _Listed(Protocol):
+    """A number or an array of numpy or torch; the ledger's processes import neither torch nor what needs it."""
+
+    ndim: int
+
+    def tolist(self) -> object: ...
 
 
 class _Absent:
@@ -174,7 +180,7 @@ def plain_column(name: str, values: object, *, where: str) -> list[TagValue]:
     Raises:
         SchemaMismatch: a string, which would be taken for one value per letter, or values that are no primitives.
     """
-    if isinstance(values, torch.Tensor | np.ndarray):
+    if isinstance(values, _Listed):
         values = values.tolist()
     if isinstance(values, str | bytes) or not isinstance(values, Sequence):
         raise SchemaMismatch(f"{where}: tag {name!r}: expected one value per row, got {values!r}")
@@ -185,8 +191,7 @@ def plain_column(name: str, values: object, *, where: str) -> list[TagValue]:
 
 
 def _as_number(value: object) -> object:
-    is_scalar = isinstance(value, np.generic) or (isinstance(value, torch.Tensor | np.ndarray) and value.ndim == 0)
-    return value.item() if is_scalar else value  # type: ignore[attr-defined]
+    return value.tolist() if isinstance(value, _Listed) and value.ndim == 0 else value
 
 
 def _check(name: object, value: object, at: str) -> None:
