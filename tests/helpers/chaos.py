@@ -37,8 +37,9 @@ DEADLINES = {
     "cluster.worker_start_timeout_s": 300,
     "data_plane.timeout_s": 10,
     "env.timeout_s": 10,
+    "env.on_timeout": "error",
 }
-"""Of each run, in seconds: a stopped process is found out by them."""
+"""Of each run, in seconds: a stopped process is found out by them, and none is replaced."""
 START_S = 400.0
 """Until the stage is reached, on a machine that does much else."""
 END_S = {"KILL": 90.0, "STOP": 240.0}
