@@ -48,7 +48,6 @@ from nemo_rl.errors import (
     SchemaMismatch,
     name_some,
 )
-from nemo_rl.utils.collector import paused_collector
 
 __all__ = ["LedgerClient"]
 
@@ -170,15 +169,14 @@ class LedgerClient(DataPlaneClient):
                 declared=declaration.number, keys=keys, lengths=listed_lengths, tags=plain_tags, claims=claims
             )
             versions = self._writer.write(call, partition_id, columns, facts)
-        with paused_collector():
-            return KVBatchMeta(
-                partition_id=partition_id,
-                keys=tuple(keys),
-                fields=tuple(columns),
-                sequence_lengths=None if listed_lengths is None else tuple(listed_lengths),
-                tags=plain_tags,
-                versions=versions,
-            )
+        return KVBatchMeta(
+            partition_id=partition_id,
+            keys=tuple(keys),
+            fields=tuple(columns),
+            sequence_lengths=None if listed_lengths is None else tuple(listed_lengths),
+            tags=plain_tags,
+            versions=versions,
+        )
 
     def put_async(
         self,

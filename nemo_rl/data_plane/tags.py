@@ -18,6 +18,7 @@ __all__ = ["TagTable", "TagValue", "Tags", "plain_column"]
 TagValue: TypeAlias = str | int | float | bool | None
 Tags: TypeAlias = Mapping[str, TagValue]
 
+_ROWS = frozenset((dict, MappingProxyType))
 _PRIMITIVES = frozenset((str, int, float, bool, type(None)))
 
 
@@ -57,10 +58,14 @@ class TagTable(Sequence[Tags]):
         """A copy of tag rows.
 
         Raises:
-            SchemaMismatch: a name that is no string, or a value that is no primitive.
+            SchemaMismatch: a row that is no mapping, a name that is no string, or a value that is no primitive.
         """
         if isinstance(rows, TagTable):
             return rows
+        if not set(map(type, rows)) <= _ROWS:
+            for i, row in enumerate(rows):
+                if not isinstance(row, Mapping):
+                    raise SchemaMismatch(f"{where}: tags of row {i}: expected a mapping of names, got {row!r}")
         names = dict.fromkeys(rows[0]) if rows else {}
         has_gaps = any(map(len(names).__ne__, map(len, rows)))
         columns: dict[str, list[TagValue | _Absent]] = {}

@@ -159,6 +159,12 @@ def test_tags_are_numbers_of_python_whatever_held_them(column: object) -> None:
         KVBatchMeta(partition_id="p", keys=("a",), tags=({"x": np.float32(1)},))
 
 
+@pytest.mark.parametrize("row", ["a", None, ["a"], 3])
+def test_tags_of_a_row_are_a_mapping(row: object) -> None:
+    with pytest.raises(SchemaMismatch, match="row 1: expected a mapping"):
+        KVBatchMeta(partition_id="p", keys=("a", "b"), tags=[{"a": 1}, row])  # type: ignore[list-item]
+
+
 @given(metas(), st.data())
 def test_tags_are_copied_and_checked(meta: KVBatchMeta, data: st.DataObject) -> None:
     values = data.draw(st.lists(tag_values, min_size=len(meta), max_size=len(meta)))
