@@ -22,6 +22,7 @@ from nemo_rl.cli.row_story import read_story, story_of_key
 from nemo_rl.data_plane.attach_file import ATTACH_FILE, AttachPoint, read_attach_file
 from nemo_rl.data_plane.event_log import EVENTS_FILE
 from nemo_rl.data_plane.ledger_host import LedgerHost
+from nemo_rl.data_plane.tags import TagTable
 from nemo_rl.errors import DataPlaneClosed, UserError, name_some
 
 __all__ = ["app"]
@@ -156,10 +157,11 @@ def _live_rows(ledger: LedgerHost, partition: str | None) -> list[dict[str, obje
     rows: list[dict[str, object]] = []
     for name in partitions if partition is None else [partition]:
         reply = ledger.call("list", {"partition": name}, timeout_s=TIMEOUT_S)
-        keys, tags, owners = reply["keys"], reply["tags"], reply["owners"]
-        assert isinstance(keys, list) and isinstance(tags, list) and isinstance(owners, list)
+        keys, owners = reply["keys"], reply["owners"]
+        assert isinstance(keys, list) and isinstance(owners, list)
+        tags = TagTable.from_plain(reply["tags"], len(keys))
         rows += [
-            {"partition": name, "key": key, "owner": owner, "tags": tag}
+            {"partition": name, "key": key, "owner": owner, "tags": dict(tag)}
             for key, tag, owner in zip(keys, tags, owners, strict=True)
         ]
     return rows
