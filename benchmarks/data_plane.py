@@ -30,7 +30,7 @@ from rich.console import Console
 
 from benchmarks.common import check_figures, environment, figures_table, load_average, write_json
 from benchmarks.data_plane_batches import make_batch
-from benchmarks.data_plane_peers import BatchSpec, Peer, Timing
+from benchmarks.data_plane_peers import PAD_ROUTES, BatchSpec, Peer, Timing
 from benchmarks.data_plane_report import HOLDS, Samples, holds_of, ways_table
 from nemo_rl.config.data_plane import DataPlaneConfig, RayStoreConfig
 from nemo_rl.data_plane.adapters.mooncake_master import check_installed
@@ -277,6 +277,8 @@ def figures_of(results: Results) -> dict[str, float]:
         slow, fast = results.of(batch, baseline), results.of(batch, way)
         if slow is not None and fast is not None:
             figures[name] = slow.median / fast.median
+            if batch == "large":
+                figures[f"{name}_routes_unpadded"] = slow.median_without(PAD_ROUTES) / fast.median_without(PAD_ROUTES)
     ours = results.of("large", "ray")
     if ours is not None:
         shares = [parts["ledger"] / total for parts, total in zip(ours.parts, ours.totals, strict=True)]

@@ -1,8 +1,10 @@
 """The two processes of `data_plane.py`, a producer and a consumer, and every way to move a batch between them.
 
 Both are Ray actors, so that all ways see the same processes. A method is timed inside the process that runs it: `put`
-until it returns, `get` until the batch is built as a policy worker takes it and every column is summed. Orders between
-them are not timed.
+until it returns, `get` until the batch is built and every column is summed. Built means as its trainer takes it: over
+our clients that is what a policy worker of ours reads, routes row after row; over a raw engine it is what the reference
+system makes of the same rows, which pads the routes as well. That padding is timed as a part of its own, so that both
+comparisons can be made, with it and without. Orders between the processes are not timed.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from typing import Any, Protocol
 import numpy as np
 import ray
 import torch
+from tensordict import TensorDict
 
-from benchmarks.data_plane_batches import ROUTES, Batch, make_batch, pad_raw, sums
+from benchmarks.data_plane_batches import ROUTES, Batch, make_batch, pad, pad_raw, sums
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.client import LedgerClient
 from nemo_rl.data_plane.factory import attach_data_plane
@@ -25,9 +28,10 @@ from nemo_rl.data_plane.observability import MetricsDataPlaneClient
 from nemo_rl.data_plane.schema import extra_field
 from nemo_rl.data_plane.shard_reads import ShardReads
 
-__all__ = ["BatchSpec", "Peer", "Timing"]
+__all__ = ["PAD_ROUTES", "BatchSpec", "Peer", "Timing"]
 
 PADS = {"input_ids": 0.0}
+PAD_ROUTES = "pad_routes"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,13 +49,18 @@ class Timing:
 
     seconds: float
     parts: dict[str, float] = field(default_factory=dict)
-    """Seconds by part, for our own clients."""
+    """Seconds by part: of our own clients, and what raw engines spend on padding routes."""
     result: Any = None
     """What the consumer needs (a meta, a reference), or the sums that it found."""
 
 
 class _Way(Protocol):
     """One way to move the batch."""
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """By part, since the start."""
+        ...
 
     def put(self, batch: Batch, turn: int) -> Any: ...
 
@@ -65,6 +74,7 @@ class _Memcpy:
 
     def __init__(self) -> None:
         self._target: list[torch.Tensor] = []
+        self.seconds: Mapping[str, float] = {}
 
     def put(self, batch: Batch, turn: int) -> None:
         sources = [column.values() for column in batch.columns.values()]
@@ -80,23 +90,39 @@ class _Memcpy:
         """Nothing was stored."""
 
 
-class _RawRay:
+class _RawWay:
+    """What a raw engine lacks: columns as a trainer takes them."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {PAD_ROUTES: 0.0}
+
+    def _padded(self, rows: TensorDict) -> Mapping[str, torch.Tensor]:
+        columns = pad_raw(rows)
+        if ROUTES in columns:
+            started = time.perf_counter()
+            pad(columns[ROUTES])
+            self.seconds[PAD_ROUTES] += time.perf_counter() - started
+        return columns
+
+
+class _RawRay(_RawWay):
     """`ray.put` and `ray.get` of the TensorDict."""
 
     def put(self, batch: Batch, turn: int) -> Any:
         return [ray.put(batch.tensordict())]
 
     def get(self, batch: Batch, turn: int, given: Any) -> Mapping[str, torch.Tensor]:
-        return pad_raw(ray.get(given[0]))
+        return self._padded(ray.get(given[0]))
 
     def clear(self, batch: Batch, turn: int) -> None:
         """The reference has gone out of scope."""
 
 
-class _RawTransferQueue:
+class _RawTransferQueue(_RawWay):
     """`kv_batch_put` and `kv_batch_get`, one jagged field per column, on the cluster's one TransferQueue."""
 
     def __init__(self) -> None:
+        super().__init__()
         import transfer_queue  # noqa: PLC0415 - only where it is measured
 
         self._tq = transfer_queue
@@ -112,7 +138,7 @@ class _RawTransferQueue:
         rows = self._tq.kv_batch_get(
             keys=self._keys(batch, turn), partition_id="raw", select_fields=list(batch.columns)
         )
-        return pad_raw(rows)
+        return self._padded(rows)
 
     def clear(self, batch: Batch, turn: int) -> None:
         self._tq.kv_clear(keys=self._keys(batch, turn), partition_id="raw")
@@ -127,6 +153,10 @@ class _Ours:
         self.client = client
         self._measured = MetricsDataPlaneClient(client)
         self._reads = ShardReads(self._measured, cache_bytes=address.config.worker_cache_bytes)
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        return self.client.seconds
 
     def put(self, batch: Batch, turn: int) -> KVBatchMeta:
         return self._measured.kv_batch_put(batch.keys, "batch", batch.columns)
@@ -177,12 +207,11 @@ class Peer:
 
     def _time(self, name: str, action: Any) -> Timing:
         way = self._ways[name]
-        client = way.client if isinstance(way, _Ours) else None
-        before = {} if client is None else client.seconds
+        before = dict(way.seconds)
         started = time.perf_counter()
         result = action(way)
         seconds = time.perf_counter() - started
-        after = {} if client is None else client.seconds
+        after = way.seconds
         parts = {part: value - before.get(part, 0.0) for part, value in after.items() if value != before.get(part)}
         return Timing(seconds=seconds, parts=parts, result=result)
 

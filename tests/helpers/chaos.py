@@ -58,8 +58,9 @@ ROLES = {
     "raylet": r"/raylet/raylet ",
     "gcs": r"/gcs/gcs_server ",
     "scorer": r"scorer_child",
+    "guard": r"scorer_child",
 }
-"""Command lines of the processes of a run."""
+"""Command lines of the processes of a run; a scorer is the child of its guard."""
 NAMED = {
     "policy": r"policy worker|rank \d",
     "engine": r"generation",
@@ -70,12 +71,15 @@ NAMED = {
     "raylet": r"raylet",
     "gcs": r"gcs_server|GCS",
     "scorer": r"reward|scor",
+    "guard": r"reward|scor",
 }
 """What the error must speak of."""
 STAGES = {"rollout": '"event":"clear"', "train": '"event":"commit"'}
 """By the event of the ledger that comes just before."""
 STARTED_AGAIN = ("raylet", "gcs")
 """A start of Ray that fails is repeated."""
+NOT_MISSED = (("STOP", "guard"),)
+"""Nobody waits for these: the run goes on, and must end when it is told to."""
 OF_TRANSFER_QUEUE = ("controller", "storage")
 
 
@@ -119,11 +123,16 @@ def find(role: str, mark: str) -> psutil.Process | None:
     """The run's first process of a role."""
     for process in marked(mark):
         try:
-            if re.search(ROLES[role], " ".join(process.cmdline()) + " "):
+            if re.search(ROLES[role], " ".join(process.cmdline()) + " ") and _is_of_pair(role, process):
                 return process
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return None
+
+
+def _is_of_pair(role: str, process: psutil.Process) -> bool:
+    """Whether it is the half of guard and scorer that the role names; other roles have no halves."""
+    return role not in ("guard", "scorer") or bool(process.children()) == (role == "guard")
 
 
 def hit(row: Row, folder: Path, model: Path) -> Outcome:
@@ -143,6 +152,9 @@ def hit(row: Row, folder: Path, model: Path) -> Outcome:
         if row.role == "driver" and row.signal == "STOP":
             time.sleep(STOPPED_DRIVER_S)
             victim.send_signal(signal.SIGCONT)
+            process.send_signal(signal.SIGTERM)
+        if (row.signal, row.role) in NOT_MISSED and _goes_on(folder / "logs" / EVENTS_FILE, process):
+            row = replace(row, role="driver")
             process.send_signal(signal.SIGTERM)
         if row.stage == "start" and row.role in STARTED_AGAIN and _trains(folder / "logs" / EVENTS_FILE, process):
             row = replace(row, role="driver")
@@ -189,6 +201,17 @@ def _trains(events: Path, process: subprocess.Popen[str]) -> bool:
     give_up = time.monotonic() + START_S
     while time.monotonic() < give_up and process.poll() is None:
         if events.is_file() and STAGES["train"] in events.read_text():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def _goes_on(events: Path, process: subprocess.Popen[str]) -> bool:
+    """Whether more steps are trained than had been."""
+    before = events.read_text().count(STAGES["train"])
+    give_up = time.monotonic() + START_S
+    while time.monotonic() < give_up and process.poll() is None:
+        if events.read_text().count(STAGES["train"]) > before + 1:
             return True
         time.sleep(0.1)
     return False
