@@ -7,6 +7,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+# What `make same-numbers` compares with.
+BASE ?= HEAD
 # What pip installs for torch: a wheel that you have downloaded may stand here.
 TORCH ?= torch==2.13.0
 INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint constraints.txt
@@ -23,7 +25,7 @@ ENGINE_TESTS := tests/contract tests/distributed tests/e2e
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-fast walk-docs lint types imports configs constraints learn-sort learn-sort-tp2 learn-sort-megatron learn-chain-sum learn-sort-moe resume-kills chaos leaks stress-data-plane bench-step bench-data-plane bench-packing bench-router-replay gpu-wheels test-gpu clean
+.PHONY: help demo test test-fast walk-docs lint types imports configs constraints learn-sort learn-sort-tp2 learn-sort-megatron learn-chain-sum learn-sort-moe same-numbers resume-kills chaos leaks stress-data-plane bench-step bench-data-plane bench-packing bench-router-replay gpu-wheels test-gpu clean
 
 help:
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-22s %s\n", $$1, $$2}'
@@ -126,6 +128,9 @@ learn-sort-moe: $(VENV)/.base $(MOE_STARTER)/config.json ## learning run: the so
 	for worker in megatron dtensor; do \
 	  $(BIN)/python examples/run_grpo.py --config configs/recipes/grpo_sort_moe_r3_$${worker}_cpu.yaml $(RUN_ARGS); \
 	done
+
+same-numbers: $(VENV)/.base $(STARTER)/config.json $(MOE_STARTER)/config.json ## six recipes at BASE=<revision> and here: every number equal to the last bit
+	$(BIN)/python -m tests.helpers.same_numbers --base $(BASE) $(ARGS)
 
 resume-kills: $(VENV)/.dev ## 50 SIGKILLs at random moments, 20 of them during a save: resumed, and compared with a run left alone
 	$(BIN)/python -m tests.helpers.resume_kills $(ARGS)
