@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemo_rl.config.data_plane import DataPlaneConfig, RayStoreConfig
 from nemo_rl.data_plane.factory import attach_data_plane, build_data_plane_client
+from nemo_rl.distributed.own_ray import FAIR_SHARE
 from nemo_rl.errors import DataPlaneError, PayloadLost
 from tests.helpers.planes import ids_column, keys_of, rows_of, wait_until
 
@@ -23,7 +24,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Cluster]:
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"
+    variables = {**FAIR_SHARE, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
+    os.environ.update(variables)
     cluster = Cluster(
         initialize_head=True,
         head_node_args={
@@ -41,7 +43,8 @@ def nodes() -> Iterator[Cluster]:
     yield cluster
     ray.shutdown()
     cluster.shutdown()
-    del os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]
+    for name in variables:
+        del os.environ[name]
 
 
 class Worker:
