@@ -8,10 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-__all__ = ["GroupStats", "estimate_advantages", "group_indices", "group_statistics"]
+from nemo_rl.config.schema import GRPOConfig
+
+__all__ = [
+    "AdvantageEstimator",
+    "GroupAdvantages",
+    "GroupStats",
+    "estimate_advantages",
+    "group_indices",
+    "group_statistics",
+]
 
 # Added to the standard deviation, as in recipe L and GRPO.
 STD_EPSILON = 1e-4
@@ -50,6 +60,31 @@ class GroupStats:
     def row_is_trivial(self) -> torch.Tensor:
         """`[N]` bool."""
         return self.is_trivial[self.row_group]
+
+
+class AdvantageEstimator(Protocol):
+    """What `grpo.adv_estimator.name` names: a class that is made with `config=` (the section `grpo`)."""
+
+    def __call__(self, rewards: torch.Tensor, stats: GroupStats) -> torch.Tensor:
+        """`[N]` advantages, finite, from `[N]` float32 rewards and the statistics of their groups."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupAdvantages:
+    """Advantages within the groups of a step, by the keys of the section `grpo`."""
+
+    config: GRPOConfig
+
+    def __call__(self, rewards: torch.Tensor, stats: GroupStats) -> torch.Tensor:
+        return estimate_advantages(
+            rewards,
+            stats,
+            leave_one_out=self.config.use_leave_one_out_baseline,
+            normalize=self.config.normalize_rewards,
+            leave_one_out_std=self.config.use_leave_one_out_std,
+            clip_low=self.config.advantage_clip_low,
+            clip_high=self.config.advantage_clip_high,
+        )
 
 
 def group_indices(uids: Sequence[Hashable]) -> torch.Tensor:

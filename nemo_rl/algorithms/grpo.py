@@ -11,7 +11,8 @@ from typing import TypedDict
 
 import torch
 
-from nemo_rl.algorithms.advantage_estimator import GroupStats, estimate_advantages, group_statistics
+from nemo_rl.algorithms.advantage_estimator import AdvantageEstimator, GroupStats, group_statistics
+from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import GRPOConfig
 from nemo_rl.distributed.layout import ParallelLayout
@@ -25,7 +26,7 @@ from nemo_rl.distributed.packing import (
     replan_microbatches,
     replan_rows,
 )
-from nemo_rl.errors import ConfigError
+from nemo_rl.errors import ConfigError, NonFiniteError
 from nemo_rl.experience.payload import DriverCarry
 
 __all__ = ["ScoredRows", "TrainRows", "plan_logprobs", "plan_train", "score_rows", "select_train_rows"]
@@ -56,21 +57,26 @@ def score_rows(carry: DriverCarry, config: GRPOConfig) -> ScoredRows:
     """Group statistics, advantages, and the weight of each row."""
     rewards = torch.tensor(carry.rewards, dtype=torch.float32)
     stats = group_statistics(rewards, carry.group_ids.tolist())
-    advantages = estimate_advantages(
-        rewards,
-        stats,
-        leave_one_out=config.use_leave_one_out_baseline,
-        normalize=config.normalize_rewards,
-        leave_one_out_std=config.use_leave_one_out_std,
-        clip_low=config.advantage_clip_low,
-        clip_high=config.advantage_clip_high,
-    )
+    advantages = _advantages(rewards, stats, config)
     weight = torch.ones(len(rewards))
     if config.overlong_filtering:
         weight[torch.tensor(carry.truncated)] = 0.0
     if config.drop_zero_advantage_groups:
         weight[stats.row_is_trivial] = 0.0
     return ScoredRows(stats=stats, advantages=advantages, sample_mask=weight)
+
+
+def _advantages(rewards: torch.Tensor, stats: GroupStats, config: GRPOConfig) -> torch.Tensor:
+    """`[N]` float32, whichever estimator the recipe names."""
+    key, name = "grpo.adv_estimator.name", config.adv_estimator.name
+    estimator: AdvantageEstimator = ADVANTAGE_ESTIMATORS.load(name, key=key)(config=config)
+    advantages = estimator(rewards, stats)
+    if not isinstance(advantages, torch.Tensor) or advantages.shape != rewards.shape:
+        got = list(advantages.shape) if isinstance(advantages, torch.Tensor) else type(advantages).__name__
+        raise ConfigError(f"{key}: {name!r}: expected one advantage per row, a tensor [{len(rewards)}], got {got}")
+    if not bool(advantages.isfinite().all()):
+        raise NonFiniteError(f"{key}: {name!r} gave NaN or inf for rewards {rewards.tolist()[:8]}...")
+    return advantages.float()
 
 
 def select_train_rows(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +17,10 @@ from rich.console import Console
 
 from nemo_rl.algorithms.cpu_needs import ROLLOUT_CPUS, cpus_per_bundle, other_cpus
 from nemo_rl.algorithms.grpo_sync import PARTITION, SyncGRPOTrainer, TrainerParts
-from nemo_rl.algorithms.loss_functions import ClippedPGLoss
 from nemo_rl.algorithms.preflight.checks import preflight
 from nemo_rl.algorithms.run_folder import CONFIG_FILE, cut_rollouts, open_run_folders
 from nemo_rl.algorithms.stages import build_stages
+from nemo_rl.config.parts import ENGINES, LOSSES
 from nemo_rl.config.render import to_yaml
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.sampler import PromptSampler
@@ -36,10 +36,10 @@ from nemo_rl.distributed.worker_groups import LocalWorkerGroup, RayPlacement, Ra
 from nemo_rl.distributed.worker_log import WORKER_LOGS
 from nemo_rl.errors import DatasetError
 from nemo_rl.experience.sync_rollout_actor import RolloutHandle, SyncRolloutWorker
-from nemo_rl.models.generation.interfaces import GenerationInterface
+from nemo_rl.models.generation.interfaces import EngineSpec, GenerationInterface
 from nemo_rl.models.generation.replicas import GenerationReplicas
-from nemo_rl.models.generation.torch_engine.worker import EngineSpec, build_engine_worker
 from nemo_rl.models.loading import load_model_config
+from nemo_rl.models.policy.interfaces import LossFunction
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
 from nemo_rl.models.weight_sync.factory import build_weight_sync
@@ -80,10 +80,7 @@ def open_trainer(given: MasterConfig, *, console: Console) -> Iterator[SyncGRPOT
     # Folders in place of names on the hub; what is written down keeps the names.
     config = preflight(given)
     model_config = load_model_config(config.policy.model_name)
-    loss_fn = ClippedPGLoss(
-        config=config.loss_fn,
-        prev_field="generation_logprobs" if config.grpo.use_generation_logprobs_as_prev else "prev_logprobs",
-    )
+    loss_fn = _loss(config)
     stages = build_stages(config, loss_fn)
     with ExitStack() as stack:
         stack.enter_context(open_run_folders(config))
@@ -118,6 +115,14 @@ def open_trainer(given: MasterConfig, *, console: Console) -> Iterator[SyncGRPOT
             resume_from=resume_from,
         )
         yield SyncGRPOTrainer(parts)
+
+
+def _loss(config: MasterConfig) -> LossFunction:
+    prev_field = "generation_logprobs" if config.grpo.use_generation_logprobs_as_prev else "prev_logprobs"
+    loss: LossFunction = LOSSES.load(config.loss_fn.name, key="loss_fn.name")(
+        config=config.loss_fn, prev_field=prev_field
+    )
+    return loss
 
 
 def _what_starts(config: MasterConfig) -> str:
@@ -183,7 +188,7 @@ def _local_groups(config: MasterConfig, stack: ExitStack) -> _Groups:
     spec = _worker_spec(config, RankSpec(rank=0, world_size=1))
     policy = LocalWorkerGroup(lambda: build_policy_worker(spec))
     stack.callback(policy.shutdown)
-    engines = LocalWorkerGroup(lambda: build_engine_worker(_engine_spec(config, 0)))
+    engines = LocalWorkerGroup(lambda: _engine_builder(config)(spec=_engine_spec(config, 0)))
     stack.callback(engines.shutdown)
     replicas = GenerationReplicas(engines, timeout_s=config.cluster.stage_timeout_s)
     rollout = LocalWorkerGroup(lambda: _build_rollout_worker(config, replicas))
@@ -215,7 +220,7 @@ def _ray_groups(config: MasterConfig, cluster: RayVirtualCluster, stack: ExitSta
         address, port = policy.rendezvous(reserve_port, timeout_s=start.timeout_s)
     ranks = _rank_specs(cluster.num_workers, address, port)
     policy.begin_start(build_policy_worker, [{"spec": _worker_spec(config, rank)} for rank in ranks])
-    engines.begin_start(build_engine_worker, [{"spec": _engine_spec(config, n)} for n in range(engines.world_size)])
+    engines.begin_start(_engine_builder(config), [{"spec": _engine_spec(config, n)} for n in range(engines.world_size)])
     replicas = GenerationReplicas(engines, timeout_s=config.cluster.stage_timeout_s)
     rollout.begin_start(_build_rollout_worker, [{"config": config, "generation": replicas}])
     return _Groups(policy=policy, engines=engines, rollout=rollout, address=address)
@@ -239,6 +244,10 @@ def _worker_spec(config: MasterConfig, rank: RankSpec) -> WorkerSpec:
         collective_timeout_s=config.cluster.collective_timeout_s,
         start_timeout_s=config.cluster.worker_start_timeout_s,
     )
+
+
+def _engine_builder(config: MasterConfig) -> Callable[..., object]:
+    return ENGINES.load(config.policy.generation.backend, key="policy.generation.backend")
 
 
 def _engine_spec(config: MasterConfig, number: int) -> EngineSpec:

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-__all__ = ["START_TIMEOUT_S", "FilePath", "Section", "Text"]
+__all__ = ["START_TIMEOUT_S", "FilePath", "Options", "Section", "Text"]
 
 START_TIMEOUT_S = 600.0
 """A quiet machine takes 15 s for a whole start; one with twenty times the work of its cores takes minutes."""
@@ -24,6 +24,10 @@ def _not_empty(given: object) -> object:
 FilePath = Annotated[Path, BeforeValidator(_not_empty)]
 Text = Annotated[str, Field(min_length=1)]
 """A text that says something: an empty one is a slip."""
+
+
+Options = dict[str, str | int | float | bool | None]
+"""Settings of a part whose keys are not known here."""
 
 
 class Section(BaseModel):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from nemo_rl.config.base import Section
+from nemo_rl.config.base import Options, Section
+from nemo_rl.config.parts import STORES
 
 __all__ = [
     "DataPlaneConfig",
@@ -105,9 +106,12 @@ class DataPlaneConfig(Section):
 
     enabled: bool = True
     """False: the store that `impl: null` picks, with its defaults."""
-    impl: Literal["noop", "shm", "ray", "transfer_queue", "mooncake"] | None = None
+    impl: Annotated[str, AfterValidator(STORES.check)] | None = None
     """`noop` works inside one process, `shm` between the processes of one node, `ray` and `transfer_queue` between Ray
-    actors, `mooncake` between processes and actors. Null picks `ray` under Ray and `noop` in one process."""
+    actors, `mooncake` between processes and actors. Null picks `ray` under Ray and `noop` in one process. Or
+    `module:Class` of a store of your own, see docs/extending.md."""
+    options: Options = Field(default_factory=dict)
+    """Settings of your own store."""
     backend: Literal["simple", "mooncake_cpu"] = "simple"
     """TransferQueue's storage backend; read only by `impl: transfer_queue`."""
     ledger_host: Literal["in_process", "ray_actor", "socket"] | None = None

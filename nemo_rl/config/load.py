@@ -19,6 +19,7 @@ from nemo_rl.config.compose import Recipe, compose
 from nemo_rl.config.ignored import Ignored
 from nemo_rl.config.interpolate import resolve_interpolations
 from nemo_rl.config.overrides import apply_overrides
+from nemo_rl.config.parts import UNKNOWN_PART
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.config.schema_walk import lookup, place_of, suggest, suggest_path
 from nemo_rl.config.validate import RULES
@@ -195,9 +196,9 @@ def _describe(recipe: Recipe, path: tuple[str, ...], details: Sequence[ErrorDeta
         return _must_be_set(path), []
     expected = " or ".join(dict.fromkeys(_expected(detail) for detail in details))
     hint = ""
-    if first["type"] == "literal_error" and isinstance(value, str):
+    if first["type"] in ("literal_error", UNKNOWN_PART) and isinstance(value, str):
         hint = suggest(value, str(first["ctx"]["expected"]).replace("'", "").replace(" or ", ", ").split(", "))
-    hint += _NOT_YET.get(".".join(path), "") if first["type"] == "literal_error" else ""
+    hint += _NOT_YET.get(".".join(path), "") if first["type"] == UNKNOWN_PART else ""
     if not is_set or value is None:
         # An element of a list, or what a validator has made of the value.
         value = first["input"]

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
-from nemo_rl.config.base import Section, Text
+from nemo_rl.config.base import Options, Section, Text
 from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.parallel import ParallelSizes
+from nemo_rl.config.parts import ENGINES
 from nemo_rl.config.router_replay import RouterReplayConfig
 
 __all__ = [
@@ -154,8 +163,11 @@ def _is_milestones(part: object) -> bool:
 class GenerationConfig(Section):
     """Rollouts."""
 
-    backend: Literal["torch"] = "torch"
-    """`torch`: the embedded engine, a batched KV-cache loop on the HF model."""
+    backend: Annotated[str, AfterValidator(ENGINES.check)] = "torch"
+    """`torch`: the embedded engine, a batched KV-cache loop on the HF model; or `module:name` of an engine of your own,
+    see docs/extending.md."""
+    options: Options = Field(default_factory=dict)
+    """Settings of your own engine."""
     precision: Literal["float32", "bfloat16"] | None = None
     """Weights and computation of the engines; null uses `policy.precision`."""
     num_replicas: PositiveInt = 1

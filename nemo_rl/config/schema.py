@@ -9,13 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from nemo_rl.config.base import START_TIMEOUT_S, FilePath, Section, Text
+from nemo_rl.config.base import START_TIMEOUT_S, FilePath, Options, Section, Text
 from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, DATASETS, ENVIRONMENTS, LOSSES, TRACKERS
 from nemo_rl.config.policy import PolicyConfig
 
 __all__ = [
+    "AdvantageEstimatorConfig",
     "CheckpointingConfig",
     "ClusterConfig",
     "DataConfig",
@@ -29,7 +31,14 @@ __all__ = [
     "WandbConfig",
 ]
 
-Scalar = str | int | float | bool | None
+
+class AdvantageEstimatorConfig(Section):
+    """How rewards become advantages."""
+
+    name: Annotated[str, AfterValidator(ADVANTAGE_ESTIMATORS.check)] = "grpo"
+    """`grpo`, or `module:Class` of your own; see docs/extending.md."""
+    options: Options = Field(default_factory=dict)
+    """Settings of your own estimator."""
 
 
 class GRPOConfig(Section):
@@ -53,6 +62,7 @@ class GRPOConfig(Section):
     """Validation prompts, one sampled response each."""
     stop_at_validation_accuracy: Annotated[float, Field(gt=0, le=1)] | None = None
     """Stop early when a validation reaches this accuracy; needs rewards that are right or wrong."""
+    adv_estimator: AdvantageEstimatorConfig = Field(default_factory=AdvantageEstimatorConfig)
     normalize_rewards: bool = True
     """Divide the advantage by the group's standard deviation."""
     use_leave_one_out_baseline: bool = True
@@ -74,8 +84,12 @@ class GRPOConfig(Section):
 
 
 class LossConfig(Section):
-    """Clipped policy gradient with a KL penalty to the reference policy."""
+    """Clipped policy gradient with a KL penalty to the reference policy, or a loss of your own."""
 
+    name: Annotated[str, AfterValidator(LOSSES.check)] = "clipped_pg"
+    """`clipped_pg`, or `module:Class` of your own; see docs/extending.md."""
+    options: Options = Field(default_factory=dict)
+    """Settings of your own loss."""
     ratio_clip_min: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Lower clip: ratios below 1 - this give no gradient for negative advantages."""
     ratio_clip_max: PositiveFloat = 0.2
@@ -95,8 +109,9 @@ class LossConfig(Section):
 class DatasetConfig(Section):
     """One source of prompts."""
 
-    dataset_name: Literal["sort_digits", "reasoning_gym", "jsonl", "huggingface"] = "jsonl"
-    """`sort_digits` and `reasoning_gym` are generated; `jsonl` and `huggingface` read local files."""
+    dataset_name: Annotated[str, AfterValidator(DATASETS.check)] = "jsonl"
+    """`sort_digits` and `reasoning_gym` are generated; `jsonl` and `huggingface` read local files; or
+    `module:function` of your own, see docs/extending.md."""
     data_path: FilePath | None = None
     """File (`jsonl`) or folder (`huggingface`, as written by `datasets.save_to_disk`, or JSON/parquet files)."""
     split: Text | None = None
@@ -109,8 +124,9 @@ class DatasetConfig(Section):
     """Number of generated prompts; for files, keep only the first so many."""
     seed: int = 0
     """Seed of generated prompts. reasoning_gym draws item i with seed + i: keep two seeds further apart than `size`."""
-    options: dict[str, Scalar] = Field(default_factory=dict)
-    """Settings of the generator: `min_digits`/`max_digits` for sort_digits; any of the task's for reasoning_gym."""
+    options: Options = Field(default_factory=dict)
+    """Settings of the generator: `min_digits`/`max_digits` for sort_digits; any of the task's for reasoning_gym; any of
+    your own dataset's."""
     task: Text | None = None
     """Task name of `reasoning_gym`, for example `chain_sum`."""
     system_prompt: str | None = None
@@ -136,8 +152,11 @@ class DataConfig(Section):
 class EnvConfig(Section):
     """Where rewards come from."""
 
-    name: Literal["sort", "reasoning_gym", "math", "custom"] = "math"
-    """`sort`: exact match; `reasoning_gym`: the task's own score; `math`: math-verify; `custom`: your function."""
+    name: Annotated[str, AfterValidator(ENVIRONMENTS.check)] = "math"
+    """`sort`: exact match; `reasoning_gym`: the task's own score; `math`: math-verify; `custom`: your function; or
+    `module:Class` of an environment of your own, see docs/extending.md."""
+    options: Options = Field(default_factory=dict)
+    """Settings of your own environment."""
     reward_function: str | None = None
     """`module:function` of a custom reward: `(prompt: str, response: str, answer: object) -> float`. It may return
     components by name instead of one number, and have further parameters; see README, Your own reward."""
@@ -257,6 +276,8 @@ class LoggerConfig(Section):
     mlflow_enabled: bool = False
     """Send metrics to MLflow."""
     mlflow: MlflowConfig = Field(default_factory=MlflowConfig)
+    trackers: tuple[Annotated[str, AfterValidator(TRACKERS.check)], ...] = ()
+    """Trackers of your own, each `module:Class`; see docs/extending.md."""
     num_rollouts_to_log: NonNegativeInt = 16
     """Readable rollouts per step written to `rollouts/step_N.jsonl`, and per validation to `rollouts/val_step_N.jsonl`:
     text, reward and its components, and of training rows the advantage."""

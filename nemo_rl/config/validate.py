@@ -10,6 +10,7 @@ from __future__ import annotations
 from nemo_rl.config import validate_megatron, validate_policy, validate_router_replay
 from nemo_rl.config.base import Section
 from nemo_rl.config.ignored import would_be_ignored
+from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, DATASETS, ENGINES, ENVIRONMENTS, LOSSES, STORES, PartKind
 from nemo_rl.config.rule import Rule, rules_in
 from nemo_rl.config.schema import DatasetConfig, GRPOConfig, MasterConfig
 
@@ -285,6 +286,9 @@ _SORT_OPTIONS = ("min_digits", "max_digits")
 def _dataset_lines(dataset: DatasetConfig, prefix: str) -> list[str]:
     name = dataset.dataset_name
     lines, ignored = [], []
+    if not DATASETS.is_builtin(name):
+        # What a user-defined dataset reads of its section is not known here.
+        return _template_lines(dataset, prefix)
     if name in _GENERATED:
         ignored += ["data_path", "split", "input_key", "output_key"]
         if dataset.size is None:
@@ -303,10 +307,32 @@ def _dataset_lines(dataset: DatasetConfig, prefix: str) -> list[str]:
     if name == "sort_digits":
         unknown = [option for option in dataset.options if option not in _SORT_OPTIONS]
         lines += [f"{prefix}.options.{o}: sort_digits takes {' and '.join(_SORT_OPTIONS)} only" for o in unknown]
-    if "{input}" not in dataset.prompt_template:
-        lines.append(f"{prefix}.prompt_template: expected a text with {{input}}, got {dataset.prompt_template!r}")
+    lines += _template_lines(dataset, prefix)
     switch = f"{prefix}.dataset_name"
     return lines + would_be_ignored(dataset, prefix, ignored, switch=switch, because=f"{switch} is {name!r}")
+
+
+def _template_lines(dataset: DatasetConfig, prefix: str) -> list[str]:
+    if "{input}" in dataset.prompt_template:
+        return []
+    return [f"{prefix}.prompt_template: expected a text with {{input}}, got {dataset.prompt_template!r}"]
+
+
+def rule_options_need_a_part_of_your_own(config: MasterConfig) -> list[str]:
+    lines: list[str] = []
+    plane, generation = config.active_data_plane, config.policy.generation
+    parts: list[tuple[Section, str, str, PartKind]] = [
+        (config.loss_fn, "loss_fn.name", config.loss_fn.name, LOSSES),
+        (config.grpo.adv_estimator, "grpo.adv_estimator.name", config.grpo.adv_estimator.name, ADVANTAGE_ESTIMATORS),
+        (config.env, "env.name", config.env.name, ENVIRONMENTS),
+        (generation, "policy.generation.backend", generation.backend, ENGINES),
+        (plane, "data_plane.impl", plane.impl or "noop", STORES),
+    ]
+    for section, switch, name, kind in parts:
+        if kind.is_builtin(name):
+            prefix = switch.rpartition(".")[0]
+            lines += would_be_ignored(section, prefix, ["options"], switch=switch, because=f"{switch} is {name!r}")
+    return lines
 
 
 def rule_custom_reward_is_named(config: MasterConfig) -> list[str]:
@@ -334,6 +360,10 @@ def rule_reasoning_gym_scores_its_own_prompts(config: MasterConfig) -> list[str]
 
 def rule_scorer_keys_fit_the_environment(config: MasterConfig) -> list[str]:
     env = config.env
+    if not ENVIRONMENTS.is_builtin(env.name):
+        # What a user-defined environment reads of its section is not known here; a threshold is what ours apply.
+        because = f"env.name is {env.name!r}"
+        return would_be_ignored(env, "env", ["score_threshold"], switch="env.name", because=because)
     ignored = [] if env.name != "sort" else ["timeout_s", "on_timeout", "num_workers"]
     if env.name not in ("reasoning_gym", "custom"):
         ignored.append("score_threshold")

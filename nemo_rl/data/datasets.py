@@ -1,8 +1,8 @@
 """Prompt datasets by name: `build_prompt_sets` for a run, `load_prompts` for one source.
 
 Called by the rollout worker. A source yields `RawPrompt`s; everything after that (template, tokens, length limit,
-overlap with validation) is the same for all. A new source is one function, one line in `SOURCES`, and its
-name in `DatasetConfig`.
+overlap with validation) is the same for all. A source is a `Source`: a built-in one, listed in `config.parts`, or a
+user-defined one.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from typing import TextIO
 
 from transformers import PreTrainedTokenizerBase
 
+from nemo_rl.config.parts import DATASETS
 from nemo_rl.config.schema import DataConfig, DatasetConfig
 from nemo_rl.data import huggingface_door, reasoning_gym_door, sort_digits
 from nemo_rl.data.messages import encode_prompt, prompt_messages
 from nemo_rl.errors import DatasetError, boundary, shorten
 
-__all__ = ["SOURCES", "Prompt", "PromptSet", "RawPrompt", "build_prompt_sets", "load_prompts", "raw_prompts"]
+__all__ = ["Prompt", "PromptSet", "RawPrompt", "Source", "build_prompt_sets", "load_prompts", "raw_prompts"]
 
 MAX_ROW_CHARACTERS = 2**26
 """Of one line of a file: more than any prompt that fits a context, little enough to be held."""
@@ -139,7 +140,8 @@ def raw_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str] = froze
         DatasetError: whatever is wrong with the source, with its place.
     """
     with boundary(DatasetError, f"{where}: dataset {cfg.dataset_name!r} {cfg.data_path or cfg.task or ''}".rstrip()):
-        yield from SOURCES[cfg.dataset_name](cfg, where, exclude)
+        source: Source = DATASETS.load(cfg.dataset_name, key=f"{where}.dataset_name")
+        yield from source(cfg, where, exclude)
 
 
 def _encode(
@@ -152,10 +154,15 @@ def _encode(
     return encode_prompt(tokenizer, messages)
 
 
+Source = Callable[[DatasetConfig, str, Collection[str]], Iterator[RawPrompt]]
+"""What `dataset_name` names: its section, the section's dotted path for messages, and texts that a generator should
+avoid -> prompts."""
+
+
 # ---- sources
 
 
-def _sort_digits(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
+def sort_digits_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
     limits: dict[str, int] = {}
     for name, value in cfg.options.items():
         if isinstance(value, bool) or not isinstance(value, int):
@@ -165,14 +172,14 @@ def _sort_digits(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> It
         yield RawPrompt(text=problem.prompt, answer=problem.answer)
 
 
-def _reasoning_gym(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
+def reasoning_gym_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
     del exclude
     task = reasoning_gym_door.Task(name=cfg.task or "", size=cfg.size or 0, seed=cfg.seed, options=dict(cfg.options))
     for index, item in enumerate(reasoning_gym_door.questions(task, where=where)):
         yield RawPrompt(text=item.question, answer=item.answer, metadata={"task": task.to_json(), "index": index})
 
 
-def _jsonl(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
+def jsonl_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
     del exclude
     path = cfg.data_path
     assert path is not None, "rule_dataset_keys_fit_their_kind lets no jsonl dataset pass without data_path"
@@ -205,7 +212,7 @@ def _lines(file: TextIO, path: Path) -> Iterator[str]:
         yield line
 
 
-def _huggingface(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
+def huggingface_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
     del exclude
     path = cfg.data_path
     assert path is not None, "rule_dataset_keys_fit_their_kind lets no huggingface dataset pass without data_path"
@@ -243,13 +250,3 @@ def _raw_prompt(row: Mapping[str, object], cfg: DatasetConfig, *, place: str) ->
         raise DatasetError(f"{place}: {cfg.input_key!r}: expected a text, got {shorten(repr(text))}")
     others = {name: value for name, value in row.items() if name not in (cfg.input_key, cfg.output_key)}
     return RawPrompt(text=text, answer=row[cfg.output_key], metadata=others)
-
-
-Source = Callable[[DatasetConfig, str, Collection[str]], Iterator[RawPrompt]]
-SOURCES: Mapping[str, Source] = {
-    "sort_digits": _sort_digits,
-    "reasoning_gym": _reasoning_gym,
-    "jsonl": _jsonl,
-    "huggingface": _huggingface,
-}
-"""Dataset name -> its prompts; the third argument is the texts that a generator should avoid."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.config.parts import STORES
 from nemo_rl.data_plane.address import DataPlaneAddress, LedgerAddress
 from nemo_rl.data_plane.attach_file import AttachPoint, write_attach_file
 from nemo_rl.data_plane.client import LedgerClient
@@ -151,7 +152,8 @@ def _forget(run_id: str) -> None:
 def _host_kind(config: DataPlaneConfig) -> HostKind:
     impl = impl_of(config)
     kind: HostKind = config.ledger_host or _DEFAULT_HOSTS.get(impl, "ray_actor")
-    if impl == "mooncake" and config.ledger_host is None and not _is_in_ray():
+    can_do_without_ray = impl == "mooncake" or not STORES.is_builtin(impl)
+    if can_do_without_ray and config.ledger_host is None and not _is_in_ray():
         kind = "socket"
     if impl in ("ray", "transfer_queue", "mooncake") and kind == "in_process":
         raise ConfigError(

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.config.parts import STORES
 from nemo_rl.data_plane.adapters.noop import NoopStore, SharedNoopStore
 from nemo_rl.data_plane.adapters.shm import SharedMemoryStore
 from nemo_rl.data_plane.address import DataPlaneAddress
@@ -50,6 +51,8 @@ def start_store(config: DataPlaneConfig, *, run_id: str, start: StartUp = DEFAUL
         return _transfer_queue(config).start(config, run_id=run_id, start=start)
     if impl == "mooncake":
         return _mooncake(config).start(config, run_id=run_id, start=start)
+    if not STORES.is_builtin(impl):
+        return _user_defined(impl).start(config, run_id=run_id, start=start)
     if impl == "shm":
         return SharedMemoryStore.start(config.shm, run_id=run_id, start=start)
     store = _noop_stores[run_id] = NoopStore()
@@ -69,6 +72,8 @@ def join_store(address: DataPlaneAddress) -> PayloadStore:
         return _transfer_queue(config).join(run_id=run_id, timeout_s=address.start_timeout_s)
     if impl == "mooncake":
         return _mooncake(config).join(config, run_id=run_id, address=address.store, timeout_s=address.start_timeout_s)
+    if not STORES.is_builtin(impl):
+        return _user_defined(impl).join(address)
     if impl == "shm":
         return SharedMemoryStore.join(config.shm, run_id=run_id)
     store = _noop_stores.get(run_id)
@@ -83,6 +88,21 @@ def join_store(address: DataPlaneAddress) -> PayloadStore:
 def forget_store(run_id: str) -> None:
     """The run has ended."""
     _noop_stores.pop(run_id, None)
+
+
+class _OpenableStore(Protocol):
+    """What `data_plane.impl: module:Class` names, beside being a `PayloadStore`."""
+
+    def start(self, config: DataPlaneConfig, *, run_id: str, start: StartUp) -> PayloadStore:
+        """(class method) The owner's store; its close ends the service."""
+
+    def join(self, address: DataPlaneAddress) -> PayloadStore:
+        """(class method) The store of another process; `address.store` is the owner's `PayloadStore.address`."""
+
+
+def _user_defined(impl: str) -> _OpenableStore:
+    kind: _OpenableStore = STORES.load(impl, key="data_plane.impl")  # type: ignore[assignment]
+    return kind
 
 
 def _ray_kind(config: DataPlaneConfig) -> type[RayNodeStore] | type[RayStore]:

@@ -43,6 +43,8 @@ DEAF_S = 30.0
 """How long Ctrl-C, or the death of one of Ray's servers, may go unheard while Ray starts."""
 FAIR_SHARE = {"RAY_worker_niceness": "0"}
 """Ray's default, 15, leaves workers 1.5% of a core that somebody else's process keeps busy, and no deadline holds."""
+NO_SPARE_WORKERS = {"RAY_enable_worker_prestart": "false", "RAY_prestart_worker_first_driver": "false"}
+"""Ray starts an idle worker per CPU in advance; ours bring an environment of their own and can use none of them."""
 TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 STOPPED_S = 15.0
 """Longer than a look with a debugger, shorter than Ray's own health checks take."""
@@ -79,7 +81,12 @@ class OwnRay:
         self._start = start or StartUp()
         self._num_cpus, self._num_gpus = num_cpus, num_gpus
         self._object_store_bytes = object_store_bytes
-        self._environment = {**_patience(self._start.timeout_s), **FAIR_SHARE, **(environment or {})}
+        self._environment = {
+            **_patience(self._start.timeout_s),
+            **FAIR_SHARE,
+            **NO_SPARE_WORKERS,
+            **(environment or {}),
+        }
         self._folder: RunFolder | None = None
         self._is_closed = threading.Event()
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemo_rl.config.parts import ENVIRONMENTS
 from nemo_rl.config.schema import EnvConfig
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.data.reasoning_gym_door import has_reasoning_gym
@@ -16,7 +17,7 @@ from nemo_rl.environments.scorer_pool import ScorerSpec
 from nemo_rl.environments.sort import SortEnvironment
 from nemo_rl.errors import ConfigError
 
-__all__ = ["ENVIRONMENTS", "build_environment"]
+__all__ = ["EnvironmentStart", "build_environment"]
 
 
 def build_environment(cfg: EnvConfig, *, start_timeout_s: float, log_file: Path | None = None) -> Environment:
@@ -27,38 +28,43 @@ def build_environment(cfg: EnvConfig, *, start_timeout_s: float, log_file: Path 
         log_file: gets what a reward prints.
 
     Raises:
-        ConfigError: its extra is not installed.
+        ConfigError: its extra is not installed, or a user-defined environment cannot be imported.
         RewardError: the custom reward cannot be loaded.
     """
-    return ENVIRONMENTS[cfg.name](cfg, _Start(timeout_s=start_timeout_s, log_file=log_file))
+    environment: Environment = ENVIRONMENTS.load(cfg.name, key="env.name")(
+        cfg, EnvironmentStart(timeout_s=start_timeout_s, log_file=log_file)
+    )
+    return environment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Start:
-    """What an environment needs beside its section."""
+class EnvironmentStart:
+    """What an environment is given with its section."""
 
     timeout_s: float
+    """For its start."""
     log_file: Path | None
+    """For what a reward prints; None: nowhere."""
 
 
-def _sort(cfg: EnvConfig, start: _Start) -> Environment:
+def sort_environment(cfg: EnvConfig, start: EnvironmentStart) -> Environment:
     del cfg, start
     return SortEnvironment()
 
 
-def _reasoning_gym(cfg: EnvConfig, start: _Start) -> Environment:
+def reasoning_gym_environment(cfg: EnvConfig, start: EnvironmentStart) -> Environment:
     _need_extra("reasoning_gym", is_installed=has_reasoning_gym())
     spec = ScorerSpec(target="nemo_rl.environments.rewards.reasoning_gym:make_reasoning_gym_reward", is_factory=True)
     return _scored_in_processes(cfg, start, spec, lambda prompt: dict(prompt.metadata))
 
 
-def _math(cfg: EnvConfig, start: _Start) -> Environment:
+def math_environment(cfg: EnvConfig, start: EnvironmentStart) -> Environment:
     _need_extra("math", is_installed=has_math_verify())
     spec = ScorerSpec(target="nemo_rl.environments.rewards.math:make_math_reward", is_factory=True)
     return _scored_in_processes(cfg, start, spec, lambda prompt: prompt.answer)
 
 
-def _custom(cfg: EnvConfig, start: _Start) -> Environment:
+def custom_environment(cfg: EnvConfig, start: EnvironmentStart) -> Environment:
     if cfg.reward_function is None:
         raise ConfigError("env.reward_function: must be set to module:function when env.name is 'custom'")
     spec = ScorerSpec(target=cfg.reward_function, in_batches=cfg.reward_batch_size is not None)
@@ -66,7 +72,7 @@ def _custom(cfg: EnvConfig, start: _Start) -> Environment:
 
 
 def _scored_in_processes(
-    cfg: EnvConfig, start: _Start, spec: ScorerSpec, answer_of: Callable[[Prompt], object]
+    cfg: EnvConfig, start: EnvironmentStart, spec: ScorerSpec, answer_of: Callable[[Prompt], object]
 ) -> Environment:
     return ProcessEnvironment(cfg, spec, start_timeout_s=start.timeout_s, answer_of=answer_of, log_file=start.log_file)
 
@@ -74,12 +80,3 @@ def _scored_in_processes(
 def _need_extra(name: str, *, is_installed: bool) -> None:
     if not is_installed:
         raise ConfigError(f"env.name: {name!r} needs the extra `envs`; run `pip install -e '.[envs]'`")
-
-
-ENVIRONMENTS: Mapping[str, Callable[[EnvConfig, _Start], Environment]] = {
-    "sort": _sort,
-    "reasoning_gym": _reasoning_gym,
-    "math": _math,
-    "custom": _custom,
-}
-"""`env.name` -> its builder. A new environment is one function, one line here, and its name in `EnvConfig`."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from nemo_rl.config.schema import DatasetConfig
-from nemo_rl.data.datasets import SOURCES, RawPrompt
+from nemo_rl.data.datasets import RawPrompt, raw_prompts
 from nemo_rl.data.thinking import with_thinking
 
 __all__ = ["STARTER_TASKS", "StarterConfig", "StarterTask"]
@@ -100,7 +100,7 @@ class StarterTask:
 
     def _draw(self, *, size: int, seed: int, exclude: Collection[str] = frozenset()) -> list[RawPrompt]:
         cfg = self.dataset.model_copy(update={"size": size, "seed": seed})
-        drawn = SOURCES[cfg.dataset_name](cfg, "starter", exclude)
+        drawn = raw_prompts(cfg, "starter", exclude)
         # Not every source leaves the excluded texts out by itself; then fewer than `size` come back.
         return [problem for problem in drawn if problem.text not in exclude]
 

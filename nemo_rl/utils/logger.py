@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from nemo_rl.config.parts import TRACKERS
 from nemo_rl.config.schema import LoggerConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.utils.trackers.base import Tracker
@@ -62,7 +63,7 @@ def build_logger(cfg: LoggerConfig, *, run_config: Mapping[str, object], resume_
         resume_step: last finished step of the run that is continued; None for a new run.
 
     Raises:
-        ConfigError: a tracker's extra is not installed.
+        ConfigError: a tracker's extra is not installed, or a user-defined tracker cannot be imported.
     """
     check_trackers(cfg)
     makers: list[tuple[str, Callable[[], Tracker]]] = [
@@ -74,6 +75,7 @@ def build_logger(cfg: LoggerConfig, *, run_config: Mapping[str, object], resume_
         makers.append(("wandb", lambda: WandbTracker(cfg.wandb, log_dir=cfg.log_dir, run_config=run_config)))
     if cfg.mlflow_enabled:
         makers.append(("mlflow", lambda: MlflowTracker(cfg.mlflow, log_dir=cfg.log_dir, run_config=run_config)))
+    makers += [(name, partial(_own_tracker, name, cfg, run_config)) for name in cfg.trackers]
     trackers: list[Tracker] = []
     for name, make in makers:
         _attempt(f"tracker {name!r}", partial(_append_made, trackers, make))
@@ -81,7 +83,9 @@ def build_logger(cfg: LoggerConfig, *, run_config: Mapping[str, object], resume_
 
 
 def check_trackers(cfg: LoggerConfig) -> None:
-    """Raises a ConfigError when the extra of a tracker that is on is not installed."""
+    """Raises a ConfigError when a tracker that is on cannot be imported."""
+    for own in cfg.trackers:
+        TRACKERS.load(own, key="logger.trackers")
     for name, is_missing in (
         ("wandb", cfg.wandb_enabled and not has_wandb()),
         ("mlflow", cfg.mlflow_enabled and not has_mlflow()),
@@ -91,6 +95,11 @@ def check_trackers(cfg: LoggerConfig) -> None:
                 f"logger.{name}_enabled: {name} is not installed; run `pip install -e '.[{name}]'` in the checkout, or "
                 "set it to false"
             )
+
+
+def _own_tracker(name: str, cfg: LoggerConfig, run_config: Mapping[str, object]) -> Tracker:
+    tracker: Tracker = TRACKERS.load(name, key="logger.trackers")(log_dir=cfg.log_dir, run_config=run_config)
+    return tracker
 
 
 def _append_made(trackers: list[Tracker], make: Callable[[], Tracker]) -> None:

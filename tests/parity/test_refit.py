@@ -17,9 +17,9 @@ from nemo_rl.distributed.packing import plan_padded
 from nemo_rl.distributed.worker_groups import Call, LocalWorkerGroup
 from nemo_rl.errors import WorkerError
 from nemo_rl.experience.payload import build_columns
-from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingParams
+from nemo_rl.models.generation.interfaces import EngineSpec, GenerationRequest, SamplingParams
 from nemo_rl.models.generation.replicas import GenerationReplicas
-from nemo_rl.models.generation.torch_engine.worker import EngineSpec, EngineWorker, build_engine_worker
+from nemo_rl.models.generation.torch_engine.worker import EngineWorker, build_engine_worker
 from nemo_rl.models.loading import load_causal_lm
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker

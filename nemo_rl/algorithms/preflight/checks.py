@@ -28,6 +28,7 @@ CHECKS: Mapping[str, Check] = {
     "tokenizer": inputs.check_tokenizer,
     "prompts": inputs.check_prompts,
     "reward": inputs.check_reward,
+    "parts": inputs.check_parts,
     "trackers": inputs.check_trackers_are_installed,
     "data plane": machine.check_data_plane,
     "GPUs": machine.check_gpus,

@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 
 from nemo_rl.algorithms.preflight.subject import Subject
+from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, ENGINES, LOSSES, STORES
 from nemo_rl.config.schema import DatasetConfig
 from nemo_rl.data.datasets import raw_prompts
 from nemo_rl.data.messages import encode_prompt, prompt_messages
 from nemo_rl.environments.factory import build_environment
-from nemo_rl.errors import DatasetError
+from nemo_rl.errors import ConfigError, DatasetError
 from nemo_rl.models.dtensor.learning_rate import LearningRate
 from nemo_rl.models.dtensor.optim import build_optimizer
 from nemo_rl.models.policy.fit import check_policy_fits
@@ -21,6 +22,7 @@ from nemo_rl.utils.logger import check_trackers
 __all__ = [
     "check_model",
     "check_optimizer",
+    "check_parts",
     "check_prompts",
     "check_reward",
     "check_tokenizer",
@@ -72,6 +74,24 @@ def check_reward(subject: Subject) -> list[str]:
     limit = subject.config.cluster.worker_start_timeout_s
     build_environment(subject.config.env, start_timeout_s=limit).shutdown()
     return []
+
+
+def check_parts(subject: Subject) -> list[str]:
+    """User-defined parts can be imported; environments, datasets and trackers have checks of their own."""
+    config, lines = subject.config, list[str]()
+    named = [
+        ("loss_fn.name", config.loss_fn.name, LOSSES),
+        ("grpo.adv_estimator.name", config.grpo.adv_estimator.name, ADVANTAGE_ESTIMATORS),
+        ("policy.generation.backend", config.policy.generation.backend, ENGINES),
+        ("data_plane.impl", config.active_data_plane.impl or "noop", STORES),
+    ]
+    for key, name, kind in named:
+        if not kind.is_builtin(name):
+            try:
+                kind.load(name, key=key)
+            except ConfigError as error:
+                lines += error.problems
+    return lines
 
 
 def check_trackers_are_installed(subject: Subject) -> list[str]:

@@ -1,4 +1,8 @@
-"""What a generation engine takes and gives."""
+"""What a generation engine takes and gives.
+
+A user-defined engine (`policy.generation.backend: module:name`) is a class or function that is given `spec`,
+an `EngineSpec`, and returns a `GenerationInterface` that is a `RefitTarget` as well. Each replica has its own worker.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,28 @@ from dataclasses import dataclass
 
 import torch
 
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data_plane.route_shape import RouteShape
 
-__all__ = ["GenerationInterface", "GenerationOutput", "GenerationRequest", "RecordedRoutes", "SamplingParams"]
+__all__ = [
+    "EngineSpec",
+    "GenerationInterface",
+    "GenerationOutput",
+    "GenerationRequest",
+    "RecordedRoutes",
+    "SamplingParams",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSpec:
+    """What one replica needs to start."""
+
+    policy: PolicyConfig
+    use_gpu: bool = False
+    threads: int = 1
+    number: int = 0
+    """Of the replica."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a tracker takes; one file per tracker beside this one, fanned out to by `nemo_rl.utils.logger.Logger`."""
+"""What a tracker takes; one file per tracker of ours, fanned out to by `nemo_rl.utils.logger.Logger`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ __all__ = ["Tracker"]
 
 
 class Tracker(ABC):
-    """A place where metrics go. It may raise: the logger warns once and switches it off."""
+    """A place where metrics go. It may raise: the logger warns once and switches it off.
+
+    One of your own (`logger.trackers`) is made with `log_dir=`, the run's folder, and `run_config=`, its resolved
+    config as plain values.
+    """
 
     name: str
     """Word for warnings, for example `wandb`."""

@@ -98,6 +98,13 @@ def test_variables_reach_every_actor(opened):
         assert environment["TRANSPORT_WORD"] == "carried"
 
 
+def test_no_worker_is_started_that_nobody_asked_for(opened):
+    started = [" ".join(psutil.Process(pid).cmdline()) for pid in children()]
+    raylets = [line for line in started if "/raylet/raylet " in line]
+    spare = [line for line in started if line.startswith("ray::IDLE") or "default_worker.py" in line]
+    assert raylets and not set(spare) - set(raylets)
+
+
 def test_variables_also_reach_what_others_start_on_the_cluster(opened):
     """Storage actors are started by TransferQueue, outside our worker groups and bundles."""
 

@@ -1,0 +1,123 @@
+"""Parts of a run that a recipe names: built-in ones by a word, user-defined ones as `module:name`.
+
+A `PartKind` knows the words of one kind and where each is defined. Nothing is imported before it is asked for, so that
+reading a recipe imports no part. Fields of the schema are checked by `PartKind.check`; whoever builds a part calls
+`PartKind.load`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import PydanticCustomError
+
+from nemo_rl.errors import ConfigError
+
+__all__ = [
+    "ADVANTAGE_ESTIMATORS",
+    "DATASETS",
+    "ENGINES",
+    "ENVIRONMENTS",
+    "LOSSES",
+    "STORES",
+    "TRACKERS",
+    "UNKNOWN_PART",
+    "PartKind",
+]
+
+UNKNOWN_PART = "unknown_part"
+"""Type of the validation error, whose context has the words as `expected`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartKind:
+    """One kind of part.
+
+    Example:
+        >>> LOSSES.check("clipped_pg"), LOSSES.is_builtin("my_package.losses:MyLoss")
+        ('clipped_pg', False)
+    """
+
+    what: str
+    """For messages, for example `a loss`."""
+    builtin: Mapping[str, str]
+    """Word -> `module:name` of its definition."""
+
+    def is_builtin(self, name: str) -> bool:
+        return name in self.builtin
+
+    def check(self, name: str) -> str:
+        """A validator of pydantic: a built-in word, or two names with a colon between them."""
+        module, colon, attribute = name.partition(":")
+        if name in self.builtin or (
+            colon and attribute.isidentifier() and all(map(str.isidentifier, module.split(".")))
+        ):
+            return name
+        words = ", ".join(map(repr, self.builtin)) or "none is built in"
+        raise PydanticCustomError(UNKNOWN_PART, "one of {expected}, or module:name of your own", {"expected": words})
+
+    def load(self, name: str, *, key: str) -> Callable[..., Any]:
+        """The class or function that `name` stands for.
+
+        Args:
+            key: dotted path of the config key, for messages.
+
+        Raises:
+            ConfigError: it cannot be imported, or is nothing that can be called.
+        """
+        module, _, attribute = self.builtin.get(name, name).partition(":")
+        try:
+            part = vars(importlib.import_module(module))[attribute]
+        except KeyError:
+            raise ConfigError(f"{key}: module {module!r} has no {attribute!r}; expected {self.what}") from None
+        except Exception as error:
+            # A module of the user's may fail in any way while it is imported.
+            raise ConfigError(
+                f"{key}: {name!r} cannot be imported: {type(error).__name__}: {error}; is its folder on PYTHONPATH?"
+            ) from error
+        if not callable(part):
+            raise ConfigError(f"{key}: expected {self.what}, a class or a function, got {part!r}")
+        return part  # type: ignore[no-any-return]
+
+
+LOSSES = PartKind(what="a loss", builtin={"clipped_pg": "nemo_rl.algorithms.loss_functions:ClippedPGLoss"})
+ADVANTAGE_ESTIMATORS = PartKind(
+    what="an advantage estimator", builtin={"grpo": "nemo_rl.algorithms.advantage_estimator:GroupAdvantages"}
+)
+ENGINES = PartKind(
+    what="a generation engine", builtin={"torch": "nemo_rl.models.generation.torch_engine.worker:build_engine_worker"}
+)
+STORES = PartKind(
+    what="a payload store",
+    builtin={
+        "noop": "nemo_rl.data_plane.adapters.noop:NoopStore",
+        "shm": "nemo_rl.data_plane.adapters.shm:SharedMemoryStore",
+        "ray": "nemo_rl.data_plane.adapters.ray_store:RayStore",
+        "transfer_queue": "nemo_rl.data_plane.adapters.transfer_queue:TransferQueueStore",
+        "mooncake": "nemo_rl.data_plane.adapters.mooncake:MooncakeStore",
+    },
+)
+"""Built-in stores are opened by `data_plane.stores`, which knows what each must find in its environment."""
+ENVIRONMENTS = PartKind(
+    what="an environment",
+    builtin={
+        "sort": "nemo_rl.environments.factory:sort_environment",
+        "reasoning_gym": "nemo_rl.environments.factory:reasoning_gym_environment",
+        "math": "nemo_rl.environments.factory:math_environment",
+        "custom": "nemo_rl.environments.factory:custom_environment",
+    },
+)
+DATASETS = PartKind(
+    what="a dataset",
+    builtin={
+        "sort_digits": "nemo_rl.data.datasets:sort_digits_prompts",
+        "reasoning_gym": "nemo_rl.data.datasets:reasoning_gym_prompts",
+        "jsonl": "nemo_rl.data.datasets:jsonl_prompts",
+        "huggingface": "nemo_rl.data.datasets:huggingface_prompts",
+    },
+)
+TRACKERS = PartKind(what="a tracker", builtin={})
+"""Built-in trackers have switches of their own (`logger.wandb_enabled` and so on)."""

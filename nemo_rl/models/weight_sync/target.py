@@ -1,0 +1,118 @@
+"""What a refit calls on an engine: `RefitTarget`, and the part of it that engines of torch modules share.
+
+Calls of one refit, in order: `report_device_id` and `refit_free_bytes` (once, to choose a transport), `match_refit`,
+`begin_refit`, then `load_bucket` for each bucket or `receive_weights` for all of them, `finish_refit`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from nemo_rl.models.weight_sync.buckets import RefitPlan, WeightSlot, free_bytes
+from nemo_rl.models.weight_sync.ipc_handle import IpcHandle, device_id
+from nemo_rl.models.weight_sync.receiver import RefitReceiver
+from nemo_rl.models.weight_sync.refit_group import RefitGroupSpec
+
+__all__ = ["ModuleRefitTarget", "RefitTarget"]
+
+
+class RefitTarget(ABC):
+    """An engine that `WeightSync` brings new weights to, bucket by bucket."""
+
+    @abstractmethod
+    def report_device_id(self) -> str:
+        """The GPU's UUID, or host and `cpu`."""
+
+    @abstractmethod
+    def refit_free_bytes(self, *, on_device: bool) -> int:
+        """Memory that a buffer may take a part of: of the engine's device, or of this machine."""
+
+    @abstractmethod
+    def match_refit(self, offered: Mapping[str, tuple[int, ...]]) -> tuple[WeightSlot, ...]:
+        """The policy's weights, by Hugging Face name, in this engine's dtypes.
+
+        Raises:
+            ValueError: a name is unknown or missing, or has another shape; the old weights stay in use.
+        """
+
+    @abstractmethod
+    def begin_refit(self, plan: RefitPlan, *, handle: IpcHandle | None = None) -> None:
+        """From here to `finish_refit` this engine holds no version."""
+
+    @abstractmethod
+    def load_bucket(self, bucket: np.ndarray | None = None) -> None:
+        """The next bucket, given as uint8, or read from the shared memory."""
+
+    @abstractmethod
+    def join_refit_group(self, spec: RefitGroupSpec) -> None:
+        """(collective over the refit group)"""
+
+    @abstractmethod
+    def receive_weights(self) -> None:
+        """(collective over the refit group) All buckets, while the policy sends them."""
+
+    @abstractmethod
+    def finish_refit(self, *, version: int) -> int:
+        """All weights have come; returns the version now in use."""
+
+
+class ModuleRefitTarget(RefitTarget):
+    """For an engine whose weights are one torch module in this process, under Hugging Face names."""
+
+    _receiver: RefitReceiver | None = None
+
+    @property
+    @abstractmethod
+    def refit_module(self) -> torch.nn.Module:
+        """Whose weights are replaced."""
+
+    @abstractmethod
+    def hold_version(self, version: int) -> None:
+        """Remembers the version of the weights; -1 while they are being replaced."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of the weights."""
+        return next(self.refit_module.parameters()).device
+
+    def report_device_id(self) -> str:
+        return device_id(self.device)
+
+    def refit_free_bytes(self, *, on_device: bool) -> int:
+        return free_bytes(self.device if on_device else torch.device("cpu"))
+
+    def match_refit(self, offered: Mapping[str, tuple[int, ...]]) -> tuple[WeightSlot, ...]:
+        return self._refit().match(offered)
+
+    def begin_refit(self, plan: RefitPlan, *, handle: IpcHandle | None = None) -> None:
+        self.hold_version(-1)
+        self._refit().begin(plan, handle)
+
+    def load_bucket(self, bucket: np.ndarray | None = None) -> None:
+        self._refit().load(bucket)
+
+    def join_refit_group(self, spec: RefitGroupSpec) -> None:
+        self._refit().join(spec)
+
+    def receive_weights(self) -> None:
+        self._refit().receive()
+
+    def finish_refit(self, *, version: int) -> int:
+        self._refit().finish()
+        self.hold_version(version)
+        return version
+
+    def leave_refit(self) -> None:
+        """For `shutdown`. Idempotent."""
+        if self._receiver is not None:
+            self._receiver.close()
+        self._receiver = None
+
+    def _refit(self) -> RefitReceiver:
+        if self._receiver is None:
+            self._receiver = RefitReceiver(self.refit_module, self.device)
+        return self._receiver
