@@ -14,11 +14,15 @@ __all__ = ["PlainEngine"]
 
 
 class PlainEngine(ModuleRefitTarget, GenerationInterface):
-    """Temperature alone shapes what is sampled. `ModuleRefitTarget` takes the new weights."""
+    """Temperature alone shapes what is sampled. `ModuleRefitTarget` takes the new weights.
+
+    Options: `float64`, true computes in double precision.
+    """
 
     def __init__(self, spec: EngineSpec) -> None:
         torch.set_num_threads(spec.threads)
-        self._model = load_causal_lm(spec.policy.model_name, dtype=torch.float32).eval()
+        dtype = torch.float64 if spec.policy.generation.options.get("float64") else torch.float32
+        self._model = load_causal_lm(spec.policy.model_name, dtype=dtype).eval()
         self._version = -1
 
     @property

@@ -27,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = (
     *("README.md", "docs/contributing.md", "docs/data_plane.md", "docs/router_replay.md", "docs/architecture.md"),
-    "docs/coming_from_nemo_rl.md",
+    *("docs/coming_from_nemo_rl.md", "docs/extending.md"),
 )
 LANGUAGES = {"bash", "python", "yaml", "text"}
 WORDS = {"cheap", "bounds", "tests", "gpu", "cluster"}
