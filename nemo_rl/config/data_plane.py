@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from nemo_rl.config.base import Options, Section
 from nemo_rl.config.parts import STORES
@@ -106,7 +106,7 @@ class DataPlaneConfig(Section):
 
     enabled: bool = True
     """False: the store that `impl: null` picks, with its defaults."""
-    impl: Annotated[str, AfterValidator(STORES.check)] | None = None
+    impl: Annotated[str, STORES] | None = None
     """`noop` works inside one process, `shm` between the processes of one node, `ray` and `transfer_queue` between Ray
     actors, `mooncake` between processes and actors. Null picks `ray` under Ray and `noop` in one process. Or
     `module:Class` of a store of your own, see docs/extending.md."""

@@ -1,8 +1,8 @@
 """Parts of a run that a recipe names: built-in ones by a word, user-defined ones as `module:name`.
 
 A `PartKind` knows the words of one kind and where each is defined. Nothing is imported before it is asked for, so that
-reading a recipe imports no part. Fields of the schema are checked by `PartKind.check`; whoever builds a part calls
-`PartKind.load`.
+reading a recipe imports no part. A field of the schema is `Annotated[str, KIND]`, which refuses what is no name of a
+part; whoever builds a part calls `PartKind.load`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic_core import PydanticCustomError
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from nemo_rl.errors import ConfigError
 
@@ -32,7 +33,7 @@ UNKNOWN_PART = "unknown_part"
 """Type of the validation error, whose context has the words as `expected`."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PartKind:
     """One kind of part.
 
@@ -50,7 +51,7 @@ class PartKind:
         return name in self.builtin
 
     def check(self, name: str) -> str:
-        """A validator of pydantic: a built-in word, or two names with a colon between them."""
+        """The validator: `name` is a built-in word, or two names with a colon between them."""
         module, colon, attribute = name.partition(":")
         if name in self.builtin or (
             colon and attribute.isidentifier() and all(map(str.isidentifier, module.split(".")))
@@ -58,6 +59,10 @@ class PartKind:
             return name
         words = ", ".join(map(repr, self.builtin)) or "none is built in"
         raise PydanticCustomError(UNKNOWN_PART, "one of {expected}, or module:name of your own", {"expected": words})
+
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Called by pydantic for a field that is annotated with this kind."""
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
 
     def load(self, name: str, *, key: str) -> Callable[..., Any]:
         """The class or function that `name` stands for.

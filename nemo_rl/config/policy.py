@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import (
-    AfterValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -163,7 +162,7 @@ def _is_milestones(part: object) -> bool:
 class GenerationConfig(Section):
     """Rollouts."""
 
-    backend: Annotated[str, AfterValidator(ENGINES.check)] = "torch"
+    backend: Annotated[str, ENGINES] = "torch"
     """`torch`: the embedded engine, a batched KV-cache loop on the HF model; or `module:name` of an engine of your own,
     see docs/extending.md."""
     options: Options = Field(default_factory=dict)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from nemo_rl.config.base import START_TIMEOUT_S, FilePath, Options, Section, Text
 from nemo_rl.config.data_plane import DataPlaneConfig
@@ -35,7 +35,7 @@ __all__ = [
 class AdvantageEstimatorConfig(Section):
     """How rewards become advantages."""
 
-    name: Annotated[str, AfterValidator(ADVANTAGE_ESTIMATORS.check)] = "grpo"
+    name: Annotated[str, ADVANTAGE_ESTIMATORS] = "grpo"
     """`grpo`, or `module:Class` of your own; see docs/extending.md."""
     options: Options = Field(default_factory=dict)
     """Settings of your own estimator."""
@@ -86,7 +86,7 @@ class GRPOConfig(Section):
 class LossConfig(Section):
     """Clipped policy gradient with a KL penalty to the reference policy, or a loss of your own."""
 
-    name: Annotated[str, AfterValidator(LOSSES.check)] = "clipped_pg"
+    name: Annotated[str, LOSSES] = "clipped_pg"
     """`clipped_pg`, or `module:Class` of your own; see docs/extending.md."""
     options: Options = Field(default_factory=dict)
     """Settings of your own loss."""
@@ -109,7 +109,7 @@ class LossConfig(Section):
 class DatasetConfig(Section):
     """One source of prompts."""
 
-    dataset_name: Annotated[str, AfterValidator(DATASETS.check)] = "jsonl"
+    dataset_name: Annotated[str, DATASETS] = "jsonl"
     """`sort_digits` and `reasoning_gym` are generated; `jsonl` and `huggingface` read local files; or
     `module:function` of your own, see docs/extending.md."""
     data_path: FilePath | None = None
@@ -152,7 +152,7 @@ class DataConfig(Section):
 class EnvConfig(Section):
     """Where rewards come from."""
 
-    name: Annotated[str, AfterValidator(ENVIRONMENTS.check)] = "math"
+    name: Annotated[str, ENVIRONMENTS] = "math"
     """`sort`: exact match; `reasoning_gym`: the task's own score; `math`: math-verify; `custom`: your function; or
     `module:Class` of an environment of your own, see docs/extending.md."""
     options: Options = Field(default_factory=dict)
@@ -276,7 +276,7 @@ class LoggerConfig(Section):
     mlflow_enabled: bool = False
     """Send metrics to MLflow."""
     mlflow: MlflowConfig = Field(default_factory=MlflowConfig)
-    trackers: tuple[Annotated[str, AfterValidator(TRACKERS.check)], ...] = ()
+    trackers: tuple[Annotated[str, TRACKERS], ...] = ()
     """Trackers of your own, each `module:Class`; see docs/extending.md."""
     num_rollouts_to_log: NonNegativeInt = 16
     """Readable rollouts per step written to `rollouts/step_N.jsonl`, and per validation to `rollouts/val_step_N.jsonl`:

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from nemo_rl.config.parts import PartKind
 from nemo_rl.config.schema import MasterConfig
 
 __all__ = ["Place", "default_tree", "iter_fields", "place_of", "section_class", "suggest", "suggest_path"]
@@ -133,8 +134,13 @@ def _is_off(path: Sequence[str], tree: Mapping[str, Any]) -> bool:
 
 
 def _values_of(path: str) -> str:
-    annotation = next((field.annotation for known, field in iter_fields() if known == path), None)
+    field = next((field for known, field in iter_fields() if known == path), None)
+    if field is None:
+        return ""
+    annotation = field.annotation
     values = typing.get_args(annotation) if typing.get_origin(annotation) is typing.Literal else ()
+    # A built-in part by its word; that `module:name` may stand there as well, the docstring says.
+    values += tuple(word for kind in field.metadata if isinstance(kind, PartKind) for word in kind.builtin)
     return f" ({', '.join(map(str, values))})" if values else ""
 
 

@@ -102,7 +102,11 @@ def test_a_key_of_another_section_is_offered_with_its_path() -> None:
             "backend=vllm",
             "did you mean 'policy.generation.backend' (torch) or 'data_plane.backend' (simple, mooncake_cpu)?",
         ),
-        (DEMO, "policy.generation.backend=vllm", "expected one of 'torch', got 'vllm'; the embedded engine is the one"),
+        (
+            DEMO,
+            "policy.generation.backend=vllm",
+            "expected one of 'torch', or module:name of your own, got 'vllm'; the embedded engine is the one",
+        ),
     ],
 )
 def test_what_people_write_leads_to_the_key_that_is_on(recipe: str, override: str, meant: str) -> None:

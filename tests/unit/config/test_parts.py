@@ -79,13 +79,6 @@ def test_a_part_that_cannot_be_had_is_named_with_its_key(broken: None, name: str
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "section", ["loss_fn", "grpo.adv_estimator", "env", "policy.generation", "data_plane"], ids=lambda name: name
-)
-def test_options_are_refused_where_a_part_of_ours_would_ignore_them(tmp_path: Path, section: str) -> None:
-    assert f"{section}.options: would be ignored, because {section}." in problem_of(tmp_path, f"+{section}.options.x=1")
-
-
 def test_parts_of_ones_own_are_imported_before_a_run_starts(tmp_path: Path) -> None:
     model = write_tiny_folder(tmp_path / "model")
     overrides = [

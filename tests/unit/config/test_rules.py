@@ -261,6 +261,17 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("env.score_threshold=1",), "env.score_threshold: 1.0 would be ignored"),
         (("+env.reward_weights.a=1",), "env.reward_weights: would be ignored"),
         (("env.reward_batch_size=8",), "env.reward_batch_size: 8 would be ignored"),
+        (("env.name=a:B", "env.score_threshold=0.5"), "env.score_threshold: 0.5 would be ignored"),
+    ],
+    "rule_options_need_a_part_of_your_own": [
+        ((f"+{section}.options.x=1",), f"{section}.options: would be ignored, because {switch} is ")
+        for section, switch in (
+            ("loss_fn", "loss_fn.name"),
+            ("grpo.adv_estimator", "grpo.adv_estimator.name"),
+            ("env", "env.name"),
+            ("policy.generation", "policy.generation.backend"),
+            ("data_plane", "data_plane.impl"),
+        )
     ],
     "rule_accuracy_needs_rewards_that_are_right_or_wrong": [
         (
