@@ -30,7 +30,7 @@ from rich.console import Console
 
 from benchmarks.common import check_figures, environment, figures_table, load_average, write_json
 from benchmarks.data_plane_batches import make_batch
-from benchmarks.data_plane_peers import PAD_ROUTES, BatchSpec, Peer, Timing
+from benchmarks.data_plane_peers import BatchSpec, Peer, Timing
 from benchmarks.data_plane_report import HOLDS, Samples, holds_of, ways_table
 from nemo_rl.config.data_plane import DataPlaneConfig, RayStoreConfig
 from nemo_rl.data_plane.adapters.mooncake_master import check_installed
@@ -62,6 +62,7 @@ SESSIONS: Mapping[str, Mapping[str, DataPlaneConfig | None]] = {
         "memcpy": None,
         "raw_ray": None,
         "raw_transfer_queue": None,
+        "raw_transfer_queue_ragged": None,
         "ray": DataPlaneConfig(impl="ray"),
         "ray_holder": DataPlaneConfig(impl="ray", ray=RayStoreConfig(owner="holder")),
         "ray_node": DataPlaneConfig(impl="ray", ray=RayStoreConfig(owner="node")),
@@ -70,6 +71,7 @@ SESSIONS: Mapping[str, Mapping[str, DataPlaneConfig | None]] = {
     },
     "mooncake": {
         "raw_transfer_queue_mooncake": None,
+        "raw_transfer_queue_mooncake_ragged": None,
         "transfer_queue_mooncake": MOONCAKE_TQ_CONFIG,
         "mooncake": DataPlaneConfig(impl="mooncake"),
     },
@@ -263,12 +265,15 @@ def figures_of(results: Results) -> dict[str, float]:
     figures: dict[str, float] = {}
     ratios = {
         "ray_vs_tuned_tq": ("large", "raw_transfer_queue", "ray"),
+        "ray_vs_tuned_tq_ragged": ("large", "raw_transfer_queue_ragged", "ray"),
         "ray_node_vs_tuned_tq": ("large", "raw_transfer_queue", "ray_node"),
         "ray_holder_vs_tuned_tq": ("large", "raw_transfer_queue", "ray_holder"),
         "ray_vs_raw_ray": ("large", "raw_ray", "ray"),
         "ray_vs_tuned_tq_small": ("small", "raw_transfer_queue", "ray"),
         "tq_vs_tuned_tq_small": ("small", "raw_transfer_queue", "transfer_queue"),
+        "tq_vs_tuned_tq_large_ragged": ("large", "raw_transfer_queue_ragged", "transfer_queue"),
         "tq_vs_tuned_tq_large": ("large", "raw_transfer_queue", "transfer_queue"),
+        "mooncake_vs_tq_mooncake_ragged": ("large", "raw_transfer_queue_mooncake_ragged", "mooncake"),
         "mooncake_vs_tq_mooncake": ("large", "raw_transfer_queue_mooncake", "mooncake"),
         "tq_mooncake_vs_tq_mooncake": ("large", "raw_transfer_queue_mooncake", "transfer_queue_mooncake"),
         "ray_vs_default_tq": ("large", "raw_transfer_queue_default", "ray"),
@@ -277,8 +282,6 @@ def figures_of(results: Results) -> dict[str, float]:
         slow, fast = results.of(batch, baseline), results.of(batch, way)
         if slow is not None and fast is not None:
             figures[name] = slow.median / fast.median
-            if batch == "large":
-                figures[f"{name}_routes_unpadded"] = slow.median_without(PAD_ROUTES) / fast.median_without(PAD_ROUTES)
     ours = results.of("large", "ray")
     if ours is not None:
         shares = [parts["ledger"] / total for parts, total in zip(ours.parts, ours.totals, strict=True)]

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from nemo_rl.data_plane.ragged import nest
 from nemo_rl.data_plane.schema import FieldSpec, extra_field
 
-__all__ = ["ROUTES", "Batch", "make_batch", "pad", "pad_raw", "sums"]
+__all__ = ["ROUTES", "Batch", "make_batch", "pad_raw", "sums"]
 
 NUM_LAYERS, TOP_K = 24, 8
 ROUTES = "routes"
@@ -63,15 +63,13 @@ def make_batch(*, routes: bool, num_rows: int, longest: int, seed: int = 0) -> B
     )
 
 
-def pad_raw(rows: TensorDict) -> dict[str, torch.Tensor]:
-    """What a user of a raw transport does with jagged columns: pads them; not yet the routes, which are timed alone."""
+def pad_raw(rows: TensorDict, *, with_routes: bool) -> dict[str, torch.Tensor]:
+    """What a user of a raw transport does with jagged columns: pads them, and the routes where asked for."""
     columns = {str(name): rows[name] for name in rows.keys()}  # noqa: SIM118
-    return {name: column if name == ROUTES else pad(column) for name, column in columns.items()}
-
-
-def pad(column: torch.Tensor) -> torch.Tensor:
-    """Jagged `[N, (length), ...]` -> `[N, longest, ...]`, zeros on the right."""
-    return pad_sequence(list(column.unbind()), batch_first=True)
+    return {
+        name: column if name == ROUTES and not with_routes else pad_sequence(list(column.unbind()), batch_first=True)
+        for name, column in columns.items()
+    }
 
 
 def sums(columns: Mapping[str, object]) -> dict[str, float]:

@@ -2,9 +2,9 @@
 
 Both are Ray actors, so that all ways see the same processes. A method is timed inside the process that runs it: `put`
 until it returns, `get` until the batch is built and every column is summed. Built means as its trainer takes it: over
-our clients that is what a policy worker of ours reads, routes row after row; over a raw engine it is what the reference
-system makes of the same rows, which pads the routes as well. That padding is timed as a part of its own, so that both
-comparisons can be made, with it and without. Orders between the processes are not timed.
+our clients that is what a policy worker of ours reads, routes row after row; over a raw engine it is what the
+reference system makes of the same rows, which pads the routes as well. The raw ways that end in `_ragged` leave the
+routes as ours do. Orders between the processes are not timed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import ray
 import torch
 from tensordict import TensorDict
 
-from benchmarks.data_plane_batches import ROUTES, Batch, make_batch, pad, pad_raw, sums
+from benchmarks.data_plane_batches import ROUTES, Batch, make_batch, pad_raw, sums
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.client import LedgerClient
 from nemo_rl.data_plane.factory import attach_data_plane
@@ -28,10 +28,11 @@ from nemo_rl.data_plane.observability import MetricsDataPlaneClient
 from nemo_rl.data_plane.schema import extra_field
 from nemo_rl.data_plane.shard_reads import ShardReads
 
-__all__ = ["PAD_ROUTES", "BatchSpec", "Peer", "Timing"]
+__all__ = ["RAGGED", "BatchSpec", "Peer", "Timing"]
 
 PADS = {"input_ids": 0.0}
-PAD_ROUTES = "pad_routes"
+RAGGED = "_ragged"
+"""Ending of the raw ways that leave routes row after row, as ours do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +50,7 @@ class Timing:
 
     seconds: float
     parts: dict[str, float] = field(default_factory=dict)
-    """Seconds by part: of our own clients, and what raw engines spend on padding routes."""
+    """Seconds by part, for our own clients."""
     result: Any = None
     """What the consumer needs (a meta, a reference), or the sums that it found."""
 
@@ -93,16 +94,12 @@ class _Memcpy:
 class _RawWay:
     """What a raw engine lacks: columns as a trainer takes them."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {PAD_ROUTES: 0.0}
+    def __init__(self, *, with_routes: bool) -> None:
+        self._with_routes = with_routes
+        self.seconds: Mapping[str, float] = {}
 
     def _padded(self, rows: TensorDict) -> Mapping[str, torch.Tensor]:
-        columns = pad_raw(rows)
-        if ROUTES in columns:
-            started = time.perf_counter()
-            pad(columns[ROUTES])
-            self.seconds[PAD_ROUTES] += time.perf_counter() - started
-        return columns
+        return pad_raw(rows, with_routes=self._with_routes)
 
 
 class _RawRay(_RawWay):
@@ -121,8 +118,8 @@ class _RawRay(_RawWay):
 class _RawTransferQueue(_RawWay):
     """`kv_batch_put` and `kv_batch_get`, one jagged field per column, on the cluster's one TransferQueue."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, with_routes: bool) -> None:
+        super().__init__(with_routes=with_routes)
         import transfer_queue  # noqa: PLC0415 - only where it is measured
 
         self._tq = transfer_queue
@@ -184,7 +181,7 @@ class Peer:
 
     def describe(self) -> dict[str, object]:
         """Bytes and sums of the batch, as the consumer must find them."""
-        padded = pad_raw(self._batch.tensordict())
+        padded = pad_raw(self._batch.tensordict(), with_routes=False)
         return {"num_bytes": self._batch.num_bytes, "sums": sums(padded), "lengths": self._batch.lengths}
 
     def setup(self, name: str, address: DataPlaneAddress | None) -> None:
@@ -194,7 +191,8 @@ class Peer:
         elif name == "memcpy":
             self._ways[name] = _Memcpy()
         else:
-            self._ways[name] = _RawRay() if name == "raw_ray" else _RawTransferQueue()
+            kind = _RawRay if name.startswith("raw_ray") else _RawTransferQueue
+            self._ways[name] = kind(with_routes=not name.endswith(RAGGED))
 
     def put(self, name: str, turn: int) -> Timing:
         return self._time(name, lambda way: way.put(self._batch, turn))

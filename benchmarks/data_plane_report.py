@@ -32,16 +32,10 @@ class Samples:
     def median(self) -> float:
         return statistics.median(self.totals)
 
-    def median_without(self, part: str) -> float:
-        """Of the totals less one of their parts."""
-        return statistics.median(
-            total - parts.get(part, 0.0) for total, parts in zip(self.totals, self.parts, strict=True)
-        )
-
 
 HOLDS: Mapping[str, Hold] = {
     "ray_vs_tuned_tq": Hold(least=7.0),
-    "ray_vs_tuned_tq_routes_unpadded": Hold(least=4.0),
+    "ray_vs_tuned_tq_ragged": Hold(least=4.0),
     "tq_vs_tuned_tq_small": Hold(least=2.0),
     "tq_vs_tuned_tq_large": Hold(least=1.0),
     "mooncake_vs_tq_mooncake": Hold(least=2.0),

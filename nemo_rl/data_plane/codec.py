@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from nemo_rl.data_plane.columns import FlatColumn, Lengths, torch_dtype
-from nemo_rl.data_plane.dense import WARM_MEMORY, Bytes, pad_rows
+from nemo_rl.data_plane.dense import Bytes, lay_end_to_end, pad_rows
 from nemo_rl.data_plane.interfaces import Parts
 from nemo_rl.data_plane.ragged import (
     materialize,
@@ -280,7 +280,7 @@ def gather(spec: FieldSpec, *, readers: Sequence[ChunkReader], runs: Sequence[Ru
     if spec.is_object or spec.is_ragged:
         tables = [_lengths_in(index, run[1], run[2]) for index, run in zip(indexes, runs, strict=True)]
         lengths = np.concatenate(tables) if tables else np.zeros(0, dtype=np.int64)
-    content = _concatenate(parts)
+    content = lay_end_to_end(parts)
     if spec.is_object:
         assert lengths is not None
         starts = _starts(lengths).tolist()
@@ -317,11 +317,6 @@ def _layout(spec: FieldSpec, indexes: Sequence[_ColumnIndex]) -> tuple[str, tupl
     dims = spec.dims[1:] if spec.is_ragged else spec.dims
     empty = (spec.dtypes[0], tuple(dim if isinstance(dim, int) else 0 for dim in dims))
     return next(iter(kinds), empty)
-
-
-def _concatenate(parts: Sequence[Bytes]) -> Bytes:
-    content = WARM_MEMORY.empty(sum(part.size for part in parts))
-    return np.concatenate(parts, out=content) if parts else content
 
 
 def _lengths_in(index: _ColumnIndex, first: int, count: int) -> Lengths:

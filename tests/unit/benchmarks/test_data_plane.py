@@ -12,19 +12,20 @@ import torch
 from benchmarks import data_plane
 from benchmarks.common import check_figures
 from benchmarks.data_plane_batches import make_batch, pad_raw, sums
-from benchmarks.data_plane_peers import PAD_ROUTES, BatchSpec
+from benchmarks.data_plane_peers import BatchSpec
 from benchmarks.data_plane_report import HOLDS, Samples, holds_of
 
 
-def samples(way: str, batch: str, seconds: float, *, session: str = "tuned", padding: float = 0.0) -> Samples:
-    part = {"ledger": 0.001, PAD_ROUTES: padding}
+def samples(way: str, batch: str, seconds: float, *, session: str = "tuned") -> Samples:
+    part = {"ledger": 0.001}
     return Samples(session=session, batch=batch, way=way, put=[seconds] * 3, get=[seconds] * 3, parts=[part] * 3)
 
 
 def good() -> data_plane.Results:
     results = data_plane.Results(
         samples=[
-            samples("raw_transfer_queue", "large", 0.08, padding=0.06),
+            samples("raw_transfer_queue", "large", 0.08),
+            samples("raw_transfer_queue_ragged", "large", 0.05),
             samples("ray", "large", 0.01),
             samples("transfer_queue", "large", 0.07),
             samples("raw_transfer_queue", "small", 0.03),
@@ -47,7 +48,7 @@ def good() -> data_plane.Results:
 def test_figures_are_ratios_of_medians_and_all_bounds_can_hold() -> None:
     figures = data_plane.figures_of(good())
     assert figures["ray_vs_tuned_tq"] == pytest.approx(8.0)
-    assert figures["ray_vs_tuned_tq_routes_unpadded"] == pytest.approx(5.0)
+    assert figures["ray_vs_tuned_tq_ragged"] == pytest.approx(5.0)
     assert figures["tq_vs_tuned_tq_small"] == pytest.approx(3.0)
     assert figures["mooncake_vs_tq_mooncake"] == pytest.approx(4.0)
     assert figures["ledger_overhead_pct"] == pytest.approx(5.0)
@@ -61,11 +62,11 @@ def test_figures_are_ratios_of_medians_and_all_bounds_can_hold() -> None:
     [
         (
             lambda r: r.of("large", "ray").put.__setitem__(slice(None), [0.08] * 3),
-            "ray_vs_tuned_tq ray_vs_tuned_tq_routes_unpadded",
+            "ray_vs_tuned_tq ray_vs_tuned_tq_ragged",
         ),
         (
             lambda r: r.of("large", "raw_transfer_queue").put.__setitem__(slice(None), [0.05] * 3),
-            "ray_vs_tuned_tq ray_vs_tuned_tq_routes_unpadded tq_vs_tuned_tq_large",
+            "ray_vs_tuned_tq tq_vs_tuned_tq_large",
         ),
         (lambda r: r.of("small", "transfer_queue").get.__setitem__(slice(None), [0.05] * 3), "tq_vs_tuned_tq_small"),
         (lambda r: r.of("large", "transfer_queue").get.__setitem__(slice(None), [0.2] * 3), "tq_vs_tuned_tq_large"),
@@ -85,13 +86,13 @@ def test_a_figure_that_is_missed_or_missing_is_named(spoil: object, missed: str)
 
 def test_sums_see_every_byte_of_every_column() -> None:
     batch = make_batch(routes=True, num_rows=8, longest=64)
-    expected = sums(pad_raw(batch.tensordict()))
+    expected = sums(pad_raw(batch.tensordict(), with_routes=True))
     for name, column in batch.columns.items():
         values = column.values().view(-1)
         changed = values.clone()
         changed[-1] = not changed[-1] if changed.dtype is torch.bool else changed[-1] + 1
         values.copy_(changed)
-        assert sums(pad_raw(batch.tensordict()))[name] != expected[name]
+        assert sums(pad_raw(batch.tensordict(), with_routes=True))[name] != expected[name]
 
 
 @pytest.mark.slow

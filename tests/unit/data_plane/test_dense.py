@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import numpy as np
 import pytest
 import torch
 
-from nemo_rl.data_plane.dense import LEAST_BYTES, WarmMemory, pad_rows
+from nemo_rl.data_plane import dense
+from nemo_rl.data_plane.dense import LEAST_BYTES, WarmMemory, lay_end_to_end, pad_rows
 from nemo_rl.errors import SchemaMismatch
 
 
@@ -66,3 +68,14 @@ def test_warm_memory_keeps_no_more_than_its_limit() -> None:
     del blocks
     gc.collect()
     assert 0 < warm.free_bytes <= 5 * LEAST_BYTES
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+def test_parts_are_laid_end_to_end_by_any_number_of_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "PARALLEL_BYTES", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(threads)))
+    random = np.random.default_rng(threads)
+    for _ in range(50):
+        sizes = random.integers(0, 9, random.integers(0, 7))
+        parts = [random.integers(0, 256, size, dtype=np.uint8) for size in sizes]
+        assert lay_end_to_end(parts).tobytes() == b"".join(part.tobytes() for part in parts)
