@@ -25,12 +25,11 @@ NO_VALIDATION = ("data.validation=null", "grpo.val_period=0", "grpo.val_at_start
 FIXED = ("policy.dynamic_batching.enabled=false",)
 GPUS = ("~cluster.cpu_workers_per_node", "cluster.gpus_per_node=2")
 JSONL = ("~data.train", "data.train.dataset_name=jsonl")
-
 GRADED = ("env.name=custom", "env.reward_function=a:b")
-
 REPLAY = "policy.router_replay.enabled=true"
 BY_POLICY = (REPLAY, "policy.router_replay.source=prev_logprobs")
 NO_LOGPROBS = "grpo.use_generation_logprobs_as_prev=true"
+NAMES_OF_PARTS = ("loss_fn.name", "grpo.adv_estimator.name", "env.name", "policy.generation.backend", "data_plane.impl")
 
 REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
     "rule_cpu_workers_only_without_gpus": [
@@ -264,14 +263,8 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("env.name=a:B", "env.score_threshold=0.5"), "env.score_threshold: 0.5 would be ignored"),
     ],
     "rule_options_need_a_part_of_your_own": [
-        ((f"+{section}.options.x=1",), f"{section}.options: would be ignored, because {switch} is ")
-        for section, switch in (
-            ("loss_fn", "loss_fn.name"),
-            ("grpo.adv_estimator", "grpo.adv_estimator.name"),
-            ("env", "env.name"),
-            ("policy.generation", "policy.generation.backend"),
-            ("data_plane", "data_plane.impl"),
-        )
+        ((f"+{name.rpartition('.')[0]}.options.x=1",), f".options: would be ignored, because {name} is ")
+        for name in NAMES_OF_PARTS
     ],
     "rule_accuracy_needs_rewards_that_are_right_or_wrong": [
         (
