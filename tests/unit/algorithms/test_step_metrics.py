@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from nemo_rl.algorithms.step_metrics import data_plane_metrics, pack_metrics, training_speed
+from nemo_rl.algorithms.grpo import score_rows
+from nemo_rl.algorithms.step_metrics import StepRecord, data_plane_metrics, pack_metrics, step_metrics, training_speed
+from nemo_rl.config.load import load_config
 from nemo_rl.data_plane.operation_counts import OperationCount
 from nemo_rl.distributed.packing import PackPlan, plan_fixed
+from nemo_rl.experience.payload import DriverCarry
 from nemo_rl.models.policy.lm_policy import TrainSummary
+from nemo_rl.utils.metrics import Mean, Sum
+
+RECIPE = Path(__file__).parents[3] / "configs/grpo_sort_cpu.yaml"
 
 
 def snapshot(**ms_of_stage: float) -> dict[str, object]:
@@ -77,3 +85,41 @@ def test_pack_metrics_say_how_far_a_plan_is_from_the_best() -> None:
     }
     assert pack_metrics("logprob", None) == {}
     assert pack_metrics("train", PackPlan(microbatches=(((0,),),), steps=(1,), pad_to=4)) == {}
+
+
+def test_parts_of_the_loss_are_means_over_the_optimizer_steps() -> None:
+    config = load_config(RECIPE)
+    carry = DriverCarry(
+        rewards=np.asarray([1, 0, 1, 1], dtype=np.float32),
+        group_ids=np.asarray([0, 0, 1, 1], dtype=np.int32),
+        truncated=np.asarray([False, True, False, False]),
+        response_lengths=np.asarray([2, 4, 3, 3], dtype=np.int32),
+    )
+    # Two optimizer steps: what is a sum within one is a mean over both, and means stay what they are.
+    summary = TrainSummary(
+        loss=0.3,
+        losses=(0.2, 0.4),
+        grad_norms=(1.0, 3.0),
+        metrics={"loss": Sum(0.6), "actor_loss": Sum(0.4), "kl_penalty": Sum(0.2), "reference_kl": Mean(3.0, 6.0)},
+        learning_rate=1e-3,
+        num_tokens=20,
+        total_flops=1e9,
+        theoretical_tflops=0.0,
+    )
+    record = StepRecord(
+        step=1,
+        carry=carry,
+        scored=score_rows(carry, config.grpo),
+        rollout_metrics={"reward_timeouts": Sum(2.0)},
+        num_tokens=24,
+        train=summary,
+        plan=PackPlan(microbatches=(((0,),), ((1,),)), steps=(1,), pad_to=4),
+        driver_bytes=0,
+        seconds=2.0,
+    )
+    found = step_metrics(record, config)
+    train = {name: found[f"train/{name}"] for name in ("loss", "actor_loss", "kl_penalty", "reference_kl", "grad_norm")}
+    assert train == {"loss": 0.3, "actor_loss": 0.2, "kl_penalty": 0.1, "reference_kl": 0.5, "grad_norm": 2.0}
+    assert (found["train/reward"], found["train/rows"], found["rollout/tokens_per_s"]) == (0.75, 2.0, 12.0)
+    assert (found["rollout/trivial_group_share"], found["rollout/truncated_share"]) == (0.5, 0.25)
+    assert (found["rollout/mean_response_tokens"], found["rollout/reward_timeouts"]) == (3.0, 2.0)

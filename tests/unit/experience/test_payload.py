@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
-from nemo_rl.experience.payload import DriverCarry, build_columns, mint_keys
+from nemo_rl.experience.payload import DriverCarry, build_columns, mean_of_scored, mint_keys
 from nemo_rl.models.generation.interfaces import GenerationOutput
 
 
@@ -45,3 +47,8 @@ def test_the_drivers_record_holds_row_vectors_only_and_selects_rows():
     )
     picked = carry.select([2, 0])
     assert picked.rewards.tolist() == [0.5, 1.0] and picked.response_lengths.tolist() == [6, 4]
+
+
+def test_the_mean_of_a_component_is_that_of_the_rows_that_have_one():
+    assert mean_of_scored(np.array([1.0, math.nan, 0.0, 0.5], dtype=np.float32)) == 0.5
+    assert math.isnan(mean_of_scored(np.array([math.nan], dtype=np.float32)))

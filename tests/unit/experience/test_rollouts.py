@@ -1,0 +1,121 @@
+"""Rollouts from an engine that repeats its prompts: seeds, prompts and texts of each row, stale weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from nemo_rl.config.policy import GenerationConfig
+from nemo_rl.data.datasets import Prompt
+from nemo_rl.data.tokenizer import build_tokenizer
+from nemo_rl.environments.interfaces import EnvReport, Response
+from nemo_rl.errors import WorkerError
+from nemo_rl.experience.rollouts import Rollouts, SeedSource, run_rollouts, sampling_params
+from nemo_rl.models.generation.interfaces import GenerationInterface, GenerationOutput, GenerationRequest
+
+STOP = 2
+TOKENIZER = build_tokenizer(["0123456789"])
+PROMPTS = [
+    Prompt(index=i, text=text, answer=text, ids=tuple(TOKENIZER(text, add_special_tokens=False)["input_ids"]))
+    for i, text in enumerate(("12", "345"))
+]
+SEEDS = SeedSource(seed=7, purpose="rollout", step=3)
+
+
+class Echo(GenerationInterface):
+    """Answers each prompt with itself and the stop token; a row of an even seed is cut off before that."""
+
+    weight_version = 4
+
+    def generate(self, request: GenerationRequest) -> GenerationOutput:
+        prompts = [prompt for prompt in request.prompt_ids for _ in range(request.group_size)]
+        is_cut = [seed % 2 == 0 for seed in request.seeds]
+        rows = [[*prompt, *([] if cut else [STOP])] for prompt, cut in zip(prompts, is_cut, strict=True)]
+        flat = [token for row in rows for token in row]
+        return GenerationOutput(
+            token_ids=torch.tensor(flat, dtype=torch.int32),
+            logprobs=torch.zeros(len(flat)),
+            lengths=torch.tensor([len(row) for row in rows]),
+            truncated=torch.tensor(is_cut),
+            weight_version=self.weight_version,
+        )
+
+    def update_weights(self, weights: object, *, version: int) -> int:
+        raise NotImplementedError
+
+    def prepare_for_generation(self) -> None:
+        """Always ready."""
+
+    def finish_generation(self) -> None:
+        """Nothing to free."""
+
+    def shutdown(self) -> None:
+        """Nothing to end."""
+
+
+@dataclass
+class Listener:
+    """Remembers what it was given to score."""
+
+    rows: list[tuple[Prompt, Response]] = field(default_factory=list)
+
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> EnvReport:
+        self.rows = list(zip(prompts, responses, strict=True))
+        return EnvReport(rewards=tuple(float(row) for row in range(len(responses))))
+
+    def shutdown(self) -> None:
+        """Nothing to end."""
+
+
+def rollouts_of(environment: Listener, *, version: int = 4) -> Rollouts:
+    return run_rollouts(
+        PROMPTS,
+        group_size=2,
+        generation=Echo(),
+        environment=environment,
+        tokenizer=TOKENIZER,
+        sampling=sampling_params(GenerationConfig(), [STOP], is_validation=False),
+        seeds=SEEDS,
+        version=version,
+    )
+
+
+def test_every_response_is_scored_with_its_own_prompt_and_without_its_stop_token() -> None:
+    environment = Listener()
+    rolled = rollouts_of(environment)
+    assert [(prompt.answer, response.text) for prompt, response in environment.rows] == [
+        *(("12", "12"), ("12", "12")),
+        *(("345", "345"), ("345", "345")),
+    ]
+    is_cut = [seed % 2 == 0 for seed in SEEDS.rows(4)]
+    assert [response.truncated for _, response in environment.rows] == is_cut and len(set(is_cut)) == 2
+    assert [response.num_tokens for _, response in environment.rows] == rolled.output.lengths.tolist()
+    assert rolled.report.rewards == (0.0, 1.0, 2.0, 3.0)
+
+
+@pytest.mark.parametrize("version", [3, 5])
+def test_samples_of_other_weights_are_refused(version: int) -> None:
+    with pytest.raises(WorkerError, match=f"expected samples of weight version {version}, the engines hold 4"):
+        rollouts_of(Listener(), version=version)
+
+
+def test_every_row_has_a_seed_of_its_own_that_run_purpose_and_step_decide() -> None:
+    sources = [
+        SEEDS,
+        SeedSource(seed=8, purpose="rollout", step=3),
+        SeedSource(seed=7, purpose="validation", step=3),
+        SeedSource(seed=7, purpose="rollout", step=4),
+    ]
+    seeds = [seed for source in sources for seed in source.rows(100)]
+    assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**63 for seed in seeds)
+    assert SeedSource(seed=7, purpose="rollout", step=3).rows(100) == SEEDS.rows(100), "a resumed run samples the same"
+
+
+def test_validation_has_a_temperature_of_its_own() -> None:
+    config = GenerationConfig(temperature=0.8, val_temperature=0.0)
+    for is_validation, expected in ((False, 0.8), (True, 0.0)):
+        assert sampling_params(config, [STOP], is_validation=is_validation).temperature == expected
+    assert sampling_params(GenerationConfig(temperature=0.8), [STOP], is_validation=True).temperature == 0.8
