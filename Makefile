@@ -25,7 +25,7 @@ ENGINE_TESTS := tests/contract tests/distributed tests/e2e
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-fast walk-docs lint types imports configs constraints learn-sort learn-sort-tp2 learn-sort-megatron learn-chain-sum learn-sort-moe same-numbers resume-kills chaos leaks stress-data-plane bench-step bench-data-plane bench-packing bench-router-replay gpu-wheels test-gpu clean
+.PHONY: help demo test test-fast walk-docs lint types imports configs constraints learn-sort learn-sort-tp2 learn-sort-megatron learn-chain-sum learn-sort-moe same-numbers mutants resume-kills chaos leaks stress-data-plane bench-step bench-data-plane bench-packing bench-router-replay gpu-wheels test-gpu clean
 
 help:
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-22s %s\n", $$1, $$2}'
@@ -131,6 +131,9 @@ learn-sort-moe: $(VENV)/.base $(MOE_STARTER)/config.json ## learning run: the so
 
 same-numbers: $(VENV)/.base $(STARTER)/config.json $(MOE_STARTER)/config.json ## six recipes at BASE=<revision> and here: every number equal to the last bit
 	$(BIN)/python -m tests.helpers.same_numbers --base $(BASE) $(ARGS)
+
+mutants: $(VENV)/.dev ## plant the faults of tests/mutants one by one: the tests that are named for each must fail
+	$(BIN)/python -m tests.mutants.run $(ARGS)
 
 resume-kills: $(VENV)/.dev ## 50 SIGKILLs at random moments, 20 of them during a save: resumed, and compared with a run left alone
 	$(BIN)/python -m tests.helpers.resume_kills $(ARGS)
