@@ -82,7 +82,8 @@ def test_groups_are_handed_out_whole(plane: Plane) -> None:
     assert claim(plane.owner, partition, 7).keys == tuple(keys[:4])
     assert claim(plane.owner, partition, 7).keys == ()
     put(plane, partition, keys[6:])
-    assert claim(plane.owner, partition, 99).keys == tuple(keys[4:])
+    assert claim(plane.owner, partition, 7).keys == tuple(keys[4:8])
+    assert claim(plane.owner, partition, 99).keys == tuple(keys[8:])
     with pytest.raises(SchemaMismatch, match="at least one group"):
         claim(plane.owner, partition, 3)
 

@@ -59,27 +59,31 @@ def test_what_was_put_is_read_jagged_and_padded(
     trailing, num_rows, total = batch["trailing"], len(batch["lengths"]), int(batch["lengths"].sum())
     values = (torch.arange(total * prod(trailing)) % 127).to(getattr(torch, batch["dtype"])).reshape(total, *trailing)
     x, s = nest(values, lengths), torch.arange(num_rows, dtype=torch.int64)
+    counts = lengths % 3  # ragged, and not by tokens: never padded to the width of a sequence
+    marks = nest(torch.arange(int(counts.sum()), dtype=torch.int16), counts)
     dims = tuple(f"D{i}" for i in range(len(trailing)))
     specs = [
         extra_field("x", dtypes=[batch["dtype"]], dims=("T", *dims), pad=batch["pad"]),
         extra_field("s", dtypes=["int64"]),
+        extra_field("marks", dtypes=["int16"], dims=("M",)),
         extra_field("note", is_object=True),
     ]
     partition = f"{batch['dtype']}-{len(dims)}-{batch['pad']}-{trailing}"
     client.register_partition(partition, specs, 99, [])
     keys = [f"k{i}" for i in range(num_rows)]
-    meta = client.kv_batch_put(keys, partition, {"x": x, "s": s, "note": batch["notes"]})
+    meta = client.kv_batch_put(keys, partition, {"x": x, "s": s, "marks": marks, "note": batch["notes"]})
     try:
         order = batch["order"]
         picked = meta.subset(order)
-        rows = client.get_data(picked, ["note", "x", "s"])
+        rows = client.get_data(picked, ["note", "x", "s", "marks"])
         assert rows["x"].dtype == x.dtype and rows_of(rows["x"]) == [rows_of(x)[i] for i in order]
         assert rows["s"].tolist() == order and rows.get("note").tolist() == [batch["notes"][i] for i in order]
         width = None if batch["extra"] is None else int(lengths[order].max()) + batch["extra"]
         pads = {"x": batch["pad"]}
-        padded = client.get_padded(picked, ["x", "s", "note"], pad_values=pads, pad_to=width)
+        padded = client.get_padded(picked, ["x", "s", "marks", "note"], pad_values=pads, pad_to=width)
         expected = materialize(rows, pad_values=pads, pad_to=width, token_aligned=["x"])
         assert padded["x"].dtype == x.dtype and torch.equal(padded["x"], expected["x"])
+        assert torch.equal(padded["marks"], expected["marks"])
         assert padded["s"].tolist() == order and padded["note"] == expected["note"]
         padded["x"].fill_(1)  # memory that the next read may get: it must not show there
     finally:

@@ -74,6 +74,7 @@ def test_a_sample_is_explained_while_it_lives_and_after(job, tmp_path: Path, cap
 
 
 def test_a_finished_run_is_told_from_its_log(job, tmp_path: Path, capsys) -> None:
+    job.kv_batch_put(["u0_g2"], "train", {"sample_mask": torch.zeros(1)})  # a row that is rewritten is not made again
     job.kv_clear(["u0_g0", "u0_g1"], "train", reason="step end")
     job.close()
     told = json.loads(run(capsys, "stat", "--run", tmp_path, "--json"))

@@ -56,6 +56,10 @@ def test_long_prompts_are_skipped_and_counted_or_refused(tmp_path: Path, tokeniz
     assert max(len(p.ids) for p in train.prompts) <= 60
     with pytest.raises(DatasetError, match=r"data.train: prompt 1 has \d+ tokens"):
         build_prompt_sets(DataConfig(train=source, max_input_seq_length=60, overlong_prompts="error"), tokenizer)
+    longest = max(len(p.ids) for p in train.prompts)
+    for limit, expected in ((longest, ["short", "also short"]), (longest - 1, ["short"])):
+        fitting, _ = build_prompt_sets(DataConfig(train=source, max_input_seq_length=limit), tokenizer)
+        assert [p.text for p in fitting.prompts] == expected
 
 
 def test_nothing_left_is_an_error_that_says_why(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

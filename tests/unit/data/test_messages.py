@@ -49,6 +49,9 @@ def test_a_template_that_changes_texts_refuses_control_tokens_in_them(tokenizer:
 def test_row_marks_assistant_tokens_for_training() -> None:
     row = to_row([TokenMessage(role="user", token_ids=(5, 6)), TokenMessage(role="assistant", token_ids=(7,))])
     assert (row.input_ids, row.token_mask, row.boundaries) == ((5, 6, 7), (0, 0, 1), (0, 2, 3))
+    roles = ("system", "user", "assistant", "tool", "assistant")
+    row = to_row([TokenMessage(role=role, token_ids=(5,)) for role in roles])
+    assert row.token_mask == (0, 0, 1, 0, 1) and row.roles == roles
 
 
 @given(

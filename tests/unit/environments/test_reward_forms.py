@@ -30,6 +30,8 @@ def test_components_without_weights_are_added_up_and_a_threshold_makes_them_righ
         assert score(env, ["ab"], [["a", "b"]]).rewards == pytest.approx((1.4,))
     with environment(**custom("parts", score_threshold=1.0)) as env:
         assert score(env, ["ab", "ab"], [["a", "b"]] * 2).rewards == (1.0, 1.0)
+    with environment(**custom("parts", score_threshold=0.5)) as env:
+        assert score(env, ["abcd", "abcde"], [["a"]] * 2).rewards == (0.0, 1.0), "a reward at the threshold is right"
 
 
 def test_a_response_that_was_not_scored_has_no_components() -> None:

@@ -67,9 +67,11 @@ def test_a_row_depends_on_its_seed_and_prompt_and_not_on_the_batch() -> None:
     request = _request(6, 4)
     together = list(_rows(_engine().generate(request)))
     in_parts = list(_rows(_engine(max_batch_size=5).generate(request)))
-    alone = GenerationRequest(prompt_ids=request.prompt_ids[3:4], seeds=request.seeds[13:14], sampling=request.sampling)
     assert [tokens for tokens, _ in together] == [tokens for tokens, _ in in_parts]
-    assert next(_rows(_engine().generate(alone)))[0] == together[13][0]
+    for p, prompt in enumerate(request.prompt_ids):
+        row = 4 * p + 1
+        alone = GenerationRequest(prompt_ids=(prompt,), seeds=request.seeds[row : row + 1], sampling=request.sampling)
+        assert next(_rows(_engine().generate(alone)))[0] == together[row][0]
 
 
 def test_equal_seeds_give_equal_rows_and_other_seeds_other_rows() -> None:
