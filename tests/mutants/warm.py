@@ -16,6 +16,7 @@ import select
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -95,7 +96,12 @@ def run(tests: Sequence[str], *, output: Path, keeps_bytecode: bool) -> NoReturn
         sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = True, "1"
     code = OTHER_CODE
     try:
-        code = int(importlib.import_module("pytest").main([*PYTEST, *tests]))
+        try:
+            code = int(importlib.import_module("pytest").main([*PYTEST, *tests]))
+        except Warning:
+            # What a failed test has left open, noticed when pytest was done: in a process of its own this is a 1 too.
+            traceback.print_exc()
+            code = 1
         places = list(importlib.import_module(PACKAGE).__path__)
         if places != [str(Path.cwd() / PACKAGE)]:
             print(f"expected the code of {Path.cwd()}, got {places}")
