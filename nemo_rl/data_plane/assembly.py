@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from nemo_rl.data_plane.codec import ChunkReader, Run, gather, gather_padded
 from nemo_rl.data_plane.columns import Lengths
@@ -19,6 +19,9 @@ from nemo_rl.data_plane.interfaces import Parts
 from nemo_rl.data_plane.ledger import Reply
 from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 __all__ = ["Located", "assemble", "assemble_padded"]
 
@@ -54,6 +57,8 @@ class Located:
 
 def assemble(located: Located) -> TensorDict:
     """The columns in the order asked for, in memory of their own."""
+    from tensordict import NonTensorData, NonTensorStack, TensorDict  # noqa: PLC0415 - see `tables`
+
     rows = TensorDict({}, batch_size=[located.num_rows])
     offsets: list[tuple[Lengths, torch.Tensor]] = []
     for spec in located.specs:

@@ -17,9 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
-from typing import TypeVar
-
-from tensordict import TensorDict
+from typing import TYPE_CHECKING, TypeVar
 
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.assembly import Located, assemble, assemble_padded
@@ -48,6 +46,9 @@ from nemo_rl.errors import (
     SchemaMismatch,
     name_some,
 )
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 __all__ = ["LedgerClient"]
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from tensordict import NonTensorData, NonTensorStack
 
 from nemo_rl.data_plane.interfaces import Columns
 from nemo_rl.data_plane.ragged import lengths_of, object_rows, values_of
 from nemo_rl.data_plane.schema import FieldSpec
+from nemo_rl.data_plane.tables import is_object_stack, is_object_value
 from nemo_rl.data_plane.tags import Tags, TagTable
 from nemo_rl.errors import SchemaMismatch, name_some
 
@@ -201,7 +201,8 @@ def _shape(column: torch.Tensor) -> list[str]:
 
 def _object_column(column: object, spec: FieldSpec, at: str) -> FlatColumn:
     is_no_list = isinstance(column, torch.Tensor | str | bytes)
-    if is_no_list or not isinstance(column, Sequence | NonTensorData | NonTensorStack | np.ndarray):
+    is_list = isinstance(column, Sequence | np.ndarray) or is_object_value(column) or is_object_stack(column)
+    if is_no_list or not is_list:
         raise SchemaMismatch(f"{at}: expected a list of JSON-like values, got {type(column).__name__}")
     try:
         rows = object_rows(column)

@@ -11,10 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-from tensordict import TensorDict
 
 from nemo_rl.data_plane.address import DataPlaneAddress, Handles
 from nemo_rl.data_plane.batch_meta import KVBatchMeta
@@ -22,6 +21,9 @@ from nemo_rl.data_plane.ragged import materialize
 from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.data_plane.tags import Tags, TagValue
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 __all__ = [
     "Columns",
@@ -35,7 +37,7 @@ __all__ = [
     "Tags",
 ]
 
-Columns: TypeAlias = Mapping[str, torch.Tensor | Sequence[object]] | TensorDict
+Columns: TypeAlias = "Mapping[str, torch.Tensor | Sequence[object]] | TensorDict"
 """Field name -> rows. A tensor `[N, ...]` (jagged nested for ragged rows) or a list of N JSON-like objects, also as a
 TensorDict holds them. Another dtype than the declared one is cast where no value changes."""
 

@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgpack
 import torch
-from tensordict import TensorDict
 
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.event_callback import DataPlaneEvent, load_callback
@@ -28,6 +27,9 @@ from nemo_rl.data_plane.stage_context import current_stage
 from nemo_rl.data_plane.wire import packed_size
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import DataPlaneTimeout
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 __all__ = ["DataPlaneEvent", "MetricsDataPlaneClient", "columns_bytes", "merge_snapshots", "meta_bytes"]
 

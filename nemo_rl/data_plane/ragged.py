@@ -6,16 +6,19 @@ Used by `column_io` and by workers. The one invariant: padding exists only in de
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 
 from nemo_rl.data_plane.dense import pad_rows
 from nemo_rl.data_plane.schema import TOKEN_ALIGNED_FIELDS
+from nemo_rl.data_plane.tables import is_object_stack, is_object_value, is_table
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, Column
 from nemo_rl.errors import SchemaMismatch, name_some
+
+if TYPE_CHECKING:
+    from tensordict import NonTensorData, TensorDictBase
 
 __all__ = [
     "is_packed",
@@ -174,7 +177,7 @@ def materialize(
     """
     columns = BatchedDataDict()
     for name in rows.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
-        column = rows.get(name) if isinstance(rows, TensorDictBase) else rows[name]
+        column = rows.get(name) if is_table(rows) else rows[name]
         if not isinstance(column, torch.Tensor):
             columns[name] = object_rows(column)
         elif column.is_nested:
@@ -191,11 +194,11 @@ def object_rows(column: object) -> list[object]:
     Raises:
         SchemaMismatch: a `NonTensorData` that does not say which row has which value.
     """
-    if isinstance(column, NonTensorData):
+    if is_object_value(column):
         column = _rows_of_data(column)
-    rows = column.tolist() if isinstance(column, NonTensorStack | np.ndarray) else column
+    rows = column.tolist() if is_object_stack(column) or isinstance(column, np.ndarray) else column
     assert isinstance(rows, Sequence), f"an object column is a sequence, got {type(rows).__name__}"
-    return [row.data if isinstance(row, NonTensorData) else unwrap_wire_stripped_payload(row) for row in rows]
+    return [row.data if is_object_value(row) else unwrap_wire_stripped_payload(row) for row in rows]
 
 
 def _rows_of_data(column: NonTensorData) -> object:
@@ -217,5 +220,5 @@ def unwrap_wire_stripped_payload(payload: object) -> object:
     An encoder that knows only tensors sends a `NonTensorData` as what it inherits: a TensorDict without batch dims and
     without entries. Exactly that signature means "nothing is left".
     """
-    is_stripped = isinstance(payload, TensorDictBase) and payload.batch_size == torch.Size() and payload.is_empty()
+    is_stripped = is_table(payload) and payload.batch_size == torch.Size() and payload.is_empty()
     return None if is_stripped else payload

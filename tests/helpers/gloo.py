@@ -1,4 +1,8 @@
-"""Runs a function on several ranks, each a process of its own, with a deadline: gloo, or NCCL with a GPU each."""
+"""Runs a function on several ranks, each a process of its own, with a deadline: gloo, or NCCL with a GPU each.
+
+Ranks on the CPU are forked off a server that has imported torch and transformers, which would cost each of them
+seconds; a process that has a GPU starts anew.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.context import BaseContext
 from queue import Empty
 
 import torch
@@ -19,6 +24,8 @@ from nemo_rl.distributed.job_store import adopt_listener
 JOB_S = 900.0
 """Of a job with many cases, on a machine that does much else; half a minute to three on an idle one."""
 COLLECTIVE_TIMEOUT_S = 180.0
+IMPORTED = ("tests.helpers.imported_by_ranks",)
+"""By the server that ranks are forked off."""
 SLACK = 3
 """Deadlines are those of a machine that does little else."""
 
@@ -37,7 +44,8 @@ def run_ranks(
     `gpu_per_rank` rank r has GPU r and the job NCCL beside gloo. With `further_jobs` it gets as many ports as its last
     argument, one for each job that the same ranks make later; rank 0 has bound them.
     """
-    context = mp.get_context("spawn")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    context = mp.get_context("spawn") if gpu_per_rank else _forking()
     queue = context.Queue()
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(1 + further_jobs)]
     port, *later = [listener.getsockname()[1] for listener in listeners]
@@ -45,11 +53,13 @@ def run_ranks(
     processes = [
         context.Process(
             target=_main,
-            args=(rank, world_size, port, queue, target, arguments, gpu_per_rank, listeners if rank == 0 else []),
+            args=(
+                *(rank, world_size, port, queue, target, arguments, gpu_per_rank, listeners if rank == 0 else []),
+                dict(os.environ),
+            ),
         )
         for rank in range(world_size)
     ]
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     for process in processes:
         process.start()
     for listener in listeners:
@@ -62,6 +72,13 @@ def run_ranks(
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+def _forking() -> BaseContext:
+    context = mp.get_context("forkserver")
+    # Heard when the server starts, which is with the first job.
+    context.set_forkserver_preload([*IMPORTED])
+    return context
 
 
 def _collect(queue: mp.Queue, processes: list[mp.Process], timeout_s: float) -> list[object]:
@@ -95,7 +112,11 @@ def _main(
     args: tuple,
     gpu_per_rank: bool,
     listeners: list[socket.socket],
+    environment: dict[str, str],
 ) -> None:
+    # The server has that of its own start.
+    os.environ.clear()
+    os.environ.update(environment)
     torch.set_num_threads(1)
     for listener in listeners:
         adopt_listener(listener)
