@@ -17,6 +17,9 @@ import pytest
 from tests.helpers.peers import Mode
 from tests.helpers.planes import PLANES, Plane, open_plane, ray_cluster, segments, wait_until
 
+LEDGER_FILES = {"test_capacity.py", "test_claims.py"}
+"""Tests of the ledger and of the client's half that all stores share: one store per ledger host is enough."""
+LEDGER_PLANES: set[tuple[str, Mode]] = {("noop", "threads"), ("shm", "processes"), ("ray-producer", "actors")}
 EVERY_PLANE = [(name, mode) for name, kind in PLANES.items() for mode in kind.modes]
 
 
@@ -88,6 +91,10 @@ def _order(item: pytest.Item) -> tuple[bool, bool, int, bool]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        own = _plane_of(item)
+        if item.path.name in LEDGER_FILES and own is not None and own not in LEDGER_PLANES:
+            item.add_marker("full")
     here = [i for i, item in enumerate(items) if "/tests/contract/" in item.path.as_posix()]
     ordered = sorted((items[i] for i in here), key=_order)
     for i, item in zip(here, ordered, strict=True):

@@ -1,0 +1,132 @@
+"""Runs the test suite in parts, several at a time: `make test`, `make test-fast`, `make test-full`.
+
+    python tests/suite.py [--fast | --full] [--jobs N] [--only PART ...]
+
+Much of a test that starts processes is waiting, so parts share the cores well; and what engines leave behind in a
+process (threads of theirs) meets no test of another part. The parts that take longest start first; each prints its
+whole output when it ends. Tests marked `alone` measure time and run at the end with nothing beside them. The exit code
+is 0 when every part passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+ROOT = Path(__file__).parents[1]
+PYTEST = (sys.executable, "-m", "pytest", "-q", "--durations=0", "--durations-min=3600")
+NO_TESTS = 5
+"""pytest's exit code when none was chosen."""
+PART_TIMEOUT_S = 3600.0
+SLOWEST = 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One process."""
+
+    name: str
+    command: tuple[str, ...]
+
+
+def pytest_parts(marks: str) -> list[Part]:
+    """By directory, the longest first; `rest` is what no other names, so that nothing is left out."""
+    named = {
+        "e2e": ["tests/e2e"],
+        "contract": ["tests/contract"],
+        "distributed": ["tests/distributed"],
+        "parity": ["tests/parity"],
+    }
+    rest = ["tests", *(f"--ignore={path}" for paths in named.values() for path in paths)]
+    return [
+        Part(name=name, command=(*PYTEST, *paths, "-m", f"not alone{marks}"))
+        for name, paths in {**named, "rest": rest}.items()
+    ]
+
+
+def static_parts() -> list[Part]:
+    """What looks at the code without running it."""
+    return [Part(name="types", command=(str(Path(sys.executable).with_name("mypy")),))]
+
+
+@dataclass(slots=True)
+class Suite:
+    """What has run so far."""
+
+    folder: Path
+    failed: list[str]
+    lock: Lock
+
+    def run(self, part: Part) -> None:
+        """Runs a part to its end and prints what it printed."""
+        started = time.monotonic()
+        is_pytest = "pytest" in part.command
+        report = [f"--junitxml={self.folder / part.name}.xml"] if is_pytest else []
+        with (self.folder / f"{part.name}.log").open("w+b") as log:
+            try:
+                code = subprocess.run(
+                    [*part.command, *report],
+                    cwd=ROOT,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    timeout=PART_TIMEOUT_S,
+                    check=False,
+                ).returncode
+            except subprocess.TimeoutExpired:
+                code = -1
+            log.seek(0)
+            output = log.read().decode("utf-8", "backslashreplace")
+        is_ok = code == 0 or (is_pytest and code == NO_TESTS)
+        with self.lock:
+            print(f"\n===== {part.name}: {'ok' if is_ok else 'FAILED'}, {time.monotonic() - started:.0f} s =====")
+            print(output, flush=True)
+            if not is_ok:
+                self.failed.append(f"{part.name} (exit code {code})")
+
+    def slowest(self) -> list[tuple[float, str]]:
+        """Seconds and name of every test of every part, the slowest first."""
+        cases = [case for file in self.folder.glob("*.xml") for case in ET.parse(file).getroot().iter("testcase")]
+        times = [(float(case.get("time", 0)), f"{case.get('classname')}::{case.get('name')}") for case in cases]
+        return sorted(times, reverse=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--fast", action="store_true", help="without the slow tests")
+    size.add_argument("--full", action="store_true", help="every test over every store and layout")
+    parser.add_argument("--jobs", type=int, default=min(4, 1 + (os.cpu_count() or 1)), help="parts at a time")
+    parser.add_argument("--only", nargs="+", default=[], help="only these parts")
+    given = parser.parse_args(arguments)
+    marks = "" if given.full else " and not full and not slow" if given.fast else " and not full"
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="test_suite_") as folder:
+        suite = Suite(folder=Path(folder), failed=[], lock=Lock())
+        parts = [part for part in [*pytest_parts(marks), *static_parts()] if not given.only or part.name in given.only]
+        with ThreadPoolExecutor(given.jobs) as pool:
+            list(pool.map(suite.run, parts))
+        if not given.only or "alone" in given.only:
+            suite.run(Part(name="alone", command=(*PYTEST, "tests", "-m", f"alone{marks}")))
+        times = suite.slowest()
+        print(f"===== the {SLOWEST} slowest of {len(times)} tests, seconds =====")
+        for seconds, name in times[:SLOWEST]:
+            print(f"{seconds:8.1f}  {name}")
+    print(f"{time.monotonic() - started:.0f} s; " + (f"failed: {', '.join(suite.failed)}" if suite.failed else "all ok"))
+    return 1 if suite.failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
