@@ -124,7 +124,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"===== the {SLOWEST} slowest of {len(times)} tests, seconds =====")
         for seconds, name in times[:SLOWEST]:
             print(f"{seconds:8.1f}  {name}")
-    print(f"{time.monotonic() - started:.0f} s; " + (f"failed: {', '.join(suite.failed)}" if suite.failed else "all ok"))
+    print(
+        f"{time.monotonic() - started:.0f} s; " + (f"failed: {', '.join(suite.failed)}" if suite.failed else "all ok")
+    )
     return 1 if suite.failed else 0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from nemo_rl.algorithms.grpo_sync import PARTITION, SyncGRPOTrainer, TrainerPart
 from nemo_rl.algorithms.preflight.checks import preflight
 from nemo_rl.algorithms.run_folder import CONFIG_FILE, cut_rollouts, open_run_folders
 from nemo_rl.algorithms.stages import build_stages
+from nemo_rl.algorithms.worker_modules import worker_modules
 from nemo_rl.config.parts import ENGINES, LOSSES
 from nemo_rl.config.render import to_yaml
 from nemo_rl.config.schema import MasterConfig
@@ -92,7 +93,8 @@ def open_trainer(given: MasterConfig, *, console: Console) -> Iterator[SyncGRPOT
         stack.callback(run_logger.close)
         panel.note(_what_starts(config))
         start = StartUp(timeout_s=config.cluster.worker_start_timeout_s, tell=panel.note)
-        cluster = stack.enter_context(_cluster(config, start)) if config.cluster.launcher == "ray" else None
+        modules = worker_modules(config, model_type=model_config.model_type)
+        cluster = stack.enter_context(_cluster(config, start, modules)) if config.cluster.launcher == "ray" else None
         groups, client = _start(config, cluster, stack, start)
         timeout_s = config.cluster.stage_timeout_s
         rollout = RolloutHandle(groups.rollout, timeout_s=timeout_s, partition_id=PARTITION)
@@ -155,7 +157,7 @@ def _logger(config: MasterConfig, resume_from: Checkpoint | None) -> Logger:
     )
 
 
-def _cluster(config: MasterConfig, start: StartUp) -> RayVirtualCluster:
+def _cluster(config: MasterConfig, start: StartUp, modules: Sequence[str]) -> RayVirtualCluster:
     """On GPU an engine shares its GPU and its bundle with a policy worker; on CPU engines stand on their own."""
     return RayVirtualCluster(
         config.cluster,
@@ -163,6 +165,7 @@ def _cluster(config: MasterConfig, start: StartUp) -> RayVirtualCluster:
         cpus_per_bundle=cpus_per_bundle(config),
         environment={**transport_environment(config.active_data_plane), **trace_environment()},
         start=start,
+        modules=modules,
         logs_to=config.logger.log_dir / "ray_logs",
     )
 

@@ -16,8 +16,8 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -25,8 +25,10 @@ import ray
 from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
+from nemo_rl.distributed import fork_stub
+from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.liveness import ProcessIdentity
-from nemo_rl.distributed.ray_private import on_loopback, without_what_nobody_asks
+from nemo_rl.distributed.ray_private import on_loopback, started_by, without_what_nobody_asks
 from nemo_rl.distributed.ray_start_watch import end_servers, leave, watch_ray_start
 from nemo_rl.distributed.run_folder import RunFolder
 from nemo_rl.errors import ResourceError, WorkerError
@@ -67,6 +69,7 @@ class OwnRay:
         environment: variables of every process of this Ray.
         start: how long it may take.
         object_store_bytes: size of Ray's object store; None leaves it to Ray.
+        modules: what its workers import, done once for all of them; none: every worker starts by itself.
     """
 
     def __init__(
@@ -77,10 +80,13 @@ class OwnRay:
         environment: Mapping[str, str] | None = None,
         start: StartUp | None = None,
         object_store_bytes: int | None = None,
+        modules: Sequence[str] = (),
     ) -> None:
         self._start = start or StartUp()
         self._num_cpus, self._num_gpus = num_cpus, num_gpus
         self._object_store_bytes = object_store_bytes
+        self._modules = tuple(modules)
+        self._forks: ForkServer | None = None
         self._environment = {
             **_patience(self._start.timeout_s),
             **FAIR_SHARE,
@@ -128,6 +134,9 @@ class OwnRay:
         try:
             ray.shutdown()
         finally:
+            forks, self._forks = self._forks, None
+            if forks is not None:
+                forks.close()
             self._is_closed.set()
             _servers.clear()
             _ended.clear()
@@ -139,6 +148,9 @@ class OwnRay:
     def _open(self, folder: RunFolder) -> None:
         logging.getLogger("ray").setLevel(logging.ERROR)
         _bring_token(folder.path)
+        if self._modules:
+            with folder.marking(), _variables(self._environment):
+                self._forks = ForkServer(folder.path, self._modules, deadline_s=self._start.timeout_s)
         give_up = time.monotonic() + self._start.timeout_s
         while True:
             try:
@@ -157,6 +169,7 @@ class OwnRay:
 
     def _init(self, folder: RunFolder) -> None:
         with (
+            ExitStack() as forked,
             folder.marking(),
             _variables(self._environment),
             on_loopback(),
@@ -164,6 +177,9 @@ class OwnRay:
             keep_sigterm_handler(),
             watch_ray_start(),
         ):
+            if self._forks is not None:
+                forked.enter_context(_variables(self._forks.environment))
+                forked.enter_context(started_by(Path(fork_stub.__file__)))
             ray.init(
                 # Without it Ray joins whatever cluster somebody else has started on this machine.
                 address="local",

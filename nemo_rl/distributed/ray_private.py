@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from ray._private import ray_constants
 from ray._private.node import Node
+from ray._private.parameter import RayParams
 
-__all__ = ["on_loopback", "without_what_nobody_asks"]
+__all__ = ["on_loopback", "started_by", "without_what_nobody_asks"]
 
 NOT_STARTED = ("start_api_server", "start_monitor", "start_log_monitor")
 """Dashboard, autoscaler and log monitor: three Python processes with imports of their own, and a wait for the first."""
@@ -44,6 +46,21 @@ def without_what_nobody_asks() -> Iterator[None]:
     finally:
         for name, method in before.items():
             setattr(Node, name, method)
+
+
+@contextmanager
+def started_by(script: Path) -> Iterator[None]:
+    """A Ray whose workers are started as `python <script> ...` in place of its own set-up script."""
+    update = RayParams.update_if_absent
+
+    def with_script(self: RayParams, **given: object) -> None:
+        update(self, **{**given, "setup_worker_path": str(script)} if "setup_worker_path" in given else given)
+
+    RayParams.update_if_absent = with_script
+    try:
+        yield
+    finally:
+        RayParams.update_if_absent = update
 
 
 def _start_nothing(node: Node, **given: object) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -56,6 +56,7 @@ class RayVirtualCluster:
         cpus_per_bundle: logical CPUs of a bundle: 1 for the policy worker, 1 more for an engine that shares its GPU.
         environment: variables for every process, beside those of `worker_environment`.
         start: how long Ray and the placement may take; None: `cluster.worker_start_timeout_s`, without a word.
+        modules: imported once for all workers of a Ray that is started here.
         logs_to: gets Ray's logs when a block ends with an error that is not the user's; None: they are not kept.
     """
 
@@ -67,9 +68,10 @@ class RayVirtualCluster:
         cpus_per_bundle: int = 1,
         environment: Mapping[str, str] | None = None,
         start: StartUp | None = None,
+        modules: Sequence[str] = (),
         logs_to: Path | None = None,
     ) -> None:
-        self._config, self._logs_to = config, logs_to
+        self._config, self._modules, self._logs_to = config, modules, logs_to
         self._start = start or StartUp(timeout_s=config.worker_start_timeout_s)
         self._environment = {**worker_environment(config.threads_per_worker), **(environment or {})}
         self._other_cpus = other_cpus
@@ -143,6 +145,7 @@ class RayVirtualCluster:
                 num_gpus=None if self.uses_gpu else 0,
                 environment=self._environment,
                 start=self._start,
+                modules=self._modules,
             ).__enter__()
             return
         logging.getLogger("ray").setLevel(logging.ERROR)

@@ -17,9 +17,8 @@ import pytest
 from tests.helpers.peers import Mode
 from tests.helpers.planes import PLANES, Plane, open_plane, ray_cluster, segments, wait_until
 
-LEDGER_FILES = {"test_capacity.py", "test_claims.py"}
-"""Tests of the ledger and of the client's half that all stores share: one store per ledger host is enough."""
-LEDGER_PLANES: set[tuple[str, Mode]] = {("noop", "threads"), ("shm", "processes"), ("ray-producer", "actors")}
+FEW: set[tuple[str, Mode]] = {("noop", "threads"), ("shm", "processes"), ("ray-producer", "actors")}
+"""One per ledger host, for tests of what all stores share; every one of them in `make test-full`."""
 EVERY_PLANE = [(name, mode) for name, kind in PLANES.items() for mode in kind.modes]
 
 
@@ -92,8 +91,7 @@ def _order(item: pytest.Item) -> tuple[bool, bool, int, bool]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        own = _plane_of(item)
-        if item.path.name in LEDGER_FILES and own is not None and own not in LEDGER_PLANES:
+        if item.get_closest_marker("few_planes") is not None and _plane_of(item) not in {None, *FEW}:
             item.add_marker("full")
     here = [i for i, item in enumerate(items) if "/tests/contract/" in item.path.as_posix()]
     ordered = sorted((items[i] for i in here), key=_order)

@@ -15,6 +15,8 @@ from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.errors import CapacityExceeded, DataPlaneError, KeysNotFound, LeaseExpired, VersionMismatch
 from tests.helpers.planes import LEASE_S, Plane, ids_column, keys_of, rows_of
 
+pytestmark = pytest.mark.few_planes
+
 
 def attach_with(plane: Plane, timeout_s: float) -> DataPlaneClient:
     """A client with its own deadline."""

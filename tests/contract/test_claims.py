@@ -14,6 +14,8 @@ from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from nemo_rl.errors import DataPlaneClosed, DataPlaneTimeout, LeaseExpired, SchemaMismatch, VersionMismatch
 from tests.helpers.planes import LEASE_S, Plane, check_closed, ids_column, keys_of, open_plane, wait_until
 
+pytestmark = pytest.mark.few_planes
+
 FIELDS = ("input_ids", "sample_mask", "prev_logprobs")
 TASKS = ("train", "prev_lp")
 

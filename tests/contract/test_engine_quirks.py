@@ -19,7 +19,7 @@ from nemo_rl.data_plane.adapters.mooncake_master import start_servers
 from tests.helpers import mooncake
 from tests.helpers.planes import wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 needs_mooncake = pytest.mark.skipif(bool(mooncake.why_not()), reason=mooncake.why_not() or "Mooncake runs here")
 
 HANG_S = 3.0

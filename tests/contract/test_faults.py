@@ -77,6 +77,7 @@ def needs_another_process(plane: Plane) -> None:
 # ---- a consumer
 
 
+@pytest.mark.few_planes
 def test_a_consumer_that_stands_still_loses_its_claim_and_its_late_write_is_refused(plane: Plane) -> None:
     needs_another_process(plane)
     partition = plane.partition(FIELDS, tasks=["prev_lp"])

@@ -75,7 +75,9 @@ def second_node() -> str:
     return next(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != own)
 
 
-@pytest.mark.parametrize("owner", ["producer", "holder", "node"])
+@pytest.mark.parametrize(
+    "owner", ["producer", *(pytest.param(owner, marks=pytest.mark.full) for owner in ("holder", "node"))]
+)
 def test_rows_cross_nodes_in_both_directions(nodes: Cluster, owner: str) -> None:
     config = DataPlaneConfig(impl="ray", ray=RayStoreConfig(owner=owner), timeout_s=20.0)
     client = build_data_plane_client(config, run_id=f"run-{uuid.uuid4().hex[:8]}")
@@ -102,6 +104,7 @@ def test_rows_cross_nodes_in_both_directions(nodes: Cluster, owner: str) -> None
     assert left == []
 
 
+@pytest.mark.full
 def test_rows_of_a_node_that_died_are_lost_with_an_error_that_names_it(nodes: Cluster) -> None:
     config = DataPlaneConfig(impl="ray", ray=RayStoreConfig(owner="node"), timeout_s=20.0)
     extra = nodes.add_node(num_cpus=1, object_store_memory=100 << 20, resources={"doomed": 1})

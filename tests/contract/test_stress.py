@@ -22,11 +22,13 @@ FEW_TURNS = 10
 
 
 @pytest.mark.slow
+@pytest.mark.few_planes
 def test_no_row_is_lost_duplicated_or_foreign(plane: Plane) -> None:
     stress(plane, TURNS.get(plane.name, FEW_TURNS))
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_no_row_is_lost_in_very_many_operations() -> None:
     # A short lease ends while a thread waits for a core, and its rows are then rightly handed out again.
     with open_plane("noop", validate=False, lease_s=60.0) as plane:

@@ -74,6 +74,7 @@ def test_reads_are_never_short_and_a_put_is_checked() -> None:
         assert plane.owner.stats()["live_rows"] == 0
 
 
+@pytest.mark.full
 def test_an_unsatisfied_fetch_blocks_nobody_and_other_runs_are_refused() -> None:
     with open_plane("transfer_queue") as plane:
         seconds = []
@@ -96,6 +97,7 @@ def test_an_unsatisfied_fetch_blocks_nobody_and_other_runs_are_refused() -> None
         ray.kill(stranger)
 
 
+@pytest.mark.full
 def test_too_few_cpus_are_an_error_and_not_a_hang() -> None:
     hog = ray.remote(Hog).options(num_cpus=7).remote()
     ray.get(hog.ping.remote())
@@ -110,6 +112,7 @@ def test_too_few_cpus_are_an_error_and_not_a_hang() -> None:
     wait_until(lambda: ray.available_resources().get("CPU", 0) >= 8)
 
 
+@pytest.mark.full
 def test_a_start_that_fails_leaves_no_half_made_controller_and_says_which_key_to_raise() -> None:
     told: list[str] = []
     start = StartUp(timeout_s=1.0, tell=told.append, every_s=0.2)
@@ -121,6 +124,7 @@ def test_a_start_that_fails_leaves_no_half_made_controller_and_says_which_key_to
         assert plane.owner.stats()["live_rows"] == 0
 
 
+@pytest.mark.full
 def test_a_controller_that_was_never_finished_is_refused() -> None:
     half = TransferQueueController.options(name=adapter.CONTROLLER, namespace=adapter.CONTROLLER_NAMESPACE).remote()
     ray.get(half.get_config.remote())
@@ -136,7 +140,9 @@ def test_a_controller_that_was_never_finished_is_refused() -> None:
         TransferQueueStore.join(run_id="r", timeout_s=0.5)
 
 
-@pytest.mark.parametrize("victim", ["TransferQueueController", "TransferQueueStorageUnit#0"])
+@pytest.mark.parametrize(
+    "victim", ["TransferQueueController", pytest.param("TransferQueueStorageUnit#0", marks=pytest.mark.full)]
+)
 def test_the_death_of_an_actor_ends_calls_soon(victim: str) -> None:
     with open_plane("transfer_queue") as plane:
         partition = plane.partition()
@@ -157,6 +163,7 @@ def test_the_death_of_an_actor_ends_calls_soon(victim: str) -> None:
         assert time.monotonic() - started < 120
 
 
+@pytest.mark.full
 def test_the_death_of_the_ledger_ends_calls_at_once() -> None:
     with open_plane("transfer_queue") as plane:
         partition = plane.partition()
@@ -168,6 +175,7 @@ def test_the_death_of_the_ledger_ends_calls_at_once() -> None:
             plane.attach()
 
 
+@pytest.mark.full
 def test_past_a_deadline_the_connection_is_broken_for_good() -> None:
     with open_plane("transfer_queue") as plane:
         store = TransferQueueStore.join(run_id=plane.owner.address.run_id, timeout_s=5)

@@ -15,6 +15,7 @@ from tests.helpers.mooncake import SEGMENT_BYTES, chunk, is_alive, kill, under_t
 from tests.helpers.planes import wait_until
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.slow,
     pytest.mark.skipif(bool(mooncake.why_not()), reason=mooncake.why_not() or "Mooncake runs here"),
     pytest.mark.usefixtures("cluster"),

@@ -23,7 +23,7 @@ from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, ini
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
 
-__all__ = ["WorkerSpec", "build_policy_worker", "worker_class"]
+__all__ = ["WorkerSpec", "build_policy_worker", "worker_class", "worker_module"]
 
 WORKERS: Mapping[str, str] = MappingProxyType(
     {
@@ -59,9 +59,18 @@ class WorkerSpec:
 
 def worker_class(policy: PolicyConfig) -> Callable[..., TQWorker]:
     """The worker that the config names; its engine is imported here, by the processes that need it."""
-    module, _, name = WORKERS["megatron" if policy.megatron_cfg.enabled else "dtensor"].rpartition(".")
-    kind: Callable[..., TQWorker] = vars(importlib.import_module(module))[name]
+    name = WORKERS[_engine(policy)].rpartition(".")[2]
+    kind: Callable[..., TQWorker] = vars(importlib.import_module(worker_module(policy)))[name]
     return kind
+
+
+def worker_module(policy: PolicyConfig) -> str:
+    """Where it is defined."""
+    return WORKERS[_engine(policy)].rpartition(".")[0]
+
+
+def _engine(policy: PolicyConfig) -> str:
+    return "megatron" if policy.megatron_cfg.enabled else "dtensor"
 
 
 def build_policy_worker(spec: WorkerSpec) -> TQWorker:

@@ -1,0 +1,72 @@
+"""`ForkServer`: imports once what all workers of a run on this machine import, and lets them begin from there.
+
+torch and transformers cost a process seconds of a core, and a run has six processes and more. `OwnRay` opens it and
+has Ray start `fork_stub` in place of its workers. For CPU runs: a process that has looked at a GPU must not be forked.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from nemo_rl.distributed import fork_stub
+
+__all__ = ["ForkServer"]
+
+EXIT_S = 10.0
+SETUP_SCRIPT = "_private/workers/setup_worker.py"
+"""What Ray starts in place of a worker, in its own package."""
+
+
+class ForkServer:
+    """The server's process.
+
+    Args:
+        folder: of the run; the socket and the log lie there.
+        modules: what it imports; those that cannot be imported are left to the workers.
+        deadline_s: how long a worker waits for it before it starts anew.
+    """
+
+    def __init__(self, folder: Path, modules: Sequence[str], *, deadline_s: float) -> None:
+        self._path, self._deadline_s = folder / "fork.sock", deadline_s
+        with (
+            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener,
+            (folder / "fork_server.log").open("wb") as log,
+        ):
+            # Bound here, so that stubs can wait in line while the modules are imported.
+            listener.bind(str(self._path))
+            listener.listen(128)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "nemo_rl.distributed.fork_server_process", str(listener.fileno()), *modules],
+                pass_fds=[listener.fileno()],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """For the processes that start `fork_stub`."""
+        # Found without importing Ray, since this may run before anything else does.
+        ray = find_spec("ray")
+        assert ray is not None and ray.origin is not None, "Ray is installed with this package"
+        return {
+            fork_stub.ADDRESS: str(self._path),
+            fork_stub.SETUP_SCRIPT: str(Path(ray.origin).parent / SETUP_SCRIPT),
+            fork_stub.DEADLINE: str(self._deadline_s),
+        }
+
+    def close(self) -> None:
+        """Ends it, and workers that are left. Idempotent."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(EXIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(EXIT_S)

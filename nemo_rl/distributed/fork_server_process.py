@@ -1,0 +1,165 @@
+"""The fork server's process: imports what workers need once, and forks a worker for every stub that asks.
+
+Started by `fork_server.ForkServer` as `python -m nemo_rl.distributed.fork_server_process LISTENER MODULE...`. Has one
+thread, since only the forking one goes on in a child. Ends when its standard input does, which is when the process
+that has started it ends; its workers end with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from nemo_rl.distributed.fork_stub import LENGTH, STATUS
+
+PR_SET_PDEATHSIG = 1
+REQUEST_S = 10.0
+"""A stub sends its request in one go."""
+
+
+@dataclass(slots=True)
+class Server:
+    """What is open in this process, all of which a child closes."""
+
+    listener: socket.socket
+    selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    workers: dict[int, tuple[int, socket.socket]] = field(default_factory=dict)
+    """pidfd -> process id and stub."""
+
+    def serve(self) -> None:
+        """Forks until the standard input ends; in a child, returns never."""
+        self.selector.register(self.listener, selectors.EVENT_READ, self._accept)
+        self.selector.register(0, selectors.EVENT_READ, None)
+        while True:
+            for key, _ in self.selector.select():
+                if key.data is None:
+                    return
+                key.data(key.fileobj)
+
+    def _accept(self, listener: socket.socket) -> None:
+        stub, _ = listener.accept()
+        try:
+            stub.settimeout(REQUEST_S)
+            header, files, _, _ = socket.recv_fds(stub, LENGTH.size, 3)
+            content = stub.recv(LENGTH.unpack(header)[0], socket.MSG_WAITALL)
+            request = json.loads(content)
+            stub.settimeout(None)
+        except (OSError, ValueError) as error:
+            sys.stderr.write(f"a request that cannot be read: {error}\n")
+            stub.close()
+            return
+        process_id = os.fork()
+        if process_id == 0:
+            self._become_worker(stub, files, request)
+        for file in files:
+            os.close(file)
+        watched = os.pidfd_open(process_id)
+        self.workers[watched] = process_id, stub
+        self.selector.register(watched, selectors.EVENT_READ, self._report_end)
+        self.selector.register(stub, selectors.EVENT_READ, lambda _: self._end_worker(watched))
+        with suppress(OSError):
+            stub.sendall(STATUS.pack(process_id))
+
+    def _report_end(self, watched: int) -> None:
+        process_id, stub = self.workers.pop(watched)
+        _, status = os.waitpid(process_id, 0)
+        self.selector.unregister(watched)
+        os.close(watched)
+        with suppress(KeyError):
+            self.selector.unregister(stub)
+        with suppress(OSError):
+            stub.sendall(STATUS.pack(max(os.waitstatus_to_exitcode(status), -1) % 256))
+        stub.close()
+
+    def _end_worker(self, watched: int) -> None:
+        """Its stub was ended, which is how Ray ends a worker that has not come up yet."""
+        process_id, stub = self.workers[watched]
+        self.selector.unregister(stub)
+        with suppress(ProcessLookupError):
+            os.kill(process_id, signal.SIGKILL)
+
+    def _become_worker(self, stub: socket.socket, files: Sequence[int], request: dict[str, object]) -> None:
+        """In the child; does not return."""
+        code = 1
+        try:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            self.selector.close()
+            self.listener.close()
+            stub.close()
+            for watched, (_, other) in self.workers.items():
+                os.close(watched)
+                other.close()
+            for target, file in enumerate(files):
+                os.dup2(file, target)
+                os.close(file)
+            code = _run_worker(**request)  # type: ignore[arg-type]
+        except BaseException:  # noqa: BLE001 - the last line of a process
+            traceback.print_exc()
+        finally:
+            with suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+
+
+def _run_worker(*, arguments: Sequence[str], environment: dict[str, str], folder: str) -> int:
+    """Ray's worker script with its arguments, in the environment that Ray meant for it."""
+    os.chdir(folder)
+    script, rest, variables = _split(arguments)
+    os.environ.clear()
+    os.environ.update({**environment, **variables})
+    _forget_randomness()
+    sys.argv = [script, *rest]
+    sys.path[0] = os.path.dirname(script)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    return 0
+
+
+def _split(arguments: Sequence[str]) -> tuple[str, list[str], dict[str, str]]:
+    """Script, its arguments, and the variables of its runtime environment; Ray's set-up script takes out the rest."""
+    own = ("--serialized-runtime-env-context=", "--language=")
+    context = next((text.partition("=")[2] for text in arguments if text.startswith(own[0])), "") or "{}"
+    script, *rest = (text for text in arguments if not text.startswith(own) and text not in ("-s", "-S"))
+    variables: dict[str, str] = json.loads(context).get("env_vars", {})
+    return script, rest, variables
+
+
+def _forget_randomness() -> None:
+    """Children of one process have the same state; Python's own generator is seeded anew by itself."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """`arguments`: descriptor of the listener, then the modules to import."""
+    for name in arguments[1:]:
+        try:
+            importlib.import_module(name)
+        except Exception:  # noqa: BLE001 - the worker that needs it reports it
+            traceback.print_exc()
+    if "ray" in sys.modules:
+        raise SystemExit("a module has imported ray, whose library works in the process that has imported it only")
+    # The collector writes into every object that it looks at, which would copy all pages in every child.
+    gc.collect()
+    gc.freeze()
+    Server(socket.socket(fileno=int(arguments[0]))).serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,95 @@
+"""Workers of a run are forked off a process that has imported what they need; without it they start by themselves."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import ray
+
+from nemo_rl.distributed.own_ray import OwnRay
+from tests.helpers.planes import wait_until
+
+NOTING = "tests.helpers.imported_once"
+ROOT = str(Path(__file__).parents[3])
+CALL_S = 120.0
+
+
+@ray.remote(num_cpus=1)
+class Worker:
+    def look(self) -> dict[str, object]:
+        return {
+            "process": os.getpid(),
+            "parent": " ".join(psutil.Process(os.getppid()).cmdline()),
+            "is_imported": NOTING in sys.modules,
+            "variable": os.environ.get("OF_THIS_WORKER"),
+            "random": float(np.random.rand()),
+            "folder": os.getcwd(),
+        }
+
+
+def start(number: int) -> ray.actor.ActorHandle:
+    return Worker.options(runtime_env={"env_vars": {"OF_THIS_WORKER": str(number)}}).remote()
+
+
+def looks(workers: list[ray.actor.ActorHandle]) -> list[dict[str, object]]:
+    return ray.get([worker.look.remote() for worker in workers], timeout=CALL_S)
+
+
+@pytest.fixture
+def noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NOTED_IMPORTS", str(tmp_path / "imports"))
+    monkeypatch.setenv("PYTHONPATH", ROOT)
+    return tmp_path / "imports"
+
+
+def servers() -> list[psutil.Process]:
+    mine = psutil.Process().children(recursive=True)
+    return [process for process in mine if any("fork_server_process" in word for word in process.cmdline())]
+
+
+@pytest.fixture
+def cluster(noted: Path) -> Iterator[None]:
+    modules = ["numpy", "tests.no_such_module", NOTING]
+    with OwnRay(num_cpus=4, environment={"OMP_NUM_THREADS": "1"}, object_store_bytes=100 << 20, modules=modules):
+        yield
+
+
+def test_workers_begin_with_what_one_process_has_imported(cluster: None, noted: Path) -> None:
+    workers = [start(number) for number in range(2)]
+    found = looks(workers)
+    assert len(noted.read_text().split()) == 1, "imported once"
+    assert all(look["is_imported"] and "fork_server_process" in str(look["parent"]) for look in found)
+    assert [look["variable"] for look in found] == ["0", "1"]
+    assert found[0]["process"] != found[1]["process"] and found[0]["random"] != found[1]["random"]
+    assert {look["folder"] for look in found} == {os.getcwd()}
+
+    # A worker that Ray kills is gone; its server and its neighbour are not.
+    ray.kill(workers[0])
+    wait_until(lambda: not psutil.pid_exists(int(str(found[0]["process"]))))
+    assert looks(workers[1:])[0]["process"] == found[1]["process"]
+
+    # Without the server a worker starts by itself.
+    (server,) = servers()
+    server.kill()
+    wait_until(lambda: not psutil.pid_exists(int(str(found[1]["process"]))))
+    (alone,) = looks([start(7)])
+    assert alone["variable"] == "7" and not alone["is_imported"]
+
+
+def test_nothing_is_left_when_ray_is_closed(noted: Path) -> None:
+    with OwnRay(num_cpus=4, object_store_bytes=100 << 20, modules=["numpy"]):
+        (look,) = looks([start(0)])
+        (server,) = servers()
+    assert not server.is_running() and not psutil.pid_exists(int(str(look["process"])))
+
+
+def test_a_server_that_has_imported_ray_forks_nobody(noted: Path) -> None:
+    with OwnRay(num_cpus=4, object_store_bytes=100 << 20, modules=[NOTING, "ray"]):
+        (look,) = looks([start(0)])
+    assert look["variable"] == "0" and not look["is_imported"]
