@@ -25,7 +25,7 @@ ENGINE_TESTS := tests/contract tests/distributed tests/e2e
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-fast walk-docs lint types imports configs constraints learn-sort learn-sort-tp2 learn-sort-megatron learn-chain-sum learn-sort-moe same-numbers mutants resume-kills chaos leaks stress-data-plane bench-step bench-data-plane bench-packing bench-router-replay gpu-wheels test-gpu clean
+.PHONY: help demo test test-fast walk-docs lint types imports configs tree constraints learn-sort learn-sort-tp2 learn-sort-megatron learn-chain-sum learn-sort-moe same-numbers mutants resume-kills chaos leaks stress-data-plane bench-step bench-data-plane bench-packing bench-router-replay gpu-wheels test-gpu clean
 
 help:
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-22s %s\n", $$1, $$2}'
@@ -37,7 +37,7 @@ $(VENV)/.made:
 
 # torch comes first: the build that suits this machine is then kept by everything that depends on it.
 $(VENV)/.torch: $(VENV)/.made
-	@echo "installing torch into $(VENV) (1 of 2): a build without CUDA takes 0.7 GB of disk, one with CUDA 5 GB; README, Install, says how to choose"
+	@echo "installing torch into $(VENV) (1 of 2): a build without CUDA takes 0.7 GB of disk, one with CUDA 5 GB; section Install of README.md has the choices"
 	$(INSTALL) '$(TORCH)'
 	@$(BIN)/python -c 'import importlib.metadata; print("torch", importlib.metadata.version("torch"))'
 	touch $@
@@ -109,6 +109,9 @@ constraints: $(VENV)/.mooncake ## write constraints.txt from the packages in .ve
 
 configs: $(VENV)/.base ## write configs/grpo_base.yaml from the schema
 	$(BIN)/python -m nemo_rl.config.render configs/grpo_base.yaml
+
+tree: $(VENV)/.base ## write docs/tree.md, one line for every file, from the heads of the files
+	$(BIN)/python -m tests.repo.tree docs/tree.md
 
 learn-sort: $(VENV)/.base $(STARTER)/config.json ## learning run: the sort demo with three seeds, and with learning rate 0
 	for seed in 1 2 3; do \

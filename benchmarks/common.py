@@ -1,4 +1,4 @@
-"""What every benchmark reports beside its numbers: versions, machine, load, commit; bounds; and how it writes them.
+"""What every benchmark reports with its numbers: versions, machine, load, commit; bounds; and how it writes them.
 
 Called by the scripts of this folder. Invariant: a JSON file is the whole new one or the old one.
 """

@@ -1,4 +1,4 @@
-"""An advantage estimator of your own: the reward less the mean of the whole step, whatever the groups are."""
+"""An advantage estimator of your own: the reward less the mean of the whole step, without regard to groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run from config to closing lines; called by the command line."""
+"""One run, from the config to the summary at its end; called by the command line."""
 
 from __future__ import annotations
 

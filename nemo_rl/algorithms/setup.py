@@ -1,4 +1,4 @@
-"""From a config to a trainer that is ready to run, and back down again.
+"""Builds a trainer that is ready to run from a config, and ends everything that it started.
 
 `open_trainer` is the only place that starts processes. Invariant: whatever was started is ended in reverse order
 when its block ends, also after an error or an interrupt.

@@ -1,4 +1,4 @@
-"""The `nemo-rl` command: subcommands for people in front of a terminal.
+"""The `nemo-rl` command: its subcommands and exit codes.
 
 User errors end with exit code 2 and one line, never with a traceback; a job that is gone or does not answer with 1.
 """

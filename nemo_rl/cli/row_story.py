@@ -1,4 +1,4 @@
-"""What an event log tells: the story of one sample, and the totals of a run. Read by `nemo_rl.cli.data_plane`."""
+"""What an event log says: the history of one sample, and the totals of a run. Read by `nemo_rl.cli.data_plane`."""
 
 from __future__ import annotations
 

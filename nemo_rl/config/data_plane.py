@@ -28,8 +28,8 @@ class RayStoreConfig(Section):
     """Payloads in Ray's object store or in shared memory (`impl: ray`)."""
 
     owner: Literal["producer", "holder", "node"] = "producer"
-    """Whose death loses payloads: `producer` (fastest), `holder` (an actor copies them, slower), `node` (segments of
-    shared memory that belong to the node)."""
+    """Owner of the payloads, which are lost when it dies: `producer` (fastest), `holder` (an actor that copies them,
+    slower), `node` (segments of shared memory that belong to the node)."""
     chunk_bytes: PositiveInt = 64 << 20
     """Target size of one object, in bytes. Readers on its node copy only the rows they ask for; another node gets
     whole objects, so many data-parallel nodes are served better by smaller ones."""
@@ -60,12 +60,12 @@ class MooncakeConfig(Section):
 
     host: str = "127.0.0.1"
     """Address of this node where the run's master and holder listen. With several nodes: the owner node's address in
-    the trusted network, for Mooncake's ports ask nobody who they are."""
+    the trusted network, because Mooncake's ports have no authentication."""
     master_address: str | None = None
     """`host:port` of a running master to use; null starts one for this run. Only for `impl: mooncake`."""
     segment_owner: Literal["holder", "producer"] = "holder"
-    """Whose death loses rows: `holder` (a process of the run's owner), `producer` (the process that put them; its own
-    memory, so a put is a memcpy)."""
+    """Owner of the rows, which are lost when it dies: `holder` (a process that the run starts), `producer` (the process
+    that put them; its own memory, so a put is a memcpy)."""
     segment_bytes: PositiveInt = 512 << 20
     """Bytes of rows that fit: in all with `holder`, per process with `producer`. Memory is taken when it is first
     written, and kept."""
@@ -87,7 +87,7 @@ class StorageCapacityConfig(Section):
     rows: PositiveInt = 1_000_000
     """Live rows."""
     bytes: PositiveInt | None = None
-    """Live payload bytes, those on their way included; null means no limit."""
+    """Live payload bytes, including those still being written; null means no limit."""
 
 
 class ObservabilityConfig(Section):
@@ -119,7 +119,7 @@ class DataPlaneConfig(Section):
     timeout_s: PositiveFloat = 60.0
     """Deadline of one data plane call, in seconds."""
     lease_s: PositiveFloat = 30.0
-    """A claim whose consumer sends no heartbeat for so long is handed on, in seconds."""
+    """Seconds without a heartbeat after which the rows of a claim are given to another consumer."""
     storage_capacity: StorageCapacityConfig = Field(default_factory=StorageCapacityConfig)
     chunk_bytes: PositiveInt = 128 * 1024
     """Target size of one chunk; a larger row is a chunk of its own."""
@@ -127,7 +127,7 @@ class DataPlaneConfig(Section):
     """Who reads the rows that tensor and context parallel ranks share: `leader_broadcast` (one of them, which sends
     them on), `independent` (each for itself), `auto` (the leader, where ranks share rows)."""
     worker_cache_bytes: NonNegativeInt = 1 << 30
-    """Most bytes of fetched columns that a policy worker keeps within a step, so that they cross the wire once; 0
+    """Byte limit of fetched columns that a policy worker keeps within a step, so that they cross the wire once; 0
     keeps none."""
     ray: RayStoreConfig = Field(default_factory=RayStoreConfig)
     shm: SharedMemoryConfig = Field(default_factory=SharedMemoryConfig)

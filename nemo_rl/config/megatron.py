@@ -46,7 +46,7 @@ class MegatronOptimizerConfig(Section):
     """Each data-parallel rank keeps a part of the optimizer state. Null: with `adam`, on GPUs, where Transformer Engine
     or apex is installed; nothing else restores it from a checkpoint."""
     use_precision_aware_optimizer: bool = False
-    """The optimizer of Transformer Engine keeps the main weights beside its state; needs the distributed optimizer."""
+    """The optimizer of Transformer Engine keeps the main weights with its state; needs the distributed optimizer."""
     optimizer_cpu_offload: bool = False
     """Keep `optimizer_offload_fraction` of the optimizer state on the CPU, and step there."""
     optimizer_offload_fraction: Fraction = 0.0

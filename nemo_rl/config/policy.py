@@ -64,10 +64,10 @@ class SequencePackingConfig(Section):
     logprob_mb_tokens: PositiveInt = 8192
     """The same for log-probability passes, which need less memory."""
     algorithm: PackingAlgorithm = "balanced"
-    """`balanced` levels the cost over ranks in the fewest microbatches; the others are as in the literature, dealt in
-    turn."""
+    """`balanced` equalizes the cost of ranks in the fewest microbatches; the others are as in the literature,
+    assigned in turn."""
     microbatch_order: MicrobatchOrder = "packer"
-    """`packer`: as the algorithm leaves them; `largest_first`: most tokens first, so that memory peaks at once."""
+    """`packer`: as the algorithm leaves them; `largest_first`: most tokens first, so that memory peaks at the start."""
 
 
 class DynamicBatchingConfig(Section):
@@ -80,11 +80,12 @@ class DynamicBatchingConfig(Section):
     logprob_mb_tokens: PositiveInt = 8192
     """The same for log-probability passes, which need less memory."""
     microbatch_order: MicrobatchOrder = "packer"
-    """`packer`: dearest first on every rank; `largest_first`: most tokens first, so that memory peaks at once."""
+    """`packer`: most expensive first on every rank; `largest_first`: most tokens first, so that memory peaks at the
+    start."""
 
 
 class DTensorConfig(Section):
-    """The DTensor worker: FSDP2 over data x context parallel ranks, tensor parallelism beside it."""
+    """The DTensor worker: FSDP2 over data x context parallel ranks, with tensor parallelism."""
 
     enabled: bool = True
     """Train with it; false where `policy.megatron_cfg.enabled` is true."""
@@ -185,7 +186,7 @@ class GenerationConfig(Section):
     """Tokens that end a response; null uses the tokenizer's end-of-sequence token and those that the model folder's
     generation_config.json lists."""
     stop_strings: list[Text] = Field(default_factory=list)
-    """Texts that end a response at the token that completes them; the text stays in the response."""
+    """Strings that end a response at the token that completes them; the string stays in the response."""
     max_batch_size: PositiveInt = 1024
     """Rows decoded together by one engine."""
     refit_transport: Literal["auto", "payload", "ipc", "broadcast"] = "auto"

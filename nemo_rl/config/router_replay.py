@@ -19,12 +19,12 @@ class RouterReplayConfig(Section):
     source: Literal["rollout", "prev_logprobs"] = "rollout"
     """Who records the routes: the engine that samples, or the policy worker in its log-probability pass."""
     bit_packed: bool = False
-    """Ids travel in as many bits as they need; false: one byte each up to 256 experts, two above."""
+    """Send ids in as many bits as they need; false: one byte each up to 256 experts, two above."""
     max_missing_share: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Largest share of trainable tokens without a route, which then take the model's own; a step above it fails."""
     compare_microbatches: NonNegativeInt = 0
     """Microbatches per rank and step whose log-probabilities are also computed with the model's own routes, for the
-    metrics that tell what replay changes."""
+    metrics that show what replay changes."""
 
     @property
     def records_at_rollout(self) -> bool:

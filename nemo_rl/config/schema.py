@@ -1,4 +1,4 @@
-"""The whole config tree. Defaults live only here; YAML recipes hold values that differ.
+"""The whole config tree, with every default; YAML recipes hold only values that differ.
 
 Key names follow the field's (NeMo-RL's), so that its users find their way. Every key that is accepted has an
 effect; combinations that would be ignored are refused in `nemo_rl.config.validate`.
@@ -53,7 +53,7 @@ class GRPOConfig(Section):
     max_num_epochs: PositiveInt | None = None
     """Passes over the training prompts; null repeats them until `max_num_steps`."""
     val_period: NonNegativeInt = 10
-    """Validate every so many steps; 0 turns periodic validation off."""
+    """Steps between validations; 0 turns periodic validation off."""
     val_at_start: bool = True
     """Validate before the first step."""
     val_at_end: bool = True
@@ -121,7 +121,7 @@ class DatasetConfig(Section):
     output_key: Text = "output"
     """Name of the answer's column in a file."""
     size: Annotated[int, Field(gt=0, le=10_000_000)] | None = None
-    """Number of generated prompts; for files, keep only the first so many."""
+    """Number of generated prompts; for files, only this many are kept, from the start."""
     seed: int = 0
     """Seed of generated prompts. reasoning_gym draws item i with seed + i: keep two seeds further apart than `size`."""
     options: Options = Field(default_factory=dict)
@@ -159,12 +159,12 @@ class EnvConfig(Section):
     """Settings of your own environment."""
     reward_function: str | None = None
     """`module:function` of a custom reward: `(prompt: str, response: str, answer: object) -> float`. It may return
-    components by name instead of one number, and have further parameters; see README, Your own reward."""
+    components by name instead of one number, and have further parameters; see docs/guide.md."""
     reward_weights: dict[str, FiniteFloat] = Field(default_factory=dict)
     """Weight of each component of a custom reward in the reward: all must be named; 0 only draws its curve. Without
     weights the components are added up."""
     reward_batch_size: PositiveInt | None = None
-    """Hand a custom reward lists of at most so many prompts, responses and answers; null: one response at a time."""
+    """Largest list of prompts, responses and answers that a custom reward is given; null: one response at a time."""
     timeout_s: PositiveFloat = 10.0
     """Wall-clock limit of one call of the reward, that is of one response or one batch; past it the scorer's process is
     ended."""
@@ -202,7 +202,7 @@ class ClusterConfig(Section):
     num_cpus: PositiveInt | None = None
     """Logical CPUs that Ray may hand out on this machine; null: as many as the actors need, at least the cores."""
     threads_per_worker: PositiveInt = 1
-    """Torch threads in every process of ours."""
+    """Torch threads in every process of the run."""
     worker_start_timeout_s: PositiveFloat = START_TIMEOUT_S
     """Deadline of each start at the beginning of a run (Ray, workers, stores, servers, ledger), in seconds."""
     collective_timeout_s: PositiveFloat = 120.0
@@ -224,9 +224,9 @@ class CheckpointingConfig(Section):
     checkpoint_dir: FilePath | None = None
     """Folder of the `step_N` folders and `latest`; null: `checkpoints` in `logger.log_dir`."""
     save_period: PositiveInt = 10
-    """Save every so many steps, and at the last step."""
+    """Steps between checkpoints; the last step is saved as well."""
     keep_top_k: PositiveInt | None = 3
-    """Best checkpoints to keep by `metric_name`, besides the latest; null keeps all."""
+    """Best checkpoints to keep by `metric_name`, in addition to the latest; null keeps all."""
     metric_name: Text = "val:reward"
     """`val:NAME` or `train:NAME` as logged; `val:accuracy` where rewards are right or wrong."""
     higher_is_better: bool = True

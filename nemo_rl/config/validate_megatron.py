@@ -1,4 +1,4 @@
-"""Rules about `policy.megatron_cfg`: what megatron-core would refuse late, answer with an assertion, or ignore.
+"""Rules about `policy.megatron_cfg`: what megatron-core would refuse late, assert, or ignore.
 
 The form of a rule is explained in `nemo_rl.config.validate`, which runs them all. A rule here has nothing to say unless
 the Megatron worker is enabled. What depends on the model's layers and experts is checked by the worker.

@@ -1,4 +1,4 @@
-"""The boundary of YAML: texts of recipes and overrides as plain values, `parse_yaml`.
+"""The boundary of YAML, `parse_yaml`: recipes and overrides as plain, bounded values.
 
 Called where a recipe is read and for the value of an override. Invariant: what comes out is made of dicts with text
 keys, lists, texts, 64-bit integers, floats, booleans and null, is not nested deeply, and is small: everything later can

@@ -1,4 +1,4 @@
-"""`data_plane.json`: how a person's terminal finds the ledger of a running job. Written by `factory`, read by the CLI.
+"""`data_plane.json`: how the command line finds the ledger of a running job. Written by `factory`, read by the CLI.
 
 The file holds the token of the ledger's socket, so only its owner may read it (mode 0600); it is gone after the run.
 """

@@ -1,4 +1,4 @@
-"""A put's wait for room: the client asks the ledger again until the put fits or its deadline is near.
+"""A put that waits for capacity: the client asks the ledger again until the put fits or its deadline is near.
 
 Used by `LedgerClient`. A wait ends with the ledger's grant or with `CapacityExceeded`; it never loses a row.
 """

@@ -1,4 +1,4 @@
-"""The writing half of a client: room, chunks, store, commit. Used by `client`.
+"""The writing half of a client: reserve capacity, encode chunks, store them, commit. Used by `client`.
 
 The one invariant: rows become visible by the commit that follows a complete store put, all of them or none.
 """

@@ -1,4 +1,4 @@
-"""Rows <-> chunk payloads.
+"""Encodes rows as chunk payloads, and decodes them.
 
 A chunk holds consecutive rows of one put and one family and describes itself, so a payload is never empty and can be
 read by itself:

@@ -1,4 +1,4 @@
-"""Dense batches <-> columns of the data plane.
+"""Converts dense batches to columns of the data plane and back: first write, read, write back.
 
 The rollout actor calls `kv_first_write`; workers call `read_columns` and `write_columns`. Padding exists on this side
 only: it is cut before a put and made at a read.

@@ -1,4 +1,4 @@
-"""Columns as they are about to be sent: checked against the declared schema, rows laid end to end.
+"""Columns as they are about to be sent: checked against the declared schema, rows concatenated.
 
 `check_columns` is the gate of every put: what passes it can be encoded, and nothing is sent before it has passed.
 """

@@ -1,4 +1,4 @@
-"""Dense batches built row by row from bytes, and rows laid end to end, in memory that is warm.
+"""Dense batches built row by row from bytes, and concatenated rows, in memory that is already mapped.
 
 Used by `codec` and `ragged.pad_nested`. Fresh memory of 100 MB costs more in page faults than in copying,
 so large results come out of `WarmMemory`, which takes a block back when the last tensor over it is gone: a result is

@@ -1,4 +1,4 @@
-"""The ledger: the only truth about rows. A pure state machine without I/O, threads or clocks.
+"""The ledger: the single source of truth about rows. A pure state machine without I/O, threads or clocks.
 
 A host (`ledger_host`, `ledger_host_ray`, `ledger_host_socket`) serialises the calls and passes `now`. Requests and
 replies are plain values that msgpack carries, so one dispatcher, `Ledger.handle`, serves all hosts. Every operation

@@ -1,4 +1,4 @@
-"""The ledger's room: what is live, what is promised to puts under way, and who has to wait.
+"""The ledger's capacity: what is live, what is reserved for puts under way, and who has to wait.
 
 Called by `ledger.py` only. A put that can never fit is refused; one that does not fit now is told what it waits for,
 and the client asks again until its deadline. Nothing is ever evicted.

@@ -1,4 +1,4 @@
-"""What happened to rows: events of the ledger, and the story of one row.
+"""What happened to rows: events of the ledger, and the history of one row.
 
 `Recorder` is called by `ledger.py` after each change; it stays pure: an event is a dict of plain values that goes to
 the sink given by the host and into the history of every live row that it names.

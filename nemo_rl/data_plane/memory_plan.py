@@ -1,4 +1,4 @@
-"""What a payload store pins or reserves, in words; logged by the owner and printed when a run starts.
+"""What a payload store pins or reserves, as text; logged by the owner and printed when a run starts.
 
 Used by `algorithms.setup` and `stores`. The invariant: these are upper bounds, of memory that the data plane keeps.
 """

@@ -1,4 +1,4 @@
-"""`MetricsDataPlaneClient`: counts what a client's calls cost and tells a callback, without changing what they do.
+"""`MetricsDataPlaneClient`: counts what a client's calls cost and informs a callback, without changing what they do.
 
 Every process wraps its own client; the driver sums the snapshots with `merge_snapshots`. Payload (columns) and meta
 (keys, lengths and tags that cross with a call) are counted apart, so that the driver's share can be stated.

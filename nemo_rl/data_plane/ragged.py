@@ -1,4 +1,4 @@
-"""Ragged columns: padded <-> jagged nested tensors, without loops over rows.
+"""Ragged columns: padded tensors to jagged ones and back, without loops over rows.
 
 Used by `column_io` and by workers. The one invariant: padding exists only in dense batches, never on the wire.
 """

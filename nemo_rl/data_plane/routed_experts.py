@@ -1,4 +1,4 @@
-"""Routes of experts as columns: what a rollout records <-> what crosses the wire.
+"""Routes of experts as columns: from what a rollout records to what crosses the wire, and back.
 
 Install form is what recorders give and routers take: int16 ids `[..., L, K]`, every id of a token -1 where its route is
 missing. On the wire ids have no sign, as whole bytes or in as many bits as they need, and a bitmap tells the tokens

@@ -1,4 +1,4 @@
-"""Recognising tensordict's types without importing tensordict, which costs a process as much as torch does.
+"""Recognises tensordict's types without importing tensordict, which costs a process as much as torch does.
 
 A value can only be one of them where tensordict is loaded already. Only what makes a table imports it.
 """

@@ -1,4 +1,4 @@
-"""Ending the connections of this process's groups, so that a thread that is blocked in a collective gets out.
+"""Closes the connections of this process's groups, so that a thread that is blocked in a collective returns.
 
 Called by the abort watch from its own thread. NCCL can abort a communicator. Gloo has no working abort (torch 2.13:
 `ProcessGroup.abort` returns and the blocked call stays), but every blocked call ends with "Connection closed by peer"

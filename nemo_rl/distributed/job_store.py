@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet: the TCP store of rank 0, on a socket that is bound before anybody is told its port.
+"""Where the ranks of a job meet: the TCP store of rank 0, on a socket that is bound before its port is announced.
 
 `reserve_port` runs in the process of rank 0, `open_server` takes its socket over there, `open_client` is what the other
 ranks do. Invariant: a reserved port is never given back in between, so no other program can take it, and the store

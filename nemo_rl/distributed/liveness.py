@@ -1,4 +1,4 @@
-"""Whether a process of this machine still lives: its number and start time, read from `/proc`.
+"""Whether a process of this machine still lives: its process id and start time, read from `/proc`.
 
 Called by the abort watch, which learns of a killed peer before any connection says so.
 """

@@ -1,4 +1,4 @@
-"""Bins to ranks: the same number each, costs as equal as can be. Plain integers and floats.
+"""Assigns bins to ranks: the same number each, costs as equal as possible. Plain integers and floats.
 
 Called by `packing`. Invariant: no function here puts a bin over its cap, empties one, or loses a row.
 """

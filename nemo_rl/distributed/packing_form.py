@@ -1,4 +1,4 @@
-"""The microbatches of one global batch, dealt to the ranks: packed rows by named algorithm, padded rows.
+"""The microbatches of one global batch, assigned to the ranks: packed rows by named algorithm, padded rows.
 
 Called by `packing` with rows numbered 0..n-1 in an order the caller made stable. Invariant: `[rank][microbatch]` with
 as many microbatches on every rank, a multiple of `multiple_of`, each under the cap and none empty.

@@ -1,4 +1,4 @@
-"""Bins where room is short: under the cap after all, or in fewer bins than the greedy algorithms need.
+"""Bins when capacity is tight: still under the cap, or in fewer bins than the greedy algorithms need.
 
 Called by `packing`. As in `packing_bins`, rows are numbers 0..n-1 and every function is deterministic.
 """

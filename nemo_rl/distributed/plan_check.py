@@ -1,4 +1,4 @@
-"""That every rank follows the plan which the driver made: digests are compared before any row is touched.
+"""Checks that every rank follows the driver's plan: digests are compared before any row is touched.
 
 Called by workers at the start of a stage. A worker never plans, so ranks with different plans would wait for each
 other in different microbatches.

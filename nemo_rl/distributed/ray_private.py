@@ -1,4 +1,4 @@
-"""What a run changes of Ray's inside, for there is no option: where it listens, and which of its processes start.
+"""What a run changes inside Ray where Ray has no option: where it listens, and which of its processes start.
 
 `OwnRay` enters both around `ray.init`. Written for Ray 2.60; `tests/unit/distributed/test_virtual_cluster.py` asks the
 running cluster whether they hold.

@@ -1,4 +1,4 @@
-"""`RunFolder`: a run's temporary folder on this machine, gone with the run however that ends.
+"""`RunFolder`: a run's temporary folder on this machine, removed when the run ends, also after a kill.
 
 Ray keeps its session there: sockets, ports and logs. A sweeper process beside the driver removes the folder and the
 processes that carry its mark when the driver dies; what a machine has lost together with its sweeper is removed when

@@ -1,4 +1,4 @@
-"""What an environment takes and gives.
+"""The interface of an environment: what it is given and what it returns.
 
 Called by the rollout worker, once per step with all rows, and once per validation.
 """

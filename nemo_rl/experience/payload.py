@@ -1,4 +1,4 @@
-"""Rollouts -> columns for the data plane, and the small per-row record that the driver carries.
+"""Converts rollouts to columns of the data plane, and makes the small per-row record that the driver carries.
 
 Called by the rollout worker. Invariant: nothing per token is in `DriverCarry`.
 """

@@ -1,4 +1,4 @@
-"""Causal attention over whole sequences that lie in one row, on one rank or zigzag-split over context-parallel ranks.
+"""Causal attention over sequences packed in one row, on one rank or zigzag-split over context-parallel ranks.
 
 Registered with Hugging Face models as `nrl_varlen`; a forward pass hands its `Segments` to every layer as the keyword
 `segments`. Invariant: a token attends to itself and to earlier tokens of its own sequence only, by construction: a

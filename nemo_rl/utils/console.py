@@ -1,4 +1,4 @@
-"""One rich console for everything a person sees, and log records routed through it so that a live panel stays whole.
+"""One rich console for all terminal output; log records go through it, so that the live panel stays whole.
 
 Called by launchers; library code only uses `logging.getLogger(__name__)`.
 """

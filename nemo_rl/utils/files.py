@@ -1,4 +1,4 @@
-"""Files that are either the old one or the whole new one: written beside, then renamed.
+"""Atomic file replacement: written to a temporary name, then renamed.
 
 Called by whatever leaves files for people or for a later run.
 """

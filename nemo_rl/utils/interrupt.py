@@ -1,4 +1,4 @@
-"""Whether this process was asked to end: Ctrl-C, SIGTERM and SIGHUP are one thing, wherever they arrive.
+"""Interrupts: Ctrl-C, SIGTERM and SIGHUP are handled alike, wherever they arrive.
 
 The command line installs `install`. An interrupt is raised as KeyboardInterrupt; libraries turn that into errors of
 their own (a failed save, for example), so whoever handles an error asks `received` first.

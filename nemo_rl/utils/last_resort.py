@@ -1,4 +1,4 @@
-"""Errors that no boundary has named, at the outermost place of a command: a line for people, the rest in a file.
+"""Unexpected errors, caught at the top of a command: one line for the user, the traceback in a file.
 
 Called by the command lines. A file system that refuses is the user's to mend; anything else is a fault of this package.
 """

@@ -1,4 +1,4 @@
-"""What a person sees during a run: a panel that redraws itself on a terminal, one plain line per step elsewhere.
+"""Terminal output during a run: a panel that redraws itself on a terminal, one plain line per step elsewhere.
 
 Called by the trainer: `begin` where its steps start, `stage` where a stage does, `step` with a `StepReport` after every
 step; `final_lines` ends the output of a run.

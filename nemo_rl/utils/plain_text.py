@@ -1,4 +1,4 @@
-"""Texts of others (rewards, models, files) made safe to show: cut, and what a terminal would obey spelt out.
+"""Makes untrusted text (rewards, models, files) safe to show: cut, with control characters escaped.
 
 Called wherever a message or a line on a terminal quotes a text that somebody else wrote.
 """

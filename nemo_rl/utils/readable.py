@@ -1,4 +1,4 @@
-"""Waits for descriptors without select's limit of 1,024, which a process with many sockets is past."""
+"""Waits for file descriptors without select's limit of 1,024."""
 
 from __future__ import annotations
 

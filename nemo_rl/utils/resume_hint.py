@@ -1,4 +1,4 @@
-"""What to type to go on after an interruption. Called by the command line; imports neither torch nor Ray."""
+"""The command that resumes an interrupted run. Called by the command line; imports neither torch nor Ray."""
 
 from __future__ import annotations
 

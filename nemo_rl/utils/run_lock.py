@@ -1,4 +1,4 @@
-"""One run per folder: a lock that a living process holds, and that the kernel takes back when it dies.
+"""One run per folder: a lock that the kernel releases when the process dies.
 
 `lock_folder` is entered before a run writes or removes anything. The file says who holds it, for whoever is refused.
 """

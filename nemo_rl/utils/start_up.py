@@ -1,4 +1,4 @@
-"""How long the processes of a run may take to start, and who is told while they are waited for.
+"""How long the processes of a run may take to start, and the progress messages while the run waits.
 
 `setup` makes one `StartUp` from `cluster.worker_start_timeout_s`; everything that starts a process takes it. Invariant:
 there is no other deadline for a start, so a machine that is merely slow needs one key.

@@ -1,4 +1,4 @@
-"""`time_limit`: ends a piece of foreign code that has no end of its own, such as a template with nested loops."""
+"""`time_limit`: interrupts third-party code that may never end, such as a template with nested loops."""
 
 from __future__ import annotations
 

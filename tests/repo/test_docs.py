@@ -15,15 +15,19 @@ import pytest
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema_walk import iter_fields
 from nemo_rl.data_plane.schema import FIELDS, docs_table
+from tests.repo import tree
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGE_IDS = [str(page.relative_to(ROOT)) for page in PAGES]
-IN_TREE = ("nemo_rl", "examples", "configs", "docs", "benchmarks")
-"""Folders of which every file has a line, or lies in a folder that has one."""
+WRITTEN = [page for page in PAGES if page != tree.PAGE]
+"""Pages by hand; the sentences of the tree are docstrings."""
+README, GUIDE = ROOT / "README.md", ROOT / "docs" / "guide.md"
+README_LINES = 200
+"""A newcomer reads it in one sitting; the rest is in docs."""
 
 LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`")
 NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\(\))?")
 OVERRIDE = re.compile(r"(?<![\w-])[+~]?([a-z_]+(?:\.[a-z_]+)+)=")
@@ -38,6 +42,12 @@ OUTSIDE = {
     *("nemo_rl", "envs"),
 }
 """Names in backticks that no line of the library defines."""
+
+
+def anchors(page: Path) -> set[str]:
+    """Names that a link can give after `#`: one for each heading."""
+    headings = re.findall(r"^#+ (.+)$", BLOCK.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
 def prose(page: Path) -> str:
@@ -77,17 +87,20 @@ def known_names() -> frozenset[str]:
 def test_links_lead_to_files_that_define_what_they_name(page: Path) -> None:
     wrong = []
     for text, target in LINK.findall(page.read_text(encoding="utf-8")):
-        path = (page.parent / target.partition("#")[0]).resolve()
         if target.startswith("http"):
             continue
+        file, _, anchor = target.partition("#")
+        path = (page.parent / file).resolve() if file else page
         if not path.exists():
             wrong.append(f"{target} does not exist")
-        elif path.suffix == ".py" and text.strip("`") not in set(definitions(path)):
+        elif path.suffix == ".py" and text.strip("`") not in {path.name, *definitions(path)}:
             wrong.append(f"{target} does not define {text}")
+        elif anchor and anchor not in anchors(path):
+            wrong.append(f"{target} has no such heading")
     assert wrong == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
 def test_paths_and_names_in_backticks_exist(page: Path) -> None:
     unknown = []
     for code in CODE.findall(prose(page)):
@@ -111,64 +124,57 @@ def test_settings_and_make_targets_exist(page: Path) -> None:
     assert set(re.findall(r"(?:`|^)make ([a-z0-9-]+)", text, re.MULTILINE)) <= targets
 
 
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= README_LINES, "move details to a page of docs"
+
+
 def test_pages_are_ascii() -> None:
     assert [page.name for page in PAGES if not page.read_text(encoding="utf-8").isascii()] == []
 
 
 def test_messages_of_the_troubleshooting_table_are_in_the_source() -> None:
-    section = PAGES[0].read_text(encoding="utf-8").partition("## Troubleshooting")[2].partition("\n## ")[0]
-    shown = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
+    page = ROOT / "docs" / "troubleshooting.md"
+    shown = re.findall(r"^\| `([^`]+)` \|", page.read_text(encoding="utf-8"), re.MULTILINE)
     source = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "nemo_rl").rglob("*.py")))
     assert len(shown) >= 10
     assert [message for message in shown if message not in source] == []
 
 
-def test_python_blocks_of_the_readme_run() -> None:
+def test_python_blocks_of_the_guide_run() -> None:
     names: dict[str, Callable[..., object]] = {}
-    for language, body in BLOCK.findall(PAGES[0].read_text(encoding="utf-8")):
+    for language, body in BLOCK.findall(GUIDE.read_text(encoding="utf-8")):
         if language == "python":
-            exec(compile(body, "README.md", "exec"), names)
+            exec(compile(body, GUIDE.name, "exec"), names)
     assert names["brevity"]("p", "the answer is 4", 4) == pytest.approx(0.85)
     assert names["brevity"]("p", "five", 4) == 0.0
     assert names["judged"]("p", "4", 4, truncated=True) == {"correct": 1.0, "format": 0.0}
 
 
-def test_the_recipe_of_the_readme_loads(tmp_path: Path) -> None:
-    (recipe,) = (body for language, body in BLOCK.findall(PAGES[0].read_text(encoding="utf-8")) if language == "yaml")
+def test_the_recipe_of_the_guide_loads(tmp_path: Path) -> None:
+    (recipe,) = (body for language, body in BLOCK.findall(GUIDE.read_text(encoding="utf-8")) if language == "yaml")
     (tmp_path / "recipe.yaml").write_text(recipe.replace("defaults: ", f"defaults: {ROOT}/"))
     config = load_config(tmp_path / "recipe.yaml")
     assert config.grpo.max_num_steps == 3 and config.data.train.dataset_name == "jsonl"
 
 
-def test_one_process_as_the_readme_says() -> None:
-    (line,) = (code for code in CODE.findall(PAGES[0].read_text(encoding="utf-8")) if "launcher=local" in code)
+@pytest.mark.parametrize("page", [README, GUIDE], ids=lambda page: page.name)
+def test_one_process_as_the_pages_say(page: Path) -> None:
+    (line,) = (code for code in CODE.findall(page.read_text(encoding="utf-8")) if "launcher=local" in code)
     config = load_config(ROOT / "configs/grpo_sort_cpu.yaml", line.split())
     assert config.cluster.launcher == "local" and config.data_plane.impl == "noop"
 
 
-def tree_lines() -> list[str]:
-    section = PAGES[0].read_text(encoding="utf-8").partition("## Tree")[2]
-    (_, body) = BLOCK.findall(section)[0]
-    return [line.split()[0] for line in body.splitlines() if line.strip()]
+def test_the_tree_is_the_generated_one() -> None:
+    shown = (ROOT / "docs" / "tree.md").read_text(encoding="utf-8")
+    assert shown == tree.tree(), "run `make tree`"
 
 
-def test_the_tree_names_what_exists_once() -> None:
-    named = tree_lines()
-    assert [path for path in named if not (ROOT / path).exists()] == []
-    assert sorted(set(named)) == sorted(named)
-
-
-def test_the_tree_leaves_no_file_out() -> None:
-    named = tree_lines()
-    folders = tuple(path for path in named if path.endswith("/"))
-    files = [
-        str(path.relative_to(ROOT))
-        for top in IN_TREE
-        for path in sorted((ROOT / top).rglob("*"))
-        if path.suffix in SUFFIXES and path.name != "__init__.py"
-    ]
-    missing = [file for file in files if file not in named and not file.startswith(folders)]
-    assert missing == [], "add a line to the tree in README.md"
+def test_every_file_and_folder_of_the_tree_says_what_it_is() -> None:
+    silent = [line for line in tree.tree().splitlines() if line.startswith("- ") and not line.endswith(".")]
+    assert silent == [], "let the file begin with a sentence that says what it is"
+    here = {*tree.FILES, *tree.FOLDERS, *tree.TESTS}
+    assert [name for name in here if not (ROOT / name).exists()] == []
+    assert {f"tests/{path.name}" for path in (ROOT / "tests").iterdir() if any(path.glob("**/*.py"))} == set(tree.TESTS)
 
 
 def test_the_field_table_is_the_generated_one() -> None:

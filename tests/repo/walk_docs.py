@@ -26,8 +26,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
-    *("README.md", "docs/contributing.md", "docs/data_plane.md", "docs/router_replay.md", "docs/architecture.md"),
-    *("docs/coming_from_nemo_rl.md", "docs/extending.md"),
+    *("README.md", "docs/guide.md", "docs/parallel.md", "docs/data_plane.md", "docs/router_replay.md"),
+    *("docs/extending.md", "docs/troubleshooting.md", "docs/one_step.md", "docs/architecture.md", "docs/tree.md"),
+    *("docs/contributing.md", "docs/coming_from_nemo_rl.md"),
 )
 LANGUAGES = {"bash", "python", "yaml", "text"}
 WORDS = {"cheap", "bounds", "tests", "gpu", "cluster"}
@@ -44,6 +45,7 @@ TARGETS: Mapping[str, str] = {
     "types": "",
     "imports": "",
     "configs": "",
+    "tree": "",
     "constraints": "",
     "learn-sort": "grpo.max_num_steps=2",
     "learn-sort-tp2": "grpo.max_num_steps=2",

@@ -1,1 +1,1 @@
-"""What can be known of a run before anything starts."""
+"""What can be checked about a run before anything starts."""

@@ -1,4 +1,4 @@
-"""`preflight`: everything that can be known of a run without starting it, all problems at once.
+"""`preflight`: everything that can be checked about a run without starting it, all problems at once.
 
 Called first in every run, and alone by `--preflight`. A check is a function that is given the `Subject` and returns a
 line per problem, or raises a `UserError`; a new one is one line in `CHECKS`.

@@ -1,4 +1,4 @@
-"""Server processes of a payload store that end with their owner, however it ends.
+"""Server processes of a payload store that end when their owner ends, also when it is killed.
 
 Used by `mooncake_master`. A command runs under `process_guard`, in a session of its own, with its output in a file of a
 temporary folder; `stop` ends it by process id and removes the folder.

@@ -1,4 +1,4 @@
-"""Segments: files in a node's shared memory that processes map, hand over and reuse. Used by `adapters.shm`.
+"""Segments: files in a node's shared memory that processes map, pass on and reuse. Used by `adapters.shm`.
 
     <folder>/nrl-<run>/live/<chunk>          a chunk's bytes behind a 64-byte head
     <folder>/nrl-<run>/free/<size>-<inode>   a segment that waits for its next chunk

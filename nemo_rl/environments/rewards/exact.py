@@ -1,4 +1,4 @@
-"""Exact match. Called by the sort environment."""
+"""The exact-match reward. Called by the sort environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of the DTensor worker: a Hugging Face folder, and sharded optimizer state beside it.
+"""Checkpoints of the DTensor worker: a Hugging Face folder, and sharded optimizer state next to it.
 
 All functions are collective: every rank calls them in the same order. The invariant is that of `checkpoint_folder`.
 """

@@ -1,4 +1,4 @@
-"""What a generation engine takes and gives.
+"""The interface of a generation engine: what it is given and what it returns.
 
 A user-defined engine (`policy.generation.backend: module:name`) is a class or function that is given `spec`,
 an `EngineSpec`, and returns a `GenerationInterface` that is a `RefitTarget` as well. Each replica has its own worker.

@@ -1,4 +1,4 @@
-"""Attention and positions of a forward pass whose sequences are told by `Segments`.
+"""Attention and positions of a forward pass whose sequences are described by `Segments`.
 
 Handed to megatron-core's layers as core attention and rotary embedding. A pass gives them a `PackedSegments` where
 megatron-core passes its own record on, so that a recomputed layer sees the sequences of its own microbatch. Invariant:

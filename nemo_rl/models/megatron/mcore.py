@@ -1,4 +1,4 @@
-"""The door to megatron-core: what this package uses of it, imported once and in an order that works without CUDA.
+"""The wrapper of megatron-core: what this package uses of it, imported once and in an order that works without CUDA.
 
 Invariant: no other module imports `megatron`, so the adaptation of `cpu_compat` is in place before any of it runs.
 """

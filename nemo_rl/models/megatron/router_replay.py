@@ -1,4 +1,4 @@
-"""Router replay in megatron-core: each router's `RouterReplay`, reached by the number of its layer.
+"""Router replay in megatron-core: each router's `RouterReplay`, found by the number of its layer.
 
 megatron-core's own instances stand in a list of the process and take recomputed routes in the order in which they were
 set (0.16.1). Ours ask the rank's `RouteReplayer`, which knows the microbatch; weights stay those of the live scores.

@@ -1,4 +1,4 @@
-"""`RefitGroup`: policy rank 0 and the engines in a process group of their own, beside every other group of a process.
+"""`RefitGroup`: policy rank 0 and the engines in a process group of their own, separate from all others.
 
 Rank 0 calls `send`, the others `receive`, bucket by bucket. Invariant: a status word comes before every bucket, so an
 error of the sender reaches the receivers as text; every wait ends with the group's deadline.

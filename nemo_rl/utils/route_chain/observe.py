@@ -1,4 +1,4 @@
-"""What each record saw: which token of which sample lay in which slot, with which routes; one form for every hop.
+"""What each record saw: which token of which sample was in which slot, with which routes; one form for every hop.
 
 Called by `nemo_rl.utils.route_chain.chain`. A `Sample` is what the rollout recorded; an `Observation` is what a later
 record saw. Shapes: T tokens of a sample, S slots of a record, L layers, K chosen experts.

@@ -1,4 +1,4 @@
-"""What a tracker takes; one file per tracker of ours, fanned out to by `nemo_rl.utils.logger.Logger`."""
+"""The tracker interface; each built-in tracker has one file, and `nemo_rl.utils.logger.Logger` calls all of them."""
 
 from __future__ import annotations
 

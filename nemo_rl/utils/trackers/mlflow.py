@@ -1,4 +1,4 @@
-"""MLflow. The only file that names mlflow (extra `mlflow`, its client without server and database)."""
+"""The MLflow tracker. The only file that names mlflow (extra `mlflow`, its client without server and database)."""
 
 from __future__ import annotations
 

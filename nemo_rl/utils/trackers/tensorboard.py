@@ -1,4 +1,4 @@
-"""TensorBoard events. The only file that names TensorBoard."""
+"""The TensorBoard tracker. The only file that names TensorBoard."""
 
 from __future__ import annotations
 

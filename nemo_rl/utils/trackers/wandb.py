@@ -1,4 +1,4 @@
-"""Weights & Biases. The only file that names wandb (extra `wandb`)."""
+"""The Weights & Biases tracker. The only file that names wandb (extra `wandb`)."""
 
 from __future__ import annotations
 
