@@ -29,14 +29,24 @@ REQUEST_S = 10.0
 """A stub sends its request in one go."""
 
 
+@dataclass(eq=False, slots=True)
+class _Worker:
+    """A child of the server."""
+
+    process_id: int
+    watched: int
+    """pidfd, readable when it has ended."""
+    stub: socket.socket
+    has_ended: bool = False
+
+
 @dataclass(slots=True)
 class Server:
     """What is open in this process, all of which a child closes."""
 
     listener: socket.socket
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
-    workers: dict[int, tuple[int, socket.socket]] = field(default_factory=dict)
-    """pidfd -> process id and stub."""
+    workers: set[_Worker] = field(default_factory=set)
 
     def serve(self) -> None:
         """Forks until the standard input ends; in a child, returns never."""
@@ -65,42 +75,45 @@ class Server:
             self._become_worker(stub, files, request)
         for file in files:
             os.close(file)
-        watched = os.pidfd_open(process_id)
-        self.workers[watched] = process_id, stub
-        self.selector.register(watched, selectors.EVENT_READ, self._report_end)
-        self.selector.register(stub, selectors.EVENT_READ, lambda _: self._end_worker(watched))
+        worker = _Worker(process_id, os.pidfd_open(process_id), stub)
+        self.workers.add(worker)
+        self.selector.register(worker.watched, selectors.EVENT_READ, lambda _: self._report_end(worker))
+        self.selector.register(stub, selectors.EVENT_READ, lambda _: self._end_worker(worker))
         with suppress(OSError):
             stub.sendall(STATUS.pack(process_id))
 
-    def _report_end(self, watched: int) -> None:
-        process_id, stub = self.workers.pop(watched)
-        _, status = os.waitpid(process_id, 0)
-        self.selector.unregister(watched)
-        os.close(watched)
+    def _report_end(self, worker: _Worker) -> None:
+        worker.has_ended = True
+        self.workers.discard(worker)
+        _, status = os.waitpid(worker.process_id, 0)
+        self.selector.unregister(worker.watched)
+        os.close(worker.watched)
         with suppress(KeyError):
-            self.selector.unregister(stub)
+            self.selector.unregister(worker.stub)
         with suppress(OSError):
-            stub.sendall(STATUS.pack(max(os.waitstatus_to_exitcode(status), -1) % 256))
-        stub.close()
+            worker.stub.sendall(STATUS.pack(max(os.waitstatus_to_exitcode(status), -1) % 256))
+        worker.stub.close()
 
-    def _end_worker(self, watched: int) -> None:
+    def _end_worker(self, worker: _Worker) -> None:
         """Its stub was ended, which is how Ray ends a worker that has not come up yet."""
-        process_id, stub = self.workers[watched]
-        self.selector.unregister(stub)
-        with suppress(ProcessLookupError):
-            os.kill(process_id, signal.SIGKILL)
+        # Both ends may be in one answer of the selector.
+        if not worker.has_ended:
+            self.selector.unregister(worker.stub)
+            os.kill(worker.process_id, signal.SIGKILL)
 
     def _become_worker(self, stub: socket.socket, files: Sequence[int], request: dict[str, object]) -> None:
         """In the child; does not return."""
         code = 1
         try:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            # Ray ends the process group of a worker that has died.
+            os.setsid()
             self.selector.close()
             self.listener.close()
             stub.close()
-            for watched, (_, other) in self.workers.items():
-                os.close(watched)
-                other.close()
+            for other in self.workers:
+                os.close(other.watched)
+                other.stub.close()
             for target, file in enumerate(files):
                 os.dup2(file, target)
                 os.close(file)

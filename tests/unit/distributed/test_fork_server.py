@@ -48,9 +48,22 @@ def noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "imports"
 
 
+def alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
 def servers() -> list[psutil.Process]:
+    return _mine("fork_server_process")
+
+
+def stubs() -> list[psutil.Process]:
+    return _mine("fork_stub")
+
+
+def _mine(name: str) -> list[psutil.Process]:
+    """Processes below this one; the raylet has the command of its workers as one word among others."""
     mine = psutil.Process().children(recursive=True)
-    return [process for process in mine if any("fork_server_process" in word for word in process.cmdline())]
+    return [process for process in mine if any(name in word for word in process.cmdline()[1:3])]
 
 
 @pytest.fixture
@@ -74,8 +87,18 @@ def test_workers_begin_with_what_one_process_has_imported(cluster: None, noted: 
     wait_until(lambda: not psutil.pid_exists(int(str(found[0]["process"]))))
     assert looks(workers[1:])[0]["process"] == found[1]["process"]
 
-    # Without the server a worker starts by itself.
+    # Nor is the server when a worker and its stub end at once, however often.
+    for _ in range(3):
+        (killed,) = looks([start(1)])
+        family = [psutil.Process(int(str(killed["process"]))), *stubs()]
+        for process in family:
+            process.suspend()
+        for process in family:
+            process.kill()
+        wait_until(lambda family=family: not any(alive(process) for process in family))
     (server,) = servers()
+
+    # Without the server a worker starts by itself.
     server.kill()
     wait_until(lambda: not psutil.pid_exists(int(str(found[1]["process"]))))
     (alone,) = looks([start(7)])
