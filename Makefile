@@ -19,13 +19,12 @@ GPU_WHEELS := build/gpu-wheels
 GPU_WHEELS_MIB := 40
 # A target that trains starts over in its folder, unless it is told to go on: make demo ARGS="checkpointing.resume=true"
 RUN_ARGS = $(if $(findstring checkpointing.resume=true,$(ARGS)),,logger.overwrite=true) $(ARGS)
-ENGINE_TESTS := tests/contract tests/distributed tests/e2e
 
 # Two threads are slower than one at this size, and every worker is a process of its own.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-fast walk-docs lint types imports configs tree constraints learn-sort learn-sort-tp2 learn-sort-megatron learn-chain-sum learn-sort-moe same-numbers mutants resume-kills chaos leaks stress-data-plane bench-step bench-data-plane bench-packing bench-router-replay gpu-wheels test-gpu clean
+.PHONY: help demo test test-fast test-full walk-docs lint types imports configs tree constraints learn-sort learn-sort-tp2 learn-sort-megatron learn-chain-sum learn-sort-moe same-numbers mutants resume-kills chaos leaks stress-data-plane bench-step bench-data-plane bench-packing bench-router-replay gpu-wheels test-gpu clean
 
 help:
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-22s %s\n", $$1, $$2}'
@@ -75,17 +74,14 @@ $(CHAIN_SUM_STARTER)/config.json: | $(VENV)/.dev
 demo: $(VENV)/.base $(STARTER)/config.json ## install, make the starter checkpoint, run GRPO on sorting digits
 	$(BIN)/python examples/run_grpo.py --config configs/grpo_sort_cpu.yaml $(RUN_ARGS)
 
-# The engines' libraries leave threads behind in a process, so what does not start engines runs in another one.
-PYTEST = status=0; \
-	$(BIN)/python -m pytest $(ENGINE_TESTS) $(1) || status=1; \
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(ENGINE_TESTS)) $(1) || status=1; \
-	exit $$status
+test: lint imports $(VENV)/.mooncake ## format, lint, types, import layers, tests
+	$(BIN)/python tests/suite.py $(ARGS)
 
-test: lint types imports $(VENV)/.mooncake ## format, lint, types, import layers, every test
-	$(call PYTEST)
+test-fast: lint imports $(VENV)/.mooncake ## the same without the slow tests
+	$(BIN)/python tests/suite.py --fast $(ARGS)
 
-test-fast: lint types imports $(VENV)/.mooncake ## the same without the slow tests
-	$(call PYTEST,-m 'not slow')
+test-full: lint imports $(VENV)/.mooncake ## the same with every store and layout
+	$(BIN)/python tests/suite.py --full $(ARGS)
 
 walk-docs: $(VENV)/.mooncake ## every command of README and docs, and every target, in a copy where nothing ran before
 	$(BIN)/python tests/repo/walk_docs.py $(ARGS)

@@ -65,6 +65,7 @@ TARGETS: Mapping[str, str] = {
 TARGETS_LEFT_OUT = {
     "test": "runs by itself, as CI",
     "test-fast": "runs by itself",
+    "test-full": "runs by itself",
     "chaos": "takes half an hour; a part of it is in the suite",
     "mutants": "takes ten minutes; its list is checked in the suite",
     "walk-docs": "this is it",
