@@ -44,9 +44,13 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 def train(config: MasterConfig, console: Console) -> None:
     """Imports torch and Ray only here, so that configs can be checked without them."""
     os.environ.setdefault("OMP_NUM_THREADS", str(config.cluster.threads_per_worker))
-    from nemo_rl.algorithms.run import run
+    from nemo_rl.algorithms.worker_forks import worker_forks
 
-    run(config, console=console)
+    # The workers' imports begin before this process's own.
+    with worker_forks(config) as forks:
+        from nemo_rl.algorithms.run import run
+
+        run(config, console=console, forks=forks)
 
 
 def look(config: MasterConfig, console: Console, recipe: Path) -> None:

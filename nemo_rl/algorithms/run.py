@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -10,7 +11,9 @@ from rich.console import Console
 from nemo_rl.algorithms.grpo_sync import RunSummary
 from nemo_rl.algorithms.run_folder import CONFIG_FILE, CURVE_FILE, ROLLOUTS
 from nemo_rl.algorithms.setup import open_trainer
+from nemo_rl.algorithms.worker_forks import worker_forks
 from nemo_rl.config.schema import LoggerConfig, MasterConfig
+from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.utils.memory import PeakMemory
 from nemo_rl.utils.panel import final_lines
 from nemo_rl.utils.r3_trace_env import r3_trace_enabled, trace_folder
@@ -20,10 +23,18 @@ from nemo_rl.utils.trackers.jsonl import METRICS_FILE
 __all__ = ["run"]
 
 
-def run(config: MasterConfig, *, console: Console) -> RunSummary:
-    """Trains, writes the reward curve, and prints what was reached, how long it all took, and where it lies."""
+def run(config: MasterConfig, *, console: Console, forks: ForkServer | None = None) -> RunSummary:
+    """Trains, writes the reward curve, and prints what was reached, how long it all took, and where it lies.
+
+    Args:
+        forks: as `worker_forks` opens it for this config; None: it is opened here.
+    """
     started = time.monotonic()
-    with PeakMemory() as memory, open_trainer(config, console=console) as trainer:
+    with (
+        worker_forks(config) if forks is None else nullcontext(forks) as workers_from,
+        PeakMemory() as memory,
+        open_trainer(config, console=console, forks=workers_from) as trainer,
+    ):
         summary = trainer.fit()
     lines = final_lines(
         first_reward=summary.first_reward,

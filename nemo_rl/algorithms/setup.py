@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,6 @@ from nemo_rl.algorithms.grpo_sync import PARTITION, SyncGRPOTrainer, TrainerPart
 from nemo_rl.algorithms.preflight.checks import preflight
 from nemo_rl.algorithms.run_folder import CONFIG_FILE, cut_rollouts, open_run_folders
 from nemo_rl.algorithms.stages import build_stages
-from nemo_rl.algorithms.worker_modules import worker_modules
 from nemo_rl.config.parts import ENGINES, LOSSES
 from nemo_rl.config.render import to_yaml
 from nemo_rl.config.schema import MasterConfig
@@ -30,6 +29,7 @@ from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.memory_plan import memory_plan
 from nemo_rl.data_plane.observability import MetricsDataPlaneClient
 from nemo_rl.distributed.collectives import RankSpec
+from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.job_store import reserve_port
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
@@ -72,8 +72,13 @@ class _Groups:
 
 
 @contextmanager
-def open_trainer(given: MasterConfig, *, console: Console) -> Iterator[SyncGRPOTrainer]:
+def open_trainer(
+    given: MasterConfig, *, console: Console, forks: ForkServer | None = None
+) -> Iterator[SyncGRPOTrainer]:
     """Starts everything a run needs and yields the trainer.
+
+    Args:
+        forks: as `worker_forks` opens it for this config; None: every worker starts by itself.
 
     Raises:
         UserError: what `preflight` finds, or nothing to resume from.
@@ -93,8 +98,7 @@ def open_trainer(given: MasterConfig, *, console: Console) -> Iterator[SyncGRPOT
         stack.callback(run_logger.close)
         panel.note(_what_starts(config))
         start = StartUp(timeout_s=config.cluster.worker_start_timeout_s, tell=panel.note)
-        modules = worker_modules(config, model_type=model_config.model_type)
-        cluster = stack.enter_context(_cluster(config, start, modules)) if config.cluster.launcher == "ray" else None
+        cluster = stack.enter_context(_cluster(config, start, forks)) if config.cluster.launcher == "ray" else None
         groups, client = _start(config, cluster, stack, start)
         timeout_s = config.cluster.stage_timeout_s
         rollout = RolloutHandle(groups.rollout, timeout_s=timeout_s, partition_id=PARTITION)
@@ -157,7 +161,7 @@ def _logger(config: MasterConfig, resume_from: Checkpoint | None) -> Logger:
     )
 
 
-def _cluster(config: MasterConfig, start: StartUp, modules: Sequence[str]) -> RayVirtualCluster:
+def _cluster(config: MasterConfig, start: StartUp, forks: ForkServer | None) -> RayVirtualCluster:
     """On GPU an engine shares its GPU and its bundle with a policy worker; on CPU engines stand on their own."""
     return RayVirtualCluster(
         config.cluster,
@@ -165,7 +169,7 @@ def _cluster(config: MasterConfig, start: StartUp, modules: Sequence[str]) -> Ra
         cpus_per_bundle=cpus_per_bundle(config),
         environment={**transport_environment(config.active_data_plane), **trace_environment()},
         start=start,
-        modules=modules,
+        forks=forks,
         logs_to=config.logger.log_dir / "ray_logs",
     )
 

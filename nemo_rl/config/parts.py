@@ -92,6 +92,14 @@ LOSSES = PartKind(what="a loss", builtin={"clipped_pg": "nemo_rl.algorithms.loss
 ADVANTAGE_ESTIMATORS = PartKind(
     what="an advantage estimator", builtin={"grpo": "nemo_rl.algorithms.advantage_estimator:GroupAdvantages"}
 )
+POLICY_WORKERS = PartKind(
+    what="a policy worker",
+    builtin={
+        "dtensor": "nemo_rl.models.policy.workers.dtensor_tq_worker:DTensorTQWorker",
+        "megatron": "nemo_rl.models.policy.workers.megatron_tq_worker:MegatronTQWorker",
+    },
+)
+"""Not a key of its own: `policy.dtensor_cfg.enabled` or `policy.megatron_cfg.enabled` chooses."""
 ENGINES = PartKind(
     what="a generation engine", builtin={"torch": "nemo_rl.models.generation.torch_engine.worker:build_engine_worker"}
 )

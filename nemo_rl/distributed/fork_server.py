@@ -1,19 +1,23 @@
 """`ForkServer`: imports once what all workers of a run on this machine import, and lets them begin from there.
 
-torch and transformers cost a process seconds of a core, and a run has six processes and more. `OwnRay` opens it and
-has Ray start `fork_stub` in place of its workers. For CPU runs: a process that has looked at a GPU must not be forked.
+torch and transformers cost a process seconds of a core, and a run has six processes and more. It is started before the
+driver has imported anything itself; `OwnRay` has Ray start `fork_stub` in place of its workers. For CPU runs: a process
+that has looked at a GPU must not be forked.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import TracebackType
 
 from nemo_rl.distributed import fork_stub
+from nemo_rl.distributed.run_folder import RunFolder
 
 __all__ = ["ForkServer"]
 
@@ -23,19 +27,21 @@ SETUP_SCRIPT = "_private/workers/setup_worker.py"
 
 
 class ForkServer:
-    """The server's process.
+    """The server's process, and the run's folder, where its socket and its log lie. A context manager.
 
     Args:
-        folder: of the run; the socket and the log lie there.
         modules: what it imports; those that cannot be imported are left to the workers.
+        environment: variables that count while modules are imported.
         deadline_s: how long a worker waits for it before it starts anew.
     """
 
-    def __init__(self, folder: Path, modules: Sequence[str], *, deadline_s: float) -> None:
-        self._path, self._deadline_s = folder / "fork.sock", deadline_s
+    def __init__(self, modules: Sequence[str], *, environment: Mapping[str, str], deadline_s: float) -> None:
+        self.folder = RunFolder()
+        self._path, self._deadline_s = self.folder.path / "fork.sock", deadline_s
         with (
             socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener,
-            (folder / "fork_server.log").open("wb") as log,
+            (self.folder.path / "fork_server.log").open("wb") as log,
+            self.folder.marking(),
         ):
             # Bound here, so that stubs can wait in line while the modules are imported.
             listener.bind(str(self._path))
@@ -47,7 +53,16 @@ class ForkServer:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                env={**os.environ, **environment},
             )
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -62,7 +77,7 @@ class ForkServer:
         }
 
     def close(self) -> None:
-        """Ends it, and workers that are left. Idempotent."""
+        """Ends it, and workers that are left, and removes the folder. Idempotent."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -70,3 +85,5 @@ class ForkServer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(EXIT_S)
+        finally:
+            self.folder.close()

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -69,7 +69,7 @@ class OwnRay:
         environment: variables of every process of this Ray.
         start: how long it may take.
         object_store_bytes: size of Ray's object store; None leaves it to Ray.
-        modules: what its workers import, done once for all of them; none: every worker starts by itself.
+        forks: where its workers begin; stays open and keeps the folder. None: every worker starts by itself.
     """
 
     def __init__(
@@ -80,13 +80,12 @@ class OwnRay:
         environment: Mapping[str, str] | None = None,
         start: StartUp | None = None,
         object_store_bytes: int | None = None,
-        modules: Sequence[str] = (),
+        forks: ForkServer | None = None,
     ) -> None:
         self._start = start or StartUp()
         self._num_cpus, self._num_gpus = num_cpus, num_gpus
         self._object_store_bytes = object_store_bytes
-        self._modules = tuple(modules)
-        self._forks: ForkServer | None = None
+        self._forks = forks
         self._environment = {
             **_patience(self._start.timeout_s),
             **FAIR_SHARE,
@@ -98,7 +97,7 @@ class OwnRay:
 
     def __enter__(self) -> OwnRay:
         try:
-            self._folder = RunFolder()
+            self._folder = RunFolder() if self._forks is None else self._forks.folder
             with self._start.waiting_for("Ray"):
                 self._open(self._folder)
         except BaseException:
@@ -134,13 +133,11 @@ class OwnRay:
         try:
             ray.shutdown()
         finally:
-            forks, self._forks = self._forks, None
-            if forks is not None:
-                forks.close()
             self._is_closed.set()
             _servers.clear()
             _ended.clear()
-            folder.close()
+            if self._forks is None:
+                folder.close()
             if os.environ.get(TOKEN_PATH, "").startswith(f"{folder.path}/"):
                 del os.environ[TOKEN_PATH]
                 AuthenticationTokenLoader.instance().reset_cache()
@@ -148,9 +145,6 @@ class OwnRay:
     def _open(self, folder: RunFolder) -> None:
         logging.getLogger("ray").setLevel(logging.ERROR)
         _bring_token(folder.path)
-        if self._modules:
-            with folder.marking(), _variables(self._environment):
-                self._forks = ForkServer(folder.path, self._modules, deadline_s=self._start.timeout_s)
         give_up = time.monotonic() + self._start.timeout_s
         while True:
             try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -19,32 +19,17 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from nemo_rl.config.schema import ClusterConfig
+from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.own_ray import OwnRay, keep_sigterm_handler
+from nemo_rl.distributed.worker_environment import worker_environment
 from nemo_rl.errors import ResourceError, UserError
 from nemo_rl.utils.start_up import StartUp
 
-__all__ = ["RayVirtualCluster", "worker_environment"]
+__all__ = ["RayVirtualCluster"]
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
-
-
-def worker_environment(threads: int) -> dict[str, str]:
-    """Environment of every process of a run: thread counts, and no look-ups on a model hub.
-
-    More OpenMP threads than cores make CPU tensors many times slower.
-    """
-    return {
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    }
 
 
 class RayVirtualCluster:
@@ -56,7 +41,7 @@ class RayVirtualCluster:
         cpus_per_bundle: logical CPUs of a bundle: 1 for the policy worker, 1 more for an engine that shares its GPU.
         environment: variables for every process, beside those of `worker_environment`.
         start: how long Ray and the placement may take; None: `cluster.worker_start_timeout_s`, without a word.
-        modules: imported once for all workers of a Ray that is started here.
+        forks: where the workers of a Ray that is started here begin; None: each by itself.
         logs_to: gets Ray's logs when a block ends with an error that is not the user's; None: they are not kept.
     """
 
@@ -68,10 +53,10 @@ class RayVirtualCluster:
         cpus_per_bundle: int = 1,
         environment: Mapping[str, str] | None = None,
         start: StartUp | None = None,
-        modules: Sequence[str] = (),
+        forks: ForkServer | None = None,
         logs_to: Path | None = None,
     ) -> None:
-        self._config, self._modules, self._logs_to = config, modules, logs_to
+        self._config, self._forks, self._logs_to = config, forks, logs_to
         self._start = start or StartUp(timeout_s=config.worker_start_timeout_s)
         self._environment = {**worker_environment(config.threads_per_worker), **(environment or {})}
         self._other_cpus = other_cpus
@@ -145,7 +130,7 @@ class RayVirtualCluster:
                 num_gpus=None if self.uses_gpu else 0,
                 environment=self._environment,
                 start=self._start,
-                modules=self._modules,
+                forks=self._forks,
             ).__enter__()
             return
         logging.getLogger("ray").setLevel(logging.ERROR)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+
 import transformers.models.qwen3.modeling_qwen3
 import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 
-import nemo_rl.data_plane.factory
-import nemo_rl.models.policy.workers.dtensor_tq_worker  # noqa: F401
+import nemo_rl.data_plane.factory  # noqa: F401
+from nemo_rl.config.parts import POLICY_WORKERS
+
+importlib.import_module(POLICY_WORKERS.builtin["dtensor"].partition(":")[0])

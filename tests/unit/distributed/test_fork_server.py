@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import psutil
 import pytest
 import ray
 
+from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.own_ray import OwnRay
 from tests.helpers.planes import wait_until
 
@@ -66,10 +68,18 @@ def _mine(name: str) -> list[psutil.Process]:
     return [process for process in mine if any(name in word for word in process.cmdline()[1:3])]
 
 
+@contextmanager
+def ray_from(modules: list[str]) -> Iterator[None]:
+    with (
+        ForkServer(modules, environment={"OMP_NUM_THREADS": "1"}, deadline_s=CALL_S) as forks,
+        OwnRay(num_cpus=4, object_store_bytes=100 << 20, forks=forks),
+    ):
+        yield
+
+
 @pytest.fixture
 def cluster(noted: Path) -> Iterator[None]:
-    modules = ["numpy", "tests.no_such_module", NOTING]
-    with OwnRay(num_cpus=4, environment={"OMP_NUM_THREADS": "1"}, object_store_bytes=100 << 20, modules=modules):
+    with ray_from(["numpy", "tests.no_such_module", NOTING]):
         yield
 
 
@@ -106,13 +116,13 @@ def test_workers_begin_with_what_one_process_has_imported(cluster: None, noted: 
 
 
 def test_nothing_is_left_when_ray_is_closed(noted: Path) -> None:
-    with OwnRay(num_cpus=4, object_store_bytes=100 << 20, modules=["numpy"]):
+    with ray_from(["numpy"]):
         (look,) = looks([start(0)])
         (server,) = servers()
     assert not server.is_running() and not psutil.pid_exists(int(str(look["process"])))
 
 
 def test_a_server_that_has_imported_ray_forks_nobody(noted: Path) -> None:
-    with OwnRay(num_cpus=4, object_store_bytes=100 << 20, modules=[NOTING, "ray"]):
+    with ray_from([NOTING, "ray"]):
         (look,) = looks([start(0)])
     assert look["variable"] == "0" and not look["is_imported"]

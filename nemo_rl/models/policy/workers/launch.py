@@ -5,16 +5,15 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
 from nemo_rl.config.base import START_TIMEOUT_S
+from nemo_rl.config.parts import POLICY_WORKERS
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.data_plane.worker_mixin import ReplicaView
@@ -23,15 +22,7 @@ from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, ini
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
 
-__all__ = ["WorkerSpec", "build_policy_worker", "worker_class", "worker_module"]
-
-WORKERS: Mapping[str, str] = MappingProxyType(
-    {
-        "dtensor": "nemo_rl.models.policy.workers.dtensor_tq_worker.DTensorTQWorker",
-        "megatron": "nemo_rl.models.policy.workers.megatron_tq_worker.MegatronTQWorker",
-    }
-)
-"""Import paths: an engine takes seconds to import."""
+__all__ = ["WorkerSpec", "build_policy_worker", "worker_class"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,18 +50,8 @@ class WorkerSpec:
 
 def worker_class(policy: PolicyConfig) -> Callable[..., TQWorker]:
     """The worker that the config names; its engine is imported here, by the processes that need it."""
-    name = WORKERS[_engine(policy)].rpartition(".")[2]
-    kind: Callable[..., TQWorker] = vars(importlib.import_module(worker_module(policy)))[name]
-    return kind
-
-
-def worker_module(policy: PolicyConfig) -> str:
-    """Where it is defined."""
-    return WORKERS[_engine(policy)].rpartition(".")[0]
-
-
-def _engine(policy: PolicyConfig) -> str:
-    return "megatron" if policy.megatron_cfg.enabled else "dtensor"
+    engine = "megatron" if policy.megatron_cfg.enabled else "dtensor"
+    return POLICY_WORKERS.load(engine, key=f"policy.{engine}_cfg.enabled")
 
 
 def build_policy_worker(spec: WorkerSpec) -> TQWorker:

@@ -1,0 +1,50 @@
+"""What the workers of a run import, spent once for all of them. Imports neither torch nor Ray itself."""
+
+from __future__ import annotations
+
+import json
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from nemo_rl.config.parts import ENGINES, POLICY_WORKERS
+from nemo_rl.config.schema import MasterConfig
+from nemo_rl.distributed.fork_server import ForkServer
+from nemo_rl.distributed.worker_environment import worker_environment
+
+__all__ = ["worker_forks"]
+
+
+def worker_forks(config: MasterConfig) -> AbstractContextManager[ForkServer | None]:
+    """The fork server of a run that starts its own Ray on CPUs, to be opened before anything slow is done.
+
+    None for other runs: what has looked at a GPU must not be forked, and a running cluster has its own workers.
+    """
+    cluster = config.cluster
+    if cluster.launcher != "ray" or cluster.address is not None or cluster.gpus_per_node:
+        return nullcontext()
+    return ForkServer(
+        _modules(config),
+        environment=worker_environment(cluster.threads_per_worker),
+        deadline_s=cluster.worker_start_timeout_s,
+    )
+
+
+def _modules(config: MasterConfig) -> tuple[str, ...]:
+    """None of them may import Ray, whose library works only in the process that has imported it. Parts of the user's
+    own are left to the workers.
+    """
+    worker = POLICY_WORKERS.builtin["megatron" if config.policy.megatron_cfg.enabled else "dtensor"]
+    engine = ENGINES.builtin.get(config.policy.generation.backend)
+    tables = ("tensordict",) if config.active_data_plane.impl == "transfer_queue" else ()
+    parts = tuple(part.partition(":")[0] for part in (worker, engine) if part is not None)
+    return (*_modeling(config.policy.model_name), *parts, *tables)
+
+
+def _modeling(model_name: str) -> tuple[str, ...]:
+    """The module of the model's layers; nothing is said here about a folder that cannot be read."""
+    try:
+        model_type = json.loads((Path(model_name) / "config.json").read_text(encoding="utf-8"))["model_type"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return ()
+    is_name = isinstance(model_type, str) and model_type.isidentifier()
+    return (f"transformers.models.{model_type}.modeling_{model_type}",) if is_name else ()
