@@ -1,10 +1,11 @@
 """The two processes of `data_plane.py`, a producer and a consumer, and every way to move a batch between them.
 
 Both are Ray actors, so that all ways see the same processes. A method is timed inside the process that runs it: `put`
-until it returns, `get` until the batch is built and every column is summed. Built means as its trainer takes it: over
-our clients that is what a policy worker of ours reads, routes row after row; over a raw engine it is what the
-reference system makes of the same rows, which pads the routes as well. The raw ways that end in `_ragged` leave the
-routes as ours do. Orders between the processes are not timed.
+until it returns, `get` until the batch is built; then, with the clock stopped, every column is summed and compared, so
+that nothing counts that did not arrive. Built means as its trainer takes it: over our clients that is what a policy
+worker of ours reads, routes row after row; over a raw engine it is what the reference system makes of the same rows,
+which pads the routes as well. The raw ways that end in `_ragged` leave the routes as ours do. Orders between the
+processes are not timed.
 """
 
 from __future__ import annotations
@@ -198,7 +199,9 @@ class Peer:
         return self._time(name, lambda way: way.put(self._batch, turn))
 
     def get(self, name: str, turn: int, given: Any) -> Timing:
-        return self._time(name, lambda way: sums(way.get(self._batch, turn, given)))
+        timing = self._time(name, lambda way: way.get(self._batch, turn, given))
+        timing.result = sums(timing.result)
+        return timing
 
     def clear(self, name: str, turn: int) -> None:
         self._ways[name].clear(self._batch, turn)
