@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -19,7 +20,7 @@ from nemo_rl.distributed.collectives import RankSpec, init_process_group
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.models.logprobs import SamplingView
-from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
+from nemo_rl.models.policy.interfaces import LossFunction, TensorInfo, TrainResult
 from nemo_rl.models.policy.microbatch import PassShape, fixed_plan, steps_of
 from nemo_rl.models.policy.routes import RouteSlices
 from nemo_rl.models.policy.steps import BatchLayout, Runner, check_same_plan, loss_scales
@@ -68,6 +69,18 @@ class TrainingWorker(RefitSource):
 
     def _runner(self, layout: BatchLayout, replay: StageReplay | None = None) -> Runner:
         """Runs one call's microbatches, with the routes of a stage where there are any."""
+        raise NotImplementedError
+
+    def prepare_refit_info(self) -> dict[str, TensorInfo]:
+        """Name, shape and dtype of every weight in HF naming, in export order."""
+        raise NotImplementedError
+
+    def save_checkpoint(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
+        """(collective) HF folder at `weights`, sharded optimizer state at `optimizer`."""
+        raise NotImplementedError
+
+    def load_checkpoint(self, *, weights: Path, optimizer: Path | None) -> None:
+        """(collective) Continues from a checkpoint."""
         raise NotImplementedError
 
     # Training and log-probabilities.
