@@ -16,9 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
+from typing import TypeVar, cast
 
 import ray
 from ray.actor import ActorHandle
@@ -26,27 +25,17 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from nemo_rl.distributed.calls import Call, Payload, Pending
 from nemo_rl.distributed.first_cause import FirstCause, GuardedWorker, is_symptom
 from nemo_rl.distributed.own_ray import check_own_ray
 from nemo_rl.distributed.worker_log import WorkerLog
 from nemo_rl.errors import CollectiveTimeout, NemoRLError, WorkerError
 
-__all__ = [
-    "Call",
-    "LocalWorkerGroup",
-    "Payload",
-    "Pending",
-    "RayPlacement",
-    "RayWorkerGroup",
-    "Request",
-    "WorkerGroup",
-    "ask",
-]
+__all__ = ["LocalWorkerGroup", "RayPlacement", "RayWorkerGroup", "WorkerGroup"]
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-_P = ParamSpec("_P")
 
 UNKNOWN_RANK = -1
 """In the record of a worker that does not know its rank; the driver does."""
@@ -54,75 +43,6 @@ RAY_LOOK_S = 1.0
 """Between two looks at the processes of a run's own Ray, whose death no call notices for a minute."""
 FIRST_CAUSE_GRACE_S = 2.0
 """After a failure without a first cause (a dead process, a worker without a watch), how long peers may report it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request(Generic[_T]):
-    """One method of a worker with its arguments, which gives a `_T`; made by `ask`."""
-
-    method: str
-    """Only the name crosses to the worker's process: the worker may be of a subclass."""
-    arguments: Mapping[str, object]
-
-
-def ask(method: Callable[Concatenate[Any, _P], _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Request[_T]:
-    """A request for a method of a class, as in `ask(PolicyWorker.train, batch=batch, loss_fn=loss_fn)`.
-
-    Raises:
-        TypeError: an argument is given without its name.
-    """
-    if args:
-        raise TypeError(f"ask({method.__qualname__}): name every argument, got {len(args)} without a name")
-    return Request(method.__name__, kwargs)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Call(Generic[_T]):
-    """A request to every rank."""
-
-    request: Request[_T] | Sequence[Request[_T]]
-    """The same for all ranks, or one for each rank of the group."""
-    stage: str
-    timeout_s: float
-    ranks: Sequence[int] | None = None
-    """Only these ranks; None means all."""
-
-    def of_rank(self, rank: int) -> Request[_T]:
-        return self.request if isinstance(self.request, Request) else self.request[rank]
-
-
-@dataclass(frozen=True, slots=True)
-class Payload(Generic[_T]):
-    """A result that the driver hands on without looking into it: the object itself, or Ray's reference to it."""
-
-    handle: object
-
-    def stand_in(self) -> _T:
-        """For the argument of a request, in place of the object: the worker's process puts the object there."""
-        return cast("_T", self)
-
-    def resolve(self) -> object:
-        """The object; the caller must be in a process of the run."""
-        return ray.get(self.handle) if isinstance(self.handle, ray.ObjectRef) else self.handle
-
-
-class Pending(Generic[_T]):
-    """A call that the ranks are busy with.
-
-    Args:
-        wait: gives the results, or raises; called once.
-    """
-
-    def __init__(self, wait: Callable[[], list[_T]]) -> None:
-        self._wait = cache(wait)
-
-    def result(self) -> list[_T]:
-        """Waits for the results, in rank order.
-
-        Raises:
-            UserError: a worker refused its input. WorkerError: a worker failed, died or passed the deadline.
-        """
-        return self._wait()
 
 
 class WorkerGroup(ABC):
@@ -243,7 +163,11 @@ class _Host:
 
 def _resolve(kwargs: Mapping[str, object]) -> dict[str, object]:
     """Payload handles become the objects they stand for."""
-    return {name: value.resolve() if isinstance(value, Payload) else value for name, value in kwargs.items()}
+    return {name: _content(value) if isinstance(value, Payload) else value for name, value in kwargs.items()}
+
+
+def _content(payload: Payload[object]) -> object:
+    return ray.get(payload.handle) if isinstance(payload.handle, ray.ObjectRef) else payload.handle
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

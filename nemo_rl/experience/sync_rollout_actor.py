@@ -24,7 +24,8 @@ from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.observability import MetricsDataPlaneClient
 from nemo_rl.data_plane.wire import pickled_size
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.worker_groups import Call, Request, WorkerGroup, ask
+from nemo_rl.distributed.calls import Call, Request, ask
+from nemo_rl.distributed.worker_groups import WorkerGroup
 from nemo_rl.environments.factory import build_environment
 from nemo_rl.errors import DataPlaneClosed, ResourceError, WorkerError
 from nemo_rl.experience.payload import DriverCarry, build_columns, mean_of_scored, mint_keys, row_record

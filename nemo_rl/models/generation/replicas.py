@@ -13,7 +13,8 @@ from typing import TypeVar
 
 import torch
 
-from nemo_rl.distributed.worker_groups import Call, Request, WorkerGroup, ask
+from nemo_rl.distributed.calls import Call, Request, ask
+from nemo_rl.distributed.worker_groups import WorkerGroup
 from nemo_rl.errors import WorkerError
 from nemo_rl.models.generation.interfaces import (
     GenerationInterface,

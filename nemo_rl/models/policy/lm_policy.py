@@ -14,12 +14,13 @@ from typing import TypeVar
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.calls import Call, Request, ask
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan
-from nemo_rl.distributed.worker_groups import Call, Request, WorkerGroup, ask
+from nemo_rl.distributed.worker_groups import WorkerGroup
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
-from nemo_rl.models.policy.workers.tq_worker import TQWorker
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.utils.metrics import Reduction, merge_metrics
 
 __all__ = ["Policy", "TrainSummary"]
@@ -82,7 +83,7 @@ class Policy:
     ) -> TrainSummary:
         """One optimizer step per global batch of `plan`."""
         requests = [
-            ask(TQWorker.train, batch=shard.batch, loss_fn=loss_fn, eval_mode=eval_mode, plan=shard.plan)
+            ask(PolicyWorker.train, batch=shard.batch, loss_fn=loss_fn, eval_mode=eval_mode, plan=shard.plan)
             for shard in self._shards(batch, plan)
         ]
         return summarize(self._run(requests, "train"), layout=self._layout)
@@ -90,39 +91,39 @@ class Policy:
     def get_logprobs(self, batch: BatchedDataDict, *, plan: PackPlan) -> torch.Tensor:
         """`[N, T]` float32 in the order of `batch`."""
         shards = self._shards(batch, plan)
-        return self._merged([ask(TQWorker.get_logprobs, batch=s.batch, plan=s.plan) for s in shards], batch, plan)
+        return self._merged([ask(PolicyWorker.get_logprobs, batch=s.batch, plan=s.plan) for s in shards], batch, plan)
 
     def get_reference_policy_logprobs(self, batch: BatchedDataDict, *, plan: PackPlan) -> torch.Tensor:
         """`[N, T]` float32 under the reference weights."""
         requests = [
-            ask(TQWorker.get_reference_policy_logprobs, batch=shard.batch, plan=shard.plan)
+            ask(PolicyWorker.get_reference_policy_logprobs, batch=shard.batch, plan=shard.plan)
             for shard in self._shards(batch, plan)
         ]
         return self._merged(requests, batch, plan)
 
     def prepare_for_lp_inference(self) -> None:
-        self._run(ask(TQWorker.prepare_for_lp_inference), "logprob prep")
+        self._run(ask(PolicyWorker.prepare_for_lp_inference), "logprob prep")
 
     def prepare_for_training(self) -> None:
-        self._run(ask(TQWorker.prepare_for_training), "train prep")
+        self._run(ask(PolicyWorker.prepare_for_training), "train prep")
 
     def save_checkpoint(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
         """HF folder, sharded optimizer state and tokenizer; a failed write leaves only what the caller discards."""
-        request = ask(TQWorker.save_checkpoint, weights=weights, optimizer=optimizer, tokenizer=tokenizer)
+        request = ask(PolicyWorker.save_checkpoint, weights=weights, optimizer=optimizer, tokenizer=tokenizer)
         self._run(request, "checkpoint")
 
     def load_checkpoint(self, *, weights: Path, optimizer: Path | None) -> None:
-        self._run(ask(TQWorker.load_checkpoint, weights=weights, optimizer=optimizer), "resume")
+        self._run(ask(PolicyWorker.load_checkpoint, weights=weights, optimizer=optimizer), "resume")
 
     def memory_metrics(self) -> dict[str, float]:
         """`memory/<stage>_peak_bytes`, `_start_bytes` and `_end_bytes` since the last call, of the largest worker."""
-        reports = self._run(ask(TQWorker.memory_report), "memory")
+        reports = self._run(ask(PolicyWorker.memory_report), "memory")
         names = sorted({name for report in reports for name in report})
         return {f"memory/{name}_bytes": float(max(report.get(name, 0) for report in reports)) for name in names}
 
     def is_alive(self) -> bool:
         """Whether every worker answers."""
-        return all(self._run(ask(TQWorker.is_alive), "health"))
+        return all(self._run(ask(PolicyWorker.is_alive), "health"))
 
     def shutdown(self) -> None:
         """Ends the workers. Idempotent."""

@@ -12,9 +12,10 @@ from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.preshard import shard_meta_for_dp
 from nemo_rl.data_plane.wire import pickled_size
+from nemo_rl.distributed.calls import Request, ask
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan
-from nemo_rl.distributed.worker_groups import Request, WorkerGroup, ask
+from nemo_rl.distributed.worker_groups import WorkerGroup
 from nemo_rl.models.policy.interfaces import LossFunction
 from nemo_rl.models.policy.lm_policy import Policy, TrainSummary, summarize
 from nemo_rl.models.policy.workers.tq_worker import TQWorker

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from nemo_rl.distributed.worker_groups import Call, Request, WorkerGroup, ask
+from nemo_rl.distributed.calls import Call, Request, ask
+from nemo_rl.distributed.worker_groups import WorkerGroup
 from nemo_rl.errors import WorkerError
 from nemo_rl.models.generation.interfaces import GenerationInterface
-from nemo_rl.models.policy.workers.tq_worker import TQWorker
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.buckets import MAX_BUCKET_BYTES, RefitPlan, bucket_bytes
 from nemo_rl.models.weight_sync.target import RefitTarget
 
@@ -78,12 +79,12 @@ class WeightSync(ABC):
         started, parties = time.monotonic(), self._parties
         self._version = -1
         parties.run_engines(ask(GenerationInterface.finish_generation))
-        parties.run_policy(ask(TQWorker.offload_before_refit))
+        parties.run_policy(ask(PolicyWorker.offload_before_refit))
         plan = self._negotiate()
         self._move(plan)
         held = parties.run_engines(ask(RefitTarget.finish_refit, version=version))
-        parties.run_policy(ask(TQWorker.end_refit))
-        parties.run_policy(ask(TQWorker.offload_after_refit))
+        parties.run_policy(ask(PolicyWorker.end_refit))
+        parties.run_policy(ask(PolicyWorker.offload_after_refit))
         wrong = {replica: got for replica, got in enumerate(held) if got != version}
         if wrong:
             raise WorkerError(f"expected weight version {version} in every engine, got {wrong}", stage=STAGE)
@@ -105,13 +106,13 @@ class WeightSync(ABC):
     def _negotiate(self) -> RefitPlan:
         """What is sent, in which portions: names of the policy, dtypes of the engines, sizes that both can hold."""
         parties, on_device = self._parties, self.buffer_is_on_device
-        infos = parties.run_policy(ask(TQWorker.prepare_refit_info), ranks=[0])[0]
+        infos = parties.run_policy(ask(PolicyWorker.prepare_refit_info), ranks=[0])[0]
         offered = {name: info.shape for name, info in infos.items()}
         answers = parties.run_engines(ask(RefitTarget.match_refit, offered=offered))
         if len(set(answers)) > 1:
             raise WorkerError("the engines hold weights of different dtypes; start them from one config", stage=STAGE)
         free = [
-            *parties.run_policy(ask(TQWorker.refit_free_bytes, on_device=on_device)),
+            *parties.run_policy(ask(PolicyWorker.refit_free_bytes, on_device=on_device)),
             *parties.run_engines(ask(RefitTarget.refit_free_bytes, on_device=on_device)),
         ]
         size = bucket_bytes(answers[0], free=min(free), ratio=parties.buffer_ratio, most=parties.max_bucket_bytes)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from nemo_rl.distributed.worker_groups import ask
-from nemo_rl.models.policy.workers.tq_worker import TQWorker
+from nemo_rl.distributed.calls import ask
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.base import RefitParties, WeightSync
 from nemo_rl.models.weight_sync.buckets import RefitPlan
 from nemo_rl.models.weight_sync.refit_group import RefitGroupSpec
@@ -41,20 +41,20 @@ class BroadcastWeightSync(WeightSync):
 
     def _move(self, plan: RefitPlan) -> None:
         parties = self._parties
-        parties.run_policy(ask(TQWorker.begin_refit, plan=plan, on_device=self.buffer_is_on_device))
+        parties.run_policy(ask(PolicyWorker.begin_refit, plan=plan, on_device=self.buffer_is_on_device))
         parties.run_engines(ask(RefitTarget.begin_refit, plan=plan))
         _both(
-            lambda: parties.run_policy(ask(TQWorker.broadcast_weights)),
+            lambda: parties.run_policy(ask(PolicyWorker.broadcast_weights)),
             lambda: parties.run_engines(ask(RefitTarget.receive_weights)),
         )
 
     def _join(self) -> str:
         parties = self._parties
-        sender = parties.run_policy(ask(TQWorker.report_device_id), ranks=[0])
+        sender = parties.run_policy(ask(PolicyWorker.report_device_id), ranks=[0])
         backend = choose_backend([*sender, *parties.run_engines(ask(RefitTarget.report_device_id))])
         world_size = 1 + parties.engines.world_size
         opening = ask(
-            TQWorker.open_refit_store, address=self._address, world_size=world_size, timeout_s=parties.timeout_s
+            PolicyWorker.open_refit_store, address=self._address, world_size=world_size, timeout_s=parties.timeout_s
         )
         port = parties.run_policy(opening, ranks=[0])[0]
 
@@ -70,7 +70,7 @@ class BroadcastWeightSync(WeightSync):
 
         engines = [ask(RefitTarget.join_refit_group, spec=member(1 + n)) for n in range(parties.engines.world_size)]
         _both(
-            lambda: parties.run_policy(ask(TQWorker.join_refit_group, spec=member(0)), ranks=[0]),
+            lambda: parties.run_policy(ask(PolicyWorker.join_refit_group, spec=member(0)), ranks=[0]),
             lambda: parties.run_engines(engines),
         )
         return backend

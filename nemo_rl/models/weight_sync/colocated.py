@@ -5,9 +5,9 @@ Invariant: a bucket is written only after every engine has read the one before i
 
 from __future__ import annotations
 
-from nemo_rl.distributed.worker_groups import Call, ask
+from nemo_rl.distributed.calls import Call, ask
 from nemo_rl.errors import WorkerError
-from nemo_rl.models.policy.workers.tq_worker import TQWorker
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.base import STAGE, WeightSync
 from nemo_rl.models.weight_sync.buckets import RefitPlan
 from nemo_rl.models.weight_sync.target import RefitTarget
@@ -20,10 +20,10 @@ class PayloadWeightSync(WeightSync):
 
     def _move(self, plan: RefitPlan) -> None:
         parties = self._parties
-        num_buckets = parties.run_policy(ask(TQWorker.begin_refit, plan=plan, on_device=False))[0]
+        num_buckets = parties.run_policy(ask(PolicyWorker.begin_refit, plan=plan, on_device=False))[0]
         parties.run_engines(ask(RefitTarget.begin_refit, plan=plan))
         for _ in range(num_buckets):
-            call = Call(request=ask(TQWorker.next_bucket), stage=STAGE, timeout_s=parties.timeout_s)
+            call = Call(request=ask(PolicyWorker.next_bucket), stage=STAGE, timeout_s=parties.timeout_s)
             bucket = parties.policy.run_for_payload(call)
             parties.run_engines(ask(RefitTarget.load_bucket, bucket=bucket.stand_in()))
 
@@ -35,8 +35,8 @@ class IpcWeightSync(WeightSync):
 
     def _move(self, plan: RefitPlan) -> None:
         parties = self._parties
-        num_buckets = parties.run_policy(ask(TQWorker.begin_refit, plan=plan, on_device=True))[0]
-        by_device = {handle.device_id: handle for handle in parties.run_policy(ask(TQWorker.share_refit_buffer))}
+        num_buckets = parties.run_policy(ask(PolicyWorker.begin_refit, plan=plan, on_device=True))[0]
+        by_device = {handle.device_id: handle for handle in parties.run_policy(ask(PolicyWorker.share_refit_buffer))}
         devices = parties.run_engines(ask(RefitTarget.report_device_id))
         alone = [f"engine {engine} on {device}" for engine, device in enumerate(devices) if device not in by_device]
         if alone:
@@ -47,5 +47,5 @@ class IpcWeightSync(WeightSync):
         own = [ask(RefitTarget.begin_refit, plan=plan, handle=by_device[device]) for device in devices]
         parties.run_engines(own)
         for _ in range(num_buckets):
-            parties.run_policy(ask(TQWorker.fill_bucket))
+            parties.run_policy(ask(PolicyWorker.fill_bucket))
             parties.run_engines(ask(RefitTarget.load_bucket))

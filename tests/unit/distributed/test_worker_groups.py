@@ -10,8 +10,9 @@ from typing import TypeVar
 import pytest
 import ray
 
+from nemo_rl.distributed.calls import Call, Request, ask
 from nemo_rl.distributed.own_ray import OwnRay
-from nemo_rl.distributed.worker_groups import Call, LocalWorkerGroup, RayPlacement, RayWorkerGroup, Request, ask
+from nemo_rl.distributed.worker_groups import LocalWorkerGroup, RayPlacement, RayWorkerGroup
 from nemo_rl.errors import CollectiveTimeout, NonFiniteError, WorkerError
 
 START_S = 600.0
