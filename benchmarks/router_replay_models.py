@@ -21,9 +21,8 @@ from nemo_rl.config.policy import (
 )
 from nemo_rl.data.sort_digits import problems
 from nemo_rl.data.tokenizer import build_tokenizer
-from nemo_rl.models.policy.workers.dtensor_policy_worker import DTensorPolicyWorker
-from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorker
-from nemo_rl.models.policy.workers.training_worker import TrainingWorker
+from nemo_rl.models.policy.workers.compose import compose_worker
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.starter import make_starter
 from nemo_rl.models.starter_tasks import STARTER_TASKS
 
@@ -92,10 +91,11 @@ def policy_of(folder: Path, engine: Engine, *, is_replayed: bool, max_length: in
 
 
 @contextmanager
-def open_worker(config: PolicyConfig) -> Iterator[TrainingWorker]:
+def open_worker(config: PolicyConfig) -> Iterator[PolicyWorker]:
     """The one rank of this policy's worker, ready for training."""
-    engine = MegatronPolicyWorker if config.megatron_cfg.enabled else DTensorPolicyWorker
-    worker = engine(config, rank=0, world_size=1, num_steps=1, collective_timeout_s=TIMEOUT_S, seed=0, device="cpu")
+    worker = compose_worker(
+        config, rank=0, world_size=1, num_steps=1, collective_timeout_s=TIMEOUT_S, seed=0, device="cpu"
+    )
     try:
         yield worker
     finally:

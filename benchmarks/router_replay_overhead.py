@@ -18,7 +18,7 @@ from benchmarks.router_replay_report import Overhead
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.hf_routers import HFRouters
 from nemo_rl.models.loading import load_causal_lm
-from nemo_rl.models.policy.workers.training_worker import TrainingWorker
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 
 __all__ = ["OverheadCase", "measure_overhead"]
 
@@ -62,13 +62,13 @@ def measure_overhead(folder: Path, engine: Engine, case: OverheadCase) -> Overhe
     )
 
 
-def _pass_s(worker: TrainingWorker, batch: BatchedDataDict, *, is_replayed: bool) -> float:
+def _pass_s(worker: PolicyWorker, batch: BatchedDataDict, *, is_replayed: bool) -> float:
     started = time.process_time()
     worker.get_logprobs(batch, mbs=batch.size, replay=is_replayed)
     return time.process_time() - started
 
 
-def _check_replays(worker: TrainingWorker, batch: BatchedDataDict) -> None:
+def _check_replays(worker: PolicyWorker, batch: BatchedDataDict) -> None:
     """Other experts than the model's own must give other log-probabilities, or nothing is replayed here."""
     own = worker.get_logprobs(batch, mbs=batch.size, replay=True)
     free = worker.get_logprobs(batch, mbs=batch.size, replay=False)

@@ -6,12 +6,15 @@ import json
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from nemo_rl.config.parts import ENGINES, POLICY_WORKERS
+from nemo_rl.config.parts import ENGINES, TRAINING_ENGINES
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.worker_environment import worker_environment
 
 __all__ = ["worker_forks"]
+
+LAUNCH = "nemo_rl.models.policy.workers.launch"
+"""What every policy worker imports, whichever engine it has."""
 
 
 def worker_forks(config: MasterConfig) -> AbstractContextManager[ForkServer | None]:
@@ -33,11 +36,11 @@ def _modules(config: MasterConfig) -> tuple[str, ...]:
     """None of them may import Ray, whose library works only in the process that has imported it. Parts of the user's
     own are left to the workers.
     """
-    worker = POLICY_WORKERS.builtin["megatron" if config.policy.megatron_cfg.enabled else "dtensor"]
-    engine = ENGINES.builtin.get(config.policy.generation.backend)
+    trainer = TRAINING_ENGINES.builtin["megatron" if config.policy.megatron_cfg.enabled else "dtensor"]
+    rollout = ENGINES.builtin.get(config.policy.generation.backend)
     tables = ("tensordict",) if config.active_data_plane.impl == "transfer_queue" else ()
-    parts = tuple(part.partition(":")[0] for part in (worker, engine) if part is not None)
-    return (*_modeling(config.policy.model_name), *parts, *tables)
+    engines = tuple(part.partition(":")[0] for part in (trainer, rollout) if part is not None)
+    return (*_modeling(config.policy.model_name), LAUNCH, *engines, *tables)
 
 
 def _modeling(model_name: str) -> tuple[str, ...]:

@@ -92,11 +92,11 @@ LOSSES = PartKind(what="a loss", builtin={"clipped_pg": "nemo_rl.algorithms.loss
 ADVANTAGE_ESTIMATORS = PartKind(
     what="an advantage estimator", builtin={"grpo": "nemo_rl.algorithms.advantage_estimator:GroupAdvantages"}
 )
-POLICY_WORKERS = PartKind(
-    what="a policy worker",
+TRAINING_ENGINES = PartKind(
+    what="a training engine",
     builtin={
-        "dtensor": "nemo_rl.models.policy.workers.dtensor_tq_worker:DTensorTQWorker",
-        "megatron": "nemo_rl.models.policy.workers.megatron_tq_worker:MegatronTQWorker",
+        "dtensor": "nemo_rl.models.policy.workers.dtensor_engine:DTensorEngine",
+        "megatron": "nemo_rl.models.policy.workers.megatron_engine:MegatronEngine",
     },
 )
 """Not a key of its own: `policy.dtensor_cfg.enabled` or `policy.megatron_cfg.enabled` chooses."""

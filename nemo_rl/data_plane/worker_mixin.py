@@ -1,17 +1,18 @@
 """`TQWorkerMixin`: a policy worker that takes its shard from the data plane and writes its results back.
 
-Mixed into a policy worker in front of it. The driver calls the `*_presharded` methods with this rank's meta. Invariant:
-inside a replica group one rank (the leader) reads the store, exactly one rank (the write-back leader) writes each
-result, and an error of either reaches every rank of the group as text.
+Mixed into a policy worker in front of it; `ShardWorker` says what it needs. The driver calls the `*_presharded` methods
+with this rank's meta. Invariant: inside a replica group one rank (the leader) reads the store, exactly one rank (the
+write-back leader) writes each result, and an error of either reaches every rank of the group as text.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import get_args
+from typing import Protocol, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -25,15 +26,19 @@ from nemo_rl.data_plane.observability import MetricsDataPlaneClient
 from nemo_rl.data_plane.ragged import materialize
 from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS
 from nemo_rl.data_plane.shard_reads import ShardReads
-from nemo_rl.distributed.abort import AbortWatch
+from nemo_rl.distributed.abort import Watch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import Fields, broadcast_from_leader, replica_group_of
 from nemo_rl.distributed.first_cause import FirstCause
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.plan_check import check_plans
+from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import ConfigError, DataPlaneClosed, SchemaMismatch
 
-__all__ = ["Channel", "ReplicaView", "TQWorkerMixin"]
+__all__ = ["Channel", "ReplicaView", "ShardWorker", "TQWorkerMixin"]
+
+_LossT = TypeVar("_LossT", contravariant=True)
+_ResultT = TypeVar("_ResultT", covariant=True)
 
 FIRST_STAGE_FIELDS = ("input_ids", "input_lengths")
 """What the first stage of a pipeline reads; the last one reads everything, those between only lengths."""
@@ -53,10 +58,10 @@ class Channel:
 class ReplicaView:
     """This rank's place among the ranks that share one data-parallel shard."""
 
+    leader: int
+    """Global rank that reads the store; this one where it is alone."""
     group: dist.ProcessGroup | None = None
     """None: this rank is alone."""
-    leader: int = 0
-    """Global rank that reads the store."""
     is_write_back_leader: bool = True
     """Whether this rank writes the shard's results."""
     ranks: tuple[int, ...] = ()
@@ -93,38 +98,104 @@ def _channels(layout: ParallelLayout, *, rank: int) -> tuple[Channel, ...]:
     return tuple(Channel(group, names) for names, group in groups if group is not None)
 
 
-class TQWorkerMixin:
-    """Data plane half of a policy worker.
+class ShardWorker(Protocol[_LossT, _ResultT]):
+    """What the data plane half needs from the worker that it is mixed into: the passes over a shard that is there.
 
-    The worker class behind it provides `train`, `get_logprobs`, `get_reference_policy_logprobs`, `rank` and
-    `pad_values` (field -> pad value of its tokenizer).
+    In each of them `meta` names the rows of `batch` in their order and has this rank's plan, in indices into them.
     """
 
     rank: int
-    pad_values: Mapping[str, float]
-    watch: AbortWatch | None = None
-    """Ends a step on all ranks when it fails on one; None in a job of one rank."""
-    prev_logprobs_fields: tuple[str, ...] = LP_SEED_FIELDS
-    """What the stage reads."""
-    replica: ReplicaView = ReplicaView()
-    """Set when the worker starts, for its group is built eagerly."""
-    _client: MetricsDataPlaneClient | None = None
-    _fetch_group: dist.ProcessGroup | None = None
-    _reads: ShardReads | None = None
+
+    @property
+    @abstractmethod
+    def _prev_logprobs_fields(self) -> tuple[str, ...]:
+        """What `_prev_logprobs` reads."""
+
+    @abstractmethod
+    def _train(self, meta: KVBatchMeta, batch: BatchedDataDict, loss_fn: _LossT, *, eval_mode: bool) -> _ResultT:
+        """(collective) One optimizer step per global batch; none with `eval_mode`."""
+
+    @abstractmethod
+    def _prev_logprobs(self, meta: KVBatchMeta, batch: BatchedDataDict) -> Mapping[str, torch.Tensor]:
+        """(collective) The columns of `WorkerPass.PREV_LOGPROBS`, dense `[N, T, ...]` or jagged."""
+
+    @abstractmethod
+    def _reference_logprobs(self, meta: KVBatchMeta, batch: BatchedDataDict) -> torch.Tensor:
+        """(collective) `[N, T]` float32."""
+
+
+class _Store:
+    """This process's client, and what it has read in this step."""
+
+    def __init__(self, client: MetricsDataPlaneClient, *, cache_bytes: int) -> None:
+        self.client, self.reads = client, ShardReads(client, cache_bytes=cache_bytes)
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        return self.client.stage(name)
+
+    def snapshot(self) -> dict[str, object] | None:
+        return self.client.snapshot(reset=True)
+
+    def forget(self) -> None:
+        self.reads.clear()
+
+    def close(self) -> None:
+        self.client.close()
+
+
+class _NoStore:
+    """A rank that gets its columns from its leader, or was not set up."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    @property
+    def client(self) -> MetricsDataPlaneClient:
+        raise self._closed()
+
+    @property
+    def reads(self) -> ShardReads:
+        raise self._closed()
+
+    def _closed(self) -> DataPlaneClosed:
+        return DataPlaneClosed(f"rank {self._rank}: no data plane client; call setup_data_plane first")
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def snapshot(self) -> dict[str, object] | None:
+        return None
+
+    def forget(self) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
+    """Data plane half of a policy worker.
+
+    Args:
+        replica: this rank's place in its replica group, whose process groups exist.
+        watch: ends a step on all ranks when it fails on one.
+        pad_values: field -> pad value of the worker's tokenizer.
+    """
+
+    def __init__(self, *, rank: int, replica: ReplicaView, watch: Watch, pad_values: Mapping[str, float]) -> None:
+        self.rank = rank
+        self._replica, self._watch, self._pad_values = replica, watch, pad_values
+        self._store: _Store | _NoStore = _NoStore(rank)
+        self.fetch_group: dist.ProcessGroup | None = None
+        """Over which the leader broadcasts; None when this rank reads for itself."""
 
     def setup_data_plane(
-        self,
-        address: DataPlaneAddress | None,
-        *,
-        replica: ReplicaView | None = None,
-        fetch_policy: FetchPolicy = "auto",
-        cache_bytes: int = 0,
+        self, address: DataPlaneAddress | None, *, fetch_policy: FetchPolicy = "auto", cache_bytes: int = 0
     ) -> None:
         """Attaches this process's client, unless this rank neither reads nor writes.
 
         Args:
             address: of the owner's client; None for a rank that gets its columns from its leader.
-            replica: place in the replica group; None keeps the one that the worker was started with.
             fetch_policy: `auto` lets the leader read and broadcast where there is a replica group, `independent` lets
                 every rank read for itself, `leader_broadcast` insists on a group.
             cache_bytes: most bytes of fetched columns that are kept within a step; 0 keeps none.
@@ -132,87 +203,68 @@ class TQWorkerMixin:
         Raises:
             ConfigError: an unknown fetch policy, or `leader_broadcast` without a replica group.
         """
-        self.replica = replica or self.replica
-        if self.replica.group is None:
-            self.replica = ReplicaView(leader=self.rank, is_write_back_leader=self.replica.is_write_back_leader)
-        self._fetch_group = _fetch_group(fetch_policy, self.replica)
-        is_reader = self._fetch_group is None or self.rank == self.replica.leader
-        needs_client = address is not None and (is_reader or self.replica.is_write_back_leader)
-        self._client = MetricsDataPlaneClient(attach_data_plane(address)) if address and needs_client else None
-        self._reads = None if self._client is None else ShardReads(self._client, cache_bytes=cache_bytes)
+        self.fetch_group = _fetch_group(fetch_policy, self._replica)
+        is_reader = self.fetch_group is None or self.rank == self._replica.leader
+        self._store = _NoStore(self.rank)
+        if address is not None and (is_reader or self._replica.is_write_back_leader):
+            self._store = _Store(MetricsDataPlaneClient(attach_data_plane(address)), cache_bytes=cache_bytes)
 
     def close_data_plane(self) -> None:
         """Ends this process's client. Idempotent."""
-        client, self._client = self._client, None
-        if client is not None:
-            client.close()
+        store, self._store = self._store, _NoStore(self.rank)
+        store.close()
 
     def end_step(self) -> None:
         """Forgets fetched columns; called when the rows of the step are cleared."""
-        if self._reads is not None:
-            self._reads.clear()
+        self._store.forget()
 
     def data_plane_snapshot(self) -> dict[str, object] | None:
         """Counters of this process's client since the last call; None for a rank without one."""
-        return self._client.snapshot(reset=True) if self._client is not None else None
+        return self._store.snapshot()
 
     def guarded(self, stage: str) -> AbstractContextManager[None]:
         """(collective) Inside it an error on one rank ends the stage on all ranks, with that error's text."""
-        return self.watch.stage(stage) if self.watch is not None else nullcontext()
+        return self._watch.stage(stage)
 
     @property
     def first_cause(self) -> FirstCause | None:
         """What ended the step, if anything has."""
-        return self.watch.cause if self.watch is not None else None
+        return self._watch.cause
 
     @property
     def client(self) -> MetricsDataPlaneClient:
-        if self._client is None:
-            raise DataPlaneClosed(f"rank {self.rank}: no data plane client; call setup_data_plane first")
-        return self._client
+        """Raises DataPlaneClosed on a rank without one."""
+        return self._store.client
 
     @property
     def reads(self) -> ShardReads:
-        if self._reads is None:
-            raise DataPlaneClosed(f"rank {self.rank}: no data plane client; call setup_data_plane first")
-        return self._reads
+        """Raises DataPlaneClosed on a rank without a client."""
+        return self._store.reads
 
     def train_presharded(
-        self, meta: KVBatchMeta, loss_fn: object, *, fields: Sequence[str] = DP_TRAIN_FIELDS, eval_mode: bool = False
-    ) -> object:
-        """(collective) Fetches this rank's shard, trains on it by the plan in `meta.pack`, returns a `TrainResult`."""
-        with self._stage("train"):
-            batch = self._fetch(meta, fields)
-            more = self._beside("train", meta, batch)
-            return self.train(batch, loss_fn, eval_mode=eval_mode, plan=meta.pack, **more)  # type: ignore[attr-defined]
+        self, meta: KVBatchMeta, loss_fn: _LossT, *, fields: Sequence[str] = DP_TRAIN_FIELDS, eval_mode: bool = False
+    ) -> _ResultT:
+        """(collective) Fetches `fields` of this rank's shard and trains on it by the plan in `meta.pack`."""
+        with self._stage(WorkerPass.TRAIN):
+            return self._train(meta, self._fetch(meta, fields), loss_fn, eval_mode=eval_mode)
 
     def get_logprobs_presharded(self, meta: KVBatchMeta) -> KVBatchMeta:
         """(collective) Writes `prev_logprobs` of this rank's shard and returns the meta that knows them."""
-        with self._stage("prev_logprobs"):
-            batch = self._fetch(meta, self.prev_logprobs_fields)
+        with self._stage(WorkerPass.PREV_LOGPROBS):
+            batch = self._fetch(meta, self._prev_logprobs_fields)
             return self._write_back(meta, self._prev_logprobs(meta, batch))
 
     def get_reference_policy_logprobs_presharded(self, meta: KVBatchMeta) -> KVBatchMeta:
         """(collective) Writes `reference_policy_logprobs` of this rank's shard."""
-        with self._stage("reference_logprobs"):
+        with self._stage(WorkerPass.REFERENCE_LOGPROBS):
             batch = self._fetch(meta, LP_SEED_FIELDS)
-            result = self.get_reference_policy_logprobs(batch, plan=meta.pack)  # type: ignore[attr-defined]
-            return self._write_back(meta, {"reference_policy_logprobs": result})
-
-    def _beside(self, stage: str, meta: KVBatchMeta, batch: BatchedDataDict) -> Mapping[str, object]:
-        """(collective over the replica group) What the call of a stage takes beside its batch, by argument name."""
-        return {}
-
-    def _prev_logprobs(self, meta: KVBatchMeta, batch: BatchedDataDict) -> Mapping[str, torch.Tensor]:
-        """(collective) The columns that the stage writes."""
-        more = self._beside("prev_logprobs", meta, batch)
-        return {"prev_logprobs": self.get_logprobs(batch, plan=meta.pack, **more)}  # type: ignore[attr-defined]
+            return self._write_back(meta, {"reference_policy_logprobs": self._reference_logprobs(meta, batch)})
 
     @contextmanager
-    def _stage(self, name: str) -> Iterator[None]:
+    def _stage(self, stage: WorkerPass) -> Iterator[None]:
         """Attributes data plane calls to a stage; when it fails, ends it on all ranks and drops cached columns."""
         try:
-            with self.guarded(name), self.client.stage(name) if self._client is not None else nullcontext():
+            with self.guarded(stage.value), self._store.stage(stage.value):
                 yield
         except BaseException:
             self.end_step()
@@ -220,7 +272,7 @@ class TQWorkerMixin:
 
     def _fetch(self, meta: KVBatchMeta, fields: Sequence[str]) -> BatchedDataDict:
         """(collective) Checks the plan, then the columns, dense and padded to the plan's width, plus `keys`."""
-        check_plans(meta.pack, rank=self.rank, replica=self.replica.ranks)
+        check_plans(meta.pack, rank=self.rank, replica=self._replica.ranks)
         width = meta.pack.pad_to if meta.pack is not None else max(meta.sequence_lengths or (0,))
         batch = self._padded(meta, fields, width)
         if "input_ids" in fields and "input_ids" not in batch:
@@ -232,16 +284,16 @@ class TQWorkerMixin:
 
     def _padded(self, meta: KVBatchMeta, fields: Sequence[str], width: int) -> BatchedDataDict:
         """(collective over the replica group) Those of `fields` that this rank's stage reads, dense."""
-        needs = self.replica.needs
-        if self._fetch_group is None:
+        needs = self._replica.needs
+        if self.fetch_group is None:
             names = [name for name in fields if needs is None or name in needs]
-            return BatchedDataDict(self.reads.padded(meta, names, pad_values=self.pad_values, width=width))
-        columns = self._broadcast(meta, fields, self._fetch_group)
-        return BatchedDataDict(materialize(columns, pad_values=self.pad_values, pad_to=width))
+            return BatchedDataDict(self.reads.padded(meta, names, pad_values=self._pad_values, width=width))
+        columns = self._broadcast(meta, fields, self.fetch_group)
+        return BatchedDataDict(materialize(columns, pad_values=self._pad_values, pad_to=width))
 
     def _broadcast(self, meta: KVBatchMeta, fields: Sequence[str], group: dist.ProcessGroup) -> Fields:
         """(collective over the replica group) What the leader reads and this rank needs, without padding."""
-        replica = self.replica
+        replica = self._replica
         # The leader reads everything at once, in the first channel, so that its error reaches both ends.
         read = cache(lambda: self.reads.ragged(meta, fields))
         if not replica.channels and replica.needs is None:
@@ -261,7 +313,7 @@ class TQWorkerMixin:
                     f"write-back of {name!r}, rank {self.rank}: expected [{len(meta.keys)}, T], got "
                     f"[{', '.join(str(size) for size in values.shape)}]"
                 )
-        if not self.replica.is_write_back_leader:
+        if not self._replica.is_write_back_leader:
             return meta
         return write_columns(self.client, meta, {name: values.detach().to("cpu") for name, values in columns.items()})
 

@@ -22,9 +22,10 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from datetime import timedelta
+from typing import Protocol
 
 import torch.distributed as dist
 
@@ -33,7 +34,7 @@ from nemo_rl.distributed.first_cause import FirstCause, is_symptom
 from nemo_rl.distributed.liveness import ProcessIdentity
 from nemo_rl.errors import CollectiveTimeout, UserError, WorkerError
 
-__all__ = ["AbortWatch"]
+__all__ = ["AbortWatch", "NoWatch", "Watch"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,30 @@ CLOSE_WAIT_S = 5.0
 """How long rank 0, which keeps the store, waits for the others to close their watches."""
 EXIT_CODE = 70
 PREFIX = "nemo_rl/abort"
+
+
+class Watch(Protocol):
+    """What a worker asks of its watch; `AbortWatch` says more."""
+
+    @property
+    def cause(self) -> FirstCause | None: ...
+    def stage(self, name: str) -> AbstractContextManager[None]: ...
+    def close(self) -> None: ...
+
+
+class NoWatch:
+    """Of a job of one rank: nobody waits for it."""
+
+    @property
+    def cause(self) -> FirstCause | None:
+        return None
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        """An error just goes through."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Nothing is watched."""
 
 
 class AbortWatch:

@@ -1,7 +1,8 @@
 """Groups of workers behind one call: in this process, or as Ray actors.
 
-The driver calls `run` with a stage name and a deadline and gets the results in rank order. Invariant: when one rank
-fails, the first cause is raised with its rank and stage, and the rest of the group is ended, never reused.
+The driver names a method of the worker's class with its arguments (`ask`), a stage and a deadline (`Call`); `run`
+gives the results in rank order, `submit` a `Pending` that gives them later. Invariant: when one rank fails, the first
+cause is raised with its rank and stage, and the rest of the group is ended, never reused.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import ray
 from ray.actor import ActorHandle
@@ -23,14 +25,17 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from nemo_rl.distributed.calls import Call, Payload, Pending
 from nemo_rl.distributed.first_cause import FirstCause, GuardedWorker, is_symptom
 from nemo_rl.distributed.own_ray import check_own_ray
 from nemo_rl.distributed.worker_log import WorkerLog
 from nemo_rl.errors import CollectiveTimeout, NemoRLError, WorkerError
 
-__all__ = ["Call", "LocalWorkerGroup", "Payload", "RayPlacement", "RayWorkerGroup", "WorkerGroup"]
+__all__ = ["LocalWorkerGroup", "RayPlacement", "RayWorkerGroup", "WorkerGroup"]
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 UNKNOWN_RANK = -1
 """In the record of a worker that does not know its rank; the driver does."""
@@ -40,50 +45,29 @@ FIRST_CAUSE_GRACE_S = 2.0
 """After a failure without a first cause (a dead process, a worker without a watch), how long peers may report it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
-    """One method on every rank."""
-
-    method: str
-    stage: str
-    timeout_s: float
-    kwargs: Mapping[str, object] = field(default_factory=dict)
-    """Arguments that are the same on every rank."""
-    per_rank: Sequence[Mapping[str, object]] | None = None
-    """Further arguments, one mapping per rank."""
-    ranks: Sequence[int] | None = None
-    """Only these ranks; None means all."""
-
-    def arguments(self, rank: int) -> dict[str, object]:
-        return {**self.kwargs, **(self.per_rank[rank] if self.per_rank is not None else {})}
-
-
-@dataclass(frozen=True, slots=True)
-class Payload:
-    """A result that the driver hands on without looking into it: the object itself, or Ray's reference to it."""
-
-    handle: object
-
-    def resolve(self) -> object:
-        """The object; the caller must be in a process of the run."""
-        return ray.get(self.handle) if isinstance(self.handle, ray.ObjectRef) else self.handle
-
-
 class WorkerGroup(ABC):
     """Workers of one kind, rank 0 to `world_size - 1`."""
 
     world_size: int
 
-    @abstractmethod
-    def run(self, call: Call) -> list[object]:
+    def run(self, call: Call[_T]) -> list[_T]:
         """Calls the method on the ranks at the same time and returns their results in rank order.
 
         Raises:
             UserError: a worker refused its input. WorkerError: a worker failed, died or passed the deadline.
         """
+        return self.submit(call).result()
 
     @abstractmethod
-    def run_for_payload(self, call: Call) -> Payload:
+    def submit(self, call: Call[_T]) -> Pending[_T]:
+        """As `run` without waiting; the deadline counts from here. Each rank does its calls in the order of submits.
+
+        Raises:
+            WorkerError: the group was ended.
+        """
+
+    @abstractmethod
+    def run_for_payload(self, call: Call[_T]) -> Payload[_T]:
         """As `run`; keeps the result of the first rank where it is, and gives a handle to it."""
 
     @property
@@ -97,18 +81,24 @@ class WorkerGroup(ABC):
 
 
 class LocalWorkerGroup(WorkerGroup):
-    """One worker in this process."""
+    """One worker in this process: a call is done when `submit` returns."""
 
     def __init__(self, factory: Callable[[], object]) -> None:
         self.world_size = 1
         self._worker: object | None = factory()
 
-    def run(self, call: Call) -> list[object]:
+    def submit(self, call: Call[_T]) -> Pending[_T]:
         if self._worker is None:
             raise WorkerError("the worker has been shut down", rank=0, stage=call.stage)
-        return [getattr(self._worker, call.method)(**_resolve(call.arguments(0)))]
+        done: Future[list[_T]] = Future()
+        try:
+            request = call.of_rank(0)
+            done.set_result([getattr(self._worker, request.method)(**_resolve(request.arguments))])
+        except Exception as error:  # noqa: BLE001 - raised by `result`
+            done.set_exception(error)
+        return Pending(done.result)
 
-    def run_for_payload(self, call: Call) -> Payload:
+    def run_for_payload(self, call: Call[_T]) -> Payload[_T]:
         return Payload(self.run(call)[0])
 
     @property
@@ -173,7 +163,11 @@ class _Host:
 
 def _resolve(kwargs: Mapping[str, object]) -> dict[str, object]:
     """Payload handles become the objects they stand for."""
-    return {name: value.resolve() if isinstance(value, Payload) else value for name, value in kwargs.items()}
+    return {name: _content(value) if isinstance(value, Payload) else value for name, value in kwargs.items()}
+
+
+def _content(payload: Payload[object]) -> object:
+    return ray.get(payload.handle) if isinstance(payload.handle, ray.ObjectRef) else payload.handle
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,7 +213,13 @@ class RayWorkerGroup(WorkerGroup):
     def finish_start(self, *, timeout_s: float) -> None:
         """Waits until every worker is built."""
         starting, self._starting = self._starting, []
-        replies = self._collect(starting, list(range(self.world_size)), stage=self._start_stage, timeout_s=timeout_s)
+        replies = self._collect(
+            starting,
+            list(range(self.world_size)),
+            stage=self._start_stage,
+            timeout_s=timeout_s,
+            deadline=time.monotonic() + timeout_s,
+        )
         self._process_ids = [cast("int", reply["process_id"]) for reply in replies]
 
     def rendezvous(self, reserve: Callable[[str], int], *, timeout_s: float) -> tuple[str, int]:
@@ -238,22 +238,27 @@ class RayWorkerGroup(WorkerGroup):
                 f"the worker process died: {_first_line(error)}", rank=0, stage=self._start_stage
             ) from error
 
-    def run(self, call: Call) -> list[object]:
-        ranks = list(call.ranks) if call.ranks is not None else list(range(self.world_size))
-        refs = [
-            self._alive(rank, call.stage).call.remote(call.method, call.stage, call.arguments(rank)) for rank in ranks
-        ]
-        replies = self._collect(refs, ranks, stage=call.stage, timeout_s=call.timeout_s)
-        return [reply["value"] for reply in replies]
+    def submit(self, call: Call[_T]) -> Pending[_T]:
+        deadline = time.monotonic() + call.timeout_s
+        ranks = self._ranks(call)
+        refs = [self._alive(rank, call.stage).call.remote(*_sent(call, rank)) for rank in ranks]
 
-    def run_for_payload(self, call: Call) -> Payload:
-        ranks = list(call.ranks) if call.ranks is not None else list(range(self.world_size))
-        pairs = [
-            self._alive(rank, call.stage).call_for_payload.remote(call.method, call.stage, call.arguments(rank))
-            for rank in ranks
-        ]
-        self._collect([status for status, _ in pairs], ranks, stage=call.stage, timeout_s=call.timeout_s)
+        def wait() -> list[_T]:
+            replies = self._collect(refs, ranks, stage=call.stage, timeout_s=call.timeout_s, deadline=deadline)
+            return [cast("_T", reply["value"]) for reply in replies]
+
+        return Pending(wait)
+
+    def run_for_payload(self, call: Call[_T]) -> Payload[_T]:
+        deadline = time.monotonic() + call.timeout_s
+        ranks = self._ranks(call)
+        pairs = [self._alive(rank, call.stage).call_for_payload.remote(*_sent(call, rank)) for rank in ranks]
+        states = [state for state, _ in pairs]
+        self._collect(states, ranks, stage=call.stage, timeout_s=call.timeout_s, deadline=deadline)
         return Payload(pairs[0][1])
+
+    def _ranks(self, call: Call[_T]) -> list[int]:
+        return list(call.ranks) if call.ranks is not None else list(range(self.world_size))
 
     @property
     def is_running(self) -> bool:
@@ -270,17 +275,23 @@ class RayWorkerGroup(WorkerGroup):
         return self._actors[rank]
 
     def _collect(
-        self, refs: Sequence[ray.ObjectRef], ranks: Sequence[int], *, stage: str, timeout_s: float
+        self, refs: Sequence[ray.ObjectRef], ranks: Sequence[int], *, stage: str, timeout_s: float, deadline: float
     ) -> list[dict[str, object]]:
-        """Replies in the order of `refs`; on the first failure ends the group and raises the root cause."""
+        """Replies in the order of `refs`; on the first failure ends the group and raises the root cause.
+
+        Args:
+            timeout_s: for the error of ranks that are not done at `deadline`, on the monotonic clock. What has come by
+                then is taken, however late the driver looks.
+        """
         waiting = list(refs)
-        deadline = time.monotonic() + timeout_s
         replies: dict[ray.ObjectRef, dict[str, object]] = {}
         failures: list[NemoRLError] = []
-        while waiting and time.monotonic() < deadline:
+        while waiting:
             left = max(0.0, deadline - time.monotonic())
             done, waiting = ray.wait(waiting, num_returns=1, timeout=min(left, RAY_LOOK_S))
             check_own_ray(stage=stage)
+            if not done and not left:
+                break
             for ref in done:
                 rank = ranks[refs.index(ref)]
                 reply = _reply(ref)
@@ -319,6 +330,11 @@ class RayWorkerGroup(WorkerGroup):
             rank=late[0],
             stage=stage,
         )
+
+
+def _sent(call: Call[_T], rank: int) -> tuple[str, str, dict[str, object]]:
+    request = call.of_rank(rank)
+    return request.method, call.stage, dict(request.arguments)
 
 
 def _new_actor(name: str, placement: RayPlacement, rank: int, *, log_file: Path | None) -> ActorHandle:

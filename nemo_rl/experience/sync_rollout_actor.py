@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import TypeVar
 
 import numpy as np
 
@@ -24,7 +24,8 @@ from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.observability import MetricsDataPlaneClient
 from nemo_rl.data_plane.wire import pickled_size
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.worker_groups import Call, WorkerGroup
+from nemo_rl.distributed.calls import Call, Request, ask
+from nemo_rl.distributed.worker_groups import WorkerGroup
 from nemo_rl.environments.factory import build_environment
 from nemo_rl.errors import DataPlaneClosed, ResourceError, WorkerError
 from nemo_rl.experience.payload import DriverCarry, build_columns, mean_of_scored, mint_keys, row_record
@@ -38,6 +39,8 @@ from nemo_rl.utils.metrics import Max, Mean, Reduction, Sum
 from nemo_rl.utils.r3_trace import trace_rollout_payload
 
 __all__ = ["REWARD_LOG", "RolloutHandle", "RolloutInfo", "RolloutResult", "SyncRolloutWorker", "ValidationResult"]
+
+_T = TypeVar("_T")
 
 REWARD_LOG = "reward.log"
 """File in `logger.log_dir` with what the reward has printed; there once it has."""
@@ -293,41 +296,41 @@ class RolloutHandle:
         """Bytes of prompt numbers, metas and row scalars that this driver has sent or received so far."""
 
     def describe(self) -> RolloutInfo:
-        return cast("RolloutInfo", self._run("describe", "rollout setup"))
+        return self._run(ask(SyncRolloutWorker.describe), "rollout setup")
 
     def setup_data_plane(self, address: DataPlaneAddress) -> None:
-        self._run("setup_data_plane", "data plane setup", address=address)
+        self._run(ask(SyncRolloutWorker.setup_data_plane, address=address), "data plane setup")
 
     def rollout(self, prompt_numbers: Sequence[int], *, step: int, version: int) -> RolloutResult:
         """Rows of one step in the data plane; see `SyncRolloutWorker.rollout`."""
-        result = self._run(
-            "rollout",
-            "rollout",
+        request = ask(
+            SyncRolloutWorker.rollout,
             prompt_numbers=list(prompt_numbers),
             step=step,
             version=version,
             partition_id=self._partition_id,
         )
+        result = self._run(request, "rollout")
         self.driver_bytes += pickled_size(list(prompt_numbers), result)
-        return cast("RolloutResult", result)
+        return result
 
     def validate(self, *, step: int, version: int, path: Path | None) -> ValidationResult:
         """One response to each held-out prompt; see `SyncRolloutWorker.validate`."""
-        return cast("ValidationResult", self._run("validate", "validation", step=step, version=version, path=path))
+        return self._run(ask(SyncRolloutWorker.validate, step=step, version=version, path=path), "validation")
 
     def log_rollouts(self, meta: KVBatchMeta, *, path: Path, records: Sequence[Mapping[str, object]]) -> None:
         """Writes rows for people; see `SyncRolloutWorker.log_rollouts`."""
-        self._run("log_rollouts", "log", meta=meta, path=path, records=records)
+        self._run(ask(SyncRolloutWorker.log_rollouts, meta=meta, path=path, records=records), "log")
         self.driver_bytes += pickled_size(meta, records)
 
     def data_plane_snapshot(self) -> Mapping[str, object]:
-        return cast("Mapping[str, object]", self._run("data_plane_snapshot", "metrics"))
+        return self._run(ask(SyncRolloutWorker.data_plane_snapshot), "metrics")
 
     def shutdown(self) -> None:
         self._workers.shutdown()
 
-    def _run(self, method: str, stage: str, **kwargs: object) -> object:
-        return self._workers.run(Call(method=method, stage=stage, timeout_s=self._timeout_s, kwargs=kwargs))[0]
+    def _run(self, request: Request[_T], stage: str) -> _T:
+        return self._workers.run(Call(request=request, stage=stage, timeout_s=self._timeout_s))[0]
 
 
 def _rollout_metrics(rollouts: Rollouts) -> dict[str, Reduction]:

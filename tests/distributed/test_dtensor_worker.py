@@ -13,7 +13,7 @@ from nemo_rl.config.policy import OptimizerConfig, PolicyConfig
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.packing import PackPlan, plan_packs, plan_padded
 from nemo_rl.errors import CheckpointError, NonFiniteError
-from nemo_rl.models.policy.workers.dtensor_policy_worker import DTensorPolicyWorker
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.utils.metrics import merge_metrics, values
 from tests.helpers.gloo import run_ranks
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker, write_tiny_folder
@@ -36,7 +36,7 @@ def _plan(kind: str, dp_world: int) -> PackPlan:
     return plan_padded(lengths, capacity=60, dp_world=dp_world)
 
 
-def _exported(worker: DTensorPolicyWorker) -> Arrays:
+def _exported(worker: PolicyWorker) -> Arrays:
     """Weights as arrays: tensors would travel as file descriptors of a process that has ended by then."""
     return {name: weight.numpy() for name, weight in worker.export_weights()}
 

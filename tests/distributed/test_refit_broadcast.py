@@ -18,7 +18,7 @@ import torch.distributed as dist
 from nemo_rl.config.policy import DTensorConfig
 from nemo_rl.errors import CollectiveTimeout, WorkerError
 from nemo_rl.models.loading import load_causal_lm
-from nemo_rl.models.policy.workers.dtensor_policy_worker import DTensorPolicyWorker
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.buckets import RefitPlan
 from nemo_rl.models.weight_sync.collective import _both, choose_backend
 from nemo_rl.models.weight_sync.receiver import RefitReceiver
@@ -76,7 +76,7 @@ def _refit_of_split_experts(rank: int, folder: Path) -> bool:
 
 
 def _join(
-    rank: int, worker: DTensorPolicyWorker, receiver: RefitReceiver, engine: ThreadPoolExecutor, *, timeout_s: float
+    rank: int, worker: PolicyWorker, receiver: RefitReceiver, engine: ThreadPoolExecutor, *, timeout_s: float
 ) -> None:
     port = worker.open_refit_store(address="127.0.0.1", world_size=2, timeout_s=timeout_s) if rank == 0 else 0
     word = torch.tensor([port])
@@ -91,7 +91,7 @@ def _join(
 
 
 def _whole_refit(
-    rank: int, worker: DTensorPolicyWorker, receiver: RefitReceiver, plan: RefitPlan, engine: ThreadPoolExecutor
+    rank: int, worker: PolicyWorker, receiver: RefitReceiver, plan: RefitPlan, engine: ThreadPoolExecutor
 ) -> bool:
     worker.begin_refit(plan, on_device=False)
     receiver.begin(plan)
@@ -109,7 +109,7 @@ def _whole_refit(
 
 def _refit_of_a_failing_sender(
     rank: int,
-    worker: DTensorPolicyWorker,
+    worker: PolicyWorker,
     receiver: RefitReceiver,
     plan: RefitPlan,
     offered: dict[str, tuple[int, ...]],

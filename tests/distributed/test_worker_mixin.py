@@ -10,11 +10,15 @@ from nemo_rl.data_plane.column_io import kv_first_write, read_columns
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from nemo_rl.data_plane.worker_mixin import ReplicaView, TQWorkerMixin
+from nemo_rl.distributed.abort import NoWatch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import replica_group_of
+from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import plan_padded
-from nemo_rl.errors import ConfigError, KeysNotFound, SchemaMismatch
-from nemo_rl.models.policy.workers.dtensor_tq_worker import DTensorTQWorker
+from nemo_rl.errors import ConfigError, DataPlaneClosed, KeysNotFound, SchemaMismatch
+from nemo_rl.models.policy.steps import RankView
+from nemo_rl.models.policy.workers.compose import compose_parts
+from nemo_rl.models.policy.workers.tq_worker import TQWorker
 from tests.helpers.gloo import run_ranks
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker, write_tiny_folder
 
@@ -29,12 +33,20 @@ def rollout_batch() -> BatchedDataDict:
     return rows
 
 
-def start_worker(rank: int, folder: str) -> DTensorTQWorker:
-    worker = DTensorTQWorker(
-        tiny_policy(folder), rank=rank, world_size=2, num_steps=4, collective_timeout_s=60, seed=0, device="cpu"
+def start_worker(rank: int, folder: str) -> TQWorker:
+    """Rank 1 leads."""
+    replica = ReplicaView(group=replica_group_of(rank, [[0, 1]]), leader=1, is_write_back_leader=rank == 1)
+    view = RankView(layout=ParallelLayout.of(2), rank=rank, device=torch.device("cpu"))
+    parts = compose_parts(
+        tiny_policy(folder),
+        view,
+        num_steps=4,
+        collective_timeout_s=60,
+        seed=0,
+        keep_reference=False,
+        owns_group=True,
     )
-    worker.pad_values = {"input_ids": 0.0}
-    return worker
+    return TQWorker(parts, replica=replica, watch=NoWatch())
 
 
 def open_store() -> tuple[DataPlaneClient, KVBatchMeta]:
@@ -47,13 +59,11 @@ def open_store() -> tuple[DataPlaneClient, KVBatchMeta]:
 
 def logprobs_of_a_replica_group(rank: int, folder: str) -> dict[str, object]:
     """Rank 1 leads and owns the store; rank 0 has no client at all."""
-    group = replica_group_of(rank, [[0, 1]])
     worker = start_worker(rank, folder)
     client, meta = open_store() if rank == 1 else (None, described_meta())
     plan = plan_padded(meta.sequence_lengths, capacity=64, dp_world=1)
     meta = meta.subset(plan.rows_of_rank(0)).with_pack(plan.for_rank(0))
-    view = ReplicaView(group=group, leader=1, is_write_back_leader=rank == 1)
-    worker.setup_data_plane(client.address if client is not None else None, replica=view)
+    worker.setup_data_plane(client.address if client is not None else None)
     worker.prepare_for_lp_inference()
     done = worker.get_logprobs_presharded(meta)
     report: dict[str, object] = {"errors": errors(worker, meta)}
@@ -72,7 +82,7 @@ def described_meta() -> KVBatchMeta:
     return KVBatchMeta(partition_id="train", keys=tuple(f"u{i}_g0" for i in range(8)), sequence_lengths=lengths)
 
 
-def errors(worker: DTensorTQWorker, meta: KVBatchMeta) -> list[str]:
+def errors(worker: TQWorker, meta: KVBatchMeta) -> list[str]:
     unknown = KVBatchMeta(partition_id="train", keys=("nobody_g0",), sequence_lengths=(9,))
     with pytest.raises(KeysNotFound) as caught:
         worker.get_logprobs_presharded(unknown)
@@ -100,10 +110,47 @@ def test_a_replica_group_reads_once_writes_once_and_shares_errors(tmp_path):
         torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-5)
 
 
-def test_a_fetch_policy_that_cannot_work_is_refused():
-    worker = TQWorkerMixin()
-    worker.rank = 0
+class Constant(TQWorkerMixin[str, int]):
+    """A worker without a model: all that the data plane half asks for."""
+
+    @property
+    def _prev_logprobs_fields(self) -> tuple[str, ...]:
+        return ("input_ids", "input_lengths")
+
+    def _train(self, meta: KVBatchMeta, batch: BatchedDataDict, loss_fn: str, *, eval_mode: bool) -> int:
+        return batch.size if loss_fn == "rows" and eval_mode else 0
+
+    def _prev_logprobs(self, meta: KVBatchMeta, batch: BatchedDataDict) -> dict[str, torch.Tensor]:
+        return {"prev_logprobs": torch.full(batch.tensor("input_ids").shape, -1.5)}
+
+    def _reference_logprobs(self, meta: KVBatchMeta, batch: BatchedDataDict) -> torch.Tensor:
+        raise ValueError("no reference")
+
+
+@pytest.fixture
+def alone() -> Constant:
+    return Constant(rank=0, replica=ReplicaView(leader=0), watch=NoWatch(), pad_values={"input_ids": 0.0})
+
+
+def test_a_fetch_policy_that_cannot_work_is_refused(alone):
     with pytest.raises(ConfigError, match="'leader_broadcast' needs a replica group"):
-        worker.setup_data_plane(None, fetch_policy="leader_broadcast")
+        alone.setup_data_plane(None, fetch_policy="leader_broadcast")
     with pytest.raises(ConfigError, match="expected one of auto, independent, leader_broadcast, got 'nobody'"):
-        worker.setup_data_plane(None, fetch_policy="nobody")
+        alone.setup_data_plane(None, fetch_policy="nobody")
+
+
+def test_the_data_plane_half_is_all_that_a_worker_without_a_model_needs(alone):
+    client, meta = open_store()
+    alone.setup_data_plane(client.address)
+    done = alone.get_logprobs_presharded(meta)
+    column = read_columns(client, done, ("prev_logprobs",)).tensor("prev_logprobs")
+    lengths = torch.tensor(meta.sequence_lengths)
+    assert torch.equal(column, torch.where(torch.arange(column.shape[1]) < lengths[:, None], -1.5, 0.0))
+    assert alone.train_presharded(meta, "rows", fields=("input_ids",), eval_mode=True) == 8
+    with pytest.raises(ValueError, match="no reference"):
+        alone.get_reference_policy_logprobs_presharded(meta)
+    alone.close_data_plane()
+    with pytest.raises(DataPlaneClosed, match="rank 0: no data plane client; call setup_data_plane first"):
+        alone.get_logprobs_presharded(meta)
+    assert alone.data_plane_snapshot() is None
+    client.close()

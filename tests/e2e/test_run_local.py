@@ -143,9 +143,9 @@ def test_a_stage_that_raises_leaves_no_live_row(tmp_path, model):
 # Where a stage fails -> the work that it has done by then: rows are alive, and its own column is or is not written.
 FAILURES = {
     "rollout, after its put": "nemo_rl.experience.sync_rollout_actor.kv_first_write",
-    "previous log-probabilities": "nemo_rl.models.policy.workers.training_worker.TrainingWorker.get_logprobs",
+    "previous log-probabilities": "nemo_rl.models.policy.workers.passes.Passes.get_logprobs",
     "advantages, after their put": "nemo_rl.algorithms.grpo_sync.write_columns",
-    "training": "nemo_rl.models.policy.workers.training_worker.TrainingWorker.train",
+    "training": "nemo_rl.models.policy.workers.passes.Passes.train",
     "log": "nemo_rl.experience.sync_rollout_actor.SyncRolloutWorker.log_rollouts",
 }
 

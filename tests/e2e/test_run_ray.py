@@ -7,6 +7,7 @@ import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from rich.console import Console
 
 from nemo_rl.algorithms.run import run
 from nemo_rl.distributed import worker_groups
-from nemo_rl.distributed.worker_groups import Call, RayWorkerGroup
+from nemo_rl.distributed.calls import Call
+from nemo_rl.distributed.worker_groups import RayWorkerGroup
 from tests.helpers import mooncake
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
@@ -109,6 +111,11 @@ def bulk_in(value: object, num_rows: int) -> Iterator[str]:
             yield from bulk_in(getattr(value, name), num_rows)
 
 
+T = TypeVar("T")
+ABOUT_ROWS = ("meta", "records")
+"""Arguments."""
+
+
 class Watched(RayWorkerGroup):
     """A worker group that looks at everything the driver sends and receives."""
 
@@ -117,14 +124,16 @@ class Watched(RayWorkerGroup):
     num_bytes: int = 0
     """Of everything about rows that the driver has sent or received."""
 
-    def run(self, call: Call) -> list[object]:
+    def run(self, call: Call[T]) -> list[T]:
         results = super().run(call)
-        Watched.calls.add(call.method)
-        if call.method in ("rollout", "log_rollouts") or call.method.endswith("_presharded"):
-            sent = [value for name, value in call.kwargs.items() if name in ("meta", "records")]
-            sent += [value for arguments in call.per_rank or () for value in arguments.values()]
+        requests = [call.of_rank(rank) for rank in range(self.world_size)]
+        [method] = {request.method for request in requests}
+        Watched.calls.add(method)
+        if method in ("rollout", "log_rollouts") or method.endswith("_presharded"):
+            sent = [value for request in requests for name, value in request.arguments.items() if name in ABOUT_ROWS]
             Watched.num_bytes += sum(len(pickle.dumps(value, protocol=5)) for value in (*sent, *results))
-        Watched.seen += [f"{call.method}: {what}" for what in bulk_in([call.kwargs, call.per_rank, results], 16)]
+        arguments = [dict(request.arguments) for request in requests]
+        Watched.seen += [f"{method}: {what}" for what in bulk_in([*arguments, results], 16)]
         return results
 
 

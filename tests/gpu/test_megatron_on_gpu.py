@@ -21,7 +21,8 @@ from nemo_rl.distributed.packing import PackPlan, plan_packs, plan_padded
 from nemo_rl.models.loading import load_causal_lm
 from nemo_rl.models.megatron.layer_spec import has_transformer_engine
 from nemo_rl.models.megatron.mcore import USING_PYTORCH_OPTIMIZER
-from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorker
+from nemo_rl.models.policy.workers.compose import compose_worker
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers.families import COMMON, write_with_tokenizer
 from tests.helpers.hf_reference import hf_logprobs
 from tests.helpers.megatron_models import FAMILIES, hf_model
@@ -53,10 +54,10 @@ def _worker(
     precision: str = "float32",
     optimizer: MegatronOptimizerConfig = ADAM,
     **megatron: object,
-) -> MegatronPolicyWorker:
+) -> PolicyWorker:
     section = MegatronConfig(enabled=True, optimizer=optimizer, **megatron)
     nothing = DTensorConfig(enabled=False)
-    return MegatronPolicyWorker(
+    return compose_worker(
         tiny_policy(folder, dtensor_cfg=nothing, megatron_cfg=section, precision=precision),
         rank=0,
         world_size=1,
@@ -97,7 +98,7 @@ class _Outcome:
     weights: dict[str, torch.Tensor]
 
 
-def _three_steps(worker: MegatronPolicyWorker, *, packed: bool) -> _Outcome:
+def _three_steps(worker: PolicyWorker, *, packed: bool) -> _Outcome:
     batch = tiny_batch(8)
     plan = _plan(batch, packed=packed)
     results = [worker.train(batch, LOSS, plan=plan) for _ in range(3)]
@@ -175,15 +176,15 @@ def test_the_distributed_optimizer_trains_the_same(folder: Path) -> None:
 # States and memory.
 
 
-def _devices(worker: MegatronPolicyWorker) -> tuple[set[str], set[str], set[str]]:
+def _devices(worker: PolicyWorker) -> tuple[set[str], set[str], set[str]]:
     """Device types of weights, buffers and optimizer state, as they are."""
-    weights = {weight.device.type for weight in worker._model.module.parameters()}
-    buffers = {buffer.device.type for buffer in worker._model.module.buffers()} or weights
-    return weights, buffers, {value.device.type for _, value in worker._optimizer.state_tensors()}
+    weights = {weight.device.type for weight in worker.engine.model.module.parameters()}
+    buffers = {buffer.device.type for buffer in worker.engine.model.module.buffers()} or weights
+    return weights, buffers, {value.device.type for _, value in worker.engine.optimizer.state_tensors()}
 
 
-def _gradient_bytes(worker: MegatronPolicyWorker) -> int:
-    ddp = worker._model.ddp
+def _gradient_bytes(worker: PolicyWorker) -> int:
+    ddp = worker.engine.model.ddp
     held = (*ddp.buffers, *ddp.expert_parallel_buffers)
     return sum(buffer.grad_data.untyped_storage().size() for buffer in held)
 

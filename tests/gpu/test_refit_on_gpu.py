@@ -18,7 +18,8 @@ from nemo_rl.algorithms.loss_functions import ClippedPGLoss
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.errors import WorkerError
 from nemo_rl.models.loading import load_causal_lm
-from nemo_rl.models.policy.workers.dtensor_policy_worker import DTensorPolicyWorker
+from nemo_rl.models.policy.workers.compose import compose_worker
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.buckets import RefitPlan, bucket_bytes
 from nemo_rl.models.weight_sync.ipc_handle import device_id
 from nemo_rl.models.weight_sync.receiver import RefitReceiver
@@ -104,15 +105,15 @@ def engine(tmp_path: Path) -> Iterator[Child]:
 
 
 @pytest.fixture
-def worker(folder: Path) -> Iterator[DTensorPolicyWorker]:
-    made = DTensorPolicyWorker(
+def worker(folder: Path) -> Iterator[PolicyWorker]:
+    made = compose_worker(
         tiny_policy(folder), rank=0, world_size=1, num_steps=10, collective_timeout_s=60.0, seed=0, device="cuda"
     )
     yield made
     made.shutdown()
 
 
-def _refit(worker: DTensorPolicyWorker, engine: Child, *, most: int) -> int:
+def _refit(worker: PolicyWorker, engine: Child, *, most: int) -> int:
     """As `IpcWeightSync` does it; returns the number of buckets."""
     worker.offload_before_refit()
     offered = {name: info.shape for name, info in worker.prepare_refit_info().items()}
@@ -130,7 +131,7 @@ def _refit(worker: DTensorPolicyWorker, engine: Child, *, most: int) -> int:
 
 
 @pytest.mark.parametrize("most", [10_000, 1 << 30], ids=["many buckets", "one bucket"])
-def test_the_engine_process_holds_the_policys_weights(worker: DTensorPolicyWorker, engine: Child, most: int) -> None:
+def test_the_engine_process_holds_the_policys_weights(worker: PolicyWorker, engine: Child, most: int) -> None:
     for _ in range(2):
         worker.prepare_for_training()
         worker.train(tiny_batch(8), LOSS)
@@ -143,14 +144,14 @@ def test_the_engine_process_holds_the_policys_weights(worker: DTensorPolicyWorke
             assert torch.equal(torch.from_numpy(held[name]), weight.bfloat16().float()), name  # type: ignore[index]
 
 
-def test_the_buffer_is_freed_when_the_refit_ends(worker: DTensorPolicyWorker, engine: Child) -> None:
+def test_the_buffer_is_freed_when_the_refit_ends(worker: PolicyWorker, engine: Child) -> None:
     _refit(worker, engine, most=1 << 30)
     before = torch.cuda.memory_allocated()
     _refit(worker, engine, most=1 << 30)
     assert torch.cuda.memory_allocated() <= before
 
 
-def test_a_handle_of_another_gpu_is_refused(worker: DTensorPolicyWorker, engine: Child) -> None:
+def test_a_handle_of_another_gpu_is_refused(worker: PolicyWorker, engine: Child) -> None:
     worker.offload_before_refit()
     slots = engine.ask("call", "match", {name: info.shape for name, info in worker.prepare_refit_info().items()})
     worker.begin_refit(RefitPlan(slots=slots, bucket_bytes=1000), on_device=True)  # type: ignore[arg-type]

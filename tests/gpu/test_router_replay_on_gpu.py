@@ -17,7 +17,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import WorkerError
 from nemo_rl.models.loading import load_model_config
 from nemo_rl.models.policy.route_replay import MicrobatchRoutes, RouteReplayer
-from nemo_rl.models.policy.workers.training_worker import TrainingWorker
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.utils.route_digest import route_digests
 from tests.helpers.experts import shape_of, write_experts
 from tests.helpers.layout_jobs import LOSS, Case, forced_routes, layout_batch, plan_of
@@ -85,7 +85,7 @@ class Seen:
         self.actions[layer, "clear"] += 1
 
 
-def outcome(worker: TrainingWorker, batch: BatchedDataDict) -> tuple[torch.Tensor, float, float]:
+def outcome(worker: PolicyWorker, batch: BatchedDataDict) -> tuple[torch.Tensor, float, float]:
     plan = plan_of(Case(family="qwen3_moe"), worker.layout).for_rank(0)
     logprobs = worker.get_logprobs(batch, plan=plan)
     result = worker.train(batch, LOSS, plan=plan)
@@ -98,7 +98,7 @@ def test_replay_gives_the_numbers_of_the_cpu(engine: str, folder: Path) -> None:
     for device in ("cpu", DEVICE):
         worker = tiny_worker(policy_of(engine, folder), device=device)
         found.append(outcome(worker, batch_of(folder)))
-        assert worker._replay is not None and worker._replay.replayer.is_idle
+        assert worker.replay.routers.replayer.is_idle
         worker.shutdown()
     (cpu, cpu_loss, cpu_norm), (gpu, gpu_loss, gpu_norm) = found
     torch.testing.assert_close(gpu, cpu, rtol=0, atol=BOUND)
@@ -130,5 +130,5 @@ def test_wrong_ids_end_the_pass(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     batch.tensor("routed_experts")[1, 3] = 1
     with pytest.raises(WorkerError, match="different ids"):
         outcome(worker, batch)
-    assert worker._replay is not None and worker._replay.replayer.is_idle
+    assert worker.replay.routers.replayer.is_idle
     worker.shutdown()

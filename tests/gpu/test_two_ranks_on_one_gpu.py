@@ -14,7 +14,7 @@ from nemo_rl.algorithms.loss_functions import ClippedPGLoss
 from nemo_rl.config.policy import DTensorConfig
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.models.loading import load_causal_lm
-from nemo_rl.models.policy.workers.dtensor_policy_worker import DTensorPolicyWorker
+from nemo_rl.models.policy.workers.compose import compose_worker
 from tests.helpers.gloo import run_ranks
 from tests.helpers.hf_reference import hf_logprobs, hf_train_step
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, write_tiny_folder
@@ -43,7 +43,7 @@ def _train(
     torch.cuda.set_device(torch.device(devices[rank]))
     for name, layout in layouts.items():
         config = tiny_policy(folder, dtensor_cfg=layout, make_sequence_length_divisible_by=8)
-        worker = DTensorPolicyWorker(
+        worker = compose_worker(
             config, rank=rank, world_size=2, num_steps=10, collective_timeout_s=60.0, seed=0, device=devices[rank]
         )
         batch = tiny_batch(ROWS)

@@ -14,11 +14,12 @@ from nemo_rl.config.policy import DTensorConfig, SequencePackingConfig
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.packing import PackPlan, plan_packs
-from nemo_rl.models.dtensor.parallelize import local_shard
 from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine import TorchEngine
 from nemo_rl.models.loading import load_causal_lm
-from nemo_rl.models.policy.workers.dtensor_policy_worker import DTensorPolicyWorker
+from nemo_rl.models.local_shard import local_shard
+from nemo_rl.models.policy.workers.compose import compose_worker
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers.families import write_family
 from tests.helpers.hf_reference import hf_logprobs, hf_train_step
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, write_larger_folder, write_tiny_folder
@@ -34,9 +35,9 @@ ADAM = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.0}
 PACKING = SequencePackingConfig(enabled=True)
 
 
-def _worker(folder: Path, *, device: str = DEVICE, **changes: object) -> DTensorPolicyWorker:
+def _worker(folder: Path, *, device: str = DEVICE, **changes: object) -> PolicyWorker:
     config = tiny_policy(folder, **changes)
-    return DTensorPolicyWorker(
+    return compose_worker(
         config,
         rank=0,
         world_size=1,
@@ -128,7 +129,7 @@ def test_logprobs_of_policy_and_reference_equal_the_cpu_reference(folder: Path) 
     with torch.no_grad():
         expected = hf_logprobs(load_causal_lm(folder), batch) * batch.tensor("token_mask")
     worker = _worker(folder)
-    assert all(weight.is_pinned() for weight in worker._reference or ())
+    assert all(weight.is_pinned() for weight in worker.life.reference or ())
     torch.testing.assert_close(worker.get_logprobs(batch), expected, rtol=0, atol=1e-4)
     worker.train(batch, LOSS)
     assert not torch.allclose(worker.get_logprobs(batch), expected, rtol=0, atol=1e-4)
@@ -136,13 +137,13 @@ def test_logprobs_of_policy_and_reference_equal_the_cpu_reference(folder: Path) 
     worker.shutdown()
 
 
-def _devices(worker: DTensorPolicyWorker) -> tuple[set[str], set[str], set[str]]:
+def _devices(worker: PolicyWorker) -> tuple[set[str], set[str], set[str]]:
     """Device types of parameters, buffers and optimizer moments, as they are."""
-    weights = {local_shard(p).device.type for p in worker._model.parameters()}
-    buffers = {b.device.type for b in worker._model.buffers()}
+    weights = {local_shard(p).device.type for p in worker.engine.model.parameters()}
+    buffers = {b.device.type for b in worker.engine.model.buffers()}
     moments = {
         local_shard(value).device.type
-        for state in worker._optimizer.state.values()
+        for state in worker.engine.optimizer.state.values()
         for value in state.values()
         if isinstance(value, torch.Tensor) and value.dim() > 0
     }
@@ -155,7 +156,7 @@ ON_GPU = {DEVICE}
 
 def test_each_state_holds_its_tensors_where_it_promises(folder: Path) -> None:
     worker = _worker(folder)
-    assert worker._optimizer.defaults["fused"] is True
+    assert worker.engine.optimizer.defaults["fused"] is True
     worker.train(tiny_batch(8), LOSS)
     assert _devices(worker) == (ON_GPU, ON_GPU, ON_GPU)
     worker.prepare_for_lp_inference()
@@ -166,7 +167,7 @@ def test_each_state_holds_its_tensors_where_it_promises(folder: Path) -> None:
     assert _devices(worker) == (CPU_ONLY, CPU_ONLY, CPU_ONLY)
     worker.prepare_for_training()
     assert _devices(worker) == (ON_GPU, ON_GPU, ON_GPU)
-    assert all(p.grad is None for p in worker._model.parameters())
+    assert all(p.grad is None for p in worker.engine.model.parameters())
     worker.train(tiny_batch(8), LOSS)
     report = worker.memory_report()
     assert report["train_peak"] > report["generation_start"] and report["refit_end"] > report["generation_start"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import patch
@@ -22,10 +22,12 @@ from nemo_rl.distributed import differentiable
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan, plan_fixed, plan_packs, plan_padded
+from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.models.dtensor.parallelize import full_weight
 from nemo_rl.models.hf_routers import HFRouters
 from nemo_rl.models.loading import load_causal_lm, load_model_config, named_weights
-from nemo_rl.models.policy.workers.training_worker import TrainingWorker
+from nemo_rl.models.policy.worker_replay import PassRoutes
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers.hf_reference import global_scale, hf_logprobs
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker
 
@@ -104,7 +106,7 @@ class Outcome:
 class Job:
     """One rank with its worker and its part of the batch."""
 
-    worker: TrainingWorker
+    worker: PolicyWorker
     layout: ParallelLayout
     rows: tuple[int, ...]
     plan: PackPlan
@@ -322,21 +324,27 @@ def hf_logits(model: torch.nn.Module, batch: BatchedDataDict) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def exported(worker: TrainingWorker) -> Arrays:
+def routes_of(worker: PolicyWorker, job: Job) -> AbstractContextManager[PassRoutes]:
+    """(collective) Around log-probability passes of the shard: its forced routes, if it has any."""
+    shape = worker.passes.batch_layout(job.plan).shape
+    return worker.replay.replaying(WorkerPass.PREV_LOGPROBS, job.shard, job.plan, shape, None)
+
+
+def exported(worker: PolicyWorker) -> Arrays:
     """Weights as arrays: tensors would travel as file descriptors of a process that has ended by then."""
     return {name: weight.float().numpy().copy() for name, weight in worker.export_weights()}
 
 
-def moments(worker: TrainingWorker) -> Arrays:
+def moments(worker: PolicyWorker) -> Arrays:
     """(collective) AdamW's whole moments by parameter name."""
     found: Arrays = {}
-    for name, parameter in worker._model.hf.named_parameters():
+    for name, parameter in worker.engine.model.hf.named_parameters():
         for kind in ("exp_avg", "exp_avg_sq"):
-            found[f"{name}.{kind}"] = full_weight(worker._optimizer.state[parameter][kind]).numpy().copy()
+            found[f"{name}.{kind}"] = full_weight(worker.engine.optimizer.state[parameter][kind]).numpy().copy()
     return found
 
 
-Moments = Callable[[TrainingWorker], Arrays]
+Moments = Callable[[PolicyWorker], Arrays]
 
 
 def save_after_a_step(

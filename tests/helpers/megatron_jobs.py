@@ -18,10 +18,9 @@ from nemo_rl.models.megatron import attention, setup
 from nemo_rl.models.megatron.balance import AuxiliaryLoss
 from nemo_rl.models.policy.microbatch import Microbatch
 from nemo_rl.models.policy.outputs import top_k_logits
-from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorker
-from nemo_rl.models.policy.workers.training_worker import TrainingWorker
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers import layout_jobs
-from tests.helpers.layout_jobs import Arrays, Case, Job, Outcome, run_job, start
+from tests.helpers.layout_jobs import Arrays, Case, Job, Outcome, routes_of, run_job, start
 from tests.helpers.megatron_steps import in_hf_names
 from tests.helpers.tiny_model import VOCAB
 
@@ -34,7 +33,7 @@ def run_case(rank: int, world_size: int, case: Case, folder: Path) -> Outcome:
     """(collective) Logits, log-probabilities, gradients and three optimizer steps of one rank."""
     with FAULTS.get(case.fault or "", nullcontext)():
         job = start(rank, world_size, case, folder)
-        worker = megatron(job.worker)
+        worker = job.worker
         logits = logits_of(job)
         with kept_gradients(worker) as gradients:
             outcome = run_job(job, rank)
@@ -49,14 +48,9 @@ def forget_models() -> None:
     gc.freeze()
 
 
-def megatron(worker: TrainingWorker) -> MegatronPolicyWorker:
-    assert isinstance(worker, MegatronPolicyWorker)
-    return worker
-
-
 def logits_of(job: Job) -> np.ndarray:
     """(collective) `[n, T, V]` at every token of this rank's rows, packed as the plan is; 0 in the padding."""
-    worker = megatron(job.worker)
+    worker = job.worker
     ids_nT = job.shard.tensor("input_ids")
     found_nTV = torch.zeros(*ids_nT.shape, VOCAB)
 
@@ -70,47 +64,47 @@ def logits_of(job: Job) -> np.ndarray:
         return values.sum()
 
     no_tokens, microbatches = torch.zeros_like(ids_nT, dtype=torch.bool), job.plan.microbatches[0]
-    with worker._stage_replay("prev_logprobs", job.shard, job.plan, None) as replay:
-        runner = worker._runner(worker._batch_layout(job.plan), replay)
+    with routes_of(worker, job) as replay:
+        runner = worker.engine.runner(worker.passes.batch_layout(job.plan), replay)
         micros = runner._build(job.shard, microbatches, no_tokens)
         runner._run(micros, len(microbatches), keep, is_training=False, at_all_positions=True)
     return found_nTV.numpy()
 
 
 @contextmanager
-def kept_gradients(worker: MegatronPolicyWorker) -> Iterator[Arrays]:
+def kept_gradients(worker: PolicyWorker) -> Iterator[Arrays]:
     """The whole gradients of the first optimizer step, as they are before clipping."""
     kept: Arrays = {}
-    finish = worker._optimizer.finish
+    finish = worker.engine.optimizer.finish
 
     def keep_and_finish() -> float | None:
         if not kept:
             kept.update(whole(worker, {name: weight.main_grad for name, weight in trained(worker).items()}))
         return finish()
 
-    with patch.object(worker._optimizer, "finish", keep_and_finish):
+    with patch.object(worker.engine.optimizer, "finish", keep_and_finish):
         yield kept
 
 
-def moments(worker: TrainingWorker) -> Arrays:
+def moments(worker: PolicyWorker) -> Arrays:
     """(collective) AdamW's whole moments by parameter name."""
     found: Arrays = {}
     for kind in ("exp_avg", "exp_avg_sq"):
-        of_kind = whole(megatron(worker), megatron(worker)._optimizer.moments(kind))
+        of_kind = whole(worker, worker.engine.optimizer.moments(kind))
         found |= {f"{name}.{kind}": value for name, value in of_kind.items()}
     return found
 
 
-def trained(worker: MegatronPolicyWorker) -> dict[str, torch.nn.Parameter]:
-    named = worker._model.module.named_parameters()
+def trained(worker: PolicyWorker) -> dict[str, torch.nn.Parameter]:
+    named = worker.engine.model.module.named_parameters()
     return {name: weight for name, weight in named if weight.requires_grad}
 
 
-def whole(worker: MegatronPolicyWorker, parts: Mapping[str, torch.Tensor]) -> Arrays:
+def whole(worker: PolicyWorker, parts: Mapping[str, torch.Tensor]) -> Arrays:
     """(collective) In Hugging Face names, zeros for weights that are not trained; without buffers."""
-    parameters = dict(worker._model.module.named_parameters())
+    parameters = dict(worker.engine.model.module.named_parameters())
     everything = {name: parts.get(name, torch.zeros_like(weight)) for name, weight in parameters.items()}
-    named = in_hf_names(worker._model, everything)
+    named = in_hf_names(worker.engine.model, everything)
     return {name: value.float().numpy().copy() for name, value in named.items() if not name.endswith(BUFFER)}
 
 

@@ -62,7 +62,7 @@ def fail_in_a_layer(worker: TQWorker, *, rank: int) -> None:
         raise ValueError(f"planted in a layer of rank {rank}")
 
     if worker.rank == rank:
-        worker._model.module.decoder.layers[0].mlp.register_forward_pre_hook(fail)
+        worker.engine.model.module.decoder.layers[0].mlp.register_forward_pre_hook(fail)
 
 
 PLANTS: dict[str, Callable[[TQWorker, KVBatchMeta], None]] = {

@@ -28,6 +28,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group
 from nemo_rl.distributed.own_ray import FAIR_SHARE, OwnRay
 from nemo_rl.distributed.packing import plan_padded
+from nemo_rl.errors import DataPlaneClosed
 from nemo_rl.models.policy.interfaces import LossOutput, LossScale
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
@@ -143,11 +144,10 @@ def one_step(worker: TQWorker, plane: Plane) -> StepReport:
         worker.prepare_for_lp_inference()
         done = share(worker.get_logprobs_presharded(meta), source=worker.layout.writer(0))
         puts = operations(worker, "prev_logprobs").get("kv_batch_put", {"count": 0})["count"]
-        has_client = worker._client is not None
         logprobs = read_columns(client, done, ("prev_logprobs",)).tensor("prev_logprobs") if client else None
         rewritten = {"sample_mask": torch.arange(ROWS) / 8.0, "advantages": torch.arange(ROWS) - 3.5}
         meta = share(write_columns(client, done, rewritten) if client else None)
-        if has_client:
+        if has_client(worker):
             worker.data_plane_snapshot()
         batch = worker._fetch(meta, TRAINED)
         snapshot = worker.data_plane_snapshot()
@@ -158,15 +158,22 @@ def one_step(worker: TQWorker, plane: Plane) -> StepReport:
         return StepReport(
             fetched={name: digest(value) for name, value in before.items()},
             logprobs=dict(zip(done.keys, logprobs.tolist(), strict=True)) if logprobs is not None else {},
-            puts=puts if has_client else None,
+            puts=puts if has_client(worker) else None,
             sample_mask=batch.tensor("sample_mask").tolist(),
             refetched=set(snapshot["field_bytes"]) if snapshot is not None else set(),
             trained=digest(torch.cat([weight.flatten() for _, weight in worker.export_weights()])),
         )
 
 
+def has_client(worker: TQWorker) -> bool:
+    try:
+        return worker.client is not None
+    except DataPlaneClosed:
+        return False
+
+
 def operations(worker: TQWorker, stage: str) -> Mapping[str, Mapping[str, int]]:
-    return worker.client.snapshot()["stages"].get(stage, {}) if worker._client is not None else {}
+    return worker.client.snapshot()["stages"].get(stage, {}) if has_client(worker) else {}
 
 
 def digest(column: object) -> str:
@@ -181,10 +188,10 @@ def steps_over_every_plane(rank: int, folder: str, port: int) -> dict[str, StepR
     destroy_process_group()
     with OwnRay(num_cpus=3) if rank == 0 else nullcontext():
         worker = start(rank, folder, port)
-        weights = [shard.clone() for shard in worker._shards()]
+        weights = [shard.clone() for shard in worker.life.shards.held()]
         reports = {}
         for name, plane in PLANES.items():
-            worker._write_shards(weights)
+            worker.life.shards.write(weights)
             reports[name] = one_step(worker, plane)
         worker.shutdown()
     return reports
@@ -217,7 +224,7 @@ def between_collectives(worker: TQWorker, meta: KVBatchMeta) -> None:
         raise ValueError("planted in the forward pass")
 
     if worker.rank == 1:
-        worker._model.hf.model.layers[1].mlp.register_forward_pre_hook(fail)
+        worker.engine.model.hf.model.layers[1].mlp.register_forward_pre_hook(fail)
     worker.get_logprobs_presharded(meta)
 
 

@@ -23,6 +23,7 @@ from nemo_rl.data_plane.schema import LP_SEED_FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import destroy_process_group
 from nemo_rl.distributed.packing import plan_packs
+from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.models.loading import load_model_config
 from nemo_rl.models.policy.routes import RouteSlices, RouteView, ShardRoutes
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
@@ -137,7 +138,7 @@ def replayed(worker: TQWorker, folder: str, *, bit_packed: bool) -> RouteReport:
         kept["whole"] = of_tokens(worker.get_logprobs(batch, plan=meta.pack), lengths)
         kept["free"] = of_tokens(worker.get_logprobs(batch, plan=meta.pack, replay=False), lengths)
         losses = {"whole": worker.train(batch, LOSS, plan=meta.pack, eval_mode=True).loss[0]}
-        slices = worker._beside("prev_logprobs", meta, worker._fetch(meta, LP_SEED_FIELDS))["routes"]
+        slices = worker._extra_inputs(WorkerPass.PREV_LOGPROBS, meta, worker._fetch(meta, LP_SEED_FIELDS))
         honest, worker._write_back = (
             worker._write_back,
             lambda _, found: kept.update(store=of_tokens(*found.values(), lengths)),
@@ -149,7 +150,7 @@ def replayed(worker: TQWorker, folder: str, *, bit_packed: bool) -> RouteReport:
         losses["store"] = worker.train_presharded(meta, LOSS, fields=TRAINED, eval_mode=True).loss[0]
     return RouteReport(
         received={name: (tuple(part.shape), str(part.dtype)) for name, part in slices.fields.items()},
-        layers=worker._replay.replayer.layers,
+        layers=worker.replay.routers.replayer.layers,
         logprobs=kept,
         losses=losses,
         written=None,
@@ -162,7 +163,7 @@ def recorded(worker: TQWorker, folder: str) -> list[list[list[list[int]]]] | Non
     with opened(worker, {}, more=IDS) as (client, meta):
         done = share(worker.get_logprobs_presharded(meta), source=worker.layout.writer(0))
         # What was written is replayed.
-        worker._beside("train", done, worker._fetch(done, LP_SEED_FIELDS))
+        worker._extra_inputs(WorkerPass.TRAIN, done, worker._fetch(done, LP_SEED_FIELDS))
         if client is None:
             return None
         stored = client.get_data(done, IDS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 
 import torch
@@ -12,7 +11,8 @@ from nemo_rl.config.policy import OptimizerConfig, PolicyConfig
 from nemo_rl.data.sort_digits import problems
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.models.policy.workers.training_worker import TrainingWorker
+from nemo_rl.models.policy.workers.compose import compose_worker
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 
 VOCAB = 320
 
@@ -84,12 +84,9 @@ def tiny_policy(folder: Path, **changes: object) -> PolicyConfig:
 
 def tiny_worker(
     config: PolicyConfig, *, rank: int = 0, world_size: int = 1, device: str = "cpu", **kwargs: object
-) -> TrainingWorker:
+) -> PolicyWorker:
     """One rank of the worker that the config names; a single rank makes its own process group."""
-    name = "megatron" if config.megatron_cfg.enabled else "dtensor"
-    module = importlib.import_module(f"nemo_rl.models.policy.workers.{name}_policy_worker")
-    engine = module.MegatronPolicyWorker if config.megatron_cfg.enabled else module.DTensorPolicyWorker
-    return engine(  # type: ignore[no-any-return]
+    return compose_worker(
         config,
         rank=rank,
         world_size=world_size,

@@ -12,9 +12,10 @@ import torch
 from nemo_rl.algorithms.loss_functions import ClippedPGLoss
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import LossConfig
+from nemo_rl.distributed.calls import Call, ask
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.packing import plan_padded
-from nemo_rl.distributed.worker_groups import Call, LocalWorkerGroup
+from nemo_rl.distributed.worker_groups import LocalWorkerGroup
 from nemo_rl.errors import WorkerError
 from nemo_rl.experience.payload import build_columns
 from nemo_rl.models.generation.interfaces import EngineSpec, GenerationRequest, SamplingParams
@@ -23,6 +24,7 @@ from nemo_rl.models.generation.torch_engine.worker import EngineWorker, build_en
 from nemo_rl.models.loading import load_causal_lm
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.base import RefitParties, WeightSync
 from nemo_rl.models.weight_sync.collective import BroadcastWeightSync
 from nemo_rl.models.weight_sync.colocated import PayloadWeightSync
@@ -135,7 +137,7 @@ def test_an_engine_that_fails_half_way_holds_no_version(parties, config):
     with pytest.raises(OSError, match="second bucket"):
         sync.sync(4)
     assert deaf.weight_version == -1 and sync.version == -1
-    parties.policy.run(Call(method="end_refit", stage="refit", timeout_s=5))
+    parties.policy.run(Call(request=ask(PolicyWorker.end_refit), stage="refit", timeout_s=5))
 
 
 def test_an_engine_of_another_model_is_refused_before_anything_is_written(parties, config, tmp_path):

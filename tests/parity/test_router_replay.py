@@ -20,7 +20,6 @@ from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.models.dtensor.parallelize import full_weight
 from nemo_rl.models.dtensor.train_step import OptimizerStep
 from nemo_rl.models.loading import load_model_config
-from nemo_rl.models.megatron import train_step
 from nemo_rl.models.policy.microbatch import PassShape
 from nemo_rl.models.policy.route_replay import RouteReplayer
 from nemo_rl.models.policy.routes import RouteView, TokenPlaces
@@ -28,7 +27,18 @@ from tests.helpers import megatron_jobs
 from tests.helpers.experts import write_experts
 from tests.helpers.families import COMMON
 from tests.helpers.gloo import JOB_S, run_ranks
-from tests.helpers.layout_jobs import Arrays, Case, Job, Outcome, force_routes, forced_routes, reference, run_job, start
+from tests.helpers.layout_jobs import (
+    Arrays,
+    Case,
+    Job,
+    Outcome,
+    force_routes,
+    forced_routes,
+    reference,
+    routes_of,
+    run_job,
+    start,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(JOB_S + 100)]
 
@@ -99,14 +109,14 @@ def dtensor_logits(job: Job) -> np.ndarray:
     worker, ids_nT = job.worker, job.shard.tensor("input_ids")
     found_nTV = torch.zeros(*ids_nT.shape, COMMON["vocab_size"])
     select_NT = torch.zeros_like(ids_nT, dtype=torch.bool)
-    worker._model.eval()
-    with worker._stage_replay("prev_logprobs", job.shard, job.plan, None) as replay, torch.no_grad():
-        layout = worker._batch_layout(job.plan)
-        runner = worker._runner(layout, replay)
+    worker.engine.model.eval()
+    with routes_of(worker, job) as replay, torch.no_grad():
+        layout = worker.passes.batch_layout(job.plan)
+        runner = worker.engine.runner(layout, replay)
         for rows in job.plan.microbatches[0]:
             micro = runner._build(job.shard, rows, select_NT, fields=())
-            with runner._routes(micro):
-                values, tokens = worker._model(micro.inputs, view=layout.view, top_k=COMMON["vocab_size"])
+            with runner._routes.pass_of(micro):
+                values, tokens = worker.engine.model(micro.inputs, view=layout.view, top_k=COMMON["vocab_size"])
             whole = torch.empty_like(values).scatter_(2, tokens, values)
             for place, (row, length) in enumerate(zip(micro.rows, micro.lengths, strict=True)):
                 line, first = (0, sum(micro.inputs.segments.lengths[:place])) if job.plan.packed else (place, 0)
@@ -151,7 +161,7 @@ def next_token() -> object:
 
 def recomputed_freely() -> object:
     """Recomputed layers choose for themselves, or as the microbatch that ran last."""
-    return patch.object(train_step, "on_backward", lambda *_: None)
+    return patch.object(RouteReplayer, "on_backward", lambda *_: None)
 
 
 FAULTS: dict[str, tuple[Case, Callable[[], object]]] = {

@@ -21,7 +21,7 @@ from nemo_rl.config.policy import DTensorConfig
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.models.dtensor import parallelize
 from nemo_rl.models.loading import load_causal_lm
-from nemo_rl.models.policy.workers.dtensor_policy_worker import DTensorPolicyWorker
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers.families import COMMON, write_with_tokenizer
 from tests.helpers.hf_reference import hf_logprobs
 from tests.helpers.layout_jobs import Case, layout_batch, reference
@@ -108,22 +108,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def dtensor_worker(folder: Path, *, attention: str | None) -> Iterator[DTensorPolicyWorker]:
+def dtensor_worker(folder: Path, *, attention: str | None) -> Iterator[PolicyWorker]:
     """A worker with its own attention, or with one of Hugging Face's as for models that bring another."""
     config = tiny_policy(folder, dtensor_cfg=DTensorConfig())
     problem = None if attention is None else "kept"
     with patch.object(parallelize, "attention_problem", lambda _: problem):
         worker = tiny_worker(config)
-    assert isinstance(worker, DTensorPolicyWorker)
     if attention is not None:
-        worker._model.hf.set_attn_implementation(attention)
+        worker.engine.model.hf.set_attn_implementation(attention)
     try:
         yield worker
     finally:
         worker.shutdown()
 
 
-def worker_error(worker: DTensorPolicyWorker, expected: torch.Tensor) -> float:
+def worker_error(worker: PolicyWorker, expected: torch.Tensor) -> float:
     """Of the log-probabilities of all tokens, three rows to a pass."""
     batch = layout_batch()
     del batch["token_mask"]
@@ -132,14 +131,14 @@ def worker_error(worker: DTensorPolicyWorker, expected: torch.Tensor) -> float:
 
 
 @contextmanager
-def unguarded(worker: DTensorPolicyWorker, trap: Trap) -> Iterator[None]:
+def unguarded(worker: PolicyWorker, trap: Trap) -> Iterator[None]:
     """The model is called as the trap says, whatever the worker says."""
-    honest = worker._model.hf.forward
+    honest = worker.engine.model.hf.forward
 
     def forward(*, position_ids: torch.Tensor, **given: object) -> object:
         return honest(position_ids=position_ids, **{**given, **trap.arguments(position_ids)})
 
-    with patch.object(worker._model.hf, "forward", forward):
+    with patch.object(worker.engine.model.hf, "forward", forward):
         yield
 
 
@@ -168,7 +167,7 @@ def test_the_attention_of_the_worker_has_no_such_traps(folder: Path, expected: t
                 else:
                     assert worker_error(worker, expected) < ROUNDING
         # It is the segments that keep sequences apart.
-        with patch.object(worker._model, "_takes_segments", False):
+        with patch.object(worker.engine.model, "_takes_segments", False):
             assert worker_error(worker, expected) > LEAK
 
 

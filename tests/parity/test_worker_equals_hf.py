@@ -17,7 +17,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.loading import load_causal_lm
-from nemo_rl.models.policy.workers.dtensor_policy_worker import DTensorPolicyWorker
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers.families import LONG_ROPE, write_with_tokenizer
 from tests.helpers.hf_reference import hf_logprobs, hf_train_step
 from tests.helpers.tiny_model import tiny_batch, tiny_model, tiny_policy, tiny_worker, write_tiny_folder
@@ -35,9 +35,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make(folder: Path) -> Iterator[object]:
-    started: list[DTensorPolicyWorker] = []
+    started: list[PolicyWorker] = []
 
-    def start(config: PolicyConfig | None = None, **kwargs: object) -> DTensorPolicyWorker:
+    def start(config: PolicyConfig | None = None, **kwargs: object) -> PolicyWorker:
         started.append(tiny_worker(config or tiny_policy(folder), **kwargs))
         return started[-1]
 

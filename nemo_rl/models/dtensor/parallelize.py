@@ -22,12 +22,13 @@ from nemo_rl.models.dtensor.rope import RowFrequencies, long_rope_start
 from nemo_rl.models.dtensor.tensor_parallel import TensorAxis, apply_plan
 from nemo_rl.models.dtensor.tensor_plans import plan_of
 from nemo_rl.models.loading import DTYPES, fit_experts
+from nemo_rl.models.local_shard import local_shard
 from nemo_rl.models.logprobs import SamplingView, VocabShard
 from nemo_rl.models.policy.microbatch import ForwardInputs
 from nemo_rl.models.policy.outputs import selected_logprobs, top_k_logits
 from nemo_rl.models.varlen_attention import ATTENTION_NAME
 
-__all__ = ["PolicyModel", "copy_into_shard", "full_weight", "local_shard", "parallelize"]
+__all__ = ["PolicyModel", "copy_into_shard", "full_weight", "parallelize"]
 
 
 class PolicyModel(torch.nn.Module):
@@ -119,11 +120,6 @@ def as_fsdp(model: PolicyModel) -> FSDPModule:
     if not isinstance(model, FSDPModule):
         raise TypeError("the model is not sharded; call parallelize first")
     return model
-
-
-def local_shard(weight: torch.Tensor) -> torch.Tensor:
-    """This rank's part, sharing memory."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def full_weight(weight: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,6 @@ rank meets a NaN; whether to stop is decided together, after the last microbatch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -18,7 +17,8 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_groups import ParallelGroups
 from nemo_rl.errors import NonFiniteError
 from nemo_rl.models.dtensor.optim import LossScaler
-from nemo_rl.models.dtensor.parallelize import PolicyModel, as_fsdp, local_shard
+from nemo_rl.models.dtensor.parallelize import PolicyModel, as_fsdp
+from nemo_rl.models.local_shard import local_shard
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale
 from nemo_rl.models.policy.microbatch import Microbatch, build_microbatch
 from nemo_rl.models.policy.steps import (
@@ -29,7 +29,7 @@ from nemo_rl.models.policy.steps import (
     sum_over_shards,
     trained_tokens,
 )
-from nemo_rl.models.policy.worker_replay import StageReplay
+from nemo_rl.models.policy.worker_replay import PassRoutes
 from nemo_rl.utils.metrics import Reduction
 
 __all__ = ["OptimizerStep", "StepRunner"]
@@ -47,16 +47,13 @@ class StepRunner:
         layout: BatchLayout,
         groups: ParallelGroups,
         optimizer_step: OptimizerStep,
-        replay: StageReplay | None = None,
+        routes: PassRoutes,
     ) -> None:
-        """Args:
-        replay: routes of the stage; None lets routers choose for themselves.
-        """
         self._model = model
         self._layout = layout
         self._groups = groups
         self._optimizer_step = optimizer_step
-        self._replay = replay
+        self._routes = routes
 
     def logprobs(
         self, batch: BatchedDataDict, microbatches: Sequence[Sequence[int]], select_NT: torch.Tensor
@@ -72,7 +69,7 @@ class StepRunner:
         with torch.no_grad():
             for rows in microbatches:
                 micro = self._build(batch, rows, select_NT, fields=())
-                with self._routes(micro):
+                with self._routes.pass_of(micro):
                     logprobs_nt = self._forward(micro)
                 index = torch.tensor(micro.rows, dtype=torch.int64, device=result_NT.device)
                 result_NT[index, : micro.width] = logprobs_nt
@@ -151,7 +148,7 @@ class StepRunner:
             as_fsdp(self._model).set_requires_gradient_sync(i == len(microbatches) - 1)
             micro = self._build(batch, rows, select_NT, fields=loss_fn.input_fields)
             # Layers that the backward pass runs again need the same routes.
-            with self._routes(micro):
+            with self._routes.pass_of(micro):
                 logprobs_nt = self._forward(micro)
                 bad += bad_rows(micro, logprobs_nt.detach())
                 if not micro.rows:
@@ -191,11 +188,6 @@ class StepRunner:
             is_packed=layout.is_packed,
             shape=layout.shape,
         )
-
-    def _routes(self, micro: Microbatch) -> AbstractContextManager[None]:
-        if self._replay is None:
-            return nullcontext()
-        return self._replay.replayer.pass_of(self._replay.routes_of(micro))
 
     def _raise_together(self, what: str, batch: BatchedDataDict, rows: Sequence[int]) -> None:
         device = next(self._model.parameters()).device

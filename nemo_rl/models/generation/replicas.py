@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import cast
+from typing import TypeVar
 
 import torch
 
-from nemo_rl.distributed.worker_groups import Call, WorkerGroup
+from nemo_rl.distributed.calls import Call, Request, ask
+from nemo_rl.distributed.worker_groups import WorkerGroup
 from nemo_rl.errors import WorkerError
 from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
@@ -23,6 +24,8 @@ from nemo_rl.models.generation.interfaces import (
 )
 
 __all__ = ["GenerationReplicas", "join_outputs", "split_request"]
+
+_T = TypeVar("_T")
 
 
 class GenerationReplicas(GenerationInterface):
@@ -40,19 +43,17 @@ class GenerationReplicas(GenerationInterface):
 
     def generate(self, request: GenerationRequest) -> GenerationOutput:
         parts = split_request(request, self._engines.world_size)
-        outputs = self._run("generate", per_rank=[{"request": part} for part in parts])
-        return join_outputs(cast("list[GenerationOutput]", outputs))
+        return join_outputs(self._run([ask(GenerationInterface.generate, request=part) for part in parts]))
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:
-        held = cast("list[int]", self._run("update_weights", weights=list(weights), version=version))
-        self._version = held[0]
-        return held[0]
+        self._version = self._run(ask(GenerationInterface.update_weights, weights=list(weights), version=version))[0]
+        return self._version
 
     def prepare_for_generation(self) -> None:
-        self._run("prepare_for_generation")
+        self._run(ask(GenerationInterface.prepare_for_generation))
 
     def finish_generation(self) -> None:
-        self._run("finish_generation")
+        self._run(ask(GenerationInterface.finish_generation))
 
     @property
     def weight_version(self) -> int:
@@ -61,11 +62,8 @@ class GenerationReplicas(GenerationInterface):
     def shutdown(self) -> None:
         self._engines.shutdown()
 
-    def _run(
-        self, method: str, *, per_rank: Sequence[dict[str, object]] | None = None, **kwargs: object
-    ) -> list[object]:
-        call = Call(method=method, stage="generation", timeout_s=self._timeout_s, kwargs=kwargs, per_rank=per_rank)
-        return self._engines.run(call)
+    def _run(self, request: Request[_T] | Sequence[Request[_T]]) -> list[_T]:
+        return self._engines.run(Call(request=request, stage="generation", timeout_s=self._timeout_s))
 
 
 def split_request(request: GenerationRequest, num_parts: int) -> list[GenerationRequest]:

@@ -14,9 +14,9 @@ import torch
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.megatron.mcore import RouterReplay, TopKRouter
 from nemo_rl.models.megatron.setup import MegatronModel
-from nemo_rl.models.policy.route_replay import MicrobatchRoutes, RouteReplayer
+from nemo_rl.models.policy.route_replay import RouteReplayer
 
-__all__ = ["attach_replay", "on_backward"]
+__all__ = ["attach_replay"]
 
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -72,19 +72,3 @@ def attach_replay(model: MegatronModel, *, validates: bool) -> RouteReplayer:
     for layer, router in routers.items():
         router.router_replay = LayerReplay(layer, replayer)
     return replayer
-
-
-def on_backward(output: torch.Tensor, routes: MicrobatchRoutes, replayer: RouteReplayer) -> None:
-    """When the backward pass of this output begins, layers that are recomputed get these routes, until it ends.
-
-    With several microbatches in flight the output tells which one it is. The hook may run on a thread of the autograd
-    engine, as does the recomputation.
-    """
-
-    def begin(_: torch.Tensor) -> None:
-        replayer.enter(routes)
-        # The only way to know of the end: no tensor of a stage's input need have a gradient.
-        torch.autograd.Variable._execution_engine.queue_callback(replayer.leave)  # type: ignore[attr-defined]
-
-    if output.requires_grad:
-        output.register_hook(begin)

@@ -16,14 +16,12 @@ from typing import Any
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.layout import Coordinates, ParallelLayout
 from nemo_rl.errors import NonFiniteError
 from nemo_rl.models.logprobs import VocabShard
 from nemo_rl.models.megatron.attention import PackedSegments
 from nemo_rl.models.megatron.balance import AuxiliaryLoss, biases_kept_on_error
 from nemo_rl.models.megatron.mcore import finalize_model_grads, get_forward_backward_func, parallel_state
 from nemo_rl.models.megatron.optim import PolicyOptimizer
-from nemo_rl.models.megatron.router_replay import on_backward
 from nemo_rl.models.megatron.setup import MegatronModel
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale
 from nemo_rl.models.policy.microbatch import Microbatch, build_microbatch
@@ -31,40 +29,20 @@ from nemo_rl.models.policy.outputs import selected_logprobs, top_k_logits
 from nemo_rl.models.policy.steps import (
     BatchLayout,
     Microbatches,
+    RankView,
     StepOutcome,
     bad_rows,
     raise_together,
     sum_over_shards,
     trained_tokens,
 )
-from nemo_rl.models.policy.worker_replay import StageReplay
+from nemo_rl.models.policy.worker_replay import PassRoutes
 from nemo_rl.utils.metrics import Reduction
 
-__all__ = ["PipelineRunner", "RankView"]
+__all__ = ["PipelineRunner"]
 
 OnOutput = Callable[[Microbatch, torch.Tensor], torch.Tensor]
 """What the last stage makes of a microbatch's logits `[n, K, V]`: a scalar to run backwards from."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankView:
-    """Where a rank stands."""
-
-    layout: ParallelLayout
-    rank: int
-    device: torch.device
-
-    @property
-    def is_writer(self) -> bool:
-        return self.layout.is_writer(self.rank)
-
-    @property
-    def place(self) -> Coordinates:
-        return self.layout.coordinates(self.rank)
-
-    @property
-    def is_last_stage(self) -> bool:
-        return self.place.pp == self.layout.pp - 1
 
 
 @dataclass(slots=True)
@@ -85,13 +63,10 @@ class PipelineRunner:
         layout: BatchLayout,
         view: RankView,
         optimizer: PolicyOptimizer,
-        replay: StageReplay | None = None,
+        routes: PassRoutes,
     ) -> None:
-        """Args:
-        replay: routes of the stage; None lets routers choose for themselves.
-        """
         self._model, self._layout, self._view, self._optimizer = model, layout, view, optimizer
-        self._replay = replay
+        self._routes = routes
         self._balance = AuxiliaryLoss(model.config, num_shards=view.layout.dp, device=view.device)
         self._shard = _vocab_shard(model, view)
         model.config.finalize_model_grads_func = _finalize
@@ -239,15 +214,10 @@ class PipelineRunner:
         self, on_output: OnOutput, at_all_positions: bool, micros: Iterator[Microbatch], module: Any
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, None]]]:
         micro = next(micros)
-        if self._replay is None:
+        asks_again = self._model.config.recompute_granularity is not None and torch.is_grad_enabled()
+        with self._routes.pass_of(micro, backward_follows=asks_again) as on_backward:
             output = self._through(micro, module, at_all_positions)
-        else:
-            routes = self._replay.routes_of(micro)
-            asks_again = self._model.config.recompute_granularity is not None and torch.is_grad_enabled()
-            with self._replay.replayer.pass_of(routes, backward_follows=asks_again):
-                output = self._through(micro, module, at_all_positions)
-            if asks_again:
-                on_backward(output, routes, self._replay.replayer)
+        on_backward(output)
 
         def finish(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
             # The count is megatron-core's divisor of gradients, which have theirs already.

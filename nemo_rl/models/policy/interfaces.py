@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.utils.metrics import Reduction
 
-__all__ = ["LossFunction", "LossOutput", "LossScale", "PolicyWorker", "TensorInfo", "TrainResult"]
+__all__ = ["LossFunction", "LossOutput", "LossScale", "TensorInfo", "TrainResult"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,67 +74,3 @@ class TensorInfo:
 
     shape: tuple[int, ...]
     dtype: str
-
-
-class PolicyWorker(Protocol):
-    """One rank of the policy. Methods marked (collective) must be called on every rank in the same order."""
-
-    rank: int
-
-    def train(
-        self,
-        batch: BatchedDataDict,
-        loss_fn: LossFunction,
-        *,
-        eval_mode: bool = False,
-        gbs: int | None = None,
-        mbs: int | None = None,
-        plan: PackPlan | None = None,
-    ) -> TrainResult:
-        """(collective) One optimizer step per global batch; `plan` overrides `gbs` and `mbs`.
-
-        `eval_mode` computes loss and metrics and leaves the weights as they are.
-        """
-
-    def get_logprobs(
-        self, batch: BatchedDataDict, *, mbs: int | None = None, plan: PackPlan | None = None
-    ) -> torch.Tensor:
-        """(collective) `[N, T]` float32, position 0 is 0, padding is 0; all 0 before the last pipeline stage."""
-
-    def get_reference_policy_logprobs(
-        self, batch: BatchedDataDict, *, mbs: int | None = None, plan: PackPlan | None = None
-    ) -> torch.Tensor:
-        """(collective) As `get_logprobs` under the reference weights."""
-
-    def get_topk_logits(
-        self, batch: BatchedDataDict, *, k: int, mbs: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(collective) Values `[N, T, k]` float32 and ids `[N, T, k]` int64; all 0 before the last pipeline stage."""
-
-    def use_reference_model(self) -> AbstractContextManager[None]:
-        """(collective) Swaps the reference weights in; restores the policy's on exit, also after an error."""
-
-    def prepare_for_lp_inference(self) -> None: ...
-    def prepare_for_training(self) -> None: ...
-    def offload_before_refit(self) -> None: ...
-    def offload_after_refit(self) -> None: ...
-
-    def prepare_refit_info(self) -> dict[str, TensorInfo]:
-        """Name, shape and dtype of every weight in HF naming, in export order."""
-
-    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(collective) Full CPU weights in HF naming, one at a time, on every rank."""
-
-    def save_checkpoint(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
-        """(collective) HF folder at `weights`, sharded optimizer state at `optimizer`."""
-
-    def load_checkpoint(self, *, weights: Path, optimizer: Path | None) -> None:
-        """(collective)"""
-
-    def reset_peak_memory_stats(self) -> None: ...
-    def get_gpu_info(self) -> dict[str, object]: ...
-    def report_device_id(self) -> str: ...
-    def start_gpu_profiling(self) -> None: ...
-    def stop_gpu_profiling(self) -> None: ...
-    def is_alive(self) -> bool: ...
-    def shutdown(self) -> None: ...

@@ -9,19 +9,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import TypeVar
 
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.calls import Call, Request, ask
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan
-from nemo_rl.distributed.worker_groups import Call, WorkerGroup
+from nemo_rl.distributed.worker_groups import WorkerGroup
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.utils.metrics import Reduction, merge_metrics
 
 __all__ = ["Policy", "TrainSummary"]
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +41,15 @@ class TrainSummary:
     num_tokens: int
     total_flops: float
     theoretical_tflops: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shard:
+    """What one rank works on."""
+
+    batch: BatchedDataDict
+    plan: PackPlan
+    """In indices into `batch`."""
 
 
 class Policy:
@@ -69,74 +82,71 @@ class Policy:
         self, batch: BatchedDataDict, loss_fn: LossFunction, *, plan: PackPlan, eval_mode: bool = False
     ) -> TrainSummary:
         """One optimizer step per global batch of `plan`."""
-        results = self._run(
-            "train",
-            "train",
-            loss_fn=loss_fn,
-            eval_mode=eval_mode,
-            per_rank=self._shards(batch, plan),
-        )
-        return summarize(cast("list[TrainResult]", results), layout=self._layout)
+        requests = [
+            ask(PolicyWorker.train, batch=shard.batch, loss_fn=loss_fn, eval_mode=eval_mode, plan=shard.plan)
+            for shard in self._shards(batch, plan)
+        ]
+        return summarize(self._run(requests, "train"), layout=self._layout)
 
     def get_logprobs(self, batch: BatchedDataDict, *, plan: PackPlan) -> torch.Tensor:
         """`[N, T]` float32 in the order of `batch`."""
-        return self._logprobs("get_logprobs", batch, plan)
+        shards = self._shards(batch, plan)
+        return self._merged([ask(PolicyWorker.get_logprobs, batch=s.batch, plan=s.plan) for s in shards], batch, plan)
 
     def get_reference_policy_logprobs(self, batch: BatchedDataDict, *, plan: PackPlan) -> torch.Tensor:
         """`[N, T]` float32 under the reference weights."""
-        return self._logprobs("get_reference_policy_logprobs", batch, plan)
+        requests = [
+            ask(PolicyWorker.get_reference_policy_logprobs, batch=shard.batch, plan=shard.plan)
+            for shard in self._shards(batch, plan)
+        ]
+        return self._merged(requests, batch, plan)
 
     def prepare_for_lp_inference(self) -> None:
-        self._run("prepare_for_lp_inference", "logprob prep")
+        self._run(ask(PolicyWorker.prepare_for_lp_inference), "logprob prep")
 
     def prepare_for_training(self) -> None:
-        self._run("prepare_for_training", "train prep")
+        self._run(ask(PolicyWorker.prepare_for_training), "train prep")
 
     def save_checkpoint(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
         """HF folder, sharded optimizer state and tokenizer; a failed write leaves only what the caller discards."""
-        self._run("save_checkpoint", "checkpoint", weights=weights, optimizer=optimizer, tokenizer=tokenizer)
+        request = ask(PolicyWorker.save_checkpoint, weights=weights, optimizer=optimizer, tokenizer=tokenizer)
+        self._run(request, "checkpoint")
 
     def load_checkpoint(self, *, weights: Path, optimizer: Path | None) -> None:
-        self._run("load_checkpoint", "resume", weights=weights, optimizer=optimizer)
+        self._run(ask(PolicyWorker.load_checkpoint, weights=weights, optimizer=optimizer), "resume")
 
     def memory_metrics(self) -> dict[str, float]:
         """`memory/<stage>_peak_bytes`, `_start_bytes` and `_end_bytes` since the last call, of the largest worker."""
-        reports = cast("list[dict[str, int]]", self._run("memory_report", "memory"))
+        reports = self._run(ask(PolicyWorker.memory_report), "memory")
         names = sorted({name for report in reports for name in report})
         return {f"memory/{name}_bytes": float(max(report.get(name, 0) for report in reports)) for name in names}
 
     def is_alive(self) -> bool:
         """Whether every worker answers."""
-        return all(self._run("is_alive", "health"))
+        return all(self._run(ask(PolicyWorker.is_alive), "health"))
 
     def shutdown(self) -> None:
         """Ends the workers. Idempotent."""
         self._workers.shutdown()
 
-    def _logprobs(self, method: str, batch: BatchedDataDict, plan: PackPlan) -> torch.Tensor:
-        results = self._run(method, "logprobs", per_rank=self._shards(batch, plan))
-        parts = cast("list[torch.Tensor]", self._layout.of_writers(results))
+    def _merged(
+        self, requests: Sequence[Request[torch.Tensor]], batch: BatchedDataDict, plan: PackPlan
+    ) -> torch.Tensor:
+        parts = self._layout.of_writers(self._run(requests, "logprobs"))
         order = [row for rank in range(plan.num_ranks) for row in plan.rows_of_rank(rank)]
         merged = torch.zeros(batch.size, max(part.shape[1] for part in parts))
         merged[torch.tensor(order)] = torch.cat(parts)
         return merged
 
-    def _shards(self, batch: BatchedDataDict, plan: PackPlan) -> list[dict[str, object]]:
+    def _shards(self, batch: BatchedDataDict, plan: PackPlan) -> list[_Shard]:
         """Rows and plan of each rank; ranks of a replica group get the same."""
         rows = [batch.select_indices(plan.rows_of_rank(shard)) for shard in range(plan.num_ranks)]
         return self._layout.spread(
-            [{"batch": mine, "plan": view} for mine, view in zip(rows, plan.views(), strict=True)]
+            [_Shard(batch=mine, plan=view) for mine, view in zip(rows, plan.views(), strict=True)]
         )
 
-    def _run(
-        self, method: str, stage: str, *, per_rank: Sequence[dict[str, object]] | None = None, **kwargs: object
-    ) -> list[object]:
-        return self._workers.run(self._call(method, stage, per_rank=per_rank, **kwargs))
-
-    def _call(
-        self, method: str, stage: str, *, per_rank: Sequence[dict[str, object]] | None = None, **kwargs: object
-    ) -> Call:
-        return Call(method=method, stage=stage, timeout_s=self._timeout_s, kwargs=kwargs, per_rank=per_rank)
+    def _run(self, request: Request[_T] | Sequence[Request[_T]], stage: str) -> list[_T]:
+        return self._workers.run(Call(request=request, stage=stage, timeout_s=self._timeout_s))
 
 
 def summarize(results: Sequence[TrainResult], *, layout: ParallelLayout | None = None) -> TrainSummary:

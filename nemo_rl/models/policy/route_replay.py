@@ -150,6 +150,21 @@ class RouteReplayer:
             for layer in sorted(routes.seen):
                 self._observer.cleared(routes, layer=layer, pending=self._pending(layer))
 
+    def on_backward(self, routes: MicrobatchRoutes, output: torch.Tensor) -> None:
+        """When the backward pass of this output begins, layers that are recomputed get these routes, until it ends.
+
+        With several microbatches in flight the output tells which one it is. The hook may run on a thread of the
+        autograd engine, as does the recomputation.
+        """
+
+        def begin(_: torch.Tensor) -> None:
+            self.enter(routes)
+            # The only way to know of the end: no tensor of a stage's input need have a gradient.
+            torch.autograd.Variable._execution_engine.queue_callback(self.leave)  # type: ignore[attr-defined]
+
+        if output.requires_grad:
+            output.register_hook(begin)
+
     def choose(self, layer: int, own: OwnChoice) -> torch.Tensor | None:
         """The ids that a router uses, `[T, K]` int64; None for its own choice.
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.layout import Coordinates, ParallelLayout
 from nemo_rl.errors import NonFiniteError, name_some
 from nemo_rl.models.logprobs import SamplingView
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale
@@ -22,6 +23,7 @@ from nemo_rl.utils.metrics import Reduction
 
 __all__ = [
     "BatchLayout",
+    "RankView",
     "Runner",
     "StepOutcome",
     "all_reduce_sum",
@@ -37,6 +39,27 @@ __all__ = [
 KEYS_COLUMN = "keys"
 """Optional list column with the keys of the rows; errors then name keys instead of row numbers."""
 Microbatches = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankView:
+    """Where a rank stands."""
+
+    layout: ParallelLayout
+    rank: int
+    device: torch.device
+
+    @property
+    def is_writer(self) -> bool:
+        return self.layout.is_writer(self.rank)
+
+    @property
+    def place(self) -> Coordinates:
+        return self.layout.coordinates(self.rank)
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.place.pp == self.layout.pp - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

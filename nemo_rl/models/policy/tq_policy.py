@@ -7,17 +7,18 @@ the workers and from the workers to the store.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.preshard import shard_meta_for_dp
 from nemo_rl.data_plane.wire import pickled_size
+from nemo_rl.distributed.calls import Request, ask
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_groups import WorkerGroup
-from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
+from nemo_rl.models.policy.interfaces import LossFunction
 from nemo_rl.models.policy.lm_policy import Policy, TrainSummary, summarize
+from nemo_rl.models.policy.workers.tq_worker import TQWorker
 from nemo_rl.utils.metrics import Reduction, merge_metrics
 
 __all__ = ["TQPolicy"]
@@ -48,47 +49,56 @@ class TQPolicy(Policy):
         self.driver_bytes = 0
         """Bytes of metas, plans and results that this driver has sent or received so far."""
         plane = address.config
-        self._run(
-            "setup_data_plane",
-            "data plane setup",
+        request = ask(
+            TQWorker.setup_data_plane,
             address=address,
             fetch_policy=plane.fetch_policy,
             cache_bytes=plane.worker_cache_bytes,
         )
+        self._run(request, "data plane setup")
 
     def get_logprobs_from_meta(self, meta: KVBatchMeta, plan: PackPlan) -> KVBatchMeta:
         """Workers write `prev_logprobs` of every row; returns the meta that knows them."""
-        return self._logprobs_from_meta("get_logprobs_presharded", "prev_logprobs", meta, plan)
+        metas = self._metas(meta, plan)
+        requests = [ask(TQWorker.get_logprobs_presharded, meta=part) for part in metas]
+        return self._written(requests, "prev_logprobs", meta, metas)
 
     def get_reference_policy_logprobs_from_meta(self, meta: KVBatchMeta, plan: PackPlan) -> KVBatchMeta:
         """Workers write `reference_policy_logprobs` of every row."""
-        return self._logprobs_from_meta("get_reference_policy_logprobs_presharded", "reference_logprobs", meta, plan)
+        metas = self._metas(meta, plan)
+        requests = [ask(TQWorker.get_reference_policy_logprobs_presharded, meta=part) for part in metas]
+        return self._written(requests, "reference_logprobs", meta, metas)
 
     def train_from_meta(
         self, meta: KVBatchMeta, plan: PackPlan, loss_fn: LossFunction, *, fields: Sequence[str]
     ) -> TrainSummary:
         """Workers fetch `fields` of their rows and train, one optimizer step per global batch of `plan`."""
-        metas = self._layout.spread(shard_meta_for_dp(meta, plan))
-        per_rank: list[dict[str, object]] = [{"meta": part} for part in metas]
-        results = self._run("train_presharded", "train", per_rank=per_rank, loss_fn=loss_fn, fields=tuple(fields))
+        metas = self._metas(meta, plan)
+        requests = [ask(TQWorker.train_presharded, meta=part, loss_fn=loss_fn, fields=tuple(fields)) for part in metas]
+        results = self._run(requests, "train")
         self.driver_bytes += pickled_size(*metas, *results)
-        return summarize(cast("list[TrainResult]", results), layout=self._layout)
+        return summarize(results, layout=self._layout)
 
     def end_step(self) -> None:
         """Workers forget what they fetched."""
-        self._run("end_step", "end of step")
+        self._run(ask(TQWorker.end_step), "end of step")
 
     def router_replay_metrics(self) -> dict[str, Reduction]:
         """Over all workers since the last call; empty without router replay."""
-        return merge_metrics(cast("list[dict[str, Reduction]]", self._run("router_replay_metrics", "metrics")))
+        return merge_metrics(self._run(ask(TQWorker.router_replay_metrics), "metrics"))
 
     def data_plane_snapshots(self) -> list[dict[str, object]]:
         """Counters of every worker that has a client, since the last call."""
-        snapshots = cast("list[dict[str, object] | None]", self._run("data_plane_snapshot", "metrics"))
+        snapshots = self._run(ask(TQWorker.data_plane_snapshot), "metrics")
         return [snapshot for snapshot in snapshots if snapshot is not None]
 
-    def _logprobs_from_meta(self, method: str, stage: str, meta: KVBatchMeta, plan: PackPlan) -> KVBatchMeta:
-        metas = self._layout.spread(shard_meta_for_dp(meta, plan))
-        results = cast("list[KVBatchMeta]", self._run(method, stage, per_rank=[{"meta": part} for part in metas]))
+    def _metas(self, meta: KVBatchMeta, plan: PackPlan) -> list[KVBatchMeta]:
+        """Of each rank; ranks of a replica group get the same."""
+        return self._layout.spread(shard_meta_for_dp(meta, plan))
+
+    def _written(
+        self, requests: Sequence[Request[KVBatchMeta]], stage: str, meta: KVBatchMeta, metas: Sequence[KVBatchMeta]
+    ) -> KVBatchMeta:
+        results = self._run(requests, stage)
         self.driver_bytes += pickled_size(*metas, *results)
         return meta.with_written(self._layout.of_writers(results))

@@ -9,18 +9,23 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeVar
 
-from nemo_rl.distributed.worker_groups import Call, WorkerGroup
+from nemo_rl.distributed.calls import Call, Request, ask
+from nemo_rl.distributed.worker_groups import WorkerGroup
 from nemo_rl.errors import WorkerError
-from nemo_rl.models.policy.interfaces import TensorInfo
-from nemo_rl.models.weight_sync.buckets import MAX_BUCKET_BYTES, RefitPlan, WeightSlot, bucket_bytes
+from nemo_rl.models.generation.interfaces import GenerationInterface
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
+from nemo_rl.models.weight_sync.buckets import MAX_BUCKET_BYTES, RefitPlan, bucket_bytes
+from nemo_rl.models.weight_sync.target import RefitTarget
 
 __all__ = ["RefitParties", "WeightSync"]
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 STAGE = "refit"
 MIB = 2**20
@@ -39,14 +44,11 @@ class RefitParties:
     max_bucket_bytes: int = MAX_BUCKET_BYTES
     """Most bytes of a bucket, however much memory is free."""
 
-    def run_policy(self, method: str, *, ranks: Sequence[int] | None = None, **kwargs: object) -> list[object]:
-        return self.policy.run(Call(method=method, stage=STAGE, timeout_s=self.timeout_s, kwargs=kwargs, ranks=ranks))
+    def run_policy(self, request: Request[_T], *, ranks: Sequence[int] | None = None) -> list[_T]:
+        return self.policy.run(Call(request=request, stage=STAGE, timeout_s=self.timeout_s, ranks=ranks))
 
-    def run_engines(
-        self, method: str, *, per_rank: Sequence[Mapping[str, object]] | None = None, **kwargs: object
-    ) -> list[object]:
-        call = Call(method=method, stage=STAGE, timeout_s=self.timeout_s, kwargs=kwargs, per_rank=per_rank)
-        return self.engines.run(call)
+    def run_engines(self, request: Request[_T] | Sequence[Request[_T]]) -> list[_T]:
+        return self.engines.run(Call(request=request, stage=STAGE, timeout_s=self.timeout_s))
 
 
 class WeightSync(ABC):
@@ -76,18 +78,18 @@ class WeightSync(ABC):
         """
         started, parties = time.monotonic(), self._parties
         self._version = -1
-        parties.run_engines("finish_generation")
-        parties.run_policy("offload_before_refit")
+        parties.run_engines(ask(GenerationInterface.finish_generation))
+        parties.run_policy(ask(PolicyWorker.offload_before_refit))
         plan = self._negotiate()
         self._move(plan)
-        held = parties.run_engines("finish_refit", version=version)
-        parties.run_policy("end_refit")
-        parties.run_policy("offload_after_refit")
+        held = parties.run_engines(ask(RefitTarget.finish_refit, version=version))
+        parties.run_policy(ask(PolicyWorker.end_refit))
+        parties.run_policy(ask(PolicyWorker.offload_after_refit))
         wrong = {replica: got for replica, got in enumerate(held) if got != version}
         if wrong:
             raise WorkerError(f"expected weight version {version} in every engine, got {wrong}", stage=STAGE)
         self._version = version
-        parties.run_engines("prepare_for_generation")
+        parties.run_engines(ask(GenerationInterface.prepare_for_generation))
         logger.info(
             "refit to version %d: %.1f MiB in %d buckets by %s, %.2f s",
             version,
@@ -104,19 +106,14 @@ class WeightSync(ABC):
     def _negotiate(self) -> RefitPlan:
         """What is sent, in which portions: names of the policy, dtypes of the engines, sizes that both can hold."""
         parties, on_device = self._parties, self.buffer_is_on_device
-        infos = cast("list[dict[str, TensorInfo]]", parties.run_policy("prepare_refit_info", ranks=[0]))
-        offered = {name: info.shape for name, info in infos[0].items()}
-        answers = cast("list[tuple[WeightSlot, ...]]", parties.run_engines("match_refit", offered=offered))
+        infos = parties.run_policy(ask(PolicyWorker.prepare_refit_info), ranks=[0])[0]
+        offered = {name: info.shape for name, info in infos.items()}
+        answers = parties.run_engines(ask(RefitTarget.match_refit, offered=offered))
         if len(set(answers)) > 1:
             raise WorkerError("the engines hold weights of different dtypes; start them from one config", stage=STAGE)
         free = [
-            *parties.run_policy("refit_free_bytes", on_device=on_device),
-            *parties.run_engines("refit_free_bytes", on_device=on_device),
+            *parties.run_policy(ask(PolicyWorker.refit_free_bytes, on_device=on_device)),
+            *parties.run_engines(ask(RefitTarget.refit_free_bytes, on_device=on_device)),
         ]
-        size = bucket_bytes(
-            answers[0],
-            free=min(cast("list[int]", free)),
-            ratio=parties.buffer_ratio,
-            most=parties.max_bucket_bytes,
-        )
+        size = bucket_bytes(answers[0], free=min(free), ratio=parties.buffer_ratio, most=parties.max_bucket_bytes)
         return RefitPlan(slots=answers[0], bucket_bytes=size)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import cast
 
+from nemo_rl.distributed.calls import ask
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.base import RefitParties, WeightSync
 from nemo_rl.models.weight_sync.buckets import RefitPlan
 from nemo_rl.models.weight_sync.refit_group import RefitGroupSpec
+from nemo_rl.models.weight_sync.target import RefitTarget
 
 __all__ = ["BroadcastWeightSync", "choose_backend"]
 
@@ -39,17 +41,22 @@ class BroadcastWeightSync(WeightSync):
 
     def _move(self, plan: RefitPlan) -> None:
         parties = self._parties
-        parties.run_policy("begin_refit", plan=plan, on_device=self.buffer_is_on_device)
-        parties.run_engines("begin_refit", plan=plan)
-        _both(lambda: parties.run_policy("broadcast_weights"), lambda: parties.run_engines("receive_weights"))
+        parties.run_policy(ask(PolicyWorker.begin_refit, plan=plan, on_device=self.buffer_is_on_device))
+        parties.run_engines(ask(RefitTarget.begin_refit, plan=plan))
+        _both(
+            lambda: parties.run_policy(ask(PolicyWorker.broadcast_weights)),
+            lambda: parties.run_engines(ask(RefitTarget.receive_weights)),
+        )
 
     def _join(self) -> str:
         parties = self._parties
-        sender = cast("list[str]", parties.run_policy("report_device_id", ranks=[0]))
-        backend = choose_backend([*sender, *cast("list[str]", parties.run_engines("report_device_id"))])
+        sender = parties.run_policy(ask(PolicyWorker.report_device_id), ranks=[0])
+        backend = choose_backend([*sender, *parties.run_engines(ask(RefitTarget.report_device_id))])
         world_size = 1 + parties.engines.world_size
-        place = {"address": self._address, "world_size": world_size, "timeout_s": parties.timeout_s}
-        port = cast("list[int]", parties.run_policy("open_refit_store", ranks=[0], **place))[0]
+        opening = ask(
+            PolicyWorker.open_refit_store, address=self._address, world_size=world_size, timeout_s=parties.timeout_s
+        )
+        port = parties.run_policy(opening, ranks=[0])[0]
 
         def member(rank: int) -> RefitGroupSpec:
             return RefitGroupSpec(
@@ -61,10 +68,10 @@ class BroadcastWeightSync(WeightSync):
                 timeout_s=parties.timeout_s,
             )
 
-        specs = [{"spec": member(1 + engine)} for engine in range(parties.engines.world_size)]
+        engines = [ask(RefitTarget.join_refit_group, spec=member(1 + n)) for n in range(parties.engines.world_size)]
         _both(
-            lambda: parties.run_policy("join_refit_group", ranks=[0], spec=member(0)),
-            lambda: parties.run_engines("join_refit_group", per_rank=specs),
+            lambda: parties.run_policy(ask(PolicyWorker.join_refit_group, spec=member(0)), ranks=[0]),
+            lambda: parties.run_engines(engines),
         )
         return backend
 

@@ -5,13 +5,12 @@ Invariant: a bucket is written only after every engine has read the one before i
 
 from __future__ import annotations
 
-from typing import cast
-
-from nemo_rl.distributed.worker_groups import Call
+from nemo_rl.distributed.calls import Call, ask
 from nemo_rl.errors import WorkerError
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.base import STAGE, WeightSync
 from nemo_rl.models.weight_sync.buckets import RefitPlan
-from nemo_rl.models.weight_sync.ipc_handle import IpcHandle
+from nemo_rl.models.weight_sync.target import RefitTarget
 
 __all__ = ["IpcWeightSync", "PayloadWeightSync"]
 
@@ -21,11 +20,12 @@ class PayloadWeightSync(WeightSync):
 
     def _move(self, plan: RefitPlan) -> None:
         parties = self._parties
-        num_buckets = cast("int", parties.run_policy("begin_refit", plan=plan, on_device=False)[0])
-        parties.run_engines("begin_refit", plan=plan)
+        num_buckets = parties.run_policy(ask(PolicyWorker.begin_refit, plan=plan, on_device=False))[0]
+        parties.run_engines(ask(RefitTarget.begin_refit, plan=plan))
         for _ in range(num_buckets):
-            call = Call(method="next_bucket", stage=STAGE, timeout_s=parties.timeout_s)
-            parties.run_engines("load_bucket", bucket=parties.policy.run_for_payload(call))
+            call = Call(request=ask(PolicyWorker.next_bucket), stage=STAGE, timeout_s=parties.timeout_s)
+            bucket = parties.policy.run_for_payload(call)
+            parties.run_engines(ask(RefitTarget.load_bucket, bucket=bucket.stand_in()))
 
 
 class IpcWeightSync(WeightSync):
@@ -35,18 +35,17 @@ class IpcWeightSync(WeightSync):
 
     def _move(self, plan: RefitPlan) -> None:
         parties = self._parties
-        num_buckets = cast("int", parties.run_policy("begin_refit", plan=plan, on_device=True)[0])
-        handles = cast("list[IpcHandle]", parties.run_policy("share_refit_buffer"))
-        by_device = {handle.device_id: handle for handle in handles}
-        devices = cast("list[str]", parties.run_engines("report_device_id"))
+        num_buckets = parties.run_policy(ask(PolicyWorker.begin_refit, plan=plan, on_device=True))[0]
+        by_device = {handle.device_id: handle for handle in parties.run_policy(ask(PolicyWorker.share_refit_buffer))}
+        devices = parties.run_engines(ask(RefitTarget.report_device_id))
         alone = [f"engine {engine} on {device}" for engine, device in enumerate(devices) if device not in by_device]
         if alone:
             raise WorkerError(
                 f"no policy worker shares a GPU with {', '.join(alone)}; set policy.generation.refit_transport=payload",
                 stage=STAGE,
             )
-        own = [{"handle": by_device[device]} for device in devices]
-        parties.run_engines("begin_refit", plan=plan, per_rank=own)
+        own = [ask(RefitTarget.begin_refit, plan=plan, handle=by_device[device]) for device in devices]
+        parties.run_engines(own)
         for _ in range(num_buckets):
-            parties.run_policy("fill_bucket")
-            parties.run_engines("load_bucket")
+            parties.run_policy(ask(PolicyWorker.fill_bucket))
+            parties.run_engines(ask(RefitTarget.load_bucket))

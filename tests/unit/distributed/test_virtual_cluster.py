@@ -18,9 +18,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl.config.schema import ClusterConfig
 from nemo_rl.distributed import own_ray
+from nemo_rl.distributed.calls import Call, ask
 from nemo_rl.distributed.own_ray import check_own_ray
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.distributed.worker_groups import Call, RayPlacement, RayWorkerGroup
+from nemo_rl.distributed.worker_groups import RayPlacement, RayWorkerGroup
 from nemo_rl.errors import ResourceError, WorkerError
 from nemo_rl.utils.start_up import StartUp
 
@@ -89,7 +90,7 @@ def test_variables_reach_every_actor(opened):
     try:
         workers.begin_start(Probe, [{}, {}])
         workers.finish_start(timeout_s=60.0)
-        found = workers.run(Call(method="environment", stage="probe", timeout_s=30.0))
+        found = workers.run(Call(request=ask(Probe.environment), stage="probe", timeout_s=30.0))
     finally:
         workers.shutdown()
     for environment in found:

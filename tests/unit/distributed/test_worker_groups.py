@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import time
+from typing import TypeVar
 
 import pytest
 import ray
 
+from nemo_rl.distributed.calls import Call, Request, ask
 from nemo_rl.distributed.own_ray import OwnRay
-from nemo_rl.distributed.worker_groups import Call, LocalWorkerGroup, RayPlacement, RayWorkerGroup
+from nemo_rl.distributed.worker_groups import LocalWorkerGroup, RayPlacement, RayWorkerGroup
 from nemo_rl.errors import CollectiveTimeout, NonFiniteError, WorkerError
 
 START_S = 600.0
+T = TypeVar("T")
 
 
 class Echo:
@@ -67,58 +70,96 @@ def group(cluster, tmp_path):
     made.shutdown()
 
 
-def call(method: str, timeout_s: float = 30.0, **kwargs: object) -> Call:
-    return Call(method=method, stage="train", timeout_s=timeout_s, kwargs=kwargs)
+def call(request: Request[T] | list[Request[T]], timeout_s: float = 30.0) -> Call[T]:
+    return Call(request=request, stage="train", timeout_s=timeout_s)
 
 
 def test_results_come_in_rank_order_and_payloads_stay_where_they_are(group):
-    per_rank = [{"value": 10}, {"value": 20}]
-    assert group.run(Call(method="who", stage="s", timeout_s=30, per_rank=per_rank)) == [(0, 10), (1, 20)]
-    assert group.run(Call(method="who", stage="s", timeout_s=30, ranks=[1])) == [(1, 0)]
-    payload = group.run_for_payload(call("who", value=5))
+    assert group.run(call([ask(Echo.who, value=10), ask(Echo.who, value=20)])) == [(0, 10), (1, 20)]
+    assert group.run(Call(request=ask(Echo.who), stage="s", timeout_s=30, ranks=[1])) == [(1, 0)]
+    payload = group.run_for_payload(call(ask(Echo.who, value=5)))
     assert isinstance(payload.handle, ray.ObjectRef)
-    assert group.run(call("total", payload=payload)) == [5, 5]
+    assert group.run(call(ask(Echo.total, payload=payload.stand_in()))) == [5, 5]
 
 
 def test_the_first_cause_is_raised_not_what_it_did_to_the_peers(group):
     with pytest.raises(WorkerError, match=r"rank 1, stage train: ValueError: the real cause") as caught:
-        group.run(call("fail", bad_rank=1, text="the real cause"))
+        group.run(call(ask(Echo.fail, bad_rank=1, text="the real cause")))
     assert caught.value.rank == 1 and caught.value.stage == "train"
     assert not group.is_running
     with pytest.raises(WorkerError, match="has been shut down"):
-        group.run(call("who"))
+        group.run(call(ask(Echo.who)))
 
 
 def test_what_a_worker_logs_is_in_its_file_and_its_warnings_reach_the_driver(group, tmp_path, caplog):
     caplog.set_level(logging.WARNING, logger="nemo_rl")
-    group.run(call("warn", text="little memory"))
+    group.run(call(ask(Echo.warn, text="little memory")))
     shown = [record.getMessage() for record in caplog.records]
     assert sorted(shown) == [f"echo rank {rank}, stage train: little memory \\x1b[2J from {rank}" for rank in (0, 1)]
     written = [(tmp_path / "workers" / f"echo_{rank}.log").read_text() for rank in (0, 1)]
     assert all("INFO train: quietly: little memory" in text for text in written)
     with pytest.raises(WorkerError):
-        group.run(call("fail", bad_rank=1, text="the real cause"))
+        group.run(call(ask(Echo.fail, bad_rank=1, text="the real cause")))
     assert "ValueError: the real cause" in (tmp_path / "workers" / "echo_1.log").read_text()
     assert len(caplog.records) == 2, "each warning once"
 
 
 def test_an_error_the_user_can_fix_keeps_its_kind(group):
     with pytest.raises(NonFiniteError, match="rows k1, k2") as caught:
-        group.run(call("refuse"))
+        group.run(call(ask(Echo.refuse)))
     assert "stage train" in caught.value.__notes__[0]
 
 
 def test_a_dead_worker_is_named(group):
     with pytest.raises(WorkerError, match=r"rank 1, stage train: the worker process died \(echo worker, process \d+\)"):
-        group.run(call("die", bad_rank=1))
+        group.run(call(ask(Echo.die, bad_rank=1)))
 
 
 def test_a_stage_past_its_deadline_ends_the_group(group):
     started = time.monotonic()
     with pytest.raises(CollectiveTimeout, match=r"ranks \[0, 1\] did not finish in 1 s"):
-        group.run(call("sleep", timeout_s=1.0, seconds=60.0))
+        group.run(call(ask(Echo.sleep, seconds=60.0), timeout_s=1.0))
     assert time.monotonic() - started < 10
     assert not group.is_running
+
+
+def test_two_calls_are_in_flight_at_once_and_each_gives_its_own_results(group):
+    started = time.monotonic()
+    slow = group.submit(call(ask(Echo.sleep, seconds=1.0)))
+    quick = group.submit(call([ask(Echo.who, value=10), ask(Echo.who, value=20)]))
+    assert time.monotonic() - started < 0.9, "submit waits for nothing"
+    assert quick.result() == [(0, 10), (1, 20)], "each rank does its calls in their order"
+    assert time.monotonic() - started >= 1.0
+    assert slow.result() == [None, None] and slow.result() == [None, None]
+    assert group.is_running
+
+
+def test_a_failure_is_raised_by_the_call_that_failed_and_ends_the_group(group):
+    good = group.submit(call(ask(Echo.who, value=1)))
+    bad = group.submit(call(ask(Echo.fail, bad_rank=1, text="the real cause")))
+    assert good.result() == [(0, 1), (1, 1)]
+    with pytest.raises(WorkerError, match="the real cause"):
+        bad.result()
+    with pytest.raises(WorkerError, match="has been shut down"):
+        group.submit(call(ask(Echo.who)))
+
+
+def test_a_deadline_counts_from_submit_and_results_that_came_in_time_wait(group):
+    quick = group.submit(call(ask(Echo.who, value=1), timeout_s=2.0))
+    time.sleep(3.0)
+    assert quick.result() == [(0, 1), (1, 1)], "the driver looked late, the ranks were not"
+    started = time.monotonic()
+    slow = group.submit(call(ask(Echo.sleep, seconds=60.0), timeout_s=2.0))
+    time.sleep(2.0)
+    with pytest.raises(CollectiveTimeout, match=r"ranks \[0, 1\] did not finish in 2 s"):
+        slow.result()
+    assert time.monotonic() - started < 3.5 and not group.is_running
+
+
+def test_arguments_are_named():
+    assert ask(Echo.who, value=3) == Request("who", {"value": 3})
+    with pytest.raises(TypeError, match=r"ask\(Echo.who\): name every argument"):
+        ask(Echo.who, 3)
 
 
 def test_a_worker_that_cannot_start_says_why(cluster):
@@ -130,9 +171,14 @@ def test_a_worker_that_cannot_start_says_why(cluster):
 
 def test_a_local_group_runs_in_this_process():
     local = LocalWorkerGroup(lambda: Echo(0))
-    assert local.run(call("who", value=3)) == [(0, 3)]
-    assert local.run(call("total", payload=local.run_for_payload(call("who", value=4)))) == [4]
+    assert local.run(call(ask(Echo.who, value=3))) == [(0, 3)]
+    payload = local.run_for_payload(call(ask(Echo.who, value=4)))
+    assert local.run(call(ask(Echo.total, payload=payload.stand_in()))) == [4]
+    refused = local.submit(call(ask(Echo.refuse)))
+    with pytest.raises(NonFiniteError, match="rows k1, k2"):
+        refused.result()
+    assert local.is_running
     local.shutdown()
     assert not local.is_running
     with pytest.raises(WorkerError, match="shut down"):
-        local.run(call("who"))
+        local.run(call(ask(Echo.who)))

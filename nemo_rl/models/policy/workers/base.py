@@ -1,7 +1,7 @@
-"""Life cycle and device side of a policy worker, shared by every training engine.
+"""States of a policy worker, where things are in each of them, and questions about its device.
 
-Called by the workers. Invariant: after each state change the worker checks where parameters, buffers, gradients and
-optimizer state really are, so memory that should be free for generation is free.
+Called by the parts of a worker. Invariant: after each state change it is checked where parameters, buffers, gradients
+and optimizer state really are, so memory that should be free for generation is free.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 import torch
 
-from nemo_rl.models.dtensor.parallelize import local_shard
+from nemo_rl.models.local_shard import local_shard
 from nemo_rl.models.weight_sync.ipc_handle import device_id
 from nemo_rl.utils.memory import peak_resident_bytes, reset_peak_resident, resident_bytes
 
@@ -25,6 +25,7 @@ __all__ = [
     "Placement",
     "WorkerState",
     "check_placement",
+    "device_name",
     "move_model",
     "move_optimizer_state",
     "optimizer_tensors",
@@ -138,6 +139,11 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, t
                 yield name, value
 
 
+def device_name(device: torch.device) -> str:
+    """`cpu`, or the GPU's product name."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
 class DeviceSide:
     """Questions about the worker's device; on a machine without CUDA the answers say `cpu` and nothing is measured."""
 
@@ -149,11 +155,6 @@ class DeviceSide:
     @property
     def is_cuda(self) -> bool:
         return self.device.type == "cuda"
-
-    @property
-    def name(self) -> str:
-        """`cpu`, or the GPU's product name."""
-        return torch.cuda.get_device_name(self.device) if self.is_cuda else "cpu"
 
     def release_cache(self) -> None:
         """Gives unused memory back to the device, for the generation engine that shares it."""
@@ -201,7 +202,7 @@ class DeviceSide:
         """Device, process and memory in bytes; peak numbers are of the GPU."""
         common: dict[str, object] = {
             "device": str(self.device),
-            "name": self.name,
+            "name": device_name(self.device),
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "resident_bytes": resident_bytes(),

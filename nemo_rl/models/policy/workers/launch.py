@@ -5,24 +5,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from nemo_rl.config.base import START_TIMEOUT_S
-from nemo_rl.config.parts import POLICY_WORKERS
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.data_plane.worker_mixin import ReplicaView
-from nemo_rl.distributed.abort import AbortWatch
+from nemo_rl.distributed.abort import AbortWatch, NoWatch, Watch
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group, job_store
 from nemo_rl.distributed.layout import ParallelLayout
+from nemo_rl.models.policy.steps import RankView
+from nemo_rl.models.policy.workers.compose import compose_parts
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
 
-__all__ = ["WorkerSpec", "build_policy_worker", "worker_class"]
+__all__ = ["WorkerSpec", "build_policy_worker"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,12 +48,6 @@ class WorkerSpec:
         return ParallelLayout.of_policy(self.policy, world_size=self.rank.world_size)
 
 
-def worker_class(policy: PolicyConfig) -> Callable[..., TQWorker]:
-    """The worker that the config names; its engine is imported here, by the processes that need it."""
-    engine = "megatron" if policy.megatron_cfg.enabled else "dtensor"
-    return POLICY_WORKERS.load(engine, key=f"policy.{engine}_cfg.enabled")
-
-
 def build_policy_worker(spec: WorkerSpec) -> TQWorker:
     """(collective) Starts one rank. Every rank of the job must call it; an error on one ends it on all."""
     torch.set_num_threads(spec.threads)
@@ -63,25 +57,29 @@ def build_policy_worker(spec: WorkerSpec) -> TQWorker:
     init_process_group(
         spec.rank, device=device, timeout_s=spec.collective_timeout_s, start_timeout_s=spec.start_timeout_s
     )
-    watch = _abort_watch(spec)
-    with watch.stage("start") if watch is not None else _group_ends_with_an_error():
-        tokenizer = load_tokenizer(spec.policy.tokenizer.name or spec.policy.model_name)
-        worker = worker_class(spec.policy)(
+    watch, start = _abort_watch(spec)
+    with start:
+        parts = compose_parts(
             spec.policy,
-            rank=spec.rank.rank,
-            world_size=spec.rank.world_size,
+            RankView(layout=spec.layout, rank=spec.rank.rank, device=device),
             num_steps=spec.num_steps,
             collective_timeout_s=spec.collective_timeout_s,
             seed=spec.seed,
             keep_reference=spec.keep_reference,
-            device=str(device),
-            layout=spec.layout,
+            owns_group=True,
         )
-        worker.watch = watch
-        worker.replica = ReplicaView.build(spec.layout, rank=spec.rank.rank)
-        worker.pad_values = {"input_ids": float(tokenizer.pad_token_id)}
+        worker = TQWorker(parts, replica=ReplicaView.build(spec.layout, rank=spec.rank.rank), watch=watch)
         dist.barrier()
     return worker
+
+
+def _abort_watch(spec: WorkerSpec) -> tuple[Watch, AbstractContextManager[None]]:
+    """The watch, and what is around the start of the worker."""
+    rank = spec.rank
+    if rank.world_size == 1:
+        return NoWatch(), _group_ends_with_an_error()
+    watch = AbortWatch(job_store(), rank=rank.rank, world_size=rank.world_size, timeout_s=spec.collective_timeout_s)
+    return watch, watch.stage("start")
 
 
 @contextmanager
@@ -92,11 +90,3 @@ def _group_ends_with_an_error() -> Iterator[None]:
     except BaseException:
         destroy_process_group()
         raise
-
-
-def _abort_watch(spec: WorkerSpec) -> AbortWatch | None:
-    """None for a single rank: nobody waits for it."""
-    rank = spec.rank
-    if rank.world_size == 1:
-        return None
-    return AbortWatch(job_store(), rank=rank.rank, world_size=rank.world_size, timeout_s=spec.collective_timeout_s)

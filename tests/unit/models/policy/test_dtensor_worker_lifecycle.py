@@ -25,7 +25,7 @@ from nemo_rl.models.policy.workers.base import (
     optimizer_tensors,
     placement_of,
 )
-from nemo_rl.models.policy.workers.dtensor_policy_worker import DTensorPolicyWorker
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers.tiny_model import tiny_batch, tiny_model, tiny_policy, tiny_worker, write_tiny_folder
 
 LOSS = ClippedPGLoss(config=LossConfig())
@@ -37,13 +37,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def worker(folder: Path) -> Iterator[DTensorPolicyWorker]:
+def worker(folder: Path) -> Iterator[PolicyWorker]:
     worker = tiny_worker(tiny_policy(folder), keep_reference=True)
     yield worker
     worker.shutdown()
 
 
-def _weights(worker: DTensorPolicyWorker) -> dict[str, torch.Tensor]:
+def _weights(worker: PolicyWorker) -> dict[str, torch.Tensor]:
     return dict(worker.export_weights())
 
 
@@ -51,21 +51,21 @@ def _same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_a_leftover_gradient_is_found(worker: DTensorPolicyWorker) -> None:
+def test_a_leftover_gradient_is_found(worker: PolicyWorker) -> None:
     worker.offload_before_refit()
-    weight = next(worker._model.parameters())
+    weight = next(worker.engine.model.parameters())
     weight.grad = torch.zeros_like(weight)
     with pytest.raises(AssertionError, match="still has a gradient"):
         check_placement(
             placement_of(WorkerState.REFIT, cpu_offload=False),
-            model=worker._model,
-            optimizer=optimizer_tensors(worker._optimizer),
+            model=worker.engine.model,
+            optimizer=optimizer_tensors(worker.engine.optimizer),
             device=worker.device,
         )
 
 
-def test_a_gradient_left_by_a_broken_step_is_freed_before_refit(worker: DTensorPolicyWorker) -> None:
-    weight = next(worker._model.parameters())
+def test_a_gradient_left_by_a_broken_step_is_freed_before_refit(worker: PolicyWorker) -> None:
+    weight = next(worker.engine.model.parameters())
     weight.grad = torch.zeros_like(weight)
     worker.offload_before_refit()
     assert weight.grad is None
@@ -82,10 +82,14 @@ META = torch.device("meta")
         ("optimizer", "optimizer exp_avg is on cpu, expected meta"),
     ],
 )
-def test_a_tensor_on_another_device_is_found(worker: DTensorPolicyWorker, on_device: str, message: str) -> None:
+def test_a_tensor_on_another_device_is_found(worker: PolicyWorker, on_device: str, message: str) -> None:
     worker.train(tiny_batch(), LOSS)
     nowhere = Placement(weights=False, buffers=False, optimizer=False, has_gradients=True)
-    parts = {"model": worker._model, "optimizer": list(optimizer_tensors(worker._optimizer)), "device": META}
+    parts = {
+        "model": worker.engine.model,
+        "optimizer": list(optimizer_tensors(worker.engine.optimizer)),
+        "device": META,
+    }
     check_placement(nowhere, **parts)
     with pytest.raises(AssertionError, match=message):
         check_placement(replace(nowhere, **{on_device: True}), **parts)
@@ -107,9 +111,9 @@ def test_cpu_offload_keeps_weights_and_optimizer_on_the_cpu_and_moves_buffers() 
 
 def test_float16_overflow_halves_the_scale_and_repeats_the_step(folder: Path) -> None:
     worker = tiny_worker(tiny_policy(folder, precision="float16"))
-    worker._scaler.scale = 2.0**24
+    worker.engine.scaler.scale = 2.0**24
     result = worker.train(tiny_batch(), LOSS)
-    assert worker._scaler.scale < 2.0**24
+    assert worker.engine.scaler.scale < 2.0**24
     assert result.grad_norm[0] < 100
     assert all(weight.isfinite().all() for weight in _weights(worker).values())
     assert INITIAL_SCALE > 1
@@ -118,7 +122,7 @@ def test_float16_overflow_halves_the_scale_and_repeats_the_step(folder: Path) ->
 
 @pytest.mark.parametrize("which", ["weights", "optimizer"])
 def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_the_earlier_one(
-    worker: DTensorPolicyWorker, tmp_path: Path, which: str
+    worker: PolicyWorker, tmp_path: Path, which: str
 ) -> None:
     paths = {"weights": tmp_path / "weights", "optimizer": tmp_path / "optimizer"}
     worker.save_checkpoint(**paths, tokenizer=None)
@@ -140,7 +144,7 @@ def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_the_earlier_one(
 
 @pytest.mark.parametrize("fault", ["no optimizer", "other model", "torn optimizer", "other optimizer"])
 def test_a_checkpoint_that_cannot_be_read_says_why(
-    worker: DTensorPolicyWorker, folder: Path, tmp_path: Path, fault: str
+    worker: PolicyWorker, folder: Path, tmp_path: Path, fault: str
 ) -> None:
     paths = {"weights": tmp_path / "weights", "optimizer": tmp_path / "optimizer"}
     worker.save_checkpoint(**paths, tokenizer=None)

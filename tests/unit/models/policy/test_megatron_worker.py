@@ -17,10 +17,11 @@ from nemo_rl.algorithms.loss_functions import ClippedPGLoss
 from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.policy import DTensorConfig, PolicyConfig
 from nemo_rl.config.schema import LossConfig
+from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.errors import ConfigError, ModelFolderError, NonFiniteError
 from nemo_rl.models.megatron.mcore import parallel_state
 from nemo_rl.models.megatron.router_replay import attach_replay
-from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorker
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers.families import write_with_tokenizer
 from tests.helpers.megatron_models import hf_model
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker, write_tiny_folder
@@ -36,17 +37,16 @@ def settings(folder: Path, *, precision: str = "float32", **megatron: object) ->
 
 
 @contextmanager
-def running(config: PolicyConfig) -> Iterator[MegatronPolicyWorker]:
+def running(config: PolicyConfig, *, layout: ParallelLayout | None = None) -> Iterator[PolicyWorker]:
     """A worker of one rank, which is shut down also where the test fails."""
-    worker = tiny_worker(config, keep_reference=True)
-    assert isinstance(worker, MegatronPolicyWorker)
+    worker = tiny_worker(config, layout=layout, keep_reference=True)
     try:
         yield worker
     finally:
         worker.shutdown()
 
 
-def weights_of(worker: MegatronPolicyWorker) -> dict[str, torch.Tensor]:
+def weights_of(worker: PolicyWorker) -> dict[str, torch.Tensor]:
     return dict(worker.export_weights())
 
 
@@ -70,13 +70,13 @@ def experts(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=["float32", "bfloat16"])
-def worker(request: pytest.FixtureRequest, folder: Path) -> Iterator[MegatronPolicyWorker]:
+def worker(request: pytest.FixtureRequest, folder: Path) -> Iterator[PolicyWorker]:
     with running(settings(folder, precision=request.param)) as worker:
         yield worker
 
 
 @pytest.fixture
-def plain(folder: Path) -> Iterator[MegatronPolicyWorker]:
+def plain(folder: Path) -> Iterator[PolicyWorker]:
     with running(settings(folder)) as worker:
         yield worker
 
@@ -96,7 +96,7 @@ def test_what_is_announced_is_exported_under_the_names_of_the_other_engine(
     assert same(exported, weights)
 
 
-def test_exports_have_the_announced_precision(worker: MegatronPolicyWorker) -> None:
+def test_exports_have_the_announced_precision(worker: PolicyWorker) -> None:
     announced = worker.prepare_refit_info()
     exported = weights_of(worker)
     assert list(exported) == list(announced)
@@ -106,7 +106,7 @@ def test_exports_have_the_announced_precision(worker: MegatronPolicyWorker) -> N
         assert announced[name].dtype == worker.config.precision
 
 
-def test_exported_weights_are_copies(plain: MegatronPolicyWorker) -> None:
+def test_exported_weights_are_copies(plain: PolicyWorker) -> None:
     first = weights_of(plain)
     before = {name: weight.clone() for name, weight in first.items()}
     plain.train(tiny_batch(), LOSS)
@@ -116,10 +116,10 @@ def test_exported_weights_are_copies(plain: MegatronPolicyWorker) -> None:
     assert all(bool(weight.any()) for weight in weights_of(plain).values())
 
 
-def test_policy_and_its_main_weights_come_back_from_the_reference(worker: MegatronPolicyWorker) -> None:
+def test_policy_and_its_main_weights_come_back_from_the_reference(worker: PolicyWorker) -> None:
     batch = tiny_batch()
     worker.train(batch, LOSS)
-    weights, main = weights_of(worker), dict(worker._optimizer.moments("master"))
+    weights, main = weights_of(worker), dict(worker.engine.optimizer.moments("master"))
     main = {name: tensor.clone() for name, tensor in main.items()}
     assert bool(main) == (worker.config.precision == "bfloat16")
     expected = worker.get_logprobs(batch)
@@ -127,23 +127,23 @@ def test_policy_and_its_main_weights_come_back_from_the_reference(worker: Megatr
         assert not same(weights_of(worker), weights)
         raise ZeroDivisionError
     assert same(weights_of(worker), weights)
-    assert same(dict(worker._optimizer.moments("master")), main)
+    assert same(dict(worker.engine.optimizer.moments("master")), main)
     assert torch.equal(worker.get_logprobs(batch), expected)
 
 
-def test_evaluation_leaves_weights_optimizer_and_random_state(worker: MegatronPolicyWorker) -> None:
+def test_evaluation_leaves_weights_optimizer_and_random_state(worker: PolicyWorker) -> None:
     batch = tiny_batch()
     worker.train(batch, LOSS)
     weights = weights_of(worker)
-    state = {name: tensor.clone() for name, tensor in worker._optimizer.state_tensors()}
-    schedule, random = worker._optimizer.state_dict(), torch.get_rng_state()
+    state = {name: tensor.clone() for name, tensor in worker.engine.optimizer.state_tensors()}
+    schedule, random = worker.engine.optimizer.state_dict(), torch.get_rng_state()
     worker.train(batch, LOSS, eval_mode=True)
     worker.get_logprobs(batch)
     assert same(weights_of(worker), weights)
-    assert all(torch.equal(state[name], tensor) for name, tensor in worker._optimizer.state_tensors())
-    assert worker._optimizer.state_dict() == schedule
+    assert all(torch.equal(state[name], tensor) for name, tensor in worker.engine.optimizer.state_tensors())
+    assert worker.engine.optimizer.state_dict() == schedule
     assert torch.equal(torch.get_rng_state(), random)
-    assert not any(weight.main_grad.any() for weight in worker._model.module.parameters())
+    assert not any(weight.main_grad.any() for weight in worker.engine.model.module.parameters())
 
 
 @pytest.mark.parametrize("which", ["folder", "experts"])
@@ -163,24 +163,24 @@ def test_the_largest_logits_are_those_of_hugging_face(which: str, request: pytes
 
 
 @pytest.mark.parametrize("place", ["weight", "log-probability"])
-def test_nan_stops_training_with_the_keys_and_changes_nothing(worker: MegatronPolicyWorker, place: str) -> None:
+def test_nan_stops_training_with_the_keys_and_changes_nothing(worker: PolicyWorker, place: str) -> None:
     batch = tiny_batch()
     worker.train(batch, LOSS)
     if place == "weight":
         with torch.no_grad():
-            worker._model.module.decoder.final_layernorm.weight[3] = float("nan")
+            worker.engine.model.module.decoder.final_layernorm.weight[3] = float("nan")
     else:
         batch["prev_logprobs"] = batch.tensor("prev_logprobs").clone()
         batch.tensor("prev_logprobs")[3, 5] = float("nan")
-    state = {name: tensor.clone() for name, tensor in worker._optimizer.state_tensors()}
-    parts = [weight.detach().clone() for weight in worker._model.module.parameters()]
+    state = {name: tensor.clone() for name, tensor in worker.engine.optimizer.state_tensors()}
+    parts = [weight.detach().clone() for weight in worker.engine.model.module.parameters()]
     with pytest.raises(NonFiniteError, match=r"uid1_g1 \(rank 0\)" if place != "weight" else r"uid0_g0 \(rank 0\)"):
         worker.train(batch, LOSS, mbs=1)
-    for weight, part in zip(worker._model.module.parameters(), parts, strict=True):
+    for weight, part in zip(worker.engine.model.module.parameters(), parts, strict=True):
         assert torch.equal(weight.nan_to_num(nan=9.0), part.nan_to_num(nan=9.0))
         assert not weight.main_grad.any()
-    assert all(torch.equal(state[name], tensor) for name, tensor in worker._optimizer.state_tensors())
-    assert worker._optimizer.calls_done == 1
+    assert all(torch.equal(state[name], tensor) for name, tensor in worker.engine.optimizer.state_tensors())
+    assert worker.engine.optimizer.calls_done == 1
 
 
 def test_a_failed_step_moves_no_bias_of_a_router(tmp_path: Path) -> None:
@@ -200,18 +200,18 @@ def test_a_failed_step_moves_no_bias_of_a_router(tmp_path: Path) -> None:
         assert all(not torch.equal(moved[name], bias) for name, bias in before.items())
 
 
-def test_weights_alone_leave_the_moments_of_the_optimizer(worker: MegatronPolicyWorker, tmp_path: Path) -> None:
+def test_weights_alone_leave_the_moments_of_the_optimizer(worker: PolicyWorker, tmp_path: Path) -> None:
     batch = tiny_batch()
     worker.save_checkpoint(weights=tmp_path / "first", optimizer=None, tokenizer=tmp_path / "first")
     first = weights_of(worker)
     worker.train(batch, LOSS)
-    moments = {name: tensor.clone() for name, tensor in worker._optimizer.moments("exp_avg").items()}
+    moments = {name: tensor.clone() for name, tensor in worker.engine.optimizer.moments("exp_avg").items()}
     worker.load_checkpoint(weights=tmp_path / "first", optimizer=None)
     assert same(weights_of(worker), first)
-    assert same(dict(worker._optimizer.moments("exp_avg")), moments)
+    assert same(dict(worker.engine.optimizer.moments("exp_avg")), moments)
     # The next step goes on from the loaded weights: main weights of half precision were taken anew.
-    for name, main in worker._optimizer.moments("master").items():
-        assert torch.equal(main, dict(worker._model.module.named_parameters())[name].float())
+    for name, main in worker.engine.optimizer.moments("master").items():
+        assert torch.equal(main, dict(worker.engine.model.module.named_parameters())[name].float())
     worker.train(batch, LOSS)
     moved = max(
         float((weight.float() - first[name].float()).abs().max()) for name, weight in weights_of(worker).items()
@@ -254,15 +254,15 @@ def test_a_worker_that_cannot_start_leaves_nothing(
     folder: Path, tmp_path: Path, fault: str, kind: type[Exception], message: str
 ) -> None:
     path = Path(shutil.copytree(folder, tmp_path / "model"))
-    config = settings(path)
+    config, layout = settings(path), ParallelLayout()
     if fault == "sizes":
-        config = settings(path, tensor_model_parallel_size=3)
+        config, layout = settings(path, tensor_model_parallel_size=3), ParallelLayout(tp=3)
     elif fault == "optimizer":
         config = settings(path, optimizer={"use_distributed_optimizer": True})
     else:
         content = (path / "model.safetensors").read_bytes()
         (path / "model.safetensors").write_bytes(content[: len(content) // 2])
-    with pytest.raises(kind, match=message), running(config):
+    with pytest.raises(kind, match=message), running(config, layout=layout):
         pass
     assert not parallel_state.is_initialized() and not dist.is_initialized()
     with running(settings(folder)) as worker:
@@ -281,9 +281,9 @@ def test_modules_that_were_imported_on_the_way_are_adapted(experts: Path, tmp_pa
 
 def test_a_layer_with_experts_whose_router_takes_no_routes_is_refused(experts: Path) -> None:
     with running(settings(experts)) as worker:
-        assert attach_replay(worker._model, validates=False).layers == (0,)
-        worker._model.module.decoder.layers[0].mlp.router = torch.nn.Identity()
+        assert attach_replay(worker.engine.model, validates=False).layers == (0,)
+        worker.engine.model.module.decoder.layers[0].mlp.router = torch.nn.Identity()
         with pytest.raises(
             ConfigError, match=r"router_replay\.enabled: expected a TopKRouter.* layers \[0\] have none"
         ):
-            attach_replay(worker._model, validates=False)
+            attach_replay(worker.engine.model, validates=False)

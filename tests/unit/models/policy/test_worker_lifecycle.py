@@ -15,7 +15,7 @@ from nemo_rl.config.policy import DTensorConfig, PolicyConfig, SchedulerConfig
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import NonFiniteError
-from nemo_rl.models.policy.workers.training_worker import TrainingWorker
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers.pages import touched_pages
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker, write_tiny_folder
 
@@ -34,7 +34,7 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def worker(engine: str, folder: Path) -> Iterator[TrainingWorker]:
+def worker(engine: str, folder: Path) -> Iterator[PolicyWorker]:
     worker = tiny_worker(settings(engine, folder), keep_reference=True)
     yield worker
     worker.shutdown()
@@ -50,7 +50,7 @@ def settings(engine: str, folder: Path, *, warms_up: bool = False) -> PolicyConf
     return tiny_policy(folder, dtensor_cfg=DTensorConfig(enabled=False), megatron_cfg=section)
 
 
-def _weights(worker: TrainingWorker) -> dict[str, torch.Tensor]:
+def _weights(worker: PolicyWorker) -> dict[str, torch.Tensor]:
     return dict(worker.export_weights())
 
 
@@ -58,7 +58,7 @@ def _same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_each_state_allows_its_own_calls(worker: TrainingWorker) -> None:
+def test_each_state_allows_its_own_calls(worker: PolicyWorker) -> None:
     batch = tiny_batch()
     worker.prepare_for_lp_inference()
     worker.get_logprobs(batch)
@@ -76,7 +76,7 @@ def test_each_state_allows_its_own_calls(worker: TrainingWorker) -> None:
 
 
 def test_memory_is_logged_at_each_change_and_its_peak_is_kept_per_stage(
-    worker: TrainingWorker, caplog: pytest.LogCaptureFixture
+    worker: PolicyWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
     mib = 2**20
     with caplog.at_level("INFO", logger="nemo_rl.models.policy.workers.life_cycle"):
@@ -95,7 +95,7 @@ def test_memory_is_logged_at_each_change_and_its_peak_is_kept_per_stage(
     assert worker.memory_report().keys() == {"refit_peak"}
 
 
-def test_reference_logprobs_stay_while_the_policy_moves(worker: TrainingWorker) -> None:
+def test_reference_logprobs_stay_while_the_policy_moves(worker: PolicyWorker) -> None:
     batch = tiny_batch()
     before = worker.get_logprobs(batch)
     assert torch.equal(worker.get_reference_policy_logprobs(batch), before)
@@ -106,7 +106,7 @@ def test_reference_logprobs_stay_while_the_policy_moves(worker: TrainingWorker) 
     assert torch.equal(worker.get_logprobs(batch), after)
 
 
-def test_policy_weights_come_back_after_an_error_under_the_reference(worker: TrainingWorker) -> None:
+def test_policy_weights_come_back_after_an_error_under_the_reference(worker: PolicyWorker) -> None:
     worker.train(tiny_batch(), LOSS)
     weights = _weights(worker)
     with pytest.raises(ZeroDivisionError), worker.use_reference_model():
@@ -115,7 +115,7 @@ def test_policy_weights_come_back_after_an_error_under_the_reference(worker: Tra
     assert _same(_weights(worker), weights)
 
 
-def test_nothing_may_change_state_or_train_under_the_reference(worker: TrainingWorker) -> None:
+def test_nothing_may_change_state_or_train_under_the_reference(worker: PolicyWorker) -> None:
     with worker.use_reference_model():
         with pytest.raises(RuntimeError, match="reference weights are in place"):
             worker.offload_before_refit()
@@ -145,7 +145,7 @@ def test_evaluation_changes_neither_weights_nor_schedule(engine: str, folder: Pa
     worker.shutdown()
 
 
-def test_each_global_batch_is_one_step_with_its_own_counts(worker: TrainingWorker) -> None:
+def test_each_global_batch_is_one_step_with_its_own_counts(worker: PolicyWorker) -> None:
     result = worker.train(tiny_batch(8), LOSS, gbs=4, mbs=2)
     assert len(result.loss) == len(result.grad_norm) == 2
     assert len(result.metrics) == 4
@@ -154,7 +154,7 @@ def test_each_global_batch_is_one_step_with_its_own_counts(worker: TrainingWorke
     assert result.theoretical_tflops == 0.0
 
 
-def test_a_global_batch_without_weight_changes_nothing(worker: TrainingWorker) -> None:
+def test_a_global_batch_without_weight_changes_nothing(worker: PolicyWorker) -> None:
     batch, weights = tiny_batch(), _weights(worker)
     batch["sample_mask"] = torch.zeros(8)
     assert worker.train(batch, LOSS).loss == (0.0,)
@@ -173,7 +173,7 @@ def test_an_empty_microbatch_adds_nothing(engine: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("column", ["advantages", "prev_logprobs"])
-def test_nan_in_the_batch_stops_training_with_the_keys(worker: TrainingWorker, column: str) -> None:
+def test_nan_in_the_batch_stops_training_with_the_keys(worker: PolicyWorker, column: str) -> None:
     batch, weights = tiny_batch(), _weights(worker)
     batch[column] = batch.tensor(column).clone()
     batch.tensor(column)[3, 5] = float("nan")
@@ -182,11 +182,11 @@ def test_nan_in_the_batch_stops_training_with_the_keys(worker: TrainingWorker, c
     assert _same(_weights(worker), weights)
 
 
-def test_nan_weights_stop_logprobs_with_row_numbers_where_there_are_no_keys(worker: TrainingWorker) -> None:
+def test_nan_weights_stop_logprobs_with_row_numbers_where_there_are_no_keys(worker: PolicyWorker) -> None:
     batch = tiny_batch(4)
     del batch["keys"]
     with torch.no_grad():
-        for shard in worker._shards():
+        for shard in worker.life.shards.held():
             shard.fill_(float("nan"))
     with pytest.raises(NonFiniteError, match=r"log-probabilities: samples row 0 \(rank 0\), row 1"):
         worker.get_logprobs(batch)
@@ -200,17 +200,17 @@ def test_nan_weights_stop_logprobs_with_row_numbers_where_there_are_no_keys(work
         (PackPlan(microbatches=((tuple(range(8)),),), steps=(2,), pad_to=24), "do not add up"),
     ],
 )
-def test_a_plan_that_does_not_fit_is_refused(worker: TrainingWorker, plan: PackPlan, message: str) -> None:
+def test_a_plan_that_does_not_fit_is_refused(worker: PolicyWorker, plan: PackPlan, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         worker.train(tiny_batch(), LOSS, plan=plan)
 
 
-def test_rows_that_do_not_divide_into_global_batches_are_refused(worker: TrainingWorker) -> None:
+def test_rows_that_do_not_divide_into_global_batches_are_refused(worker: PolicyWorker) -> None:
     with pytest.raises(ValueError, match="train_global_batch_size"):
         worker.train(tiny_batch(8), LOSS, gbs=3)
 
 
-def test_device_questions_are_answered_without_a_gpu(worker: TrainingWorker) -> None:
+def test_device_questions_are_answered_without_a_gpu(worker: PolicyWorker) -> None:
     worker.reset_peak_memory_stats()
     worker.start_gpu_profiling()
     worker.stop_gpu_profiling()

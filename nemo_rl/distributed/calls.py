@@ -1,0 +1,85 @@
+"""What a driver asks of workers, and what it gets: requests, calls, results that come later, results that stay away.
+
+Used by `worker_groups` and whoever calls it. Invariant: only the name of a method and its arguments cross to a worker's
+process, while a type checker knows arguments and results.
+
+    requests = [ask(PolicyWorker.train, batch=shard, loss_fn=loss_fn) for shard in shards]     # one for each rank
+    group.run(Call(request=requests, stage="train", timeout_s=600))                            # list[TrainResult]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
+
+__all__ = ["Call", "Payload", "Pending", "Request", "ask"]
+
+_T = TypeVar("_T")
+_P = ParamSpec("_P")
+
+
+@dataclass(frozen=True, slots=True)
+class Request(Generic[_T]):
+    """One method of a worker with its arguments, which gives a `_T`; made by `ask`."""
+
+    method: str
+    """Only the name crosses to the worker's process: the worker may be of a subclass."""
+    arguments: Mapping[str, object]
+
+
+def ask(method: Callable[Concatenate[Any, _P], _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Request[_T]:
+    """A request for a method of a class, as in `ask(PolicyWorker.train, batch=batch, loss_fn=loss_fn)`.
+
+    Raises:
+        TypeError: an argument is given without its name.
+    """
+    if args:
+        raise TypeError(f"ask({method.__qualname__}): name every argument, got {len(args)} without a name")
+    return Request(method.__name__, kwargs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call(Generic[_T]):
+    """A request to every rank."""
+
+    request: Request[_T] | Sequence[Request[_T]]
+    """The same for all ranks, or one for each rank of the group."""
+    stage: str
+    timeout_s: float
+    ranks: Sequence[int] | None = None
+    """Only these ranks; None means all."""
+
+    def of_rank(self, rank: int) -> Request[_T]:
+        return self.request if isinstance(self.request, Request) else self.request[rank]
+
+
+@dataclass(frozen=True, slots=True)
+class Payload(Generic[_T]):
+    """A result that the driver hands on without looking into it: the object itself, or Ray's reference to it."""
+
+    handle: object
+
+    def stand_in(self) -> _T:
+        """For the argument of a request, in place of the object: the worker's process puts the object there."""
+        return cast("_T", self)
+
+
+class Pending(Generic[_T]):
+    """A call that the ranks are busy with.
+
+    Args:
+        wait: gives the results, or raises; called once.
+    """
+
+    def __init__(self, wait: Callable[[], list[_T]]) -> None:
+        self._wait = cache(wait)
+
+    def result(self) -> list[_T]:
+        """Waits for the results, in rank order.
+
+        Raises:
+            UserError: a worker refused its input. WorkerError: a worker failed, died or passed the deadline.
+        """
+        return self._wait()

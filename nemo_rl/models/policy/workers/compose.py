@@ -1,0 +1,150 @@
+"""Putting a policy worker together: engine, life cycle, router replay, passes, refit source, in that order.
+
+`compose_worker` makes a worker without a data plane, also where none is installed; `launch` makes those of a run.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+import torch.distributed as dist
+
+from nemo_rl.config.parts import TRAINING_ENGINES
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.data.tokenizer import load_tokenizer
+from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group
+from nemo_rl.distributed.layout import ParallelLayout
+from nemo_rl.models.policy.steps import RankView
+from nemo_rl.models.policy.worker_replay import NoReplay, Replay, WorkerReplay
+from nemo_rl.models.policy.workers.base import DeviceSide
+from nemo_rl.models.policy.workers.engine import Engine, EngineFactory
+from nemo_rl.models.policy.workers.life_cycle import LifeCycle
+from nemo_rl.models.policy.workers.passes import Passes
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker, WorkerParts
+from nemo_rl.models.policy.workers.refit_source import RefitSource
+from nemo_rl.utils.r3_trace_env import router_replay_validate_enabled
+
+__all__ = ["compose_parts", "compose_worker", "ensure_process_group", "pick_device"]
+
+
+def compose_worker(
+    config: PolicyConfig,
+    *,
+    rank: int,
+    world_size: int,
+    num_steps: int,
+    collective_timeout_s: float,
+    seed: int,
+    keep_reference: bool = False,
+    device: str | None = None,
+    layout: ParallelLayout | None = None,
+) -> PolicyWorker:
+    """(collective) One rank of the policy, without a data plane; a single rank makes its own process group.
+
+    Args:
+        num_steps: training calls of the whole run, for the learning-rate schedule.
+        collective_timeout_s: deadline of a collective in a process group made here; the caller's keeps its own.
+        keep_reference: keep the initial weights on the CPU, for `use_reference_model`.
+        device: None takes the current CUDA device where there is one.
+        layout: of the ranks; None takes what the config says of so many.
+
+    Raises:
+        ModelFolderError: model or tokenizer folder is missing or incomplete.
+        ConfigError: the model cannot run in this layout.
+    """
+    chosen = pick_device(device)
+    owns_group = ensure_process_group(rank, world_size, collective_timeout_s, chosen)
+    with ExitStack() as undo:
+        if owns_group:
+            # The next worker of this process makes its own.
+            undo.callback(destroy_process_group)
+        layout = layout or ParallelLayout.of_policy(config, world_size=world_size)
+        parts = compose_parts(
+            config,
+            RankView(layout=layout, rank=rank, device=chosen),
+            num_steps=num_steps,
+            collective_timeout_s=collective_timeout_s,
+            seed=seed,
+            keep_reference=keep_reference,
+            owns_group=owns_group,
+        )
+        undo.pop_all()
+    return PolicyWorker(parts)
+
+
+def compose_parts(
+    config: PolicyConfig,
+    view: RankView,
+    *,
+    num_steps: int,
+    collective_timeout_s: float,
+    seed: int,
+    keep_reference: bool,
+    owns_group: bool,
+) -> WorkerParts:
+    """(collective) The parts of one rank, in a process whose default process group exists.
+
+    Args:
+        owns_group: that group ends with the worker.
+    """
+    tokenizer = load_tokenizer(config.tokenizer.name or config.model_name, chat_template=config.tokenizer.chat_template)
+    start = _engine_factory(config)
+    engine = start(config, view, num_steps=num_steps, collective_timeout_s=collective_timeout_s, seed=seed)
+    device_side = DeviceSide(view.device)
+    with ExitStack() as undo:
+        undo.callback(engine.close)
+        replay = _replay(config, engine, view)
+        life = LifeCycle(engine, device_side, rank=view.rank, keep_reference=keep_reference)
+        undo.pop_all()
+    return WorkerParts(
+        config=config,
+        view=view,
+        tokenizer=tokenizer,
+        device_side=device_side,
+        engine=engine,
+        replay=replay,
+        life=life,
+        passes=Passes(config, view, engine, life, replay),
+        refit=RefitSource(engine, life, device_side, rank=view.rank),
+        owns_group=owns_group,
+    )
+
+
+def _engine_factory(config: PolicyConfig) -> EngineFactory:
+    """The engine that the config names, imported here by the processes that need it."""
+    name = "megatron" if config.megatron_cfg.enabled else "dtensor"
+    return TRAINING_ENGINES.load(name, key=f"policy.{name}_cfg.enabled")
+
+
+def _replay(config: PolicyConfig, engine: Engine, view: RankView) -> Replay:
+    if not config.router_replay.enabled:
+        return NoReplay()
+    return WorkerReplay(engine.routers(validates=router_replay_validate_enabled()), view)
+
+
+def ensure_process_group(rank: int, world_size: int, timeout_s: float, device: torch.device) -> bool:
+    """Makes a one-rank group where none exists; True if it did.
+
+    Raises:
+        ValueError: the group that exists says otherwise.
+        RuntimeError: several ranks and no group.
+    """
+    if dist.is_initialized():
+        if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
+            raise ValueError(
+                f"expected rank {rank} of {world_size} as in the process group, which says "
+                f"{dist.get_rank()} of {dist.get_world_size()}"
+            )
+        return False
+    if world_size != 1:
+        raise RuntimeError(f"rank {rank} of {world_size}: initialise the default process group before the worker")
+    init_process_group(RankSpec(rank=0, world_size=1), device=device, timeout_s=timeout_s)
+    return True
+
+
+def pick_device(name: str | None) -> torch.device:
+    """The device by name; None takes the current CUDA device where there is one."""
+    if name is not None:
+        return torch.device(name)
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

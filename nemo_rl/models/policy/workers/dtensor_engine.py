@@ -1,0 +1,135 @@
+"""`DTensorEngine`: one rank of a Hugging Face policy under FSDP2.
+
+A part of the worker, made in a process whose default process group exists. Invariant: methods marked collective in the
+`Engine` protocol are called on every rank in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.data_plane.route_shape import RouteShape
+from nemo_rl.distributed.parallel_groups import ParallelGroups
+from nemo_rl.models.dtensor import checkpoint
+from nemo_rl.models.dtensor.learning_rate import LearningRate
+from nemo_rl.models.dtensor.optim import LossScaler, build_optimizer
+from nemo_rl.models.dtensor.parallelize import full_weight, parallelize
+from nemo_rl.models.dtensor.train_step import OptimizerStep, StepRunner
+from nemo_rl.models.hf_routers import HFRouters
+from nemo_rl.models.loading import load_causal_lm, named_weights
+from nemo_rl.models.policy.interfaces import TensorInfo
+from nemo_rl.models.policy.route_replay import RouteReplayer
+from nemo_rl.models.policy.steps import BatchLayout, RankView
+from nemo_rl.models.policy.worker_replay import PassRoutes, Routers
+from nemo_rl.models.policy.workers.base import (
+    Placement,
+    WorkerState,
+    check_placement,
+    move_model,
+    move_optimizer_state,
+    optimizer_tensors,
+    placement_of,
+)
+from nemo_rl.models.policy.workers.engine import Engine
+from nemo_rl.utils.flops import TransformerShape
+
+__all__ = ["DTensorEngine"]
+
+
+class DTensorEngine(Engine):
+    """FSDP2 over data x context ranks, with tensor and sequence parallelism."""
+
+    def __init__(
+        self, config: PolicyConfig, view: RankView, *, num_steps: int, collective_timeout_s: float, seed: int
+    ) -> None:
+        """(collective) As in `EngineFactory`; the groups have the deadline of the default one."""
+        self._config, self._device = config, view.device
+        hf = load_causal_lm(config.model_name)
+        # Tensor parallel ranks hold the same activations, so they must drop the same ones.
+        torch.manual_seed(seed + view.rank // view.layout.tp)
+        self._groups = ParallelGroups.build(view.layout, rank=view.rank, device=view.device)
+        self.context = self._groups.context
+        self.flops_shape = TransformerShape.from_config(hf.config.to_dict())
+        self.model = parallelize(hf, groups=self._groups, config=config)
+        self.optimizer = build_optimizer(config.optimizer, self.model.parameters())
+        self.schedule: LearningRate = LearningRate(config.scheduler, self.optimizer, num_steps=num_steps)
+        self.scaler = LossScaler(precision=config.precision)
+
+    def runner(self, layout: BatchLayout, routes: PassRoutes) -> StepRunner:
+        step = OptimizerStep(
+            self.model, self.optimizer, self.scaler, groups=self._groups, max_grad_norm=self._config.max_grad_norm
+        )
+        return StepRunner(self.model, layout, self._groups, step, routes)
+
+    def routers(self, *, validates: bool) -> Routers:
+        routers = HFRouters(self.model.hf)
+        shape = RouteShape(layers=routers.layers, top_k=routers.top_k, num_experts=routers.num_experts)
+        return Routers(
+            replayer=RouteReplayer(shape.layers, top_k=shape.top_k, num_experts=shape.num_experts, validates=validates),
+            shape=shape,
+            routing=lambda asked: routers.choosing(lambda layer, own: asked.choose(layer, lambda: own)),
+        )
+
+    # What is where.
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return named_weights(self.model.hf)
+
+    def drop_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def placement(self, state: WorkerState) -> Placement:
+        return placement_of(state, cpu_offload=self._config.dtensor_cfg.cpu_offload)
+
+    def move(self, placement: Placement) -> None:
+        move_model(self.model, placement, self._device)
+        move_optimizer_state(self.optimizer, self._device if placement.optimizer else torch.device("cpu"))
+
+    def check_placement(self, state: WorkerState) -> None:
+        check_placement(
+            self.placement(state),
+            model=self.model,
+            optimizer=optimizer_tensors(self.optimizer),
+            device=self._device,
+        )
+
+    # Whole weights and checkpoints.
+
+    def weight_infos(self) -> dict[str, TensorInfo]:
+        return {
+            name: TensorInfo(shape=tuple(weight.shape), dtype=str(weight.dtype).removeprefix("torch."))
+            for name, weight in named_weights(self.model.hf)
+        }
+
+    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in named_weights(self.model.hf):
+            # With CPU offload the shards are on the CPU, but are gathered on the device.
+            yield name, full_weight(weight.to(self._device))
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return checkpoint.export(self.model)
+
+    def save(self, *, weights: Path, optimizer: Path | None) -> None:
+        checkpoint.save_weights(self.model, weights)
+        if optimizer is not None:
+            trainer_state = {
+                **self.schedule.state_dict(),
+                "loss_scale": self.scaler.scale,
+                "loss_scale_clean_steps": float(self.scaler.clean_steps),
+            }
+            checkpoint.save_optimizer(self.model, self.optimizer, trainer_state, optimizer)
+
+    def load(self, *, weights: Path, optimizer: Path | None) -> None:
+        checkpoint.load_weights(self.model, weights)
+        if optimizer is not None:
+            trainer_state = checkpoint.load_optimizer(self.model, self.optimizer, optimizer)
+            self.schedule.load_state_dict(trainer_state)
+            self.scaler.scale = trainer_state["loss_scale"]
+            self.scaler.clean_steps = int(trainer_state["loss_scale_clean_steps"])
+
+    def close(self) -> None:
+        """Its groups end with the default one."""

@@ -1,0 +1,118 @@
+"""`Engine`: model and optimizer of one rank, as the other parts of a policy worker see them.
+
+`DTensorEngine` and `MegatronEngine` are named by import path (`compose.ENGINES`), for each takes seconds to import.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.models.policy.interfaces import TensorInfo
+from nemo_rl.models.policy.steps import BatchLayout, RankView, Runner
+from nemo_rl.models.policy.worker_replay import PassRoutes, Routers
+from nemo_rl.models.policy.workers.base import Placement, WorkerState
+from nemo_rl.utils.flops import TransformerShape
+
+__all__ = ["Engine", "EngineFactory", "Schedule"]
+
+
+class Schedule(Protocol):
+    """Learning rate, one step per training call."""
+
+    def apply(self) -> float:
+        """The settings of the next call are in the optimizer; returns its learning rate."""
+
+    def advance(self) -> None:
+        """One training call is done."""
+
+
+class Engine(ABC):
+    """Model, optimizer and passes of one rank. Methods marked (collective): on every rank, in the same order."""
+
+    flops_shape: TransformerShape
+    schedule: Schedule
+    context: dist.ProcessGroup | None
+    """Ranks that share this rank's sequences; None on one."""
+
+    @abstractmethod
+    def runner(self, layout: BatchLayout, routes: PassRoutes) -> Runner:
+        """Runs the microbatches of one call."""
+
+    @abstractmethod
+    def routers(self, *, validates: bool) -> Routers:
+        """The model's routers, which ask a replayer from here on.
+
+        Raises:
+            ConfigError: the model has none, or of a kind that takes no routes.
+        """
+
+    # What is where.
+
+    @abstractmethod
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's part of every weight and persistent buffer."""
+
+    @abstractmethod
+    def drop_gradients(self) -> None:
+        """Frees them."""
+
+    @abstractmethod
+    def placement(self, state: WorkerState) -> Placement:
+        """Where things are in a state."""
+
+    @abstractmethod
+    def move(self, placement: Placement) -> None:
+        """Brings model and optimizer state where they belong; called on a GPU only."""
+
+    @abstractmethod
+    def check_placement(self, state: WorkerState) -> None:
+        """Raises AssertionError for a tensor that is elsewhere than `placement` of the state says."""
+
+    # Whole weights and checkpoints.
+
+    @abstractmethod
+    def weight_infos(self) -> dict[str, TensorInfo]:
+        """Name, shape and dtype of every weight in HF naming, in export order."""
+
+    @abstractmethod
+    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(collective) Whole weights on the device, one at a time, in the order of `weight_infos`."""
+
+    @abstractmethod
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(collective) Whole weights on the CPU, one at a time."""
+
+    @abstractmethod
+    def save(self, *, weights: Path, optimizer: Path | None) -> None:
+        """(collective) HF folder at `weights`; optimizer, schedule and random state at `optimizer`."""
+
+    @abstractmethod
+    def load(self, *, weights: Path, optimizer: Path | None) -> None:
+        """(collective) Continues from a checkpoint of any layout."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the process groups that were made here. Idempotent."""
+
+
+class EngineFactory(Protocol):
+    """(collective) Makes the engine of one rank."""
+
+    def __call__(
+        self, config: PolicyConfig, view: RankView, *, num_steps: int, collective_timeout_s: float, seed: int
+    ) -> Engine:
+        """Args:
+            num_steps: training calls of the whole run, for the learning-rate schedule.
+            collective_timeout_s: deadline of a collective in groups that are made here.
+
+        Raises:
+            ModelFolderError: the model's folder is missing or incomplete.
+            ConfigError: the model cannot run in this layout.
+        """

@@ -1,0 +1,180 @@
+"""`MegatronEngine`: one rank of a policy on megatron-core.
+
+A part of the worker, made in a process whose default process group exists. Invariant: methods marked collective in the
+`Engine` protocol are called on every rank in the same order, and give the numbers of `DTensorEngine`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.data_plane.route_shape import RouteShape
+from nemo_rl.errors import ModelFolderError
+from nemo_rl.models.checkpoint_folder import complete_or_nothing, raise_together
+from nemo_rl.models.hf_folder import open_weights, write_folder
+from nemo_rl.models.loading import DTYPES, load_model_config
+from nemo_rl.models.megatron import checkpoint
+from nemo_rl.models.megatron.architecture import Architecture, check_fits
+from nemo_rl.models.megatron.convert import export_weights, load_weights, weight_infos
+from nemo_rl.models.megatron.mcore import parallel_state
+from nemo_rl.models.megatron.optim import PolicyOptimizer
+from nemo_rl.models.megatron.router_replay import attach_replay
+from nemo_rl.models.megatron.setup import build_model, destroy_parallel, forget_last_pass, initialize_parallel
+from nemo_rl.models.megatron.train_step import PipelineRunner
+from nemo_rl.models.policy.interfaces import TensorInfo
+from nemo_rl.models.policy.steps import BatchLayout, RankView
+from nemo_rl.models.policy.worker_replay import PassRoutes, Routers
+from nemo_rl.models.policy.workers.base import Placement, WorkerState, check_placement, placement_of
+from nemo_rl.models.policy.workers.engine import Engine
+from nemo_rl.utils.flops import TransformerShape
+
+__all__ = ["MegatronEngine"]
+
+
+class MegatronEngine(Engine):
+    """megatron-core's schedules over all parallel axes.
+
+    With pipeline parallelism only the last stage computes log-probabilities; results are zeros elsewhere.
+    """
+
+    def __init__(
+        self, config: PolicyConfig, view: RankView, *, num_steps: int, collective_timeout_s: float, seed: int
+    ) -> None:
+        """(collective) As in `EngineFactory`."""
+        self._config, self._view = config, view
+        self._is_closed = False
+        self._hf_config = load_model_config(config.model_name)
+        check_fits(Architecture.of(self._hf_config), config)
+        source = open_weights(Path(config.model_name), self._hf_config)
+        try:
+            # Tensor parallel ranks hold the same activations, so they must drop the same ones.
+            torch.manual_seed(seed + view.rank // view.layout.tp)
+            initialize_parallel(config, timeout_s=collective_timeout_s, seed=seed)
+            self.context = parallel_state.get_context_parallel_group() if view.layout.cp > 1 else None
+            self.flops_shape = TransformerShape.from_config(self._hf_config.to_dict())
+            self.model = build_model(self._hf_config, config, device=view.device)
+            load_weights(self.model, source)
+            self.optimizer = PolicyOptimizer(self.model, config, num_steps=num_steps)
+            self.schedule: PolicyOptimizer = self.optimizer
+        except BaseException:
+            destroy_parallel()
+            raise
+
+    def runner(self, layout: BatchLayout, routes: PassRoutes) -> PipelineRunner:
+        return PipelineRunner(self.model, layout, self._view, self.optimizer, routes)
+
+    def routers(self, *, validates: bool) -> Routers:
+        replayer = attach_replay(self.model, validates=validates)
+        mixture = self.model.shape.mixture
+        assert mixture is not None
+        return Routers(
+            replayer=replayer,
+            shape=RouteShape(
+                layers=tuple(i for i, has_experts in enumerate(self.model.shape.expert_layers) if has_experts),
+                top_k=mixture.top_k,
+                num_experts=mixture.num_experts,
+            ),
+            routing=lambda _: nullcontext(),
+            positions_first=True,
+            chunks_tokens=self._view.layout.sequence_parallel,
+        )
+
+    # What is where.
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.model.module.named_parameters()
+        yield from self.model.module.named_buffers()
+
+    def drop_gradients(self) -> None:
+        self.optimizer.zero_grad()
+
+    def placement(self, state: WorkerState) -> Placement:
+        return placement_of(state, cpu_offload=False)
+
+    def move(self, placement: Placement) -> None:
+        target = self._view.device if placement.weights else torch.device("cpu")
+        for buffer in (*self.model.ddp.buffers, *self.model.ddp.expert_parallel_buffers):
+            # Gradients live in buffers of their own; with a distributed optimizer the weights do, too.
+            move = buffer.reload_from_cpu if placement.weights else buffer.offload_to_cpu
+            move(move_params=True, move_grads=False)
+            move = buffer.reload_from_cpu if placement.has_gradients else buffer.offload_to_cpu
+            move(move_params=False, move_grads=True)
+        if not self.model.ddp.ddp_config.use_distributed_optimizer:
+            for _, weight in self.weights():
+                weight.data = weight.data.to(target)
+        self.optimizer.move_state(self._view.device if placement.optimizer else torch.device("cpu"))
+
+    def check_placement(self, state: WorkerState) -> None:
+        if self.model.ddp.ddp_config.use_distributed_optimizer:
+            # Its weights are views of a buffer that is freed in place: their device does not change.
+            return
+        is_offloaded = self._config.megatron_cfg.optimizer.optimizer_cpu_offload
+        check_placement(
+            self.placement(state),
+            model=self.model.module,
+            optimizer=() if is_offloaded else self.optimizer.state_tensors(),
+            device=self._view.device,
+        )
+
+    # Whole weights and checkpoints.
+
+    def weight_infos(self) -> dict[str, TensorInfo]:
+        return weight_infos(self._hf_config, DTYPES[self._config.precision])
+
+    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return export_weights(self.model)
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(collective) Whole weights on the CPU, one at a time, as copies."""
+        for name, weight in export_weights(self.model):
+            yield name, weight.to("cpu")
+
+    def save(self, *, weights: Path, optimizer: Path | None) -> None:
+        pending = None
+        if optimizer is not None:
+            pending = checkpoint.save_optimizer(
+                self.model,
+                self.optimizer,
+                self.optimizer.state_dict(),
+                optimizer,
+                is_async=self._config.megatron_cfg.async_save,
+            )
+        self._save_weights(weights)
+        if pending is not None:
+            pending.finish()
+
+    def load(self, *, weights: Path, optimizer: Path | None) -> None:
+        self._load_weights(weights)
+        self.optimizer.take_weights()
+        if optimizer is not None:
+            self.optimizer.load_state_dict(checkpoint.load_optimizer(self.model, self.optimizer, optimizer))
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            forget_last_pass(self.model)
+            destroy_parallel()
+
+    # Private parts.
+
+    def _save_weights(self, folder: Path) -> None:
+        with complete_or_nothing(folder) as target:
+            exported = export_weights(self.model)
+            if self._view.rank == 0:
+                write_folder(target, self._hf_config, exported)
+            for _ in exported:
+                # Every rank takes part in gathering what rank 0 writes.
+                pass
+
+    def _load_weights(self, folder: Path) -> None:
+        problem = None
+        try:
+            load_weights(self.model, open_weights(folder, self._hf_config))
+        except ModelFolderError as error:
+            problem = str(error)
+        raise_together(problem, folder, doing="read")

@@ -1,0 +1,216 @@
+"""`Passes`: training calls and log-probabilities of a policy worker, whatever engine holds the model.
+
+A part of the worker. Invariant: weights, optimizer and learning rate depend on the global batches alone, not on their
+split into ranks or microbatches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.packing import PackPlan
+from nemo_rl.distributed.worker_pass import WorkerPass
+from nemo_rl.models.logprobs import SamplingView
+from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
+from nemo_rl.models.policy.microbatch import PassShape, fixed_plan, steps_of
+from nemo_rl.models.policy.routes import RouteSlices
+from nemo_rl.models.policy.steps import BatchLayout, RankView, check_same_plan, loss_scales
+from nemo_rl.models.policy.worker_replay import OWN_ROUTES, ROUTES, PassRoutes, Replay
+from nemo_rl.models.policy.workers.base import WorkerState, device_name
+from nemo_rl.models.policy.workers.engine import Engine
+from nemo_rl.models.policy.workers.life_cycle import LifeCycle
+from nemo_rl.utils.flops import theoretical_tflops, transformer_flops
+
+__all__ = ["Passes", "RecordedRoutes"]
+
+TOKEN_MASK = "token_mask"
+"""Where a batch has this column, only its tokens' log-probabilities are computed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedRoutes:
+    """What a rank recorded."""
+
+    logprobs_NT: torch.Tensor
+    """`[N, T]` float32."""
+    routes_NTLK: torch.Tensor
+    """`[N, T, L, K]` int16: its layers of its tokens, -1 elsewhere."""
+
+
+class Passes:
+    """Training calls and log-probabilities of one rank."""
+
+    def __init__(self, config: PolicyConfig, view: RankView, engine: Engine, life: LifeCycle, replay: Replay) -> None:
+        self._config, self._view, self._engine, self._life, self._replay = config, view, engine, life, replay
+
+    def train(
+        self,
+        batch: BatchedDataDict,
+        loss_fn: LossFunction,
+        *,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        plan: PackPlan | None = None,
+        routes: RouteSlices | None = None,
+    ) -> TrainResult:
+        """(collective) One optimizer step per global batch over this rank's rows.
+
+        Args:
+            eval_mode: loss and metrics only; weights, optimizer and schedule stay.
+            gbs: rows per optimizer step over all ranks; null uses `policy.train_global_batch_size`.
+            mbs: rows per microbatch; null uses `policy.train_micro_batch_size`.
+            plan: this rank's view (`PackPlan.for_rank`), in indices into `batch`; overrides both.
+            routes: this rank's, with router replay; None takes them from the column `routed_experts` of the batch,
+                `[N, T, L, K]` int16 with -1 where a route is missing.
+
+        Raises:
+            NonFiniteError: on every rank; names the samples.
+            FieldNotProduced: router replay is on, and there are no routes.
+        """
+        self._life.require("train", WorkerState.TRAINING, *([WorkerState.LOGPROBS] if eval_mode else []))
+        self._life.require_policy_weights("train")
+        if plan is None:
+            rows_per_step = (gbs or self._config.train_global_batch_size) / self._view.layout.dp
+            plan = self._fixed_plan(batch, rows_per_step, mbs or self._config.train_micro_batch_size)
+        steps = steps_of(plan, num_rows=batch.size)
+        check_same_plan([len(microbatches) for microbatches in steps], device=self._view.device)
+        layout = self.batch_layout(plan)
+        with self._replay.replaying(WorkerPass.TRAIN, batch, plan, layout.shape, routes) as pass_routes:
+            batch = _without_routes(batch).to(self._view.device)
+            learning_rate = self._engine.schedule.apply()
+            scales = loss_scales(batch, steps, is_writer=self._view.is_writer, device=self._view.device)
+            runner = self._engine.runner(layout, pass_routes)
+            outcomes = [
+                runner.run(batch, microbatches, loss_fn, scale, is_training=not eval_mode)
+                for microbatches, scale in zip(steps, scales, strict=True)
+            ]
+        if not eval_mode:
+            self._engine.schedule.advance()
+        lengths = [int(n) for n in batch.tensor("input_lengths").tolist()]
+        return TrainResult(
+            loss=tuple(outcome.loss for outcome in outcomes),
+            grad_norm=tuple(outcome.grad_norm for outcome in outcomes),
+            rank=self._view.rank,
+            metrics=tuple(metrics for outcome in outcomes for metrics in outcome.metrics),
+            total_flops=transformer_flops(self._engine.flops_shape, lengths, with_backward=not eval_mode),
+            theoretical_tflops=theoretical_tflops(device_name(self._view.device), dtype=self._config.precision),
+            learning_rate=learning_rate,
+            num_tokens=sum(lengths),
+        )
+
+    def get_logprobs(
+        self,
+        batch: BatchedDataDict,
+        *,
+        mbs: int | None = None,
+        plan: PackPlan | None = None,
+        routes: RouteSlices | None = None,
+        replay: bool = True,
+    ) -> torch.Tensor:
+        """(collective) `[N, T]` float32 on the CPU under the distribution that was sampled from.
+
+        Computed for the tokens of `token_mask` where the batch has that column, else for all; 0 elsewhere.
+
+        Args:
+            routes: as in `train`.
+            replay: False lets the routers choose for themselves.
+
+        Raises:
+            FieldNotProduced: router replay is on, and there are no routes.
+        """
+        self._life.require("get_logprobs", WorkerState.TRAINING, WorkerState.LOGPROBS)
+        plan = plan or self._inference_plan(batch, mbs)
+        if not replay:
+            return self._logprobs(batch, plan, OWN_ROUTES)
+        shape = self.batch_layout(plan).shape
+        with self._replay.replaying(WorkerPass.PREV_LOGPROBS, batch, plan, shape, routes) as pass_routes:
+            return self._logprobs(batch, plan, pass_routes)
+
+    def record_routes(self, batch: BatchedDataDict, *, plan: PackPlan | None = None) -> RecordedRoutes:
+        """(collective) Log-probabilities as `get_logprobs`, and the routes that the routers chose for themselves.
+
+        Raises:
+            RuntimeError: router replay is off.
+        """
+        self._life.require("record_routes", WorkerState.TRAINING, WorkerState.LOGPROBS)
+        plan = plan or self._inference_plan(batch, None)
+        with self._replay.recording(WorkerPass.PREV_LOGPROBS, batch, plan) as stage:
+            logprobs_NT = self._logprobs(batch, plan, stage)
+            routes_NTLK = stage.recorded(batch)
+        return RecordedRoutes(logprobs_NT=logprobs_NT, routes_NTLK=routes_NTLK)
+
+    def _logprobs(self, batch: BatchedDataDict, plan: PackPlan, routes: PassRoutes) -> torch.Tensor:
+        microbatches = [rows for step in steps_of(plan, num_rows=batch.size) for rows in step]
+        check_same_plan([len(microbatches)], device=self._view.device)
+        batch = _without_routes(batch).to(self._view.device)
+        if TOKEN_MASK in batch:
+            select_NT = batch.tensor(TOKEN_MASK).bool()
+        else:
+            select_NT = torch.ones_like(batch.tensor("input_ids"), dtype=torch.bool)
+        return self._engine.runner(self.batch_layout(plan), routes).logprobs(batch, microbatches, select_NT).cpu()
+
+    def get_reference_policy_logprobs(
+        self, batch: BatchedDataDict, *, mbs: int | None = None, plan: PackPlan | None = None
+    ) -> torch.Tensor:
+        """(collective) As `get_logprobs` under the reference weights, whose routers choose for themselves."""
+        with self._life.use_reference_model():
+            return self.get_logprobs(batch, mbs=mbs, plan=plan, replay=False)
+
+    def get_topk_logits(
+        self, batch: BatchedDataDict, *, k: int, mbs: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(collective) The k largest logits at each position, which predict the next token, and their ids.
+
+        Values `[N, T, k]` float32 and ids `[N, T, k]` int64 on the CPU, without temperature; 0 in the padding.
+        """
+        self._life.require("get_topk_logits", WorkerState.TRAINING, WorkerState.LOGPROBS)
+        plan = self._inference_plan(batch, mbs)
+        check_same_plan([len(plan.microbatches[0])], device=self._view.device)
+        values, ids = self._engine.runner(self.batch_layout(plan), OWN_ROUTES).topk_logits(
+            batch.to(self._view.device), plan.microbatches[0], k=k
+        )
+        return values.cpu(), ids.cpu()
+
+    def batch_layout(self, plan: PackPlan) -> BatchLayout:
+        """How rows of a plan become forward passes."""
+        generation, multiple = self._config.generation, self._config.make_sequence_length_divisible_by
+        return BatchLayout(
+            is_packed=plan.packed,
+            shape=PassShape.of(
+                self._view.layout, rank=self._view.rank, context=self._engine.context, configured_multiple=multiple
+            ),
+            # Greedy rollouts have no distribution of their own; the model's is taken.
+            view=SamplingView(
+                temperature=generation.temperature or 1.0, top_k=generation.top_k, top_p=generation.top_p
+            ),
+        )
+
+    # Private parts.
+
+    def _fixed_plan(self, batch: BatchedDataDict, rows_per_step: float, mbs: int) -> PackPlan:
+        if rows_per_step != int(rows_per_step):
+            raise ValueError(
+                f"a global batch of {int(rows_per_step * self._view.layout.dp)} samples does not divide by "
+                f"{self._view.layout.dp} data-parallel ranks; change policy.train_global_batch_size"
+            )
+        plan = fixed_plan(
+            batch.size,
+            rows_per_step=int(rows_per_step),
+            rows_per_microbatch=mbs,
+            pad_to=batch.tensor("input_ids").shape[1],
+        )
+        return replace(plan, packed=self._config.sequence_packing.enabled)
+
+    def _inference_plan(self, batch: BatchedDataDict, mbs: int | None) -> PackPlan:
+        rows = mbs or self._config.logprob_batch_size or self._config.train_micro_batch_size
+        return self._fixed_plan(batch, max(1, batch.size), rows)
+
+
+def _without_routes(batch: BatchedDataDict) -> BatchedDataDict:
+    """Whole routes stay where they are: passes get their part."""
+    return BatchedDataDict({name: column for name, column in batch.items() if name != ROUTES})

@@ -1,0 +1,244 @@
+"""`PolicyWorker`: one rank of the policy, put together from its parts.
+
+Made by `compose`, in plain Python without Ray. The driver names its methods (`worker_groups.ask`). Invariant: nothing
+of a worker is set from outside after it was made; methods marked (collective) are called on every rank in the same
+order.
+
+    PolicyWorker
+      passes   Passes                           train, log-probabilities      -> engine, life, replay
+      life     LifeCycle                        states, memory, reference     -> engine
+      refit    RefitSource                      weights to the engines        -> engine, life
+      replay   WorkerReplay | NoReplay          routes of each pass
+      engine   DTensorEngine | MegatronEngine   model, optimizer, runner
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.collectives import destroy_process_group
+from nemo_rl.distributed.packing import PackPlan
+from nemo_rl.models.checkpoint_folder import save_tokenizer
+from nemo_rl.models.policy.interfaces import LossFunction, TensorInfo, TrainResult
+from nemo_rl.models.policy.routes import RouteSlices
+from nemo_rl.models.policy.steps import RankView
+from nemo_rl.models.policy.worker_replay import Replay
+from nemo_rl.models.policy.workers.base import DeviceSide, WorkerState
+from nemo_rl.models.policy.workers.engine import Engine
+from nemo_rl.models.policy.workers.life_cycle import LifeCycle
+from nemo_rl.models.policy.workers.passes import Passes, RecordedRoutes
+from nemo_rl.models.policy.workers.refit_source import RefitSource
+from nemo_rl.models.weight_sync.buckets import RefitPlan
+from nemo_rl.models.weight_sync.ipc_handle import IpcHandle
+from nemo_rl.models.weight_sync.refit_group import RefitGroupSpec
+
+__all__ = ["PolicyWorker", "WorkerParts"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerParts:
+    """What a worker is made of."""
+
+    config: PolicyConfig
+    view: RankView
+    tokenizer: PreTrainedTokenizerBase
+    device_side: DeviceSide
+    engine: Engine
+    replay: Replay
+    life: LifeCycle
+    passes: Passes
+    refit: RefitSource
+    owns_group: bool
+    """The default process group ends with the worker."""
+
+
+class PolicyWorker:
+    """One rank of the policy. Starts ready for training.
+
+    Example:
+        >>> worker = compose_worker(config, rank=0, world_size=1, num_steps=10,
+        ...                         collective_timeout_s=60, seed=0)               # doctest: +SKIP
+        >>> worker.train(batch, ClippedPGLoss(config=LossConfig())).loss           # doctest: +SKIP
+        (0.0123,)
+    """
+
+    def __init__(self, parts: WorkerParts) -> None:
+        self.config, self.rank, self.device = parts.config, parts.view.rank, parts.view.device
+        self.layout, self.world_size = parts.view.layout, parts.view.layout.world_size
+        self.engine, self.replay, self.life = parts.engine, parts.replay, parts.life
+        self.passes, self.refit = parts.passes, parts.refit
+        self._tokenizer, self._device_side, self._owns_group = parts.tokenizer, parts.device_side, parts.owns_group
+
+    # Training and log-probabilities.
+
+    def train(
+        self,
+        batch: BatchedDataDict,
+        loss_fn: LossFunction,
+        *,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        plan: PackPlan | None = None,
+        routes: RouteSlices | None = None,
+    ) -> TrainResult:
+        """(collective) One optimizer step per global batch; see `Passes.train`."""
+        return self.passes.train(batch, loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs, plan=plan, routes=routes)
+
+    def get_logprobs(
+        self,
+        batch: BatchedDataDict,
+        *,
+        mbs: int | None = None,
+        plan: PackPlan | None = None,
+        routes: RouteSlices | None = None,
+        replay: bool = True,
+    ) -> torch.Tensor:
+        """(collective) `[N, T]` float32, position 0 is 0, padding is 0; all 0 before the last pipeline stage.
+
+        See `Passes.get_logprobs`.
+        """
+        return self.passes.get_logprobs(batch, mbs=mbs, plan=plan, routes=routes, replay=replay)
+
+    def get_reference_policy_logprobs(
+        self, batch: BatchedDataDict, *, mbs: int | None = None, plan: PackPlan | None = None
+    ) -> torch.Tensor:
+        """(collective) As `get_logprobs` under the reference weights, whose routers choose for themselves."""
+        return self.passes.get_reference_policy_logprobs(batch, mbs=mbs, plan=plan)
+
+    def record_routes(self, batch: BatchedDataDict, *, plan: PackPlan | None = None) -> RecordedRoutes:
+        """(collective) Log-probabilities, and the routes that the routers chose for themselves."""
+        return self.passes.record_routes(batch, plan=plan)
+
+    def get_topk_logits(
+        self, batch: BatchedDataDict, *, k: int, mbs: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(collective) Values `[N, T, k]` float32 and ids `[N, T, k]` int64; all 0 before the last pipeline stage."""
+        return self.passes.get_topk_logits(batch, k=k, mbs=mbs)
+
+    # States and memory.
+
+    def prepare_for_lp_inference(self) -> None:
+        """Weights on the device, gradients gone, optimizer state on the CPU."""
+        self.life.change_state(WorkerState.LOGPROBS)
+
+    def prepare_for_training(self) -> None:
+        """Weights and optimizer state on the device."""
+        self.life.change_state(WorkerState.TRAINING)
+
+    def offload_before_refit(self) -> None:
+        """Frees what a weight export does not need: gradients and optimizer state."""
+        self.life.change_state(WorkerState.REFIT)
+
+    def offload_after_refit(self) -> None:
+        """Frees the device for generation: everything on the CPU."""
+        self.life.change_state(WorkerState.OFFLOADED)
+
+    def use_reference_model(self) -> AbstractContextManager[None]:
+        """(collective) Reference weights in place; the policy's come back on exit, also after an error."""
+        return self.life.use_reference_model()
+
+    def memory_report(self) -> dict[str, int]:
+        """Bytes since the last report; see `LifeCycle.memory_report`."""
+        return self.life.memory_report()
+
+    # Refit; see `RefitSource`.
+
+    def prepare_refit_info(self) -> dict[str, TensorInfo]:
+        """Name, shape and dtype of every weight in HF naming, in export order."""
+        return self.engine.weight_infos()
+
+    def refit_free_bytes(self, *, on_device: bool) -> int:
+        """Memory that a buffer may take a part of."""
+        return self.refit.free_bytes(on_device=on_device)
+
+    def begin_refit(self, plan: RefitPlan, *, on_device: bool) -> int:
+        """Allocates the buffer; returns the number of buckets."""
+        return self.refit.begin(plan, on_device=on_device)
+
+    def share_refit_buffer(self) -> IpcHandle:
+        """A handle by which an engine on the same GPU opens the buffer."""
+        return self.refit.share_buffer()
+
+    def fill_bucket(self) -> None:
+        """(collective) The next bucket is in the buffer."""
+        self.refit.fill_bucket()
+
+    def next_bucket(self) -> np.ndarray | None:
+        """(collective) The next bucket as uint8 at rank 0, None elsewhere."""
+        return self.refit.next_bucket()
+
+    def end_refit(self) -> None:
+        """Frees the buffer. Idempotent."""
+        self.refit.end()
+
+    def open_refit_store(self, *, address: str, world_size: int, timeout_s: float) -> int:
+        """(rank 0) Opens the store of the refit group; returns its port."""
+        return self.refit.open_store(address=address, world_size=world_size, timeout_s=timeout_s)
+
+    def join_refit_group(self, spec: RefitGroupSpec) -> None:
+        """(rank 0, while every engine joins) Makes the refit group."""
+        self.refit.join_group(spec)
+
+    def broadcast_weights(self) -> None:
+        """(collective, while every engine receives) Sends all buckets from rank 0."""
+        self.refit.broadcast()
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(collective) Full CPU weights in HF naming, one at a time, on every rank."""
+        self.life.require("export_weights", WorkerState.TRAINING, WorkerState.LOGPROBS, WorkerState.REFIT)
+        yield from self.engine.export_weights()
+
+    # Checkpoints.
+
+    def save_checkpoint(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
+        """(collective) HF folder at `weights`; optimizer, schedule and random state at `optimizer`."""
+        with self.life.ready_for_training():
+            self.engine.save(weights=weights, optimizer=optimizer)
+            if tokenizer is not None:
+                save_tokenizer(self._tokenizer, tokenizer)
+
+    def load_checkpoint(self, *, weights: Path, optimizer: Path | None) -> None:
+        """(collective) Continues from a checkpoint of any layout; the reference stays the initial model."""
+        with self.life.ready_for_training():
+            self.engine.load(weights=weights, optimizer=optimizer)
+
+    # Device and process.
+
+    def reset_peak_memory_stats(self) -> None:
+        self._device_side.reset_peak_memory_stats()
+
+    def get_gpu_info(self) -> dict[str, object]:
+        return {"rank": self.rank, **self._device_side.info()}
+
+    def report_device_id(self) -> str:
+        return self._device_side.device_id()
+
+    def start_gpu_profiling(self) -> None:
+        self._device_side.start_profiling()
+
+    def stop_gpu_profiling(self) -> None:
+        self._device_side.stop_profiling()
+
+    def is_alive(self) -> bool:
+        return not self.life.is_shut_down
+
+    def shutdown(self) -> None:
+        """Ends the process groups that belong to the worker. Idempotent."""
+        if self.life.is_shut_down:
+            return
+        self.life.shut_down()
+        self.engine.close()
+        self.refit.close()
+        self._device_side.stop_profiling()
+        if self._owns_group:
+            destroy_process_group()

@@ -1,0 +1,217 @@
+"""Router replay of a worker whose rows are in the data plane: routes are fetched, scattered, recorded and compared.
+
+A part of `TQWorker`: `StoredRoutes` with router replay, `NoStoredRoutes` without. Invariant: whole routes are read by
+one rank of a replica group; every other rank gets its layers of its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from nemo_rl.config.router_replay import RouterReplayConfig
+from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from nemo_rl.data_plane.ragged import lengths_of, to_nested_by_length, values_of
+from nemo_rl.data_plane.routed_experts import decode_routes, encode_routes
+from nemo_rl.data_plane.schema import LP_SEED_FIELDS, ROUTE_FIELDS
+from nemo_rl.data_plane.shard_reads import ShardReads
+from nemo_rl.data_plane.worker_mixin import ReplicaView
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.collectives import scatter_from_leader
+from nemo_rl.distributed.packing import PackPlan
+from nemo_rl.distributed.worker_pass import WorkerPass
+from nemo_rl.models.policy.mismatch import logprob_mismatch
+from nemo_rl.models.policy.routes import RouteSlices, ShardRoutes
+from nemo_rl.models.policy.steps import RankView
+from nemo_rl.models.policy.worker_replay import WorkerReplay
+from nemo_rl.models.policy.workers.passes import Passes, RecordedRoutes
+from nemo_rl.utils.metrics import Reduction, merge_metrics
+from nemo_rl.utils.r3_trace import r3_trace_verify_forward_enabled, trace_rollout_payload, trace_tq_fetch_payload
+
+__all__ = ["NoStoredRoutes", "RouteSource", "RoutesOfShards", "StoredRoutes"]
+
+GENERATION_LOGPROBS = "generation_logprobs"
+
+
+class RouteSource(Protocol):
+    """The data plane half of the worker, on a rank that reads."""
+
+    @property
+    def client(self) -> DataPlaneClient: ...
+    @property
+    def reads(self) -> ShardReads: ...
+    @property
+    def fetch_group(self) -> dist.ProcessGroup | None:
+        """Over which the leader sends; None when this rank reads for itself."""
+
+
+class RoutesOfShards(Protocol):
+    """What router replay does to the passes over a shard from the data plane."""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """What `prev_logprobs` reads."""
+
+    def fetch(
+        self, stage: WorkerPass, meta: KVBatchMeta, batch: BatchedDataDict, source: RouteSource
+    ) -> RouteSlices | None:
+        """(collective over the replica group) What the passes of this rank need; None without router replay."""
+
+    def prev_logprobs(
+        self, meta: KVBatchMeta, batch: BatchedDataDict, source: RouteSource
+    ) -> Mapping[str, torch.Tensor]:
+        """(collective) The columns that the pass writes."""
+
+    def metrics(self) -> dict[str, Reduction]:
+        """Of this rank since the last call."""
+
+
+class NoStoredRoutes:
+    """Routers choose for themselves."""
+
+    fields = LP_SEED_FIELDS
+
+    def __init__(self, passes: Passes) -> None:
+        self._passes = passes
+
+    def fetch(
+        self, stage: WorkerPass, meta: KVBatchMeta, batch: BatchedDataDict, source: RouteSource
+    ) -> RouteSlices | None:
+        """Nothing is fetched."""
+        return None
+
+    def prev_logprobs(
+        self, meta: KVBatchMeta, batch: BatchedDataDict, source: RouteSource
+    ) -> Mapping[str, torch.Tensor]:
+        """(collective) `prev_logprobs` `[N, T]` float32."""
+        return {"prev_logprobs": self._passes.get_logprobs(batch, plan=meta.pack)}
+
+    def metrics(self) -> dict[str, Reduction]:
+        """None."""
+        return {}
+
+
+@dataclass(kw_only=True, slots=True)
+class StoredRoutes:
+    """Router replay over the data plane."""
+
+    config: RouterReplayConfig
+    view: RankView
+    replica: ReplicaView
+    replay: WorkerReplay
+    passes: Passes
+    _mismatch: tuple[dict[str, Reduction], ...] = ()
+    """Since the last look at the metrics."""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """With the rollout's log-probabilities: what replay is measured by."""
+        return (*LP_SEED_FIELDS, GENERATION_LOGPROBS)
+
+    def fetch(self, stage: WorkerPass, meta: KVBatchMeta, batch: BatchedDataDict, source: RouteSource) -> RouteSlices:
+        """(collective over the replica group) The leader reads whole rows; every rank gets what its passes need."""
+        replay, plan = self.replay, _plan_of(meta)
+        shape = self.passes.batch_layout(plan).shape
+        if source.fetch_group is None:
+            return replay.cut(self._whole(stage, meta, batch, source), plan, shape, rank=self.view.rank)
+
+        def cut() -> dict[int, dict[str, torch.Tensor | list[object]]]:
+            whole = self._whole(stage, meta, batch, source)
+            return {rank: dict(replay.cut(whole, plan, shape, rank=rank).fields) for rank in self.replica.ranks}
+
+        own = scatter_from_leader(cut, group=source.fetch_group, leader=self.replica.leader, ranks=self.replica.ranks)
+        tensors = {name: column for name, column in own.items() if isinstance(column, torch.Tensor)}
+        ranges = replay.view.tokens(plan, meta.sequence_lengths or (), shape).ranges
+        return RouteSlices(**tensors, ranges=ranges)
+
+    def prev_logprobs(
+        self, meta: KVBatchMeta, batch: BatchedDataDict, source: RouteSource
+    ) -> Mapping[str, torch.Tensor]:
+        """(collective) `prev_logprobs` `[N, T]` float32, and the routes where this pass records them."""
+        columns: dict[str, torch.Tensor] = {}
+        if self.config.records_at_rollout:
+            routes = self.fetch(WorkerPass.PREV_LOGPROBS, meta, batch, source)
+            columns["prev_logprobs"] = self.passes.get_logprobs(batch, plan=meta.pack, routes=routes)
+        else:
+            recorded = self.passes.record_routes(batch, plan=meta.pack)
+            columns["prev_logprobs"] = recorded.logprobs_NT
+            columns |= self._encoded(recorded, meta, batch)
+        self._compare(batch, columns["prev_logprobs"], meta.pack)
+        return columns
+
+    def metrics(self) -> dict[str, Reduction]:
+        """Counts of routes and distances of log-probabilities, of this rank since the last call."""
+        kept, self._mismatch = self._mismatch, ()
+        return merge_metrics([self.replay.metrics(), *kept])
+
+    # Private parts.
+
+    def _whole(self, stage: WorkerPass, meta: KVBatchMeta, batch: BatchedDataDict, source: RouteSource) -> ShardRoutes:
+        """Whole rows from the store, on the rank that reads.
+
+        Raises:
+            FieldNotProduced: there are none; names stage and samples.
+        """
+        shape = self.replay.shape
+        declared = {spec.name for spec in source.client.partition_fields(meta.partition_id)}
+        names = [name for name in ROUTE_FIELDS if name in declared]
+        if not names:
+            raise self.replay.missing(stage, batch)
+        columns = {name: c for name, c in source.reads.ragged(meta, names).items() if isinstance(c, torch.Tensor)}
+        routes = decode_routes(columns, shape)
+        if "input_ids" in batch:
+            trace_tq_fetch_payload(
+                stage=stage.value, keys=meta.keys, data=batch, layers=shape.layers, routes=list(routes.unbind())
+            )
+        digests = columns.get("routed_experts_digests")
+        return ShardRoutes.of_rows(
+            values_of(routes),
+            lengths_of(routes).tolist(),
+            shape,
+            digests=None if digests is None else values_of(digests),
+        )
+
+    def _encoded(self, recorded: RecordedRoutes, meta: KVBatchMeta, batch: BatchedDataDict) -> dict[str, torch.Tensor]:
+        """(collective over the replica group) Columns of the routes that its ranks have recorded."""
+        routes_NTLK, shape = recorded.routes_NTLK, self.replay.shape
+        if self.replica.group is not None:
+            # Where a rank has no route it has -1.
+            wide = routes_NTLK.to(self.view.device, torch.int32)
+            dist.all_reduce(wide, op=dist.ReduceOp.MAX, group=self.replica.group)
+            routes_NTLK = wide.cpu().to(torch.int16)
+        lengths = torch.tensor(meta.sequence_lengths, dtype=torch.int64)
+        rows = to_nested_by_length(routes_NTLK, lengths)
+        if self.replica.is_write_back_leader:
+            trace_rollout_payload(keys=meta.keys, data=batch, layers=shape.layers, routes=list(rows.unbind()))
+        return encode_routes(
+            rows, shape, bit_packed=self.config.bit_packed, with_digests=r3_trace_verify_forward_enabled()
+        )
+
+    def _compare(self, batch: BatchedDataDict, logprobs_NT: torch.Tensor, plan: PackPlan | None) -> None:
+        """(collective) How far the rollout's log-probabilities are; for some microbatches also without replay."""
+        found = [logprob_mismatch(batch, logprobs_NT, "r3")] if self._sees_results(batch) else []
+        count = self.config.compare_microbatches
+        if count and plan is not None:
+            sample = plan.microbatches[0][:count]
+            part = batch.select_indices([row for rows in sample for row in rows])
+            starts = [sum(len(rows) for rows in sample[:i]) for i in range(len(sample))]
+            renumbered = tuple(
+                tuple(range(start, start + len(rows))) for start, rows in zip(starts, sample, strict=True)
+            )
+            smaller = replace(plan, microbatches=(renumbered,), steps=(len(sample),))
+            free = self.passes.get_logprobs(part, plan=smaller, replay=False)
+            if self._sees_results(batch):
+                found.append(logprob_mismatch(part, free, "free"))
+        self._mismatch = (*self._mismatch, *found)
+
+    def _sees_results(self, batch: BatchedDataDict) -> bool:
+        return self.view.is_writer and GENERATION_LOGPROBS in batch
+
+
+def _plan_of(meta: KVBatchMeta) -> PackPlan:
+    assert meta.pack is not None, "router replay needs the plan of the stage in its meta"
+    return meta.pack
