@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from nemo_rl.config.base import START_TIMEOUT_S
 from nemo_rl.config.data_plane import DataPlaneConfig, RayStoreConfig
 from nemo_rl.data_plane import stores
 from nemo_rl.data_plane.environment import transport_environment
 from nemo_rl.data_plane.factory import attach_data_plane, build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.ragged import nest
+from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.own_ray import OwnRay
 from nemo_rl.errors import DataPlaneClosed
 from tests.helpers import mooncake
@@ -56,6 +58,8 @@ PLANES: dict[str, PlaneKind] = {
 """Each adapter once; a new one is added here, and the whole suite runs over it."""
 CONFIGS = {name: kind.config for name, kind in PLANES.items()}
 LEASE_S = 1.0
+IMPORTED = ("tensordict", "nemo_rl.data_plane.factory")
+"""Once for all actors of the cluster: those of tests, of the ledger and of TransferQueue."""
 
 
 @dataclass
@@ -120,7 +124,10 @@ class Plane:
 @contextmanager
 def ray_cluster(num_cpus: int = 8) -> Iterator[None]:
     environment = {**transport_environment(CONFIGS["transfer_queue"]), "OMP_NUM_THREADS": "1"}
-    with OwnRay(num_cpus=num_cpus, environment=environment, object_store_bytes=100 << 20):
+    with (
+        ForkServer(IMPORTED, environment=environment, deadline_s=START_TIMEOUT_S) as forks,
+        OwnRay(num_cpus=num_cpus, environment=environment, object_store_bytes=100 << 20, forks=forks),
+    ):
         yield
 
 
