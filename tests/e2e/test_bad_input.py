@@ -202,6 +202,7 @@ def test_weights_of_another_model_are_named_by_the_megatron_worker(run, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_weights_of_another_model_are_named_by_the_ranks_of_a_pipeline(tmp_path, model):
     folder = with_a_stranger(model, tmp_path)
     settings = ("cluster.launcher=ray", "data_plane.impl=ray", "policy.megatron_cfg.pipeline_model_parallel_size=2")

@@ -58,7 +58,7 @@ def wait_for_step(log_dir: Path, step: int, process: subprocess.Popen[str], *, t
     raise AssertionError(f"step {step} was not reached in {timeout_s:.0f} s")
 
 
-@pytest.mark.parametrize("how", SETTINGS)
+@pytest.mark.parametrize("how", ["ctrl_c", "sigkill", pytest.param("sigterm", marks=pytest.mark.full)])
 def test_no_process_is_left_after_the_end(tmp_path, model, mark, how):
     recipe = write_recipe(tmp_path, model)
     process = start_cli(recipe, "grpo.max_num_steps=100000", *SETTINGS[how])
@@ -92,6 +92,7 @@ def test_a_worker_that_is_killed_ends_the_run_with_its_cause(tmp_path, model, ma
     assert wait_for_none(mark, timeout_s=GONE_S) == []
 
 
+@pytest.mark.full
 def test_a_killed_run_resumes_with_the_prompts_and_losses_of_an_uninterrupted_one(tmp_path, model):
     """A twenty-fifth of `make resume-kills`, in one process."""
     result = ResumeKills(tmp_path, model, launcher="local", kills=2, saves=1, seed=0).run()

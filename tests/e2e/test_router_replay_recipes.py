@@ -21,7 +21,7 @@ PACKED = {"policy.sequence_packing.train_mb_tokens": "128", "policy.sequence_pac
 VERIFY = [sys.executable, "-m", "nemo_rl.cli.main", "trace", "verify"]
 
 
-@pytest.mark.parametrize("engine", ["megatron", "dtensor"])
+@pytest.mark.parametrize("engine", [pytest.param("megatron", marks=pytest.mark.full), "dtensor"])
 def test_the_recipe_replays_what_its_rollouts_recorded(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
