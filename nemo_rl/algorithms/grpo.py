@@ -27,7 +27,7 @@ from nemo_rl.distributed.packing import (
     replan_rows,
 )
 from nemo_rl.errors import ConfigError, NonFiniteError
-from nemo_rl.experience.payload import DriverCarry
+from nemo_rl.experience.payload import RowScalars
 
 __all__ = ["ScoredRows", "TrainRows", "plan_logprobs", "plan_train", "score_rows", "select_train_rows"]
 
@@ -53,7 +53,7 @@ class TrainRows:
     """Rows of each optimizer step."""
 
 
-def score_rows(carry: DriverCarry, config: GRPOConfig) -> ScoredRows:
+def score_rows(carry: RowScalars, config: GRPOConfig) -> ScoredRows:
     """Group statistics, advantages, and the weight of each row."""
     rewards = torch.tensor(carry.rewards, dtype=torch.float32)
     stats = group_statistics(rewards, carry.group_ids.tolist())

@@ -5,7 +5,7 @@
       |- validate         held-out prompts -> mean reward                   (RolloutHandle.validate)
       `- step             once per step, inside open_step: rows are cleared also after an error
            |- rollout     prompts -> samples -> rewards -> columns          (RolloutHandle.rollout)
-           |- score       DriverCarry -> group statistics, weights, tags    (score_rows)
+           |- score       RowScalars -> group statistics, weights, tags    (score_rows)
            |- plan        lengths -> rows of each rank and microbatch       (select_train_rows, plan_train, ...)
            |- logprobs    workers write prev_ and reference log-probs       (TQPolicy.get_logprobs_from_meta, ...)
            |- advantages  row scalars -> data plane                         (write_columns)
@@ -39,7 +39,7 @@ from nemo_rl.data_plane.observability import MetricsDataPlaneClient, columns_byt
 from nemo_rl.data_plane.schema import ROUTE_FIELDS
 from nemo_rl.data_plane.wire import pickled_size
 from nemo_rl.distributed.packing import DEFAULT_COST, PackPlan
-from nemo_rl.experience.payload import DriverCarry, row_record
+from nemo_rl.experience.payload import RowScalars, row_record
 from nemo_rl.experience.sync_rollout_actor import RolloutHandle, ValidationResult
 from nemo_rl.models.policy.interfaces import LossFunction
 from nemo_rl.models.policy.lm_policy import TrainSummary
@@ -233,7 +233,7 @@ class SyncGRPOTrainer:
                 meta = policy.get_reference_policy_logprobs_from_meta(meta, microbatches)
         return meta
 
-    def _log_rollouts(self, number: int, meta: KVBatchMeta, carry: DriverCarry, scored: ScoredRows) -> None:
+    def _log_rollouts(self, number: int, meta: KVBatchMeta, carry: RowScalars, scored: ScoredRows) -> None:
         rows = range(min(self._config.logger.num_rollouts_to_log, len(meta)))
         if not rows:
             return

@@ -36,7 +36,7 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup, RayPlacement, RayWorkerGroup, WorkerGroup
 from nemo_rl.distributed.worker_log import WORKER_LOGS
 from nemo_rl.errors import DatasetError
-from nemo_rl.experience.sync_rollout_actor import RolloutHandle, SyncRolloutWorker
+from nemo_rl.experience.sync_rollout_actor import RolloutHandle, SyncRolloutActor
 from nemo_rl.models.generation.interfaces import EngineSpec, GenerationInterface
 from nemo_rl.models.generation.replicas import GenerationReplicas
 from nemo_rl.models.loading import load_model_config
@@ -266,8 +266,8 @@ def _engine_spec(config: MasterConfig, number: int) -> EngineSpec:
     )
 
 
-def _build_rollout_worker(config: MasterConfig, generation: GenerationInterface) -> SyncRolloutWorker:
-    return SyncRolloutWorker(config, generation=generation)
+def _build_rollout_worker(config: MasterConfig, generation: GenerationInterface) -> SyncRolloutActor:
+    return SyncRolloutActor(config, generation=generation)
 
 
 def _sampler(config: MasterConfig, rollout: RolloutHandle) -> PromptSampler:

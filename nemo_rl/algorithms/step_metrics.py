@@ -15,7 +15,7 @@ from nemo_rl.algorithms.grpo import ScoredRows
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.operation_counts import OperationCount, merge_snapshots
 from nemo_rl.distributed.packing import PackPlan
-from nemo_rl.experience.payload import DriverCarry, mean_of_scored
+from nemo_rl.experience.payload import RowScalars, mean_of_scored
 from nemo_rl.models.policy.lm_policy import TrainSummary
 from nemo_rl.utils.logger import REWARD_METRIC
 from nemo_rl.utils.metrics import Reduction, values
@@ -31,7 +31,7 @@ class StepRecord:
     """What a step produced."""
 
     step: int
-    carry: DriverCarry
+    carry: RowScalars
     scored: ScoredRows
     rollout_metrics: Mapping[str, Reduction]
     num_tokens: int

@@ -108,7 +108,7 @@ def _ledger(run: Path) -> Iterator[LedgerHost | None]:
         UserError: the folder is not that of a run.
     """
     if not run.is_dir():
-        raise UserError(f"--run: {run} is no folder; pass logger.log_dir of a run")
+        raise UserError(f"--run: {run} is not a directory; pass logger.log_dir of a run")
     point = read_attach_file(run)
     if point is None and not (run / EVENTS_FILE).is_file():
         raise UserError(

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.config.parts import DATASETS
 from nemo_rl.config.schema import DataConfig, DatasetConfig
-from nemo_rl.data import huggingface_door, reasoning_gym_door, sort_digits
+from nemo_rl.data import huggingface_wrapper, reasoning_gym_wrapper, sort_digits
 from nemo_rl.data.messages import encode_prompt, prompt_messages
 from nemo_rl.errors import DatasetError, boundary, shorten
 
@@ -174,8 +174,8 @@ def sort_digits_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]
 
 def reasoning_gym_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
     del exclude
-    task = reasoning_gym_door.Task(name=cfg.task or "", size=cfg.size or 0, seed=cfg.seed, options=dict(cfg.options))
-    for index, item in enumerate(reasoning_gym_door.questions(task, where=where)):
+    task = reasoning_gym_wrapper.Task(name=cfg.task or "", size=cfg.size or 0, seed=cfg.seed, options=dict(cfg.options))
+    for index, item in enumerate(reasoning_gym_wrapper.questions(task, where=where)):
         yield RawPrompt(text=item.question, answer=item.answer, metadata={"task": task.to_json(), "index": index})
 
 
@@ -216,7 +216,7 @@ def huggingface_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]
     del exclude
     path = cfg.data_path
     assert path is not None, "rule_dataset_keys_fit_their_kind lets no huggingface dataset pass without data_path"
-    rows = huggingface_door.rows(path, split=cfg.split, where=where)
+    rows = huggingface_wrapper.rows(path, split=cfg.split, where=where)
     for number, row in enumerate(islice(rows, cfg.size)):
         yield _raw_prompt(row, cfg, place=f"{path} row {number}")
 

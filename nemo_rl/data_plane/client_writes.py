@@ -109,7 +109,7 @@ class RowWriter:
         return reservation
 
     def _unreserve(self, reservation: int, wait: RoomWait) -> None:
-        """Gives promised room back; it lapses by itself when the ledger cannot be told."""
+        """Gives reserved capacity back; it expires by itself when the ledger cannot be told."""
         untold_s = wait.untold_s()
         if not reservation and not untold_s:
             return

@@ -81,7 +81,7 @@ class LeaseKeeper:
                 self.forget_claims(partition_id, task, self.held(partition_id, keys).get(task, {}))
 
     def close(self) -> None:
-        """Stops the heartbeat; the claims lapse at the ledger."""
+        """Stops the heartbeat; the claims expire at the ledger."""
         with self._lock:
             self._is_closed = True
             self._held.clear()

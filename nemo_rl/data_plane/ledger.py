@@ -322,7 +322,7 @@ class Ledger:
     def _claim(self, args: Args, now: float) -> Reply:
         partition, task_name = self._partition(args), _text(args, "task")
         cursor = self._cursor(partition, task_name)
-        self._lapse(partition, task_name, cursor, now)
+        self._expire(partition, task_name, cursor, now)
         needed = partition.by_family(_texts(args, "fields"))
         keys = ledger_claims.pick_rows(partition, cursor, needed=needed, batch_size=_number(args, "batch_size"))
         if not keys:
@@ -361,7 +361,7 @@ class Ledger:
         return {}
 
     def _heartbeat(self, args: Args, now: float) -> Reply:
-        """Renews claims; a claim that lapsed, but was not handed on, is taken up again."""
+        """Renews claims; a claim that expired, but was not handed on, is taken up again."""
         ended: list[int] = []
         claims = args["claims"]
         assert isinstance(claims, list)
@@ -373,8 +373,8 @@ class Ledger:
                 continue
             partition_id, task_name, lease = claim
             lease.expires = now + self._lease_s
-            if lease.has_lapsed:
-                lease.has_lapsed = False
+            if lease.has_expired:
+                lease.has_expired = False
                 pending = self._partitions[partition_id].tasks[task_name].pending
                 for key in lease.keys:
                     pending.pop(key, None)
@@ -385,15 +385,15 @@ class Ledger:
         done = True
         for task_name in _texts(args, "tasks"):
             cursor = self._cursor(partition, task_name)
-            self._lapse(partition, task_name, cursor, now)
+            self._expire(partition, task_name, cursor, now)
             done = done and not cursor.pending
         return {"done": done}
 
-    def _lapse(self, partition: Partition, task_name: str, cursor: TaskCursor, now: float) -> None:
-        for lease in cursor.lapse(now, partition.rows):
+    def _expire(self, partition: Partition, task_name: str, cursor: TaskCursor, now: float) -> None:
+        for lease in cursor.expire(now, partition.rows):
             where: Args = {"partition": partition.name}
             self._record(
-                "lapse", where, sorted(lease.keys), now, rows=partition.rows, task=task_name, by=lease.consumer_id
+                "expire", where, sorted(lease.keys), now, rows=partition.rows, task=task_name, by=lease.consumer_id
             )
 
     # ---- look-ups

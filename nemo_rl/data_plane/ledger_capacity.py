@@ -23,12 +23,12 @@ class Demand:
     new_rows: int
     nbytes: int
     reservation: int = 0
-    """The promise under which it comes; 0 when it has none."""
+    """The reservation under which it comes; 0 when it has none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reservation:
-    """Room promised to a put whose bytes are on their way to the store."""
+    """Capacity reserved for a put whose bytes are on their way to the store."""
 
     partition: str
     rows: int
@@ -76,25 +76,25 @@ class Capacity:
             CapacityExceeded: it would not fit into an empty data plane either.
         """
         self._check_can_ever_fit(partition, demand)
-        self.reserved = {i: promise for i, promise in self.reserved.items() if promise.expires > now}
-        others = [promise for i, promise in self.reserved.items() if i != demand.reservation]
-        promised_here = sum(promise.rows for promise in others if promise.partition == partition.name)
-        promised_rows = sum(promise.rows for promise in others)
+        self.reserved = {i: reservation for i, reservation in self.reserved.items() if reservation.expires > now}
+        others = [reservation for i, reservation in self.reserved.items() if i != demand.reservation]
+        reserved_here = sum(reservation.rows for reservation in others if reservation.partition == partition.name)
+        reserved_rows = sum(reservation.rows for reservation in others)
         reasons: list[str] = []
-        if len(partition.rows) + promised_here + demand.new_rows > partition.num_samples:
+        if len(partition.rows) + reserved_here + demand.new_rows > partition.num_samples:
             reasons.append(
-                f"{demand.new_rows} new rows beside {len(partition.rows)} live ones{_promised(promised_here)} are "
+                f"{demand.new_rows} new rows beside {len(partition.rows)} live ones{_reserved(reserved_here)} are "
                 f"more than the num_samples = {partition.num_samples} declared for the partition"
             )
-        if self.live_rows + promised_rows + demand.new_rows > self.rows:
+        if self.live_rows + reserved_rows + demand.new_rows > self.rows:
             reasons.append(
-                f"{demand.new_rows} new rows beside {self.live_rows} live ones{_promised(promised_rows)} are more "
+                f"{demand.new_rows} new rows beside {self.live_rows} live ones{_reserved(reserved_rows)} are more "
                 f"than data_plane.storage_capacity.rows = {self.rows}"
             )
-        promised_bytes = sum(promise.nbytes for promise in others)
-        if self.nbytes is not None and self.live_bytes + promised_bytes + demand.nbytes > self.nbytes:
+        reserved_bytes = sum(reservation.nbytes for reservation in others)
+        if self.nbytes is not None and self.live_bytes + reserved_bytes + demand.nbytes > self.nbytes:
             reasons.append(
-                f"{demand.nbytes} new bytes beside {self.live_bytes} live ones{_promised(promised_bytes)} are more "
+                f"{demand.nbytes} new bytes beside {self.live_bytes} live ones{_reserved(reserved_bytes)} are more "
                 f"than data_plane.storage_capacity.bytes = {self.nbytes}"
             )
         return f"{'; '.join(reasons)}; {self._oldest(now)}" if reasons else None
@@ -147,7 +147,9 @@ class Capacity:
             "peak_rows": self.peak_rows,
             "peak_bytes": self.peak_bytes,
             "peak_chunks": self.peak_chunks,
-            "reserved_bytes": sum(promise.nbytes for promise in self.reserved.values() if promise.expires > now),
+            "reserved_bytes": sum(
+                reservation.nbytes for reservation in self.reserved.values() if reservation.expires > now
+            ),
             "blocked_put_s": self.blocked_s,
             "oldest_row_age_s": max(ages, default=0.0),
             "partitions": {name: _partition_stats(p, now) for name, p in self.partitions.items()},
@@ -179,8 +181,8 @@ class Capacity:
         return f"the oldest live row is {now - put_at:.1f} s old, in partition {name!r}"
 
 
-def _promised(amount: int) -> str:
-    return f" and {amount} promised to other puts" if amount else ""
+def _reserved(amount: int) -> str:
+    return f" and {amount} reserved for other puts" if amount else ""
 
 
 def _partition_stats(partition: Partition, now: float) -> dict[str, object]:

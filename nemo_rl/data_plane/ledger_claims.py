@@ -98,7 +98,7 @@ def explain(
             column = partition.columns[family]
             late.update(name for name in names if not column.has(key, frozenset((name,))))
     waiting = [] if partition.group_size is None else list(dict.fromkeys(group_uid(key) for key in cursor.pending))
-    leases = {id(lease): lease for lease in cursor.leases.values() if not lease.has_lapsed}.values()
+    leases = {id(lease): lease for lease in cursor.leases.values() if not lease.has_expired}.values()
     return {
         "live": len(partition.rows),
         "pending": len(cursor.pending),

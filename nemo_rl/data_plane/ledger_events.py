@@ -93,7 +93,7 @@ def _task_state(cursor: TaskCursor, key: str) -> str:
         return "done"
     if lease is None:
         return "pending"
-    return f"{'lapsed claim of' if lease.has_lapsed else 'claimed by'} {lease.consumer_id}"
+    return f"{'expired claim of' if lease.has_expired else 'claimed by'} {lease.consumer_id}"
 
 
 def _shown(event: Mapping[str, object], now: float) -> Event:

@@ -193,14 +193,14 @@ class Row:
 
 @dataclass(slots=True)
 class Lease:
-    """One claim. It lapses when no heartbeat came until `expires`, and ends when its rows are done or handed on."""
+    """One claim. It expires when no heartbeat came until `expires`, and ends when its rows are done or handed on."""
 
     claim_id: int
     consumer_id: str
     taken: float
     expires: float
     keys: set[str]
-    has_lapsed: bool = False
+    has_expired: bool = False
 
 
 @dataclass(slots=True)
@@ -212,7 +212,7 @@ class TaskCursor:
     pending: dict[str, None] = field(default_factory=dict)
     """In order of first put."""
     leases: dict[str, Lease] = field(default_factory=dict)
-    """Rows of lapsed leases stay here, and are pending too, until another consumer claims them."""
+    """Rows of expired leases stay here, and are pending too, until another consumer claims them."""
     done: dict[str, int] = field(default_factory=dict)
     """Key -> the claim under which it was finished, 0 when there was none."""
 
@@ -242,13 +242,13 @@ class TaskCursor:
         self.leases[key] = lease
         lease.keys.add(key)
 
-    def lapse(self, now: float, rows: Mapping[str, Row]) -> list[Lease]:
+    def expire(self, now: float, rows: Mapping[str, Row]) -> list[Lease]:
         """Rows of leases that ended without a heartbeat become pending again; returns these leases."""
-        over = {id(lease): lease for lease in self.leases.values() if lease.expires <= now and not lease.has_lapsed}
+        over = {id(lease): lease for lease in self.leases.values() if lease.expires <= now and not lease.has_expired}
         if not over:
             return []
         for lease in over.values():
-            lease.has_lapsed = True
+            lease.has_expired = True
             self.pending.update(dict.fromkeys(lease.keys))
         self.pending = dict.fromkeys(sorted(self.pending, key=lambda key: rows[key].sequence))
         return list(over.values())
@@ -454,7 +454,7 @@ def _check_column(
 
 
 def _check_cursor(name: str, task: TaskCursor, rows: set[str]) -> None:
-    held = {key for key, lease in task.leases.items() if not lease.has_lapsed}
+    held = {key for key, lease in task.leases.items() if not lease.has_expired}
     pending = set(task.pending)
     assert pending | held | set(task.done) == rows, f"{name}: a row is neither pending, leased nor done"
     assert not pending & held and not (pending | held) & set(task.done), f"{name}: a row is in two states"

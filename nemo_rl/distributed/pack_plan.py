@@ -28,7 +28,7 @@ class PackLoad:
     synchronised: float
     """Dearest rank of each microbatch index, added up: what counts where ranks meet in every microbatch."""
     cost_bound: float
-    """Lower bound of `busiest`: per global batch the mean over ranks, or the dearest row if that is more."""
+    """Lower bound of `busiest`: per global batch the mean over ranks, or the most expensive row if that is more."""
     num_bins: int
     """Microbatches of all ranks."""
     bins_bound: int

@@ -79,8 +79,8 @@ def plan_packs(
             number; None makes one step of all rows.
         algorithm: `balanced` levels the cost over ranks in as few microbatches as fit; the others form bins as their
             names say, and deal them to the ranks in turn.
-        microbatch_order: `packer` leaves the order to the algorithm (`balanced`: dearest first, so that ranks meet
-            in microbatches of like cost), `largest_first` runs those with most tokens first.
+        microbatch_order: `packer` leaves the order to the algorithm (`balanced`: most expensive first, so that ranks
+            meet in microbatches of similar cost), `largest_first` runs those with most tokens first.
         keys: unique names of the rows; with them the plan does not depend on the order of rows within a global
             batch, without them rows of the same length are told apart by their place.
 

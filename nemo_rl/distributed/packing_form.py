@@ -81,7 +81,7 @@ def packed_ranks(rows: Rows, *, num_ranks: int, multiple_of: int, algorithm: str
 
 
 def padded_ranks(rows: Rows, *, num_ranks: int, multiple_of: int) -> list[Bins]:
-    """Rows of like length padded to the longest of their microbatch.
+    """Rows of similar length padded to the longest of their microbatch.
 
     Raises:
         TooFewRows: fewer rows than the fewest microbatches under the cap, rounded up to what the ranks divide.
@@ -97,7 +97,7 @@ def padded_ranks(rows: Rows, *, num_ranks: int, multiple_of: int) -> list[Bins]:
 
 
 def padded_costs(bins: Bins, costs: Sequence[float]) -> list[float]:
-    """Cost of microbatches in which every row is as dear as the dearest."""
+    """Cost of microbatches in which every row costs as much as the most expensive."""
     return [len(mine) * max((costs[row] for row in mine), default=0.0) for mine in bins]
 
 

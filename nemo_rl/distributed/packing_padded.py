@@ -1,6 +1,6 @@
 """Microbatches of padded rows: rows times longest row is at most the cap. Plain integers and floats.
 
-Called by `packing`. Rows of like length belong together, so every function cuts the rows, longest first, into runs.
+Called by `packing`. Rows of similar length belong together, so every function cuts the rows, longest first, into runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def runs_under_cap(order: Sequence[int], sizes: Sequence[int], capacity: int) ->
 def level_runs(
     order: Sequence[int], sizes: Sequence[int], costs: Sequence[float], *, count: int, capacity: int
 ) -> Bins:
-    """At most `count` microbatches under the cap, the dearest as cheap as can be.
+    """At most `count` microbatches under the cap, the most expensive as cheap as can be.
 
     Args:
         order: rows by falling size.

@@ -9,7 +9,7 @@ from pathlib import Path
 from nemo_rl.config.parts import ENVIRONMENTS
 from nemo_rl.config.schema import EnvConfig
 from nemo_rl.data.datasets import Prompt
-from nemo_rl.data.reasoning_gym_door import has_reasoning_gym
+from nemo_rl.data.reasoning_gym_wrapper import has_reasoning_gym
 from nemo_rl.environments.interfaces import Environment
 from nemo_rl.environments.process_environment import ProcessEnvironment
 from nemo_rl.environments.rewards.math import has_math_verify

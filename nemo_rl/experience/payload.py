@@ -1,6 +1,6 @@
 """Converts rollouts to columns of the data plane, and makes the small per-row record that the driver carries.
 
-Called by the rollout worker. Invariant: nothing per token is in `DriverCarry`.
+Called by the rollout worker. Invariant: nothing per token is in `RowScalars`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.generation.interfaces import GenerationOutput
 
-__all__ = ["DriverCarry", "build_columns", "mean_of_scored", "mint_keys", "row_record"]
+__all__ = ["RowScalars", "build_columns", "mean_of_scored", "mint_keys", "row_record"]
 
 UID_BYTES = 6
 """Random bytes of a group uid: with 2^48 values a collision among the live groups of a step is out of reach."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DriverCarry:
+class RowScalars:
     """Per-row scalars that the driver needs for advantages, filters and metrics; rows as in the meta beside it."""
 
     rewards: np.ndarray
@@ -37,10 +37,10 @@ class DriverCarry:
     components: Mapping[str, np.ndarray] = field(default_factory=dict)
     """`[N]` float32 each: parts of the reward by name, before their weights; NaN for a row that was not scored."""
 
-    def select(self, rows: Sequence[int]) -> DriverCarry:
+    def select(self, rows: Sequence[int]) -> RowScalars:
         """The same columns at `rows`."""
         index = np.asarray(rows, dtype=np.int64)
-        return DriverCarry(
+        return RowScalars(
             rewards=self.rewards[index],
             group_ids=self.group_ids[index],
             truncated=self.truncated[index],

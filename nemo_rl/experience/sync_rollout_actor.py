@@ -1,6 +1,6 @@
 """The rollout worker: holds prompts, environment and tokenizer, drives the engines, writes the first columns.
 
-`SyncRolloutWorker` runs in an actor (or in this process); `RolloutHandle` is the driver's side. What crosses
+`SyncRolloutActor` runs in an actor (or in this process); `RolloutHandle` is the driver's side. What crosses
 between them: prompt numbers, metas and per-row scalars.
 """
 
@@ -28,7 +28,7 @@ from nemo_rl.distributed.calls import Call, Request, ask
 from nemo_rl.distributed.worker_groups import WorkerGroup
 from nemo_rl.environments.factory import build_environment
 from nemo_rl.errors import DataPlaneClosed, ResourceError, WorkerError
-from nemo_rl.experience.payload import DriverCarry, build_columns, mean_of_scored, mint_keys, row_record
+from nemo_rl.experience.payload import RowScalars, build_columns, mean_of_scored, mint_keys, row_record
 from nemo_rl.experience.rollouts import Rollouts, SeedSource, run_rollouts, sampling_params
 from nemo_rl.experience.routes import RouteWriter
 from nemo_rl.models.generation.interfaces import GenerationInterface
@@ -38,7 +38,7 @@ from nemo_rl.utils.logger import VAL_ACCURACY_METRIC, VAL_REWARD_METRIC
 from nemo_rl.utils.metrics import Max, Mean, Reduction, Sum
 from nemo_rl.utils.r3_trace import trace_rollout_payload
 
-__all__ = ["REWARD_LOG", "RolloutHandle", "RolloutInfo", "RolloutResult", "SyncRolloutWorker", "ValidationResult"]
+__all__ = ["REWARD_LOG", "RolloutHandle", "RolloutInfo", "RolloutResult", "SyncRolloutActor", "ValidationResult"]
 
 _T = TypeVar("_T")
 
@@ -61,7 +61,7 @@ class RolloutResult:
     """Rows of one step, already in the data plane."""
 
     meta: KVBatchMeta
-    carry: DriverCarry
+    carry: RowScalars
     metrics: dict[str, Reduction] = field(default_factory=dict)
     printed: tuple[str, ...] = ()
     """Lines of the reward for the person at the terminal."""
@@ -95,7 +95,7 @@ class ValidationResult:
         }
 
 
-class SyncRolloutWorker:
+class SyncRolloutActor:
     """Prompts to scored rows.
 
     Args:
@@ -162,7 +162,7 @@ class SyncRolloutWorker:
                 partition_id=partition_id,
                 tags=[{"reward": float(reward), "weight_version": version} for reward in rewards],
             )
-        carry = DriverCarry(
+        carry = RowScalars(
             rewards=rewards,
             group_ids=np.repeat(np.arange(len(prompts), dtype=np.int32), group),
             truncated=rollouts.output.truncated.numpy(),
@@ -283,7 +283,7 @@ class RolloutHandle:
     """The driver's side of the rollout worker.
 
     Args:
-        workers: a group of one `SyncRolloutWorker`.
+        workers: a group of one `SyncRolloutActor`.
         timeout_s: deadline of one stage.
         partition_id: where training rows are written.
     """
@@ -296,15 +296,15 @@ class RolloutHandle:
         """Bytes of prompt numbers, metas and row scalars that this driver has sent or received so far."""
 
     def describe(self) -> RolloutInfo:
-        return self._run(ask(SyncRolloutWorker.describe), "rollout setup")
+        return self._run(ask(SyncRolloutActor.describe), "rollout setup")
 
     def setup_data_plane(self, address: DataPlaneAddress) -> None:
-        self._run(ask(SyncRolloutWorker.setup_data_plane, address=address), "data plane setup")
+        self._run(ask(SyncRolloutActor.setup_data_plane, address=address), "data plane setup")
 
     def rollout(self, prompt_numbers: Sequence[int], *, step: int, version: int) -> RolloutResult:
-        """Rows of one step in the data plane; see `SyncRolloutWorker.rollout`."""
+        """Rows of one step in the data plane; see `SyncRolloutActor.rollout`."""
         request = ask(
-            SyncRolloutWorker.rollout,
+            SyncRolloutActor.rollout,
             prompt_numbers=list(prompt_numbers),
             step=step,
             version=version,
@@ -315,16 +315,16 @@ class RolloutHandle:
         return result
 
     def validate(self, *, step: int, version: int, path: Path | None) -> ValidationResult:
-        """One response to each held-out prompt; see `SyncRolloutWorker.validate`."""
-        return self._run(ask(SyncRolloutWorker.validate, step=step, version=version, path=path), "validation")
+        """One response to each held-out prompt; see `SyncRolloutActor.validate`."""
+        return self._run(ask(SyncRolloutActor.validate, step=step, version=version, path=path), "validation")
 
     def log_rollouts(self, meta: KVBatchMeta, *, path: Path, records: Sequence[Mapping[str, object]]) -> None:
-        """Writes rows for people; see `SyncRolloutWorker.log_rollouts`."""
-        self._run(ask(SyncRolloutWorker.log_rollouts, meta=meta, path=path, records=records), "log")
+        """Writes rows for people; see `SyncRolloutActor.log_rollouts`."""
+        self._run(ask(SyncRolloutActor.log_rollouts, meta=meta, path=path, records=records), "log")
         self.driver_bytes += pickled_size(meta, records)
 
     def data_plane_snapshot(self) -> Mapping[str, object]:
-        return self._run(ask(SyncRolloutWorker.data_plane_snapshot), "metrics")
+        return self._run(ask(SyncRolloutActor.data_plane_snapshot), "metrics")
 
     def shutdown(self) -> None:
         self._workers.shutdown()

@@ -63,9 +63,9 @@ def _folder(name: str, *, where: str, needs_weights: bool = True) -> str:
     problem = _unreachable()
     if problem is not None:
         raise ModelFolderError(
-            f"{where}: {name!r} is no folder here, the cache {constants.HF_HUB_CACHE} does not hold it whole, and "
-            f"{problem}; run `hf download {name}` where there is a network and the same HF_HOME, or set {where} to a "
-            "model folder"
+            f"{where}: {name!r} is not a directory here, the cache {constants.HF_HUB_CACHE} does not hold it whole, "
+            f"and {problem}; run `hf download {name}` where there is a network and the same HF_HOME, or set {where} "
+            "to a model folder"
         )
     try:
         with boundary(ModelFolderError, f"{where}: {name!r} cannot be downloaded (`hf download {name}` tries again)"):
@@ -78,8 +78,8 @@ def _folder(name: str, *, where: str, needs_weights: bool = True) -> str:
             ) from error
         if isinstance(error.__cause__, RepositoryNotFoundError):
             raise ModelFolderError(
-                f"{where}: {name!r} is no folder here, and {constants.ENDPOINT} has no such model, or shows it only "
-                "after `hf auth login`; correct the name, or set it to a model folder"
+                f"{where}: {name!r} is not a directory here, and {constants.ENDPOINT} has no such model, or shows it "
+                "only after `hf auth login`; correct the name, or set it to a model folder"
             ) from error
         raise
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from nemo_rl.algorithms.run import run
 from nemo_rl.config.schema import DatasetConfig
-from nemo_rl.data.reasoning_gym_door import Task, questions
+from nemo_rl.data.reasoning_gym_wrapper import Task, questions
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, rollouts_of, write_recipe
 from tests.helpers.talking_model import write_talking_folder
 

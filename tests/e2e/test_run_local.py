@@ -115,7 +115,7 @@ def test_every_way_of_batching_trains_alike_and_says_how_well_it_packed(tmp_path
                 assert row[f"{stage}/pack_bins"] >= row[f"{stage}/pack_bins_bound"] >= 1
     padding = {name: sum(row["train/pack_pad_share"] for row in rows) for name, rows in steps.items()}
     assert padding["packed"] == padding["concatenated"] == 0
-    assert padding["padded"] < padding["fixed"], "microbatches of rows of like length"
+    assert padding["padded"] < padding["fixed"], "microbatches of rows of similar length"
     assert all(row["logprob/pack_bins"] < row["train/pack_bins"] for row in steps["packed"]), "a cap of its own"
 
 
@@ -146,7 +146,7 @@ FAILURES = {
     "previous log-probabilities": "nemo_rl.models.policy.workers.passes.Passes.get_logprobs",
     "advantages, after their put": "nemo_rl.algorithms.grpo_sync.write_columns",
     "training": "nemo_rl.models.policy.workers.passes.Passes.train",
-    "log": "nemo_rl.experience.sync_rollout_actor.SyncRolloutWorker.log_rollouts",
+    "log": "nemo_rl.experience.sync_rollout_actor.SyncRolloutActor.log_rollouts",
 }
 
 

@@ -55,7 +55,7 @@ class LedgerHistory(RuleBasedStateMachine):
         self.versions: dict[tuple[str, str], int] = {}  # key, family -> highest version ever seen
         self.spent: dict[tuple[str, str], int] = {}  # key, family -> highest version when it was last cleared
         self.done: dict[str, int] = {}  # key -> claim it was released under
-        self.holders: dict[str, tuple[int, float]] = {}  # key -> claim, time it lapses
+        self.holders: dict[str, tuple[int, float]] = {}  # key -> claim, time it expires
 
     def ask(self, op: str, **args: object) -> dict:
         return self.ledger.handle({"run": "r", "op": op, "args": {"partition": "p", **args}}, now=self.now)

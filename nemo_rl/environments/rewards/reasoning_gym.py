@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from nemo_rl.data.reasoning_gym_door import Task, TaskScorer
+from nemo_rl.data.reasoning_gym_wrapper import Task, TaskScorer
 from nemo_rl.data.thinking import final_answer
 
 __all__ = ["make_reasoning_gym_reward"]

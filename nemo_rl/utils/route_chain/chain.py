@@ -39,7 +39,7 @@ def verify_trace(folder: Path, *, require_forward_verify: bool = False, require_
         UserError: there is no such folder.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder} is no folder; pass NRL_R3_TRACE_DIR of a run with NRL_R3_TRACE=1")
+        raise UserError(f"{folder} is not a directory; pass NRL_R3_TRACE_DIR of a run with NRL_R3_TRACE=1")
     trace = read_trace(folder)
     check = _Check(trace)
     for seen in observe(trace, trace.damaged):

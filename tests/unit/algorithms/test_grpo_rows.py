@@ -11,16 +11,16 @@ from nemo_rl.config.schema import GRPOConfig
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import ConfigError
-from nemo_rl.experience.payload import DriverCarry
+from nemo_rl.experience.payload import RowScalars
 
 PACKED = {"enabled": True, "train_mb_tokens": 32, "logprob_mb_tokens": 64}
 TWO = ParallelLayout(dp=2)
 LENGTHS = [5, 6, 7, 8, 5, 6, 7, 8]
 
 
-def carry(rewards: list[float], group: int, truncated: list[bool] | None = None) -> DriverCarry:
+def carry(rewards: list[float], group: int, truncated: list[bool] | None = None) -> RowScalars:
     count = len(rewards)
-    return DriverCarry(
+    return RowScalars(
         rewards=np.asarray(rewards, dtype=np.float32),
         group_ids=np.arange(count, dtype=np.int32) // group,
         truncated=np.asarray(truncated or [False] * count),

@@ -13,7 +13,7 @@ from nemo_rl.algorithms.step_metrics import StepRecord, data_plane_metrics, pack
 from nemo_rl.config.load import load_config
 from nemo_rl.data_plane.operation_counts import OperationCount
 from nemo_rl.distributed.packing import PackPlan, plan_fixed
-from nemo_rl.experience.payload import DriverCarry
+from nemo_rl.experience.payload import RowScalars
 from nemo_rl.models.policy.lm_policy import TrainSummary
 from nemo_rl.utils.metrics import Mean, Sum
 
@@ -89,7 +89,7 @@ def test_pack_metrics_say_how_far_a_plan_is_from_the_best() -> None:
 
 def test_parts_of_the_loss_are_means_over_the_optimizer_steps() -> None:
     config = load_config(RECIPE)
-    carry = DriverCarry(
+    carry = RowScalars(
         rewards=np.asarray([1, 0, 1, 1], dtype=np.float32),
         group_ids=np.asarray([0, 0, 1, 1], dtype=np.int32),
         truncated=np.asarray([False, True, False, False]),

@@ -101,7 +101,7 @@ def test_a_killed_job_is_told_from_its_log(job, tmp_path: Path, capsys) -> None:
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        (("stat", "--run", "nowhere"), "nowhere is no folder"),
+        (("stat", "--run", "nowhere"), "nowhere is not a directory"),
         (("stat", "--run", "{empty}"), f"holds neither {ATTACH_FILE}"),
         (("explain", "u9_g9", "--run", "{run}"), "unknown key 'u9_g9'"),
         (("ls", "--run", "{run}", "--partition", "nope"), "unknown 'nope'; registered: train"),

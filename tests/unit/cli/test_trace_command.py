@@ -67,7 +67,7 @@ def test_a_folder_that_is_none_is_an_error_of_the_user(tmp_path: Path, monkeypat
         with pytest.raises(SystemExit) as ended:
             main()
         error = capsys.readouterr().err
-        assert ended.value.code == 2 and error.count("\n") == 1 and f"{place} is no folder; pass" in error
+        assert ended.value.code == 2 and error.count("\n") == 1 and f"{place} is not a directory; pass" in error
 
 
 JOB = """

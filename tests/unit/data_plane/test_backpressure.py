@@ -173,7 +173,7 @@ def test_many_waiting_puts_all_arrive_and_the_limit_holds(make_bench) -> None:
     assert not bench.store._chunks and bench.stats()["peak_bytes"] <= LIMIT_BYTES
 
 
-def test_promised_room_is_given_back_when_the_store_fails(make_bench) -> None:
+def test_reserved_capacity_is_given_back_when_the_store_fails(make_bench) -> None:
     bench = make_bench(limit_bytes=LIMIT_BYTES)
     client = bench.client()
     bench.store.fault = DataPlaneError("disk on fire")
@@ -184,19 +184,19 @@ def test_promised_room_is_given_back_when_the_store_fails(make_bench) -> None:
     bench.put(client, "a", "b", "c", "d")
 
 
-def test_the_promise_of_a_writer_that_died_lapses(make_bench) -> None:
+def test_the_reservation_of_a_writer_that_died_expires(make_bench) -> None:
     bench = make_bench(limit_bytes=LIMIT_BYTES, now=0.0)
     host = InProcessHost(bench.service, is_owner=False)
     args = {"partition": "p", "keys": ["x"], "nbytes": LIMIT_BYTES - 10}
     assert "reservation" in host.call("reserve", args, timeout_s=1)
-    assert "promised to other puts" in host.call("reserve", args, timeout_s=1)["blocked"]
+    assert "reserved for other puts" in host.call("reserve", args, timeout_s=1)["blocked"]
     assert bench.stats()["reserved_bytes"] == LIMIT_BYTES - 10
     bench.now = 31.0
     assert bench.stats()["reserved_bytes"] == 0
     bench.put(bench.client(), "a", "b", "c", "d")
 
 
-def test_a_commit_whose_promise_lapsed_has_to_wait_like_others(make_bench) -> None:
+def test_a_commit_whose_reservation_expired_has_to_wait_like_others(make_bench) -> None:
     """A put that takes longer than the lease may find its room taken: it waits and is not over the limit."""
     bench = make_bench(limit_bytes=LIMIT_BYTES, now=0.0)
     slow, quick = bench.client(timeout_s=1.0), bench.client()

@@ -103,7 +103,7 @@ def test_live_rows_tell_their_history_and_lapsed_claims(tmp_path: Path) -> None:
         heir = owner.get_meta("p", "train", ["input_ids"], 2, consumer_id="h", timeout_s=10)
         host = observe(read_attach_file(tmp_path))
         (row,) = host.call("explain", {"key": "b"}, timeout_s=5)["rows"]
-        assert [event["event"] for event in row["history"]] == ["commit", "claim", "lapse", "claim"]
+        assert [event["event"] for event in row["history"]] == ["commit", "claim", "expire", "claim"]
         assert row["history"][2]["by"].startswith("d@") and row["tags"] == {"x": 2} and row["length"] == 2
         assert row["tasks"]["train"].startswith("claimed by h@") and row["fields"]["input_ids"]["version"] == 1
         owner.release(heir)

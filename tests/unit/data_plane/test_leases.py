@@ -17,7 +17,7 @@ from nemo_rl.data_plane.ledger_host import InProcessHost, LedgerService, build_l
 from nemo_rl.errors import FieldNotProduced, KeysNotFound, LeaseExpired
 from tests.helpers.planes import ids_column, keys_of
 
-# So long that no heartbeat is sent during a test: only the test's clock makes claims lapse.
+# So long that no heartbeat is sent during a test: only the test's clock makes claims expire.
 CONFIG = DataPlaneConfig(impl="noop", lease_s=3600.0)
 
 

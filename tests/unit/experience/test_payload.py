@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 
-from nemo_rl.experience.payload import DriverCarry, build_columns, mean_of_scored, mint_keys
+from nemo_rl.experience.payload import RowScalars, build_columns, mean_of_scored, mint_keys
 from nemo_rl.models.generation.interfaces import GenerationOutput
 
 
@@ -39,7 +39,7 @@ def test_keys_are_unique_and_name_their_group():
 
 
 def test_the_drivers_record_holds_row_vectors_only_and_selects_rows():
-    carry = DriverCarry(
+    carry = RowScalars(
         rewards=np.array([1.0, 0.0, 0.5], dtype=np.float32),
         group_ids=np.array([0, 0, 1], dtype=np.int32),
         truncated=np.array([False, True, False]),

@@ -18,7 +18,7 @@ from nemo_rl.data_plane.route_shape import RouteShape
 from nemo_rl.data_plane.routed_experts import decode_routes
 from nemo_rl.data_plane.schema import ROUTE_FIELDS
 from nemo_rl.errors import WorkerError
-from nemo_rl.experience.sync_rollout_actor import RolloutResult, SyncRolloutWorker
+from nemo_rl.experience.sync_rollout_actor import RolloutResult, SyncRolloutActor
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest
 from nemo_rl.models.generation.torch_engine import TorchEngine
 from nemo_rl.models.hf_routers import HFRouters
@@ -61,11 +61,11 @@ def config_of(model: Path, folder: Path, *keys: str) -> MasterConfig:
     return load_config(recipe, [*(f"{key}={value}" for key, value in LOCAL.items()), *validation, *keys])
 
 
-def rollout(plane: Plane, config: MasterConfig) -> tuple[SyncRolloutWorker, RolloutResult, Listening]:
+def rollout(plane: Plane, config: MasterConfig) -> tuple[SyncRolloutActor, RolloutResult, Listening]:
     """One rollout of two prompts."""
     engine = Listening.from_config(config.policy, weight_version=0)
     assert isinstance(engine, Listening)
-    worker = SyncRolloutWorker(config, generation=engine)
+    worker = SyncRolloutActor(config, generation=engine)
     stages = build_stages(config, ClippedPGLoss(config=config.loss_fn, prev_field="prev_logprobs"))
     partition = plane.partition(list(written_fields(stages)))
     worker.setup_data_plane(plane.owner.address)
@@ -145,7 +145,7 @@ class Deaf(Listening):
 
 def test_an_engine_without_routes_ends_the_step(plane: Plane, model: Path, tmp_path: Path) -> None:
     config = config_of(model, tmp_path, "policy.router_replay.enabled=true")
-    worker = SyncRolloutWorker(config, generation=Deaf.from_config(config.policy, weight_version=0))
+    worker = SyncRolloutActor(config, generation=Deaf.from_config(config.policy, weight_version=0))
     worker.setup_data_plane(plane.owner.address)
     with pytest.raises(WorkerError, match="expected routes beside the samples, the engines gave none"):
         worker.rollout([3], step=1, version=0, partition_id=plane.partition())
