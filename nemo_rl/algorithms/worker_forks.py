@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -20,10 +21,11 @@ LAUNCH = "nemo_rl.models.policy.workers.launch"
 def worker_forks(config: MasterConfig) -> AbstractContextManager[ForkServer | None]:
     """The fork server of a run that starts its own Ray on CPUs, to be opened before anything slow is done.
 
-    None for other runs: what has looked at a GPU must not be forked, and a running cluster has its own workers.
+    None for other runs: what has looked at a GPU must not be forked, a running cluster has its own workers, and only
+    Linux can watch and end processes as the server does.
     """
     cluster = config.cluster
-    if cluster.launcher != "ray" or cluster.address is not None or cluster.gpus_per_node:
+    if cluster.launcher != "ray" or cluster.address is not None or cluster.gpus_per_node or sys.platform != "linux":
         return nullcontext()
     return ForkServer(
         _modules(config),

@@ -1,0 +1,64 @@
+"""Which runs have a fork server, and what it imports: nothing that imports Ray, nothing of the user's own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.algorithms import worker_forks
+from nemo_rl.config.load import load_config
+
+ROOT = Path(__file__).parents[3]
+RECIPES = ("configs/grpo_sort_cpu.yaml", "configs/recipes/grpo_sort_moe_r3_megatron_cpu.yaml")
+
+
+def modules(recipe: str, *overrides: str) -> tuple[str, ...]:
+    return worker_forks._modules(load_config(ROOT / recipe, overrides))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("cluster.launcher=local", "cluster.cpu_workers_per_node=1", "policy.generation.num_replicas=1"),
+        ("cluster.address=127.0.0.1:6379",),
+        ("cluster.gpus_per_node=2",),
+    ],
+)
+def test_other_runs_have_none(overrides: tuple[str, ...]) -> None:
+    config = load_config(
+        ROOT / RECIPES[0], [*overrides, "data_plane.impl=noop"] if "local" in overrides[0] else overrides
+    )
+    with worker_forks.worker_forks(config) as forks:
+        assert forks is None
+
+
+def test_the_model_and_the_engines_are_imported(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    found = modules(RECIPES[0], f"policy.model_name={tmp_path}")
+    assert "transformers.models.qwen3.modeling_qwen3" in found
+    assert any("dtensor" in name for name in found) and any("torch_engine" in name for name in found)
+    assert any("megatron" in name for name in modules(RECIPES[1]))
+    own = modules(RECIPES[0], "policy.generation.backend=my_package.engine:build")
+    assert not any("my_package" in name or "torch_engine" in name for name in own)
+
+
+@pytest.mark.parametrize("text", ['{"model_type": "../x"}', '{"model_type": 3}', "[]", "{", '{"model_type": "a.b"}'])
+def test_a_folder_that_cannot_be_read_is_left_to_the_checks(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert not any(name.startswith("transformers") for name in modules(RECIPES[0], f"policy.model_name={tmp_path}"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_none_of_them_imports_ray(recipe: str) -> None:
+    imports = "\n".join(f"import {name}" for name in modules(recipe))
+    code = f"{imports}\nimport sys\nsys.exit('ray' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_it_can_be_opened_before_torch_is_imported() -> None:
+    code = "import sys, nemo_rl.algorithms.worker_forks; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=300, check=False).returncode == 0
