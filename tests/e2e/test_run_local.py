@@ -161,6 +161,8 @@ def test_a_stage_that_raises_behind_the_first_put_leaves_no_live_row(tmp_path, m
             live.append(trainer.data_plane_stats()["live_rows"])
             raise ValueError("planted")
 
+        # A worker is called by the name of the method.
+        fail.__name__ = work.__name__
         monkeypatch.setattr(FAILURES[stage], fail)
         with pytest.raises((ValueError, WorkerError), match="planted"):
             trainer.fit()

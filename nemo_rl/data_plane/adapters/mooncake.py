@@ -20,7 +20,14 @@ import numpy as np
 from nemo_rl.config.base import START_TIMEOUT_S
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.adapters.mooncake_buffers import Lease
-from nemo_rl.data_plane.adapters.mooncake_codes import NO_SPACE, NOT_FOUND, OK, call_error, read_error
+from nemo_rl.data_plane.adapters.mooncake_codes import (
+    CONNECTION_BROKEN,
+    NO_SPACE,
+    NOT_FOUND,
+    OK,
+    call_error,
+    read_error,
+)
 from nemo_rl.data_plane.adapters.mooncake_link import CLOSE_GRACE_S, MooncakeLink
 from nemo_rl.data_plane.adapters.mooncake_master import (
     MooncakeServers,
@@ -40,6 +47,8 @@ _T = TypeVar("_T")
 
 FULL_POLL_S = 0.05
 """Between tries of a put into a full segment."""
+DYING_S, DYING_POLL_S = 2.0, 0.02
+"""How long a process that was killed may still seem to listen, and how often to look."""
 
 
 class MooncakeStore(PayloadStore):
@@ -125,7 +134,7 @@ class MooncakeStore(PayloadStore):
             codes = self._put_once(call, left, deadline)
             full = [chunk_id for chunk_id, code in zip(left, codes, strict=True) if code == NO_SPACE]
             if set(codes) - {OK, NO_SPACE} or (full and not self._may_wait(call, full, deadline)):
-                dead = self._dead_servers()
+                dead = self._dead_servers(codes)
                 if not dead:
                     self._drop_quietly(wanted, deadline)
                 raise call_error("put", codes, dead=dead, segment_bytes=self._config.segment_bytes)
@@ -152,7 +161,7 @@ class MooncakeStore(PayloadStore):
         if codes != expected:
             asked = [chunk_ids[index] for index in wanted]
             bad = [chunk_id for chunk_id, code, size in zip(asked, codes, expected, strict=True) if code != size]
-            raise read_error(asked, codes, expected, dead=self._dead_holders(bad, handles))
+            raise read_error(asked, codes, expected, dead=self._dead_holders(bad, codes, handles))
         content = lease.view.data.toreadonly()
         return [(content[start:stop],) for start, stop in pairwise(starts)]
 
@@ -164,7 +173,7 @@ class MooncakeStore(PayloadStore):
             "drop", lambda: self._link.native.batch_remove(names, force=True), time.monotonic() + timeout_s
         )
         if set(codes) - {OK, NOT_FOUND}:
-            raise call_error("drop", codes, dead=self._dead_servers(), segment_bytes=self._config.segment_bytes)
+            raise call_error("drop", codes, dead=self._dead_servers(codes), segment_bytes=self._config.segment_bytes)
 
     def health(self) -> StoreHealth:
         if self._is_closed or self._link.ended:
@@ -230,22 +239,29 @@ class MooncakeStore(PayloadStore):
         except DataPlaneError as error:
             logger.warning("could not drop %d chunks of a failed put: %s", len(chunk_ids), error)
 
-    def _dead_servers(self) -> list[str]:
+    def _dead_servers(self, codes: Sequence[int] = ()) -> list[str]:
         """The run's servers that do not listen any more.
+
+        Args:
+            codes: of the call that failed. A connection breaks a moment before the socket of a killed process goes, so
+                with such a code among them the look is repeated for a while.
 
         Raises:
             DataPlaneClosed: the master is among them, which ends this client.
         """
-        if not is_listening(self._address.master):
+        give_up = time.monotonic() + (DYING_S if CONNECTION_BROKEN in codes else 0.0)
+        while (is_alive := is_listening(self._address.master)) and time.monotonic() < give_up:
+            time.sleep(DYING_POLL_S)
+        if not is_alive:
             self._link.ended = f"Mooncake has lost its master at {self._address.master}"
             raise DataPlaneClosed(f"{self._link.ended}; its rows are gone")
         holder = self._address.holder
         return [f"its holder at {holder}"] if holder and not is_listening(holder) else []
 
-    def _dead_holders(self, chunk_ids: Sequence[str], handles: Handles) -> list[str]:
-        """Who held the chunks and listens no more."""
+    def _dead_holders(self, chunk_ids: Sequence[str], codes: Sequence[int], handles: Handles) -> list[str]:
+        """Who held the chunks and listens no more; `codes` as in `_dead_servers`."""
         endpoints = {str(handles[chunk_id][1]) for chunk_id in chunk_ids} - {""}  # type: ignore[index]
-        return self._dead_servers() + [
+        return self._dead_servers(codes) + [
             f"a producer at {where}" for where in sorted(endpoints) if not is_listening(where)
         ]
 

@@ -20,12 +20,22 @@ from nemo_rl.errors import (
     name_some,
 )
 
-__all__ = ["MASTER_SILENT", "NOT_FOUND", "NO_SPACE", "OK", "TRANSFER_FAILED", "call_error", "read_error"]
+__all__ = [
+    "CONNECTION_BROKEN",
+    "MASTER_SILENT",
+    "NOT_FOUND",
+    "NO_SPACE",
+    "OK",
+    "TRANSFER_FAILED",
+    "call_error",
+    "read_error",
+]
 
 OK = 0
 NO_SPACE = -200
 NOT_FOUND = -704
 TRANSFER_FAILED = -800
+CONNECTION_BROKEN = -900
 MASTER_SILENT = -901
 
 
