@@ -174,8 +174,8 @@ def test_rows_of_a_dead_consumer_are_handed_out_again(plane: Plane) -> None:
     put(plane, partition, keys)
     dead = plane.attach()
     assert claim(dead, partition, 2, who="dead").keys == tuple(keys[:2])
-    dead.close()
     assert claim(plane.owner, partition, 9, who="heir").keys == tuple(keys[2:])
+    dead.close()
     heir = plane.owner.get_meta(partition, "train", ["input_ids"], 9, consumer_id="heir", timeout_s=10 * LEASE_S)
     assert heir.keys == tuple(keys[:2])
 
