@@ -241,8 +241,8 @@ class Peer:
         started = time.perf_counter()
         client.kv_batch_put(keys, partition, columns)
         rows = client.kv_batch_get(keys, partition, list(columns))
-        total = sum(float(rows[field_name].sum()) for field_name in columns)
         seconds = time.perf_counter() - started
+        total = sum(float(rows[field_name].sum()) for field_name in columns)
         assert np.isclose(total, sum(float(column.sum()) for column in columns.values()), rtol=1e-3)
         client.kv_clear(None, partition)
         return seconds
