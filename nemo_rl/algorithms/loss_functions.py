@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl.config.schema import LossConfig
+from nemo_rl.models.logprobs import negative_log_likelihood
 from nemo_rl.models.policy.interfaces import LossOutput, LossScale
 from nemo_rl.utils.metrics import Max, Mean, Min, Reduction, Sum
 
@@ -148,8 +149,7 @@ class NLLLoss:
         self, token_logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor], *, scale: LossScale
     ) -> LossOutput:
         weight_NT = token_weights(batch)
-        kept_NT = torch.where(weight_NT > 0, token_logprobs, 0.0)
-        loss = -(kept_NT * weight_NT).sum() / (scale.valid_tokens or 1.0)
+        loss = negative_log_likelihood(token_logprobs, weight_NT, total=scale.valid_tokens or 1.0)
         return LossOutput(loss=loss, metrics={"loss": Sum(loss.item()), "valid_tokens": Sum(_total(weight_NT))})
 
 

@@ -13,7 +13,14 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import FunctionCtx
 
-__all__ = ["SamplingView", "VocabShard", "filter_logits", "logprobs_from_logits", "token_logprobs"]
+__all__ = [
+    "SamplingView",
+    "VocabShard",
+    "filter_logits",
+    "logprobs_from_logits",
+    "negative_log_likelihood",
+    "token_logprobs",
+]
 
 # Float32 numbers of one chunk of logits (16 MiB): bounds what the softmax holds at one time.
 CHUNK_ELEMENTS = 4 * 1024 * 1024
@@ -87,6 +94,18 @@ def logprobs_from_logits(logits_NTV: torch.Tensor, input_ids_NT: torch.Tensor, *
     rows, width = input_ids_NT.shape
     flat = token_logprobs(logits_NTV[:, :-1].flatten(0, 1), input_ids_NT[:, 1:].flatten(), view=view)
     return torch.nn.functional.pad(flat.view(rows, width - 1), (1, 0))
+
+
+def negative_log_likelihood(logprobs: torch.Tensor, weights: torch.Tensor, *, total: float) -> torch.Tensor:
+    """-sum of w log pi / `total`; tokens of weight 0 have no part in it, whatever their log-probability is.
+
+    Args:
+        logprobs: float32, of any shape.
+        weights: of the same shape.
+        total: sum of all weights, of which these may be a part.
+    """
+    kept = torch.where(weights > 0, logprobs, 0.0)
+    return -(kept * weights).sum() / total
 
 
 class _ChunkedLogprobs(torch.autograd.Function):

@@ -59,6 +59,7 @@ ROLES = {
     "gcs": r"/gcs/gcs_server ",
     "scorer": r"scorer_child",
     "guard": r"scorer_child",
+    "forks": r"fork_server_process",
 }
 """Command lines of the processes of a run; a scorer is the child of its guard."""
 NAMED = {
@@ -72,13 +73,14 @@ NAMED = {
     "gcs": r"gcs_server|GCS",
     "scorer": r"reward|scor",
     "guard": r"reward|scor",
+    "forks": r"worker|rank \d|generation|rollout|[Ll]edger",
 }
 """What the error must speak of."""
 STAGES = {"rollout": '"event":"clear"', "train": '"event":"commit"'}
 """By the event of the ledger that comes just before."""
-STARTED_AGAIN = ("raylet", "gcs")
-"""A start of Ray that fails is repeated."""
-NOT_MISSED = (("STOP", "guard"),)
+STARTED_AGAIN = ("raylet", "gcs", "forks")
+"""A start of Ray that fails is repeated; without a fork server, workers start as Ray starts them."""
+NOT_MISSED = (("STOP", "guard"), ("STOP", "forks"))
 """Nobody waits for these: the run goes on, and must end when it is told to."""
 OF_TRANSFER_QUEUE = ("controller", "storage")
 
