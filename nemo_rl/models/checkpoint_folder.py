@@ -21,10 +21,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.errors import CheckpointError
+from nemo_rl.errors import CheckpointError, shorten
+from nemo_rl.utils.files import give_usual_modes
+from nemo_rl.utils.units import bytes_text
 
 __all__ = [
     "WRITE_ERRORS",
+    "cause_text",
     "close_part",
     "complete_or_nothing",
     "open_part",
@@ -38,6 +41,7 @@ __all__ = [
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError, CheckpointException)
 """What writing a folder raises when disk or permissions are at fault."""
 
+MAX_CAUSE_CHARACTERS = 300
 INDEX_FILE = ".metadata"
 _METADATA, _STORAGE = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _PLANNER = "torch.distributed.checkpoint.planner"
@@ -77,7 +81,7 @@ def complete_or_nothing(folder: Path) -> Iterator[Path]:
     try:
         yield target
     except WRITE_ERRORS as error:
-        problem = f"{type(error).__name__}: {error}"
+        problem = cause_text(error)
     close_part(folder, problem)
 
 
@@ -110,6 +114,7 @@ def close_part(folder: Path, problem: str | None) -> None:
     try:
         raise_together(problem, folder, doing="write")
         if is_writer:
+            give_usual_modes(target)
             shutil.rmtree(folder, ignore_errors=True)
             target.rename(folder)
     finally:
@@ -129,12 +134,22 @@ def raise_together(problem: str | None, folder: Path, *, doing: Literal["write",
     """
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
-    advice = "earlier checkpoints stay valid. Free disk space or change checkpointing.checkpoint_dir"
-    if doing == "read":
-        advice = "resume from another checkpoint, or start afresh in another checkpointing.checkpoint_dir"
+    advice = "resume from another checkpoint, or start afresh in another checkpointing.checkpoint_dir"
+    if doing == "write":
+        free = shutil.disk_usage(next(parent for parent in folder.absolute().parents if parent.exists())).free
+        advice = f"{bytes_text(free)} of disk are free there; earlier checkpoints stay valid"
     for rank, text in enumerate(problems):
         if text is not None:
             raise CheckpointError(f"checkpoint {str(folder)!r}: rank {rank} could not {doing} it: {text}; {advice}")
+
+
+def cause_text(error: BaseException) -> str:
+    """What went wrong, in one line that is not too long."""
+    if isinstance(error, CheckpointException):
+        # Its own text is the traceback of every rank.
+        error = next(iter(error.failures.values()))[0]
+    # A missing tensor comes with the names of all others.
+    return f"{type(error).__name__}: {shorten(' '.join(str(error).split()), limit=MAX_CAUSE_CHARACTERS)}"
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -184,8 +184,11 @@ class FolderWeights:
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
+            path = self._folder / file
             with boundary(ModelFolderError, f"{self.where}: {file} cannot be read"):
-                self._files[file] = safe_open(str(self._folder / file), framework="pt", device="cpu")
+                # safetensors says of a file without permission that it does not exist.
+                path.open("rb").close()
+                self._files[file] = safe_open(str(path), framework="pt", device="cpu")
         return self._files[file]
 
     def _join_names(self, stored_names: Iterable[str]) -> dict[str, _Stored]:

@@ -31,6 +31,7 @@ from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingPara
 from nemo_rl.models.generation.torch_engine import TorchEngine
 from nemo_rl.models.logprobs import SamplingView, negative_log_likelihood, token_logprobs
 from nemo_rl.models.starter_tasks import StarterConfig, StarterTask
+from nemo_rl.utils.files import give_usual_modes
 
 __all__ = ["StarterReport", "make_starter", "prompt_ids", "sampled_accuracy"]
 
@@ -63,6 +64,7 @@ def make_starter(folder: Path, task: StarterTask, *, config: StarterConfig) -> S
     part.mkdir(parents=True)
     model.save_pretrained(str(part))
     tokenizer.save_pretrained(str(part))
+    give_usual_modes(part)
     shutil.rmtree(folder, ignore_errors=True)
     part.rename(folder)
     return report

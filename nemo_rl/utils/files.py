@@ -1,15 +1,13 @@
-"""Atomic file replacement: written to a temporary name, then renamed.
-
-Called by whatever leaves files for people or for a later run.
-"""
+"""Files for people and for later runs: replaced at once or not at all, and readable by whom the umask says."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["replace_file", "write_text"]
+__all__ = ["give_usual_modes", "replace_file", "write_text"]
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> Path:
@@ -28,3 +26,19 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> Path:
 def write_text(path: Path, text: str) -> Path:
     """`path` holds `text`, or what it held before."""
     return replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def give_usual_modes(folder: Path) -> None:
+    """Files under `folder` get the mode that `open` gives; those of safetensors are for their owner alone."""
+    mode = 0o666 & ~_umask()
+    for path in folder.rglob("*"):
+        # File systems that know no modes have no use for one.
+        with suppress(OSError):
+            if path.is_file() and not path.is_symlink():
+                path.chmod(mode)
+
+
+def _umask() -> int:
+    """Of this process; os.umask can only be asked by changing it, for all threads."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1], 8) for line in lines if line.startswith("Umask:"))

@@ -21,6 +21,8 @@ from rich.panel import Panel as RichPanel
 from rich.table import Table
 from rich.text import Text
 
+from nemo_rl.utils.units import bytes_text
+
 __all__ = ["Panel", "StepReport", "duration_text", "final_lines", "step_line"]
 
 # Rewards drawn in the panel, as far as the terminal is wide enough.
@@ -206,7 +208,7 @@ def final_lines(
         head = f"validation {measure} {last_reward:.2f} after {num_steps} steps, {seconds:.0f} s"
     else:
         head = f"{num_steps} steps, {seconds:.0f} s, without validation"
-    facts = {"peak memory": f"{_bytes_text(peak_bytes)}, all processes on this machine", **paths}
+    facts = {"peak memory": f"{bytes_text(peak_bytes)}, all processes on this machine", **paths}
     width = max(map(len, facts))
     return [head, *(f"  {name:<{width}}  {fact}" for name, fact in facts.items())]
 
@@ -227,15 +229,8 @@ def _stage_names(report: StepReport) -> list[str]:
 def _stage_text(report: StepReport, name: str) -> str:
     seconds, moved = report.stage_seconds.get(name), report.stage_bytes.get(name)
     parts = [f"{seconds:.2f}s"] if seconds is not None else []
-    parts += [_bytes_text(moved)] if moved is not None else []
+    parts += [bytes_text(moved)] if moved is not None else []
     return "/".join(parts)
-
-
-def _bytes_text(count: int) -> str:
-    for limit, unit in ((1024, "B"), (1024**2, "KiB"), (1024**3, "MiB")):
-        if count < limit:
-            return f"{count / (limit // 1024):.0f}{unit}"
-    return f"{count / 1024**3:.1f}GiB"
 
 
 def _curve(values: Sequence[float]) -> str:
@@ -277,6 +272,6 @@ def _stage_table(report: StepReport) -> Table:
     for name in _stage_names(report):
         seconds, moved = report.stage_seconds.get(name), report.stage_bytes.get(name)
         table.add_row(
-            name, f"{seconds:.2f}" if seconds is not None else "", _bytes_text(moved) if moved is not None else ""
+            name, f"{seconds:.2f}" if seconds is not None else "", bytes_text(moved) if moved is not None else ""
         )
     return table

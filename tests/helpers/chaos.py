@@ -65,7 +65,7 @@ ROLES = {
 NAMED = {
     "policy": r"policy worker|rank \d",
     "engine": r"generation",
-    "rollout": r"rollout",
+    "rollout": r"rollout|owner \S+:\d+\S* is gone",
     "ledger": r"[Ll]edger",
     "controller": r"TransferQueue",
     "storage": r"StorageUnit",

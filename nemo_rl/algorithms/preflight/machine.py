@@ -16,6 +16,7 @@ from nemo_rl.data_plane.adapters.mooncake_master import check_installed
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.memory import available_bytes
 from nemo_rl.utils.run_lock import lock_problem
+from nemo_rl.utils.units import bytes_text
 
 __all__ = [
     "check_checkpoint",
@@ -27,7 +28,6 @@ __all__ = [
     "check_run_folder",
 ]
 
-GIB = 2**30
 WORKERS_PER_CORE, FEW_WORKERS = 16, 64
 """More processes than that on a core are a slip; on any machine so many are believed."""
 PARAMETER_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 4
@@ -106,7 +106,7 @@ def check_disk(subject: Subject) -> list[str]:
     log_dir = nearest_folder(config.logger.log_dir)
     free = shutil.disk_usage(log_dir).free
     if free < LOG_BYTES:
-        lines.append(f"logger.log_dir: {log_dir} has {free / 2**20:.0f} MiB free; free some, or choose another folder")
+        lines.append(f"logger.log_dir: {log_dir} has {bytes_text(free)} free; free some, or choose another folder")
     if not config.checkpointing.enabled:
         return lines
     folder = nearest_folder(config.checkpoint_dir)
@@ -114,8 +114,8 @@ def check_disk(subject: Subject) -> list[str]:
     needed, free = subject.num_parameters * (PARAMETER_BYTES + states), shutil.disk_usage(folder).free
     if needed > free:
         lines.append(
-            f"checkpointing.checkpoint_dir: a checkpoint has about {needed / GIB:.1f} GiB, {folder} has "
-            f"{free / GIB:.1f} GiB free; free some, choose another folder, or set checkpointing.enabled=false"
+            f"checkpointing.checkpoint_dir: a checkpoint has about {bytes_text(needed)}, {folder} has "
+            f"{bytes_text(free)} free; free some, choose another folder, or set checkpointing.enabled=false"
         )
     return lines
 
@@ -166,7 +166,7 @@ def _optimizer_bytes(policy: PolicyConfig) -> int:
 
 def _no_room(what: str, needed: int, have: int, count: int) -> str:
     return (
-        f"policy.model_name: {count:,} parameters need at least {needed / GIB:.1f} GiB of {what} for weights, "
-        f"gradients, optimizer and engines, {have / GIB:.1f} GiB are there; take a smaller model, or "
+        f"policy.model_name: {count:,} parameters need at least {bytes_text(needed)} of {what} for weights, "
+        f"gradients, optimizer and engines, {bytes_text(have)} are there; take a smaller model, or "
         "fewer engines"
     )

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from nemo_rl.errors import CheckpointError
 from nemo_rl.models.checkpoint_folder import (
     WRITE_ERRORS,
+    cause_text,
     close_part,
     open_part,
     raise_together,
@@ -55,7 +55,6 @@ __all__ = ["PendingSave", "load_optimizer", "save_optimizer"]
 
 FORMAT, FORMAT_VERSION = "torch_dist", 1
 STATE_FILE = "trainer_state.json"
-MAX_CAUSE_CHARACTERS = 300
 READ_ERRORS = (
     *WRITE_ERRORS,
     AssertionError,
@@ -88,7 +87,7 @@ class PendingSave:
         try:
             self.writers.close()
         except (*WRITE_ERRORS, CheckpointingException) as error:
-            problem = _text(error)
+            problem = cause_text(error)
         close_part(self.folder, problem)
 
 
@@ -122,7 +121,7 @@ def save_optimizer(
             _write(shards, target)
         _write_own(target, trainer_state, optimizer)
     except (*WRITE_ERRORS, CheckpointingException) as error:
-        problem = _text(error)
+        problem = cause_text(error)
     if writers is None:
         close_part(folder, problem)
         return None
@@ -152,7 +151,7 @@ def load_optimizer(model: MegatronModel, optimizer: PolicyOptimizer, folder: Pat
         states = torch.load(own, weights_only=True) if document["world_size"] == dist.get_world_size() else None
         refuse_code(folder)
     except READ_ERRORS as error:
-        problem = _text(error)
+        problem = cause_text(error)
     raise_together(problem, folder, doing="read")
     try:
         places = _Places.of(model, optimizer, is_loading=True)
@@ -167,7 +166,7 @@ def load_optimizer(model: MegatronModel, optimizer: PolicyOptimizer, folder: Pat
             set_random_state(states["torch"])
             get_cuda_rng_tracker().set_states(states["megatron"])
     except READ_ERRORS as error:
-        problem = _text(error)
+        problem = cause_text(error)
     raise_together(problem, folder, doing="read")
     return trainer_state
 
@@ -256,12 +255,3 @@ def _write_own(target: Path, trainer_state: dict[str, float], optimizer: PolicyO
 
 def _random_file(folder: Path) -> Path:
     return folder / f"random_state_{dist.get_rank()}.pt"
-
-
-def _text(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):
-        # Its own text is the traceback of every rank.
-        error = next(iter(error.failures.values()))[0]
-    text = f"{type(error).__name__}: {error}"
-    # A missing tensor comes with the names of all others.
-    return text if len(text) <= MAX_CAUSE_CHARACTERS else f"{text[:MAX_CAUSE_CHARACTERS]} ..."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,6 +49,22 @@ def test_a_folder_is_replaced_when_all_is_written_and_left_alone_otherwise(tmp_p
         (target / "more").write_text("third")
     assert [path.name for path in folder.iterdir()] == ["more"]
     assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
+
+
+def test_a_write_that_the_system_stops_is_told_in_one_line(tmp_path: Path) -> None:
+    """torch's own error has the traceback of every rank in its text."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        with (
+            pytest.raises(CheckpointError, match=r"rank 0 could not write it: .* of disk are free") as caught,
+            complete_or_nothing(tmp_path / "step_1") as target,
+        ):
+            state_dict_saver.save({"weights": torch.zeros(1 << 16)}, checkpoint_id=target)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "Traceback" not in str(caught.value) and "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
 
 
 def test_tensors_and_plain_values_are_read(tmp_path: Path) -> None:
