@@ -21,7 +21,7 @@ from nemo_rl.config.schema import LossConfig
 from nemo_rl.data.datasets import RawPrompt
 from nemo_rl.data.thinking import final_answer
 from nemo_rl.data.tokenizer import load_tokenizer
-from nemo_rl.data_plane.ragged import values_of
+from nemo_rl.data_plane.chunks.ragged import values_of
 from nemo_rl.data_plane.route_shape import dummy_route
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.packing import plan_packs

@@ -20,10 +20,10 @@ from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.config.parts import STORES
 from nemo_rl.data_plane.address import DataPlaneAddress, LedgerAddress
 from nemo_rl.data_plane.attach_file import AttachPoint, write_attach_file
-from nemo_rl.data_plane.client import LedgerClient
+from nemo_rl.data_plane.client.ledger_client import LedgerClient
 from nemo_rl.data_plane.interfaces import DataPlaneClient
-from nemo_rl.data_plane.ledger_host import InProcessHost, LedgerHost, LedgerService, build_service
-from nemo_rl.data_plane.ledger_host_socket import LedgerServer, SocketLedgerHost
+from nemo_rl.data_plane.ledger.host import InProcessHost, LedgerHost, LedgerService, build_service
+from nemo_rl.data_plane.ledger.host_socket import LedgerServer, SocketLedgerHost
 from nemo_rl.data_plane.stores import forget_store, impl_of, join_store, start_store
 from nemo_rl.errors import ConfigError, DataPlaneClosed, DataPlaneError, name_some
 from nemo_rl.utils.start_up import DEFAULT_START, StartUp
@@ -178,7 +178,7 @@ def _own_host(
 ) -> LedgerHost:
     kind = _host_kind(config)
     if kind == "ray_actor":
-        from nemo_rl.data_plane.ledger_host_ray import RayLedgerHost  # noqa: PLC0415 - Ray is optional here
+        from nemo_rl.data_plane.ledger.host_ray import RayLedgerHost  # noqa: PLC0415 - Ray is optional here
 
         return RayLedgerHost.start(config, run_id=run_id, validate=validate, log_dir=log_dir, start=start)
     service = build_service(config, run_id=run_id, validate=validate, log_dir=log_dir)
@@ -201,7 +201,7 @@ def _open_to_onlookers(log_dir: Path, ledger: LedgerAddress, at_end: ExitStack) 
 
 def _join_host(address: LedgerAddress) -> LedgerHost:
     if address.kind == "ray_actor":
-        from nemo_rl.data_plane.ledger_host_ray import RayLedgerHost  # noqa: PLC0415 - Ray is optional here
+        from nemo_rl.data_plane.ledger.host_ray import RayLedgerHost  # noqa: PLC0415 - Ray is optional here
 
         return RayLedgerHost.join(address)
     if address.kind == "socket":

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl.config.router_replay import RouterReplayConfig
-from nemo_rl.data_plane.ragged import lengths_of, nest, values_of
+from nemo_rl.data_plane.chunks.ragged import lengths_of, nest, values_of
 from nemo_rl.data_plane.route_shape import MISSING, bound_bits_per_token, dummy_route
 from nemo_rl.data_plane.routed_experts import encode_routes, validate_routes, wire_bytes
 from nemo_rl.errors import WorkerError, name_some

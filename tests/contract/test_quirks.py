@@ -13,7 +13,7 @@ import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from nemo_rl.data_plane.ragged import nest
+from nemo_rl.data_plane.chunks.ragged import nest
 from nemo_rl.data_plane.schema import extra_field
 from nemo_rl.errors import FieldNotProduced, KeysNotFound, SchemaMismatch
 from tests.helpers.planes import Plane, ids_column, keys_of, rows_of

@@ -8,8 +8,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from nemo_rl.data_plane.chunks.ragged import nest
 from nemo_rl.data_plane.factory import open_step
-from nemo_rl.data_plane.ragged import nest
 from nemo_rl.data_plane.route_shape import MISSING, RouteShape
 from nemo_rl.data_plane.routed_experts import decode_routes, encode_routes
 from nemo_rl.data_plane.schema import extra_field

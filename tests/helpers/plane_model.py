@@ -14,8 +14,8 @@ from typing import TypeAlias
 import pytest
 import torch
 
+from nemo_rl.data_plane.chunks.ragged import nest
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
-from nemo_rl.data_plane.ragged import nest
 from nemo_rl.data_plane.schema import extra_field
 from nemo_rl.errors import (
     DataPlaneError,

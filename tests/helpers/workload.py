@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from nemo_rl.data_plane.chunks.ragged import nest
 from nemo_rl.data_plane.interfaces import DataPlaneClient
-from nemo_rl.data_plane.ragged import nest
 from nemo_rl.data_plane.schema import extra_field
 from nemo_rl.errors import KeysNotFound, LeaseExpired
 from tests.helpers.planes import Plane

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_rl.data_plane.chunks.ragged import materialize, nest
 from nemo_rl.data_plane.interfaces import DataPlaneClient
-from nemo_rl.data_plane.ragged import materialize, nest
 from nemo_rl.data_plane.schema import extra_field
 from tests.helpers.planes import open_plane, rows_of
 

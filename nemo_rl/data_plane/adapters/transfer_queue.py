@@ -52,8 +52,8 @@ from nemo_rl.data_plane.adapters.transfer_queue_service import (
     stopped_actors,
     wait_for_cpus,
 )
+from nemo_rl.data_plane.chunks.ragged import nest
 from nemo_rl.data_plane.interfaces import Handles, Parts, PayloadStore, StoreHealth
-from nemo_rl.data_plane.ragged import nest
 from nemo_rl.distributed.liveness import ProcessIdentity
 from nemo_rl.errors import (
     CapacityExceeded,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from nemo_rl.data_plane.ragged import (
+from nemo_rl.data_plane.chunks.ragged import (
     is_packed,
     lengths_of,
     materialize,

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.config.router_replay import RouterReplayConfig
+from nemo_rl.data_plane.chunks.columns import check_columns
+from nemo_rl.data_plane.chunks.ragged import lengths_of, nest, values_of
 from nemo_rl.data_plane.codec import encode_rows
-from nemo_rl.data_plane.columns import check_columns
-from nemo_rl.data_plane.ragged import lengths_of, nest, values_of
 from nemo_rl.data_plane.route_shape import (
     MISSING,
     RouteShape,

@@ -13,7 +13,7 @@ from nemo_rl.algorithms.loss_functions import ClippedPGLoss
 from nemo_rl.algorithms.stages import build_stages, written_fields
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
-from nemo_rl.data_plane.ragged import lengths_of, values_of
+from nemo_rl.data_plane.chunks.ragged import lengths_of, values_of
 from nemo_rl.data_plane.route_shape import RouteShape
 from nemo_rl.data_plane.routed_experts import decode_routes
 from nemo_rl.data_plane.schema import ROUTE_FIELDS

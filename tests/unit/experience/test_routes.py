@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.config.router_replay import RouterReplayConfig
-from nemo_rl.data_plane.ragged import nest, values_of
+from nemo_rl.data_plane.chunks.ragged import nest, values_of
 from nemo_rl.data_plane.route_shape import MISSING, RouteShape
 from nemo_rl.data_plane.routed_experts import decode_routes
 from nemo_rl.errors import SchemaMismatch, WorkerError

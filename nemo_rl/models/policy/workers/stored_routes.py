@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.config.router_replay import RouterReplayConfig
+from nemo_rl.data_plane.chunks.ragged import lengths_of, to_nested_by_length, values_of
+from nemo_rl.data_plane.client.shard_reads import ShardReads
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
-from nemo_rl.data_plane.ragged import lengths_of, to_nested_by_length, values_of
 from nemo_rl.data_plane.routed_experts import decode_routes, encode_routes
 from nemo_rl.data_plane.schema import LP_SEED_FIELDS, ROUTE_FIELDS
-from nemo_rl.data_plane.shard_reads import ShardReads
 from nemo_rl.data_plane.worker_mixin import ReplicaView
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import scatter_from_leader

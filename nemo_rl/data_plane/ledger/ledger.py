@@ -1,8 +1,8 @@
 """The ledger: the single source of truth about rows. A pure state machine without I/O, threads or clocks.
 
-A host (`ledger_host`, `ledger_host_ray`, `ledger_host_socket`) serialises the calls and passes `now`. Requests and
-replies are plain values that msgpack carries, so one dispatcher, `Ledger.handle`, serves all hosts. Every operation
-checks everything before it changes anything: a refused commit leaves no trace.
+A host (`host`, `host_ray`, `host_socket`) serialises the calls and passes `now`. Requests and replies are plain values
+that msgpack carries, so one dispatcher, `Ledger.handle`, serves all hosts. Every operation checks everything before it
+changes anything: a refused commit leaves no trace.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-from nemo_rl.data_plane import ledger_claims
-from nemo_rl.data_plane.ledger_capacity import Capacity, Demand
-from nemo_rl.data_plane.ledger_events import EventSink, Recorder, explain_row
-from nemo_rl.data_plane.ledger_reads import locate
-from nemo_rl.data_plane.ledger_state import (
+from nemo_rl.data_plane.ledger import claims as claim_rules
+from nemo_rl.data_plane.ledger.capacity import Capacity, Demand
+from nemo_rl.data_plane.ledger.events import EventSink, Recorder, explain_row
+from nemo_rl.data_plane.ledger.reads import locate
+from nemo_rl.data_plane.ledger.state import (
     Chunk,
     FamilyColumn,
     Lease,
@@ -192,7 +192,7 @@ class Ledger:
         chunks = _records(args, "chunks")
         self._capacity.blocked_s += _seconds(args, "waited_s")
         layouts = _check_layouts(partition, keys, chunks, args["lengths"])
-        ledger_claims.check_held(partition, keys, ledger_claims.parse(args["claims"]), now=now)
+        claim_rules.check_held(partition, keys, claim_rules.parse(args["claims"]), now=now)
         if not args["may_create"]:
             _check_present(partition, keys)
         nbytes = sum([_number(record, "nbytes") for record in chunks])
@@ -216,7 +216,7 @@ class Ledger:
         for record in chunks:
             dropped += self._attach(partition, keys, record, version=versions[_text(record, "family")])
         fields = frozenset().union(*written.values())
-        ledger_claims.finish_written(partition, keys, fields)
+        claim_rules.finish_written(partition, keys, fields)
         self._capacity.mark(partition)
         if self._record.is_on:
             self._record("commit", args, keys, now, rows=partition.rows, fields=sorted(fields), nbytes=nbytes)
@@ -324,9 +324,9 @@ class Ledger:
         cursor = self._cursor(partition, task_name)
         self._expire(partition, task_name, cursor, now)
         needed = partition.by_family(_texts(args, "fields"))
-        keys = ledger_claims.pick_rows(partition, cursor, needed=needed, batch_size=_number(args, "batch_size"))
+        keys = claim_rules.pick_rows(partition, cursor, needed=needed, batch_size=_number(args, "batch_size"))
         if not keys:
-            return {"keys": [], "why": ledger_claims.explain(partition, cursor, needed=needed, now=now)}
+            return {"keys": [], "why": claim_rules.explain(partition, cursor, needed=needed, now=now)}
         self._num_claims += 1
         lease = Lease(
             claim_id=self._num_claims,
@@ -347,14 +347,14 @@ class Ledger:
             "lease_s": self._lease_s,
             "lengths": None if None in lengths else lengths,
             "tags": partition.tags_of(keys),
-            "versions": ledger_claims.versions_of(partition, keys, needed),
+            "versions": claim_rules.versions_of(partition, keys, needed),
         }
 
     def _release(self, args: Args, now: float) -> Reply:
         partition, task_name = self._partition(args), _text(args, "task")
         keys, cursor = _texts(args, "keys"), self._cursor(partition, task_name)
-        claims = ledger_claims.parse(args["claims"])
-        finished = ledger_claims.release(partition, task_name, keys=keys, claims=claims, now=now)
+        claims = claim_rules.parse(args["claims"])
+        finished = claim_rules.release(partition, task_name, keys=keys, claims=claims, now=now)
         for key in finished:
             cursor.finish(key)
         self._record("release", args, finished, now, rows=partition.rows, task=task_name)

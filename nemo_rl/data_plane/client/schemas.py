@@ -1,4 +1,4 @@
-"""What one client knows about the declared columns of partitions. Used by `client`.
+"""What one client knows about the declared columns of partitions. Used by `ledger_client`.
 
 The one invariant: a call that fails because its partition was dropped and declared anew is made again with the new
 declaration, so a client never has to be told.
@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from nemo_rl.data_plane.client_link import Call, ClientLink
-from nemo_rl.data_plane.ledger import Reply
+from nemo_rl.data_plane.client.link import Call, ClientLink
+from nemo_rl.data_plane.ledger.ledger import Reply
 from nemo_rl.data_plane.schema import FieldSpec, spec_from_record
 from nemo_rl.errors import SchemaMismatch
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 
 from nemo_rl.data_plane.batch_meta import KVBatchMeta, Version
+from nemo_rl.data_plane.chunks.ragged import object_rows
 from nemo_rl.data_plane.interfaces import DataPlaneClient
-from nemo_rl.data_plane.ragged import object_rows
 from nemo_rl.distributed.collectives import Fields
 
 __all__ = ["ShardCache", "ShardReads"]

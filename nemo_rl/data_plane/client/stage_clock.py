@@ -1,4 +1,4 @@
-"""Where the time of a client's calls goes: encode, store, ledger, build. Used by `client`, read by benchmarks."""
+"""Where the time of a client's calls goes: encode, store, ledger, build. Used by `link`, read by benchmarks."""
 
 from __future__ import annotations
 

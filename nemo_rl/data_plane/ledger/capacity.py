@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from nemo_rl.data_plane.ledger_state import Chunk, Partition, Piece
+from nemo_rl.data_plane.ledger.state import Chunk, Partition, Piece
 from nemo_rl.errors import CapacityExceeded
 
 __all__ = ["Capacity", "Demand", "Reservation"]

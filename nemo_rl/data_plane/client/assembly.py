@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from nemo_rl.data_plane.chunks.columns import Lengths
 from nemo_rl.data_plane.codec import ChunkReader, Run, gather, gather_padded
-from nemo_rl.data_plane.columns import Lengths
 from nemo_rl.data_plane.interfaces import Parts
-from nemo_rl.data_plane.ledger import Reply
+from nemo_rl.data_plane.ledger.ledger import Reply
 from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 

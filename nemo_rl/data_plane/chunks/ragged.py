@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from nemo_rl.data_plane.dense import pad_rows
+from nemo_rl.data_plane.chunks.dense import pad_rows
+from nemo_rl.data_plane.chunks.tables import is_object_stack, is_object_value, is_table
 from nemo_rl.data_plane.schema import TOKEN_ALIGNED_FIELDS
-from nemo_rl.data_plane.tables import is_object_stack, is_object_value, is_table
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, Column
 from nemo_rl.errors import SchemaMismatch, name_some
 

@@ -1,6 +1,6 @@
 """Where a ledger lives: the protocol of its hosts, and the host inside this process.
 
-`client.LedgerClient` talks to a `LedgerHost`. Every call ends by its deadline, and a host raises only errors of the
+`LedgerClient` talks to a `LedgerHost`. Every call ends by its deadline, and a host raises only errors of the
 data plane: what the ledger refused, `DataPlaneTimeout` when it is slow, `DataPlaneClosed` when it is gone.
 """
 
@@ -14,9 +14,9 @@ from typing import Protocol
 
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.address import Handles, LedgerAddress
-from nemo_rl.data_plane.event_log import EVENTS_FILE, EventLog
-from nemo_rl.data_plane.ledger import Args, Ledger, Reply
-from nemo_rl.data_plane.ledger_events import EventSink
+from nemo_rl.data_plane.ledger.event_log import EVENTS_FILE, EventLog
+from nemo_rl.data_plane.ledger.events import EventSink
+from nemo_rl.data_plane.ledger.ledger import Args, Ledger, Reply
 from nemo_rl.errors import DataPlaneClosed, DataPlaneTimeout, from_record
 
 __all__ = ["InProcessHost", "LedgerHost", "LedgerService", "build_ledger", "build_service", "read_reply"]

@@ -1,4 +1,4 @@
-"""Who keeps Ray objects alive: references by chunk id, in the ledger's actor. Used by `ledger_host_ray`.
+"""Who keeps Ray objects alive: references by chunk id, in the ledger's actor. Used by `host_ray`.
 
 Producers send references without waiting, so one may arrive after its chunk was read for, or even freed: the order in
 which `hold` and `let_go` arrive does not matter.

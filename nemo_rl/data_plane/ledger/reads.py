@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from nemo_rl.data_plane.ledger_state import Chunk, FamilyColumn, Partition
+from nemo_rl.data_plane.ledger.state import Chunk, FamilyColumn, Partition
 from nemo_rl.errors import FieldNotProduced, VersionMismatch, name_some
 
 __all__ = ["locate"]

@@ -20,18 +20,19 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from nemo_rl.data_plane.address import DataPlaneAddress
-from nemo_rl.data_plane.assembly import Located, assemble, assemble_padded
-from nemo_rl.data_plane.backpressure import FIRST_POLL_S, LONGEST_POLL_S
 from nemo_rl.data_plane.batch_meta import KVBatchMeta, Version
-from nemo_rl.data_plane.client_link import Call, ClientLink, names_of, plain_versions, versions_of
-from nemo_rl.data_plane.client_reads import RowReader
-from nemo_rl.data_plane.client_schemas import Declaration, SchemaCache
-from nemo_rl.data_plane.client_writes import RowFacts, RowWriter
-from nemo_rl.data_plane.columns import check_columns, check_keys, check_tags, token_lengths
+from nemo_rl.data_plane.chunks.columns import check_columns, check_keys, check_tags, token_lengths
+from nemo_rl.data_plane.chunks.tags import Tags, TagTable, TagValue
+from nemo_rl.data_plane.client.assembly import Located, assemble, assemble_padded
+from nemo_rl.data_plane.client.backpressure import FIRST_POLL_S, LONGEST_POLL_S
+from nemo_rl.data_plane.client.leases import LeaseKeeper
+from nemo_rl.data_plane.client.link import Call, ClientLink, names_of, plain_versions, versions_of
+from nemo_rl.data_plane.client.reads import RowReader
+from nemo_rl.data_plane.client.schemas import Declaration, SchemaCache
+from nemo_rl.data_plane.client.writes import RowFacts, RowWriter
 from nemo_rl.data_plane.interfaces import Columns, DataPlaneClient, PayloadStore
-from nemo_rl.data_plane.leases import LeaseKeeper
-from nemo_rl.data_plane.ledger import Args, Reply
-from nemo_rl.data_plane.ledger_host import LedgerHost
+from nemo_rl.data_plane.ledger.host import LedgerHost
+from nemo_rl.data_plane.ledger.ledger import Args, Reply
 from nemo_rl.data_plane.schema import (
     FieldSpec,
     resolve_fields,
@@ -39,7 +40,6 @@ from nemo_rl.data_plane.schema import (
     stage_of_task,
     writes_of,
 )
-from nemo_rl.data_plane.tags import Tags, TagTable, TagValue
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import (
     DataPlaneTimeout,

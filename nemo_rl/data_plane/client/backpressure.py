@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nemo_rl.data_plane.ledger import Args, Reply
+from nemo_rl.data_plane.ledger.ledger import Args, Reply
 from nemo_rl.errors import CapacityExceeded
 
 __all__ = ["FIRST_POLL_S", "LONGEST_POLL_S", "RoomWait"]

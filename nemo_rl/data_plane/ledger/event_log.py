@@ -1,6 +1,6 @@
 """`data_plane_events.jsonl`: what happened to every row of a run, one JSON line per event.
 
-`ledger_host.build_service` gives an `EventLog` to the ledger; `nemo-rl data-plane` reads the file, during the run
+`host.build_service` gives an `EventLog` to the ledger; `nemo-rl data-plane` reads the file, during the run
 and after it. The thread of the ledger only queues an event; another one makes its keys compact and writes it.
 """
 
@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from nemo_rl.data_plane.ledger_events import Event
-from nemo_rl.data_plane.wire import split_key
+from nemo_rl.data_plane.chunks.wire import split_key
+from nemo_rl.data_plane.ledger.events import Event
 
 __all__ = ["EVENTS_FILE", "EventLog", "compact_keys", "expand_keys", "names_key", "read_events"]
 

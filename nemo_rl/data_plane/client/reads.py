@@ -1,4 +1,4 @@
-"""The reading half of a client: locate, fetch, build. Used by `client`.
+"""The reading half of a client: locate, fetch, build. Used by `ledger_client`.
 
 The one invariant: what is returned was live, whole and of one version at one moment; a read that meets a rewrite or a
 clear asks the ledger again.
@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from nemo_rl.data_plane.assembly import Located
-from nemo_rl.data_plane.backpressure import FIRST_POLL_S, LONGEST_POLL_S
-from nemo_rl.data_plane.client_link import Call, ClientLink, names_of
+from nemo_rl.data_plane.client.assembly import Located
+from nemo_rl.data_plane.client.backpressure import FIRST_POLL_S, LONGEST_POLL_S
+from nemo_rl.data_plane.client.link import Call, ClientLink, names_of
 from nemo_rl.data_plane.interfaces import Parts
-from nemo_rl.data_plane.ledger import Args, Reply
+from nemo_rl.data_plane.ledger.ledger import Args, Reply
 from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.errors import KeysNotFound, PayloadLost
 

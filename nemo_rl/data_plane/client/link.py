@@ -1,6 +1,6 @@
 """`ClientLink`: one client's way to its ledger and its store. Calls have deadlines, errors say whose they are.
 
-Used by `client`, `client_writes` and `client_reads`. The one invariant: nothing reaches the host or the store after
+Used by `ledger_client`, `writes` and `reads`. The one invariant: nothing reaches the host or the store after
 `end`, and no call outlives its deadline.
 """
 
@@ -16,12 +16,12 @@ from typing import TypeVar
 
 from nemo_rl.data_plane.address import DataPlaneAddress, Handles
 from nemo_rl.data_plane.batch_meta import Version
+from nemo_rl.data_plane.client.stage_clock import StageClock
+from nemo_rl.data_plane.client.stage_context import current_stage
 from nemo_rl.data_plane.interfaces import PayloadStore
 from nemo_rl.data_plane.labels import chunk_id, client_label
-from nemo_rl.data_plane.ledger import Args, Reply
-from nemo_rl.data_plane.ledger_host import LedgerHost
-from nemo_rl.data_plane.stage_clock import StageClock
-from nemo_rl.data_plane.stage_context import current_stage
+from nemo_rl.data_plane.ledger.host import LedgerHost
+from nemo_rl.data_plane.ledger.ledger import Args, Reply
 from nemo_rl.errors import DataPlaneClosed, DataPlaneError, DataPlaneTimeout, PayloadLost
 
 __all__ = ["Call", "ClientLink", "names_of", "plain_versions", "versions_of"]

@@ -19,8 +19,8 @@ from collections.abc import Mapping
 import msgpack
 
 from nemo_rl.data_plane.address import Handles, LedgerAddress
-from nemo_rl.data_plane.ledger import Args, Reply
-from nemo_rl.data_plane.ledger_host import LedgerService, read_reply
+from nemo_rl.data_plane.ledger.host import LedgerService, read_reply
+from nemo_rl.data_plane.ledger.ledger import Args, Reply
 from nemo_rl.errors import DataPlaneClosed, DataPlaneError, DataPlaneTimeout, to_record
 
 __all__ = ["LedgerServer", "SocketLedgerHost"]

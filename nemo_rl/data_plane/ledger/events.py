@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-from nemo_rl.data_plane.ledger_state import Partition, Row, TaskCursor
+from nemo_rl.data_plane.ledger.state import Partition, Row, TaskCursor
 
 __all__ = ["Event", "EventSink", "Recorder", "explain_row"]
 

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from nemo_rl.data_plane.tags import Tags, TagTable, TagValue
+from nemo_rl.data_plane.chunks.tags import Tags, TagTable, TagValue
 
 __all__ = ["Packed", "pack_rows", "packed_size", "pickled_size", "split_key", "unpack_rows"]
 

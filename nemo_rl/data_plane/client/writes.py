@@ -1,4 +1,4 @@
-"""The writing half of a client: reserve capacity, encode chunks, store them, commit. Used by `client`.
+"""The writing half of a client: reserve capacity, encode chunks, store them, commit. Used by `ledger_client`.
 
 The one invariant: rows become visible by the commit that follows a complete store put, all of them or none.
 """
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from nemo_rl.data_plane.address import Handles
-from nemo_rl.data_plane.backpressure import RoomWait
 from nemo_rl.data_plane.batch_meta import Version
-from nemo_rl.data_plane.client_link import Call, ClientLink, names_of, versions_of
+from nemo_rl.data_plane.chunks.columns import FlatColumn
+from nemo_rl.data_plane.chunks.tags import TagTable
+from nemo_rl.data_plane.client.backpressure import RoomWait
+from nemo_rl.data_plane.client.leases import LeaseKeeper
+from nemo_rl.data_plane.client.link import Call, ClientLink, names_of, versions_of
 from nemo_rl.data_plane.codec import EncodedChunk, encode_rows
-from nemo_rl.data_plane.columns import FlatColumn
-from nemo_rl.data_plane.leases import LeaseKeeper
-from nemo_rl.data_plane.ledger import Args
-from nemo_rl.data_plane.tags import TagTable
+from nemo_rl.data_plane.ledger.ledger import Args
 from nemo_rl.errors import CapacityExceeded, DataPlaneError, DataPlaneTimeout
 
 __all__ = ["RowFacts", "RowWriter"]

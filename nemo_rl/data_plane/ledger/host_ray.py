@@ -19,10 +19,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.address import Handles, LedgerAddress
-from nemo_rl.data_plane.ledger import Args, Reply
-from nemo_rl.data_plane.ledger_host import build_service, read_reply
-from nemo_rl.data_plane.ledger_host_socket import LedgerServer, SocketLedgerHost
-from nemo_rl.data_plane.reference_table import Place, ReferenceTable
+from nemo_rl.data_plane.ledger.host import build_service, read_reply
+from nemo_rl.data_plane.ledger.host_socket import LedgerServer, SocketLedgerHost
+from nemo_rl.data_plane.ledger.ledger import Args, Reply
+from nemo_rl.data_plane.ledger.reference_table import Place, ReferenceTable
 from nemo_rl.errors import DataPlaneClosed, DataPlaneTimeout
 from nemo_rl.utils.start_up import DEFAULT_START, StartUp
 
