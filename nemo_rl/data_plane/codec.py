@@ -28,12 +28,12 @@ from nemo_rl.data_plane.chunks.ragged import (
     materialize,
     pack_per_token_field,
     response_from_nested,
-    stack_or_nest,
     to_nested_by_length,
 )
 from nemo_rl.data_plane.interfaces import Parts
 from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.errors import SchemaMismatch
+from nemo_rl.jagged import stack_or_nest
 
 __all__ = [
     "ChunkReader",

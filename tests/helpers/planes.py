@@ -15,13 +15,13 @@ import torch
 from nemo_rl.config.base import START_TIMEOUT_S
 from nemo_rl.config.data_plane import DataPlaneConfig, RayStoreConfig
 from nemo_rl.data_plane import stores
-from nemo_rl.data_plane.chunks.ragged import nest
 from nemo_rl.data_plane.environment import transport_environment
 from nemo_rl.data_plane.factory import attach_data_plane, build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.own_ray import OwnRay
 from nemo_rl.errors import DataPlaneClosed
+from nemo_rl.jagged import nest
 from tests.helpers import mooncake
 from tests.helpers.peers import PEERS, Mode, Peer
 

@@ -52,7 +52,6 @@ from nemo_rl.data_plane.adapters.transfer_queue_service import (
     stopped_actors,
     wait_for_cpus,
 )
-from nemo_rl.data_plane.chunks.ragged import nest
 from nemo_rl.data_plane.interfaces import Handles, Parts, PayloadStore, StoreHealth
 from nemo_rl.distributed.liveness import ProcessIdentity
 from nemo_rl.errors import (
@@ -65,6 +64,7 @@ from nemo_rl.errors import (
     ResourceError,
     name_some,
 )
+from nemo_rl.jagged import nest
 from nemo_rl.utils.start_up import DEFAULT_START, StartUp
 
 __all__ = ["CONTROLLER", "CONTROLLER_NAMESPACE", "CPU_WAIT_S", "TransferQueueStore"]

@@ -12,12 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nemo_rl.data_plane.chunks.ragged import lengths_of, object_rows, values_of
+from nemo_rl.data_plane.chunks.ragged import object_rows
 from nemo_rl.data_plane.chunks.tables import is_object_stack, is_object_value
 from nemo_rl.data_plane.chunks.tags import Tags, TagTable
 from nemo_rl.data_plane.interfaces import Columns
 from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.errors import SchemaMismatch, name_some
+from nemo_rl.jagged import lengths_of, values_of
 
 __all__ = ["FlatColumn", "check_columns", "check_keys", "check_tags", "dtype_name", "token_lengths", "torch_dtype"]
 

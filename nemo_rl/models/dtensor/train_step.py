@@ -21,6 +21,7 @@ from nemo_rl.models.dtensor.parallelize import PolicyModel, as_fsdp
 from nemo_rl.models.local_shard import local_shard
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale
 from nemo_rl.models.policy.microbatch import Microbatch, build_microbatch
+from nemo_rl.models.policy.routes.worker_replay import PassRoutes
 from nemo_rl.models.policy.steps import (
     BatchLayout,
     StepOutcome,
@@ -29,7 +30,6 @@ from nemo_rl.models.policy.steps import (
     sum_over_shards,
     trained_tokens,
 )
-from nemo_rl.models.policy.worker_replay import PassRoutes
 from nemo_rl.utils.metrics import Reduction
 
 __all__ = ["OptimizerStep", "StepRunner"]

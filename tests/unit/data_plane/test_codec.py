@@ -8,7 +8,6 @@ import torch
 from tensordict import TensorDict
 
 from nemo_rl.data_plane.chunks.columns import check_columns
-from nemo_rl.data_plane.chunks.ragged import nest
 from nemo_rl.data_plane.codec import (
     ChunkReader,
     encode_rows,
@@ -22,6 +21,7 @@ from nemo_rl.data_plane.codec import (
 )
 from nemo_rl.data_plane.schema import FIELDS, resolve_fields
 from nemo_rl.errors import SchemaMismatch
+from nemo_rl.jagged import nest
 from tests.helpers.planes import ids_column, rows_of
 
 

@@ -15,11 +15,11 @@ from typing import Literal, Protocol, TypeAlias
 
 import torch
 
-from nemo_rl.data_plane.route_shape import dummy_route
 from nemo_rl.errors import WorkerError
-from nemo_rl.models.policy.routes import RouteSlices
+from nemo_rl.models.policy.routes.slices import RouteSlices
+from nemo_rl.routes.digest import route_digests
+from nemo_rl.routes.shape import dummy_route
 from nemo_rl.utils.metrics import Mean, Reduction
-from nemo_rl.utils.route_digest import route_digests
 
 __all__ = ["MicrobatchRoutes", "PassObserver", "ReplayAction", "RouteReplayer", "microbatch_routes"]
 

@@ -17,17 +17,17 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from nemo_rl.data_plane.route_shape import MISSING, RouteShape
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import FieldNotProduced, name_some
 from nemo_rl.models.policy.microbatch import Microbatch, PassShape
-from nemo_rl.models.policy.route_replay import MicrobatchRoutes, RouteReplayer, microbatch_routes
-from nemo_rl.models.policy.route_trace import RouteTrace
-from nemo_rl.models.policy.routes import RouteSlices, RouteView, ShardRoutes
+from nemo_rl.models.policy.routes.replay import MicrobatchRoutes, RouteReplayer, microbatch_routes
+from nemo_rl.models.policy.routes.slices import RouteSlices, RouteView, ShardRoutes
+from nemo_rl.models.policy.routes.trace import RouteTrace
 from nemo_rl.models.policy.steps import RankView, row_names
+from nemo_rl.routes.shape import MISSING, RouteShape
 from nemo_rl.utils.metrics import Reduction
 from nemo_rl.utils.r3_trace import r3_trace_stage
 

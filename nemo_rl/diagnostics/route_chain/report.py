@@ -1,4 +1,4 @@
-"""The verdict over a trace, for people and for machines. Made by `nemo_rl.utils.route_chain.chain`."""
+"""The verdict over a trace, for people and for machines. Made by `chain`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 
+from nemo_rl.diagnostics.route_chain.coverage import Gap
 from nemo_rl.errors import name_some
-from nemo_rl.utils.route_chain.coverage import Gap
 
 __all__ = ["Mismatch", "Report", "Verdict"]
 

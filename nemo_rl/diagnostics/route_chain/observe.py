@@ -1,6 +1,6 @@
 """What each record saw: which token of which sample was in which slot, with which routes; one form for every hop.
 
-Called by `nemo_rl.utils.route_chain.chain`. A `Sample` is what the rollout recorded; an `Observation` is what a later
+Called by `chain`. A `Sample` is what the rollout recorded; an `Observation` is what a later
 record saw. Shapes: T tokens of a sample, S slots of a record, L layers, K chosen experts.
 """
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from nemo_rl.diagnostics.route_chain.records import Record, RecordError, Trace, decode_array
 from nemo_rl.utils.r3_trace_values import token_digests
-from nemo_rl.utils.route_chain.records import Record, RecordError, Trace, decode_array
 
 __all__ = ["Hop", "Observation", "Sample", "digest_of", "named_layers", "observe", "read_sample"]
 

@@ -1,6 +1,6 @@
 """What a trace should hold and does not: stages, samples, ranks, layers, tokens, forwards.
 
-Called by `nemo_rl.utils.route_chain.chain`. Limits that the files announce are no gaps, and neither are samples that
+Called by `chain`. Limits that the files announce are no gaps, and neither are samples that
 were retired on purpose.
 """
 
@@ -12,9 +12,9 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from nemo_rl.diagnostics.route_chain.observe import Hop, Observation, Sample
+from nemo_rl.diagnostics.route_chain.records import Record, Trace
 from nemo_rl.errors import name_some
-from nemo_rl.utils.route_chain.observe import Hop, Observation, Sample
-from nemo_rl.utils.route_chain.records import Record, Trace
 
 __all__ = ["Coverage", "Gap"]
 

@@ -1,6 +1,6 @@
 """One observation against the rollout: slot by slot, token and route.
 
-Called by `nemo_rl.utils.route_chain.chain`; `guess` explains what is found here. Shapes: S slots, L layers.
+Called by `chain`; `guess` explains what is found here. Shapes: S slots, L layers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from nemo_rl.utils.route_chain.observe import Hop, Observation, Sample
+from nemo_rl.diagnostics.route_chain.observe import Hop, Observation, Sample
 
 __all__ = ["Comparison", "Place", "compare", "lookup"]
 

@@ -1,6 +1,6 @@
 """Which known mistake explains a difference: each is replayed on the rollout's routes and has to give what was seen.
 
-Called by `nemo_rl.utils.route_chain.chain` for the first difference of a trace. A guess is made only when it explains
+Called by `chain` for the first difference of a trace. A guess is made only when it explains
 every differing slot that it speaks about, and speaks about most of them.
 """
 
@@ -11,8 +11,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from nemo_rl.utils.route_chain.compare import Comparison, lookup
-from nemo_rl.utils.route_chain.observe import Sample, digest_of
+from nemo_rl.diagnostics.route_chain.compare import Comparison, lookup
+from nemo_rl.diagnostics.route_chain.observe import Sample, digest_of
 
 __all__ = ["guess"]
 

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
+from nemo_rl.diagnostics.route_chain.compare import Comparison, compare
+from nemo_rl.diagnostics.route_chain.coverage import Coverage, Gap
+from nemo_rl.diagnostics.route_chain.guess import guess
+from nemo_rl.diagnostics.route_chain.observe import Hop, Observation, Sample, named_layers, observe, read_sample
+from nemo_rl.diagnostics.route_chain.records import Trace, read_trace
+from nemo_rl.diagnostics.route_chain.report import Mismatch, Report, Verdict
 from nemo_rl.errors import UserError, name_some
-from nemo_rl.utils.route_chain.compare import Comparison, compare
-from nemo_rl.utils.route_chain.coverage import Coverage, Gap
-from nemo_rl.utils.route_chain.guess import guess
-from nemo_rl.utils.route_chain.observe import Hop, Observation, Sample, named_layers, observe, read_sample
-from nemo_rl.utils.route_chain.records import Trace, read_trace
-from nemo_rl.utils.route_chain.report import Mismatch, Report, Verdict
 
 __all__ = ["verify_trace"]
 

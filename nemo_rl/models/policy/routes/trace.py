@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_rl.data_plane.route_shape import MISSING
-from nemo_rl.models.policy.route_replay import MicrobatchRoutes, ReplayAction
+from nemo_rl.models.policy.routes.replay import MicrobatchRoutes, ReplayAction
+from nemo_rl.routes.shape import MISSING
 from nemo_rl.utils.r3_trace import (
     Runs,
     TraceStage,

@@ -1,6 +1,6 @@
 """The records of a trace folder: read from the files of all processes, in the order of each, checked for their form.
 
-Called by `nemo_rl.utils.route_chain.chain`. A line that is no record is reported and left out, so a trace of killed
+Called by `chain`. A line that is no record is reported and left out, so a trace of killed
 processes can be read.
 """
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nemo_rl.data_plane.route_shape import MISSING, RouteShape, route_dtype
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import SchemaMismatch
 from nemo_rl.models.policy.microbatch import PassPlaces, PassShape
+from nemo_rl.routes.shape import MISSING, RouteShape, route_dtype
 
 __all__ = ["RouteSlices", "RouteView", "ShardRoutes", "TokenPlaces"]
 

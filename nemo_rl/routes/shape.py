@@ -1,6 +1,6 @@
 """What the routes of a token of a model look like: layers, experts, dtypes. Needs nothing but torch.
 
-Read wherever routes are recorded, carried or replayed; `routed_experts` turns them into columns.
+Read wherever routes are recorded, carried or replayed; `columns` makes columns of them.
 """
 
 from __future__ import annotations
