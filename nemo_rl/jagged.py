@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from nemo_rl.errors import SchemaMismatch, name_some
+from nemo_rl.torch_private import ragged_dim
 
 __all__ = ["is_packed", "lengths_of", "nest", "offsets_of", "stack_or_nest", "values_of"]
 
@@ -41,8 +42,8 @@ def is_packed(nested: torch.Tensor) -> bool:
     if nested.layout is not torch.jagged:
         return False
     jagged = cast("Any", nested)
-    # A transposed jagged tensor has offsets too, but into another dim of its values; torch has no public accessor.
-    return jagged.lengths() is None and jagged._ragged_idx == 1
+    # A transposed jagged tensor has offsets too, but into another dim of its values.
+    return jagged.lengths() is None and ragged_dim(nested) == 1
 
 
 def values_of(nested: torch.Tensor) -> torch.Tensor:

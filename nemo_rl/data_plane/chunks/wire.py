@@ -15,8 +15,9 @@ from typing import TypeAlias
 import numpy as np
 
 from nemo_rl.data_plane.chunks.tags import Tags, TagTable, TagValue
+from nemo_rl.data_plane.keys import group_keys, key_of, split_key
 
-__all__ = ["Packed", "pack_rows", "packed_size", "pickled_size", "split_key", "unpack_rows"]
+__all__ = ["Packed", "pack_rows", "packed_size", "pickled_size", "unpack_rows"]
 
 Packed: TypeAlias = tuple[object, ...]
 
@@ -76,13 +77,6 @@ def _pack_keys(keys: Sequence[str]) -> Packed:
     return ("rows", tuple(uids), _pack_ints([numbers[uid] for uid, _ in known]), _pack_ints([i for _, i in known]))
 
 
-def split_key(key: str) -> tuple[str, int] | None:
-    """`<uid>_g<i>` as (uid, i), or None for a key that this form would not give back exactly."""
-    uid, mark, digits = key.rpartition("_g")
-    is_plain = bool(mark) and digits.isascii() and digits.isdigit() and len(digits) < 10
-    return (uid, int(digits)) if is_plain and str(int(digits)) == digits else None
-
-
 def _unpack_keys(packed: Packed) -> tuple[str, ...]:
     kind = packed[0]
     if kind == "keys":
@@ -91,9 +85,9 @@ def _unpack_keys(packed: Packed) -> tuple[str, ...]:
     if kind == "groups":
         per_group = packed[2]
         assert isinstance(per_group, int)
-        return tuple(f"{uid}_g{i}" for uid in uids for i in range(per_group))
+        return tuple(group_keys(uids, per_group))
     numbers, indices = _unpack_ints(_tuple(packed[2])), _unpack_ints(_tuple(packed[3]))
-    return tuple(f"{uids[number]}_g{i}" for number, i in zip(numbers, indices, strict=True))
+    return tuple(key_of(uids[number], i) for number, i in zip(numbers, indices, strict=True))
 
 
 def _pack_ints(values: Sequence[int]) -> Packed:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from nemo_rl.data_plane.chunks.wire import split_key
+from nemo_rl.data_plane.keys import cut_key, index_of, key_of, split_key
 from nemo_rl.data_plane.ledger.events import Event
 
 __all__ = ["EVENTS_FILE", "EventLog", "compact_keys", "expand_keys", "names_key", "read_events"]
@@ -66,14 +66,14 @@ def compact_keys(keys: Iterable[str]) -> dict[str, object]:
     """
     groups: dict[str, list[str]] = {}
     for key in keys:
-        uid, _, index = key.rpartition("_g")
+        uid, index = cut_key(key)
         groups.setdefault(uid, []).append(index if uid else key)
     packed: dict[str, str] = {}
     others = groups.pop("", [])  # keys without a mark, and keys that start with it
     for uid, indices in groups.items():
         ranges = _ranges(tuple(indices))
         if ranges is None:
-            others += [f"{uid}_g{index}" for index in indices]
+            others += [key_of(uid, index) for index in indices]
         else:
             packed[uid] = ranges
     return {name: value for name, value in {"groups": packed, "keys": others}.items() if value}
@@ -83,7 +83,7 @@ def expand_keys(event: Mapping[str, object]) -> list[str]:
     """The keys of an event of the file, group by group."""
     groups, others = _groups(event), event.get("keys", [])
     assert isinstance(others, list), f"malformed event: {event}"
-    return [f"{uid}_g{i}" for uid, ranges in groups.items() for i in _indices(ranges)] + others
+    return [key_of(uid, i) for uid, ranges in groups.items() for i in _indices(ranges)] + others
 
 
 def names_key(event: Mapping[str, object], key: str) -> bool:
@@ -115,9 +115,8 @@ def _line(at: float, event: Event) -> str:
 @lru_cache(maxsize=4096)  # whole groups come again and again
 def _ranges(indices: tuple[str, ...]) -> str | None:
     """`0-3,7` of ("0", "1", "2", "3", "7") in any order; None when one of them is no plain number."""
-    parts = [split_key(f"_g{index}") for index in indices]
-    numbers = sorted(part[1] for part in parts if part is not None)
-    if len(numbers) < len(parts):
+    numbers = sorted(number for number in map(index_of, indices) if number is not None)
+    if len(numbers) < len(indices):
         return None
     ranges: list[str] = []
     first = last = numbers[0]

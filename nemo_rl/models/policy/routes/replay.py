@@ -19,6 +19,7 @@ from nemo_rl.errors import WorkerError
 from nemo_rl.models.policy.routes.slices import RouteSlices
 from nemo_rl.routes.digest import route_digests
 from nemo_rl.routes.shape import dummy_route
+from nemo_rl.torch_private import after_backward
 from nemo_rl.utils.metrics import Mean, Reduction
 
 __all__ = ["MicrobatchRoutes", "PassObserver", "ReplayAction", "RouteReplayer", "microbatch_routes"]
@@ -160,7 +161,7 @@ class RouteReplayer:
         def begin(_: torch.Tensor) -> None:
             self.enter(routes)
             # The only way to know of the end: no tensor of a stage's input need have a gradient.
-            torch.autograd.Variable._execution_engine.queue_callback(self.leave)  # type: ignore[attr-defined]
+            after_backward(self.leave)
 
         if output.requires_grad:
             output.register_hook(begin)
