@@ -14,8 +14,8 @@ import torch
 from tensordict import TensorDict
 from torch.nn.utils.rnn import pad_sequence
 
-from nemo_rl.data_plane.ragged import nest
 from nemo_rl.data_plane.schema import FieldSpec, extra_field
+from nemo_rl.jagged import nest
 
 __all__ = ["ROUTES", "Batch", "make_batch", "pad_raw", "sums"]
 

@@ -22,12 +22,12 @@ from tensordict import TensorDict
 
 from benchmarks.data_plane_batches import ROUTES, Batch, make_batch, pad_raw, sums
 from nemo_rl.data_plane.address import DataPlaneAddress
-from nemo_rl.data_plane.client import LedgerClient
+from nemo_rl.data_plane.client.ledger_client import LedgerClient
+from nemo_rl.data_plane.client.shard_reads import ShardReads
 from nemo_rl.data_plane.factory import attach_data_plane
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.observability import MetricsDataPlaneClient
 from nemo_rl.data_plane.schema import extra_field
-from nemo_rl.data_plane.shard_reads import ShardReads
 
 __all__ = ["RAGGED", "BatchSpec", "Peer", "Timing"]
 

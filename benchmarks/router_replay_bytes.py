@@ -10,9 +10,9 @@ import torch
 from benchmarks.router_replay_report import Bytes
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.factory import build_data_plane_client
-from nemo_rl.data_plane.ragged import nest, values_of
-from nemo_rl.data_plane.route_shape import RouteShape, bound_bits_per_token
-from nemo_rl.data_plane.routed_experts import decode_routes, encode_routes
+from nemo_rl.jagged import nest, values_of
+from nemo_rl.routes.columns import decode_routes, encode_routes
+from nemo_rl.routes.shape import RouteShape, bound_bits_per_token
 
 __all__ = ["measure_bytes"]
 

@@ -21,17 +21,17 @@ from nemo_rl.config.schema import LossConfig
 from nemo_rl.data.datasets import RawPrompt
 from nemo_rl.data.thinking import final_answer
 from nemo_rl.data.tokenizer import load_tokenizer
-from nemo_rl.data_plane.ragged import values_of
-from nemo_rl.data_plane.route_shape import dummy_route
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.packing import plan_packs
 from nemo_rl.experience.payload import build_columns
-from nemo_rl.experience.routes import place_routes
+from nemo_rl.jagged import values_of
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest, RecordedRoutes, SamplingParams
 from nemo_rl.models.generation.torch_engine import TorchEngine
 from nemo_rl.models.hf_routers import HFRouters
 from nemo_rl.models.loading import load_causal_lm
 from nemo_rl.models.starter import prompt_ids
+from nemo_rl.routes.places import place_routes
+from nemo_rl.routes.shape import dummy_route
 
 __all__ = ["Rollouts", "compare", "dense_routes", "sample"]
 

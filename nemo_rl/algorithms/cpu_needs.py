@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from nemo_rl.config.schema import MasterConfig
+from nemo_rl.data_plane.store_kinds import kind_named
 
-__all__ = ["CONTROLLER_CPUS", "ROLLOUT_CPUS", "cpus_per_bundle", "logical_cpus", "other_cpus", "too_few_cpus"]
+__all__ = ["ROLLOUT_CPUS", "cpus_per_bundle", "logical_cpus", "other_cpus", "too_few_cpus"]
 
 ROLLOUT_CPUS = 1
-CONTROLLER_CPUS = 1
 
 
 def cpus_per_bundle(config: MasterConfig) -> int:
@@ -17,11 +17,9 @@ def cpus_per_bundle(config: MasterConfig) -> int:
 
 def other_cpus(config: MasterConfig) -> int:
     """Of rollout, storage, and on CPU of the engines, which stand on their own there."""
-    plane, storage = config.active_data_plane, 0
-    if plane.impl == "transfer_queue":
-        storage = CONTROLLER_CPUS + (plane.simple.num_storage_units if plane.backend == "simple" else 0)
+    plane = config.active_data_plane
     engines = 0 if config.cluster.gpus_per_node > 0 else config.policy.generation.num_replicas
-    return engines + ROLLOUT_CPUS + storage
+    return engines + ROLLOUT_CPUS + kind_named(plane.impl or "noop").cpus(plane)
 
 
 def logical_cpus(config: MasterConfig) -> int:

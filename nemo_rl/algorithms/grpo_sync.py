@@ -32,12 +32,12 @@ from nemo_rl.algorithms.stages import Stage, fetched_fields, written_fields
 from nemo_rl.algorithms.step_metrics import StepRecord, data_plane_metrics, step_metrics
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.sampler import PromptSampler
+from nemo_rl.data_plane.chunks.wire import pickled_size
 from nemo_rl.data_plane.column_io import write_columns
 from nemo_rl.data_plane.factory import check_empty, open_step
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.observability import MetricsDataPlaneClient, columns_bytes
 from nemo_rl.data_plane.schema import ROUTE_FIELDS
-from nemo_rl.data_plane.wire import pickled_size
 from nemo_rl.distributed.packing import DEFAULT_COST, PackPlan
 from nemo_rl.experience.payload import RowScalars, row_record
 from nemo_rl.experience.sync_rollout_actor import RolloutHandle, ValidationResult

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nemo_rl.config.schema import MasterConfig
-from nemo_rl.data_plane.routed_experts import route_conditions
 from nemo_rl.data_plane.schema import (
     DP_TRAIN_FIELDS,
     LP_SEED_FIELDS,
@@ -21,6 +20,7 @@ from nemo_rl.data_plane.schema import (
 )
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.policy.interfaces import LossFunction
+from nemo_rl.routes.columns import route_conditions
 from nemo_rl.utils.r3_trace_env import r3_trace_verify_forward_enabled
 
 __all__ = ["Stage", "build_stages", "check_stages", "fetched_fields", "written_fields"]

@@ -13,7 +13,7 @@ import numpy as np
 
 from nemo_rl.algorithms.grpo import ScoredRows
 from nemo_rl.config.schema import MasterConfig
-from nemo_rl.data_plane.operation_counts import OperationCount, merge_snapshots
+from nemo_rl.data_plane.client.operation_counts import OperationCount, merge_snapshots
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.experience.payload import RowScalars, mean_of_scored
 from nemo_rl.models.policy.lm_policy import TrainSummary

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from nemo_rl.config.parts import ENGINES, TRAINING_ENGINES
 from nemo_rl.config.schema import MasterConfig
+from nemo_rl.data_plane.store_kinds import kind_named
 from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.worker_environment import worker_environment
 
@@ -40,9 +41,9 @@ def _modules(config: MasterConfig) -> tuple[str, ...]:
     """
     trainer = TRAINING_ENGINES.builtin["megatron" if config.policy.megatron_cfg.enabled else "dtensor"]
     rollout = ENGINES.builtin.get(config.policy.generation.backend)
-    tables = ("tensordict",) if config.active_data_plane.impl == "transfer_queue" else ()
+    of_store = kind_named(config.active_data_plane.impl or "noop").forked_modules
     engines = tuple(part.partition(":")[0] for part in (trainer, rollout) if part is not None)
-    return (*_modeling(config.policy.model_name), LAUNCH, *engines, *tables)
+    return (*_modeling(config.policy.model_name), LAUNCH, *engines, *of_store)
 
 
 def _modeling(model_name: str) -> tuple[str, ...]:

@@ -20,9 +20,9 @@ from rich.console import Console
 
 from nemo_rl.cli.row_story import read_story, story_of_key
 from nemo_rl.data_plane.attach_file import ATTACH_FILE, AttachPoint, read_attach_file
-from nemo_rl.data_plane.event_log import EVENTS_FILE
-from nemo_rl.data_plane.ledger_host import LedgerHost
-from nemo_rl.data_plane.tags import TagTable
+from nemo_rl.data_plane.chunks.tags import TagTable
+from nemo_rl.data_plane.ledger.event_log import EVENTS_FILE
+from nemo_rl.data_plane.ledger.host import LedgerHost
 from nemo_rl.errors import DataPlaneClosed, UserError, name_some
 
 __all__ = ["app"]

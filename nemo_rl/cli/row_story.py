@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from nemo_rl.data_plane.event_log import expand_keys, names_key, read_events
+from nemo_rl.data_plane.ledger.event_log import expand_keys, names_key, read_events
 
 __all__ = ["RowStory", "RunStory", "read_story", "story_of_key"]
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from nemo_rl.utils.route_chain.chain import verify_trace
+from nemo_rl.diagnostics.route_chain.chain import verify_trace
 
 __all__ = ["app"]
 

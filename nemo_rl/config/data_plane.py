@@ -135,6 +135,15 @@ class DataPlaneConfig(Section):
     mooncake: MooncakeConfig = Field(default_factory=MooncakeConfig)
     observability: ObservabilityConfig = Field(default_factory=ObservabilityConfig)
 
+    @property
+    def uses_mooncake(self) -> bool:
+        """Whether bytes are in Mooncake's store, directly or under TransferQueue."""
+        return self.impl == "mooncake" or self.is_queue_on_mooncake
+
+    @property
+    def is_queue_on_mooncake(self) -> bool:
+        return self.impl == "transfer_queue" and self.backend == "mooncake_cpu"
+
     def resolved(self, *, has_actors: bool) -> DataPlaneConfig:
         """The same with a named `impl`.
 

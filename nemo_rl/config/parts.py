@@ -113,7 +113,7 @@ STORES = PartKind(
         "mooncake": "nemo_rl.data_plane.adapters.mooncake:MooncakeStore",
     },
 )
-"""Built-in stores are opened by `data_plane.stores`, which knows what each must find in its environment."""
+"""What else a run must know about each is in `data_plane.store_kinds`."""
 ENVIRONMENTS = PartKind(
     what="an environment",
     builtin={

@@ -110,7 +110,7 @@ def rule_store_sections_need_their_store(config: MasterConfig) -> list[str]:
         "ray": plane.impl == "ray",
         "shm": plane.impl == "shm" or is_node,
         "simple": plane.impl == "transfer_queue" and plane.backend == "simple",
-        "mooncake": plane.impl == "mooncake" or (plane.impl == "transfer_queue" and plane.backend == "mooncake_cpu"),
+        "mooncake": plane.uses_mooncake,
     }
     sections: dict[str, Section] = {
         "ray": plane.ray,
@@ -157,8 +157,7 @@ def rule_backend_needs_transfer_queue(config: MasterConfig) -> list[str]:
 
 def rule_mooncake_fits_its_user(config: MasterConfig) -> list[str]:
     plane, nodes = config.active_data_plane, config.cluster.num_nodes
-    under_queue = plane.impl == "transfer_queue" and plane.backend == "mooncake_cpu"
-    if plane.impl != "mooncake" and not under_queue:
+    if not plane.uses_mooncake:
         return []
     lines = []
     if nodes > 1 and plane.mooncake.host.startswith("127."):
@@ -166,7 +165,7 @@ def rule_mooncake_fits_its_user(config: MasterConfig) -> list[str]:
             f"data_plane.mooncake.host: {nodes} nodes cannot reach {plane.mooncake.host}; set this node's address in "
             "the trusted network"
         )
-    if under_queue:
+    if plane.is_queue_on_mooncake:
         names = ("master_address", "chunk_bytes")
         because = "TransferQueue names its objects alike in every run and makes its own sizes"
         switch = "data_plane.impl"

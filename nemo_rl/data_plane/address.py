@@ -12,7 +12,10 @@ from typing import Literal, TypeAlias
 from nemo_rl.config.base import START_TIMEOUT_S
 from nemo_rl.config.data_plane import DataPlaneConfig
 
-__all__ = ["DataPlaneAddress", "Handles", "LedgerAddress"]
+__all__ = ["DataPlaneAddress", "Handles", "HostKind", "LedgerAddress"]
+
+HostKind: TypeAlias = Literal["in_process", "ray_actor", "socket"]
+"""Where a ledger lives."""
 
 Handles: TypeAlias = Mapping[str, object]
 """Chunk id -> plain values that a reader needs to reach the chunk; the ledger's host carries them beside the ledger."""
@@ -22,7 +25,7 @@ Handles: TypeAlias = Mapping[str, object]
 class LedgerAddress:
     """Where the ledger of a run answers."""
 
-    kind: Literal["in_process", "ray_actor", "socket"]
+    kind: HostKind
     run_id: str
     actor_name: str = ""
     """Name of the Ray actor, for `ray_actor`."""

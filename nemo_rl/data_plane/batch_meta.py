@@ -14,8 +14,8 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import torch
 
-from nemo_rl.data_plane.tags import Tags, TagTable, TagValue, plain_column
-from nemo_rl.data_plane.wire import Packed, pack_rows, unpack_rows
+from nemo_rl.data_plane.chunks.tags import Tags, TagTable, TagValue, plain_column
+from nemo_rl.data_plane.chunks.wire import Packed, pack_rows, unpack_rows
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import SchemaMismatch, name_some
 

@@ -22,18 +22,18 @@ import msgpack
 import numpy as np
 import torch
 
-from nemo_rl.data_plane.columns import FlatColumn, Lengths, torch_dtype
-from nemo_rl.data_plane.dense import Bytes, lay_end_to_end, pad_rows
-from nemo_rl.data_plane.interfaces import Parts
-from nemo_rl.data_plane.ragged import (
+from nemo_rl.data_plane.chunks.columns import FlatColumn, Lengths, torch_dtype
+from nemo_rl.data_plane.chunks.dense import Bytes, lay_end_to_end, pad_rows
+from nemo_rl.data_plane.chunks.ragged import (
     materialize,
     pack_per_token_field,
     response_from_nested,
-    stack_or_nest,
     to_nested_by_length,
 )
+from nemo_rl.data_plane.interfaces import Parts
 from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.errors import SchemaMismatch
+from nemo_rl.jagged import stack_or_nest
 
 __all__ = [
     "ChunkReader",

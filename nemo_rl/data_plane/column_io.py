@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import torch
 
+from nemo_rl.data_plane.chunks.ragged import pack_per_token_field
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta, Tags
-from nemo_rl.data_plane.ragged import pack_per_token_field
 from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, Column
 from nemo_rl.errors import SchemaMismatch

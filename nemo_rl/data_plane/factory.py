@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Literal
 
 from nemo_rl.config.data_plane import DataPlaneConfig
-from nemo_rl.config.parts import STORES
-from nemo_rl.data_plane.address import DataPlaneAddress, LedgerAddress
+from nemo_rl.data_plane.address import DataPlaneAddress, HostKind, LedgerAddress
 from nemo_rl.data_plane.attach_file import AttachPoint, write_attach_file
-from nemo_rl.data_plane.client import LedgerClient
+from nemo_rl.data_plane.client.ledger_client import LedgerClient
 from nemo_rl.data_plane.interfaces import DataPlaneClient
-from nemo_rl.data_plane.ledger_host import InProcessHost, LedgerHost, LedgerService, build_service
-from nemo_rl.data_plane.ledger_host_socket import LedgerServer, SocketLedgerHost
+from nemo_rl.data_plane.ledger.host import InProcessHost, LedgerHost, LedgerService, build_service
+from nemo_rl.data_plane.ledger.host_socket import LedgerServer, SocketLedgerHost
+from nemo_rl.data_plane.store_kinds import kind_named
 from nemo_rl.data_plane.stores import forget_store, impl_of, join_store, start_store
 from nemo_rl.errors import ConfigError, DataPlaneClosed, DataPlaneError, name_some
 from nemo_rl.utils.start_up import DEFAULT_START, StartUp
@@ -31,11 +31,6 @@ from nemo_rl.utils.start_up import DEFAULT_START, StartUp
 __all__ = ["DataPlaneAddress", "attach_data_plane", "build_data_plane_client", "check_empty", "observe", "open_step"]
 
 logger = logging.getLogger(__name__)
-
-HostKind = Literal["in_process", "ray_actor", "socket"]
-
-_DEFAULT_HOSTS: dict[str, HostKind] = {"noop": "in_process", "shm": "socket"}
-"""Of adapters that need no Ray; `ray_actor` for the others."""
 
 _owned: set[str] = set()
 """Runs whose owner is in this process, with what other clients of this process join."""
@@ -151,17 +146,16 @@ def _forget(run_id: str) -> None:
 
 def _host_kind(config: DataPlaneConfig) -> HostKind:
     impl = impl_of(config)
-    kind: HostKind = config.ledger_host or _DEFAULT_HOSTS.get(impl, "ray_actor")
-    can_do_without_ray = impl == "mooncake" or not STORES.is_builtin(impl)
-    if can_do_without_ray and config.ledger_host is None and not _is_in_ray():
-        kind = "socket"
-    if impl in ("ray", "transfer_queue", "mooncake") and kind == "in_process":
+    store = kind_named(impl)
+    by_itself = store.ledger_host_without_ray
+    kind = config.ledger_host or (store.ledger_host if by_itself is None or _is_in_ray() else by_itself)
+    if store.has_processes and kind == "in_process":
         raise ConfigError(
             f"data_plane.ledger_host: 'in_process' cannot serve the processes of impl {impl!r}; leave it null"
         )
-    if impl == "ray" and config.ray.owner != "node" and kind != "ray_actor":
+    if store.needs_ledger_actor(config) and kind != "ray_actor":
         raise ConfigError(
-            f"data_plane.ledger_host: impl 'ray' keeps its references in the ledger's actor, got {kind!r}; "
+            f"data_plane.ledger_host: impl {impl!r} keeps its references in the ledger's actor, got {kind!r}; "
             "use 'ray_actor' or leave it null"
         )
     return kind
@@ -178,7 +172,7 @@ def _own_host(
 ) -> LedgerHost:
     kind = _host_kind(config)
     if kind == "ray_actor":
-        from nemo_rl.data_plane.ledger_host_ray import RayLedgerHost  # noqa: PLC0415 - Ray is optional here
+        from nemo_rl.data_plane.ledger.host_ray import RayLedgerHost  # noqa: PLC0415 - Ray is optional here
 
         return RayLedgerHost.start(config, run_id=run_id, validate=validate, log_dir=log_dir, start=start)
     service = build_service(config, run_id=run_id, validate=validate, log_dir=log_dir)
@@ -201,7 +195,7 @@ def _open_to_onlookers(log_dir: Path, ledger: LedgerAddress, at_end: ExitStack) 
 
 def _join_host(address: LedgerAddress) -> LedgerHost:
     if address.kind == "ray_actor":
-        from nemo_rl.data_plane.ledger_host_ray import RayLedgerHost  # noqa: PLC0415 - Ray is optional here
+        from nemo_rl.data_plane.ledger.host_ray import RayLedgerHost  # noqa: PLC0415 - Ray is optional here
 
         return RayLedgerHost.join(address)
     if address.kind == "socket":

@@ -17,9 +17,9 @@ import torch
 
 from nemo_rl.data_plane.address import DataPlaneAddress, Handles
 from nemo_rl.data_plane.batch_meta import KVBatchMeta
-from nemo_rl.data_plane.ragged import materialize
+from nemo_rl.data_plane.chunks.ragged import materialize
+from nemo_rl.data_plane.chunks.tags import Tags, TagValue
 from nemo_rl.data_plane.schema import FieldSpec
-from nemo_rl.data_plane.tags import Tags, TagValue
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 if TYPE_CHECKING:

@@ -18,15 +18,16 @@ import msgpack
 import torch
 
 from nemo_rl.data_plane.address import DataPlaneAddress
-from nemo_rl.data_plane.event_callback import DataPlaneEvent, load_callback
+from nemo_rl.data_plane.chunks.ragged import object_rows
+from nemo_rl.data_plane.chunks.wire import packed_size
+from nemo_rl.data_plane.client.event_callback import DataPlaneEvent, load_callback
+from nemo_rl.data_plane.client.operation_counts import OperationCount, Totals, merge_snapshots
+from nemo_rl.data_plane.client.stage_context import current_stage
 from nemo_rl.data_plane.interfaces import Columns, DataPlaneClient, KVBatchMeta, Tags, TagValue
-from nemo_rl.data_plane.operation_counts import OperationCount, Totals, merge_snapshots
-from nemo_rl.data_plane.ragged import object_rows, values_of
 from nemo_rl.data_plane.schema import FieldSpec
-from nemo_rl.data_plane.stage_context import current_stage
-from nemo_rl.data_plane.wire import packed_size
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import DataPlaneTimeout
+from nemo_rl.jagged import values_of
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from nemo_rl.config.data_plane import FetchPolicy
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.batch_meta import KVBatchMeta
+from nemo_rl.data_plane.chunks.ragged import materialize
+from nemo_rl.data_plane.client.shard_reads import ShardReads
 from nemo_rl.data_plane.column_io import write_columns
 from nemo_rl.data_plane.factory import attach_data_plane
 from nemo_rl.data_plane.observability import MetricsDataPlaneClient
-from nemo_rl.data_plane.ragged import materialize
 from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS
-from nemo_rl.data_plane.shard_reads import ShardReads
 from nemo_rl.distributed.abort import Watch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import Fields, broadcast_from_leader, replica_group_of

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from nemo_rl.distributed.job_store import open_client, open_server, stay_on_loopback
 from nemo_rl.errors import WorkerError, from_record, to_record
+from nemo_rl.torch_private import default_store, timeout_of
 
 __all__ = [
     "MESSAGE_BYTES",
@@ -110,7 +111,7 @@ def _open_store(spec: RankSpec, timeout: timedelta) -> dist.TCPStore:
 
 def job_store() -> dist.Store:
     """The store that the default process group was made with."""
-    return dist.distributed_c10d._get_default_store()
+    return default_store()
 
 
 def _backend(device: torch.device) -> str:
@@ -145,8 +146,7 @@ def new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     """
     world = dist.group.WORLD
     assert world is not None, "initialise the default process group first"
-    deadline = world._get_backend(torch.device("cpu")).options._timeout
-    group = dist.new_group(list(ranks), timeout=deadline)
+    group = dist.new_group(list(ranks), timeout=timeout_of(world, torch.device("cpu")))
     return group if isinstance(group, dist.ProcessGroup) else None
 
 

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+
+from nemo_rl.torch_private import abort_nccl
 
 __all__ = ["abort_process_groups"]
 
@@ -38,14 +39,7 @@ def abort_process_groups() -> int:
 
 
 def _abort_nccl() -> int:
-    if not torch.cuda.is_available():
-        return 0
-    count = 0
-    for group, (backend, _) in list(dist.distributed_c10d._world.pg_map.items()):
-        if "nccl" in str(backend):
-            group._get_backend(torch.device("cuda")).abort()
-            count += 1
-    return count
+    return abort_nccl() if torch.cuda.is_available() else 0
 
 
 def _gloo_polls() -> Iterator[int]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from nemo_rl.data_plane.keys import group_keys
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.generation.interfaces import GenerationOutput
 
@@ -52,7 +53,7 @@ class RowScalars:
 def mint_keys(num_groups: int, group_size: int) -> list[str]:
     """Fresh keys `<group uid>_g<i>`, group by group."""
     uids = [secrets.token_hex(UID_BYTES) for _ in range(num_groups)]
-    return [f"{uid}_g{i}" for uid in uids for i in range(group_size)]
+    return group_keys(uids, group_size)
 
 
 def build_columns(

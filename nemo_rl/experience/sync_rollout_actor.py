@@ -18,11 +18,11 @@ from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.datasets import PromptSet, build_prompt_sets
 from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids
 from nemo_rl.data_plane.address import DataPlaneAddress
+from nemo_rl.data_plane.chunks.wire import pickled_size
 from nemo_rl.data_plane.column_io import kv_first_write, read_columns
 from nemo_rl.data_plane.factory import attach_data_plane
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.observability import MetricsDataPlaneClient
-from nemo_rl.data_plane.wire import pickled_size
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.calls import Call, Request, ask
 from nemo_rl.distributed.worker_groups import WorkerGroup

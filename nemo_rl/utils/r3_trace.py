@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from nemo_rl.routes.digest import route_digests
 from nemo_rl.utils.r3_trace_env import (
     r3_trace_enabled,
     r3_trace_verify_forward_enabled,
@@ -27,7 +28,6 @@ from nemo_rl.utils.r3_trace_env import (
 )
 from nemo_rl.utils.r3_trace_file import TraceFile
 from nemo_rl.utils.r3_trace_values import as_array, describe, describe_routes, encode, row_of
-from nemo_rl.utils.route_digest import route_digests
 
 __all__ = [
     "ReplayAction",

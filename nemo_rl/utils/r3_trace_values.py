@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from nemo_rl.utils.route_digest import route_digests
+from nemo_rl.routes.digest import route_digests
 
 __all__ = ["as_array", "describe", "describe_routes", "encode", "row_of", "token_digests"]
 

@@ -12,7 +12,7 @@ FIELDS = ("input_ids", "sample_mask")
 
 CLAIM_ALL = """
 import pickle, sys
-from nemo_rl.data_plane.ledger_host_socket import SocketLedgerHost
+from nemo_rl.data_plane.ledger.host_socket import SocketLedgerHost
 host = SocketLedgerHost(pickle.loads(bytes.fromhex(sys.argv[1])))
 args = {"partition": sys.argv[2], "task": "train", "fields": ["input_ids"], "batch_size": 3, "consumer": "peer"}
 print("ready", flush=True)

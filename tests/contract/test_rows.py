@@ -9,9 +9,6 @@ import torch
 from tensordict import TensorDict
 
 from nemo_rl.data_plane.factory import open_step
-from nemo_rl.data_plane.ragged import nest
-from nemo_rl.data_plane.route_shape import MISSING, RouteShape
-from nemo_rl.data_plane.routed_experts import decode_routes, encode_routes
 from nemo_rl.data_plane.schema import extra_field
 from nemo_rl.errors import (
     CapacityExceeded,
@@ -22,7 +19,10 @@ from nemo_rl.errors import (
     SchemaMismatch,
     VersionMismatch,
 )
-from nemo_rl.utils.route_digest import route_digests
+from nemo_rl.jagged import nest
+from nemo_rl.routes.columns import decode_routes, encode_routes
+from nemo_rl.routes.digest import route_digests
+from nemo_rl.routes.shape import MISSING, RouteShape
 from tests.helpers.planes import Plane, ids_column, keys_of, rows_of
 
 DTYPES = ["bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16"]

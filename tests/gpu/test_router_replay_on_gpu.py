@@ -16,9 +16,9 @@ from nemo_rl.config.router_replay import RouterReplayConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import WorkerError
 from nemo_rl.models.loading import load_model_config
-from nemo_rl.models.policy.route_replay import MicrobatchRoutes, RouteReplayer
+from nemo_rl.models.policy.routes.replay import MicrobatchRoutes, RouteReplayer
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
-from nemo_rl.utils.route_digest import route_digests
+from nemo_rl.routes.digest import route_digests
 from tests.helpers.experts import shape_of, write_experts
 from tests.helpers.layout_jobs import LOSS, Case, forced_routes, layout_batch, plan_of
 from tests.helpers.tiny_model import tiny_policy, tiny_worker

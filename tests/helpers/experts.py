@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nemo_rl.data_plane.route_shape import RouteShape
 from nemo_rl.models.loading import load_model_config
+from nemo_rl.routes.shape import RouteShape
 from tests.helpers.families import COMMON, write_with_tokenizer
 from tests.helpers.megatron_models import hf_model
 

@@ -26,7 +26,7 @@ from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.models.dtensor.parallelize import full_weight
 from nemo_rl.models.hf_routers import HFRouters
 from nemo_rl.models.loading import load_causal_lm, load_model_config, named_weights
-from nemo_rl.models.policy.worker_replay import PassRoutes
+from nemo_rl.models.policy.routes.worker_replay import PassRoutes
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers.hf_reference import global_scale, hf_logprobs
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
-from nemo_rl.data_plane.ragged import nest
 from nemo_rl.data_plane.schema import extra_field
 from nemo_rl.errors import (
     DataPlaneError,
@@ -25,6 +24,7 @@ from nemo_rl.errors import (
     SchemaMismatch,
     VersionMismatch,
 )
+from nemo_rl.jagged import nest
 from tests.helpers.peers import Peer
 from tests.helpers.planes import rows_of
 

@@ -14,14 +14,14 @@ import torch
 
 from nemo_rl.config.base import START_TIMEOUT_S
 from nemo_rl.config.data_plane import DataPlaneConfig, RayStoreConfig
-from nemo_rl.data_plane import stores
+from nemo_rl.data_plane.adapters import noop
 from nemo_rl.data_plane.environment import transport_environment
 from nemo_rl.data_plane.factory import attach_data_plane, build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneClient
-from nemo_rl.data_plane.ragged import nest
 from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.own_ray import OwnRay
 from nemo_rl.errors import DataPlaneClosed
+from nemo_rl.jagged import nest
 from tests.helpers import mooncake
 from tests.helpers.peers import PEERS, Mode, Peer
 
@@ -175,7 +175,7 @@ def stored_chunks(plane: Plane) -> list[str]:
     """Chunks that the payload store holds, for stores of this process and of this node's shared memory."""
     run_id = plane.owner.address.run_id
     if plane.owner.address.config.impl == "noop":
-        return list(stores._noop_stores[run_id]._chunks)
+        return list(noop._stores[run_id]._chunks)
     return [str(path) for folder in segments(run_id) for path in Path(folder).glob("live/*")]
 
 

@@ -13,20 +13,20 @@ from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.policy import DTensorConfig, PolicyConfig
 from nemo_rl.config.router_replay import RouterReplayConfig
+from nemo_rl.data_plane.chunks.ragged import to_nested_by_length
 from nemo_rl.data_plane.column_io import kv_first_write, write_columns
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from nemo_rl.data_plane.preshard import shard_meta_for_dp
-from nemo_rl.data_plane.ragged import to_nested_by_length
-from nemo_rl.data_plane.routed_experts import decode_routes, encode_routes
 from nemo_rl.data_plane.schema import LP_SEED_FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import destroy_process_group
 from nemo_rl.distributed.packing import plan_packs
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.models.loading import load_model_config
-from nemo_rl.models.policy.routes import RouteSlices, RouteView, ShardRoutes
+from nemo_rl.models.policy.routes.slices import RouteSlices, RouteView, ShardRoutes
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
+from nemo_rl.routes.columns import decode_routes, encode_routes
 from tests.helpers.experts import shape_of
 from tests.helpers.layout_jobs import forced_routes
 from tests.helpers.replica_cases import LOSS, ROWS, TRAINED, Plane, digest, planted, rows, share, start

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from nemo_rl.models.varlen_attention import Segments
+from nemo_rl.routes.digest import route_digests
 from nemo_rl.utils import r3_trace
-from nemo_rl.utils.route_digest import route_digests
 
 __all__ = ["RouteRun"]
 

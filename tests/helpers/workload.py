@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import torch
 
 from nemo_rl.data_plane.interfaces import DataPlaneClient
-from nemo_rl.data_plane.ragged import nest
 from nemo_rl.data_plane.schema import extra_field
 from nemo_rl.errors import KeysNotFound, LeaseExpired
+from nemo_rl.jagged import nest
 from tests.helpers.planes import Plane
 
 ROWS = extra_field("x", dtypes=["int64"], dims=("W",))

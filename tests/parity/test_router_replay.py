@@ -21,8 +21,8 @@ from nemo_rl.models.dtensor.parallelize import full_weight
 from nemo_rl.models.dtensor.train_step import OptimizerStep
 from nemo_rl.models.loading import load_model_config
 from nemo_rl.models.policy.microbatch import PassShape
-from nemo_rl.models.policy.route_replay import RouteReplayer
-from nemo_rl.models.policy.routes import RouteView, TokenPlaces
+from nemo_rl.models.policy.routes.replay import RouteReplayer
+from nemo_rl.models.policy.routes.slices import RouteView, TokenPlaces
 from tests.helpers import megatron_jobs
 from tests.helpers.experts import write_experts
 from tests.helpers.families import COMMON

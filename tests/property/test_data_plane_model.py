@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
 from nemo_rl.config.data_plane import DataPlaneConfig
-from nemo_rl.data_plane import ledger_state
 from nemo_rl.data_plane.adapters.noop import NoopStore, SharedNoopStore
 from nemo_rl.data_plane.address import DataPlaneAddress
-from nemo_rl.data_plane.client import LedgerClient
+from nemo_rl.data_plane.client.ledger_client import LedgerClient
 from nemo_rl.data_plane.interfaces import KVBatchMeta
-from nemo_rl.data_plane.ledger_host import InProcessHost, LedgerService, build_ledger
-from nemo_rl.data_plane.ledger_host_socket import LedgerServer, SocketLedgerHost
+from nemo_rl.data_plane.ledger import state as ledger_state
+from nemo_rl.data_plane.ledger.host import InProcessHost, LedgerService, build_ledger
+from nemo_rl.data_plane.ledger.host_socket import LedgerServer, SocketLedgerHost
 from tests.helpers.plane_model import FIELDS, WRITES, Claim, PlaneModel, keys_in_groups
 
 LEASE_S = 3000.0

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from nemo_rl.data_plane.ledger import Ledger
+from nemo_rl.data_plane.ledger.ledger import Ledger
 from nemo_rl.data_plane.schema import FIELDS as FieldTable
 from nemo_rl.data_plane.schema import resolve_fields, spec_to_record
 

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_rl.data_plane.chunks.wire import pack_rows, packed_size, unpack_rows
 from nemo_rl.data_plane.interfaces import KVBatchMeta
-from nemo_rl.data_plane.wire import pack_rows, packed_size, unpack_rows
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import SchemaMismatch
 

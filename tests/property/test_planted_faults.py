@@ -12,10 +12,11 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, run_state_machine_as_test
 
-from nemo_rl.data_plane import ledger_claims, ledger_state
-from nemo_rl.data_plane.client import LedgerClient
-from nemo_rl.data_plane.leases import LeaseKeeper
-from nemo_rl.data_plane.ledger_capacity import Capacity
+from nemo_rl.data_plane.client.leases import LeaseKeeper
+from nemo_rl.data_plane.client.ledger_client import LedgerClient
+from nemo_rl.data_plane.ledger import claims as ledger_claims
+from nemo_rl.data_plane.ledger import state as ledger_state
+from nemo_rl.data_plane.ledger.capacity import Capacity
 from tests.property.test_data_plane_model import DataPlaneHistory
 from tests.property.test_ledger import LedgerHistory
 

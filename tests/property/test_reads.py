@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_rl.data_plane.chunks.ragged import materialize
 from nemo_rl.data_plane.interfaces import DataPlaneClient
-from nemo_rl.data_plane.ragged import materialize, nest
 from nemo_rl.data_plane.schema import extra_field
+from nemo_rl.jagged import nest
 from tests.helpers.planes import open_plane, rows_of
 
 DTYPES = ["bool", "uint8", "int16", "int32", "int64", "bfloat16", "float32", "float64"]

@@ -126,7 +126,11 @@ def test_command_line_flags_are_the_frozen_ones(script: str) -> None:
 
 def test_the_wall_clock_is_written_down_and_never_waited_for() -> None:
     """Deadlines and leases count on the monotonic clock, so that a step of the machine's clock ends nothing."""
-    written = {"nemo_rl/data_plane/event_log.py", "nemo_rl/utils/trackers/mlflow.py", "nemo_rl/utils/r3_trace_file.py"}
+    written = {
+        "nemo_rl/data_plane/ledger/event_log.py",
+        "nemo_rl/utils/trackers/mlflow.py",
+        "nemo_rl/utils/r3_trace_file.py",
+    }
     clocks = {"time.time", "time.time_ns", "datetime.now", "datetime.datetime.now", "datetime.utcnow"}
     found = {name_of(path) for path in LIBRARY for name, _ in calls(path) if name in clocks}
     assert found == written

@@ -57,7 +57,6 @@ FOLDERS = {
     "nemo_rl/models/policy/workers": "One rank of the policy, with and without the data plane.",
     "nemo_rl/models/weight_sync": "Refit: trained weights on their way to the generation engines.",
     "nemo_rl/utils": "Logging, metrics, checkpoints, traces and terminal output.",
-    "nemo_rl/utils/route_chain": "The verifier of route traces.",
     "nemo_rl/utils/trackers": "One file for each tracker.",
 }
 TESTS = {

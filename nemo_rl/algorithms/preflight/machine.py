@@ -12,7 +12,7 @@ from nemo_rl.algorithms.cpu_needs import logical_cpus, too_few_cpus
 from nemo_rl.algorithms.preflight.subject import Subject, nearest_folder
 from nemo_rl.algorithms.run_folder import run_folders, used_folder_problems
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.data_plane.adapters.mooncake_master import check_installed
+from nemo_rl.data_plane.store_kinds import kind_named
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.memory import available_bytes
 from nemo_rl.utils.run_lock import lock_problem
@@ -52,9 +52,8 @@ def check_gpus(subject: Subject) -> list[str]:
 def check_data_plane(subject: Subject) -> list[str]:
     """What the store is made of is installed."""
     plane = subject.config.data_plane
-    is_mooncake = plane.impl == "mooncake" or (plane.impl == "transfer_queue" and plane.backend == "mooncake_cpu")
-    if plane.enabled and is_mooncake:
-        check_installed()
+    if plane.enabled and plane.impl is not None:
+        kind_named(plane.impl).check_installed(plane)
     return []
 
 

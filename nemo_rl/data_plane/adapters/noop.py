@@ -5,14 +5,19 @@ Used by the single-process launcher; it satisfies the same contract suite as eve
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping, Sequence
 
+from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.codec import join
 from nemo_rl.data_plane.interfaces import Handles, Parts, PayloadStore, StoreHealth
 from nemo_rl.errors import DataPlaneClosed, DataPlaneError, KeysNotFound, name_some
 
 __all__ = ["NoopStore", "SharedNoopStore"]
+
+_stores: dict[str, NoopStore] = {}
+"""Of the runs whose owner is in this process."""
 
 
 class NoopStore(PayloadStore):
@@ -22,6 +27,33 @@ class NoopStore(PayloadStore):
         self._chunks: dict[str, memoryview] = {}
         self._lock = threading.Lock()
         self._is_closed = False
+
+    @classmethod
+    def start(cls, *, run_id: str) -> NoopStore:
+        """The owner's store."""
+        store = _stores[run_id] = cls()
+        return store
+
+    @staticmethod
+    def join(address: DataPlaneAddress) -> SharedNoopStore:
+        """The store for another client of this process.
+
+        Raises:
+            DataPlaneClosed: the owner is in another process, or has closed the store.
+        """
+        run_id = address.run_id
+        store = _stores.get(run_id)
+        if store is None:
+            raise DataPlaneClosed(
+                f"run {run_id!r}: its noop store lives in process {address.process_id} and this is {os.getpid()}, or "
+                "its owner has closed it; for workers in other processes use data_plane.impl=shm, or ray under Ray"
+            )
+        return SharedNoopStore(store)
+
+    @staticmethod
+    def forget(run_id: str) -> None:
+        """The run has ended."""
+        _stores.pop(run_id, None)
 
     def put(self, chunks: Mapping[str, Parts], *, timeout_s: float) -> None:
         copies = {chunk_id: join(parts) for chunk_id, parts in chunks.items()}

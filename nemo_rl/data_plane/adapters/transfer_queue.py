@@ -36,7 +36,6 @@ from nemo_rl.data_plane.adapters.mooncake_master import (
 )
 from nemo_rl.data_plane.adapters.transfer_queue_service import (
     CONTROLLER,
-    CONTROLLER_CPUS,
     CONTROLLER_NAMESPACE,
     CPU_WAIT_S,
     actor_processes,
@@ -45,7 +44,6 @@ from nemo_rl.data_plane.adapters.transfer_queue_service import (
     dead_actors,
     end_actors,
     forget_module_state,
-    num_units,
     refuse_other_controller,
     service_config,
     start_actors,
@@ -53,7 +51,7 @@ from nemo_rl.data_plane.adapters.transfer_queue_service import (
     wait_for_cpus,
 )
 from nemo_rl.data_plane.interfaces import Handles, Parts, PayloadStore, StoreHealth
-from nemo_rl.data_plane.ragged import nest
+from nemo_rl.data_plane.store_kinds import CONTROLLER_CPUS, num_storage_units
 from nemo_rl.distributed.liveness import ProcessIdentity
 from nemo_rl.errors import (
     CapacityExceeded,
@@ -65,6 +63,7 @@ from nemo_rl.errors import (
     ResourceError,
     name_some,
 )
+from nemo_rl.jagged import nest
 from nemo_rl.utils.start_up import DEFAULT_START, StartUp
 
 __all__ = ["CONTROLLER", "CONTROLLER_NAMESPACE", "CPU_WAIT_S", "TransferQueueStore"]
@@ -146,7 +145,7 @@ class TransferQueueStore(PayloadStore):
             if known is not None:
                 raise ResourceError(f"this process uses TransferQueue of run {known.run_id!r} already; close it first")
             refuse_other_controller(run_id)
-            units, namespace = num_units(config), ray.get_runtime_context().namespace
+            units, namespace = num_storage_units(config), ray.get_runtime_context().namespace
             wait_for_cpus(CONTROLLER_CPUS + units, start)
             servers = _start_mooncake(config, start)
             address = "" if servers is None else str(servers.address)

@@ -18,13 +18,13 @@ from ray import exceptions as ray_errors
 from transfer_queue import interface as tq_interface
 
 from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.data_plane.store_kinds import num_storage_units
 from nemo_rl.distributed.liveness import ProcessIdentity
 from nemo_rl.errors import DataPlaneClosed, DataPlaneTimeout, ResourceError
 from nemo_rl.utils.start_up import StartUp
 
 __all__ = [
     "CONTROLLER",
-    "CONTROLLER_CPUS",
     "CONTROLLER_NAMESPACE",
     "CPU_WAIT_S",
     "actor_processes",
@@ -33,7 +33,6 @@ __all__ = [
     "dead_actors",
     "end_actors",
     "forget_module_state",
-    "num_units",
     "refuse_other_controller",
     "service_config",
     "stopped_actors",
@@ -44,7 +43,6 @@ _T = TypeVar("_T")
 
 CONTROLLER = "TransferQueueController"
 CONTROLLER_NAMESPACE = "transfer_queue"
-CONTROLLER_CPUS = 1
 CPU_WAIT_S = 5.0
 """The name of an actor that has just ended is free a moment later."""
 GIVE_UP_S = 5.0
@@ -53,18 +51,13 @@ RAY_LINES = 2
 """Of Ray's text about a dead actor: that it died, and its class."""
 
 
-def num_units(config: DataPlaneConfig) -> int:
-    """Storage actors of the backend."""
-    return config.simple.num_storage_units if config.backend == "simple" else 0
-
-
 def service_config(config: DataPlaneConfig, *, run_id: str, namespace: str, mooncake: str) -> Any:
     """What `tq.init` takes; `nemo_rl` in it is ours, and tells those that join.
 
     Args:
         mooncake: address of the run's Mooncake servers; empty for backend `simple`.
     """
-    units = num_units(config)
+    units = num_storage_units(config)
     backend: dict[str, object] = {
         "storage_backend": "SimpleStorage",
         "SimpleStorage": {"num_data_storage_units": units, "total_storage_size": None},

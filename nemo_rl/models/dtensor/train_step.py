@@ -21,6 +21,7 @@ from nemo_rl.models.dtensor.parallelize import PolicyModel, as_fsdp
 from nemo_rl.models.local_shard import local_shard
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale
 from nemo_rl.models.policy.microbatch import Microbatch, build_microbatch
+from nemo_rl.models.policy.routes.worker_replay import PassRoutes
 from nemo_rl.models.policy.steps import (
     BatchLayout,
     StepOutcome,
@@ -29,7 +30,7 @@ from nemo_rl.models.policy.steps import (
     sum_over_shards,
     trained_tokens,
 )
-from nemo_rl.models.policy.worker_replay import PassRoutes
+from nemo_rl.torch_private import norms_of, scale_
 from nemo_rl.utils.metrics import Reduction
 
 __all__ = ["OptimizerStep", "StepRunner"]
@@ -223,13 +224,13 @@ class OptimizerStep:
         """Clips and steps (collective). The global norm before clipping, or None if it is not finite: no step then."""
         grads = [p.grad for p in self._model.parameters() if p.grad is not None]
         if self.scaler.scale != 1.0:
-            torch._foreach_mul_([local_shard(grad) for grad in grads], 1.0 / self.scaler.scale)
+            scale_([local_shard(grad) for grad in grads], 1.0 / self.scaler.scale)
         norm = grad_norm(grads, self._groups)
         if norm - norm != 0.0:
             self._optimizer.zero_grad(set_to_none=True)
             return None
         if self._max_grad_norm is not None and norm > self._max_grad_norm:
-            torch._foreach_mul_([local_shard(grad) for grad in grads], self._max_grad_norm / (norm + CLIP_EPSILON))
+            scale_([local_shard(grad) for grad in grads], self._max_grad_norm / (norm + CLIP_EPSILON))
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.scaler.on_clean_step()
@@ -254,8 +255,7 @@ def grad_norm(grads: Sequence[torch.Tensor], groups: ParallelGroups) -> float:
         mine = [local_shard(grad) for grad in grads if _is_split_over_tensor_axis(grad) == is_split]
         filled = [part for part in mine if part.numel()]
         if filled:
-            norms = torch._foreach_norm(filled)
-            squares[int(is_split)] = torch.stack(norms).double().square().sum().to(device)
+            squares[int(is_split)] = torch.stack(norms_of(filled)).double().square().sum().to(device)
     dist.all_reduce(squares, group=groups.fsdp_mesh.get_group())
     if groups.tensor_mesh is not None:
         split = squares[1:].clone()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.data_plane.route_shape import RouteShape
+from nemo_rl.routes.places import RecordedRoutes
 
 __all__ = [
     "EngineSpec",
@@ -67,25 +67,6 @@ class GenerationRequest:
     @property
     def group_size(self) -> int:
         return len(self.seeds) // len(self.prompt_ids) if self.prompt_ids else 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RecordedRoutes:
-    """Routes of N rows laid end to end, as an engine has recorded them.
-
-    Example:
-        A row of 3 prompt and 2 response tokens has 4 routes: nothing is predicted from the last token, so it is never
-        fed.
-    """
-
-    ids: torch.Tensor
-    """`[sum(lengths), L, K]` uint8 or int16: ids of experts in the order of the router, layers with experts only."""
-    starts: torch.Tensor
-    """`[N]` int64, position of the first token with a route, counted over prompt and response; 0 unless a backend
-    leaves out a prefix that an earlier turn has recorded."""
-    lengths: torch.Tensor
-    """`[N]` int64, tokens with a route: from `starts` on, without gaps."""
-    shape: RouteShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,6 +27,7 @@ from nemo_rl.models.megatron.mcore import (
     get_standard_config_overrides,
 )
 from nemo_rl.models.megatron.setup import MegatronModel
+from nemo_rl.torch_private import norms_of
 
 __all__ = ["PolicyOptimizer"]
 
@@ -143,7 +144,7 @@ class PolicyOptimizer:
             grads = part.get_main_grads_for_grad_norm()
             square = torch.zeros(1, dtype=torch.float64, device=self._device())
             if grads:
-                square += torch.stack(torch._foreach_norm(grads)).double().square().sum()
+                square += torch.stack(norms_of(grads)).double().square().sum()
             dist.all_reduce(square, group=part.get_grad_stats_parallel_group())
             total += float(square)
         return math.sqrt(total)

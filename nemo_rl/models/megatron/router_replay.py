@@ -14,7 +14,7 @@ import torch
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.megatron.mcore import RouterReplay, TopKRouter
 from nemo_rl.models.megatron.setup import MegatronModel
-from nemo_rl.models.policy.route_replay import RouteReplayer
+from nemo_rl.models.policy.routes.replay import RouteReplayer
 
 __all__ = ["attach_replay"]
 

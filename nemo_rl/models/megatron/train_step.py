@@ -26,6 +26,7 @@ from nemo_rl.models.megatron.setup import MegatronModel
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale
 from nemo_rl.models.policy.microbatch import Microbatch, build_microbatch
 from nemo_rl.models.policy.outputs import selected_logprobs, top_k_logits
+from nemo_rl.models.policy.routes.worker_replay import PassRoutes
 from nemo_rl.models.policy.steps import (
     BatchLayout,
     Microbatches,
@@ -36,7 +37,6 @@ from nemo_rl.models.policy.steps import (
     sum_over_shards,
     trained_tokens,
 )
-from nemo_rl.models.policy.worker_replay import PassRoutes
 from nemo_rl.utils.metrics import Reduction
 
 __all__ = ["PipelineRunner"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.data_plane.route_shape import MAX_EXPERTS
 from nemo_rl.errors import ConfigError, ModelFolderError, boundary
 from nemo_rl.models.dtensor import fit
 from nemo_rl.models.dtensor.rope import long_rope_start
 from nemo_rl.models.hf_routers import HFRouters
 from nemo_rl.models.loading import empty_model
 from nemo_rl.models.megatron import architecture
+from nemo_rl.routes.shape import MAX_EXPERTS
 
 __all__ = ["check_policy_fits"]
 

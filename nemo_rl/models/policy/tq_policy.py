@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nemo_rl.data_plane.address import DataPlaneAddress
+from nemo_rl.data_plane.chunks.wire import pickled_size
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.preshard import shard_meta_for_dp
-from nemo_rl.data_plane.wire import pickled_size
 from nemo_rl.distributed.calls import Request, ask
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from nemo_rl.distributed.job_store import open_client, open_server, stay_on_loopback
 from nemo_rl.errors import CollectiveTimeout, WorkerError
+from nemo_rl.torch_private import nccl_options
 
 __all__ = ["RefitGroup", "RefitGroupSpec", "open_store"]
 
@@ -58,8 +59,7 @@ class RefitGroup:
         if store is None:
             store = open_client(spec.address, spec.port, world_size=spec.world_size, timeout=self._timeout, waits=True)
         if spec.backend == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self._timeout
+            options = nccl_options(self._timeout)
             self._group: dist.ProcessGroup = dist.ProcessGroupNCCL(store, spec.rank, spec.world_size, options)  # type: ignore[assignment]
         else:
             self._group = dist.ProcessGroupGloo(store, spec.rank, spec.world_size, self._timeout)  # type: ignore[assignment]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.algorithms.preflight import machine
 from nemo_rl.algorithms.preflight.checks import CHECKS, preflight
+from nemo_rl.data_plane.adapters import mooncake_master
 from nemo_rl.errors import CheckpointError, NemoRLError, ResourceError, UserError
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.run_lock import lock_folder
@@ -182,7 +182,7 @@ def test_a_store_that_is_not_installed_is_known_before(
     def missing() -> None:
         raise ResourceError("Mooncake is not installed")
 
-    monkeypatch.setattr(machine, "check_installed", missing)
+    monkeypatch.setattr(mooncake_master, "check_installed", missing)
     recipe = write_recipe(tmp_path, model)
     with pytest.raises(UserError, match="Mooncake is not installed"):
         preflight(load_recipe(recipe, {f"data_plane.{name}": value for name, value in settings.items()}))

@@ -11,7 +11,7 @@ import pytest
 from nemo_rl.algorithms.grpo import score_rows
 from nemo_rl.algorithms.step_metrics import StepRecord, data_plane_metrics, pack_metrics, step_metrics, training_speed
 from nemo_rl.config.load import load_config
-from nemo_rl.data_plane.operation_counts import OperationCount
+from nemo_rl.data_plane.client.operation_counts import OperationCount
 from nemo_rl.distributed.packing import PackPlan, plan_fixed
 from nemo_rl.experience.payload import RowScalars
 from nemo_rl.models.policy.lm_policy import TrainSummary

@@ -23,8 +23,8 @@ from benchmarks.router_replay_report import (
     figures_of,
     median_interval,
 )
-from nemo_rl.data_plane.route_shape import RouteShape
 from nemo_rl.models.generation.interfaces import RecordedRoutes
+from nemo_rl.routes.shape import RouteShape
 
 NUM_TOKENS = 20_000
 

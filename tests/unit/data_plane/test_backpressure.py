@@ -14,8 +14,8 @@ import torch
 from nemo_rl.config.data_plane import DataPlaneConfig, StorageCapacityConfig
 from nemo_rl.data_plane.adapters.noop import NoopStore, SharedNoopStore
 from nemo_rl.data_plane.address import DataPlaneAddress
-from nemo_rl.data_plane.client import LedgerClient
-from nemo_rl.data_plane.ledger_host import InProcessHost, LedgerService, build_ledger
+from nemo_rl.data_plane.client.ledger_client import LedgerClient
+from nemo_rl.data_plane.ledger.host import InProcessHost, LedgerService, build_ledger
 from nemo_rl.errors import CapacityExceeded, DataPlaneError
 from tests.helpers.planes import ids_column, wait_until
 

@@ -12,10 +12,10 @@ import torch
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.adapters.noop import NoopStore
 from nemo_rl.data_plane.address import DataPlaneAddress, Handles
-from nemo_rl.data_plane.client import LedgerClient
+from nemo_rl.data_plane.client.ledger_client import LedgerClient
 from nemo_rl.data_plane.factory import attach_data_plane, build_data_plane_client, open_step
 from nemo_rl.data_plane.interfaces import KVBatchMeta, Parts
-from nemo_rl.data_plane.ledger_host import InProcessHost, LedgerService, build_ledger
+from nemo_rl.data_plane.ledger.host import InProcessHost, LedgerService, build_ledger
 from nemo_rl.errors import (
     ConfigError,
     DataPlaneClosed,
@@ -76,7 +76,7 @@ class OverwrittenStore(NoopStore):
 
 def test_a_field_added_to_rows_keeps_their_metas_however_many_keys_were_cleared(monkeypatch) -> None:
     """More cleared keys than the ledger remembers, while a row lives on."""
-    monkeypatch.setattr("nemo_rl.data_plane.ledger_state.MAX_REMEMBERED_KEYS", 1)
+    monkeypatch.setattr("nemo_rl.data_plane.ledger.state.MAX_REMEMBERED_KEYS", 1)
     with open_plane("noop") as plane:
         client = plane.owner
         client.register_partition("p", ["input_ids", "token_mask", "sample_mask"], 9, [])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from nemo_rl.data_plane.chunks.columns import check_columns
 from nemo_rl.data_plane.codec import (
     ChunkReader,
     encode_rows,
@@ -18,10 +19,9 @@ from nemo_rl.data_plane.codec import (
     stack_or_nest,
     to_nested_by_length,
 )
-from nemo_rl.data_plane.columns import check_columns
-from nemo_rl.data_plane.ragged import nest
 from nemo_rl.data_plane.schema import FIELDS, resolve_fields
 from nemo_rl.errors import SchemaMismatch
+from nemo_rl.jagged import nest
 from tests.helpers.planes import ids_column, rows_of
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.data_plane import dense
-from nemo_rl.data_plane.dense import LEAST_BYTES, WarmMemory, lay_end_to_end, pad_rows
+from nemo_rl.data_plane.chunks import dense
+from nemo_rl.data_plane.chunks.dense import LEAST_BYTES, WarmMemory, lay_end_to_end, pad_rows
 from nemo_rl.errors import SchemaMismatch
 
 

@@ -10,10 +10,10 @@ import torch
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.adapters.noop import NoopStore, SharedNoopStore
 from nemo_rl.data_plane.address import DataPlaneAddress, LedgerAddress
-from nemo_rl.data_plane.client import LedgerClient
+from nemo_rl.data_plane.client.ledger_client import LedgerClient
 from nemo_rl.data_plane.column_io import write_columns
 from nemo_rl.data_plane.interfaces import KVBatchMeta
-from nemo_rl.data_plane.ledger_host import InProcessHost, LedgerService, build_ledger
+from nemo_rl.data_plane.ledger.host import InProcessHost, LedgerService, build_ledger
 from nemo_rl.errors import FieldNotProduced, KeysNotFound, LeaseExpired
 from tests.helpers.planes import ids_column, keys_of
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import pytest
 
 from nemo_rl.config.data_plane import DataPlaneConfig
-from nemo_rl.data_plane.ledger_host import LedgerService, build_ledger
-from nemo_rl.data_plane.ledger_host_socket import MAX_FRAME_BYTES, LedgerServer, SocketLedgerHost
+from nemo_rl.data_plane.ledger.host import LedgerService, build_ledger
+from nemo_rl.data_plane.ledger.host_socket import MAX_FRAME_BYTES, LedgerServer, SocketLedgerHost
 from nemo_rl.errors import DataPlaneClosed, DataPlaneError, DataPlaneTimeout, PartitionNotFound
 
 

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl.config.data_plane import ObservabilityConfig
-from nemo_rl.data_plane.event_callback import DataPlaneEvent
+from nemo_rl.data_plane.client.event_callback import DataPlaneEvent
+from nemo_rl.data_plane.client.operation_counts import OperationCount, merge_snapshots
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.observability import MetricsDataPlaneClient
-from nemo_rl.data_plane.operation_counts import OperationCount, merge_snapshots
 from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.errors import ConfigError, DataPlaneTimeout, KeysNotFound
 from tests.helpers.planes import Plane, ids_column, keys_of, open_plane

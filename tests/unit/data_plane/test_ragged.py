@@ -9,21 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from nemo_rl.data_plane.ragged import (
-    is_packed,
-    lengths_of,
+from nemo_rl.data_plane.chunks.ragged import (
     materialize,
-    nest,
     object_rows,
     pack_per_token_field,
     pad_nested,
     response_from_nested,
-    stack_or_nest,
     to_nested_by_length,
     unwrap_wire_stripped_payload,
-    values_of,
 )
 from nemo_rl.errors import SchemaMismatch
+from nemo_rl.jagged import is_packed, lengths_of, nest, stack_or_nest, values_of
 from tests.helpers.planes import rows_of
 
 DTYPES = [torch.int32, torch.int64, torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.int16]

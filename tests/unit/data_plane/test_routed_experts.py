@@ -8,10 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.config.router_replay import RouterReplayConfig
+from nemo_rl.data_plane.chunks.columns import check_columns
 from nemo_rl.data_plane.codec import encode_rows
-from nemo_rl.data_plane.columns import check_columns
-from nemo_rl.data_plane.ragged import lengths_of, nest, values_of
-from nemo_rl.data_plane.route_shape import (
+from nemo_rl.data_plane.schema import FIELDS, ROUTE_FIELDS, route_fields
+from nemo_rl.errors import SchemaMismatch
+from nemo_rl.jagged import lengths_of, nest, values_of
+from nemo_rl.routes.columns import (
+    decode_routes,
+    encode_routes,
+    route_conditions,
+    validate_routes,
+    wire_bytes,
+)
+from nemo_rl.routes.digest import route_digests
+from nemo_rl.routes.shape import (
     MISSING,
     RouteShape,
     bits_per_id,
@@ -19,16 +29,6 @@ from nemo_rl.data_plane.route_shape import (
     dummy_route,
     route_dtype,
 )
-from nemo_rl.data_plane.routed_experts import (
-    decode_routes,
-    encode_routes,
-    route_conditions,
-    validate_routes,
-    wire_bytes,
-)
-from nemo_rl.data_plane.schema import FIELDS, ROUTE_FIELDS, route_fields
-from nemo_rl.errors import SchemaMismatch
-from nemo_rl.utils.route_digest import route_digests
 
 
 def random_routes(shape: RouteShape, lengths: list[int], *, seed: int = 0, missing: float = 0.1) -> torch.Tensor:

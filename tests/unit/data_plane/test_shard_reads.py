@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.data_plane.chunks.ragged import materialize
+from nemo_rl.data_plane.client.shard_reads import ShardReads
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.observability import MetricsDataPlaneClient
-from nemo_rl.data_plane.ragged import materialize, nest
-from nemo_rl.data_plane.shard_reads import ShardReads
+from nemo_rl.jagged import nest
 
 NAMES = ("input_ids", "sample_mask")
 PADS = {"input_ids": 7.0}

@@ -13,19 +13,19 @@ from nemo_rl.algorithms.loss_functions import ClippedPGLoss
 from nemo_rl.algorithms.stages import build_stages, written_fields
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
-from nemo_rl.data_plane.ragged import lengths_of, values_of
-from nemo_rl.data_plane.route_shape import RouteShape
-from nemo_rl.data_plane.routed_experts import decode_routes
 from nemo_rl.data_plane.schema import ROUTE_FIELDS
 from nemo_rl.errors import WorkerError
 from nemo_rl.experience.sync_rollout_actor import RolloutResult, SyncRolloutActor
+from nemo_rl.jagged import lengths_of, values_of
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest
 from nemo_rl.models.generation.torch_engine import TorchEngine
 from nemo_rl.models.hf_routers import HFRouters
 from nemo_rl.models.loading import load_causal_lm
+from nemo_rl.routes.columns import decode_routes
+from nemo_rl.routes.digest import route_digests
+from nemo_rl.routes.shape import RouteShape
 from nemo_rl.utils.metrics import values as reduced
 from nemo_rl.utils.r3_trace import reset_r3_trace
-from nemo_rl.utils.route_digest import route_digests
 from tests.helpers.families import write_family
 from tests.helpers.planes import Plane, open_plane
 from tests.helpers.runs import LOCAL, write_recipe

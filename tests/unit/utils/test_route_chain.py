@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nemo_rl.diagnostics.route_chain.chain import verify_trace
+from nemo_rl.diagnostics.route_chain.report import Report, Verdict
 from nemo_rl.utils.r3_trace import trace_retired
-from nemo_rl.utils.route_chain.chain import verify_trace
-from nemo_rl.utils.route_chain.report import Report, Verdict
 from tests.helpers.route_runs import RouteRun
 
 

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data.tokenizer import load_tokenizer
-from nemo_rl.data_plane.route_shape import RouteShape
 from nemo_rl.errors import NonFiniteError, name_some
 from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
@@ -27,6 +26,7 @@ from nemo_rl.models.generation.interfaces import (
 from nemo_rl.models.generation.torch_engine.decode import DecodedRows, RowRequest, StopStrings, decode_rows
 from nemo_rl.models.generation.torch_engine.routes import RouteRecorder, RowRoutes
 from nemo_rl.models.loading import DTYPES, load_causal_lm, named_weights
+from nemo_rl.routes.shape import RouteShape
 
 __all__ = ["TorchEngine"]
 

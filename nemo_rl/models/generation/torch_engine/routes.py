@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager
 import torch
 from transformers import PreTrainedModel
 
-from nemo_rl.data_plane.route_shape import RouteShape, route_dtype
 from nemo_rl.models.hf_routers import HFRouters
+from nemo_rl.routes.shape import RouteShape, route_dtype
 
 __all__ = ["RouteRecorder", "RowRoutes"]
 

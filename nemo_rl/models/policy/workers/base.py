@@ -18,6 +18,7 @@ import torch
 
 from nemo_rl.models.local_shard import local_shard
 from nemo_rl.models.weight_sync.ipc_handle import device_id
+from nemo_rl.torch_private import set_expandable_segments
 from nemo_rl.utils.memory import peak_resident_bytes, reset_peak_resident, resident_bytes
 
 __all__ = [
@@ -168,7 +169,7 @@ class DeviceSide:
             return False
         if torch.cuda.get_device_capability(self.device)[0] < EXPANDABLE_SEGMENTS_FROM:
             return False
-        _set_expandable_segments(True)
+        set_expandable_segments(True)
         return True
 
     @contextmanager
@@ -178,11 +179,11 @@ class DeviceSide:
         if not self._has_expandable_segments:
             yield
             return
-        _set_expandable_segments(False)
+        set_expandable_segments(False)
         try:
             yield
         finally:
-            _set_expandable_segments(True)
+            set_expandable_segments(True)
 
     def reset_peak_memory_stats(self) -> None:
         if self.is_cuda:
@@ -233,7 +234,3 @@ class DeviceSide:
             with suppress(RuntimeError):
                 torch.cuda.profiler.stop()
             self._is_profiling = False
-
-
-def _set_expandable_segments(is_on: bool) -> None:
-    torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{is_on}")

@@ -15,8 +15,8 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group
 from nemo_rl.distributed.layout import ParallelLayout
+from nemo_rl.models.policy.routes.worker_replay import NoReplay, Replay, WorkerReplay
 from nemo_rl.models.policy.steps import RankView
-from nemo_rl.models.policy.worker_replay import NoReplay, Replay, WorkerReplay
 from nemo_rl.models.policy.workers.base import DeviceSide
 from nemo_rl.models.policy.workers.engine import Engine, EngineFactory
 from nemo_rl.models.policy.workers.life_cycle import LifeCycle

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.data_plane.route_shape import RouteShape
 from nemo_rl.distributed.parallel_groups import ParallelGroups
 from nemo_rl.models.dtensor import checkpoint
 from nemo_rl.models.dtensor.learning_rate import LearningRate
@@ -22,9 +21,9 @@ from nemo_rl.models.dtensor.train_step import OptimizerStep, StepRunner
 from nemo_rl.models.hf_routers import HFRouters
 from nemo_rl.models.loading import load_causal_lm, named_weights
 from nemo_rl.models.policy.interfaces import TensorInfo
-from nemo_rl.models.policy.route_replay import RouteReplayer
+from nemo_rl.models.policy.routes.replay import RouteReplayer
+from nemo_rl.models.policy.routes.worker_replay import PassRoutes, Routers
 from nemo_rl.models.policy.steps import BatchLayout, RankView
-from nemo_rl.models.policy.worker_replay import PassRoutes, Routers
 from nemo_rl.models.policy.workers.base import (
     Placement,
     WorkerState,
@@ -35,6 +34,7 @@ from nemo_rl.models.policy.workers.base import (
     placement_of,
 )
 from nemo_rl.models.policy.workers.engine import Engine
+from nemo_rl.routes.shape import RouteShape
 from nemo_rl.utils.flops import TransformerShape
 
 __all__ = ["DTensorEngine"]

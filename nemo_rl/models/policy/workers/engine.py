@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.models.policy.interfaces import TensorInfo
+from nemo_rl.models.policy.routes.worker_replay import PassRoutes, Routers
 from nemo_rl.models.policy.steps import BatchLayout, RankView, Runner
-from nemo_rl.models.policy.worker_replay import PassRoutes, Routers
 from nemo_rl.models.policy.workers.base import Placement, WorkerState
 from nemo_rl.utils.flops import TransformerShape
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.data_plane.route_shape import RouteShape
 from nemo_rl.errors import ModelFolderError
 from nemo_rl.models.checkpoint_folder import complete_or_nothing, raise_together
 from nemo_rl.models.hf_folder import open_weights, write_folder
@@ -27,10 +26,11 @@ from nemo_rl.models.megatron.router_replay import attach_replay
 from nemo_rl.models.megatron.setup import build_model, destroy_parallel, forget_last_pass, initialize_parallel
 from nemo_rl.models.megatron.train_step import PipelineRunner
 from nemo_rl.models.policy.interfaces import TensorInfo
+from nemo_rl.models.policy.routes.worker_replay import PassRoutes, Routers
 from nemo_rl.models.policy.steps import BatchLayout, RankView
-from nemo_rl.models.policy.worker_replay import PassRoutes, Routers
 from nemo_rl.models.policy.workers.base import Placement, WorkerState, check_placement, placement_of
 from nemo_rl.models.policy.workers.engine import Engine
+from nemo_rl.routes.shape import RouteShape
 from nemo_rl.utils.flops import TransformerShape
 
 __all__ = ["MegatronEngine"]

@@ -17,9 +17,9 @@ from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.models.logprobs import SamplingView
 from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
 from nemo_rl.models.policy.microbatch import PassShape, fixed_plan, steps_of
-from nemo_rl.models.policy.routes import RouteSlices
+from nemo_rl.models.policy.routes.slices import RouteSlices
+from nemo_rl.models.policy.routes.worker_replay import OWN_ROUTES, ROUTES, PassRoutes, Replay
 from nemo_rl.models.policy.steps import BatchLayout, RankView, check_same_plan, loss_scales
-from nemo_rl.models.policy.worker_replay import OWN_ROUTES, ROUTES, PassRoutes, Replay
 from nemo_rl.models.policy.workers.base import WorkerState, device_name
 from nemo_rl.models.policy.workers.engine import Engine
 from nemo_rl.models.policy.workers.life_cycle import LifeCycle

@@ -29,9 +29,9 @@ from nemo_rl.distributed.collectives import destroy_process_group
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.models.checkpoint_folder import save_tokenizer
 from nemo_rl.models.policy.interfaces import LossFunction, TensorInfo, TrainResult
-from nemo_rl.models.policy.routes import RouteSlices
+from nemo_rl.models.policy.routes.slices import RouteSlices
+from nemo_rl.models.policy.routes.worker_replay import Replay
 from nemo_rl.models.policy.steps import RankView
-from nemo_rl.models.policy.worker_replay import Replay
 from nemo_rl.models.policy.workers.base import DeviceSide, WorkerState
 from nemo_rl.models.policy.workers.engine import Engine
 from nemo_rl.models.policy.workers.life_cycle import LifeCycle

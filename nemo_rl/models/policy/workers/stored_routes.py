@@ -14,21 +14,22 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.config.router_replay import RouterReplayConfig
+from nemo_rl.data_plane.chunks.ragged import to_nested_by_length
+from nemo_rl.data_plane.client.shard_reads import ShardReads
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
-from nemo_rl.data_plane.ragged import lengths_of, to_nested_by_length, values_of
-from nemo_rl.data_plane.routed_experts import decode_routes, encode_routes
 from nemo_rl.data_plane.schema import LP_SEED_FIELDS, ROUTE_FIELDS
-from nemo_rl.data_plane.shard_reads import ShardReads
 from nemo_rl.data_plane.worker_mixin import ReplicaView
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import scatter_from_leader
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
+from nemo_rl.jagged import lengths_of, values_of
 from nemo_rl.models.policy.mismatch import logprob_mismatch
-from nemo_rl.models.policy.routes import RouteSlices, ShardRoutes
+from nemo_rl.models.policy.routes.slices import RouteSlices, ShardRoutes
+from nemo_rl.models.policy.routes.worker_replay import WorkerReplay
 from nemo_rl.models.policy.steps import RankView
-from nemo_rl.models.policy.worker_replay import WorkerReplay
 from nemo_rl.models.policy.workers.passes import Passes, RecordedRoutes
+from nemo_rl.routes.columns import decode_routes, encode_routes
 from nemo_rl.utils.metrics import Reduction, merge_metrics
 from nemo_rl.utils.r3_trace import r3_trace_verify_forward_enabled, trace_rollout_payload, trace_tq_fetch_payload
 

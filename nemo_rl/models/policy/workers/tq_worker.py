@@ -13,8 +13,8 @@ from nemo_rl.distributed.abort import Watch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
-from nemo_rl.models.policy.routes import RouteSlices
-from nemo_rl.models.policy.worker_replay import WorkerReplay
+from nemo_rl.models.policy.routes.slices import RouteSlices
+from nemo_rl.models.policy.routes.worker_replay import WorkerReplay
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker, WorkerParts
 from nemo_rl.models.policy.workers.stored_routes import NoStoredRoutes, RoutesOfShards, StoredRoutes
 from nemo_rl.utils.metrics import Reduction, merge_metrics

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl.data_plane.route_shape import RouteShape
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import SchemaMismatch, WorkerError
 from nemo_rl.models.policy.microbatch import PassShape
-from nemo_rl.models.policy.route_replay import MicrobatchRoutes, RouteReplayer, microbatch_routes
-from nemo_rl.models.policy.route_trace import RouteTrace
-from nemo_rl.models.policy.routes import RouteSlices, RouteView, ShardRoutes
+from nemo_rl.models.policy.routes.replay import MicrobatchRoutes, RouteReplayer, microbatch_routes
+from nemo_rl.models.policy.routes.slices import RouteSlices, RouteView, ShardRoutes
+from nemo_rl.models.policy.routes.trace import RouteTrace
+from nemo_rl.routes.digest import route_digests
+from nemo_rl.routes.shape import RouteShape
 from nemo_rl.utils.r3_trace import r3_trace_stage, reset_r3_trace
-from nemo_rl.utils.route_digest import route_digests
 
 SHAPE = RouteShape(layers=(1, 3), top_k=2, num_experts=300)
 LENGTHS = (3, 2)

@@ -1,0 +1,182 @@
+"""The compact form in which keys, lengths and tags cross process borders.
+
+`KVBatchMeta` pickles itself with `pack_rows`; the observability client measures with it. Group uids are sent once,
+integers at their smallest width, tags by column: a constant once, few distinct values as one byte per row. What comes
+back equals what went in, types included.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from nemo_rl.data_plane.chunks.tags import Tags, TagTable, TagValue
+from nemo_rl.data_plane.keys import group_keys, key_of, split_key
+
+__all__ = ["Packed", "pack_rows", "packed_size", "pickled_size", "unpack_rows"]
+
+Packed: TypeAlias = tuple[object, ...]
+
+_DOUBLE = struct.Struct("<d")
+_INT_TYPES = ("u1", "<u2", "<u4", "<i8")
+_MOST_DISTINCT = 256
+"""Values that one byte can number."""
+
+
+def pack_rows(keys: Sequence[str], lengths: Sequence[int] | None, tags: Sequence[Tags] | None) -> Packed:
+    """The compact form: plain tuples, strings and bytes.
+
+    Example:
+        >>> unpack_rows(pack_rows(("a_g0", "a_g1"), (3, 5), ({"w": 1}, {"w": 1})))
+        (('a_g0', 'a_g1'), (3, 5), TagTable([{'w': 1}, {'w': 1}]))
+    """
+    return (
+        _pack_keys(keys),
+        None if lengths is None else _pack_ints(lengths),
+        None if tags is None else _pack_tags(TagTable.of(tags, where="tags")),
+    )
+
+
+def unpack_rows(
+    packed: Packed,
+) -> tuple[tuple[str, ...], tuple[int, ...] | None, TagTable | None]:
+    """Keys, lengths and tags out of the compact form."""
+    keys, lengths, tags = packed
+    unpacked = _unpack_keys(_tuple(keys))
+    return (
+        unpacked,
+        None if lengths is None else tuple(_unpack_ints(_tuple(lengths))),
+        None if tags is None else _unpack_tags(_tuple(tags), len(unpacked)),
+    )
+
+
+def packed_size(keys: Sequence[str], lengths: Sequence[int] | None = None, tags: Sequence[Tags] | None = None) -> int:
+    """Bytes of keys, lengths and tags in a pickle."""
+    return pickled_size(pack_rows(keys, lengths, tags))
+
+
+def pickled_size(*values: object) -> int:
+    """Bytes of `values`, each as one message to or from another process."""
+    return sum(len(pickle.dumps(value, protocol=5)) for value in values)
+
+
+def _pack_keys(keys: Sequence[str]) -> Packed:
+    parts = [split_key(key) for key in keys]
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts) or not parts:
+        return ("keys", tuple(keys))
+    uids = list(dict.fromkeys(uid for uid, _ in known))
+    per_group, rest = divmod(len(keys), len(uids))
+    if not rest and known == [(uid, i) for uid in uids for i in range(per_group)]:
+        return ("groups", tuple(uids), per_group)
+    numbers = {uid: i for i, uid in enumerate(uids)}
+    return ("rows", tuple(uids), _pack_ints([numbers[uid] for uid, _ in known]), _pack_ints([i for _, i in known]))
+
+
+def _unpack_keys(packed: Packed) -> tuple[str, ...]:
+    kind = packed[0]
+    if kind == "keys":
+        return _strings(packed[1])
+    uids = _strings(packed[1])
+    if kind == "groups":
+        per_group = packed[2]
+        assert isinstance(per_group, int)
+        return tuple(group_keys(uids, per_group))
+    numbers, indices = _unpack_ints(_tuple(packed[2])), _unpack_ints(_tuple(packed[3]))
+    return tuple(key_of(uids[number], i) for number, i in zip(numbers, indices, strict=True))
+
+
+def _pack_ints(values: Sequence[int]) -> Packed:
+    low, high = min(values, default=0), max(values, default=0)
+    for kind in _INT_TYPES:
+        limits = np.iinfo(kind)
+        if limits.min <= low and high <= limits.max:
+            return (kind, np.array(values, dtype=kind).tobytes())
+    return ("big", tuple(values))
+
+
+def _unpack_ints(packed: Packed) -> list[int]:
+    kind, content = packed
+    if kind == "big":
+        return [int(value) for value in _tuple(content)]  # type: ignore[call-overload]
+    assert isinstance(kind, str) and isinstance(content, bytes)
+    values: list[int] = np.frombuffer(content, dtype=kind).tolist()
+    return values
+
+
+def _pack_tags(tags: TagTable) -> Packed:
+    return tuple(
+        (name, None if there is None else np.packbits(there).tobytes(), _pack_values(values))
+        for name, there, values in tags.columns()
+    )
+
+
+def _unpack_tags(packed: Packed, num_rows: int) -> TagTable:
+    return TagTable.from_columns((_unpack_column(_tuple(column), num_rows) for column in packed), size=num_rows)
+
+
+def _unpack_column(column: Packed, num_rows: int) -> tuple[str, list[bool] | None, list[TagValue]]:
+    name, bitmap, content = column
+    assert isinstance(name, str) and isinstance(bitmap, bytes | None), f"malformed packed rows: {name!r}, {bitmap!r}"
+    there, count = None, num_rows
+    if bitmap is not None:
+        there = np.unpackbits(np.frombuffer(bitmap, dtype=np.uint8), count=num_rows).astype(bool).tolist()
+        count = sum(there)
+    return name, there, _unpack_values(_tuple(content), count)
+
+
+def _identity(value: TagValue) -> tuple[type, object]:
+    """Distinguishes 1, 1.0 and True, and 0.0 from -0.0; NaN equals itself."""
+    return type(value), _DOUBLE.pack(value) if isinstance(value, float) else value
+
+
+def _pack_values(values: Sequence[TagValue]) -> Packed:
+    distinct: dict[tuple[type, object], TagValue] = {}
+    identities = [_identity(value) for value in values]
+    for identity, value in zip(identities, values, strict=True):
+        distinct.setdefault(identity, value)
+    if len(distinct) == 1:
+        return ("same", values[0])
+    if len(distinct) <= _MOST_DISTINCT and len(distinct) < len(values):
+        numbers = {identity: i for i, identity in enumerate(distinct)}
+        return ("few", tuple(distinct.values()), bytes(numbers[identity] for identity in identities))
+    kinds = {type(value) for value in values}
+    if kinds == {float}:
+        wide = np.array(values, dtype="<f8")
+        with np.errstate(all="ignore"):  # values that do not fit are found by the comparison
+            narrow = wide.astype("<f4")
+        is_exact = bool((narrow.astype("<f8").view("<i8") == wide.view("<i8")).all())
+        return ("<f4", narrow.tobytes()) if is_exact else ("<f8", wide.tobytes())
+    if kinds == {int}:
+        return ("ints", _pack_ints([value for value in values if isinstance(value, int)]))
+    return ("values", tuple(values))
+
+
+def _unpack_values(packed: Packed, count: int) -> list[TagValue]:
+    kind, content = packed[0], packed[1]
+    if kind == "same":
+        return [content] * count  # type: ignore[list-item]
+    if kind == "few":
+        numbers, distinct = packed[2], _tuple(content)
+        assert isinstance(numbers, bytes)
+        return [distinct[i] for i in numbers]  # type: ignore[misc]
+    if kind == "ints":
+        return list(_unpack_ints(_tuple(content)))
+    if kind == "values":
+        return list(_tuple(content))  # type: ignore[arg-type]
+    assert isinstance(kind, str) and isinstance(content, bytes)
+    floats: list[TagValue] = np.frombuffer(content, dtype=kind).tolist()
+    return floats
+
+
+def _tuple(value: object) -> Packed:
+    assert isinstance(value, tuple), f"malformed packed rows: {value!r}"
+    return value
+
+
+def _strings(value: object) -> tuple[str, ...]:
+    return _tuple(value)  # type: ignore[return-value]

@@ -1,0 +1,1 @@
+"""The client that every adapter shares: reads, writes, claims, and what they cost."""

@@ -1,0 +1,429 @@
+"""`LedgerClient`: the `DataPlaneClient` that every adapter shares, made of one ledger host and one payload store.
+
+    kv_batch_put: check_columns -> encode_rows -> store.put(chunks) -> ledger "commit"   (rows appear here, at once)
+    kv_batch_get: ledger "locate" -> store.get(chunks) -> gather
+    get_meta:     ledger "claim", renewed by `leases.LeaseKeeper`, ended by `release` or by writing the task's fields
+
+Built by `factory`. The one invariant: rows are visible only through a ledger commit that follows a complete store put,
+so all adapters give the same guarantees.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from nemo_rl.data_plane.address import DataPlaneAddress
+from nemo_rl.data_plane.batch_meta import KVBatchMeta, Version
+from nemo_rl.data_plane.chunks.columns import check_columns, check_keys, check_tags, token_lengths
+from nemo_rl.data_plane.chunks.tags import Tags, TagTable, TagValue
+from nemo_rl.data_plane.client.assembly import Located, assemble, assemble_padded
+from nemo_rl.data_plane.client.backpressure import FIRST_POLL_S, LONGEST_POLL_S
+from nemo_rl.data_plane.client.leases import LeaseKeeper
+from nemo_rl.data_plane.client.link import Call, ClientLink, names_of, plain_versions, versions_of
+from nemo_rl.data_plane.client.reads import RowReader
+from nemo_rl.data_plane.client.schemas import Declaration, SchemaCache
+from nemo_rl.data_plane.client.writes import RowFacts, RowWriter
+from nemo_rl.data_plane.interfaces import Columns, DataPlaneClient, PayloadStore
+from nemo_rl.data_plane.ledger.host import LedgerHost
+from nemo_rl.data_plane.ledger.ledger import Args, Reply
+from nemo_rl.data_plane.schema import (
+    FieldSpec,
+    resolve_fields,
+    spec_to_record,
+    stage_of_task,
+    writes_of,
+)
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.errors import (
+    DataPlaneTimeout,
+    SchemaMismatch,
+    name_some,
+)
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+__all__ = ["LedgerClient"]
+
+_T = TypeVar("_T")
+
+logger = logging.getLogger(__name__)
+
+PUT_THREADS = 2
+"""Background puts of one client; more would only compete for the same cores."""
+
+
+class LedgerClient(DataPlaneClient):
+    """A ledger and a payload store behind the data plane's contract."""
+
+    def __init__(
+        self,
+        *,
+        host: LedgerHost,
+        store: PayloadStore,
+        address: DataPlaneAddress,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._link, self._on_close = ClientLink(host=host, store=store, address=address), on_close
+        self._schemas = SchemaCache(self._link)
+        self._leases = LeaseKeeper(renew=self._renew, period_s=address.config.lease_s / 3)
+        self._writer, self._reader = RowWriter(self._link, self._leases), RowReader(self._link)
+        self._pool: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def address(self) -> DataPlaneAddress:
+        return self._link.address
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Payload bytes this client put and got, and bytes it read but was not asked for."""
+        return self._link.counters
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Where the time of this client's calls went: `encode`, `store_put`, `ledger`, `store_get`, `build`."""
+        return self._link.clock.snapshot()
+
+    # ---- declaration
+
+    def register_partition(
+        self,
+        partition_id: str,
+        fields: Sequence[str | FieldSpec],
+        num_samples: int,
+        consumer_tasks: Sequence[str],
+        grpo_group_size: int | None = None,
+    ) -> None:
+        for what, names in (("fields", fields), ("consumer_tasks", consumer_tasks)):
+            if isinstance(names, str):
+                raise SchemaMismatch(f"partition {partition_id!r}: {what}: expected a list, got {names!r}")
+        specs = resolve_fields(fields)
+        if num_samples < 1 or (grpo_group_size is not None and grpo_group_size < 1):
+            raise SchemaMismatch(
+                f"partition {partition_id!r}: num_samples and grpo_group_size must be at least 1, "
+                f"got {num_samples} and {grpo_group_size}"
+            )
+        tasks = list(dict.fromkeys(consumer_tasks))
+        args: Args = {
+            "partition": partition_id,
+            "fields": [spec_to_record(spec) for spec in specs],
+            "num_samples": num_samples,
+            "tasks": tasks,
+            "task_writes": {task: list(writes_of(stage_of_task(task), rewrites=False)) for task in tasks},
+            "group_size": grpo_group_size,
+        }
+        reply = self._link.ask(self._link.begin(f"register_partition({partition_id!r})"), "register", args)
+        self._schemas.learn(partition_id, {spec.name: spec for spec in specs}, reply)
+
+    def partition_fields(self, partition_id: str) -> tuple[FieldSpec, ...]:
+        call = self._link.begin(f"partition_fields({partition_id!r})")
+        return tuple(self._schemas.get(call, partition_id).specs.values())
+
+    # ---- writing
+
+    def kv_batch_put(
+        self,
+        keys: Sequence[str],
+        partition_id: str,
+        fields: Columns,
+        tags: Sequence[Tags] | None = None,
+        *,
+        claimed: KVBatchMeta | None = None,
+    ) -> KVBatchMeta:
+        where = f"kv_batch_put to partition {partition_id!r}"
+        listed = check_keys(keys, where=where)
+        names = list(fields.keys())
+        call = self._link.begin(
+            f"{where}: {len(listed)} rows ({name_some(listed)}), fields {', '.join(map(str, names))}"
+        )
+        put = partial(self._put, call, where, partition_id, listed, fields, tags, claimed)
+        return self._schemas.use(call, partition_id, put)
+
+    def _put(
+        self,
+        call: Call,
+        where: str,
+        partition_id: str,
+        keys: list[str],
+        fields: Columns,
+        tags: Sequence[Tags] | None,
+        claimed: KVBatchMeta | None,
+        declaration: Declaration,
+    ) -> KVBatchMeta:
+        with self._link.clock.measure("encode"):
+            columns = check_columns(fields, specs=declaration.specs, keys=keys, where=where)
+        plain_tags = None if tags is None else check_tags(tags, len(keys), where=where)
+        lengths = token_lengths(columns)
+        listed_lengths = None if lengths is None else lengths.tolist()
+        versions: dict[str, Version] = {}
+        if keys:
+            claims = self._claims_of(partition_id, keys, claimed)
+            facts = RowFacts(
+                declared=declaration.number, keys=keys, lengths=listed_lengths, tags=plain_tags, claims=claims
+            )
+            versions = self._writer.write(call, partition_id, columns, facts)
+        return KVBatchMeta(
+            partition_id=partition_id,
+            keys=tuple(keys),
+            fields=tuple(columns),
+            sequence_lengths=None if listed_lengths is None else tuple(listed_lengths),
+            tags=plain_tags,
+            versions=versions,
+        )
+
+    def put_async(
+        self,
+        keys: Sequence[str],
+        partition_id: str,
+        fields: Columns,
+        tags: Sequence[Tags] | None = None,
+        *,
+        claimed: KVBatchMeta | None = None,
+    ) -> Future[KVBatchMeta]:
+        with self._lock:
+            self._link.check_open()
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(max_workers=PUT_THREADS, thread_name_prefix="data-plane-put")
+            context = copy_context()  # the stage of the caller
+            put = partial(self.kv_batch_put, keys, partition_id, fields, tags, claimed=claimed)
+            return self._pool.submit(context.run, put)
+
+    # ---- reading
+
+    def kv_batch_get(self, keys: Sequence[str], partition_id: str, select_fields: Sequence[str]) -> TensorDict:
+        return self._read(keys, partition_id, select_fields, versions={}, stage=None, build=assemble)
+
+    def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
+        names = meta.fields if select_fields is None else select_fields
+        return self._read_meta(meta, names, build=assemble)
+
+    def get_padded(
+        self,
+        meta: KVBatchMeta,
+        select_fields: Sequence[str],
+        *,
+        pad_values: Mapping[str, float],
+        pad_to: int | None = None,
+    ) -> BatchedDataDict:
+        return self._read_meta(
+            meta, select_fields, build=partial(assemble_padded, pad_values=pad_values, pad_to=pad_to)
+        )
+
+    def _read_meta(self, meta: KVBatchMeta, names: Sequence[str], *, build: Callable[[Located], _T]) -> _T:
+        if not names:
+            raise SchemaMismatch(f"get_data of partition {meta.partition_id!r}: the meta names no fields; pass them")
+        versions, stage = meta.versions, meta.task_name
+        return self._read(meta.keys, meta.partition_id, names, versions=versions, stage=stage, build=build)
+
+    def _read(
+        self,
+        keys: Sequence[str],
+        partition_id: str,
+        names: Sequence[str],
+        *,
+        versions: Mapping[str, Version],
+        stage: str | None,
+        build: Callable[[Located], _T],
+    ) -> _T:
+        where = f"read of partition {partition_id!r}"
+        listed = check_keys(keys, where=where)
+        task = f", task {stage!r}" if stage else ""
+        call = self._link.begin(f"{where}{task}: {len(listed)} rows ({name_some(listed)}), fields {', '.join(names)}")
+        if isinstance(names, str) or not names or len(set(names)) != len(names):
+            raise SchemaMismatch(f"{where}: expected a list of distinct fields, got {names!r}")
+        args: Args = {
+            "partition": partition_id,
+            "keys": listed,
+            "fields": list(names),
+            "versions": plain_versions(versions),
+        }
+
+        def read(declaration: Declaration) -> _T:
+            _check_declared(names, declaration, where)
+            specs = [declaration.specs[name] for name in names]
+            return self._reader.read(call, {**args, "declared": declaration.number}, specs, build)
+
+        return self._schemas.use(call, partition_id, read)
+
+    # ---- claims
+
+    def get_meta(
+        self,
+        partition_id: str,
+        task_name: str,
+        required_fields: Sequence[str],
+        batch_size: int,
+        *,
+        consumer_id: str,
+        blocking: bool = True,
+        timeout_s: float | None = None,
+    ) -> KVBatchMeta:
+        limit = self._link.timeout_s if timeout_s is None else timeout_s
+        where = f"get_meta of partition {partition_id!r}, task {task_name!r}, fields {', '.join(required_fields)}"
+        call = self._link.begin(where)
+        if batch_size < 1 or isinstance(required_fields, str):
+            raise SchemaMismatch(
+                f"{where}: expected a list of fields and a batch_size of at least 1, got {required_fields!r} and "
+                f"{batch_size}"
+            )
+        args: Args = {
+            "partition": partition_id,
+            "task": task_name,
+            "fields": list(required_fields),
+            "batch_size": batch_size,
+            "consumer": f"{consumer_id}@{self._link.label}",
+        }
+
+        def ask(declaration: Declaration) -> Reply:
+            _check_declared(required_fields, declaration, where)
+            return self._link.ask(self._link.begin(where), "claim", {**args, "declared": declaration.number})
+
+        poll_s, give_up = FIRST_POLL_S, call.started + limit
+        while True:
+            reply = self._schemas.use(call, partition_id, ask)
+            if reply["keys"] or not blocking:
+                return self._claimed(partition_id, task_name, required_fields, reply)
+            if time.monotonic() + poll_s > give_up:
+                raise DataPlaneTimeout(
+                    f"{where}: nothing to claim for {limit:.1f} s by {consumer_id!r}: {_why(reply)}; "
+                    "is the stage that writes these fields alive?"
+                )
+            time.sleep(poll_s)
+            poll_s = min(poll_s * 2, LONGEST_POLL_S)
+
+    def _claimed(self, partition_id: str, task_name: str, fields: Sequence[str], reply: Reply) -> KVBatchMeta:
+        keys = names_of(reply["keys"])
+        if not keys:
+            return KVBatchMeta(partition_id=partition_id, keys=(), task_name=task_name, fields=tuple(fields))
+        claim_id, lengths = reply["claim"], reply["lengths"]
+        assert isinstance(claim_id, int) and isinstance(lengths, list | None)
+        self._leases.add(partition_id, task_name, keys, claim_id)
+        return KVBatchMeta(
+            partition_id=partition_id,
+            keys=tuple(keys),
+            task_name=task_name,
+            fields=tuple(fields),
+            sequence_lengths=None if lengths is None else tuple(lengths),
+            tags=TagTable.from_plain(reply["tags"], len(keys)),
+            versions=versions_of(reply),
+            claims=(claim_id,) * len(keys),
+        )
+
+    def release(self, meta: KVBatchMeta) -> None:
+        if meta.task_name is None:
+            raise SchemaMismatch(f"release: the meta of partition {meta.partition_id!r} names no task; nothing to end")
+        keys = list(meta.keys)
+        claims = self._claims_of(meta.partition_id, keys, meta)
+        args: Args = {"partition": meta.partition_id, "task": meta.task_name, "keys": keys, "claims": claims}
+        call = self._link.begin(
+            f"release of partition {meta.partition_id!r}, task {meta.task_name!r}: {name_some(keys)}"
+        )
+        try:
+            self._link.ask(call, "release", args)
+        finally:
+            self._leases.forget_claims(meta.partition_id, meta.task_name, claims.get(meta.task_name, {}))
+
+    def _claims_of(self, partition_id: str, keys: list[str], meta: KVBatchMeta | None) -> dict[str, dict[str, int]]:
+        """Task -> key -> claim id: what the meta says, and for other tasks what this client holds."""
+        claims = self._leases.held(partition_id, keys)
+        if meta is not None and meta.claims is not None and meta.task_name is not None:
+            if meta.partition_id != partition_id:
+                raise SchemaMismatch(f"the claimed meta is of partition {meta.partition_id!r}, not {partition_id!r}")
+            its = meta.claims_by_key()
+            claims[meta.task_name] = {key: its[key] for key in keys if key in its}
+        return claims
+
+    def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
+        call = self._link.begin(f"check_consumption_status of partition {partition_id!r}")
+        if isinstance(task_names, str):
+            raise SchemaMismatch(f"{call.what}: expected a list of tasks, got {task_names!r}")
+        return bool(self._link.ask(call, "consumption", {"partition": partition_id, "tasks": list(task_names)})["done"])
+
+    # ---- life cycle
+
+    def kv_list(self, partition_id: str) -> dict[str, dict[str, TagValue]]:
+        reply = self._link.ask(self._link.begin(f"kv_list({partition_id!r})"), "list", {"partition": partition_id})
+        keys = names_of(reply["keys"])
+        return dict(zip(keys, map(dict, TagTable.from_plain(reply["tags"], len(keys))), strict=True))
+
+    def kv_clear(self, keys: Sequence[str] | None, partition_id: str, *, reason: str = "") -> int:
+        if isinstance(keys, str):
+            raise SchemaMismatch(f"kv_clear: keys must be a list of strings, got the string {keys!r}")
+        listed = None if keys is None else list(keys)
+        call = self._link.begin(f"kv_clear of partition {partition_id!r}")
+        reply = self._link.ask(call, "clear", {"partition": partition_id, "keys": listed, "reason": reason})
+        return self._cleared(call, partition_id, listed, reply)
+
+    def drop_partition(self, partition_id: str, *, reason: str = "") -> int:
+        call = self._link.begin(f"drop_partition({partition_id!r})")
+        reply = self._link.ask(call, "forget", {"partition": partition_id, "reason": reason})
+        self._schemas.forget(partition_id)
+        return self._cleared(call, partition_id, None, reply)
+
+    def _cleared(self, call: Call, partition_id: str, keys: list[str] | None, reply: Reply) -> int:
+        """Lets go of the claims and chunks of rows that the ledger has cleared; returns how many it were."""
+        self._leases.forget(partition_id, keys)
+        self._link.drop(names_of(reply["drop"]))
+        # A writer that died between its put and its commit has left chunks that no ledger knows.
+        abandoned = self._link.store.abandoned(self._link.address.config.lease_s)
+        if abandoned:
+            self._link.drop(names_of(self._link.ask(call, "gone", {"chunks": abandoned})["chunks"]))
+        rows = reply["rows"]
+        assert isinstance(rows, int), f"malformed reply: {reply}"
+        return rows
+
+    def row_owners(self, partition_id: str) -> dict[str, str]:
+        reply = self._link.ask(self._link.begin(f"row_owners({partition_id!r})"), "list", {"partition": partition_id})
+        return dict(zip(names_of(reply["keys"]), names_of(reply["owners"]), strict=True))
+
+    def stats(self) -> dict[str, object]:
+        return self._link.ask(self._link.begin("stats"), "stats", {})
+
+    def close(self) -> None:
+        if not self._link.end():
+            return
+        with self._lock:
+            pool, self._pool = self._pool, None
+        self._leases.close()
+        if pool is not None:
+            pool.shutdown(wait=True, cancel_futures=True)
+        try:
+            self._link.close()
+        finally:
+            self._on_close()
+
+    def _renew(self, claims: list[int]) -> list[int]:
+        ended = self._link.tell("heartbeat", {"claims": list(claims)})["ended"]
+        assert isinstance(ended, list)
+        return ended
+
+
+def _check_declared(names: Sequence[str], declaration: Declaration, where: str) -> None:
+    unknown = [name for name in names if name not in declaration.specs]
+    if unknown:
+        raise SchemaMismatch(
+            f"{where}: fields {name_some(unknown)} are not declared; declared: {', '.join(declaration.specs)}"
+        )
+
+
+def _why(reply: Reply) -> str:
+    """Why a claim got nothing, in words."""
+    why = reply["why"]
+    assert isinstance(why, dict), f"malformed reply: {reply}"
+    groups = [f"{uid} ({what})" for uid, what in why["groups"]]
+    groups += [f"{rest} more"] if (rest := why["num_groups"] - len(groups)) else []
+    waiting = f"; groups that wait: {', '.join(groups)}" if groups else ""
+    holders = [f"{name} holds {rows} rows for {age:.1f} s" for name, rows, age in why["holders"]]
+    late = [f"{name} ({rows} rows)" for name, rows in why["not_written"].items()]
+    return (
+        f"{why['live']} live rows, {why['pending']} unclaimed, {why['done']} done; "
+        f"not written yet: {name_some(late) or 'none'}; claims: {name_some(holders) or 'none'}{waiting}"
+    )

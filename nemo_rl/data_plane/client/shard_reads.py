@@ -1,0 +1,106 @@
+"""`ShardReads`: what one rank has read of its shard in this step, so that bulk crosses the wire once.
+
+Used by `TQWorkerMixin`, and by the benchmark that times it. A rank that reads for itself gets dense columns straight
+from the chunks; a leader gets ragged ones, which it sends on without their padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from nemo_rl.data_plane.batch_meta import KVBatchMeta, Version
+from nemo_rl.data_plane.chunks.ragged import object_rows
+from nemo_rl.data_plane.interfaces import DataPlaneClient
+from nemo_rl.distributed.collectives import Fields
+
+__all__ = ["ShardCache", "ShardReads"]
+
+Column = torch.Tensor | list[object]
+Key = tuple[str, tuple[str, ...], Version, int | None]
+
+
+@dataclass(slots=True)
+class ShardCache:
+    """Columns by name, rows, family version and width (None: ragged)."""
+
+    max_bytes: int
+    """Most bytes that it keeps; 0 keeps nothing."""
+    _columns: dict[Key, Column] = field(default_factory=dict)
+    _bytes: int = 0
+
+    def get(self, key: Key) -> Column | None:
+        return self._columns.get(key)
+
+    def put(self, key: Key, column: Column) -> None:
+        size = _num_bytes(column)
+        if self._bytes + size <= self.max_bytes:
+            self._columns[key] = column
+            self._bytes += size
+
+    def clear(self) -> None:
+        self._columns.clear()
+        self._bytes = 0
+
+
+class ShardReads:
+    """Reads of one rank through its client.
+
+    Args:
+        client: of this process.
+        cache_bytes: most bytes of columns that are kept until `clear`.
+    """
+
+    def __init__(self, client: DataPlaneClient, *, cache_bytes: int) -> None:
+        self._client, self._cache = client, ShardCache(cache_bytes)
+
+    def ragged(self, meta: KVBatchMeta, names: Sequence[str]) -> Fields:
+        """The columns as they are stored: per-token ones jagged, objects as lists."""
+
+        def fetch(missing: Sequence[str]) -> Fields:
+            found = self._client.get_data(meta, missing)
+            columns = {name: found.get(name) for name in missing}
+            return {name: c if isinstance(c, torch.Tensor) else object_rows(c) for name, c in columns.items()}
+
+        return self._read(meta, names, None, fetch)
+
+    def padded(self, meta: KVBatchMeta, names: Sequence[str], *, pad_values: Mapping[str, float], width: int) -> Fields:
+        """The columns dense, per-token ones `[N, width, ...]`; not to be changed in place, since they are kept."""
+
+        def fetch(missing: Sequence[str]) -> Fields:
+            return dict(self._client.get_padded(meta, missing, pad_values=pad_values, pad_to=width))
+
+        return self._read(meta, names, width, fetch)
+
+    def clear(self) -> None:
+        """Forgets all columns."""
+        self._cache.clear()
+
+    def _read(
+        self, meta: KVBatchMeta, names: Sequence[str], width: int | None, fetch: Callable[[Sequence[str]], Fields]
+    ) -> Fields:
+        families = {spec.name: spec.family for spec in self._client.partition_fields(meta.partition_id)}
+        # Without a version nobody would notice that a column was rewritten.
+        keys: dict[str, Key] = {
+            name: (name, meta.keys, meta.versions[families[name]], width)
+            for name in names
+            if families.get(name) in meta.versions
+        }
+        columns = {name: kept for name, key in keys.items() if (kept := self._cache.get(key)) is not None}
+        missing = [name for name in names if name not in columns]
+        if missing:
+            fetched = fetch(missing)
+            for name in missing:
+                if name in keys:
+                    self._cache.put(keys[name], fetched[name])
+            columns |= fetched
+        return {name: columns[name] for name in names}
+
+
+def _num_bytes(column: Column) -> int:
+    if not isinstance(column, torch.Tensor):
+        return sum(len(str(row)) for row in column)
+    values = column.values() if column.is_nested else column
+    return values.numel() * values.element_size()

@@ -1,0 +1,1 @@
+"""The ledger: a pure state machine, its hosts, and the log of its events."""

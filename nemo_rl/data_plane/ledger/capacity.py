@@ -1,0 +1,197 @@
+"""The ledger's capacity: what is live, what is reserved for puts under way, and who has to wait.
+
+Called by `ledger.py` only. A put that can never fit is refused; one that does not fit now is told what it waits for,
+and the client asks again until its deadline. Nothing is ever evicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from nemo_rl.data_plane.ledger.state import Chunk, Partition, Piece
+from nemo_rl.errors import CapacityExceeded
+
+__all__ = ["Capacity", "Demand", "Reservation"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demand:
+    """What one put needs."""
+
+    num_keys: int
+    new_rows: int
+    nbytes: int
+    reservation: int = 0
+    """The reservation under which it comes; 0 when it has none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reservation:
+    """Capacity reserved for a put whose bytes are on their way to the store."""
+
+    partition: str
+    rows: int
+    nbytes: int
+    expires: float
+
+
+@dataclass(slots=True)
+class Capacity:
+    """Limits, live totals and their highest marks, reservations."""
+
+    rows: int
+    nbytes: int | None
+    partitions: Mapping[str, Partition]
+    lease_s: float
+    live_rows: int = 0
+    live_bytes: int = 0
+    """Of live rows, and of the headers of their chunks: what the limit is about."""
+    stored_bytes: int = 0
+    """Of whole chunks: cleared rows stay in the store until the last row of their chunk goes."""
+    live_chunks: int = 0
+    peak_rows: int = 0
+    peak_bytes: int = 0
+    peak_chunks: int = 0
+    blocked_s: float = 0.0
+    """Seconds that puts have waited for room, all clients together."""
+    reserved: dict[int, Reservation] = field(default_factory=dict)
+    num_reservations: int = 0
+
+    def reserve(self, partition: Partition, demand: Demand, *, now: float) -> int:
+        """Promises room; it is given back by `end`, or by itself after the lease time."""
+        self.num_reservations += 1
+        self.reserved[self.num_reservations] = Reservation(
+            partition=partition.name, rows=demand.new_rows, nbytes=demand.nbytes, expires=now + self.lease_s
+        )
+        return self.num_reservations
+
+    def end(self, reservation: int) -> None:
+        self.reserved.pop(reservation, None)
+
+    def lacks_room(self, partition: Partition, demand: Demand, *, now: float) -> str | None:
+        """Why a put has to wait, or None.
+
+        Raises:
+            CapacityExceeded: it would not fit into an empty data plane either.
+        """
+        self._check_can_ever_fit(partition, demand)
+        self.reserved = {i: reservation for i, reservation in self.reserved.items() if reservation.expires > now}
+        others = [reservation for i, reservation in self.reserved.items() if i != demand.reservation]
+        reserved_here = sum(reservation.rows for reservation in others if reservation.partition == partition.name)
+        reserved_rows = sum(reservation.rows for reservation in others)
+        reasons: list[str] = []
+        if len(partition.rows) + reserved_here + demand.new_rows > partition.num_samples:
+            reasons.append(
+                f"{demand.new_rows} new rows beside {len(partition.rows)} live ones{_reserved(reserved_here)} are "
+                f"more than the num_samples = {partition.num_samples} declared for the partition"
+            )
+        if self.live_rows + reserved_rows + demand.new_rows > self.rows:
+            reasons.append(
+                f"{demand.new_rows} new rows beside {self.live_rows} live ones{_reserved(reserved_rows)} are more "
+                f"than data_plane.storage_capacity.rows = {self.rows}"
+            )
+        reserved_bytes = sum(reservation.nbytes for reservation in others)
+        if self.nbytes is not None and self.live_bytes + reserved_bytes + demand.nbytes > self.nbytes:
+            reasons.append(
+                f"{demand.nbytes} new bytes beside {self.live_bytes} live ones{_reserved(reserved_bytes)} are more "
+                f"than data_plane.storage_capacity.bytes = {self.nbytes}"
+            )
+        return f"{'; '.join(reasons)}; {self._oldest(now)}" if reasons else None
+
+    def attach(self, partition: Partition, chunk: Chunk) -> None:
+        """Counts a chunk that rows now read from."""
+        self.live_bytes += chunk.nbytes
+        self.stored_bytes += chunk.nbytes
+        self.live_chunks += 1
+        partition.nbytes += chunk.nbytes
+        held = partition.field_bytes
+        for name, size in chunk.sizes.items():
+            held[name] = held.get(name, 0) + size
+
+    def shrink(self, partition: Partition, piece: Piece) -> None:
+        """Counts cells that are gone from a chunk that lives on."""
+        chunk = piece.chunk
+        for name in piece.fields:
+            size = chunk.size_of(name, piece.at)
+            chunk.live[name] -= size
+            partition.field_bytes[name] -= size
+            partition.nbytes -= size
+            self.live_bytes -= size
+
+    def detach(self, partition: Partition, chunk: Chunk) -> None:
+        """Counts a chunk whose last row is gone."""
+        self.live_bytes -= chunk.live_bytes
+        self.stored_bytes -= chunk.nbytes
+        self.live_chunks -= 1
+        partition.nbytes -= chunk.live_bytes
+        for name, size in chunk.live.items():
+            partition.field_bytes[name] -= size
+
+    def mark(self, partition: Partition) -> None:
+        """Keeps the highest marks; called when an operation has changed the totals."""
+        self.peak_rows = max(self.peak_rows, self.live_rows)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.peak_chunks = max(self.peak_chunks, self.live_chunks)
+        partition.peak_rows = max(partition.peak_rows, len(partition.rows))
+        partition.peak_bytes = max(partition.peak_bytes, partition.nbytes)
+
+    def stats(self, now: float) -> dict[str, object]:
+        """Everything as JSON-like values."""
+        ages = [now - put_at for p in self.partitions.values() if (put_at := p.oldest_put()) is not None]
+        return {
+            "live_rows": self.live_rows,
+            "live_bytes": self.live_bytes,
+            "stored_bytes": self.stored_bytes,
+            "live_chunks": self.live_chunks,
+            "peak_rows": self.peak_rows,
+            "peak_bytes": self.peak_bytes,
+            "peak_chunks": self.peak_chunks,
+            "reserved_bytes": sum(
+                reservation.nbytes for reservation in self.reserved.values() if reservation.expires > now
+            ),
+            "blocked_put_s": self.blocked_s,
+            "oldest_row_age_s": max(ages, default=0.0),
+            "partitions": {name: _partition_stats(p, now) for name, p in self.partitions.items()},
+        }
+
+    def _check_can_ever_fit(self, partition: Partition, demand: Demand) -> None:
+        where = f"partition {partition.name!r}: can never fit"
+        if demand.num_keys > partition.num_samples:
+            raise CapacityExceeded(
+                f"{where}: {demand.num_keys} rows in one put are more than the num_samples = {partition.num_samples} "
+                "declared; put fewer rows at a time or register with a larger num_samples"
+            )
+        if demand.num_keys > self.rows:
+            raise CapacityExceeded(
+                f"{where}: {demand.num_keys} rows in one put are more than data_plane.storage_capacity.rows = "
+                f"{self.rows}; put fewer rows at a time or raise it"
+            )
+        if self.nbytes is not None and demand.nbytes > self.nbytes:
+            raise CapacityExceeded(
+                f"{where}: {demand.nbytes} bytes in one put are more than data_plane.storage_capacity.bytes = "
+                f"{self.nbytes}; put fewer rows at a time or raise it"
+            )
+
+    def _oldest(self, now: float) -> str:
+        oldest = [(put_at, p.name) for p in self.partitions.values() if (put_at := p.oldest_put()) is not None]
+        if not oldest:
+            return "no row is live"
+        put_at, name = min(oldest)
+        return f"the oldest live row is {now - put_at:.1f} s old, in partition {name!r}"
+
+
+def _reserved(amount: int) -> str:
+    return f" and {amount} reserved for other puts" if amount else ""
+
+
+def _partition_stats(partition: Partition, now: float) -> dict[str, object]:
+    put_at = partition.oldest_put()
+    return {
+        "rows": len(partition.rows),
+        "bytes": partition.nbytes,
+        "peak_rows": partition.peak_rows,
+        "peak_bytes": partition.peak_bytes,
+        "oldest_row_age_s": 0.0 if put_at is None else now - put_at,
+        "fields": {name: size for name, size in partition.field_bytes.items() if size},
+    }

@@ -1,0 +1,156 @@
+"""Where a ledger lives: the protocol of its hosts, and the host inside this process.
+
+`LedgerClient` talks to a `LedgerHost`. Every call ends by its deadline, and a host raises only errors of the
+data plane: what the ledger refused, `DataPlaneTimeout` when it is slow, `DataPlaneClosed` when it is gone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.data_plane.address import Handles, LedgerAddress
+from nemo_rl.data_plane.ledger.event_log import EVENTS_FILE, EventLog
+from nemo_rl.data_plane.ledger.events import EventSink
+from nemo_rl.data_plane.ledger.ledger import Args, Ledger, Reply
+from nemo_rl.errors import DataPlaneClosed, DataPlaneTimeout, from_record
+
+__all__ = ["InProcessHost", "LedgerHost", "LedgerService", "build_ledger", "build_service", "read_reply"]
+
+
+class LedgerHost(Protocol):
+    """One client's way to the ledger."""
+
+    @property
+    def address(self) -> LedgerAddress: ...
+
+    def call(self, op: str, args: Args, *, timeout_s: float, handles: Handles | None = None) -> Reply:
+        """One operation of the ledger; errors are raised.
+
+        Args:
+            handles: of the chunks that a commit brings; the reply to `locate` has those of its chunks as `handles`.
+        """
+
+    def close(self) -> None:
+        """Ends this side; the owner's close also ends the ledger. Idempotent."""
+
+
+def build_service(
+    config: DataPlaneConfig, *, run_id: str, validate: bool = False, log_dir: Path | None = None
+) -> LedgerService:
+    """A fresh ledger behind its lock; its events go to `log_dir` where one is given and the config asks for them."""
+    events = None
+    if log_dir is not None and config.observability.event_log:
+        events = EventLog(log_dir / EVENTS_FILE, run_id=run_id)
+    ledger = build_ledger(config, run_id=run_id, validate=validate, on_event=events)
+    return LedgerService(ledger, on_close=events.close if events is not None else None)
+
+
+def build_ledger(
+    config: DataPlaneConfig, *, run_id: str, validate: bool = False, on_event: EventSink | None = None
+) -> Ledger:
+    """A fresh ledger with the limits of the config."""
+    return Ledger(
+        run_id=run_id,
+        capacity_rows=config.storage_capacity.rows,
+        capacity_bytes=config.storage_capacity.bytes,
+        lease_s=config.lease_s,
+        on_event=on_event,
+        validate=validate,
+    )
+
+
+def read_reply(reply: Mapping[str, object]) -> Reply:
+    """The result of a request, or the error that it carries."""
+    error = reply.get("error")
+    if error is not None:
+        assert isinstance(error, dict), f"malformed reply: {reply}"
+        raise from_record(error)
+    result = reply["ok"]
+    assert isinstance(result, dict), f"malformed reply: {reply}"
+    return result
+
+
+class LedgerService:
+    """A ledger with the one lock that serialises its calls; shared by the threads of one process."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        self._clock, self._on_close = clock, on_close
+        self.run_id = ledger.run_id
+        self._ledger = ledger
+        self._handles: dict[str, object] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def handle(self, request: Mapping[str, object], *, timeout_s: float) -> Reply:
+        """One request under the lock.
+
+        Raises:
+            DataPlaneTimeout: other callers held the ledger for `timeout_s`.
+            DataPlaneClosed: after `close`.
+        """
+        if not self._lock.acquire(timeout=max(timeout_s, 0.0)):
+            raise DataPlaneTimeout(f"the ledger was busy for {timeout_s:.1f} s")
+        try:
+            if self._is_closed:
+                raise DataPlaneClosed(f"the ledger of run {self.run_id!r} has been closed by its owner")
+            reply = self._ledger.handle(request, now=self._clock())
+            self._carry_handles(request, reply)
+            return reply
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """Later requests fail."""
+        with self._lock:
+            self._is_closed = True
+            self._handles.clear()
+            on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close()
+
+    def _carry_handles(self, request: Mapping[str, object], reply: Reply) -> None:
+        """Keeps the handles of live chunks beside the ledger, which knows chunks by their ids only."""
+        result = reply.get("ok")
+        if not isinstance(result, dict):
+            return
+        brought = request.get("handles")
+        if isinstance(brought, dict) and "versions" in result:
+            self._handles.update(brought)
+        if not self._handles:
+            return
+        for chunk_id in result.get("drop", ()):
+            self._handles.pop(chunk_id, None)
+        if request["op"] == "locate":
+            found = {chunk_id: self._handles.get(chunk_id) for chunk_id in result["chunks"]}
+            result["handles"] = {chunk_id: handle for chunk_id, handle in found.items() if handle is not None}
+
+
+class InProcessHost:
+    """The ledger of this process."""
+
+    def __init__(self, service: LedgerService, *, is_owner: bool) -> None:
+        self._service = service
+        self._is_owner = is_owner
+
+    @property
+    def address(self) -> LedgerAddress:
+        return LedgerAddress(kind="in_process", run_id=self._service.run_id)
+
+    def call(self, op: str, args: Args, *, timeout_s: float, handles: Handles | None = None) -> Reply:
+        request = {"run": self._service.run_id, "op": op, "args": args, "handles": handles}
+        return read_reply(self._service.handle(request, timeout_s=timeout_s))
+
+    def close(self) -> None:
+        if self._is_owner:
+            self._service.close()

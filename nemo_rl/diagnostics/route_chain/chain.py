@@ -1,0 +1,221 @@
+"""Whether the routes of the rollout are those that the routers used: the verifier behind `nemo-rl trace verify`.
+
+    rollout -> fetch -> shard -> assignment -> action -> forward -> recompute
+
+Every record says which token of which sample lies in which slot, so each hop is compared with the rollout itself, not
+with the hop before it. Hashes of whole tensors are not used.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from nemo_rl.diagnostics.route_chain.compare import Comparison, compare
+from nemo_rl.diagnostics.route_chain.coverage import Coverage, Gap
+from nemo_rl.diagnostics.route_chain.guess import guess
+from nemo_rl.diagnostics.route_chain.observe import Hop, Observation, Sample, named_layers, observe, read_sample
+from nemo_rl.diagnostics.route_chain.records import Trace, read_trace
+from nemo_rl.diagnostics.route_chain.report import Mismatch, Report, Verdict
+from nemo_rl.errors import UserError, name_some
+
+__all__ = ["verify_trace"]
+
+USED = (Hop.ASSIGNMENT, Hop.FORWARD, Hop.RECOMPUTE)
+"""Hops at a router."""
+
+
+def verify_trace(folder: Path, *, require_forward_verify: bool = False, require_cp_identity: bool = False) -> Report:
+    """Reads the files of all processes and closes the chain.
+
+    Args:
+        require_forward_verify: each forward must have compared what it used with the digests of the rollout.
+        require_cp_identity: each shard must name its slots and tokens.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a directory; pass NRL_R3_TRACE_DIR of a run with NRL_R3_TRACE=1")
+    trace = read_trace(folder)
+    check = _Check(trace)
+    for seen in observe(trace, trace.damaged):
+        check.add(seen)
+    return check.report(require_forward_verify=require_forward_verify, require_cp_identity=require_cp_identity)
+
+
+class _Check:
+    """Everything that the observations of a trace add up to."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.samples: dict[str, Sample] = {}
+        self.first_bad: Comparison | None = None
+        self.bad_records: Counter[Hop] = Counter()
+        self.twice: Mismatch | None = None
+        self.compared: Counter[tuple[Hop, str]] = Counter()
+        self.num_unknown = 0
+        self.wrong_verdicts: list[str] = []
+        named = named_layers(trace)
+        for record in trace.of("rollout_payload_sample"):
+            try:
+                sample = read_sample(record, named)
+            except (TypeError, ValueError) as error:
+                trace.damaged.append(str(error))
+                continue
+            if sample is None:
+                trace.damaged.append(f"{record.where}: a rollout of {record.fields.get('key')!r} without routes")
+            else:
+                self._add_sample(sample)
+        self.coverage = Coverage(trace, self.samples)
+
+    def _add_sample(self, sample: Sample) -> None:
+        first = self.samples.setdefault(sample.key, sample)
+        if first.layers == sample.layers and np.array_equal(first.digests, sample.digests):
+            return
+        self.twice = self.twice or _rolled_out_twice(first, sample)
+
+    def add(self, seen: Observation) -> None:
+        """Compares one observation with the rollout."""
+        self.coverage.add(seen)
+        self.num_unknown += sum(key not in self.samples for key in seen.keys)
+        is_bad = False
+        for found in compare(self.samples, seen):
+            if found.kind == "routes":
+                self.compared[seen.hop, seen.stage] += found.num_routes
+            if found.is_bad.any():
+                is_bad = True
+                if self.first_bad is None or _order(found) < _order(self.first_bad):
+                    self.first_bad = found
+        self.bad_records[seen.hop] += is_bad
+        if seen.record.fields.get("matches_expected") is False and not is_bad:
+            text = "the forward used the routes of the rollout, but the digests that travelled beside them differ"
+            self.wrong_verdicts.append(f"{seen.record.where}: {text}")
+
+    def report(self, *, require_forward_verify: bool, require_cp_identity: bool) -> Report:
+        """The verdict: a mismatch before anything missing, anything missing before nothing compared."""
+        events = Counter(record.event for record in self.trace.records)
+        report = Report(
+            verdict=Verdict.PASS,
+            reason="every router used the routes of the rollout",
+            num_files=len(self.trace.files),
+            num_processes=len({record.process for record in self.trace.records}),
+            num_samples=len(self.samples),
+            events=dict(sorted(events.items())),
+            compared={f"{hop.name.lower()}/{stage}": n for (hop, stage), n in sorted(self.compared.items())},
+            notes=self._notes(),
+        )
+        gaps = [Gap(what="record", text=text) for text in self.trace.damaged]
+        gaps += self.coverage.gaps(
+            require_forward_verify=require_forward_verify, require_cp_identity=require_cp_identity
+        )
+        report.gaps = gaps
+        self._judge(report)
+        return report
+
+    def _judge(self, report: Report) -> None:
+        first = self.twice if self.first_bad is None else self.twice or _mismatch(self.first_bad, self.samples)
+        if first is not None:
+            report.verdict, report.reason = Verdict.MISMATCH, "routes differ from those of the rollout"
+            report.mismatch = first
+            report.bad_records = {hop.name.lower(): n for hop, n in sorted(self.bad_records.items()) if n}
+        elif self.wrong_verdicts:
+            report.verdict, report.reason = Verdict.MISMATCH, "a forward was found wrong when it ran"
+        elif not report.events.keys() - {"trace_started", "trace_plan"}:
+            report.verdict, report.reason, report.gaps = Verdict.VACUOUS, "the folder holds no trace of routes", []
+        elif report.gaps and not self._is_all_retired():
+            report.verdict, report.reason = Verdict.INCOMPLETE, f"{len(report.gaps)} things are missing"
+        elif not any(self.compared[key] for key in self.compared if key[0] in USED):
+            report.verdict, report.reason = Verdict.VACUOUS, "no route at a router was compared"
+        elif self._is_uniform():
+            report.verdict, report.reason = (
+                Verdict.VACUOUS,
+                "all tokens have the same routes: nothing can be told apart",
+            )
+
+    def _is_all_retired(self) -> bool:
+        """No sample is left that could be missing anywhere."""
+        return bool(self.samples) and not self.samples.keys() - self.coverage.retired.keys() and not self.trace.damaged
+
+    def _is_uniform(self) -> bool:
+        rows = [sample.digests[~sample.is_missing.any(axis=1)] for sample in self.samples.values()]
+        stacked = np.concatenate([row for row in rows if row.size] or [np.zeros((0, 1))]) if _same_width(rows) else None
+        return stacked is not None and len(stacked) > 1 and bool((stacked == stacked[0]).all())
+
+    def _notes(self) -> list[str]:
+        notes = [f"torn line, left by a process that was killed: {where}" for where in self.trace.torn]
+        retired = self.coverage.retired
+        if retired:
+            notes.append(f"{len(retired)} samples were retired: {name_some(sorted(set(retired.values())))}")
+        notes += self.wrong_verdicts
+        if self.num_unknown:
+            notes.append(f"{self.num_unknown} times a sample whose rollout was not traced; its routes are unchecked")
+        return notes
+
+
+def _order(found: Comparison) -> tuple[int, Hop, float]:
+    """Causal: what a step has spoiled cannot be the fault of a later hop or step."""
+    return found.seen.step, found.seen.hop, found.seen.record.time
+
+
+def _same_width(rows: list[np.ndarray]) -> bool:
+    return len({row.shape[1] for row in rows}) == 1
+
+
+def _mismatch(found: Comparison, samples: Mapping[str, Sample]) -> Mismatch:
+    seen, place = found.seen, found.first
+    is_token = found.kind == "tokens"
+    layer = None if is_token else seen.layers[place.column]
+    sample = samples[place.key]
+    expected: list[int] | str = _shown(found.expected[place.slot, place.column], is_token)
+    got: list[int] | str = _shown(found.got[place.slot, place.column], is_token)
+    source = -1 if layer is None else sample.columns([layer])[0]
+    if place.position >= len(sample.digests) or (layer is not None and source < 0):
+        expected = f"nothing: the rollout has {len(sample.digests)} tokens and layers {list(sample.layers)}"
+    elif not is_token and sample.ids is not None:
+        expected = sample.ids[place.position, source].tolist()
+    if not is_token and seen.ids is not None:
+        got = seen.ids[place.slot, place.column].tolist()
+    return Mismatch(
+        hop=seen.hop.name.lower(),
+        key=place.key,
+        stage=seen.stage,
+        step=seen.step,
+        microbatch=seen.microbatch,
+        rank=seen.record.rank,
+        coords=seen.coords,
+        process=seen.record.process,
+        layer=layer,
+        position=place.position,
+        expected=expected,
+        got=got,
+        guess=guess(found, samples),
+        where=seen.record.where,
+    )
+
+
+def _shown(value: np.int64, is_token: bool) -> list[int] | str:
+    return [int(value)] if is_token else f"digest {int(value) & (1 << 64) - 1:016x}"
+
+
+def _rolled_out_twice(first: Sample, second: Sample) -> Mismatch:
+    """One key with two sets of routes: nothing after it can be judged."""
+    return Mismatch(
+        hop=Hop.ROLLOUT.name.lower(),
+        key=first.key,
+        stage="rollout",
+        step=second.record.get("trace_step", int),
+        microbatch=None,
+        rank=second.record.rank,
+        coords={},
+        process=second.record.process,
+        layer=None,
+        position=0,
+        expected=f"routes as in {first.record.where}",
+        got="other routes for the same sample",
+        guess="two attempts wrote into one folder: give each its own NRL_R3_TRACE_DIR, or delete the folder before",
+        where=second.record.where,
+    )

@@ -1,0 +1,176 @@
+"""The records of a trace folder: read from the files of all processes, in the order of each, checked for their form.
+
+Called by `chain`. A line that is no record is reported and left out, so a trace of killed
+processes can be read.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nemo_rl.utils.r3_trace_file import FORMAT
+
+__all__ = ["Record", "RecordError", "Trace", "decode_array", "read_trace"]
+
+DTYPES = frozenset({"<i4", "<i8"})
+FILES = "r3_trace_*_pid*.jsonl"
+"""Names that `r3_trace_file.file_name` gives."""
+STARTED = "trace_started"
+"""The first record of a process."""
+
+SAMPLE = {"key": str, "trace_step": int, "input_ids": dict}
+PASS = {"stage": str, "trace_step": int}
+SLOTS = {**PASS, "microbatch_idx": int}
+FORMS: Mapping[str, Mapping[str, type]] = {
+    STARTED: {"limits": dict},
+    "trace_plan": {"stages": list},
+    "retired": {"keys": list, "reason": str},
+    "rollout_payload_sample": SAMPLE,
+    "tq_fetch_sample": {**SAMPLE, "stage": str},
+    "stage_started": PASS,
+    "stage_ended": {**PASS, "microbatches": int, "is_complete": bool},
+    "cp_routed_experts": {**SLOTS, "layers": list, "token_identity": list},
+    "router_replay_assignment": {**SLOTS, "layer_number": int, "first_slot": int},
+    "router_replay_action": {**SLOTS, "layer_number": int, "action": str},
+    "router_replay_forward_verify": {**SLOTS, "layer_number": int, "action": str, "matches_expected": bool},
+}
+"""Event -> fields that its records must have. Other events are left alone."""
+LISTS: Mapping[str, type] = {"stages": str, "keys": str, "layers": int}
+"""Fields that are lists -> what they list."""
+
+
+class RecordError(ValueError):
+    """A record without what its event needs, or with values of another kind."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """One line of a trace file."""
+
+    event: str
+    fields: dict[str, Any]
+    process: str
+    """Host, process number, and which process of that number it was."""
+    where: str
+    """File and line."""
+
+    @property
+    def rank(self) -> int | None:
+        """In the process group of its process; None without one."""
+        return self.fields.get("rank")
+
+    @property
+    def time(self) -> float:
+        """Seconds since 1970; 0 when the record does not say."""
+        at = self.fields.get("time")
+        return float(at) if isinstance(at, int | float) else 0.0
+
+    def get(self, name: str, kind: type) -> Any:
+        """A field of this kind.
+
+        Raises:
+            RecordError: it is absent or of another kind.
+        """
+        value = self.fields.get(name)
+        if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
+            raise RecordError(
+                f"{self.where}: {self.event}: expected {kind.__name__} as {name!r}, got {_kind_of(value)}"
+            )
+        return value
+
+
+@dataclass(slots=True)
+class Trace:
+    """What a folder holds."""
+
+    files: list[Path] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    torn: list[str] = field(default_factory=list)
+    """Last lines that a killed process has not finished."""
+    damaged: list[str] = field(default_factory=list)
+    """Other lines that are no records."""
+
+    def of(self, *events: str) -> Iterator[Record]:
+        """Records of these events, file by file, in the order in which they were written."""
+        return (record for record in self.records if record.event in events)
+
+
+def read_trace(folder: Path) -> Trace:
+    """All records of the trace files in `folder`."""
+    trace = Trace()
+    for path in sorted(folder.glob(FILES)):
+        trace.files.append(path)
+        _read_file(path, trace)
+    return trace
+
+
+def decode_array(packed: object, where: str) -> np.ndarray:
+    """The array that `r3_trace_values.encode` packed.
+
+    Raises:
+        RecordError: it is none.
+    """
+    try:
+        assert isinstance(packed, dict)
+        if packed["dtype"] not in DTYPES:
+            raise RecordError(f"{where}: expected a dtype of {sorted(DTYPES)}, got {packed['dtype']!r}")
+        flat = np.frombuffer(base64.b64decode(packed["b64"], validate=True), dtype=packed["dtype"])
+        return flat.reshape([int(size) for size in packed["shape"]])
+    except (AssertionError, KeyError, TypeError, ValueError) as error:
+        raise RecordError(f"{where}: an array that cannot be decoded ({error})") from error
+
+
+def _read_file(path: Path, trace: Trace) -> None:
+    lines = path.read_bytes().split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    num_started = 0
+    for index, line in enumerate(lines):
+        where = f"{path.name}:{index + 1}"
+        fields = _parse(line)
+        if fields is None:
+            is_last = index + 1 == len(lines) or (_parse(lines[index + 1]) or {}).get("event") == STARTED
+            (trace.torn if is_last else trace.damaged).append(where if is_last else f"{where}: no record")
+            continue
+        if fields["event"] == STARTED:
+            num_started += 1
+            if fields.get("format") != FORMAT:
+                trace.damaged.append(f"{where}: expected records of format {FORMAT}, got {fields.get('format')!r}")
+        process = f"{fields.get('host')}/{fields.get('pid')}" + (f"#{num_started}" if num_started > 1 else "")
+        record = Record(event=fields["event"], fields=fields, process=process, where=where)
+        try:
+            _check_form(record)
+            trace.records.append(record)
+        except RecordError as error:
+            trace.damaged.append(str(error))
+
+
+def _check_form(record: Record) -> None:
+    for name, kind in FORMS.get(record.event, {}).items():
+        record.get(name, kind)
+    for name, kind in LISTS.items():
+        for item in record.fields.get(name) or ():
+            if not isinstance(item, kind):
+                raise RecordError(f"{record.where}: {record.event}: expected {kind.__name__} in {name!r}, got {item!r}")
+    if "rank" in record.fields:
+        record.get("rank", int)
+        record.get("world_size", int)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        return None
+    return fields if isinstance(fields, dict) and isinstance(fields.get("event"), str) else None
+
+
+def _kind_of(value: object) -> str:
+    return "nothing" if value is None else f"{type(value).__name__} {value!r}"[:80]
