@@ -21,6 +21,7 @@ from nemo_rl.algorithms.preflight.checks import preflight
 from nemo_rl.algorithms.run_folder import CONFIG_FILE, cut_rollouts, open_run_folders
 from nemo_rl.algorithms.stages import build_stages
 from nemo_rl.config.parts import ENGINES, LOSSES
+from nemo_rl.config.r3_trace_env import trace_environment
 from nemo_rl.config.render import to_yaml
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.sampler import PromptSampler
@@ -49,7 +50,6 @@ from nemo_rl.utils.files import write_text
 from nemo_rl.utils.flops import TransformerShape, sequence_cost
 from nemo_rl.utils.logger import Logger, build_logger
 from nemo_rl.utils.panel import Panel
-from nemo_rl.utils.r3_trace_env import trace_environment
 from nemo_rl.utils.start_up import StartUp
 
 __all__ = ["open_trainer", "write_resolved_config"]

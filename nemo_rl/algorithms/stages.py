@@ -21,7 +21,6 @@ from nemo_rl.data_plane.schema import (
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.policy.interfaces import LossFunction
 from nemo_rl.routes.columns import route_conditions
-from nemo_rl.utils.r3_trace_env import r3_trace_verify_forward_enabled
 
 __all__ = ["Stage", "build_stages", "check_stages", "fetched_fields", "written_fields"]
 
@@ -38,7 +37,7 @@ class Stage:
 def build_stages(config: MasterConfig, loss_fn: LossFunction) -> tuple[Stage, ...]:
     """The stages this config runs, in order; their columns come from the FieldSpec table."""
     replay = config.policy.router_replay
-    conditions = route_conditions(replay, with_digests=r3_trace_verify_forward_enabled())
+    conditions = route_conditions(replay)
     names = ["rollout"]
     if not config.grpo.use_generation_logprobs_as_prev:
         names.append("prev_logprobs")

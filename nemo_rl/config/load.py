@@ -20,6 +20,7 @@ from nemo_rl.config.ignored import Ignored
 from nemo_rl.config.interpolate import resolve_interpolations
 from nemo_rl.config.overrides import apply_overrides
 from nemo_rl.config.parts import UNKNOWN_PART
+from nemo_rl.config.r3_trace_env import r3_trace_verify_forward_enabled
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.config.schema_walk import lookup, place_of, suggest, suggest_path
 from nemo_rl.config.validate import RULES
@@ -80,7 +81,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> MasterConfig
     problems += _rule_problems(recipe, config, broken)
     if problems:
         raise ConfigError(problems)
-    return config
+    return _with_digests(config)
+
+
+def _with_digests(config: MasterConfig) -> MasterConfig:
+    """A switch of the route trace changes which columns are stored, so the resolved config has it."""
+    replay = config.policy.router_replay
+    if not replay.enabled or not r3_trace_verify_forward_enabled():
+        return config
+    policy = config.policy.model_copy(update={"router_replay": replay.model_copy(update={"with_digests": True})})
+    return config.model_copy(update={"policy": policy})
 
 
 def _parse(tree: Mapping[str, Any]) -> MasterConfig:

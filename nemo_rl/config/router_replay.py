@@ -20,6 +20,9 @@ class RouterReplayConfig(Section):
     """Who records the routes: the engine that samples, or the policy worker in its log-probability pass."""
     bit_packed: bool = False
     """Send ids in as many bits as they need; false: one byte each up to 256 experts, two above."""
+    with_digests: bool = False
+    """Digests of the rollout's routes travel with them, so that forward passes can be checked against the rollout.
+    NRL_R3_TRACE together with NRL_R3_TRACE_VERIFY_FORWARD sets it."""
     max_missing_share: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Largest share of trainable tokens without a route, which then take the model's own; a step above it fails."""
     compare_microbatches: NonNegativeInt = 0

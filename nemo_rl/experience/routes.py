@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
+from nemo_rl.config.r3_trace_env import router_replay_validate_enabled
 from nemo_rl.config.router_replay import RouterReplayConfig
 from nemo_rl.errors import WorkerError
 from nemo_rl.routes.columns import encode_routes, validate_routes, wire_bytes
 from nemo_rl.routes.places import RecordedRoutes, RouteCounts, count_routes, place_routes
 from nemo_rl.routes.shape import bound_bits_per_token
 from nemo_rl.utils.metrics import Mean, Reduction, Sum
-from nemo_rl.utils.r3_trace_env import router_replay_validate_enabled
 
 __all__ = ["RouteColumns", "RouteWriter"]
 

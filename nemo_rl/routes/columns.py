@@ -40,12 +40,12 @@ def wire_bytes(columns: Mapping[str, torch.Tensor]) -> int:
     return sum(values.numel() * values.element_size() for values in routes)
 
 
-def route_conditions(replay: RouterReplayConfig, *, with_digests: bool) -> tuple[str, ...]:
+def route_conditions(replay: RouterReplayConfig) -> tuple[str, ...]:
     """Conditions of the schema that hold in a run: which columns carry its routes."""
     if not replay.enabled:
         return ()
     form = "routes_bit_packed" if replay.bit_packed else "routes_whole"
-    return ("routes", form, *(("route_digests",) if with_digests else ()))
+    return ("routes", form, *(("route_digests",) if replay.with_digests else ()))
 
 
 def encode_routes(

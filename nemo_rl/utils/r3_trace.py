@@ -19,13 +19,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from nemo_rl.routes.digest import route_digests
-from nemo_rl.utils.r3_trace_env import (
+from nemo_rl.config.r3_trace_env import (
     r3_trace_enabled,
     r3_trace_verify_forward_enabled,
     router_replay_validate_enabled,
     trace_limits,
 )
+from nemo_rl.routes.digest import route_digests
 from nemo_rl.utils.r3_trace_file import TraceFile
 from nemo_rl.utils.r3_trace_values import as_array, describe, describe_routes, encode, row_of
 

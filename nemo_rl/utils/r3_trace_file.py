@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from nemo_rl.utils.r3_trace_env import r3_trace_verify_forward_enabled, trace_folder, trace_limits
+from nemo_rl.config.r3_trace_env import r3_trace_verify_forward_enabled, trace_folder, trace_limits
 
 __all__ = ["FORMAT", "TraceFile", "file_name"]
 

@@ -48,9 +48,7 @@ def test_columns_are_listed_in_order_of_their_first_write():
     assert written_fields(stages) == ("x", "y", "z")
 
 
-def stages_of(monkeypatch: pytest.MonkeyPatch, *, verify: bool = False, **replay: object) -> dict[str, Stage]:
-    for name in ("NRL_R3_TRACE", "NRL_R3_TRACE_VERIFY_FORWARD"):
-        monkeypatch.setenv(name, "1" if verify else "0")
+def stages_of(**replay: object) -> dict[str, Stage]:
     policy = {"model_name": "m", "router_replay": replay}
     settings = MasterConfig.model_validate({"policy": policy, "loss_fn": {"reference_policy_kl_penalty": 0.1}})
     loss = ClippedPGLoss(config=settings.loss_fn, prev_field="prev_logprobs")
@@ -61,26 +59,26 @@ def routes_in(names: tuple[str, ...]) -> set[str]:
     return set(names) & set(ROUTE_FIELDS)
 
 
-def test_routes_go_from_their_recorder_to_the_passes_that_replay_them(monkeypatch):
-    plain = stages_of(monkeypatch)
+def test_routes_go_from_their_recorder_to_the_passes_that_replay_them():
+    plain = stages_of()
     assert not routes_in(written_fields(tuple(plain.values()))) and not routes_in(plain["train"].reads)
 
     whole = {"routed_experts", "routed_experts_missing"}
-    at_rollout = stages_of(monkeypatch, enabled=True)
+    at_rollout = stages_of(enabled=True)
     assert routes_in(at_rollout["rollout"].writes) == whole
     assert routes_in(at_rollout["prev_logprobs"].reads) == routes_in(at_rollout["train"].reads) == whole
     assert not routes_in(at_rollout["reference_logprobs"].reads)
     assert not routes_in(fetched_fields(at_rollout["prev_logprobs"]) + fetched_fields(at_rollout["train"]))
     assert fetched_fields(at_rollout["train"]) == plain["train"].reads
 
-    by_policy = stages_of(monkeypatch, enabled=True, source="prev_logprobs", bit_packed=True)
+    by_policy = stages_of(enabled=True, source="prev_logprobs", bit_packed=True)
     packed = {"routed_experts_bits", "routed_experts_missing"}
     assert not routes_in(by_policy["rollout"].writes) and not routes_in(by_policy["prev_logprobs"].reads)
     assert routes_in(by_policy["prev_logprobs"].writes) == routes_in(by_policy["train"].reads) == packed
 
 
-def test_digests_travel_only_when_forward_passes_are_verified(monkeypatch):
-    verified = stages_of(monkeypatch, verify=True, enabled=True)
+def test_digests_travel_only_when_forward_passes_are_verified():
+    verified = stages_of(with_digests=True, enabled=True)
     for names in (verified["rollout"].writes, verified["prev_logprobs"].reads, verified["train"].reads):
         assert "routed_experts_digests" in names
-    assert not routes_in(stages_of(monkeypatch, verify=True)["rollout"].writes)
+    assert not routes_in(stages_of(with_digests=True)["rollout"].writes)

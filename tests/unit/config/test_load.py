@@ -184,3 +184,14 @@ def test_interpolation_reaches_defaults_lists_and_sums(tmp_path: Path) -> None:
 def test_what_is_rendered_loads_again_to_the_same_config(tmp_path: Path) -> None:
     config = load_config(DEMO, ["policy.generation.stop_strings=['a: b', '\"']"])
     assert load_config(write(tmp_path, "resolved.yaml", to_yaml(config))) == config
+
+
+@pytest.mark.parametrize("switches", [("1", "1"), ("1", "0"), ("0", "1")])
+def test_the_resolved_config_says_whether_digests_travel(monkeypatch: pytest.MonkeyPatch, switches: tuple) -> None:
+    """They are columns of their own: whoever reads the config of a run must know its schema."""
+    for name, value in zip(("NRL_R3_TRACE", "NRL_R3_TRACE_VERIFY_FORWARD"), switches, strict=True):
+        monkeypatch.setenv(name, value)
+    on = load_config("configs/recipes/grpo_sort_moe_r3_dtensor_cpu.yaml")
+    assert on.policy.router_replay.with_digests is (switches == ("1", "1"))
+    assert f"with_digests: {str(on.policy.router_replay.with_digests).lower()}" in to_yaml(on)
+    assert not load_config(DEMO).policy.router_replay.with_digests

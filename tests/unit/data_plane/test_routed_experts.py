@@ -175,7 +175,7 @@ def test_columns_of_another_model_are_refused() -> None:
 
 def test_columns_exist_as_the_config_says() -> None:
     def fields(with_digests: bool = False, **keys: object) -> tuple[str, ...]:
-        return route_fields(route_conditions(RouterReplayConfig(**keys), with_digests=with_digests))
+        return route_fields(route_conditions(RouterReplayConfig(**keys, with_digests=with_digests)))
 
     assert fields() == fields(with_digests=True) == ()
     assert fields(enabled=True) == ("routed_experts", "routed_experts_missing")

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 
+from nemo_rl.config.r3_trace_env import TraceLimits, router_replay_validate_enabled, trace_environment, trace_limits
 from nemo_rl.routes.digest import route_digests
 from nemo_rl.utils import r3_trace
-from nemo_rl.utils.r3_trace_env import TraceLimits, router_replay_validate_enabled, trace_environment, trace_limits
 
 LAYERS = [2, 5]
 HEAD = {"time", "host", "pid", "event"}

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from nemo_rl.config.parts import TRAINING_ENGINES
 from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.r3_trace_env import router_replay_validate_enabled
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group
 from nemo_rl.distributed.layout import ParallelLayout
@@ -23,7 +24,6 @@ from nemo_rl.models.policy.workers.life_cycle import LifeCycle
 from nemo_rl.models.policy.workers.passes import Passes
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker, WorkerParts
 from nemo_rl.models.policy.workers.refit_source import RefitSource
-from nemo_rl.utils.r3_trace_env import router_replay_validate_enabled
 
 __all__ = ["compose_parts", "compose_worker", "ensure_process_group", "pick_device"]
 

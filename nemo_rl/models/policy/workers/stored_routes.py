@@ -31,7 +31,7 @@ from nemo_rl.models.policy.steps import RankView
 from nemo_rl.models.policy.workers.passes import Passes, RecordedRoutes
 from nemo_rl.routes.columns import decode_routes, encode_routes
 from nemo_rl.utils.metrics import Reduction, merge_metrics
-from nemo_rl.utils.r3_trace import r3_trace_verify_forward_enabled, trace_rollout_payload, trace_tq_fetch_payload
+from nemo_rl.utils.r3_trace import trace_rollout_payload, trace_tq_fetch_payload
 
 __all__ = ["NoStoredRoutes", "RouteSource", "RoutesOfShards", "StoredRoutes"]
 
@@ -188,9 +188,7 @@ class StoredRoutes:
         rows = to_nested_by_length(routes_NTLK, lengths)
         if self.replica.is_write_back_leader:
             trace_rollout_payload(keys=meta.keys, data=batch, layers=shape.layers, routes=list(rows.unbind()))
-        return encode_routes(
-            rows, shape, bit_packed=self.config.bit_packed, with_digests=r3_trace_verify_forward_enabled()
-        )
+        return encode_routes(rows, shape, bit_packed=self.config.bit_packed, with_digests=self.config.with_digests)
 
     def _compare(self, batch: BatchedDataDict, logprobs_NT: torch.Tensor, plan: PackPlan | None) -> None:
         """(collective) How far the rollout's log-probabilities are; for some microbatches also without replay."""
