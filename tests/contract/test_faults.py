@@ -111,7 +111,9 @@ def test_the_death_of_a_process_gives_back_its_claims_and_keeps_or_tells_its_row
     own = {plane.partition(FIELDS): ids_column(lengths) for lengths in (SMALL, LARGE)}
     for name, column in own.items():
         victim.kv_batch_put(KEYS, name, {"input_ids": column})
-    label = f":{victim.pid}."
+    label, mixed = f":{victim.pid}.", plane.partition(FIELDS)
+    plane.owner.kv_batch_put(KEYS[:4], mixed, {"input_ids": ids_column(LARGE[:4])})
+    victim.kv_batch_put(KEYS[4:], mixed, {"input_ids": ids_column(LARGE[4:])})
     plane.kill_guest()
     if plane.name not in LOSES_ROWS:
         for name, column in own.items():
@@ -124,6 +126,9 @@ def test_the_death_of_a_process_gives_back_its_claims_and_keeps_or_tells_its_row
                 assert label in text, f"the producer {label} is not named: {text}"
             plane.peer.kv_batch_put(KEYS, name, {"input_ids": column})
             assert read(plane.owner, name) == rows_of(column), "the plane itself lives"
+        text = within(SEEN_S, _until_it_fails(read, plane.owner, mixed), PayloadLost)
+        gone = text.partition(" is gone")[0].rpartition("their owner ")[2]
+        assert label in gone and "," not in gone, f"more than the producer that died is named: {text}"
     heir = plane.owner.get_meta(partition, "train", ["input_ids"], 8, consumer_id="heir", timeout_s=15)
     assert heir.keys == tuple(KEYS) and rows_of(plane.owner.get_data(heir)["input_ids"]) == rows_of(ids_column(SMALL))
     for name, column in own.items() if plane.name not in LOSES_ROWS else ():

@@ -136,8 +136,12 @@ class RayStore(PayloadStore):
                 f"Ray did not bring {len(chunk_ids)} chunks of {owners(chunk_ids)} within {timeout_s:.1f} s"
             ) from error
         except ray_errors.ObjectLostError as error:
+            # Ray names one object; all that its maker has put are lost with it.
+            found = [chunk for chunk, (reference, _) in lent.items() if reference.hex() == error.object_ref_hex]
+            makers = {owner_of(chunk) for chunk in found or chunk_ids}
+            lost = [chunk for chunk in chunk_ids if owner_of(chunk) in makers]
             raise PayloadLost(
-                f"{len(chunk_ids)} chunks cannot be read: their owner {owners(chunk_ids)} is gone "
+                f"{len(lost)} of {len(chunk_ids)} chunks cannot be read: their owner {owners(lost)} is gone "
                 f"({type(error).__name__}); data_plane.ray.owner=node or holder outlives producers"
             ) from error
         objects = dict(zip(references, brought, strict=True))
