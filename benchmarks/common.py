@@ -97,7 +97,7 @@ def check_figures(figures: Mapping[str, float], holds: Mapping[str, Hold]) -> li
 
 
 def figures_table(figures: Mapping[str, float], holds: Mapping[str, Hold]) -> Table:
-    """Every figure beside its bound."""
+    """Every figure besides its bound."""
     table = Table(title="figures")
     for name in ("figure", "value", "bound", ""):
         table.add_column(name)

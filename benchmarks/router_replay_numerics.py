@@ -91,7 +91,7 @@ def sample(folder: Path, *, seed: int, num_prompts: int) -> Rollouts:
 
 
 def dense_routes(routes: RecordedRoutes, lengths: torch.Tensor, *, width: int) -> torch.Tensor:
-    """`[N, T, L, K]` int16 in install form; the last token of a row and the padding have a valid route."""
+    """`[N, T, L, K]` int16, decoded; the last token of a row and the padding have a valid route."""
     placed = place_routes([routes], lengths=lengths, keys=[f"row {row}" for row in range(len(lengths))])
     shape = routes.shape
     dense = dummy_route(shape.top_k).repeat(len(lengths), width, len(shape.layers), 1)

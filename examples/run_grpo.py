@@ -97,7 +97,7 @@ def main(argv: list[str]) -> int:
         elif not args.print_config:
             running = config
             train(config, console)
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  (the outermost place: told as what it is)
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  (the outermost place: reported as what it is)
         return report(error, running, errors)
     return 0
 

@@ -192,7 +192,7 @@ class DataPlaneTimeout(DataPlaneError):
 
 
 class CapacityExceeded(DataPlaneError):
-    """The partition or the payload store has no room for these rows."""
+    """The partition or the payload store has no capacity for these rows."""
 
 
 class PayloadLost(DataPlaneError):

@@ -4,7 +4,7 @@
 
 Much of a test that starts processes is waiting, so parts share the cores well; and what engines leave behind in a
 process (threads of theirs) meets no test of another part. The parts that take longest start first; each prints its
-whole output when it ends. Tests marked `alone` measure time and run at the end with nothing beside them. The exit code
+whole output when it ends. Tests marked `alone` measure time and run at the end with nothing besides them. The exit code
 is 0 when every part passed.
 """
 

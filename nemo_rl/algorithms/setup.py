@@ -97,7 +97,7 @@ def open_trainer(
         run_logger = _logger(config, resume_from)
         stack.callback(run_logger.close)
         panel.note(_what_starts(config))
-        start = StartUp(timeout_s=config.cluster.worker_start_timeout_s, tell=panel.note)
+        start = StartUp(timeout_s=config.cluster.worker_start_timeout_s, report=panel.note)
         cluster = stack.enter_context(_cluster(config, start, forks)) if config.cluster.launcher == "ray" else None
         groups, client = _start(config, cluster, stack, start)
         timeout_s = config.cluster.stage_timeout_s
@@ -149,7 +149,7 @@ def _what_starts(config: MasterConfig) -> str:
 
 
 def write_resolved_config(config: MasterConfig) -> Path:
-    """`config.yaml` beside the logs of the run."""
+    """`config.yaml` next to the logs of the run."""
     return write_text(config.logger.log_dir / CONFIG_FILE, to_yaml(config))
 
 

@@ -18,7 +18,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from nemo_rl.cli.row_story import read_story, story_of_key
+from nemo_rl.cli.row_history import history_of_key, read_history
 from nemo_rl.data_plane.attach_file import ATTACH_FILE, AttachPoint, read_attach_file
 from nemo_rl.data_plane.chunks.tags import TagTable
 from nemo_rl.data_plane.ledger.event_log import EVENTS_FILE
@@ -47,8 +47,8 @@ def stat(run: RunFolder, as_json: AsJson = False) -> None:
             stats = ledger.call("stats", {}, timeout_s=TIMEOUT_S)
             _show(stats, _stat_lines(ledger.address.run_id, stats), as_json=as_json)
             return
-    story = read_story(_events(run))
-    _show(story.as_record(), story.lines(), as_json=as_json)
+    history = read_history(_events(run))
+    _show(history.as_record(), history.lines(), as_json=as_json)
 
 
 @app.command(name="ls")
@@ -67,7 +67,7 @@ def list_rows(
                 as_json=as_json,
             )
             return
-    left = read_story(_events(run)).left
+    left = read_history(_events(run)).left
     found = [{"partition": p, "key": key} for p, keys in left.items() if partition in (None, p) for key in keys]
     _show(found, [f"{row['partition']}  {row['key']}" for row in found] or ["no row is left"], as_json=as_json)
 
@@ -79,14 +79,18 @@ def explain(key: str, run: RunFolder, as_json: AsJson = False) -> None:
     with _ledger(run) as ledger:
         live = [] if ledger is None else ledger.call("explain", {"key": key}, timeout_s=TIMEOUT_S)["rows"]
     assert isinstance(live, list)
-    told = story_of_key(events, key) if events.is_file() else None
-    if told is None and not live:
+    history = history_of_key(events, key) if events.is_file() else None
+    if history is None and not live:
         where = f"no event of {events} names it" if events.is_file() else f"{events} does not exist"
         raise UserError(
             f"unknown key {key!r}: {where}; expected `<group uid>_g<index>` as `nemo-rl data-plane ls` shows it"
         )
-    record = {"key": key, "events": told.events if told else [], "outcome": told.outcome if told else "live"}
-    lines = told.lines() if told else [line for row in live for line in _history_lines(row)]
+    record = {
+        "key": key,
+        "events": history.events if history else [],
+        "outcome": history.outcome if history else "live",
+    }
+    lines = history.lines() if history else [line for row in live for line in _history_lines(row)]
     lines += [line for row in live for line in _state_lines(row)]
     _show({**record, "live": live}, lines, as_json=as_json)
 

@@ -45,7 +45,7 @@ def main() -> None:
     """Entry point of the console script."""
     try:
         app()
-    except Exception as error:  # noqa: BLE001  (the outermost place: told as what it is)
+    except Exception as error:  # noqa: BLE001  (the outermost place: reported as what it is)
         problem = str(error) if isinstance(error, NemoRLError) else machine_problem(error)
         line = problem or crash_line(error, folder=None)
         Console(stderr=True, soft_wrap=True, markup=False, highlight=False).print(f"error: {line}", style="red")

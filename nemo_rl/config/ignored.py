@@ -10,7 +10,7 @@ __all__ = ["Ignored", "would_be_ignored"]
 
 
 class Ignored(str):
-    """One line; it knows the two keys, so that the loader can tell who set which."""
+    """One line; it knows the two keys, so that the loader knows who set which."""
 
     key: str
     """Dotted path of the key without effect."""

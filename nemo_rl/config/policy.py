@@ -118,7 +118,7 @@ class SchedulerPhase(Section):
     name: str
     """`module.Class` of a torch scheduler, such as `torch.optim.lr_scheduler.LinearLR`."""
     kwargs: dict[str, float | bool | int | str | list[float]] = {}
-    """Arguments of the scheduler beside the optimizer."""
+    """Arguments of the scheduler besides the optimizer."""
 
 
 class SchedulerConfig(Section):

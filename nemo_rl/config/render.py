@@ -1,6 +1,6 @@
 """The config as YAML: a resolved one (`to_yaml`), and the commented defaults (`commented_defaults`).
 
-`to_yaml` serves `--print-config` and the file beside a run; `python -m nemo_rl.config.render FILE` writes
+`to_yaml` serves `--print-config` and the file next to the logs of a run; `python -m nemo_rl.config.render FILE` writes
 `configs/grpo_base.yaml` from the schema and its docstrings, and a test checks that the two agree.
 """
 

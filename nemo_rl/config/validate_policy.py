@@ -43,7 +43,7 @@ def rule_keys_of_the_other_worker_stay_out(config: MasterConfig) -> list[str]:
         ("policy.megatron_cfg", megatron, dtensor),
     ):
         if not section.enabled and other.enabled:
-            names, switch = _keys_beside_the_switch(section), f"{prefix}.enabled"
+            names, switch = _keys_besides_the_switch(section), f"{prefix}.enabled"
             lines += would_be_ignored(section, prefix, names, switch=switch, because=f"{switch} is false")
     if megatron.enabled and not dtensor.enabled:
         for name in ("optimizer", "scheduler"):
@@ -52,7 +52,7 @@ def rule_keys_of_the_other_worker_stay_out(config: MasterConfig) -> list[str]:
     return lines
 
 
-def _keys_beside_the_switch(section: Section) -> tuple[str, ...]:
+def _keys_besides_the_switch(section: Section) -> tuple[str, ...]:
     return tuple(name for name in type(section).model_fields if name != "enabled")
 
 
@@ -124,7 +124,7 @@ def rule_batching_keys_need_their_switch(config: MasterConfig) -> list[str]:
     )
     for prefix, section in sections:
         if not section.enabled:
-            names, switch = _keys_beside_the_switch(section), f"{prefix}.enabled"
+            names, switch = _keys_besides_the_switch(section), f"{prefix}.enabled"
             lines += would_be_ignored(section, prefix, names, switch=switch, because=f"{switch} is false")
         else:
             multiple = math.lcm(policy.make_sequence_length_divisible_by, policy.parallel_sizes.length_multiple)

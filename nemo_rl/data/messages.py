@@ -71,7 +71,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
     A tokenizer without a chat template (a base model) gets the plain texts, one per line.
 
     Raises:
-        DatasetError: a text contains a control token and the template changes texts, so the two cannot be told apart.
+        DatasetError: a text contains a control token and the template changes texts, so they cannot be distinguished.
         ModelFolderError: the chat template cannot render these messages, or the tokenizer cannot read what it gives.
     """
     with boundary(ModelFolderError, f"tokenizer {tokenizer.name_or_path!r}: a prompt cannot be made into tokens"):

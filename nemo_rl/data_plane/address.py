@@ -18,7 +18,7 @@ HostKind: TypeAlias = Literal["in_process", "ray_actor", "socket"]
 """Where a ledger lives."""
 
 Handles: TypeAlias = Mapping[str, object]
-"""Chunk id -> plain values that a reader needs to reach the chunk; the ledger's host carries them beside the ledger."""
+"""Chunk id -> plain values that a reader needs to reach the chunk; the ledger's host keeps them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,7 @@ class LedgerAddress:
     node: str = ""
     """Ray id of the actor's node, for `ray_actor`: processes there may use its port."""
     port: int = 0
-    """TCP port on 127.0.0.1, for `socket`, and beside a Ray actor."""
+    """TCP port on 127.0.0.1, for `socket`, and next to a Ray actor."""
     token: str = ""
     """Secret that a caller must show, for `socket`."""
     process_id: int = 0

@@ -61,7 +61,7 @@ def read_columns(
     """The rows of `meta` as a dense batch.
 
     Args:
-        pad_values: field -> padding, beside the defaults of the schema; `input_ids` needs the tokenizer's pad id here.
+        pad_values: field -> padding, besides the defaults of the schema; `input_ids` needs the tokenizer's pad id here.
         pad_to: width of token-aligned columns; None takes the pack plan's, or else the longest row.
     """
     specs = {spec.name: spec for spec in client.partition_fields(meta.partition_id)}

@@ -54,7 +54,7 @@ def build_data_plane_client(
         role: the owner starts ledger and store, and its close ends them; `attach` joins those at `address`.
         validate: the owner's ledger checks all of its invariants after each request; slow, for tests.
         log_dir: where the owner writes events and the file that `nemo-rl data-plane` attaches with.
-        start: how long servers and actors may take to start, and others to join; who is told meanwhile.
+        start: how long servers and actors may take to start, and others to join; who is informed meanwhile.
 
     Raises:
         ConfigError: a combination of store and ledger host that cannot work.
@@ -184,7 +184,7 @@ def _own_host(
 
 
 def _open_to_onlookers(log_dir: Path, ledger: LedgerAddress, at_end: ExitStack) -> None:
-    """Tells `nemo-rl data-plane` where the ledger answers; a ledger of this process gets a socket for it."""
+    """Records for `nemo-rl data-plane` where the ledger answers; a ledger of this process gets a socket for it."""
     if ledger.kind == "in_process":
         server = LedgerServer(_services[ledger.run_id])
         at_end.callback(server.close)

@@ -64,7 +64,7 @@ class PayloadStore(ABC):
 
     @property
     def address(self) -> str:
-        """What other processes need to join, beside the run id; empty when that is enough."""
+        """What other processes need to join, besides the run id; empty when that is enough."""
         return ""
 
     @property
@@ -296,7 +296,7 @@ class DataPlaneClient(ABC):
         Returns:
             `live_rows`, `live_bytes`, `live_chunks` and their `peak_` marks; `stored_bytes` (with cleared rows whose
             chunk has live ones), `reserved_bytes` (capacity reserved for puts under way), `blocked_put_s` (seconds that
-            puts have waited for room), `oldest_row_age_s`; `partitions`:
+            puts have waited for capacity), `oldest_row_age_s`; `partitions`:
             name -> `rows`, `bytes`, `peak_rows`, `peak_bytes`, `oldest_row_age_s`, `fields` (field -> bytes).
         """
 

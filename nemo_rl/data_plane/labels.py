@@ -23,7 +23,7 @@ def chunk_id(run_id: str, client: str, number: int) -> str:
 
 
 def chunk_tag(chunk: str) -> int:
-    """64 bits, never 0, that tell a chunk's bytes from those of another one where a store reuses places."""
+    """64 bits, never 0, that distinguish a chunk's bytes from those of another one where a store reuses places."""
     digest = hashlib.blake2b(chunk.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") or 1
 

@@ -307,7 +307,7 @@ class MetricsDataPlaneClient(DataPlaneClient):
         return result
 
     def _add(self, stage: str, operation: str, started: float, cost: _Cost, error: BaseException | None) -> None:
-        """Counts one call and tells the callback."""
+        """Counts one call and informs the callback."""
         ms, num_bytes = (time.perf_counter() - started) * 1e3, sum(cost.sizes.values())
         if self._is_counting:
             counted = OperationCount.of_call(

@@ -228,7 +228,7 @@ def family_of(name: str) -> str:
 def extra_field(
     name: str, *, dtypes: Sequence[str] = (), dims: Sequence[Dim] = (), is_object: bool = False, pad: PadValue = 0.0
 ) -> FieldSpec:
-    """A column that a partition declares beside the table (image features, environment columns).
+    """A column that a partition declares besides the table (image features, environment columns).
 
     Example:
         >>> extra_field("turn_lengths", dtypes=["int32"], dims=("turns",)).is_ragged

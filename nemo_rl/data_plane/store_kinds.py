@@ -234,7 +234,7 @@ def _check_mooncake(config: DataPlaneConfig) -> None:
 
 
 class _OpenableStore(Protocol):
-    """What `data_plane.impl: module:Class` names, beside being a `PayloadStore`."""
+    """What `data_plane.impl: module:Class` names, besides being a `PayloadStore`."""
 
     def start(self, config: DataPlaneConfig, *, run_id: str, start: StartUp) -> PayloadStore:
         """(class method) The owner's store; its close ends the service."""

@@ -151,7 +151,7 @@ class AbortWatch:
     # On the rank that fails.
 
     def _settle(self, error: BaseException, stage: str) -> BaseException:
-        """What this rank raises for an error that leaves the stage, after every peer was told."""
+        """What this rank raises for an error that leaves the stage, after every peer was informed."""
         if error is self._raised:
             return error
         mine = FirstCause.of(error, rank=self.rank, stage=stage)

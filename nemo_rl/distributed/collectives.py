@@ -79,7 +79,7 @@ class RankSpec:
 def init_process_group(
     spec: RankSpec, *, device: torch.device, timeout_s: float, start_timeout_s: float | None = None
 ) -> None:
-    """(collective) Joins the job's default group: NCCL on GPU (gloo beside it for CPU tensors), gloo on CPU.
+    """(collective) Joins the job's default group: NCCL on GPU (and gloo for CPU tensors), gloo on CPU.
 
     Every rank calls it first. A single rank needs no port.
 

@@ -31,7 +31,7 @@ _one_at_a_time = threading.Lock()
 def abort_process_groups() -> int:
     """Ends every connection of gloo and every communicator of NCCL in this process; how many there were.
 
-    The groups cannot be used any more. Where `/proc` does not tell gloo's sockets it ends none of them: then a blocked
+    The groups cannot be used any more. Where `/proc` does not show gloo's sockets it ends none of them: then a blocked
     thread ends with its process.
     """
     with _one_at_a_time:

@@ -24,7 +24,7 @@ class ProcessIdentity:
     """A process that cannot be confused with a later one of the same number."""
 
     namespace: str
-    """Machine and process namespace; empty where `/proc` tells neither."""
+    """Machine and process namespace; empty where `/proc` says neither."""
     pid: int
     start: int
     """Clock ticks from the machine's start to the process's."""

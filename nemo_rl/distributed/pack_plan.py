@@ -19,14 +19,14 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackLoad:
-    """What a plan costs, in units of the cost model, beside what no plan could avoid."""
+    """What a plan costs, in units of the cost model, besides what no plan could avoid."""
 
     rank_costs: tuple[float, ...]
     """Cost of each rank over all global batches."""
     busiest: float
-    """Dearest rank of each global batch, added up: an optimizer step waits for it."""
+    """Most expensive rank of each global batch, added up: an optimizer step waits for it."""
     synchronised: float
-    """Dearest rank of each microbatch index, added up: what counts where ranks meet in every microbatch."""
+    """Most expensive rank of each microbatch index, added up: what counts where ranks meet in every microbatch."""
     cost_bound: float
     """Lower bound of `busiest`: per global batch the mean over ranks, or the most expensive row if that is more."""
     num_bins: int

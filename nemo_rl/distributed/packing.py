@@ -82,7 +82,7 @@ def plan_packs(
         microbatch_order: `packer` leaves the order to the algorithm (`balanced`: most expensive first, so that ranks
             meet in microbatches of similar cost), `largest_first` runs those with most tokens first.
         keys: unique names of the rows; with them the plan does not depend on the order of rows within a global
-            batch, without them rows of the same length are told apart by their place.
+            batch, without them rows of the same length are distinguished by their position.
 
     Raises:
         ValueError: a row exceeds the cap, or a number of ranks, a multiple or a size is below 1.

@@ -33,7 +33,7 @@ def bins_bound(sizes: Sequence[int], capacity: int) -> int:
     """Bins that no packing can do without (Martello and Toth's L2).
 
     For a threshold t: rows above capacity - t stand alone, rows above capacity / 2 share no bin with one another, and
-    what rows of at least t do not fit beside the latter needs bins of its own.
+    what rows of at least t do not fit with the latter needs bins of its own.
     """
     ordered = sorted(sizes, reverse=True)
     best = -(-sum(ordered) // capacity)
@@ -104,7 +104,7 @@ def modified_first_fit_decreasing(sizes: Sequence[int], capacity: int) -> Bins:
 
     Classes by size: large above C/2, medium above C/3, small above C/6, the rest tiny. Bins of large rows stand in
     falling size of that row. The way there gives each the largest medium row that fits, while the smallest one does;
-    the way back gives bins without one the smallest small row and the largest other that fits beside it; the way
+    the way back gives bins without one the smallest small row and the largest other that fits with it; the way
     there again takes the largest row that fits, whatever its class.
     """
     ascending = [(sizes[row], -row) for row in range(len(sizes))]
@@ -182,5 +182,5 @@ BIN_ALGORITHMS: Mapping[str, Callable[[Sequence[int], int], Bins]] = {
     "first_fit_shuffle": first_fit_shuffle,
     "concatenative": next_fit,
 }
-"""What users name in `policy.sequence_packing.algorithm`, beside `balanced` and `karmarkar_karp`, which also assign
+"""What users name in `policy.sequence_packing.algorithm`, besides `balanced` and `karmarkar_karp`, which also assign
 rows to ranks."""

@@ -77,7 +77,7 @@ def packed_ranks(rows: Rows, *, num_ranks: int, multiple_of: int, algorithm: str
     ranks = deal_heaviest_to_lightest(bins, _sums(bins, rows.costs), num_ranks)
     bound = max(sum(rows.costs) / num_ranks, *rows.costs)
     level_ranks(ranks, rows.costs, rows.sizes, capacity=rows.capacity, bound=bound)
-    return [_dearest_first(mine, _sums(mine, rows.costs)) for mine in ranks]
+    return [_most_expensive_first(mine, _sums(mine, rows.costs)) for mine in ranks]
 
 
 def padded_ranks(rows: Rows, *, num_ranks: int, multiple_of: int) -> list[Bins]:
@@ -93,7 +93,7 @@ def padded_ranks(rows: Rows, *, num_ranks: int, multiple_of: int) -> list[Bins]:
     bins = level_runs(order, rows.sizes, rows.costs, count=count, capacity=rows.capacity)
     split_to(bins, count, rows.costs)
     ranks = deal_heaviest_to_lightest(bins, padded_costs(bins, rows.costs), num_ranks)
-    return [_dearest_first(mine, padded_costs(mine, rows.costs)) for mine in ranks]
+    return [_most_expensive_first(mine, padded_costs(mine, rows.costs)) for mine in ranks]
 
 
 def padded_costs(bins: Bins, costs: Sequence[float]) -> list[float]:
@@ -119,10 +119,10 @@ def pack_on_rank(rows: Rows, count: int | None, *, packed: bool) -> Bins:
         if even is None:
             split_to(bins, count, rows.costs)
         bins = even or bins
-        return _dearest_first(bins, _sums(bins, rows.costs))
+        return _most_expensive_first(bins, _sums(bins, rows.costs))
     bins = level_runs(order, rows.sizes, rows.costs, count=count, capacity=rows.capacity)
     split_to(bins, count, rows.costs)
-    return _dearest_first(bins, padded_costs(bins, rows.costs))
+    return _most_expensive_first(bins, padded_costs(bins, rows.costs))
 
 
 def _balanced_bins(rows: Rows, num_ranks: int, multiple_of: int) -> Bins:
@@ -200,6 +200,6 @@ def _sums(bins: Bins, costs: Sequence[float]) -> list[float]:
     return [sum(map(costs.__getitem__, mine)) for mine in bins]
 
 
-def _dearest_first(bins: Bins, bin_costs: Sequence[float]) -> Bins:
+def _most_expensive_first(bins: Bins, bin_costs: Sequence[float]) -> Bins:
     """So that microbatches that meet on all ranks cost about the same."""
     return [bins[place] for place in sorted(range(len(bins)), key=lambda place: -bin_costs[place])]

@@ -1,6 +1,6 @@
 """`RunFolder`: a run's temporary folder on this machine, removed when the run ends, also after a kill.
 
-Ray keeps its session there: sockets, ports and logs. A sweeper process beside the driver removes the folder and the
+Ray keeps its session there: sockets, ports and logs. A sweeper process alongside the driver removes the folder and the
 processes that carry its mark when the driver dies; what a machine has lost together with its sweeper is removed when
 the next run of the same user starts. Invariant: a folder whose owner lives, or cannot be looked at, is never touched.
 """
@@ -93,7 +93,7 @@ def _remove_dead(root: Path) -> None:
             owner = ProcessIdentity(**json.loads((folder / OWNER_FILE).read_text()))
             is_dead = owner.is_visible_from(me) and not owner.is_alive()
         except (OSError, ValueError, TypeError) as error:
-            logger.debug("cannot tell whose folder %s is: %s", folder, error)
+            logger.debug("cannot find out whose folder %s is: %s", folder, error)
             continue
         if is_dead:
             logger.info("removing %s, left by a run that was killed", folder)

@@ -39,7 +39,7 @@ class RayVirtualCluster:
         config: the `cluster` section.
         other_cpus: logical CPUs of the actors outside the bundles (rollout, storage; on CPU also generation).
         cpus_per_bundle: logical CPUs of a bundle: 1 for the policy worker, 1 more for an engine that shares its GPU.
-        environment: variables for every process, beside those of `worker_environment`.
+        environment: variables for every process, besides those of `worker_environment`.
         start: how long Ray and the placement may take; None: `cluster.worker_start_timeout_s`, without a word.
         forks: where the workers of a Ray that is started here begin; None: each by itself.
         logs_to: gets Ray's logs when a block ends with an error that is not the user's; None: they are not kept.
@@ -119,7 +119,7 @@ class RayVirtualCluster:
             logger.warning("Ray's logs could not be kept in %s: %s", self._logs_to, error)
         else:
             if kept is not None:
-                self._start.tell(f"Ray's logs of this run are in {kept}")
+                self._start.report(f"Ray's logs of this run are in {kept}")
 
     def _start_ray(self) -> None:
         if self._config.address is None:

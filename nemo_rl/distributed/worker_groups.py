@@ -346,7 +346,7 @@ def _new_actor(name: str, placement: RayPlacement, rank: int, *, log_file: Path 
         )
     if placement.environment:
         options["runtime_env"] = {"env_vars": dict(placement.environment)}
-    # Ray names the process after the class, so that `ps` and Ray's logs tell the workers apart.
+    # Ray names the process after the class, so that `ps` and Ray's logs distinguish the workers.
     host = type(f"{name.capitalize()}Worker", (_Host,), {"__module__": __name__})
     return ray.remote(host).options(**options).remote(log_file)
 

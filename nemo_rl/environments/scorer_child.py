@@ -36,7 +36,7 @@ _TEXT_LIMIT = 2000
 _FRAMES_SHOWN = 5
 _POSITIONAL = ("prompt", "response", "answer")
 _BY_NAME = ("row", "prompt_tokens", "response_tokens", "truncated")
-"""What a function gets beside prompt, response and answer when it has a parameter of that name, or `**kwargs`."""
+"""What a function gets besides prompt, response and answer when it has a parameter of that name, or `**kwargs`."""
 
 
 def main() -> None:
@@ -114,7 +114,7 @@ def _out_of_reach(fd: int) -> int:
 
 
 def _serve(fd: int) -> None:
-    # Prints must have left before the reply, so that they are told with the right step.
+    # Prints must have left before the reply, so that they are reported with the right step.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     with socket.socket(fileno=fd) as channel, channel.makefile("rwb") as stream:
         first = json.loads(stream.readline())

@@ -25,7 +25,7 @@ UID_BYTES = 6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowScalars:
-    """Per-row scalars that the driver needs for advantages, filters and metrics; rows as in the meta beside it."""
+    """Per-row scalars that the driver needs for advantages, filters and metrics; rows as in their meta."""
 
     rewards: np.ndarray
     """`[N]` float32."""
@@ -101,7 +101,7 @@ def mean_of_scored(component: np.ndarray) -> float:
 def row_record(
     *, reward: float, components: Mapping[str, float], response_tokens: int, truncated: bool
 ) -> dict[str, object]:
-    """What readable rollouts say of a row beside its texts; a component without a score is None."""
+    """What readable rollouts say of a row besides its texts; a component without a score is None."""
     parts = {name: None if math.isnan(part) else round(float(part), 6) for name, part in components.items()}
     return {
         "reward": float(reward),

@@ -29,7 +29,7 @@ class RouteColumns:
     columns: dict[str, torch.Tensor]
     """Columns of the schema, jagged."""
     routes: torch.Tensor
-    """The same in install form: jagged `[N, (tokens), L, K]` int16."""
+    """The same decoded: jagged `[N, (tokens), L, K]` int16."""
     layers: tuple[int, ...]
     """Numbers of the L layers in the model."""
     metrics: dict[str, Reduction]

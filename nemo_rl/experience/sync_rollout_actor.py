@@ -184,7 +184,7 @@ class SyncRolloutActor:
             return {}
         recorded = rollouts.output.routes
         if recorded is None:
-            raise WorkerError("expected routes beside the samples, the engines gave none", stage="rollout")
+            raise WorkerError("expected routes with the samples, the engines gave none", stage="rollout")
         declared = {spec.name for spec in self.client.partition_fields(partition_id)}
         written = self._routes.write(
             [recorded],

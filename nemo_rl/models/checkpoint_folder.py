@@ -66,12 +66,12 @@ _INDEX_PARTS = frozenset(
         (_PLANNER, "WriteItemType"),
     }
 )
-"""All that the index of a sharded checkpoint is made of, beside dtypes."""
+"""All that the index of a sharded checkpoint is made of, besides dtypes."""
 
 
 @contextmanager
 def complete_or_nothing(folder: Path) -> Iterator[Path]:
-    """A folder beside `folder` that takes its name when every rank is done; all ranks enter and leave together.
+    """A folder next to `folder` that takes its name when every rank is done; all ranks enter and leave together.
 
     Raises:
         CheckpointError: on every rank; what was in `folder` before is left as it was.
@@ -86,7 +86,7 @@ def complete_or_nothing(folder: Path) -> Iterator[Path]:
 
 
 def open_part(folder: Path) -> Path:
-    """An empty folder beside `folder`, where its content is written.
+    """An empty folder next to `folder`, where its content is written.
 
     Raises:
         CheckpointError: on every rank.

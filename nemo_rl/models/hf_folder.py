@@ -285,7 +285,7 @@ def write_folder(
 
 
 def _unused_names(config: PretrainedConfig) -> re.Pattern[str]:
-    """Weights that a folder may hold beside those of the module."""
+    """Weights that a folder may hold besides those of the module."""
     given = config.to_dict()
     patterns = [r".*rotary_emb\.inv_freq"]
     if given["tie_word_embeddings"]:

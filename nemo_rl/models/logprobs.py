@@ -80,7 +80,7 @@ def token_logprobs(
 ) -> torch.Tensor:
     """`[M]` float32 log-probabilities of `targets_M`, differentiable.
 
-    Works through chunks of positions in both passes: beside the logits themselves only one chunk in float32 is held.
+    Works through chunks of positions in both passes: besides the logits themselves only one chunk in float32 is held.
     With a `shard`, V are this rank's columns, and the call is collective over its group, in both passes when `view`
     has a filter: that needs a chunk's whole vocabulary.
     """

@@ -155,7 +155,7 @@ def varlen_attention(
         ValueError: a mask, a cap of the scores or sinks, none of which this attention has.
     """
     if attention_mask is not None:
-        raise ValueError("attention_mask: expected None; sequences are told apart by `segments`")
+        raise ValueError("attention_mask: expected None; sequences are distinguished by `segments`")
     if softcap is not None or s_aux is not None:
         raise ValueError(f"{type(module).__name__} caps its scores or has sinks, which {ATTENTION_NAME} does not know")
     segments = segments or Segments(lengths=(query.shape[2],), device=query.device)

@@ -1,7 +1,7 @@
 """Routes of experts as columns: from what a rollout records to what crosses the wire, and back.
 
-Install form is what recorders give and routers take: int16 ids `[..., L, K]`, every id of a token -1 where its route is
-missing. On the wire ids have no sign, as whole bytes or in as many bits as they need, and a bitmap tells the tokens
+Decoded routes are what recorders give and routers take: int16 ids `[..., L, K]`, all -1 for a token whose route is
+missing. On the wire ids have no sign, as whole bytes or in as many bits as they need, and a bitmap marks the tokens
 without a route. Invariant: decoding is the exact inverse of encoding. No loop over rows or tokens. Shapes: S tokens of
 all rows, L layers with routed experts, K experts of a token, E experts of a layer.
 """
@@ -51,7 +51,7 @@ def route_conditions(replay: RouterReplayConfig) -> tuple[str, ...]:
 def encode_routes(
     routes: torch.Tensor, shape: RouteShape, *, bit_packed: bool = False, with_digests: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Routes in install form as columns of the schema.
+    """Decoded routes as columns of the schema.
 
     Args:
         routes: jagged `[N, (tokens), L, K]` int16.

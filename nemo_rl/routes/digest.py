@@ -1,6 +1,6 @@
 """Digests of routes: 8 bytes for one token and one layer, the same in every dtype and on every device.
 
-Used by the rollout side, which sends them beside the routes, and by every check of the way to the routers. Not
+Used by the rollout side, which sends them with the routes, and by every check of the way to the routers. Not
 cryptographic: they find mistakes, not forgeries. Imports neither torch nor numpy, works on arrays of both.
 """
 

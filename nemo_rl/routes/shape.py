@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 MISSING = -1
-"""Every id of a token without a route, in install form."""
+"""Every id of a token without a route, in decoded routes."""
 MAX_EXPERTS = 32767
 """Most experts of a layer: their ids fit int16."""
 UINT8_EXPERTS = 256

@@ -11,7 +11,7 @@ __all__ = ["give_usual_modes", "replace_file", "write_text"]
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> Path:
-    """Lets `write` fill a temporary file beside `path`, then renames it; a failed write leaves `path` as it was."""
+    """Lets `write` fill a temporary file next to `path`, then renames it; a failed write leaves `path` as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # The suffix stays last: matplotlib and others choose the format by it.
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")

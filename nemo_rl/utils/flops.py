@@ -56,7 +56,7 @@ class TransformerShape:
     num_experts: int = 0
     """Experts the router scores; 0 for a dense model."""
     shared_mlp_size: int = 0
-    """Width of the experts that see every token, beside the routed ones."""
+    """Width of the experts that see every token, besides the routed ones."""
     has_shared_gate: bool = False
     """Whether a gate of one number per token weighs the shared experts."""
     num_dense_layers: int = 0

@@ -46,7 +46,7 @@ class Manifest:
 
     @classmethod
     def write(cls, folder: Path) -> Manifest:
-        """Reads every file of `folder` back and writes the manifest beside them.
+        """Reads every file of `folder` back and writes the manifest next to them.
 
         Raises:
             OSError: a file cannot be read, or the manifest not written.

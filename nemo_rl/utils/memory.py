@@ -1,7 +1,7 @@
 """Memory of processes on this machine.
 
 Called by benchmarks, the trainer, policy workers and tests. Invariant: shared pages are counted once over a set of
-processes (PSS), where the operating system can tell.
+processes (PSS), where the operating system counts it.
 """
 
 from __future__ import annotations

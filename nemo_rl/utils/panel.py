@@ -27,7 +27,7 @@ __all__ = ["Panel", "StepReport", "duration_text", "final_lines", "step_line"]
 
 # Rewards drawn in the panel, as far as the terminal is wide enough.
 HISTORY_SHOWN = 60
-# Steps whose mean duration tells how long the rest will take: enough to even out validations and checkpoints.
+# Steps whose mean duration predicts how long the rest will take: enough to even out validations and checkpoints.
 STEPS_AVERAGED = 20
 _FRAME_WIDTH = 4
 _BARS = "_.-=+*#%@"
@@ -117,7 +117,7 @@ class Panel:
         self._console.print(text)
 
     def begin(self) -> None:
-        """The first step starts now: what came before tells nothing about how long steps take."""
+        """The first step starts now: what came before says nothing about how long steps take."""
         self._step_began = self._clock()
 
     def stage(self, name: str) -> None:

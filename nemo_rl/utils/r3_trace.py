@@ -140,7 +140,7 @@ def trace_rollout_payload(
     Args:
         keys: N.
         data: `input_ids` `[N, T]` integers, `input_lengths` `[N]`; `routed_experts` as `routes` when that is None and
-            no bitmap of missing routes lies beside it.
+            no bitmap of missing routes comes with it.
         layers: numbers of the L layers; None means the layers that the workers name, in ascending order.
         routes: `[N, T, L, K]` integers, or N arrays `[T, L, K]`; a token without a route has -1 in all places.
     """
@@ -300,11 +300,11 @@ def trace_router_replay_action(
     runs: Runs | None = None,
     first_slot: int = 0,
 ) -> None:
-    """What a router was told to do with its routes.
+    """The instruction of a router about its routes.
 
     Args:
-        ids: `[S, K]` integers that the action uses, None when it uses none. Of `record` their shape is told alone: they
-            are where routes begin.
+        ids: `[S, K]` integers that the action uses, None when it uses none. Of `record` only their shape is
+            written: they are where routes begin.
         pending: microbatches whose backward pass may still ask the router, afterwards.
     """
     if stage is None or not stage.traces(microbatch):
@@ -398,8 +398,8 @@ def _trace_samples(
         longest = len(tokens) if row is None else min(len(tokens), len(row))
         length = int(data["input_lengths"][index]) if "input_lengths" in data else longest
         with_preview = index < num_previews
-        told = {**_valid(tokens, length, with_preview=with_preview), "values": encode(tokens[:length], "<i4")}
-        fields: dict[str, object] = {"sample_idx": index, "key": key, "valid_length": length, "input_ids": told}
+        described = {**_valid(tokens, length, with_preview=with_preview), "values": encode(tokens[:length], "<i4")}
+        fields: dict[str, object] = {"sample_idx": index, "key": key, "valid_length": length, "input_ids": described}
         if row is not None:
             fields["routed_experts"] = _valid(row, length, with_preview=with_preview)
             fields["layers"] = None if layers is None else list(layers)
@@ -409,9 +409,9 @@ def _trace_samples(
 
 def _valid(row: Any, length: int, *, with_preview: bool) -> dict[str, object]:
     """The region of a row that holds a sample; names as in the records of other tools."""
-    told = describe(row[:length], with_preview=with_preview)
-    named = {f"valid_{name}": told.pop(name) for name in ("shape", "sha256", "preview") if name in told}
-    return {"full_shape": list(row.shape), **named, **told}
+    described = describe(row[:length], with_preview=with_preview)
+    named = {f"valid_{name}": described.pop(name) for name in ("shape", "sha256", "preview") if name in described}
+    return {"full_shape": list(row.shape), **named, **described}
 
 
 def _runs_record(runs: Runs) -> list[list[object]]:

@@ -1,6 +1,6 @@
 """Tensors as trace records hold them: shape, dtype, hash, a preview, and 8 bytes for each token and layer.
 
-Used by `nemo_rl.utils.r3_trace`. Arrays are told apart by what they can do, not by their type: imports neither torch
+Used by `nemo_rl.utils.r3_trace`. Arrays are distinguished by what they can do, not by their type: imports neither torch
 nor numpy.
 """
 
@@ -17,7 +17,7 @@ __all__ = ["as_array", "describe", "describe_routes", "encode", "row_of", "token
 
 PREVIEW_VALUES = 16
 MAX_ID_VALUES = 1 << 16
-"""Up to so many ids a record holds them beside their digests, so that a report can show them."""
+"""Up to so many ids a record holds them with their digests, so that a report can show them."""
 
 
 @runtime_checkable
@@ -50,20 +50,20 @@ def encode(array: Any, dtype: str) -> dict[str, object]:
 
 def describe(array: Any, *, with_preview: bool = True) -> dict[str, object]:
     """Shape, dtype, sha256 of the bytes, extremes; the first values on request. `array` is numpy, any shape."""
-    told: dict[str, object] = {
+    fields: dict[str, object] = {
         "shape": list(array.shape),
         "dtype": str(array.dtype),
         "sha256": hashlib.sha256(array.tobytes()).hexdigest(),
     }
     if array.size and array.dtype.kind in "iu":
-        told |= {"min": int(array.min()), "max": int(array.max())}
+        fields |= {"min": int(array.min()), "max": int(array.max())}
     if with_preview:
-        told["preview"] = array.reshape(-1)[:PREVIEW_VALUES].tolist()
-    return told
+        fields["preview"] = array.reshape(-1)[:PREVIEW_VALUES].tolist()
+    return fields
 
 
 def describe_routes(routes: Any) -> dict[str, object]:
-    """What every record of routes has beside its own fields.
+    """What every record of routes has besides its own fields.
 
     Args:
         routes: `[S, L, K]` of any integer dtype, numpy; -1 where a route is missing.
@@ -71,16 +71,16 @@ def describe_routes(routes: Any) -> dict[str, object]:
     Returns:
         `digests`, and `ids` where they are few.
     """
-    told: dict[str, object] = {"digests": encode(token_digests(routes), "<i8")}
+    fields: dict[str, object] = {"digests": encode(token_digests(routes), "<i8")}
     if routes.size <= MAX_ID_VALUES:
-        told["ids"] = encode(routes, "<i4")
-    return told
+        fields["ids"] = encode(routes, "<i4")
+    return fields
 
 
 def token_digests(routes: Any) -> Any:
     """`[S, L]` int64 of `[S, L, K]` integers, numpy.
 
-    The number of the layer stays out of the digest and beside it: so routes that a wrong layer map has put into
+    The number of the layer stays out of the digest and next to it: so routes that a wrong layer map has put into
     another layer can be recognised there.
     """
     return route_digests(routes.astype("int64"), _no_layers(routes.shape[1]))

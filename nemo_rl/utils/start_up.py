@@ -38,20 +38,20 @@ class StartUp:
 
     timeout_s: float = START_TIMEOUT_S
     """Of each start by itself."""
-    tell: Callable[[str], None] = _log
+    report: Callable[[str], None] = _log
     """Gets a line every few seconds, from another thread."""
     every_s: float = TELL_EVERY_S
 
     @contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
-        """Inside it a person is told what is waited for: `waiting for TransferQueue, 40 s`."""
+        """Inside it a person sees what is waited for: `waiting for TransferQueue, 40 s`."""
         started, done = time.monotonic(), threading.Event()
 
-        def tell() -> None:
+        def report() -> None:
             while not done.wait(self.every_s):
-                self.tell(f"waiting for {what}, {time.monotonic() - started:.0f} s")
+                self.report(f"waiting for {what}, {time.monotonic() - started:.0f} s")
 
-        thread = threading.Thread(target=tell, name="start-up", daemon=True)
+        thread = threading.Thread(target=report, name="start-up", daemon=True)
         thread.start()
         try:
             yield

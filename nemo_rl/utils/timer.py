@@ -28,7 +28,7 @@ class Timer:
         self, *, clock: Callable[[], float] = time.perf_counter, on_enter: Callable[[str], None] | None = None
     ) -> None:
         """Args:
-        on_enter: told the name of each stage that begins.
+        on_enter: called with the name of each stage that begins.
         """
         self._clock = clock
         self._on_enter = on_enter

@@ -50,7 +50,7 @@ def test_a_put_without_room_ends_at_its_deadline_and_leaves_nothing(plane: Plane
     partition, hasty = plane.partition(num_samples=3), attach_with(plane, 1.5)
     put(plane.owner, partition, "a", "b")
     chunks, started = plane.owner.stats()["live_chunks"], time.monotonic()
-    with pytest.raises(CapacityExceeded, match="2 new rows beside 2 live ones.*in partition.*waited 1") as caught:
+    with pytest.raises(CapacityExceeded, match="2 new rows with 2 live ones.*in partition.*waited 1") as caught:
         put(hasty, partition, "c", "d")
     assert 1.0 < time.monotonic() - started < 15
     assert partition in str(caught.value) and "2 rows (c, d)" in str(caught.value)

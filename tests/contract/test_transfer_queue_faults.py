@@ -115,7 +115,7 @@ def test_too_few_cpus_are_an_error_and_not_a_hang() -> None:
 @pytest.mark.full
 def test_a_start_that_fails_leaves_no_half_made_controller_and_says_which_key_to_raise() -> None:
     told: list[str] = []
-    start = StartUp(timeout_s=1.0, tell=told.append, every_s=0.2)
+    start = StartUp(timeout_s=1.0, report=told.append, every_s=0.2)
     with pytest.raises(DataPlaneTimeout, match="TransferQueue did not start within 1 s; raise cluster.worker_start"):
         TransferQueueStore.start(CONFIG, run_id="half", start=start)
     assert "waiting for TransferQueue, 0 s" in told

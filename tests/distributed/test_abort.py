@@ -33,7 +33,7 @@ TEXTS = {
     "before_a_collective": "ValueError: planted before a collective",
     "a_peer_waits_for_a_third": "ValueError: planted behind another rank",
     "peers_compute_meanwhile": "ValueError: planted while peers compute",
-    "a_peer_needs_nobody": "ValueError: planted beside an independent peer",
+    "a_peer_needs_nobody": "ValueError: planted besides an independent peer",
     "leader_of_a_broadcast": "KeysNotFound: partition 'train': keys a, b",
 }
 
@@ -111,7 +111,7 @@ def test_a_killed_or_deaf_rank_ends_the_other(tmp_path):
         assert survivor.seconds < LIMIT_S * SLACK
     assert set(reports(tmp_path / "deaf")) == {0}
     code, log = results["deaf"][1]
-    assert code == EXIT_CODE and "planted beside a deaf peer" in log
+    assert code == EXIT_CODE and "planted besides a deaf peer" in log
 
 
 @pytest.mark.slow

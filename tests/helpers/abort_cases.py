@@ -89,7 +89,7 @@ def peers_compute_meanwhile(rank: int) -> None:
 def a_peer_needs_nobody(rank: int) -> None:
     """Rank 2 has no collective left: its stage ends with the cause all the same."""
     if rank == 1:
-        raise ValueError("planted beside an independent peer")
+        raise ValueError("planted besides an independent peer")
     if rank == 2:
         time.sleep(2.0)
     else:
@@ -166,7 +166,7 @@ def killed(rank: int, victim: int) -> None:
 def deaf(rank: int) -> None:
     """Rank 1 is not in a collective, and not in Python either."""
     if rank == 0:
-        raise ValueError("planted beside a deaf peer")
+        raise ValueError("planted besides a deaf peer")
     time.sleep(STUCK_S)
 
 

@@ -41,7 +41,7 @@ def run_ranks(
     """`target(rank, *args)` on every rank of a fresh gloo job; results in rank order.
 
     `target` must be a module-level function. A rank that raises fails the caller with its traceback. With
-    `gpu_per_rank` rank r has GPU r and the job NCCL beside gloo. With `further_jobs` it gets as many ports as its last
+    `gpu_per_rank` rank r has GPU r and the job NCCL besides gloo. With `further_jobs` it gets as many ports as its last
     argument, one for each job that the same ranks make later; rank 0 has bound them.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")

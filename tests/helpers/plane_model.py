@@ -1,4 +1,4 @@
-"""A plain dict beside a data plane: says what every answer and every refusal must be, and compares.
+"""A plain dict besides a data plane: says what every answer and every refusal must be, and compares.
 
 What it knows: rows with values, versions and lengths; which keys of a group were put; who holds which claim; what is
 done. The property test calls it with a clock of its own, the stress run with clients of real stores.

@@ -1,4 +1,4 @@
-"""A run that is killed again and again and resumed each time, beside one that is left alone.
+"""A run that is killed again and again and resumed each time, besides one that is left alone.
 
     python -m tests.helpers.resume_kills [--kills 50] [--saves 20] [--seed 0] [--launcher ray]
 
@@ -228,7 +228,7 @@ class ResumeKills:
             if [row["response"] for row in pair[0]] != [row["response"] for row in pair[1]]:
                 self.result.problems.append(f"step {step}: other rollouts")
         if left := [path.name for path in self._saved.iterdir() if not path.name.startswith(("step_", "latest"))]:
-            self.result.problems.append(f"left beside the checkpoints: {left}")
+            self.result.problems.append(f"left besides the checkpoints: {left}")
 
 
 def main(arguments: Sequence[str]) -> int:

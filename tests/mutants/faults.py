@@ -37,7 +37,7 @@ class Fault:
 
     @property
     def package(self) -> str:
-        """Package below `nemo_rl`; empty for a module beside them."""
+        """Package below `nemo_rl`; empty for a module besides them."""
         parts = self.file.split("/")
         return parts[1] if len(parts) > 2 else ""
 

@@ -160,7 +160,7 @@ def cases_of_four() -> list[Case]:
 
 
 def cases_of_eight() -> list[Case]:
-    """Experts over both their axes beside a pipeline, and twice over the data: eight ranks are the fewest."""
+    """Experts over both their axes besides a pipeline, and twice over the data: eight ranks are the fewest."""
     return [Experts(ep=2, cp=2, **SEQUENCE, **PIPELINE), Experts(ep=2, **SEQUENCE, **PADDED)]
 
 

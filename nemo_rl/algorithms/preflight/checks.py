@@ -38,8 +38,8 @@ CHECKS: Mapping[str, Check] = {
 }
 NEED_MODEL = ("model", "tokenizer", "prompts", "memory", "disk")
 """Checks that would only repeat that a model's name on the hub leads nowhere."""
-BESIDE = ("reward",)
-"""Checks that wait for a process of their own, and run beside the others."""
+ALONGSIDE = ("reward",)
+"""Checks that wait for a process of their own, and run alongside the others."""
 
 
 def preflight(config: MasterConfig) -> MasterConfig:
@@ -57,10 +57,10 @@ def preflight(config: MasterConfig) -> MasterConfig:
         errors.append(error)
         wanted = {name: check for name, check in CHECKS.items() if name not in NEED_MODEL}
     subject = Subject(config)
-    with ThreadPoolExecutor(len(BESIDE), thread_name_prefix="preflight") as pool:
-        beside = {name: pool.submit(_run, CHECKS[name], subject) for name in BESIDE}
+    with ThreadPoolExecutor(len(ALONGSIDE), thread_name_prefix="preflight") as pool:
+        alongside = {name: pool.submit(_run, CHECKS[name], subject) for name in ALONGSIDE}
         for name, check in wanted.items():
-            found = beside[name].result() if name in beside else _run(check, subject)
+            found = alongside[name].result() if name in alongside else _run(check, subject)
             errors += [error for error in found if str(error) not in map(str, errors)]
     if len(errors) == 1:
         raise errors[0]

@@ -91,12 +91,12 @@ def check_memory(subject: Subject) -> list[str]:
     states = count * (PARAMETER_BYTES + GRADIENT_BYTES) * max(1, copies) + count * _optimizer_bytes(policy)
     if config.cluster.gpus_per_node == 0 or policy.dtensor_cfg.cpu_offload:
         needed, have = states + engine * policy.generation.num_replicas, available_bytes()
-        return [] if needed <= have else [_no_room("memory", needed, have, count)]
+        return [] if needed <= have else [_too_little("memory", needed, have, count)]
     if torch.cuda.device_count() < config.cluster.gpus_per_node:
         return []
     needed = states // config.cluster.num_workers + engine
     have = torch.cuda.get_device_properties(0).total_memory
-    return [] if needed <= have else [_no_room("memory of each GPU", needed, have, count)]
+    return [] if needed <= have else [_too_little("memory of each GPU", needed, have, count)]
 
 
 def check_disk(subject: Subject) -> list[str]:
@@ -163,7 +163,7 @@ def _optimizer_bytes(policy: PolicyConfig) -> int:
     return 2 * MOMENT_BYTES if "adam" in name.lower() else 0
 
 
-def _no_room(what: str, needed: int, have: int, count: int) -> str:
+def _too_little(what: str, needed: int, have: int, count: int) -> str:
     return (
         f"policy.model_name: {count:,} parameters need at least {bytes_text(needed)} of {what} for weights, "
         f"gradients, optimizer and engines, {bytes_text(have)} are there; take a smaller model, or "

@@ -225,7 +225,7 @@ class MooncakeStore(PayloadStore):
         return self._run("put", write, deadline)
 
     def _may_wait(self, call: _Put, full: Sequence[str], deadline: float) -> bool:
-        """Whether room may still come; sleeps a moment if so."""
+        """Whether space may still come; sleeps a moment if so."""
         fits = max(call.sizes[chunk_id] for chunk_id in full) < self._config.segment_bytes
         if not fits or time.monotonic() + FULL_POLL_S >= deadline or self._dead_servers():
             return False

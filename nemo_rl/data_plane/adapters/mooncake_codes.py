@@ -1,6 +1,6 @@
 """Mooncake's codes and what they mean to the data plane: pure functions from codes to errors.
 
-Used by `mooncake.MooncakeStore`, which finds out who is dead before it asks. A code alone does not tell: a full store
+Used by `mooncake.MooncakeStore`, which finds out who is dead before it asks. A code alone does not say: a full store
 and a store whose holder has died answer alike.
 """
 
@@ -52,7 +52,7 @@ def call_error(what: str, codes: Sequence[int], *, dead: Sequence[str], segment_
         return DataPlaneTimeout(f"the Mooncake master did not answer a {what} in time: {found}")
     if NO_SPACE in codes:
         return CapacityExceeded(
-            f"Mooncake has no room for {codes.count(NO_SPACE)} of {len(codes)} chunks; raise "
+            f"Mooncake has no space for {codes.count(NO_SPACE)} of {len(codes)} chunks; raise "
             f"data_plane.mooncake.segment_bytes (now {segment_bytes}), or clear rows sooner"
         )
     return DataPlaneError(f"Mooncake failed in a {what} of {len(codes)} chunks: {found}")

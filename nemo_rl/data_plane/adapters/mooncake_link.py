@@ -128,7 +128,7 @@ class MooncakeLink:
             self.endpoint = self.run("mount", lambda: self._find_endpoint(lease.address), deadline)
 
     def _find_endpoint(self, byte: int) -> str:
-        """Mooncake tells where a segment is reached only with an object that lies there."""
+        """Mooncake says where a segment is reached only with an object that lies there."""
         probes = [f"nemo_rl/{self._run_id}/probe/{self.host}:{os.getpid()}.{id(self)}"]
         self.native.batch_put_from(probes, [byte], [1], self.placement)
         copies = self.native.batch_get_replica_desc(probes).get(probes[0], [])

@@ -137,12 +137,12 @@ class RayNodeStore(PayloadStore):
     def drop(self, chunk_ids: Sequence[str], *, timeout_s: float) -> None:
         by_place = self._by_place(chunk_ids)
         own = by_place.pop(self._place, [])
-        # All nodes are told before any is waited for: a dead one keeps nobody from freeing.
+        # All nodes are asked before any is waited for: a dead one keeps nobody from freeing.
         freeing: list[Any] = []
-        with ExitStack() as told:
+        with ExitStack() as asked:
             for place, ids in by_place.items():
-                told.callback(self._free_on, place, ids, freeing)
-            told.callback(self._store.drop, own, timeout_s=timeout_s)
+                asked.callback(self._free_on, place, ids, freeing)
+            asked.callback(self._store.drop, own, timeout_s=timeout_s)
         self._call("free chunks", freeing, timeout_s=timeout_s)
 
     def abandoned(self, after_s: float) -> list[str]:

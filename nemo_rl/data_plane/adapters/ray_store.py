@@ -175,7 +175,7 @@ class RayStore(PayloadStore):
         except ray_errors.ObjectStoreFullError as error:
             num_bytes = sum(part.nbytes for payload in payloads for part in payload)
             raise CapacityExceeded(
-                f"Ray's object store has no room for {num_bytes} bytes; clear rows, set "
+                f"Ray's object store has no space for {num_bytes} bytes; clear rows, set "
                 "data_plane.storage_capacity.bytes below it, or start Ray with a larger --object-store-memory"
             ) from error
 
@@ -201,7 +201,7 @@ def _find_actor(name: str, run_id: str, what: str) -> Any:
 
 
 def node_place() -> str:
-    """This process's node: its address, and enough of its id to tell nodes on one machine apart."""
+    """This process's node: its address, and enough of its id to distinguish nodes on one machine."""
     context = ray.get_runtime_context()
     return f"{ray.util.get_node_ip_address()}~{context.get_node_id()[:8]}"
 

@@ -89,7 +89,7 @@ class SegmentFolder:
         """Stores a copy of `parts` as chunk `name`.
 
         Raises:
-            CapacityExceeded: the file system has no room.
+            CapacityExceeded: the file system has no space.
             DataPlaneClosed: the folder is gone.
         """
         num_bytes = sum(part.nbytes for part in parts)
@@ -192,7 +192,7 @@ class SegmentFolder:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM):
                 raise
             raise CapacityExceeded(
-                f"{self._folder.parent} has no room for a segment of {size} bytes; clear rows, set "
+                f"{self._folder.parent} has no space for a segment of {size} bytes; clear rows, set "
                 "data_plane.storage_capacity.bytes below its size, enlarge it, or set data_plane.shm.folder"
             ) from error
 

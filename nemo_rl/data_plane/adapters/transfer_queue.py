@@ -232,7 +232,7 @@ class TransferQueueStore(PayloadStore):
                 self._clear_quietly(keys, deadline)
                 if time.monotonic() + LONGEST_TRIES_S > deadline:
                     raise CapacityExceeded(
-                        f"Mooncake has no room for {sum(sizes)} bytes; raise data_plane.mooncake.segment_bytes, or "
+                        f"Mooncake has no space for {sum(sizes)} bytes; raise data_plane.mooncake.segment_bytes, or "
                         f"clear rows sooner: {error}"
                     ) from error
             except DataPlaneError:
@@ -289,7 +289,7 @@ class TransferQueueStore(PayloadStore):
                 _process.session = None
 
     def _check_accepted(self, keys: list[str], deadline: float) -> None:
-        """A put reports success even when the controller refused it; its own record of the keys tells."""
+        """A put reports success even when the controller refused it; its own record of the keys says so."""
         meta = self._retrieve(keys, deadline)
         if meta.size != len(keys) or FIELD not in meta.field_names:
             raise DataPlaneError(f"TransferQueue's controller did not accept a put of {len(keys)} chunks")

@@ -52,7 +52,7 @@ RAY_LINES = 2
 
 
 def service_config(config: DataPlaneConfig, *, run_id: str, namespace: str, mooncake: str) -> Any:
-    """What `tq.init` takes; `nemo_rl` in it is ours, and tells those that join.
+    """What `tq.init` takes; `nemo_rl` in it is ours, and informs those that join.
 
     Args:
         mooncake: address of the run's Mooncake servers; empty for backend `simple`.

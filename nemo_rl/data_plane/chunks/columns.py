@@ -108,7 +108,7 @@ def check_columns(
 
 
 def token_lengths(columns: Mapping[str, FlatColumn]) -> Lengths | None:
-    """Tokens per row, if the columns tell."""
+    """Tokens per row, if the columns say."""
     for column in columns.values():
         if column.spec.is_token_aligned:
             return column.lengths

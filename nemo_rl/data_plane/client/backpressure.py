@@ -17,7 +17,7 @@ __all__ = ["FIRST_POLL_S", "LONGEST_POLL_S", "RoomWait"]
 FIRST_POLL_S, LONGEST_POLL_S = 0.002, 0.1
 """A waiting call asks the ledger again after so long, doubling."""
 LAST_CALLS_S = 0.05
-"""Kept back from the deadline, so that the end of a wait can still be told to the ledger."""
+"""Kept back from the deadline, so that the end of a wait can still be reported to the ledger."""
 
 
 @dataclass(slots=True)
@@ -54,14 +54,14 @@ class RoomWait:
             if time.monotonic() + poll_s + LAST_CALLS_S > self.deadline:
                 self.waited_s += time.monotonic() - asked
                 raise CapacityExceeded(
-                    f"{self.what}: no room: {blocked}; waited {self.waited_s:.1f} s; clear rows sooner, put fewer rows "
-                    "at a time, or raise the limit"
+                    f"{self.what}: no capacity: {blocked}; waited {self.waited_s:.1f} s; clear rows sooner, put "
+                    "fewer rows at a time, or raise the limit"
                 )
             time.sleep(poll_s)
             self.waited_s += time.monotonic() - asked
             poll_s = min(poll_s * 2, LONGEST_POLL_S)
 
     def untold_s(self) -> float:
-        """Seconds blocked since the ledger was last told."""
+        """Seconds blocked since the last report to the ledger."""
         untold, self._told_s = self.waited_s - self._told_s, self.waited_s
         return untold

@@ -401,7 +401,7 @@ class LedgerClient(DataPlaneClient):
             self._on_close()
 
     def _renew(self, claims: list[int]) -> list[int]:
-        ended = self._link.tell("heartbeat", {"claims": list(claims)})["ended"]
+        ended = self._link.notify("heartbeat", {"claims": list(claims)})["ended"]
         assert isinstance(ended, list)
         return ended
 

@@ -89,8 +89,8 @@ class ClientLink:
         with self.clock.measure("ledger"):
             return self.timed(call, lambda: self._host.call(op, signed, timeout_s=call.left(), handles=handles))
 
-    def tell(self, op: str, args: Args) -> Reply:
-        """An operation beside any call: heartbeats, and room that is given back."""
+    def notify(self, op: str, args: Args) -> Reply:
+        """An operation outside of any call: heartbeats, and reservations that are given back."""
         return self._host.call(op, args, timeout_s=self.timeout_s)
 
     def timed(self, call: Call, action: Callable[[], _T]) -> _T:

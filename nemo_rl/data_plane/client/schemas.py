@@ -1,7 +1,7 @@
 """What one client knows about the declared columns of partitions. Used by `ledger_client`.
 
 The one invariant: a call that fails because its partition was dropped and declared anew is made again with the new
-declaration, so a client never has to be told.
+declaration, so a client never has to be informed.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowFacts:
-    """What a put says about its rows beside their columns."""
+    """What a put says about its rows besides their columns."""
 
     declared: int
     """The declaration that the columns were checked against."""
@@ -95,7 +95,7 @@ class RowWriter:
         return versions_of(reply)
 
     def _reserve(self, wait: RoomWait, put: Args, chunks: Sequence[EncodedChunk]) -> int:
-        """Waits for room before any byte goes to the store, where bytes are limited; 0 where they are not."""
+        """Waits for capacity before any byte goes to the store, where bytes are limited; 0 where they are not."""
         if self._link.address.config.storage_capacity.bytes is None or not chunks:
             return 0
         args = {name: put[name] for name in ("partition", "declared", "keys")}
@@ -109,15 +109,15 @@ class RowWriter:
         return reservation
 
     def _unreserve(self, reservation: int, wait: RoomWait) -> None:
-        """Gives reserved capacity back; it expires by itself when the ledger cannot be told."""
+        """Gives reserved capacity back; it expires by itself when the ledger cannot be reached."""
         untold_s = wait.untold_s()
         if not reservation and not untold_s:
             return
         try:
             args: Args = {"reservation": reservation, "waited_s": untold_s}
-            self._link.tell("unreserve", args)
+            self._link.notify("unreserve", args)
         except DataPlaneError as error:
-            logger.warning("could not give room back: %s", error)
+            logger.warning("could not give a reservation back: %s", error)
 
 
 def _chunk_record(chunk_id: str, chunk: EncodedChunk, columns: Mapping[str, FlatColumn]) -> Args:

@@ -1,6 +1,6 @@
 """The ledger's capacity: what is live, what is reserved for puts under way, and who has to wait.
 
-Called by `ledger.py` only. A put that can never fit is refused; one that does not fit now is told what it waits for,
+Called by `ledger.py` only. A put that can never fit is refused; one that does not fit now gets what it waits for,
 and the client asks again until its deadline. Nothing is ever evicted.
 """
 
@@ -54,12 +54,12 @@ class Capacity:
     peak_bytes: int = 0
     peak_chunks: int = 0
     blocked_s: float = 0.0
-    """Seconds that puts have waited for room, all clients together."""
+    """Seconds that puts have waited for capacity, all clients together."""
     reserved: dict[int, Reservation] = field(default_factory=dict)
     num_reservations: int = 0
 
     def reserve(self, partition: Partition, demand: Demand, *, now: float) -> int:
-        """Promises room; it is given back by `end`, or by itself after the lease time."""
+        """Reserves capacity; it is given back by `end`, or by itself after the lease time."""
         self.num_reservations += 1
         self.reserved[self.num_reservations] = Reservation(
             partition=partition.name, rows=demand.new_rows, nbytes=demand.nbytes, expires=now + self.lease_s
@@ -69,7 +69,7 @@ class Capacity:
     def end(self, reservation: int) -> None:
         self.reserved.pop(reservation, None)
 
-    def lacks_room(self, partition: Partition, demand: Demand, *, now: float) -> str | None:
+    def lacks_capacity(self, partition: Partition, demand: Demand, *, now: float) -> str | None:
         """Why a put has to wait, or None.
 
         Raises:
@@ -83,18 +83,18 @@ class Capacity:
         reasons: list[str] = []
         if len(partition.rows) + reserved_here + demand.new_rows > partition.num_samples:
             reasons.append(
-                f"{demand.new_rows} new rows beside {len(partition.rows)} live ones{_reserved(reserved_here)} are "
+                f"{demand.new_rows} new rows with {len(partition.rows)} live ones{_reserved(reserved_here)} are "
                 f"more than the num_samples = {partition.num_samples} declared for the partition"
             )
         if self.live_rows + reserved_rows + demand.new_rows > self.rows:
             reasons.append(
-                f"{demand.new_rows} new rows beside {self.live_rows} live ones{_reserved(reserved_rows)} are more "
+                f"{demand.new_rows} new rows with {self.live_rows} live ones{_reserved(reserved_rows)} are more "
                 f"than data_plane.storage_capacity.rows = {self.rows}"
             )
         reserved_bytes = sum(reservation.nbytes for reservation in others)
         if self.nbytes is not None and self.live_bytes + reserved_bytes + demand.nbytes > self.nbytes:
             reasons.append(
-                f"{demand.nbytes} new bytes beside {self.live_bytes} live ones{_reserved(reserved_bytes)} are more "
+                f"{demand.nbytes} new bytes with {self.live_bytes} live ones{_reserved(reserved_bytes)} are more "
                 f"than data_plane.storage_capacity.bytes = {self.nbytes}"
             )
         return f"{'; '.join(reasons)}; {self._oldest(now)}" if reasons else None

@@ -1,6 +1,6 @@
 """The ledger's rules about claims: which rows a task may have, who holds them, and when they are done.
 
-Called by `ledger.py` only. A row is handed to one consumer per task at a time; a consumer whose lease has ended is told
+Called by `ledger.py` only. A row is handed to one consumer per task at a time; a consumer whose lease has ended learns
 so (`LeaseExpired`) before anything changes.
 """
 

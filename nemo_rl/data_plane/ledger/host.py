@@ -120,7 +120,7 @@ class LedgerService:
             on_close()
 
     def _carry_handles(self, request: Mapping[str, object], reply: Reply) -> None:
-        """Keeps the handles of live chunks beside the ledger, which knows chunks by their ids only."""
+        """Keeps the handles of live chunks next to the ledger, which knows chunks by their ids only."""
         result = reply.get("ok")
         if not isinstance(result, dict):
             return

@@ -171,11 +171,11 @@ class Ledger:
     # ---- writing
 
     def _reserve(self, args: Args, now: float) -> Reply:
-        """Room for a put before its bytes go to the store: a reservation, or `blocked`."""
+        """Capacity for a put before its bytes go to the store: a reservation, or `blocked`."""
         partition, keys = self._partition(args), _texts(args, "keys")
         self._capacity.blocked_s += _seconds(args, "waited_s")
         demand = _demand(partition, keys, nbytes=_number(args, "nbytes"))
-        blocked = self._capacity.lacks_room(partition, demand, now=now)
+        blocked = self._capacity.lacks_capacity(partition, demand, now=now)
         if blocked is not None:
             return {"blocked": blocked}
         return {"reservation": self._capacity.reserve(partition, demand, now=now)}
@@ -199,7 +199,7 @@ class Ledger:
         reservation = args.get("reservation", 0)
         assert isinstance(reservation, int)
         demand = _demand(partition, keys, nbytes=nbytes, reservation=reservation)
-        blocked = self._capacity.lacks_room(partition, demand, now=now)
+        blocked = self._capacity.lacks_capacity(partition, demand, now=now)
         if blocked is not None:
             return {"blocked": blocked}
 

@@ -92,7 +92,7 @@ class _Check:
                     self.first_bad = found
         self.bad_records[seen.hop] += is_bad
         if seen.record.fields.get("matches_expected") is False and not is_bad:
-            text = "the forward used the routes of the rollout, but the digests that travelled beside them differ"
+            text = "the forward used the routes of the rollout, but the digests that travelled with them differ"
             self.wrong_verdicts.append(f"{seen.record.where}: {text}")
 
     def report(self, *, require_forward_verify: bool, require_cp_identity: bool) -> Report:
@@ -133,7 +133,7 @@ class _Check:
         elif self._is_uniform():
             report.verdict, report.reason = (
                 Verdict.VACUOUS,
-                "all tokens have the same routes: nothing can be told apart",
+                "all tokens have the same routes: nothing can be distinguished",
             )
 
     def _is_all_retired(self) -> bool:

@@ -36,7 +36,7 @@ class Gap:
 
 @dataclass(slots=True)
 class Coverage:
-    """Collects what was seen, then tells what was not."""
+    """Collects what was seen, then reports what was not."""
 
     trace: Trace
     samples: Mapping[str, Sample]

@@ -24,9 +24,9 @@ UNKNOWN = "no known mistake explains it"
 def guess(found: Comparison, samples: Samples) -> str:
     """A mistake in words, or that none is known."""
     for explain in MISTAKES:
-        told = explain(found, samples)
-        if told is not None:
-            return told
+        guess = explain(found, samples)
+        if guess is not None:
+            return guess
     return UNKNOWN
 
 

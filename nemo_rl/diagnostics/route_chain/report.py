@@ -88,13 +88,13 @@ class Report:
 
     def lines(self) -> list[str]:
         """For people."""
-        told = [f"{self.verdict.name}: {self.reason}"]
-        told += [] if self.mismatch is None else self.mismatch.lines()
-        told += [f"  {count} bad records at hop {hop}" for hop, count in self.bad_records.items()]
-        told += [f"missing: {gap.text}" for gap in self.gaps[:GAPS_SHOWN]]
+        lines = [f"{self.verdict.name}: {self.reason}"]
+        lines += [] if self.mismatch is None else self.mismatch.lines()
+        lines += [f"  {count} bad records at hop {hop}" for hop, count in self.bad_records.items()]
+        lines += [f"missing: {gap.text}" for gap in self.gaps[:GAPS_SHOWN]]
         if len(self.gaps) > GAPS_SHOWN:
-            told.append(f"missing: {len(self.gaps) - GAPS_SHOWN} things more")
-        told += [f"note: {note}" for note in self.notes]
-        told += [f"compared {count:>10,} routes at {place}" for place, count in self.compared.items()]
+            lines.append(f"missing: {len(self.gaps) - GAPS_SHOWN} things more")
+        lines += [f"note: {note}" for note in self.notes]
+        lines += [f"compared {count:>10,} routes at {place}" for place, count in self.compared.items()]
         read = f"read {self.num_files} files of {self.num_processes} processes, {self.num_samples} samples; records:"
-        return [*told, f"{read} {name_some([f'{count} {event}' for event, count in self.events.items()], limit=20)}"]
+        return [*lines, f"{read} {name_some([f'{count} {event}' for event, count in self.events.items()], limit=20)}"]

@@ -53,7 +53,7 @@ class PolicyModel(torch.nn.Module):
         With `top_k` values and ids `[n, S, k]` of the largest logits at every position instead.
         """
         # No mask: padding is on the right of its sequence, so causal attention never reaches it, and sequences are
-        # told apart by their segments.
+        # distinguished by their segments.
         with self._frequencies.of(inputs) if self._frequencies is not None else nullcontext():
             logits_nKV = self.hf(
                 input_ids=inputs.input_ids,

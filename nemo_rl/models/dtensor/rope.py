@@ -1,7 +1,7 @@
 """Rotary frequencies that depend on how long a row is: each row gets those that it would get alone.
 
 Called by `parallelize` and `check_model_fits`. Hugging Face takes such frequencies from the longest row of a pass, so
-that the numbers of a row would depend on the rows beside it. Shapes: n rows and s positions of the pass on this rank.
+that the numbers of a row would depend on the rows next to it. Shapes: n rows and s positions of the pass on this rank.
 """
 
 from __future__ import annotations

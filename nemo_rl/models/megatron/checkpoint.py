@@ -1,8 +1,8 @@
 """Optimizer checkpoints of the Megatron worker, in megatron-core's `torch_dist` format.
 
 A folder holds weights, main weights and moments as parts of whole tensors, so that a job of any layout can read it, and
-each rank's random state. Called by the Megatron worker beside the Hugging Face folder. All functions are collective:
-every rank calls them in the same order. The invariant is that of `checkpoint_folder`.
+each rank's random state. Called by the Megatron worker, which writes the Hugging Face folder as well. All functions are
+collective: every rank calls them in the same order. The invariant is that of `checkpoint_folder`.
 
 Settings are not in it: betas, weight decay and schedule follow the config of the run that resumes.
 """
@@ -71,7 +71,7 @@ READ_ERRORS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PendingSave:
-    """A checkpoint whose tensors are being written beside the training; its folder has no name yet."""
+    """A checkpoint whose tensors are being written during the training; its folder has no name yet."""
 
     folder: Path
     writers: Any

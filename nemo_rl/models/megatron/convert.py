@@ -2,7 +2,7 @@
 
 `load_weights` fills a rank from a `WeightSource`; `export_weights` is the source of refits, checkpoints and parity
 tests. What goes where is said by `convert_table`. Invariant: loading and exporting changes no bit of a weight, under
-any layout, and beside what its caller keeps a rank holds one whole weight at a time.
+any layout, and besides what its caller keeps a rank holds one whole weight at a time.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _gather_split(weight: Weight, tensors: Mapping[str, torch.Tensor], groups: _
 
 
 def _gather_experts(weight: Weight, tensors: Mapping[str, torch.Tensor], groups: _Groups) -> torch.Tensor:
-    """Expert by expert, so that beside the result there is little more than one of each rank."""
+    """Expert by expert, so that besides the result there is little more than one of each rank."""
     whole = tensors[weight.local.format(expert=0)].new_empty(weight.shape)
     of_ranks = whole.unflatten(0, (groups.expert.size(), -1))
     for expert in range(of_ranks.shape[1]):

@@ -34,7 +34,7 @@ class RMSNorm(torch.nn.Module):
     """Root mean square norm in float32, as Hugging Face computes it.
 
     Under sequence parallelism each tensor rank sees a part of the tokens: its weight's gradient is partial, which the
-    mark `sequence_parallel` tells megatron-core.
+    mark `sequence_parallel` says to megatron-core.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:

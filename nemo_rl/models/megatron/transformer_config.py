@@ -19,7 +19,7 @@ __all__ = ["DecoderConfig", "transformer_config", "uses_distributed_optimizer"]
 
 @dataclass
 class DecoderConfig(TransformerConfig):  # type: ignore[misc]
-    """megatron-core's settings and what our own modules need beside them."""
+    """megatron-core's settings and what our own modules need besides them."""
 
     attention_windows: tuple[int | None, ...] = field(default=())
     """Per layer of the whole model: tokens that a token sees; None means all."""

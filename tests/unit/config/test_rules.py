@@ -586,7 +586,7 @@ def test_megatron_over_a_recipe_of_the_other_worker_needs_three_keys(tmp_path: P
 
 @pytest.mark.parametrize("recipe", [MEGATRON_TP2, MEGATRON_PP2])
 def test_torch_optimizer_and_scheduler_may_be_null_beside_megatron(recipe: str, tmp_path: Path) -> None:
-    """Then nothing of them is left, and the config that is written beside a run loads again."""
+    """Then nothing of them is left, and the config that is written besides a run loads again."""
     config = load_config(recipe)
     assert config.policy.optimizer == OptimizerConfig()
     assert config.policy.scheduler == SchedulerConfig()

@@ -115,8 +115,8 @@ def test_a_put_waits_for_room_and_goes_on_when_rows_are_cleared(make_bench, limi
 @pytest.mark.parametrize(
     ("limit", "text"),
     [
-        ({"rows": 5}, r"3 new rows beside 3 live ones are more than data_plane.storage_capacity.rows = 5"),
-        ({"limit_bytes": LIMIT_BYTES}, r"\d+ new bytes beside \d+ live ones are more than .*bytes = 2000"),
+        ({"rows": 5}, r"3 new rows with 3 live ones are more than data_plane.storage_capacity.rows = 5"),
+        ({"limit_bytes": LIMIT_BYTES}, r"\d+ new bytes with \d+ live ones are more than .*bytes = 2000"),
     ],
 )
 def test_a_put_that_waited_in_vain_says_for_what_and_leaves_nothing(make_bench, limit: dict, text: str) -> None:

@@ -98,7 +98,7 @@ def test_the_bound_is_below_and_the_search_is_at_the_fewest_bins(sizes):
 
 def test_the_bound_knows_rows_that_share_no_bin():
     assert bins_bound([31] * 5, CAP) == 5, "tokens alone would fit in three bins"
-    assert bins_bound([40, 40, 21, 21, 21], CAP) == 4, "no row of 21 fits beside one of 40"
+    assert bins_bound([40, 40, 21, 21, 21], CAP) == 4, "no row of 21 fits besides one of 40"
 
 
 def test_the_search_gives_up_instead_of_running_for_ever():

@@ -181,7 +181,7 @@ def test_a_server_of_ray_that_is_killed_is_named_and_the_rest_goes_with_the_clus
     before = children()
     told: list[str] = []
     cluster = RayVirtualCluster(
-        ClusterConfig(cpu_workers_per_node=1), other_cpus=0, start=StartUp(tell=told.append), logs_to=tmp_path / "logs"
+        ClusterConfig(cpu_workers_per_node=1), other_cpus=0, start=StartUp(report=told.append), logs_to=tmp_path / "logs"
     )
     with pytest.raises(WorkerError, match=r"stage train: Ray has lost its gcs_server \(process \d+\)"), cluster:
         check_own_ray(stage="train")

@@ -147,6 +147,6 @@ def test_an_engine_without_routes_ends_the_step(plane: Plane, model: Path, tmp_p
     config = config_of(model, tmp_path, "policy.router_replay.enabled=true")
     worker = SyncRolloutActor(config, generation=Deaf.from_config(config.policy, weight_version=0))
     worker.setup_data_plane(plane.owner.address)
-    with pytest.raises(WorkerError, match="expected routes beside the samples, the engines gave none"):
+    with pytest.raises(WorkerError, match="expected routes with the samples, the engines gave none"):
         worker.rollout([3], step=1, version=0, partition_id=plane.partition())
     worker.shutdown()

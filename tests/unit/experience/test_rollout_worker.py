@@ -27,7 +27,7 @@ class Remembering(TorchEngine):
 
 
 def open_worker(folder: Path, *keys: str) -> tuple[SyncRolloutActor, Remembering]:
-    """A model that names two stop tokens beside the tokenizer's, token 2; two held-out prompts."""
+    """A model that names two stop tokens besides the tokenizer's, token 2; two held-out prompts."""
     model = write_tiny_folder(folder / "model")
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
     validation = ("+data.validation={dataset_name: sort_digits, size: 2}", "grpo.val_at_end=true")

@@ -470,4 +470,4 @@ def test_a_digests_column_that_lost_its_way_is_a_mismatch(trace: Path) -> None:
     path = next(trace.glob("*pid203*"))
     path.write_text(path.read_text().replace('"matches_expected": true', '"matches_expected": false', 1))
     report = verify_trace(trace)
-    assert report.verdict is Verdict.MISMATCH and "digests that travelled beside them differ" in report.notes[0]
+    assert report.verdict is Verdict.MISMATCH and "digests that travelled with them differ" in report.notes[0]

@@ -24,11 +24,11 @@ def test_a_slow_start_says_what_it_waits_for_and_a_fast_one_is_silent() -> None:
         if len(told) == 2:
             second.set()
 
-    with StartUp(tell=tell, every_s=0.02).waiting_for("TransferQueue"):
+    with StartUp(report=tell, every_s=0.02).waiting_for("TransferQueue"):
         assert second.wait(30)
     assert told[0].startswith("waiting for TransferQueue, ") and told[0].endswith(" s")
     told.clear()
-    with StartUp(tell=tell, every_s=60).waiting_for("TransferQueue"):
+    with StartUp(report=tell, every_s=60).waiting_for("TransferQueue"):
         pass
     assert told == []
 

@@ -30,7 +30,7 @@ OwnChoice: TypeAlias = Callable[[], torch.Tensor]
 
 
 class PassObserver(Protocol):
-    """Sees what routers were told; for tracing."""
+    """Sees the instructions of routers; for tracing."""
 
     def used(
         self,
@@ -154,7 +154,7 @@ class RouteReplayer:
     def on_backward(self, routes: MicrobatchRoutes, output: torch.Tensor) -> None:
         """When the backward pass of this output begins, layers that are recomputed get these routes, until it ends.
 
-        With several microbatches in flight the output tells which one it is. The hook may run on a thread of the
+        With several microbatches in flight the output says which one it is. The hook may run on a thread of the
         autograd engine, as does the recomputation.
         """
 

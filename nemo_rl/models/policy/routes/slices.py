@@ -107,7 +107,7 @@ class ShardRoutes:
     """Routes of all rows of a shard, as they come from the store."""
 
     values: torch.Tensor
-    """`[S, L, K]` int16 in install form, row after row."""
+    """`[S, L, K]` int16, decoded, row after row."""
     start_N: torch.Tensor
     """`[N]` first entry of each row."""
     lengths: tuple[int, ...]
@@ -120,14 +120,14 @@ class ShardRoutes:
     def of_rows(
         cls, values: torch.Tensor, lengths: Sequence[int], shape: RouteShape, *, digests: torch.Tensor | None = None
     ) -> ShardRoutes:
-        """Of rows end to end: `[S, L, K]` int16 in install form, and digests `[S, L]`."""
+        """Of rows end to end: `[S, L, K]` int16, decoded, and digests `[S, L]`."""
         length_N = torch.tensor(lengths, dtype=torch.int64)
         start_N = length_N.cumsum(0) - length_N
         return cls(values=values, start_N=start_N, lengths=tuple(lengths), digests=digests, shape=shape)
 
     @classmethod
     def of_dense(cls, routes_NTLK: torch.Tensor, lengths: Sequence[int], shape: RouteShape) -> ShardRoutes:
-        """Of a dense batch, `[N, T, L, K]` in install form.
+        """Of a dense batch, `[N, T, L, K]`, decoded.
 
         Raises:
             SchemaMismatch: other dims, layers or experts per token than the model's.

@@ -1,4 +1,4 @@
-"""What the passes of a stage do with their routes, told to the route trace.
+"""What the passes of a stage do with their routes, as records of the route trace.
 
 Made per stage by `WorkerReplay` where the trace is on. Invariant: it only looks. Shapes: T tokens in the order of a
 rank's routers, l layers of the rank, K experts of a token.

@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 ROUTES = "routed_experts"
-"""Column of a batch with whole rows: `[N, T, L, K]` in install form."""
+"""Column of a batch with whole rows: `[N, T, L, K]`, decoded."""
 
 Routing = Callable[[RouteReplayer], AbstractContextManager[None]]
 """Lets the routers of a model ask a replayer while it is entered."""
@@ -69,13 +69,13 @@ class Routers:
 
 
 class PassRoutes(Protocol):
-    """What the routers are told in the passes of one call."""
+    """The instructions of the routers in the passes of one call."""
 
     def pass_of(self, micro: Microbatch, *, backward_follows: bool = False) -> AbstractContextManager[OnBackward]:
         """Around a forward pass, or a forward and its backward pass where no other microbatch comes between.
 
         Args:
-            backward_follows: the backward pass comes later and recomputes layers; what is yielded tells them.
+            backward_follows: the backward pass comes later and recomputes layers; what is yielded instructs them.
         """
 
 
@@ -90,7 +90,7 @@ OWN_ROUTES: PassRoutes = _OwnRoutes()
 
 
 def _nothing_follows(output: torch.Tensor) -> None:
-    """Nothing is to be told."""
+    """No instructions."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -134,7 +134,7 @@ class StageReplay:
         return routes
 
     def recorded(self, batch: BatchedDataDict) -> torch.Tensor:
-        """`[N, T, L, K]` int16 in install form: this rank's layers of its tokens as recorded, -1 elsewhere."""
+        """`[N, T, L, K]` int16, decoded: this rank's layers of its tokens as recorded, -1 elsewhere."""
         shape, layers = self.routers.shape, self.routers.replayer.layers
         size = (*batch.tensor("input_ids").shape, len(shape.layers), shape.top_k)
         found = torch.full(size, MISSING, dtype=torch.int16)

@@ -67,7 +67,7 @@ class TQWorker(TQWorkerMixin[LossFunction, TrainResult], PolicyWorker):
         return self.passes.get_reference_policy_logprobs(batch, plan=meta.pack)
 
     def _extra_inputs(self, stage: WorkerPass, meta: KVBatchMeta, batch: BatchedDataDict) -> RouteSlices | None:
-        """(collective over the replica group) What a pass takes beside the columns of its batch."""
+        """(collective over the replica group) What a pass takes besides the columns of its batch."""
         return self._routes.fetch(stage, meta, batch, self)
 
 

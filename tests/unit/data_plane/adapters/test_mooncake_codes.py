@@ -21,7 +21,7 @@ IDS = ["run/node:7.abc/0", "run/node:7.abc/1", "run/other:8.def/0"]
 @pytest.mark.parametrize(
     ("codes", "dead", "kind", "text"),
     [
-        ([0, -200, -200], [], CapacityExceeded, "no room for 2 of 3 chunks; raise data_plane.mooncake.segment_bytes"),
+        ([0, -200, -200], [], CapacityExceeded, "no space for 2 of 3 chunks; raise data_plane.mooncake.segment_bytes"),
         (
             [0, -200, -200],
             ["its holder at h:1"],
@@ -29,7 +29,7 @@ IDS = ["run/node:7.abc/0", "run/node:7.abc/1", "run/other:8.def/0"]
             "has lost its holder at h:1; put ended with code -200",
         ),
         ([-901] * 3, [], DataPlaneTimeout, "master did not answer a put"),
-        ([0, -600, -200], [], CapacityExceeded, "no room for 1 of 3"),
+        ([0, -600, -200], [], CapacityExceeded, "no space for 1 of 3"),
         ([0, -600, 0], [], DataPlaneError, r"failed in a put of 3 chunks: code -600 \(1 times\)"),
     ],
 )

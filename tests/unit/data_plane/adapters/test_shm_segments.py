@@ -127,7 +127,7 @@ def test_a_full_file_system_is_an_error_that_says_what_to_change(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(CapacityExceeded, match=r"has no room for a segment of \d+ bytes"):
+    with pytest.raises(CapacityExceeded, match=r"has no space for a segment of \d+ bytes"):
         segments.write("run/a/0", chunk(1, 10))
     assert list((folder / "live").iterdir()) == []
 

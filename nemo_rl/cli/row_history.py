@@ -10,13 +10,13 @@ from pathlib import Path
 
 from nemo_rl.data_plane.ledger.event_log import expand_keys, names_key, read_events
 
-__all__ = ["RowStory", "RunStory", "read_story", "story_of_key"]
+__all__ = ["RowHistory", "RunHistory", "history_of_key", "read_history"]
 
 TRAIN_STAGE = "train"
 
 
 @dataclass(frozen=True, slots=True)
-class RowStory:
+class RowHistory:
     """The events that name one key, in order."""
 
     key: str
@@ -36,16 +36,16 @@ class RowStory:
     def lines(self) -> list[str]:
         """One line per event, then the outcome."""
         is_made = False
-        told = [f"{self.key} in partition {self.events[0]['partition']}"]
+        lines = [f"{self.key} in partition {self.events[0]['partition']}"]
         for event in self.events:
             is_first_put = event["event"] == "commit" and not is_made
             is_made = event["event"] != "clear" and (is_made or is_first_put)
-            told.append(f"  {_clock(event)}  {'made' if is_first_put else event['event']:<8} {_details(event)}")
-        return [*told, f"outcome: {self.outcome}"]
+            lines.append(f"  {_clock(event)}  {'made' if is_first_put else event['event']:<8} {_details(event)}")
+        return [*lines, f"outcome: {self.outcome}"]
 
 
 @dataclass(slots=True)
-class RunStory:
+class RunHistory:
     """Totals of the events of a run folder; the last run counts where several have written to it."""
 
     run_id: str = ""
@@ -105,20 +105,20 @@ class RunStory:
         ]
 
 
-def read_story(path: Path) -> RunStory:
+def read_history(path: Path) -> RunHistory:
     """The totals of the last run in an event log."""
-    story = RunStory()
+    history = RunHistory()
     for event in read_events(path):
         if event["event"] == "open":
-            story = RunStory()
-        story.add(event)
-    return story
+            history = RunHistory()
+        history.add(event)
+    return history
 
 
-def story_of_key(path: Path, key: str) -> RowStory | None:
+def history_of_key(path: Path, key: str) -> RowHistory | None:
     """The life of one key; None when no event names it."""
     events = [event for event in read_events(path) if names_key(event, key)]
-    return RowStory(key, events) if events else None
+    return RowHistory(key, events) if events else None
 
 
 def _clock(event: Mapping[str, object]) -> str:
