@@ -70,7 +70,7 @@ class StoreKind:
     check_installed: Callable[[DataPlaneConfig], object] = lambda config: None
     """Raises ResourceError when a package or library that it is made of is missing."""
     forked_modules: tuple[str, ...] = ()
-    """What its clients import and takes long; none of these imports Ray."""
+    """Modules that its clients import and that take long; none of them imports Ray."""
 
 
 def kind_named(impl: str) -> StoreKind:
