@@ -4,14 +4,16 @@
 
 Much of a test that starts processes is waiting, so parts share the cores well; and what engines leave behind in a
 process (threads of theirs) meets no test of another part. The parts that take longest start first; each prints its
-whole output when it ends. Tests marked `alone` measure time and run at the end with nothing beside them. The exit code
-is 0 when every part passed.
+whole output when it ends, and the processor time that it and all its processes took: with more of that than there are
+cores times minutes, no order of the parts helps. Tests marked `alone` measure time and run at the end with nothing
+beside them. The exit code is 0 when every part passed.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -21,7 +23,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Timer
 
 ROOT = Path(__file__).parents[1]
 PYTEST = (sys.executable, "-m", "pytest", "-q", "--durations=0", "--durations-min=3600")
@@ -54,6 +56,13 @@ def pytest_parts(marks: str) -> list[Part]:
     ]
 
 
+def alone_part(marks: str) -> Part | None:
+    """Tests that measure time, from their files only: importing all others takes longer than they do."""
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark.alone" in path.read_text(encoding="utf-8")]
+    paths = [str(path.relative_to(ROOT)) for path in sorted(files)]
+    return Part(name="alone", command=(*PYTEST, *paths, "-m", f"alone{marks}")) if paths else None
+
+
 def static_parts() -> list[Part]:
     """What looks at the code without running it."""
     return [Part(name="types", command=(str(Path(sys.executable).with_name("mypy")),))]
@@ -73,24 +82,26 @@ class Suite:
         is_pytest = "pytest" in part.command
         report = [f"--junitxml={self.folder / part.name}.xml"] if is_pytest else []
         with (self.folder / f"{part.name}.log").open("w+b") as log:
-            try:
-                code = subprocess.run(
-                    [*part.command, *report],
-                    cwd=ROOT,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, "OMP_NUM_THREADS": "1"},
-                    timeout=PART_TIMEOUT_S,
-                    check=False,
-                ).returncode
-            except subprocess.TimeoutExpired:
-                code = -1
+            process = subprocess.Popen(
+                [*part.command, *report],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            deadline = Timer(PART_TIMEOUT_S, process.kill)
+            deadline.start()
+            _, status, used = os.wait4(process.pid, 0)
+            deadline.cancel()
+            code = process.returncode = os.waitstatus_to_exitcode(status)
             log.seek(0)
             output = log.read().decode("utf-8", "backslashreplace")
         is_ok = code == 0 or (is_pytest and code == NO_TESTS)
         with self.lock:
-            print(f"\n===== {part.name}: {'ok' if is_ok else 'FAILED'}, {time.monotonic() - started:.0f} s =====")
+            seconds = time.monotonic() - started
+            word = "ok" if is_ok else "FAILED"
+            print(f"\n===== {part.name}: {word}, {seconds:.0f} s, {processor_seconds(used):.0f} s of processors =====")
             print(output, flush=True)
             if not is_ok:
                 self.failed.append(f"{part.name} (exit code {code})")
@@ -100,6 +111,11 @@ class Suite:
         cases = [case for file in self.folder.glob("*.xml") for case in ET.parse(file).getroot().iter("testcase")]
         times = [(float(case.get("time", 0)), f"{case.get('classname')}::{case.get('name')}") for case in cases]
         return sorted(times, reverse=True)
+
+
+def processor_seconds(used: resource.struct_rusage) -> float:
+    """Of a process and what it has waited for."""
+    return used.ru_utime + used.ru_stime
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -118,15 +134,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parts = [part for part in [*pytest_parts(marks), *static_parts()] if not given.only or part.name in given.only]
         with ThreadPoolExecutor(given.jobs) as pool:
             list(pool.map(suite.run, parts))
-        if not given.only or "alone" in given.only:
-            suite.run(Part(name="alone", command=(*PYTEST, "tests", "-m", f"alone{marks}")))
+        alone = alone_part(marks)
+        if alone is not None and (not given.only or "alone" in given.only):
+            suite.run(alone)
         times = suite.slowest()
         print(f"===== the {SLOWEST} slowest of {len(times)} tests, seconds =====")
         for seconds, name in times[:SLOWEST]:
             print(f"{seconds:8.1f}  {name}")
-    print(
-        f"{time.monotonic() - started:.0f} s; " + (f"failed: {', '.join(suite.failed)}" if suite.failed else "all ok")
-    )
+    used = processor_seconds(resource.getrusage(resource.RUSAGE_CHILDREN))
+    end = f"failed: {', '.join(suite.failed)}" if suite.failed else "all ok"
+    print(f"{time.monotonic() - started:.0f} s, {used:.0f} s of processors; {end}")
     return 1 if suite.failed else 0
 
 
