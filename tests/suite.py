@@ -29,6 +29,8 @@ ROOT = Path(__file__).parents[1]
 PYTEST = (sys.executable, "-m", "pytest", "-q", "--durations=0", "--durations-min=3600")
 NO_TESTS = 5
 """pytest's exit code when none was chosen."""
+FULL = "NEMO_RL_TEST_FULL"
+"""Variable for what no mark can say; see `tests.helpers.examples`."""
 PART_TIMEOUT_S = 3600.0
 SLOWEST = 20
 
@@ -130,6 +132,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     marks = "" if given.full else " and not full and not slow" if given.fast else " and not full"
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="test_suite_") as folder:
+        if given.full:
+            os.environ[FULL] = "1"
         suite = Suite(folder=Path(folder), failed=[], lock=Lock())
         parts = [part for part in [*pytest_parts(marks), *static_parts()] if not given.only or part.name in given.only]
         with ThreadPoolExecutor(given.jobs) as pool:

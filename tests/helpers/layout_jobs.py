@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from unittest.mock import patch
 
@@ -80,6 +81,13 @@ class Case:
         extra += "".join(f"-{name}={value}" for name, value in self.settings.items())
         extra += "" if self.precision == "float32" else f"-{self.precision}"
         return f"{self.family}-{axes}-{self.batching}{self.capacity}{extra}"
+
+
+AXES: Mapping[str, Callable[[Case], Hashable]] = {
+    name: attrgetter(name)
+    for name in ("engine", "family", "tp", "cp", "pp", "ep", "etp", "sp", "batching", "recompute")
+}
+"""Of which `make test` has every pair."""
 
 
 @dataclass(kw_only=True, slots=True)

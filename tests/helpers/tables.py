@@ -14,8 +14,10 @@ Axes = Mapping[str, Callable[[C], Hashable]]
 """Name -> the value of a case."""
 
 
-def pairwise(cases: Iterable[C], axes: Axes[C]) -> list[C]:
+def pairwise(cases: Iterable[C], axes: Axes[C], *, kept: Iterable[C] = ()) -> list[C]:
     """Some of the cases, in their order, which have every pair of values of two axes that all of them have.
+
+    Those that are `kept` are among them.
 
     Example:
         `pairwise(["1a", "1b", "2a", "2b"], {"digit": itemgetter(0), "letter": itemgetter(1)})` has all four; with a
@@ -23,8 +25,8 @@ def pairwise(cases: Iterable[C], axes: Axes[C]) -> list[C]:
     """
     named = {str(case): case for case in cases}
     pairs = {name: _pairs(case, axes) for name, case in named.items()}
-    missing: set[Hashable] = set().union(*pairs.values())
-    chosen = set()
+    chosen = {str(case) for case in kept}
+    missing = set().union(*pairs.values()).difference(*(pairs[name] for name in chosen))
     while missing:
         # Of equals the first: the same cases every time.
         best = max(pairs, key=lambda name: len(pairs[name] & missing))

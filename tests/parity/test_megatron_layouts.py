@@ -25,6 +25,7 @@ from tests.helpers.families import COMMON, write_with_tokenizer
 from tests.helpers.gloo import JOB_S, run_ranks
 from tests.helpers.layout_jobs import (
     AUX_COEFFICIENT,
+    AXES,
     Arrays,
     Case,
     Outcome,
@@ -38,6 +39,7 @@ from tests.helpers.layout_jobs import (
 )
 from tests.helpers.megatron_jobs import BUFFER, forget_models, moments, run_case
 from tests.helpers.megatron_models import FAMILIES, hf_model
+from tests.helpers.tables import of_this_run, pairwise, params
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(JOB_S + 100)]
 
@@ -180,6 +182,19 @@ def for_dtensor(case: Case) -> Case:
     return replace(case, engine="dtensor", sp=False)
 
 
+ONE, FOUR = pairwise(cases_of_one(), AXES), pairwise(cases_of_four(), AXES)
+TWO = pairwise(
+    cases_of_two(),
+    AXES,
+    kept=[
+        *(replace(case, fault=None) for case in FAULTS),
+        *(Dense(), Dense(**FOUR_PADDED, **FULL), FROZEN),
+        *(Biased(settings=settings, **SEQUENCE) for settings in ({}, MOVING)),
+    ],
+)
+"""Of `make test`."""
+
+
 SAVED = {
     "tp2": Dense(tp=2),
     "pp2": Dense(**PIPELINE),
@@ -215,8 +230,8 @@ def num_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def two_ranks(rank: int, folders: Folders) -> dict[str, object]:
-    found = run_all(rank, 2, [*cases_of_two(), *BALANCED, *HALF, *FAULTS, *SAME_SHARDS], folders)
+def two_ranks(rank: int, cases: Sequence[Case], folders: Folders) -> dict[str, object]:
+    found = run_all(rank, 2, [*cases, *BALANCED, *HALF, *FAULTS, *SAME_SHARDS], folders)
     for case in map(for_dtensor, SAME_SHARDS):
         found[f"dtensor {case}"] = layout_jobs.run_case(rank, 2, case, folders.model(case.family))
         forget_models()
@@ -257,13 +272,15 @@ def expected(folders: Folders) -> Expected:
 
 
 @pytest.fixture(scope="module")
-def two(folders: Folders) -> list[dict[str, object]]:
-    return run_ranks(2, two_ranks, folders, timeout_s=JOB_S)  # type: ignore[return-value]
+def two(request: pytest.FixtureRequest, folders: Folders) -> list[dict[str, object]]:
+    cases = of_this_run(request, cases_of_two(), TWO)
+    return run_ranks(2, two_ranks, cases, folders, timeout_s=JOB_S)  # type: ignore[return-value]
 
 
 @pytest.fixture(scope="module")
-def four(folders: Folders, two: object) -> list[dict[str, object]]:
-    return run_ranks(4, run_all, 4, cases_of_four(), folders, timeout_s=JOB_S)  # type: ignore[return-value]
+def four(request: pytest.FixtureRequest, folders: Folders, two: object) -> list[dict[str, object]]:
+    cases = of_this_run(request, cases_of_four(), FOUR)
+    return run_ranks(4, run_all, 4, cases, folders, timeout_s=JOB_S)  # type: ignore[return-value]
 
 
 @pytest.fixture(scope="module")
@@ -306,17 +323,17 @@ def compare_arrays(
 # The table.
 
 
-@pytest.mark.parametrize("case", cases_of_one(), ids=str)
+@pytest.mark.parametrize("case", params(cases_of_one(), ONE), ids=str)
 def test_one_rank_equals_hugging_face(case: Case, folders: Folders, expected: Expected) -> None:
     compare([run_case(0, 1, case, folders.model(case.family))], expected(case))
 
 
-@pytest.mark.parametrize("case", [case for case in cases_of_two() if case is not FROZEN], ids=str)
+@pytest.mark.parametrize("case", params([case for case in cases_of_two() if case is not FROZEN], TWO), ids=str)
 def test_two_ranks_equal_hugging_face(case: Case, two: list[dict[str, object]], expected: Expected) -> None:
     compare(outcomes_of(two, case), expected(case))
 
 
-@pytest.mark.parametrize("case", cases_of_four(), ids=str)
+@pytest.mark.parametrize("case", params(cases_of_four(), FOUR), ids=str)
 def test_four_ranks_equal_hugging_face(case: Case, four: list[dict[str, object]], expected: Expected) -> None:
     compare(outcomes_of(four, case), expected(case))
 
