@@ -33,6 +33,7 @@ FULL = "NEMO_RL_TEST_FULL"
 """Variable for what no mark can say; see `tests.helpers.examples`."""
 PART_TIMEOUT_S = 3600.0
 SLOWEST = 20
+OF_RANKS = ("distributed", "parity")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,8 +44,11 @@ class Part:
     command: tuple[str, ...]
 
 
-def pytest_parts(marks: str) -> list[Part]:
-    """By directory, the longest first; `rest` is what no other names, so that nothing is left out."""
+def pytest_parts(marks: str, *, is_fast: bool) -> list[Part]:
+    """By directory, the longest first; `rest` is what no other names, so that nothing is left out.
+
+    The fast ones are without the parts that are jobs of several ranks: to import them takes half a minute.
+    """
     named = {
         "e2e": ["tests/e2e"],
         "contract": ["tests/contract"],
@@ -55,6 +59,7 @@ def pytest_parts(marks: str) -> list[Part]:
     return [
         Part(name=name, command=(*PYTEST, *paths, "-m", f"not alone{marks}"))
         for name, paths in {**named, "rest": rest}.items()
+        if not (is_fast and name in OF_RANKS)
     ]
 
 
@@ -124,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--fast", action="store_true", help="without the slow tests")
+    size.add_argument("--fast", action="store_true", help="static checks, unit tests and a few runs in one process")
     size.add_argument("--full", action="store_true", help="every test over every store and layout")
     parser.add_argument("--jobs", type=int, default=min(4, 1 + (os.cpu_count() or 1)), help="parts at a time")
     parser.add_argument("--only", nargs="+", default=[], help="only these parts")
@@ -135,7 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.full:
             os.environ[FULL] = "1"
         suite = Suite(folder=Path(folder), failed=[], lock=Lock())
-        parts = [part for part in [*pytest_parts(marks), *static_parts()] if not given.only or part.name in given.only]
+        parts = [*pytest_parts(marks, is_fast=given.fast), *static_parts()]
+        parts = [part for part in parts if not given.only or part.name in given.only]
         with ThreadPoolExecutor(given.jobs) as pool:
             list(pool.map(suite.run, parts))
         alone = alone_part(marks)

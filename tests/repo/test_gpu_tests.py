@@ -81,6 +81,7 @@ def dependencies() -> set[str]:
     return {re.sub(r"[-_.]+", "-", Requirement(line).name).lower() for line in named}
 
 
+@pytest.mark.slow
 def test_collecting_the_gpu_tests_needs_only_what_is_brought_along() -> None:
     there = with_dependencies({*GIVEN, *names_of_wheels()})
     done = collect(dependencies() - there)
