@@ -88,6 +88,8 @@ AXES: Mapping[str, Callable[[Case], Hashable]] = {
     for name in ("engine", "family", "tp", "cp", "pp", "ep", "etp", "sp", "batching", "recompute")
 }
 """Of which `make test` has every pair."""
+SPLITS = {name: AXES[name] for name in ("engine", "tp", "cp", "pp", "ep", "etp", "sp", "batching")}
+"""For four ranks, which are to show how axes work together; two show the families, and recomputation on each axis."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -108,6 +110,19 @@ class Outcome:
     """`[n, T, V]` before training, 0 in the padding."""
     is_last_stage: bool = True
     """Where it is not, log-probabilities and logits are zeros."""
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """Models and checkpoints of a table, each with a folder."""
+
+    root: Path
+
+    def model(self, family: str) -> Path:
+        return self.root / family
+
+    def checkpoint(self, name: str) -> Path:
+        return self.root / "checkpoints" / name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -391,3 +406,19 @@ def exported_from(rank: int, world_size: int, case: Case, folder: Path, weights:
     found = exported(job.worker)
     job.worker.shutdown()
     return found
+
+
+def relative_gap(found: np.ndarray, expected: np.ndarray) -> float:
+    """Largest difference over the largest element; an expert that no token reaches has a gradient of zeros."""
+    scale = float(np.abs(expected).max())
+    return float(np.abs(found - expected).max()) / (scale or 1.0)
+
+
+def compare_arrays(
+    found: Arrays | None, expected: Arrays | None, gap: Callable[[np.ndarray, np.ndarray], float], bound: float
+) -> None:
+    assert found is not None and expected is not None
+    assert sorted(found) == sorted(expected)
+    gaps = {name: gap(found[name], expected[name]) for name in expected}
+    worst = max(gaps, key=lambda name: gaps[name])
+    assert gaps[worst] <= bound, f"{worst} differs by {gaps[worst]:.1e}"

@@ -13,7 +13,17 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.families import write_family
 from tests.helpers.gloo import JOB_S, run_ranks
-from tests.helpers.layout_jobs import AXES, Case, Outcome, load_and_step, reference, run_case, save_after_a_step
+from tests.helpers.layout_jobs import (
+    AXES,
+    SPLITS,
+    Case,
+    Folders,
+    Outcome,
+    load_and_step,
+    reference,
+    run_case,
+    save_after_a_step,
+)
 from tests.helpers.tables import of_this_run, pairwise, params
 
 LOGPROBS, RELATIVE, WEIGHTS = 2e-6, 1e-5, 2e-5
@@ -66,29 +76,17 @@ HALF = [
     for tp, cp in ((2, 1), (1, 2))
 ]
 HONEST = [replace(case, fault=None) for case in FAULTS]
+HALF_OF_THEM = HALF[::3]
 TWO = pairwise(cases_of_two(), AXES, kept=[*HONEST, ONE_MICROBATCH])
-FOUR = pairwise(cases_of_four(), AXES)
+FOUR = pairwise(cases_of_four(), SPLITS)
 """Of `make test`."""
 SAVED = {"sharded": Case(family="qwen3"), "split": Case(family="qwen3", tp=2)}
 LOADED_BY_TWO = {"sharded": SAVED["split"], "split": SAVED["sharded"]}
 LOADED_BY_FOUR = {"sharded": Case(family="qwen3", batching="fixed", capacity=1), "split": Case(family="qwen3", tp=2)}
 
 
-@dataclass(frozen=True, slots=True)
-class Folders:
-    root: Path
-
-    def model(self, family: str) -> Path:
-        return self.root / family
-
-    def checkpoint(self, name: str) -> Path:
-        return self.root / "checkpoints" / name
-
-
 def two_ranks(rank: int, cases: list[Case], folders: Folders) -> dict[str, object]:
-    found: dict[str, object] = {
-        str(case): run_case(rank, 2, case, folders.model(case.family)) for case in (*cases, *FAULTS, *HALF)
-    }
+    found: dict[str, object] = {str(case): run_case(rank, 2, case, folders.model(case.family)) for case in cases}
     for name, case in SAVED.items():
         found[f"saved {name}"] = save_after_a_step(rank, 2, case, folders.model("qwen3"), folders.checkpoint(name))
     for name, case in LOADED_BY_TWO.items():
@@ -135,7 +133,7 @@ def expected(folders: Folders) -> object:
 
 @pytest.fixture(scope="module")
 def two(request: pytest.FixtureRequest, folders: Folders) -> list[dict[str, object]]:
-    cases = of_this_run(request, cases_of_two(), TWO)
+    cases = of_this_run(request, [*cases_of_two(), *FAULTS, *HALF], [*TWO, *FAULTS, *HALF_OF_THEM])
     return run_ranks(2, two_ranks, cases, folders, timeout_s=JOB_S)  # type: ignore[return-value]
 
 
@@ -169,7 +167,7 @@ def test_two_ranks_equal_hugging_face(case: Case, two: list[dict[str, object]], 
 
 @pytest.mark.slow
 @LONG
-@pytest.mark.parametrize("case", HALF, ids=str)
+@pytest.mark.parametrize("case", params(HALF, HALF_OF_THEM), ids=str)
 def test_half_precision_stays_near_float32(case: Case, two: list[dict[str, object]], expected) -> None:
     exact = expected(case.family).exact
     for outcome in (rank[str(case)] for rank in two):

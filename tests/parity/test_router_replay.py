@@ -29,6 +29,7 @@ from tests.helpers.families import COMMON
 from tests.helpers.gloo import JOB_S, run_ranks
 from tests.helpers.layout_jobs import (
     AXES,
+    SPLITS,
     Arrays,
     Case,
     Job,
@@ -174,6 +175,7 @@ FAULTS: dict[str, tuple[Case, Callable[[], object]]] = {
 }
 
 
+FOUR = pairwise(cases_of_four(), SPLITS)
 TWO = pairwise(cases_of_two(), AXES, kept=[case for case, _ in FAULTS.values()])
 """Of `make test`."""
 
@@ -190,8 +192,8 @@ def two_ranks(rank: int, cases: Sequence[Case], folder: Path) -> dict[str, Outco
     return found
 
 
-def four_ranks(rank: int, folder: Path) -> dict[str, Outcome]:
-    return {str(case): run_case(rank, 4, case, folder) for case in cases_of_four()}
+def four_ranks(rank: int, cases: Sequence[Case], folder: Path) -> dict[str, Outcome]:
+    return {str(case): run_case(rank, 4, case, folder) for case in cases}
 
 
 @pytest.fixture(scope="module")
@@ -217,8 +219,9 @@ def two(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, Outcome]
 
 
 @pytest.fixture(scope="module")
-def four(folder: Path, two: object) -> list[dict[str, Outcome]]:
-    return run_ranks(4, four_ranks, folder, timeout_s=JOB_S)
+def four(request: pytest.FixtureRequest, folder: Path, two: object) -> list[dict[str, Outcome]]:
+    cases = of_this_run(request, cases_of_four(), FOUR)
+    return run_ranks(4, four_ranks, cases, folder, timeout_s=JOB_S)
 
 
 def problems(outcomes: Sequence[Outcome], expected: Outcome) -> list[str]:
@@ -253,7 +256,7 @@ def test_two_ranks_replay(case: Case, two: list[dict[str, Outcome]], expected: O
     assert problems([rank[str(case)] for rank in two], expected) == []
 
 
-@pytest.mark.parametrize("case", cases_of_four(), ids=str)
+@pytest.mark.parametrize("case", params(cases_of_four(), FOUR), ids=str)
 def test_four_ranks_replay(case: Case, four: list[dict[str, Outcome]], expected: Outcome) -> None:
     assert problems([rank[str(case)] for rank in four], expected) == []
 
