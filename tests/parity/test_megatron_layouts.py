@@ -319,6 +319,7 @@ def test_four_ranks_equal_hugging_face(case: Case, four: list[dict[str, object]]
     compare(outcomes_of(four, case), expected(case))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", cases_of_eight(), ids=str)
 def test_eight_ranks_equal_hugging_face(case: Case, eight: list[dict[str, object]], expected: Expected) -> None:
     compare(outcomes_of(eight, case), expected(case))

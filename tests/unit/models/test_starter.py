@@ -45,13 +45,10 @@ def test_a_starter_with_experts_is_a_mixture_with_a_choice_in_every_layer(tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "experts", "low", "high"),
-    [
-        ("sort", 0, 0.18, 0.40),
-        pytest.param("sort", 8, 0.18, 0.40, marks=pytest.mark.full),
-        pytest.param("chain_sum", 0, 0.20, 0.45, marks=pytest.mark.full),
-    ],
+    [("sort", 0, 0.18, 0.40), ("sort", 8, 0.18, 0.40), ("chain_sum", 0, 0.20, 0.45)],
 )
 def test_the_starter_solves_about_three_in_ten_held_out_problems(
     tmp_path: Path, name: str, experts: int, low: float, high: float
