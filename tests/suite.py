@@ -3,9 +3,8 @@
     python tests/suite.py [--fast | --full] [--jobs N] [--only PART ...]
 
 Much of a test that starts processes is waiting, so parts share the cores well; and what engines leave behind in a
-process (threads of theirs) meets no test of another part. The parts that take longest start first; each prints its
-whole output when it ends, and the processor time that it and all its processes took: with more of that than there are
-cores times minutes, no order of the parts helps. Tests marked `alone` measure time and run at the end with nothing
+process (threads of theirs) meets no test of another part. Each part prints its whole output when it ends, and the
+processor time that it and what it waited for took. Tests marked `alone` measure time and run at the end with nothing
 beside them. The exit code is 0 when every part passed.
 """
 
@@ -45,11 +44,13 @@ class Part:
 
 
 def pytest_parts(marks: str, *, is_fast: bool) -> list[Part]:
-    """By directory, the longest first; `rest` is what no other names, so that nothing is left out.
+    """By directory; first those that use one core for long, so that the last one is not left alone with it. `rest` is
+    what no other names, so that nothing is left out.
 
     The fast ones are without the parts that are jobs of several ranks: to import them takes half a minute.
     """
     named = {
+        "unit": ["tests/unit"],
         "e2e": ["tests/e2e"],
         "contract": ["tests/contract"],
         "distributed": ["tests/distributed"],
