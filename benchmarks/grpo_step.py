@@ -70,7 +70,7 @@ NOOP = (
 )
 ONE_WORKER = ("cluster.cpu_workers_per_node=1", "policy.generation.num_replicas=1")
 ALL_STAGES = ("grpo.use_generation_logprobs_as_prev=false", "loss_fn.reference_policy_kl_penalty=0.01")
-ANY_TEXT = ("env.name=custom", "env.reward_function=benchmarks.tiny_model:odd_share")
+ANY_TEXT = ("env.name=custom", "env.reward_function=benchmarks.rewards:odd_share")
 LONG = (
     *ANY_TEXT,
     "policy.generation.stop_token_ids=[]",

@@ -1,4 +1,4 @@
-"""A small random model for benchmarks without a starter checkpoint, and a reward that any text can earn.
+"""A small random model for benchmarks without a starter checkpoint.
 
 Called by `grpo_step`. Nothing is downloaded.
 """
@@ -13,7 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from nemo_rl.data.sort_digits import problems
 from nemo_rl.data.tokenizer import build_tokenizer
 
-__all__ = ["odd_share", "write_random_model"]
+__all__ = ["write_random_model"]
 
 VOCAB = 320
 
@@ -41,8 +41,3 @@ def write_random_model(folder: Path, *, seed: int = 0) -> Path:
     model.save_pretrained(str(folder))
     tokenizer.save_pretrained(str(folder))
     return folder
-
-
-def odd_share(prompt: str, response: str, answer: object) -> float:
-    """Share of characters with an odd code: differs from sample to sample, also for a model that knows nothing."""
-    return sum(ord(character) % 2 for character in response) / max(len(response), 1)

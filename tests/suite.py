@@ -3,15 +3,16 @@
     python tests/suite.py [--fast | --full] [--jobs N] [--only PART ...]
 
 Much of a test that starts processes is waiting, so parts share the cores well; and what engines leave behind in a
-process (threads of theirs) meets no test of another part. The parts that take longest start first; each prints its
-whole output when it ends. Tests marked `alone` measure time and run at the end with nothing besides them. The exit code
-is 0 when every part passed.
+process (threads of theirs) meets no test of another part. Each part prints its whole output when it ends, and the
+processor time that it and what it waited for took. Tests marked `alone` measure time and run at the end with nothing
+besides them. The exit code is 0 when every part passed.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -21,14 +22,17 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Timer
 
 ROOT = Path(__file__).parents[1]
 PYTEST = (sys.executable, "-m", "pytest", "-q", "--durations=0", "--durations-min=3600")
 NO_TESTS = 5
 """pytest's exit code when none was chosen."""
+FULL = "NEMO_RL_TEST_FULL"
+"""Variable for what no mark can say; see `tests.helpers.examples`."""
 PART_TIMEOUT_S = 3600.0
 SLOWEST = 20
+OF_RANKS = ("distributed", "parity")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,9 +43,14 @@ class Part:
     command: tuple[str, ...]
 
 
-def pytest_parts(marks: str) -> list[Part]:
-    """By directory, the longest first; `rest` is what no other names, so that nothing is left out."""
+def pytest_parts(marks: str, *, is_fast: bool) -> list[Part]:
+    """By directory; first those that use one core for long, so that the last one is not left alone with it. `rest` is
+    what no other names, so that nothing is left out.
+
+    The fast ones are without the parts that are jobs of several ranks: to import them takes half a minute.
+    """
     named = {
+        "unit": ["tests/unit"],
         "e2e": ["tests/e2e"],
         "contract": ["tests/contract"],
         "distributed": ["tests/distributed"],
@@ -51,7 +60,15 @@ def pytest_parts(marks: str) -> list[Part]:
     return [
         Part(name=name, command=(*PYTEST, *paths, "-m", f"not alone{marks}"))
         for name, paths in {**named, "rest": rest}.items()
+        if not (is_fast and name in OF_RANKS)
     ]
+
+
+def alone_part(marks: str) -> Part | None:
+    """Tests that measure time, from their files only: importing all others takes longer than they do."""
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark.alone" in path.read_text(encoding="utf-8")]
+    paths = [str(path.relative_to(ROOT)) for path in sorted(files)]
+    return Part(name="alone", command=(*PYTEST, *paths, "-m", f"alone{marks}")) if paths else None
 
 
 def static_parts() -> list[Part]:
@@ -73,24 +90,26 @@ class Suite:
         is_pytest = "pytest" in part.command
         report = [f"--junitxml={self.folder / part.name}.xml"] if is_pytest else []
         with (self.folder / f"{part.name}.log").open("w+b") as log:
-            try:
-                code = subprocess.run(
-                    [*part.command, *report],
-                    cwd=ROOT,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, "OMP_NUM_THREADS": "1"},
-                    timeout=PART_TIMEOUT_S,
-                    check=False,
-                ).returncode
-            except subprocess.TimeoutExpired:
-                code = -1
+            process = subprocess.Popen(
+                [*part.command, *report],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            deadline = Timer(PART_TIMEOUT_S, process.kill)
+            deadline.start()
+            _, status, used = os.wait4(process.pid, 0)
+            deadline.cancel()
+            code = process.returncode = os.waitstatus_to_exitcode(status)
             log.seek(0)
             output = log.read().decode("utf-8", "backslashreplace")
         is_ok = code == 0 or (is_pytest and code == NO_TESTS)
         with self.lock:
-            print(f"\n===== {part.name}: {'ok' if is_ok else 'FAILED'}, {time.monotonic() - started:.0f} s =====")
+            seconds = time.monotonic() - started
+            word = "ok" if is_ok else "FAILED"
+            print(f"\n===== {part.name}: {word}, {seconds:.0f} s, {processor_seconds(used):.0f} s of processors =====")
             print(output, flush=True)
             if not is_ok:
                 self.failed.append(f"{part.name} (exit code {code})")
@@ -102,11 +121,16 @@ class Suite:
         return sorted(times, reverse=True)
 
 
+def processor_seconds(used: resource.struct_rusage) -> float:
+    """Of a process and what it has waited for."""
+    return used.ru_utime + used.ru_stime
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--fast", action="store_true", help="without the slow tests")
+    size.add_argument("--fast", action="store_true", help="static checks, unit tests and a few runs in one process")
     size.add_argument("--full", action="store_true", help="every test over every store and layout")
     parser.add_argument("--jobs", type=int, default=min(4, 1 + (os.cpu_count() or 1)), help="parts at a time")
     parser.add_argument("--only", nargs="+", default=[], help="only these parts")
@@ -114,19 +138,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     marks = "" if given.full else " and not full and not slow" if given.fast else " and not full"
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="test_suite_") as folder:
+        if given.full:
+            os.environ[FULL] = "1"
         suite = Suite(folder=Path(folder), failed=[], lock=Lock())
-        parts = [part for part in [*pytest_parts(marks), *static_parts()] if not given.only or part.name in given.only]
+        parts = [*pytest_parts(marks, is_fast=given.fast), *static_parts()]
+        parts = [part for part in parts if not given.only or part.name in given.only]
         with ThreadPoolExecutor(given.jobs) as pool:
             list(pool.map(suite.run, parts))
-        if not given.only or "alone" in given.only:
-            suite.run(Part(name="alone", command=(*PYTEST, "tests", "-m", f"alone{marks}")))
+        alone = alone_part(marks)
+        if alone is not None and (not given.only or "alone" in given.only):
+            suite.run(alone)
         times = suite.slowest()
         print(f"===== the {SLOWEST} slowest of {len(times)} tests, seconds =====")
         for seconds, name in times[:SLOWEST]:
             print(f"{seconds:8.1f}  {name}")
-    print(
-        f"{time.monotonic() - started:.0f} s; " + (f"failed: {', '.join(suite.failed)}" if suite.failed else "all ok")
-    )
+    used = processor_seconds(resource.getrusage(resource.RUSAGE_CHILDREN))
+    end = f"failed: {', '.join(suite.failed)}" if suite.failed else "all ok"
+    print(f"{time.monotonic() - started:.0f} s, {used:.0f} s of processors; {end}")
     return 1 if suite.failed else 0
 
 

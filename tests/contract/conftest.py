@@ -116,8 +116,8 @@ def cluster() -> None:
 
 
 def _param(key: tuple[str, Mode]) -> object:
-    """Planes under Ray are left out of `make test-fast`, but for the one that is the default."""
-    is_slow = PLANES[key[0]].needs_ray and key[0] != "ray-producer"
+    """Planes that start servers are left out of `make test-fast`."""
+    is_slow = PLANES[key[0]].needs_ray or "mooncake" in key[0]
     return pytest.param(key, marks=[pytest.mark.slow] if is_slow else [], id="-".join(key))
 
 

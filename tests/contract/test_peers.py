@@ -109,6 +109,7 @@ def test_a_rewrite_there_is_seen_here_and_old_metas_fail_on_both_sides(plane: Pl
             client.get_data(old)
 
 
+@pytest.mark.few_planes
 def test_two_clients_share_all_rows_without_overlap(plane: Plane) -> None:
     partition, keys = plane.partition(FIELDS, tasks=TASKS), keys_of(25)
     plane.owner.kv_batch_put(keys, partition, {"input_ids": ids_column([1] * 100)})
@@ -120,6 +121,7 @@ def test_two_clients_share_all_rows_without_overlap(plane: Plane) -> None:
     assert not plane.owner.check_consumption_status(partition, TASKS)
 
 
+@pytest.mark.few_planes
 def test_a_claim_there_is_not_handed_out_here_and_ends_there(plane: Plane) -> None:
     partition, keys = plane.partition(FIELDS, tasks=TASKS), keys_of(1)
     plane.owner.kv_batch_put(keys, partition, {"input_ids": ids_column([2] * 4)})
@@ -136,6 +138,7 @@ def test_a_claim_there_is_not_handed_out_here_and_ends_there(plane: Plane) -> No
     assert plane.owner.check_consumption_status(partition, ["prev_lp"])
 
 
+@pytest.mark.few_planes
 def test_groups_are_whole_wherever_they_were_put(plane: Plane) -> None:
     partition = plane.partition(FIELDS, tasks=TASKS, grpo_group_size=4)
     keys = keys_of(2)
@@ -146,6 +149,7 @@ def test_groups_are_whole_wherever_they_were_put(plane: Plane) -> None:
     assert claim(plane.owner, partition, 8).keys == tuple(keys[4:])
 
 
+@pytest.mark.few_planes
 def test_a_blocking_claim_here_wakes_when_the_peer_puts(plane: Plane) -> None:
     partition = plane.partition(FIELDS, tasks=TASKS)
     with ThreadPoolExecutor(1) as pool:
@@ -185,6 +189,7 @@ REFUSALS: list[tuple[str, type[NemoRLError], Callable[[DataPlaneClient, str], ob
 ]
 
 
+@pytest.mark.few_planes
 @pytest.mark.parametrize(("what", "kind", "call"), REFUSALS, ids=[row[0] for row in REFUSALS])
 def test_a_refusal_is_the_same_on_both_sides(
     plane: Plane, what: str, kind: type[NemoRLError], call: Callable[[DataPlaneClient, str], object]

@@ -30,6 +30,7 @@ def put_and_get(plane: Plane, column: Any, name: str = "x", *, spec: Any = X, ke
     return plane.peer.kv_batch_get(keys, partition, [name]).get(name)
 
 
+@pytest.mark.few_planes
 @pytest.mark.parametrize("later", [torch.int32, torch.int16])
 def test_a_column_keeps_one_dtype_over_all_puts(plane: Plane, later: torch.dtype) -> None:
     """Quirk: a put with another dtype reports success; mixed reads are cast, a narrower dtype reads as garbage."""
@@ -43,6 +44,7 @@ def test_a_column_keeps_one_dtype_over_all_puts(plane: Plane, later: torch.dtype
     assert list(plane.owner.kv_list(partition)) == ["a"]
 
 
+@pytest.mark.few_planes
 def test_duplicate_keys_change_nothing(plane: Plane) -> None:
     """Quirk: a put with duplicates applies both rows and then raises; a get gives garbage in the first copy."""
     partition = plane.partition([X])
@@ -86,6 +88,7 @@ def test_scalars_stay_scalars_and_rows_of_one_entry_stay_rows(plane: Plane, num_
         assert not rows[name].is_nested and torch.equal(rows[name], sent)
 
 
+@pytest.mark.few_planes
 @pytest.mark.parametrize(
     "column",
     [
@@ -144,6 +147,7 @@ def test_object_rows_are_exact_in_every_container(plane: Plane) -> None:
         assert found == [{"same": [1]} if column is one_for_all else values[1]]
 
 
+@pytest.mark.few_planes
 @pytest.mark.parametrize(
     ("spec", "column"),
     [
@@ -233,6 +237,7 @@ def test_a_field_that_is_missing_on_some_rows_is_an_error(plane: Plane) -> None:
     assert plane.owner.kv_batch_get(["b"], partition, ["note"]).get("note").tolist() == ["text"]
 
 
+@pytest.mark.few_planes
 def test_tags_are_primitives_and_rows_without_columns_cannot_be_read(plane: Plane) -> None:
     """Quirk: tags take tensors and turn tuples into lists; a row that has only tags is listed and then not readable."""
     partition = plane.partition([X])

@@ -51,19 +51,24 @@ def test_rows_come_back_in_the_order_of_the_keys(plane: Plane) -> None:
     assert rows["input_ids"].dtype == torch.int32
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype_survives_bit_for_bit(plane: Plane, dtype: str) -> None:
-    partition = plane.partition([extra_field("x", dtypes=[dtype], dims=("P", 3)), extra_field("y", dtypes=[dtype])])
-    kind = getattr(torch, dtype)
-    raw = torch.arange(kind.itemsize * 18, dtype=torch.uint8)
-    values = (raw % 2 if kind is torch.bool else raw * 37).view(kind)[:18].reshape(6, 3)
-    x = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 4, 4, 6]))
-    plane.owner.kv_batch_put(["a", "b", "c"], partition, {"x": x, "y": values[:3, 0].clone()})
-    rows = plane.peer.kv_batch_get(["a", "b", "c"], partition, ["x", "y"])
-    assert rows["x"].dtype == rows["y"].dtype == kind
-    assert rows["x"].offsets().tolist() == [0, 4, 4, 6]
-    assert torch.equal(rows["x"].values().contiguous().view(torch.uint8), values.contiguous().view(torch.uint8))
-    assert torch.equal(rows["y"].view(torch.uint8), values[:3, 0].clone().view(torch.uint8))
+def test_every_dtype_survives_bit_for_bit(plane: Plane) -> None:
+    specs, columns, sent = [], {}, {}
+    for dtype in DTYPES:
+        kind = getattr(torch, dtype)
+        raw = torch.arange(kind.itemsize * 18, dtype=torch.uint8)
+        sent[dtype] = (raw % 2 if kind is torch.bool else raw * 37).view(kind)[:18].reshape(6, 3)
+        specs += [extra_field(f"x_{dtype}", dtypes=[dtype], dims=("P", 3)), extra_field(f"y_{dtype}", dtypes=[dtype])]
+        columns[f"x_{dtype}"] = torch.nested.nested_tensor_from_jagged(sent[dtype], torch.tensor([0, 4, 4, 6]))
+        columns[f"y_{dtype}"] = sent[dtype][:3, 0].clone()
+    partition = plane.partition(specs)
+    plane.owner.kv_batch_put(["a", "b", "c"], partition, columns)
+    rows = plane.peer.kv_batch_get(["a", "b", "c"], partition, list(columns))
+    for dtype, values in sent.items():
+        x, y = rows[f"x_{dtype}"], rows[f"y_{dtype}"]
+        assert x.dtype == y.dtype == getattr(torch, dtype)
+        assert x.offsets().tolist() == [0, 4, 4, 6]
+        assert torch.equal(x.values().contiguous().view(torch.uint8), values.contiguous().view(torch.uint8)), dtype
+        assert torch.equal(y.view(torch.uint8), values[:3, 0].clone().view(torch.uint8)), dtype
 
 
 def test_rows_without_tokens_and_rows_larger_than_a_chunk_are_fine(plane: Plane) -> None:
@@ -110,6 +115,7 @@ def test_a_read_never_gives_fewer_fields(plane: Plane) -> None:
         plane.peer.kv_batch_get(["a_g0"], partition, [])
 
 
+@pytest.mark.few_planes
 def test_duplicate_keys_are_refused_and_nothing_is_written(plane: Plane) -> None:
     partition = plane.partition()
     with pytest.raises(SchemaMismatch, match="duplicate keys: a_g0"):
@@ -120,6 +126,7 @@ def test_duplicate_keys_are_refused_and_nothing_is_written(plane: Plane) -> None
         plane.peer.kv_batch_get(["a_g0", "a_g0"], partition, ["input_ids"])
 
 
+@pytest.mark.few_planes
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
@@ -168,6 +175,7 @@ def test_another_dtype_is_cast_where_no_value_changes(plane: Plane) -> None:
     assert rows_of(rows["generation_logprobs"])[0] == [-0.5]
 
 
+@pytest.mark.few_planes
 def test_bad_keys_and_tags_are_refused(plane: Plane) -> None:
     partition = plane.partition()
     for keys, tags in (
@@ -183,6 +191,7 @@ def test_bad_keys_and_tags_are_refused(plane: Plane) -> None:
     assert plane.owner.kv_list(partition) == {}
 
 
+@pytest.mark.few_planes
 def test_dtype_and_dims_cannot_drift_between_puts(plane: Plane) -> None:
     extra = extra_field("x", dtypes=["float32", "bfloat16"], dims=("W",))
     wide = extra_field("y", dtypes=["int16"], dims=("P", "L"))
@@ -199,6 +208,7 @@ def test_dtype_and_dims_cannot_drift_between_puts(plane: Plane) -> None:
     assert plane.owner.stats()["live_chunks"] == chunks
 
 
+@pytest.mark.few_planes
 def test_a_row_keeps_its_number_of_tokens(plane: Plane) -> None:
     partition = plane.partition(["input_ids", "prev_logprobs"])
     plane.owner.kv_batch_put(["a", "b"], partition, {"input_ids": ids_column([2, 3])})
@@ -206,6 +216,7 @@ def test_a_row_keeps_its_number_of_tokens(plane: Plane) -> None:
         plane.owner.kv_batch_put(["a", "b"], partition, {"prev_logprobs": torch.zeros(2, 2)})
 
 
+@pytest.mark.few_planes
 def test_a_put_over_the_declared_rows_leaves_nothing(plane: Plane) -> None:
     partition = plane.partition(num_samples=3)
     put_ids(plane, partition, ["a", "b"])
@@ -267,6 +278,7 @@ def test_clear_removes_only_named_rows_and_is_idempotent(plane: Plane) -> None:
     assert list(plane.owner.kv_list(partition)) == ["b"]
 
 
+@pytest.mark.few_planes
 def test_late_results_do_not_bring_cleared_rows_back(plane: Plane) -> None:
     partition = plane.partition(["input_ids", "prev_logprobs"])
     put_ids(plane, partition, ["a", "b"])
@@ -276,6 +288,7 @@ def test_late_results_do_not_bring_cleared_rows_back(plane: Plane) -> None:
     assert list(plane.owner.kv_list(partition)) == ["b"]
 
 
+@pytest.mark.few_planes
 def test_unknown_partitions_are_errors_everywhere(plane: Plane) -> None:
     client = plane.owner
     for call in (
@@ -291,6 +304,7 @@ def test_unknown_partitions_are_errors_everywhere(plane: Plane) -> None:
             call()
 
 
+@pytest.mark.few_planes
 def test_a_partition_is_registered_once(plane: Plane) -> None:
     partition = plane.partition(["input_ids"], tasks=["train"])
     plane.attach().register_partition(partition, ["input_ids"], 4096, ["train"])
@@ -305,6 +319,7 @@ def test_a_partition_is_registered_once(plane: Plane) -> None:
         plane.owner.register_partition("other", ["inputs"], 1, [])
 
 
+@pytest.mark.few_planes
 def test_a_partition_can_be_dropped_and_declared_anew(plane: Plane) -> None:
     note = extra_field("note", is_object=True)
     partition, other = plane.partition(["sample_mask"], tasks=["train"]), plane.attach()
@@ -325,6 +340,7 @@ def test_a_partition_can_be_dropped_and_declared_anew(plane: Plane) -> None:
         other.get_meta(partition, "train", ["sample_mask"], 2, consumer_id="c", blocking=False)
 
 
+@pytest.mark.few_planes
 def test_tags_are_merged_and_listed_in_the_order_of_the_first_put(plane: Plane) -> None:
     partition = plane.partition()
     plane.owner.kv_batch_put(["b", "a"], partition, {"sample_mask": torch.ones(2)}, [{"x": 1, "y": None}, {"x": 2.5}])

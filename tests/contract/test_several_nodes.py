@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemo_rl.config.data_plane import DataPlaneConfig, RayStoreConfig
 from nemo_rl.data_plane.factory import attach_data_plane, build_data_plane_client
-from nemo_rl.distributed.own_ray import FAIR_SHARE
+from nemo_rl.distributed.own_ray import FAIR_SHARE, NO_SPARE_WORKERS
 from nemo_rl.errors import DataPlaneError, PayloadLost
 from tests.helpers.planes import ids_column, keys_of, rows_of, wait_until
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Cluster]:
-    variables = {**FAIR_SHARE, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
+    variables = {**FAIR_SHARE, **NO_SPARE_WORKERS, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
     os.environ.update(variables)
     cluster = Cluster(
         initialize_head=True,

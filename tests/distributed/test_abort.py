@@ -114,6 +114,7 @@ def test_a_killed_or_deaf_rank_ends_the_other(tmp_path):
     assert code == EXIT_CODE and "planted besides a deaf peer" in log
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_under_torchrun_every_rank_reports_the_first_cause(tmp_path):
     folder = tmp_path / "raise"

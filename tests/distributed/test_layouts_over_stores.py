@@ -7,20 +7,24 @@ import pytest
 from tests.helpers.gloo import run_ranks
 from tests.helpers.replica_cases import ROWS
 from tests.helpers.shard_cases import LAYOUTS, NUM_STEPS, STORES, StepReport, steps_of_every_job
+from tests.helpers.tables import of_this_run, params
 from tests.helpers.tiny_model import write_tiny_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
+DEFAULT = ("tp2 x cp2", "dp2 x tp2, sequence parallel, packed")
+"""Of `make test`: each axis, and both ways to form microbatches."""
 Reports = list[dict[tuple[str, str], list[StepReport]]]
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     folder = str(write_tiny_folder(tmp_path_factory.mktemp("model")))
-    num_jobs, names = len(STORES) * len(LAYOUTS), list(LAYOUTS)
+    names = of_this_run(request, LAYOUTS, DEFAULT)
+    num_jobs = len(STORES) * len(names)
     return run_ranks(4, steps_of_every_job, folder, names, further_jobs=num_jobs, timeout_s=300)  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", params(LAYOUTS, DEFAULT))
 def test_a_layout_gives_the_same_bits_over_both_stores(reports: Reports, layout: str) -> None:
     stored: list[dict[str, list[float]]] = [{}, {}]
     for report in reports[: LAYOUTS[layout].ranks]:
@@ -34,7 +38,7 @@ def test_a_layout_gives_the_same_bits_over_both_stores(reports: Reports, layout:
     assert len(stored[0]) == ROWS * NUM_STEPS and stored[0] == stored[1]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", params(LAYOUTS, DEFAULT))
 def test_every_step_changes_the_weights_and_what_they_say(reports: Reports, layout: str) -> None:
     """Or the comparison would show little."""
     for store in STORES:

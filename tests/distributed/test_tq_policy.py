@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.config.parts import TRAINING_ENGINES
 from nemo_rl.config.policy import DTensorConfig
 from nemo_rl.data_plane.column_io import kv_first_write, read_columns, write_columns
 from nemo_rl.data_plane.factory import build_data_plane_client
@@ -20,17 +21,19 @@ from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.job_store import reserve_port
 from nemo_rl.distributed.layout import ParallelLayout
-from nemo_rl.distributed.own_ray import OwnRay
 from nemo_rl.distributed.packing import plan_padded
 from nemo_rl.distributed.worker_groups import RayPlacement, RayWorkerGroup
 from nemo_rl.errors import ConfigError, WorkerError
 from nemo_rl.models.policy.interfaces import LossOutput, LossScale
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
+from tests.helpers.planes import IMPORTED, ray_cluster
 from tests.helpers.replica_cases import LOSS, ROWS, TRAINED, FailsOnRankOne, rows
 from tests.helpers.tiny_model import tiny_policy, tiny_worker, write_tiny_folder
 
 START_S = 600.0
+LAUNCH, ENGINE = "nemo_rl.models.policy.workers.launch", TRAINING_ENGINES.builtin["dtensor"].partition(":")[0]
+IMPORTED_BY_WORKERS = (*IMPORTED, LAUNCH, ENGINE)
 LIMIT_S, SLACK = 5.0, 6
 """The contract of the abort, and the time that a busy machine may take."""
 
@@ -59,7 +62,7 @@ def groups(folder) -> Iterator[dict[str, RayWorkerGroup]]:
     """Two jobs of two workers, started at the same time: tensor parallel, and data parallel."""
     made = {}
     with ExitStack() as stack:
-        stack.enter_context(OwnRay(num_cpus=5))
+        stack.enter_context(ray_cluster(num_cpus=5, imported=IMPORTED_BY_WORKERS))
         for name, tensor_parallel in (("tp", 2), ("dp", 1)):
             group = RayWorkerGroup(name, world_size=2, placement=RayPlacement(num_cpus=1))
             stack.callback(group.shutdown)

@@ -231,6 +231,7 @@ def test_overlong_prompts_are_counted_and_skipped_or_refused(run, tmp_path, mode
     assert code == 2 and "prompt 4" in text and "data.overlong_prompts=skip" in text
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_too_few_cpus_for_the_actors_are_counted(tmp_path, model):
     code, text = run_cli(write_recipe(tmp_path, model), "cluster.num_cpus=2", "data_plane.impl=transfer_queue")

@@ -17,7 +17,7 @@ ROWS = (
     Row(store="ray", signal="KILL", role="ledger", stage="train"),
     Row(store="ray", signal="KILL", role="raylet", stage="train"),
 )
-IN_FULL = {"raylet"}
+IN_FULL = {"storage", "raylet"}
 """Left to `make test-full`."""
 
 

@@ -1,4 +1,4 @@
-"""The seven parts of `examples/extending` train over Ray, and no file of the library knows them."""
+"""The seven parts of `examples/extending` train, and no file of the library knows them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,20 @@ from tests.helpers.runs import ROOT, logged_steps, rollouts_of, run_cli
 from tests.helpers.tiny_model import write_tiny_folder
 
 pytestmark = pytest.mark.slow
+ONE_PROCESS = {"cluster.cpu_workers_per_node": 1, "policy.generation.num_replicas": 1}
 
 
-def test_a_run_of_seven_parts_of_ones_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.full)])
+def test_a_run_of_seven_parts_of_ones_own(tmp_path: Path, launcher: str) -> None:
     model, logs = write_tiny_folder(tmp_path / "model"), tmp_path / "logs"
     settings = {
         "policy.model_name": model,
         "logger.log_dir": logs,
         "+data_plane.options.folder": tmp_path,
         "grpo.max_val_samples": 8,
+        "cluster.launcher": launcher,
+        "data.train.size": 64,
+        **(ONE_PROCESS if launcher == "local" else {}),
     }
     code, output = run_cli(
         ROOT / "examples/extending/recipe.yaml", *(f"{name}={value}" for name, value in settings.items())

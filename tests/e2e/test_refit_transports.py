@@ -1,4 +1,4 @@
-"""A whole run over Ray whose weights reach two engines by broadcast: the numbers of a run in one process."""
+"""A whole run over Ray and TransferQueue whose weights reach two engines by broadcast: the numbers of one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 BROADCAST = {
     "cluster.cpu_workers_per_node": "1",
-    "data_plane.impl": "ray",
+    "data_plane.impl": "transfer_queue",
     "policy.generation.num_replicas": "2",
     "policy.generation.refit_transport": "broadcast",
 }

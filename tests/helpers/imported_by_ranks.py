@@ -1,14 +1,17 @@
-"""Imported once by the server that ranks of gloo jobs are forked off; see `gloo`."""
+"""Imported once by the server that ranks of gloo jobs are forked off; see `gloo`. Nothing of it may import Ray."""
 
 from __future__ import annotations
 
 import importlib
 
-import transformers.models.qwen3.modeling_qwen3
-import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
-
 import nemo_rl.data_plane.factory
 import nemo_rl.models.policy.workers.launch  # noqa: F401
 from nemo_rl.config.parts import TRAINING_ENGINES
 
-importlib.import_module(TRAINING_ENGINES.builtin["dtensor"].partition(":")[0])
+# What each rank would spend seconds on: megatron-core with its adaptation to this machine, and the models of the cases.
+for _engine in TRAINING_ENGINES.builtin.values():
+    importlib.import_module(_engine.partition(":")[0])
+for _family in ("glm4_moe", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"):
+    importlib.import_module(f"transformers.models.{_family}.modeling_{_family}")
+for _jobs in ("pytest", "tests.helpers.megatron_jobs", "tests.helpers.megatron_models", "tests.helpers.families"):
+    importlib.import_module(_jobs)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from unittest.mock import patch
 
@@ -82,6 +83,15 @@ class Case:
         return f"{self.family}-{axes}-{self.batching}{self.capacity}{extra}"
 
 
+AXES: Mapping[str, Callable[[Case], Hashable]] = {
+    name: attrgetter(name)
+    for name in ("engine", "family", "tp", "cp", "pp", "ep", "etp", "sp", "batching", "recompute")
+}
+"""Of which `make test` has every pair."""
+SPLITS = {name: AXES[name] for name in ("engine", "tp", "cp", "pp", "ep", "etp", "sp", "batching")}
+"""For four ranks, which are to show how axes work together; two show the families, and recomputation on each axis."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Outcome:
     """What one rank saw."""
@@ -100,6 +110,19 @@ class Outcome:
     """`[n, T, V]` before training, 0 in the padding."""
     is_last_stage: bool = True
     """Where it is not, log-probabilities and logits are zeros."""
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """Models and checkpoints of a table, each with a folder."""
+
+    root: Path
+
+    def model(self, family: str) -> Path:
+        return self.root / family
+
+    def checkpoint(self, name: str) -> Path:
+        return self.root / "checkpoints" / name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -383,3 +406,19 @@ def exported_from(rank: int, world_size: int, case: Case, folder: Path, weights:
     found = exported(job.worker)
     job.worker.shutdown()
     return found
+
+
+def relative_gap(found: np.ndarray, expected: np.ndarray) -> float:
+    """Largest difference over the largest element; an expert that no token reaches has a gradient of zeros."""
+    scale = float(np.abs(expected).max())
+    return float(np.abs(found - expected).max()) / (scale or 1.0)
+
+
+def compare_arrays(
+    found: Arrays | None, expected: Arrays | None, gap: Callable[[np.ndarray, np.ndarray], float], bound: float
+) -> None:
+    assert found is not None and expected is not None
+    assert sorted(found) == sorted(expected)
+    gaps = {name: gap(found[name], expected[name]) for name in expected}
+    worst = max(gaps, key=lambda name: gaps[name])
+    assert gaps[worst] <= bound, f"{worst} differs by {gaps[worst]:.1e}"

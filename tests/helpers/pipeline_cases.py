@@ -37,7 +37,7 @@ LAYOUTS: dict[str, Callable[[str], PolicyConfig]] = {
     "dtensor cp2": lambda folder: tiny_policy(folder, dtensor_cfg=DTensorConfig(context_parallel_size=2)),
 }
 STORES = {
-    "megatron tp2": ("noop", "transfer_queue"),
+    "megatron tp2": ("noop", "shm"),
     PIPELINE: ("shm", "transfer_queue"),
     "dtensor cp2": ("noop", "shm"),
 }

@@ -122,10 +122,10 @@ class Plane:
 
 
 @contextmanager
-def ray_cluster(num_cpus: int = 8) -> Iterator[None]:
+def ray_cluster(num_cpus: int = 8, *, imported: Sequence[str] = IMPORTED) -> Iterator[None]:
     environment = {**transport_environment(CONFIGS["transfer_queue"]), "OMP_NUM_THREADS": "1"}
     with (
-        ForkServer(IMPORTED, environment=environment, deadline_s=START_TIMEOUT_S) as forks,
+        ForkServer(imported, environment=environment, deadline_s=START_TIMEOUT_S) as forks,
         OwnRay(num_cpus=num_cpus, environment=environment, object_store_bytes=100 << 20, forks=forks),
     ):
         yield

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
+from unittest.mock import patch
 
 import ray
 import torch
@@ -16,6 +18,7 @@ from ray._common.utils import reset_ray_address
 from ray.cluster_utils import Cluster
 
 from nemo_rl.algorithms.loss_functions import ClippedPGLoss
+from nemo_rl.config.base import START_TIMEOUT_S
 from nemo_rl.config.data_plane import DataPlaneConfig, FetchPolicy
 from nemo_rl.config.policy import DTensorConfig, PolicyConfig
 from nemo_rl.config.schema import LossConfig
@@ -24,14 +27,18 @@ from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from nemo_rl.data_plane.preshard import shard_meta_for_dp
 from nemo_rl.data_plane.schema import LP_SEED_FIELDS
+from nemo_rl.distributed import fork_stub
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group
-from nemo_rl.distributed.own_ray import FAIR_SHARE, OwnRay
+from nemo_rl.distributed.fork_server import ForkServer
+from nemo_rl.distributed.own_ray import FAIR_SHARE, NO_SPARE_WORKERS
 from nemo_rl.distributed.packing import plan_padded
+from nemo_rl.distributed.ray_private import started_by
 from nemo_rl.errors import DataPlaneClosed
 from nemo_rl.models.policy.interfaces import LossOutput, LossScale
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
+from tests.helpers.planes import IMPORTED, ray_cluster
 from tests.helpers.tiny_model import tiny_batch, tiny_policy
 
 ROWS = 8
@@ -101,17 +108,31 @@ def share(value: object, *, source: int = 0) -> object:
 @contextmanager
 def shared_cluster(rank: int, *, joins: bool = True) -> Iterator[None]:
     """(collective) A Ray of rank 0 which the ranks that join are drivers of."""
-    os.environ.update(FAIR_SHARE)
-    cluster = Cluster(initialize_head=True, head_node_args=HEAD) if rank == 0 else None
-    reset_ray_address()  # else every Ray start on this machine would join it
-    address = str(share(cluster.address if cluster is not None else None))
-    if joins:
-        ray.init(address=address, log_to_driver=False)
-    yield
-    if joins:
-        ray.shutdown()
-    if cluster is not None:
-        cluster.shutdown()
+    os.environ.update({**FAIR_SHARE, **NO_SPARE_WORKERS})
+    with ExitStack() as stack:
+        cluster = stack.enter_context(_cluster()) if rank == 0 else None
+        address = str(share(cluster.address if cluster is not None else None))
+        if joins:
+            ray.init(address=address, log_to_driver=False)
+        yield
+        if joins:
+            ray.shutdown()
+
+
+@contextmanager
+def _cluster() -> Iterator[Cluster]:
+    """Actors of the stores are forked off a process that has imported what they need."""
+    with (
+        ForkServer(IMPORTED, environment={"OMP_NUM_THREADS": "1"}, deadline_s=START_TIMEOUT_S) as forks,
+        patch.dict(os.environ, forks.environment),
+        started_by(Path(fork_stub.__file__)),
+    ):
+        cluster = Cluster(initialize_head=True, head_node_args=HEAD)
+        reset_ray_address()  # else every Ray start on this machine would join it
+        try:
+            yield cluster
+        finally:
+            cluster.shutdown()
 
 
 def open_store(rank: int, plane: Plane, stack: ExitStack) -> tuple[DataPlaneClient | None, object, KVBatchMeta]:
@@ -186,7 +207,7 @@ def digest(column: object) -> str:
 def steps_over_every_plane(rank: int, folder: str, port: int) -> dict[str, StepReport]:
     """One worker per rank, fresh rows and weights of the start in each step."""
     destroy_process_group()
-    with OwnRay(num_cpus=3) if rank == 0 else nullcontext():
+    with ray_cluster(num_cpus=3) if rank == 0 else nullcontext():
         worker = start(rank, folder, port)
         weights = [shard.clone() for shard in worker.life.shards.held()]
         reports = {}

@@ -27,6 +27,7 @@ SMALL = {
     "grpo.val_at_end": "false",
     "grpo.val_period": "0",
     "data.validation": "null",
+    "data.train.size": "64",
     "policy.train_global_batch_size": "16",
     "policy.generation.num_replicas": "1",
     "env.name": "custom",

@@ -13,7 +13,18 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.families import write_family
 from tests.helpers.gloo import JOB_S, run_ranks
-from tests.helpers.layout_jobs import Case, Outcome, load_and_step, reference, run_case, save_after_a_step
+from tests.helpers.layout_jobs import (
+    AXES,
+    SPLITS,
+    Case,
+    Folders,
+    Outcome,
+    load_and_step,
+    reference,
+    run_case,
+    save_after_a_step,
+)
+from tests.helpers.tables import of_this_run, pairwise, params
 
 LOGPROBS, RELATIVE, WEIGHTS = 2e-6, 1e-5, 2e-5
 """Bounds: absolute of log-probabilities, relative of loss and gradient norm, absolute of weights after three steps."""
@@ -55,6 +66,7 @@ def cases_of_four() -> list[Case]:
     return [*cases, Case(family="llama", tp=2, cp=2, sp=True), Case(family="qwen2", tp=2, batching="fixed", capacity=2)]
 
 
+ONE_MICROBATCH = Case(family="qwen3", tp=2, sp=True, capacity=400)
 LONG = pytest.mark.timeout(JOB_S + 100)
 
 FAULTS = (Case(family="qwen3", tp=2, fault="swap"), Case(family="qwen3", cp=2, fault="doubled"))
@@ -63,26 +75,18 @@ HALF = [
     for family in ("qwen3", "qwen3_moe")
     for tp, cp in ((2, 1), (1, 2))
 ]
+HONEST = [replace(case, fault=None) for case in FAULTS]
+HALF_OF_THEM = HALF[::3]
+TWO = pairwise(cases_of_two(), AXES, kept=[*HONEST, ONE_MICROBATCH])
+FOUR = pairwise(cases_of_four(), SPLITS)
+"""Of `make test`."""
 SAVED = {"sharded": Case(family="qwen3"), "split": Case(family="qwen3", tp=2)}
 LOADED_BY_TWO = {"sharded": SAVED["split"], "split": SAVED["sharded"]}
 LOADED_BY_FOUR = {"sharded": Case(family="qwen3", batching="fixed", capacity=1), "split": Case(family="qwen3", tp=2)}
 
 
-@dataclass(frozen=True, slots=True)
-class Folders:
-    root: Path
-
-    def model(self, family: str) -> Path:
-        return self.root / family
-
-    def checkpoint(self, name: str) -> Path:
-        return self.root / "checkpoints" / name
-
-
-def two_ranks(rank: int, folders: Folders) -> dict[str, object]:
-    found: dict[str, object] = {
-        str(case): run_case(rank, 2, case, folders.model(case.family)) for case in (*cases_of_two(), *FAULTS, *HALF)
-    }
+def two_ranks(rank: int, cases: list[Case], folders: Folders) -> dict[str, object]:
+    found: dict[str, object] = {str(case): run_case(rank, 2, case, folders.model(case.family)) for case in cases}
     for name, case in SAVED.items():
         found[f"saved {name}"] = save_after_a_step(rank, 2, case, folders.model("qwen3"), folders.checkpoint(name))
     for name, case in LOADED_BY_TWO.items():
@@ -90,10 +94,8 @@ def two_ranks(rank: int, folders: Folders) -> dict[str, object]:
     return found
 
 
-def four_ranks(rank: int, folders: Folders) -> dict[str, object]:
-    found: dict[str, object] = {
-        str(case): run_case(rank, 4, case, folders.model(case.family)) for case in cases_of_four()
-    }
+def four_ranks(rank: int, cases: list[Case], folders: Folders) -> dict[str, object]:
+    found: dict[str, object] = {str(case): run_case(rank, 4, case, folders.model(case.family)) for case in cases}
     for name, case in LOADED_BY_FOUR.items():
         found[f"loaded {name}"] = load_and_step(rank, 4, case, folders.model("qwen3"), folders.checkpoint(name))
     return found
@@ -130,13 +132,15 @@ def expected(folders: Folders) -> object:
 
 
 @pytest.fixture(scope="module")
-def two(folders: Folders) -> list[dict[str, object]]:
-    return run_ranks(2, two_ranks, folders, timeout_s=JOB_S)  # type: ignore[return-value]
+def two(request: pytest.FixtureRequest, folders: Folders) -> list[dict[str, object]]:
+    cases = of_this_run(request, [*cases_of_two(), *FAULTS, *HALF], [*TWO, *FAULTS, *HALF_OF_THEM])
+    return run_ranks(2, two_ranks, cases, folders, timeout_s=JOB_S)  # type: ignore[return-value]
 
 
 @pytest.fixture(scope="module")
-def four(folders: Folders, two: object) -> list[dict[str, object]]:
-    return run_ranks(4, four_ranks, folders, timeout_s=JOB_S)  # type: ignore[return-value]
+def four(request: pytest.FixtureRequest, folders: Folders, two: object) -> list[dict[str, object]]:
+    cases = of_this_run(request, cases_of_four(), FOUR)
+    return run_ranks(4, four_ranks, cases, folders, timeout_s=JOB_S)  # type: ignore[return-value]
 
 
 def compare(outcomes: list[Outcome], reference: Expected) -> None:
@@ -156,14 +160,14 @@ def compare(outcomes: list[Outcome], reference: Expected) -> None:
 
 @pytest.mark.slow
 @LONG
-@pytest.mark.parametrize("case", cases_of_two(), ids=str)
+@pytest.mark.parametrize("case", params(cases_of_two(), TWO), ids=str)
 def test_two_ranks_equal_hugging_face(case: Case, two: list[dict[str, object]], expected) -> None:
     compare([rank[str(case)] for rank in two], expected(case.family))
 
 
 @pytest.mark.slow
 @LONG
-@pytest.mark.parametrize("case", HALF, ids=str)
+@pytest.mark.parametrize("case", params(HALF, HALF_OF_THEM), ids=str)
 def test_half_precision_stays_near_float32(case: Case, two: list[dict[str, object]], expected) -> None:
     exact = expected(case.family).exact
     for outcome in (rank[str(case)] for rank in two):
@@ -175,7 +179,7 @@ def test_half_precision_stays_near_float32(case: Case, two: list[dict[str, objec
 
 @pytest.mark.slow
 @LONG
-@pytest.mark.parametrize("case", cases_of_four(), ids=str)
+@pytest.mark.parametrize("case", params(cases_of_four(), FOUR), ids=str)
 def test_four_ranks_equal_hugging_face(case: Case, four: list[dict[str, object]], expected) -> None:
     compare([rank[str(case)] for rank in four], expected(case.family))
 
@@ -183,7 +187,7 @@ def test_four_ranks_equal_hugging_face(case: Case, four: list[dict[str, object]]
 @pytest.mark.slow
 @LONG
 def test_the_cases_have_one_to_four_microbatches(two: list[dict[str, object]]) -> None:
-    counts = {two[0][str(case)].num_microbatches for case in cases_of_two()}
+    counts = {two[0][str(case)].num_microbatches for case in TWO}
     assert {1, 2, 3, 4} <= counts, counts
 
 
@@ -194,7 +198,7 @@ def test_a_planted_fault_fails_the_comparison(case: Case, two: list[dict[str, ob
     outcomes = [rank[str(case)] for rank in two]
     with pytest.raises(AssertionError):
         compare(outcomes, expected(case.family))
-    honest = [rank[str(replace(case, fault=None))] for rank in two]
+    honest = [rank[str(HONEST[FAULTS.index(case)])] for rank in two]
     compare(honest, expected(case.family))
 
 

@@ -6,9 +6,8 @@ import functools
 import gc
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -25,19 +24,25 @@ from tests.helpers.families import COMMON, write_with_tokenizer
 from tests.helpers.gloo import JOB_S, run_ranks
 from tests.helpers.layout_jobs import (
     AUX_COEFFICIENT,
+    AXES,
+    SPLITS,
     Arrays,
     Case,
+    Folders,
     Outcome,
+    compare_arrays,
     exported_from,
     layout_batch,
     load_and_step,
     plan_of,
     policy_of,
     reference,
+    relative_gap,
     save_after_a_step,
 )
 from tests.helpers.megatron_jobs import BUFFER, forget_models, moments, run_case
 from tests.helpers.megatron_models import FAMILIES, hf_model
+from tests.helpers.tables import of_this_run, pairwise, params
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(JOB_S + 100)]
 
@@ -166,18 +171,34 @@ def cases_of_eight() -> list[Case]:
 
 SAME_SHARDS = [
     Dense(tp=2),
-    Dense(cp=2),
-    Dense(),
+    Experts(cp=2),
     # The DTensor worker splits no sequences between the blocks of a model with experts; fixed rows make the same plan.
     Experts(**SEQUENCE, **FIXED),
-    Experts(cp=2),
+    Dense(cp=2),
+    Dense(),
     Experts(**FIXED),
 ]
 """For both workers."""
+SOME_SHARDS = SAME_SHARDS[:3]
+"""Of `make test`."""
 
 
 def for_dtensor(case: Case) -> Case:
     return replace(case, engine="dtensor", sp=False)
+
+
+ONE, FOUR = pairwise(cases_of_one(), AXES), pairwise(cases_of_four(), SPLITS)
+TWO = pairwise(
+    cases_of_two(),
+    AXES,
+    kept=[
+        *(replace(case, fault=None) for case in FAULTS),
+        *(Dense(), Dense(**FOUR_PADDED, **FULL), FROZEN),
+        *(Biased(settings=settings, **SEQUENCE) for settings in ({}, MOVING)),
+    ],
+)
+SOME_BALANCED, SOME_HALF = BALANCED[:2], HALF[::3]
+"""Of `make test`."""
 
 
 SAVED = {
@@ -188,17 +209,6 @@ SAVED = {
 LOADED = {"tp2": Dense(**PIPELINE), "pp2": Dense(tp=2), "ep2": Experts(**SEQUENCE)}
 """By other two ranks; one rank loads `tp2` and `ep2`."""
 LOADED_BY_ONE = {"tp2": Dense(), "ep2": Experts()}
-
-
-@dataclass(frozen=True, slots=True)
-class Folders:
-    root: Path
-
-    def model(self, family: str) -> Path:
-        return self.root / family
-
-    def checkpoint(self, name: str) -> Path:
-        return self.root / "checkpoints" / name
 
 
 def run_all(rank: int, world_size: int, cases: Sequence[Case], folders: Folders) -> dict[str, object]:
@@ -215,9 +225,9 @@ def num_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def two_ranks(rank: int, folders: Folders) -> dict[str, object]:
-    found = run_all(rank, 2, [*cases_of_two(), *BALANCED, *HALF, *FAULTS, *SAME_SHARDS], folders)
-    for case in map(for_dtensor, SAME_SHARDS):
+def two_ranks(rank: int, cases: Sequence[Case], shards: Sequence[Case], folders: Folders) -> dict[str, object]:
+    found = run_all(rank, 2, [*cases, *shards], folders)
+    for case in map(for_dtensor, shards):
         found[f"dtensor {case}"] = layout_jobs.run_case(rank, 2, case, folders.model(case.family))
         forget_models()
     for prefix, cases, run in (("saved", SAVED, save_after_a_step), ("loaded", LOADED, load_and_step)):
@@ -257,13 +267,17 @@ def expected(folders: Folders) -> Expected:
 
 
 @pytest.fixture(scope="module")
-def two(folders: Folders) -> list[dict[str, object]]:
-    return run_ranks(2, two_ranks, folders, timeout_s=JOB_S)  # type: ignore[return-value]
+def two(request: pytest.FixtureRequest, folders: Folders) -> list[dict[str, object]]:
+    everything = [*cases_of_two(), *BALANCED, *HALF, *FAULTS]
+    cases = of_this_run(request, everything, [*TWO, *SOME_BALANCED, *SOME_HALF, *FAULTS])
+    shards = of_this_run(request, SAME_SHARDS, SOME_SHARDS)
+    return run_ranks(2, two_ranks, cases, shards, folders, timeout_s=JOB_S)  # type: ignore[return-value]
 
 
 @pytest.fixture(scope="module")
-def four(folders: Folders, two: object) -> list[dict[str, object]]:
-    return run_ranks(4, run_all, 4, cases_of_four(), folders, timeout_s=JOB_S)  # type: ignore[return-value]
+def four(request: pytest.FixtureRequest, folders: Folders, two: object) -> list[dict[str, object]]:
+    cases = of_this_run(request, cases_of_four(), FOUR)
+    return run_ranks(4, run_all, 4, cases, folders, timeout_s=JOB_S)  # type: ignore[return-value]
 
 
 @pytest.fixture(scope="module")
@@ -273,12 +287,6 @@ def eight(folders: Folders, four: object) -> list[dict[str, object]]:
 
 def outcomes_of(ranks: Sequence[dict[str, object]], case: Case) -> list[Outcome]:
     return [rank[str(case)] for rank in ranks]  # type: ignore[misc]
-
-
-def relative_gap(found: np.ndarray, expected: np.ndarray) -> float:
-    """Largest difference over the largest element; an expert that no token reaches has a gradient of zeros."""
-    scale = float(np.abs(expected).max())
-    return float(np.abs(found - expected).max()) / (scale or 1.0)
 
 
 def compare(outcomes: Sequence[Outcome], expected: Outcome) -> None:
@@ -293,34 +301,25 @@ def compare(outcomes: Sequence[Outcome], expected: Outcome) -> None:
     compare_arrays(outcomes[0].weights, expected.weights, lambda a, b: float(np.abs(a - b).max()), WEIGHTS)
 
 
-def compare_arrays(
-    found: Arrays | None, expected: Arrays | None, gap: Callable[[np.ndarray, np.ndarray], float], bound: float
-) -> None:
-    assert found is not None and expected is not None
-    assert sorted(found) == sorted(expected)
-    gaps = {name: gap(found[name], expected[name]) for name in expected}
-    worst = max(gaps, key=lambda name: gaps[name])
-    assert gaps[worst] <= bound, f"{worst} differs by {gaps[worst]:.1e}"
-
-
 # The table.
 
 
-@pytest.mark.parametrize("case", cases_of_one(), ids=str)
+@pytest.mark.parametrize("case", params(cases_of_one(), ONE), ids=str)
 def test_one_rank_equals_hugging_face(case: Case, folders: Folders, expected: Expected) -> None:
     compare([run_case(0, 1, case, folders.model(case.family))], expected(case))
 
 
-@pytest.mark.parametrize("case", [case for case in cases_of_two() if case is not FROZEN], ids=str)
+@pytest.mark.parametrize("case", params([case for case in cases_of_two() if case is not FROZEN], TWO), ids=str)
 def test_two_ranks_equal_hugging_face(case: Case, two: list[dict[str, object]], expected: Expected) -> None:
     compare(outcomes_of(two, case), expected(case))
 
 
-@pytest.mark.parametrize("case", cases_of_four(), ids=str)
+@pytest.mark.parametrize("case", params(cases_of_four(), FOUR), ids=str)
 def test_four_ranks_equal_hugging_face(case: Case, four: list[dict[str, object]], expected: Expected) -> None:
     compare(outcomes_of(four, case), expected(case))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", cases_of_eight(), ids=str)
 def test_eight_ranks_equal_hugging_face(case: Case, eight: list[dict[str, object]], expected: Expected) -> None:
     compare(outcomes_of(eight, case), expected(case))
@@ -367,7 +366,7 @@ def test_unmarked_experts_have_the_gradients_of_some_tokens_only(
     assert all((gap > 0.05) == (".experts." in name) for name, gap in gaps.items())
 
 
-@pytest.mark.parametrize("case", HALF, ids=str)
+@pytest.mark.parametrize("case", params(HALF, SOME_HALF), ids=str)
 def test_half_precision_stays_near_float32(case: Case, two: list[dict[str, object]], expected: Expected) -> None:
     exact = expected(case)
     for outcome in outcomes_of(two, case):
@@ -480,7 +479,7 @@ def test_the_balance_of_one_rank_is_that_of_the_formula(case: Case, folders: Fol
     compare([run_case(0, 1, case, folders.model(case.family))], balanced_reference(case, folders, ranks=1))
 
 
-@pytest.mark.parametrize("case", BALANCED, ids=str)
+@pytest.mark.parametrize("case", params(BALANCED, SOME_BALANCED), ids=str)
 def test_the_balance_does_not_depend_on_the_layout(
     case: Case, two: list[dict[str, object]], folders: Folders, expected: Expected
 ) -> None:
@@ -525,7 +524,7 @@ def test_a_balance_weighed_by_the_tokens_of_a_rank_is_another(folders: Folders) 
 # Both workers, checkpoints, the end of a worker.
 
 
-@pytest.mark.parametrize("case", SAME_SHARDS, ids=str)
+@pytest.mark.parametrize("case", params(SAME_SHARDS, SOME_SHARDS), ids=str)
 def test_both_workers_have_the_same_numbers(case: Case, two: list[dict[str, object]]) -> None:
     pairs = zip(outcomes_of(two, case), [rank[f"dtensor {for_dtensor(case)}"] for rank in two], strict=True)
     for place, (megatron, dtensor) in enumerate(pairs):

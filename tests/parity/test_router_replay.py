@@ -28,6 +28,8 @@ from tests.helpers.experts import write_experts
 from tests.helpers.families import COMMON
 from tests.helpers.gloo import JOB_S, run_ranks
 from tests.helpers.layout_jobs import (
+    AXES,
+    SPLITS,
     Arrays,
     Case,
     Job,
@@ -39,6 +41,7 @@ from tests.helpers.layout_jobs import (
     run_job,
     start,
 )
+from tests.helpers.tables import of_this_run, pairwise, params
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(JOB_S + 100)]
 
@@ -172,20 +175,25 @@ FAULTS: dict[str, tuple[Case, Callable[[], object]]] = {
 }
 
 
+FOUR = pairwise(cases_of_four(), SPLITS)
+TWO = pairwise(cases_of_two(), AXES, kept=[case for case, _ in FAULTS.values()])
+"""Of `make test`."""
+
+
 def one_rank(rank: int, folder: Path) -> dict[str, Outcome]:
     return {str(case): run_case(rank, 1, case, folder) for case in cases_of_one()}
 
 
-def two_ranks(rank: int, folder: Path) -> dict[str, Outcome]:
-    found = {str(case): run_case(rank, 2, case, folder) for case in cases_of_two()}
+def two_ranks(rank: int, cases: Sequence[Case], folder: Path) -> dict[str, Outcome]:
+    found = {str(case): run_case(rank, 2, case, folder) for case in cases}
     for name, (case, fault) in FAULTS.items():
         with fault():
             found[name] = run_case(rank, 2, case, folder)
     return found
 
 
-def four_ranks(rank: int, folder: Path) -> dict[str, Outcome]:
-    return {str(case): run_case(rank, 4, case, folder) for case in cases_of_four()}
+def four_ranks(rank: int, cases: Sequence[Case], folder: Path) -> dict[str, Outcome]:
+    return {str(case): run_case(rank, 4, case, folder) for case in cases}
 
 
 @pytest.fixture(scope="module")
@@ -205,13 +213,15 @@ def one(folder: Path) -> list[dict[str, Outcome]]:
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path) -> list[dict[str, Outcome]]:
-    return run_ranks(2, two_ranks, folder, timeout_s=JOB_S)
+def two(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, Outcome]]:
+    cases = of_this_run(request, cases_of_two(), TWO)
+    return run_ranks(2, two_ranks, cases, folder, timeout_s=JOB_S)
 
 
 @pytest.fixture(scope="module")
-def four(folder: Path, two: object) -> list[dict[str, Outcome]]:
-    return run_ranks(4, four_ranks, folder, timeout_s=JOB_S)
+def four(request: pytest.FixtureRequest, folder: Path, two: object) -> list[dict[str, Outcome]]:
+    cases = of_this_run(request, cases_of_four(), FOUR)
+    return run_ranks(4, four_ranks, cases, folder, timeout_s=JOB_S)
 
 
 def problems(outcomes: Sequence[Outcome], expected: Outcome) -> list[str]:
@@ -241,12 +251,12 @@ def test_one_rank_replays(case: Case, one: list[dict[str, Outcome]], expected: O
     assert problems([rank[str(case)] for rank in one], expected) == []
 
 
-@pytest.mark.parametrize("case", cases_of_two(), ids=str)
+@pytest.mark.parametrize("case", params(cases_of_two(), TWO), ids=str)
 def test_two_ranks_replay(case: Case, two: list[dict[str, Outcome]], expected: Outcome) -> None:
     assert problems([rank[str(case)] for rank in two], expected) == []
 
 
-@pytest.mark.parametrize("case", cases_of_four(), ids=str)
+@pytest.mark.parametrize("case", params(cases_of_four(), FOUR), ids=str)
 def test_four_ranks_replay(case: Case, four: list[dict[str, Outcome]], expected: Outcome) -> None:
     assert problems([rank[str(case)] for rank in four], expected) == []
 

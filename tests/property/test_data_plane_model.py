@@ -18,6 +18,7 @@ from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.ledger import state as ledger_state
 from nemo_rl.data_plane.ledger.host import InProcessHost, LedgerService, build_ledger
 from nemo_rl.data_plane.ledger.host_socket import LedgerServer, SocketLedgerHost
+from tests.helpers.examples import num_examples
 from tests.helpers.plane_model import FIELDS, WRITES, Claim, PlaneModel, keys_in_groups
 
 LEASE_S = 3000.0
@@ -173,7 +174,7 @@ def _if_any(made: object) -> object:
     return multiple() if made is None else made
 
 
-DataPlaneHistory.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+DataPlaneHistory.TestCase.settings = settings(max_examples=num_examples(200), stateful_step_count=50, deadline=None)
 SocketHistory.TestCase.settings = settings(max_examples=10, stateful_step_count=25, deadline=None)
 test_clients_follow_the_model = DataPlaneHistory.TestCase
 test_clients_over_a_socket_follow_the_model = SocketHistory.TestCase

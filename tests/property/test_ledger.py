@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 from nemo_rl.data_plane.ledger.ledger import Ledger
 from nemo_rl.data_plane.schema import FIELDS as FieldTable
 from nemo_rl.data_plane.schema import resolve_fields, spec_to_record
+from tests.helpers.examples import num_examples
 
 LEASE_S = 10.0
 CAPACITY = 24
@@ -220,5 +221,5 @@ class LedgerHistory(RuleBasedStateMachine):
         assert list(self.ask("list").get("ok", {"keys": []})["keys"]) == list(self.rows)
 
 
-LedgerHistory.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+LedgerHistory.TestCase.settings = settings(max_examples=num_examples(150), stateful_step_count=40, deadline=None)
 test_ledger_follows_the_model = LedgerHistory.TestCase

@@ -8,17 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl.data_plane.chunks.wire import pack_rows, packed_size, unpack_rows
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import SchemaMismatch
-
-# The first example pays for imports, and other work shares the cores: time is no property of a meta.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
 
 uids = st.text(alphabet="ab_g0", min_size=1, max_size=4)
 group_keys = st.tuples(uids, st.integers(0, 300)).map(lambda part: f"{part[0]}_g{part[1]}")

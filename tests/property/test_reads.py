@@ -15,6 +15,7 @@ from nemo_rl.data_plane.chunks.ragged import materialize
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.schema import extra_field
 from nemo_rl.jagged import nest
+from tests.helpers.examples import num_examples
 from tests.helpers.planes import open_plane, rows_of
 
 DTYPES = ["bool", "uint8", "int16", "int32", "int64", "bfloat16", "float32", "float64"]
@@ -51,7 +52,7 @@ def batches(draw: st.DrawFn) -> dict:
     }
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=num_examples())
 @given(batch=batches(), chunk_bytes=st.sampled_from([1, 200, 1 << 20]))
 def test_what_was_put_is_read_jagged_and_padded(
     clients: dict[int, DataPlaneClient], batch: dict, chunk_bytes: int

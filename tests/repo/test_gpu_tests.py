@@ -81,6 +81,7 @@ def dependencies() -> set[str]:
     return {re.sub(r"[-_.]+", "-", Requirement(line).name).lower() for line in named}
 
 
+@pytest.mark.slow
 def test_collecting_the_gpu_tests_needs_only_what_is_brought_along() -> None:
     there = with_dependencies({*GIVEN, *names_of_wheels()})
     done = collect(dependencies() - there)
@@ -90,7 +91,10 @@ def test_collecting_the_gpu_tests_needs_only_what_is_brought_along() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "module"), [("psutil", "psutil"), ("megatron-core", "megatron")])
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [pytest.param("psutil", "psutil", marks=pytest.mark.full), ("megatron-core", "megatron")],
+)
 def test_a_wheel_that_is_not_brought_along_is_missed(name: str, module: str) -> None:
     there = with_dependencies({*GIVEN, *(names_of_wheels() - {name})})
     done = collect(dependencies() - there)

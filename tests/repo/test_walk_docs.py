@@ -36,6 +36,7 @@ def test_every_make_target_is_run_by_a_page_or_by_the_walk() -> None:
     assert (set(TARGETS) | set(TARGETS_LEFT_OUT)) - targets == set()
 
 
+@pytest.mark.slow
 def test_cheap_commands_run_in_a_copy_where_nothing_ran(tmp_path: Path) -> None:
     walk_docs.copy_tracked(tmp_path)
     own = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(tmp_path)}
@@ -60,6 +61,7 @@ def test_a_walk_keeps_the_environment_and_tells_failures(tmp_path: Path) -> None
     assert "exit code 3" in walk.failures[1] and "a word" in walk.failures[1]
 
 
+@pytest.mark.slow
 def test_the_example_of_the_data_plane_runs_and_prints_what_it_holds(tmp_path: Path) -> None:
     (example,) = (block for block in blocks_of("docs/data_plane.md") if block.language == "python")
     done = subprocess.run(

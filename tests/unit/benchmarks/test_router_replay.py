@@ -142,6 +142,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dic
     return report
 
 
+@pytest.mark.slow
 def test_a_small_run_reports_what_both_workers_do_and_misses_its_bounds(tmp_path: Path, monkeypatch) -> None:
     report = run(tmp_path, monkeypatch)
     assert {"versions", "commit", "load_average", "missed"} <= report.keys()
@@ -157,6 +158,7 @@ def test_a_small_run_reports_what_both_workers_do_and_misses_its_bounds(tmp_path
     assert dtensor["replayed"]["k3"] == pytest.approx(megatron["replayed"]["k3"], rel=0.02)
 
 
+@pytest.mark.slow
 def test_replay_that_is_off_behind_its_back_is_seen(tmp_path: Path, monkeypatch) -> None:
     report = run(tmp_path, monkeypatch, "--without-replay", "--only", "numerics")
     assert report["f128_reduction"] < 4 and report["k3_r3"] == pytest.approx(report["k3_free"], rel=1e-3)

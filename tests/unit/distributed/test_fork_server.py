@@ -17,6 +17,8 @@ from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.own_ray import OwnRay
 from tests.helpers.planes import wait_until
 
+pytestmark = pytest.mark.slow
+
 NOTING = "tests.helpers.imported_once"
 ROOT = str(Path(__file__).parents[3])
 CALL_S = 120.0

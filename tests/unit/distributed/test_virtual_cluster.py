@@ -179,9 +179,12 @@ def test_gpus_that_are_not_there_are_refused(opened):
 def test_a_server_of_ray_that_is_killed_is_named_and_the_rest_goes_with_the_cluster(opened, tmp_path):
     opened.cluster.close()
     before = children()
-    told: list[str] = []
+    said: list[str] = []
     cluster = RayVirtualCluster(
-        ClusterConfig(cpu_workers_per_node=1), other_cpus=0, start=StartUp(report=told.append), logs_to=tmp_path / "logs"
+        ClusterConfig(cpu_workers_per_node=1),
+        other_cpus=0,
+        start=StartUp(report=said.append),
+        logs_to=tmp_path / "logs",
     )
     with pytest.raises(WorkerError, match=r"stage train: Ray has lost its gcs_server \(process \d+\)"), cluster:
         check_own_ray(stage="train")
@@ -189,7 +192,7 @@ def test_a_server_of_ray_that_is_killed_is_named_and_the_rest_goes_with_the_clus
         server.kill()
         server.wait(60)
         check_own_ray(stage="train")
-    assert told[-1:] == [f"Ray's logs of this run are in {tmp_path / 'logs'}"]
+    assert said[-1:] == [f"Ray's logs of this run are in {tmp_path / 'logs'}"]
     assert list((tmp_path / "logs").glob("gcs_server*"))
     wait_until_gone(before)
 

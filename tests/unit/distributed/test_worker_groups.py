@@ -74,6 +74,7 @@ def call(request: Request[T] | list[Request[T]], timeout_s: float = 30.0) -> Cal
     return Call(request=request, stage="train", timeout_s=timeout_s)
 
 
+@pytest.mark.slow
 def test_results_come_in_rank_order_and_payloads_stay_where_they_are(group):
     assert group.run(call([ask(Echo.who, value=10), ask(Echo.who, value=20)])) == [(0, 10), (1, 20)]
     assert group.run(Call(request=ask(Echo.who), stage="s", timeout_s=30, ranks=[1])) == [(1, 0)]
@@ -82,6 +83,7 @@ def test_results_come_in_rank_order_and_payloads_stay_where_they_are(group):
     assert group.run(call(ask(Echo.total, payload=payload.stand_in()))) == [5, 5]
 
 
+@pytest.mark.slow
 def test_the_first_cause_is_raised_not_what_it_did_to_the_peers(group):
     with pytest.raises(WorkerError, match=r"rank 1, stage train: ValueError: the real cause") as caught:
         group.run(call(ask(Echo.fail, bad_rank=1, text="the real cause")))
@@ -91,6 +93,7 @@ def test_the_first_cause_is_raised_not_what_it_did_to_the_peers(group):
         group.run(call(ask(Echo.who)))
 
 
+@pytest.mark.slow
 def test_what_a_worker_logs_is_in_its_file_and_its_warnings_reach_the_driver(group, tmp_path, caplog):
     caplog.set_level(logging.WARNING, logger="nemo_rl")
     group.run(call(ask(Echo.warn, text="little memory")))
@@ -104,17 +107,20 @@ def test_what_a_worker_logs_is_in_its_file_and_its_warnings_reach_the_driver(gro
     assert len(caplog.records) == 2, "each warning once"
 
 
+@pytest.mark.slow
 def test_an_error_the_user_can_fix_keeps_its_kind(group):
     with pytest.raises(NonFiniteError, match="rows k1, k2") as caught:
         group.run(call(ask(Echo.refuse)))
     assert "stage train" in caught.value.__notes__[0]
 
 
+@pytest.mark.slow
 def test_a_dead_worker_is_named(group):
     with pytest.raises(WorkerError, match=r"rank 1, stage train: the worker process died \(echo worker, process \d+\)"):
         group.run(call(ask(Echo.die, bad_rank=1)))
 
 
+@pytest.mark.slow
 def test_a_stage_past_its_deadline_ends_the_group(group):
     started = time.monotonic()
     with pytest.raises(CollectiveTimeout, match=r"ranks \[0, 1\] did not finish in 1 s"):
@@ -123,6 +129,7 @@ def test_a_stage_past_its_deadline_ends_the_group(group):
     assert not group.is_running
 
 
+@pytest.mark.slow
 def test_two_calls_are_in_flight_at_once_and_each_gives_its_own_results(group):
     started = time.monotonic()
     slow = group.submit(call(ask(Echo.sleep, seconds=1.0)))
@@ -134,6 +141,7 @@ def test_two_calls_are_in_flight_at_once_and_each_gives_its_own_results(group):
     assert group.is_running
 
 
+@pytest.mark.slow
 def test_a_failure_is_raised_by_the_call_that_failed_and_ends_the_group(group):
     good = group.submit(call(ask(Echo.who, value=1)))
     bad = group.submit(call(ask(Echo.fail, bad_rank=1, text="the real cause")))
@@ -144,6 +152,7 @@ def test_a_failure_is_raised_by_the_call_that_failed_and_ends_the_group(group):
         group.submit(call(ask(Echo.who)))
 
 
+@pytest.mark.slow
 def test_a_deadline_counts_from_submit_and_results_that_came_in_time_wait(group):
     quick = group.submit(call(ask(Echo.who, value=1), timeout_s=2.0))
     time.sleep(3.0)
@@ -162,6 +171,7 @@ def test_arguments_are_named():
         ask(Echo.who, 3)
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_start_says_why(cluster):
     made = RayWorkerGroup("echo", world_size=1, placement=RayPlacement(num_cpus=0))
     made.begin_start(Echo, [{"wrong": 1}])

@@ -102,6 +102,7 @@ PAIRS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.slow
 def test_right_responses_get_one_and_wrong_ones_zero() -> None:
     reward = make_math_reward()
     pairs = [

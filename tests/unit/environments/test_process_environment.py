@@ -135,6 +135,7 @@ def test_a_reward_that_cannot_be_loaded_is_reported_before_any_rollout(function:
     assert set(psutil.Process().children()) <= children
 
 
+@pytest.mark.slow
 def test_math_compares_values_not_texts() -> None:
     with environment(name="math") as env:
         responses = ["so $0.5$", r"\boxed{\frac{2}{4}}", "the answer is 1/2.", "2", "", "no number"]
@@ -144,12 +145,14 @@ def test_math_compares_values_not_texts() -> None:
             score(env, ["1"], answer="")
 
 
+@pytest.mark.slow
 def test_a_response_that_sympy_cannot_finish_is_ended() -> None:
     with environment(name="math", timeout_s=1.0) as env:
         report = score(env, [r"\boxed{9^{9^{9^{9^{9}}}}}", "3"], answer="3")
         assert (report.rewards, report.num_timeouts) == ((0.0, 1.0), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["chain_sum", "prime_factorization", "propositional_logic"])
 def test_reasoning_gym_scores_its_items_and_survives_odd_texts(task: str) -> None:
     cfg = DatasetConfig(dataset_name="reasoning_gym", task=task, size=4, seed=1)
@@ -164,6 +167,7 @@ def test_reasoning_gym_scores_its_items_and_survives_odd_texts(task: str) -> Non
         assert report.rewards[:4] == (1.0,) * 4
 
 
+@pytest.mark.slow
 def test_reasoning_gym_gives_partial_credit_without_a_threshold() -> None:
     cfg = DatasetConfig(dataset_name="reasoning_gym", task="chain_sum", size=1, seed=1)
     train, _ = build_prompt_sets(DataConfig(train=cfg), build_tokenizer(["a"]))
@@ -173,6 +177,7 @@ def test_reasoning_gym_gives_partial_credit_without_a_threshold() -> None:
     assert 0.0 < reward < 1.0
 
 
+@pytest.mark.slow
 def test_no_scoring_process_outlives_a_killed_owner() -> None:
     script = textwrap.dedent(
         """

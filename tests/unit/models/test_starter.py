@@ -45,6 +45,7 @@ def test_a_starter_with_experts_is_a_mixture_with_a_choice_in_every_layer(tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "experts", "low", "high"),
     [("sort", 0, 0.18, 0.40), ("sort", 8, 0.18, 0.40), ("chain_sum", 0, 0.20, 0.45)],

@@ -8,6 +8,7 @@ import sys
 import uuid
 from pathlib import Path
 
+import pytest
 import torch
 
 from nemo_rl.config.data_plane import DataPlaneConfig, SharedMemoryConfig
@@ -27,6 +28,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_segments_of_a_killed_writer_are_given_back_after_the_lease(tmp_path: Path) -> None:
     run_id = f"t{uuid.uuid4().hex[:8]}"
     shm = SharedMemoryConfig(folder=str(tmp_path))

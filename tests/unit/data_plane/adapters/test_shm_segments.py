@@ -132,6 +132,7 @@ def test_a_full_file_system_is_an_error_that_says_what_to_change(
     assert list((folder / "live").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_owner_that_is_killed_leaves_no_segments() -> None:
     run_id = f"t-{uuid.uuid4().hex[:8]}"
     code = (

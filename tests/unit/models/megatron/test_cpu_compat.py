@@ -19,7 +19,10 @@ from nemo_rl.models.megatron.setup import initialize_parallel
 from tests.helpers.megatron_models import LLAMA3_ROPE, config_of, policy_config
 from tests.helpers.megatron_steps import alone
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is adapted where there is CUDA")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is adapted where there is CUDA"),
+]
 
 FRESH_PROCESS = """
 import json, logging, sys
