@@ -39,6 +39,7 @@ from nemo_rl.data_plane.observability import MetricsDataPlaneClient, columns_byt
 from nemo_rl.data_plane.schema import ROUTE_FIELDS
 from nemo_rl.data_plane.wire import pickled_size
 from nemo_rl.distributed.packing import DEFAULT_COST, PackPlan
+from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.experience.payload import RowScalars, row_record
 from nemo_rl.experience.sync_rollout_actor import RolloutHandle, ValidationResult
 from nemo_rl.models.policy.interfaces import LossFunction
@@ -58,7 +59,7 @@ __all__ = ["RunSummary", "SyncGRPOTrainer", "TrainerParts"]
 logger = logging.getLogger(__name__)
 
 PARTITION = "train"
-TASKS = ("prev_lp", "ref_lp", "train")
+TASKS = tuple(each.task for each in WorkerPass)
 NOT_TRAINED = "not trained: no weight (equal rewards in its group)"
 
 
@@ -219,12 +220,10 @@ class SyncGRPOTrainer:
             meta = write_columns(self._parts.client, meta, columns)
             self._put_bytes += pickled_size(meta.keys) + columns_bytes(columns)
         with self._timer.time("train"):
-            self._parts.policy.prepare_for_training()
             return self._parts.policy.train_from_meta(meta, chosen.plan, self._parts.loss_fn, fields=self._train_fields)
 
     def _logprobs(self, meta: KVBatchMeta, microbatches: PackPlan) -> KVBatchMeta:
         policy = self._parts.policy
-        policy.prepare_for_lp_inference()
         if "prev_logprobs" in self._stage_names:
             with self._timer.time("prev_logprobs"):
                 meta = policy.get_logprobs_from_meta(meta, microbatches)

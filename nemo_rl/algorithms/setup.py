@@ -35,6 +35,7 @@ from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup, RayPlacement, RayWorkerGroup, WorkerGroup
 from nemo_rl.distributed.worker_log import WORKER_LOGS
+from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import DatasetError
 from nemo_rl.experience.sync_rollout_actor import RolloutHandle, SyncRolloutActor
 from nemo_rl.models.generation.interfaces import EngineSpec, GenerationInterface
@@ -124,7 +125,8 @@ def open_trainer(
 
 
 def _loss(config: MasterConfig) -> LossFunction:
-    prev_field = "generation_logprobs" if config.grpo.use_generation_logprobs_as_prev else "prev_logprobs"
+    is_from_sampler = config.grpo.use_generation_logprobs_as_prev
+    prev_field = "generation_logprobs" if is_from_sampler else WorkerPass.PREV_LOGPROBS.column
     loss: LossFunction = LOSSES.load(config.loss_fn.name, key="loss_fn.name")(
         config=config.loss_fn, prev_field=prev_field
     )

@@ -19,6 +19,7 @@ from nemo_rl.data_plane.schema import (
     route_fields,
     writes_of,
 )
+from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.policy.interfaces import LossFunction
 from nemo_rl.utils.r3_trace_env import r3_trace_verify_forward_enabled
@@ -41,9 +42,9 @@ def build_stages(config: MasterConfig, loss_fn: LossFunction) -> tuple[Stage, ..
     conditions = route_conditions(replay, with_digests=r3_trace_verify_forward_enabled())
     names = ["rollout"]
     if not config.grpo.use_generation_logprobs_as_prev:
-        names.append("prev_logprobs")
+        names.append(WorkerPass.PREV_LOGPROBS)
     if config.loss_fn.reference_policy_kl_penalty > 0:
-        names.append("reference_logprobs")
+        names.append(WorkerPass.REFERENCE_LOGPROBS)
         conditions += ("reference_kl",)
     stages = [
         Stage(name=name, reads=reads_of(name, conditions=conditions), writes=writes_of(name, conditions=conditions))
