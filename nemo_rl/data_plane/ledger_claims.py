@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import TypeAlias
 
-from nemo_rl.data_plane.ledger_state import Partition, TaskCursor, group_uid
+from nemo_rl.data_plane.keys import group_uid
+from nemo_rl.data_plane.ledger_state import Partition, TaskCursor
 from nemo_rl.errors import LeaseExpired, SchemaMismatch, name_some
 
 __all__ = ["Claims", "check_held", "explain", "finish_written", "parse", "pick_rows", "release", "versions_of"]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import NamedTuple, TypeAlias
 
+from nemo_rl.data_plane.keys import group_uid
 from nemo_rl.data_plane.schema import FieldSpec
 
 __all__ = [
@@ -26,19 +27,12 @@ __all__ = [
     "TagScalar",
     "TaskCursor",
     "check_invariants",
-    "group_uid",
 ]
 
 TagScalar: TypeAlias = str | int | float | bool | None
 
 MAX_REMEMBERED_KEYS = 65_536
 """Cleared keys of one partition whose last version is remembered; more of them raise the version of all new rows."""
-
-
-def group_uid(key: str) -> str:
-    """The group a key belongs to: all before its last `_g`; a key without one is a group of its own."""
-    uid, mark, _ = key.rpartition("_g")
-    return uid if mark else key
 
 
 @dataclass(slots=True, eq=False)
