@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -60,6 +61,30 @@ class GroupStats:
     def row_is_trivial(self) -> torch.Tensor:
         """`[N]` bool."""
         return self.is_trivial[self.row_group]
+
+    def select(self, rows: Sequence[int]) -> GroupStats:
+        """The groups of `rows`, each with the numbers of all its rows."""
+        group_N = self.row_group[torch.as_tensor(rows, dtype=torch.int64)]
+        kept = torch.tensor(list(dict.fromkeys(group_N.tolist())), dtype=torch.int64)
+        return GroupStats(
+            row_group=group_indices(group_N.tolist()),
+            count=self.count[kept],
+            mean=self.mean[kept],
+            std=self.std[kept],
+            is_trivial=self.is_trivial[kept],
+        )
+
+    def concat(self, *others: GroupStats) -> GroupStats:
+        """Rows and groups of this one, then those of the others; no group may be in two of them."""
+        parts = (self, *others)
+        starts = list(accumulate((len(part.count) for part in parts), initial=0))
+        return GroupStats(
+            row_group=torch.cat([part.row_group + start for part, start in zip(parts, starts, strict=False)]),
+            count=torch.cat([part.count for part in parts]),
+            mean=torch.cat([part.mean for part in parts]),
+            std=torch.cat([part.std for part in parts]),
+            is_trivial=torch.cat([part.is_trivial for part in parts]),
+        )
 
 
 class AdvantageEstimator(Protocol):

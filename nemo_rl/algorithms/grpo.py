@@ -42,6 +42,21 @@ class ScoredRows:
     sample_mask: torch.Tensor
     """`[N]` float32, the weight of each row in the loss; 0 leaves it out."""
 
+    def select(self, rows: Sequence[int]) -> ScoredRows:
+        """The same numbers of `rows`, in that order."""
+        index = torch.as_tensor(rows, dtype=torch.int64)
+        return ScoredRows(
+            stats=self.stats.select(rows), advantages=self.advantages[index], sample_mask=self.sample_mask[index]
+        )
+
+    def concat(self, *others: ScoredRows) -> ScoredRows:
+        """Rows of this one, then those of the others, which have other groups."""
+        return ScoredRows(
+            stats=self.stats.concat(*(other.stats for other in others)),
+            advantages=torch.cat([self.advantages, *(other.advantages for other in others)]),
+            sample_mask=torch.cat([self.sample_mask, *(other.sample_mask for other in others)]),
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainRows:
@@ -56,7 +71,7 @@ class TrainRows:
 def score_rows(carry: RowScalars, config: GRPOConfig) -> ScoredRows:
     """Group statistics, advantages, and the weight of each row."""
     rewards = torch.tensor(carry.rewards, dtype=torch.float32)
-    stats = group_statistics(rewards, carry.group_ids.tolist())
+    stats = group_statistics(rewards, carry.group_uids)
     advantages = _advantages(rewards, stats, config)
     weight = torch.ones(len(rewards))
     if config.overlong_filtering:

@@ -1,7 +1,7 @@
-"""Builds a trainer that is ready to run from a config, and ends everything that it started.
+"""Builds what a trainer drives from a config, and ends everything that it started.
 
-`open_trainer` is the only place that starts processes. Invariant: whatever was started is ended in reverse order
-when its block ends, also after an error or an interrupt.
+`open_parts` is the only place that starts processes; `open_trainer` puts the synchronous trainer over them. Invariant:
+whatever was started is ended in reverse order when its block ends, also after an error or an interrupt.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from pathlib import Path
 from rich.console import Console
 
 from nemo_rl.algorithms.cpu_needs import ROLLOUT_CPUS, cpus_per_bundle, other_cpus
-from nemo_rl.algorithms.grpo_sync import PARTITION, SyncGRPOTrainer, TrainerParts
+from nemo_rl.algorithms.grpo_sync import SyncGRPOTrainer, TrainerParts
 from nemo_rl.algorithms.preflight.checks import preflight
 from nemo_rl.algorithms.run_folder import CONFIG_FILE, cut_rollouts, open_run_folders
-from nemo_rl.algorithms.stages import build_stages
+from nemo_rl.algorithms.stages.bodies import build_stages
+from nemo_rl.algorithms.stages.columns import stage_columns
+from nemo_rl.algorithms.stages.stage import StageTools
 from nemo_rl.config.parts import ENGINES, LOSSES
 from nemo_rl.config.r3_trace_env import trace_environment
 from nemo_rl.config.render import to_yaml
@@ -36,6 +38,7 @@ from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup, RayPlacement, RayWorkerGroup, WorkerGroup
 from nemo_rl.distributed.worker_log import WORKER_LOGS
+from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import DatasetError
 from nemo_rl.experience.sync_rollout_actor import RolloutHandle, SyncRolloutActor
 from nemo_rl.models.generation.interfaces import EngineSpec, GenerationInterface
@@ -52,7 +55,7 @@ from nemo_rl.utils.logger import Logger, build_logger
 from nemo_rl.utils.panel import Panel
 from nemo_rl.utils.start_up import StartUp
 
-__all__ = ["open_trainer", "write_resolved_config"]
+__all__ = ["open_parts", "open_trainer", "write_resolved_config"]
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +78,14 @@ class _Groups:
 def open_trainer(
     given: MasterConfig, *, console: Console, forks: ForkServer | None = None
 ) -> Iterator[SyncGRPOTrainer]:
-    """Starts everything a run needs and yields the trainer.
+    """`open_parts` under the synchronous trainer."""
+    with open_parts(given, console=console, forks=forks) as parts:
+        yield SyncGRPOTrainer(parts)
+
+
+@contextmanager
+def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | None = None) -> Iterator[TrainerParts]:
+    """Starts everything a run needs.
 
     Args:
         forks: as `worker_forks` opens it for this config; None: every worker starts by itself.
@@ -87,7 +97,7 @@ def open_trainer(
     config = preflight(given)
     model_config = load_model_config(config.policy.model_name)
     loss_fn = _loss(config)
-    stages = build_stages(config, loss_fn)
+    columns = stage_columns(config, loss_fn)
     with ExitStack() as stack:
         stack.enter_context(open_run_folders(config))
         panel = stack.enter_context(Panel(console, live=config.logger.live_panel))
@@ -101,14 +111,21 @@ def open_trainer(
         cluster = stack.enter_context(_cluster(config, start, forks)) if config.cluster.launcher == "ray" else None
         groups, client = _start(config, cluster, stack, start)
         timeout_s = config.cluster.stage_timeout_s
-        rollout = RolloutHandle(groups.rollout, timeout_s=timeout_s, partition_id=PARTITION)
+        rollout = RolloutHandle(groups.rollout, timeout_s=timeout_s, report=panel.note)
         rollout.setup_data_plane(client.address)
         layout = ParallelLayout.of_policy(config.policy, world_size=groups.policy.world_size)
         policy = TQPolicy(groups.policy, address=client.address, timeout_s=timeout_s, layout=layout)
-        parts = TrainerParts(
+        tools = StageTools(
             config=config,
-            stages=stages,
+            client=client,
+            policy=policy,
+            rollout=rollout,
             loss_fn=loss_fn,
+            cost=sequence_cost(TransformerShape.from_config(model_config.get_text_config().to_dict())),
+        )
+        yield TrainerParts(
+            config=config,
+            stages=build_stages(columns, tools),
             client=client,
             policy=policy,
             weight_sync=build_weight_sync(config, policy=groups.policy, engines=groups.engines, address=groups.address),
@@ -117,14 +134,13 @@ def open_trainer(
             checkpoints=checkpoints,
             logger=run_logger,
             panel=panel,
-            cost=sequence_cost(TransformerShape.from_config(model_config.get_text_config().to_dict())),
             resume_from=resume_from,
         )
-        yield SyncGRPOTrainer(parts)
 
 
 def _loss(config: MasterConfig) -> LossFunction:
-    prev_field = "generation_logprobs" if config.grpo.use_generation_logprobs_as_prev else "prev_logprobs"
+    is_from_sampler = config.grpo.use_generation_logprobs_as_prev
+    prev_field = "generation_logprobs" if is_from_sampler else WorkerPass.PREV_LOGPROBS.column
     loss: LossFunction = LOSSES.load(config.loss_fn.name, key="loss_fn.name")(
         config=config.loss_fn, prev_field=prev_field
     )

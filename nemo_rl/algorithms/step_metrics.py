@@ -11,42 +11,19 @@ from typing import cast
 
 import numpy as np
 
-from nemo_rl.algorithms.grpo import ScoredRows
-from nemo_rl.config.schema import MasterConfig
+from nemo_rl.algorithms.stages.state import StepState
 from nemo_rl.data_plane.client.operation_counts import OperationCount, merge_snapshots
 from nemo_rl.distributed.packing import PackPlan
-from nemo_rl.experience.payload import RowScalars, mean_of_scored
+from nemo_rl.distributed.worker_pass import WorkerPass
+from nemo_rl.experience.payload import mean_of_scored
 from nemo_rl.models.policy.lm_policy import TrainSummary
 from nemo_rl.utils.logger import REWARD_METRIC
-from nemo_rl.utils.metrics import Reduction, values
+from nemo_rl.utils.metrics import values
 
-__all__ = ["StepRecord", "Traffic", "data_plane_metrics", "pack_metrics", "step_metrics", "training_speed"]
+__all__ = ["Traffic", "data_plane_metrics", "lag_metrics", "pack_metrics", "step_metrics", "training_speed"]
 
 LOSS_PARTS = {"actor_loss", "kl_penalty"}
 """Summed within an optimizer step; reported, like the loss, as the mean over the optimizer steps of a GRPO step."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepRecord:
-    """What a step produced."""
-
-    step: int
-    carry: RowScalars
-    scored: ScoredRows
-    rollout_metrics: Mapping[str, Reduction]
-    num_tokens: int
-    """Prompt and response tokens of the step."""
-    train: TrainSummary | None
-    """None when no row carried a gradient."""
-    plan: PackPlan | None
-    logprob_plan: PackPlan | None = None
-    """Microbatches of the log-probability stages, over the same assignment of rows; None without such a stage."""
-    driver_bytes: int
-    """Metas, plans, row scalars and results that the driver received or sent."""
-    seconds: float
-    """Rollout to cleared rows; refit, validation and checkpoint come after it."""
-    train_seconds: float = 0.0
-    """Of `seconds`, the training stage: fetch, forward, backward, optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,37 +35,54 @@ class Traffic:
     """Payload bytes put and fetched, per stage."""
 
 
-def step_metrics(record: StepRecord, config: MasterConfig) -> dict[str, float]:
-    """Rollout, group and training metrics."""
-    rewards, stats = record.carry.rewards, record.scored.stats
+def step_metrics(step: StepState) -> dict[str, float]:
+    """Rollout, group and training metrics of a step that has ended."""
+    carry, stats, chosen = step.rows.carry, step.scores.stats, step.chosen
+    plan, logprob_plan = (None, None) if chosen is None else (chosen.plan, chosen.logprob_plan)
     metrics = {
-        REWARD_METRIC: float(np.mean(rewards)),
-        "train/reward_std": float(np.std(rewards)),
+        REWARD_METRIC: float(np.mean(carry.rewards)),
+        "train/reward_std": float(np.std(carry.rewards)),
         "rollout/trivial_group_share": float(stats.is_trivial.float().mean()),
-        "rollout/truncated_share": float(np.mean(record.carry.truncated)),
-        "rollout/mean_response_tokens": float(np.mean(record.carry.response_lengths)),
-        "train/rows": _trained_rows(record.plan),
-        "timing/step_s": record.seconds,
-        "rollout/tokens_per_s": record.num_tokens / record.seconds,
+        "rollout/truncated_share": float(np.mean(carry.truncated)),
+        "rollout/mean_response_tokens": float(np.mean(carry.response_lengths)),
+        "train/rows": _trained_rows(plan),
+        "timing/step_s": step.seconds,
+        "rollout/tokens_per_s": step.num_tokens / step.seconds,
     }
-    metrics |= {f"{REWARD_METRIC}/{name}": mean_of_scored(part) for name, part in record.carry.components.items()}
-    metrics.update({f"rollout/{name}": value for name, value in values(record.rollout_metrics).items()})
-    metrics |= pack_metrics("train", record.plan) | pack_metrics("logprob", record.logprob_plan)
-    if record.train is not None:
-        metrics.update({f"train/{name}": value for name, value in values(record.train.metrics).items()})
-        for name in LOSS_PARTS & record.train.metrics.keys():
-            metrics[f"train/{name}"] /= len(record.train.losses)
-        metrics.update(
-            {
-                "train/loss": record.train.loss,
-                "train/grad_norm": float(np.mean(record.train.grad_norms)),
-                "train/learning_rate": record.train.learning_rate,
-                "train/tokens": float(record.train.num_tokens),
-                "train/total_flops": record.train.total_flops,
-            }
-        )
-        metrics |= training_speed(record.train, record.train_seconds)
+    metrics |= {f"{REWARD_METRIC}/{name}": mean_of_scored(part) for name, part in carry.components.items()}
+    metrics.update({f"rollout/{name}": value for name, value in values(step.rows.metrics).items()})
+    metrics |= lag_metrics(carry.weight_versions, policy_version=step.policy_version)
+    metrics |= pack_metrics("train", plan) | pack_metrics("logprob", logprob_plan)
+    if step.train is not None:
+        metrics |= _training_metrics(step.train)
+        metrics |= training_speed(step.train, step.stage_seconds.get(WorkerPass.TRAIN, 0.0))
     return metrics
+
+
+def _training_metrics(train: TrainSummary) -> dict[str, float]:
+    """Loss and what workers have measured, of one step."""
+    metrics = {f"train/{name}": value for name, value in values(train.metrics).items()}
+    for name in LOSS_PARTS & train.metrics.keys():
+        metrics[f"train/{name}"] /= len(train.losses)
+    return metrics | {
+        "train/loss": train.loss,
+        "train/grad_norm": float(np.mean(train.grad_norms)),
+        "train/learning_rate": train.learning_rate,
+        "train/tokens": float(train.num_tokens),
+        "train/total_flops": train.total_flops,
+    }
+
+
+def lag_metrics(weight_versions: np.ndarray, *, policy_version: int) -> dict[str, float]:
+    """How many updates the policy is ahead of the weights that sampled each row; nothing where it is ahead of none."""
+    lags = policy_version - weight_versions
+    if not lags.any():
+        return {}
+    return {
+        "rollout/weight_lag_min": float(lags.min()),
+        "rollout/weight_lag_max": float(lags.max()),
+        "rollout/weight_lag_mean": float(lags.mean()),
+    }
 
 
 def training_speed(train: TrainSummary, seconds: float) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Builds data plane clients: the only place that knows which store and which ledger host a run uses.
 
 The driver calls `build_data_plane_client(..., role="owner")`; workers call `attach_data_plane(address)`. `open_step`
-opens a partition for one step and leaves it empty, whatever happens inside.
+opens a partition for the rows of one step and leaves none of them, whatever happens inside.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.address import DataPlaneAddress, HostKind, LedgerAddress
 from nemo_rl.data_plane.attach_file import AttachPoint, write_attach_file
 from nemo_rl.data_plane.client.ledger_client import LedgerClient
+from nemo_rl.data_plane.client.stage_context import CLEAR, working_for
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.ledger.host import InProcessHost, LedgerHost, LedgerService, build_service
 from nemo_rl.data_plane.ledger.host_socket import LedgerServer, SocketLedgerHost
@@ -111,24 +112,36 @@ def observe(point: AttachPoint) -> LedgerHost:
 
 
 @contextmanager
-def open_step(client: DataPlaneClient, partition_id: str) -> Iterator[None]:
-    """One step in a registered partition: it is cleared at the end, also after an error, and must then be empty."""
+def open_step(client: DataPlaneClient, partition_id: str, keys: Collection[str]) -> Iterator[None]:
+    """One step in a registered partition: its rows are cleared at the end, also after an error, and none may be left.
+
+    Args:
+        keys: of all rows that the step may put; rows of other steps in the partition stay.
+    """
+    listed = list(keys)
     try:
         yield
     except BaseException as error:
         try:
-            client.kv_clear(None, partition_id, reason=f"failed step: {type(error).__name__}")
+            with working_for(CLEAR):
+                client.kv_clear(listed, partition_id, reason=f"failed step: {type(error).__name__}")
         except DataPlaneError as problem:
-            logger.warning("could not clear partition %r after a failed step: %s", partition_id, problem)
+            logger.warning("could not clear the rows of a failed step in %r: %s", partition_id, problem)
         raise
-    client.kv_clear(None, partition_id, reason="step end")
-    check_empty(client, [partition_id])
+    with working_for(CLEAR):
+        client.kv_clear(listed, partition_id, reason="step end")
+        check_empty(client, [partition_id], keys=listed)
 
 
-def check_empty(client: DataPlaneClient, partition_ids: Iterable[str]) -> None:
-    """Raises when rows are alive after a step, with the clients that made them."""
+def check_empty(client: DataPlaneClient, partition_ids: Iterable[str], *, keys: Collection[str] | None = None) -> None:
+    """Raises when rows are alive after a step, with the clients that made them.
+
+    Args:
+        keys: of the rows that must be gone; None means that no row may be left.
+    """
+    gone = None if keys is None else set(keys)
     for partition_id in partition_ids:
-        owners = client.row_owners(partition_id)
+        owners = {key: owner for key, owner in client.row_owners(partition_id).items() if gone is None or key in gone}
         if owners:
             rows = name_some(f"{key} (put by {owner or 'an unnamed client'})" for key, owner in owners.items())
             raise DataPlaneError(

@@ -1,14 +1,25 @@
-"""Keys of rows: `<group uid>_g<index>`. The only place that puts keys together or takes them apart."""
+"""Keys of rows: `<group uid>_g<index>`. The only place that puts keys together or takes them apart.
+
+The driver mints the uids of a step, so it knows the keys of all rows that the step may put before any is there.
+"""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable
 
-__all__ = ["cut_key", "group_keys", "group_uid", "index_of", "key_of", "split_key"]
+__all__ = ["cut_key", "group_uid", "index_of", "key_of", "keys_of_groups", "mint_uids", "split_key"]
 
 MARK = "_g"
 MOST_DIGITS = 9
 """Of an index."""
+UID_BYTES = 6
+"""Random bytes of a group uid: with 2^48 values a collision among the live groups of all steps is out of reach."""
+
+
+def mint_uids(num_groups: int) -> tuple[str, ...]:
+    """Fresh uids: no group of another step or epoch has one of them."""
+    return tuple(secrets.token_hex(UID_BYTES) for _ in range(num_groups))
 
 
 def key_of(uid: str, index: int | str) -> str:
@@ -16,14 +27,14 @@ def key_of(uid: str, index: int | str) -> str:
     return f"{uid}{MARK}{index}"
 
 
-def group_keys(uids: Iterable[str], group_size: int) -> list[str]:
+def keys_of_groups(uids: Iterable[str], group_size: int) -> tuple[str, ...]:
     """Keys of whole groups, group by group.
 
     Example:
-        >>> group_keys(["a", "b"], 2)
-        ['a_g0', 'a_g1', 'b_g0', 'b_g1']
+        >>> keys_of_groups(["a", "b"], 2)
+        ('a_g0', 'a_g1', 'b_g0', 'b_g1')
     """
-    return [key_of(uid, i) for uid in uids for i in range(group_size)]
+    return tuple(key_of(uid, i) for uid in uids for i in range(group_size))
 
 
 def group_uid(key: str) -> str:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -22,7 +22,7 @@ from nemo_rl.data_plane.chunks.ragged import object_rows
 from nemo_rl.data_plane.chunks.wire import packed_size
 from nemo_rl.data_plane.client.event_callback import DataPlaneEvent, load_callback
 from nemo_rl.data_plane.client.operation_counts import OperationCount, Totals, merge_snapshots
-from nemo_rl.data_plane.client.stage_context import current_stage
+from nemo_rl.data_plane.client.stage_context import current_stage, working_for
 from nemo_rl.data_plane.interfaces import Columns, DataPlaneClient, KVBatchMeta, Tags, TagValue
 from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -100,14 +100,9 @@ class MetricsDataPlaneClient(DataPlaneClient):
     def address(self) -> DataPlaneAddress:
         return self._inner.address
 
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def stage(self, name: str) -> AbstractContextManager[None]:
         """Calls made inside, in this thread, are counted for stage `name`."""
-        token = current_stage.set(name)
-        try:
-            yield
-        finally:
-            current_stage.reset(token)
+        return working_for(name)
 
     def snapshot(self, *, reset: bool = False) -> dict[str, object]:
         """Totals since the start or the last reset.

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import SchemaMismatch, name_some
 
 __all__ = [
@@ -84,14 +85,14 @@ _ROWS = (
         pad="token",
         family="tokens",
         produced_by="rollout",
-        read_by=("prev_logprobs", "reference_logprobs", "train", "log"),
+        read_by=(*WorkerPass, "log"),
     ),
     FieldSpec(
         name="input_lengths",
         dtypes=("int32",),
         family="tokens",
         produced_by="rollout",
-        read_by=("prev_logprobs", "reference_logprobs", "train"),
+        read_by=tuple(WorkerPass),
     ),
     FieldSpec(
         name="generation_logprobs",
@@ -99,23 +100,23 @@ _ROWS = (
         dims=("T",),
         family="generation_logprobs",
         produced_by="rollout",
-        read_by=("train",),
+        read_by=(WorkerPass.TRAIN,),
     ),
     FieldSpec(
-        name="prev_logprobs",
+        name=WorkerPass.PREV_LOGPROBS.column,
         dtypes=("float32",),
         dims=("T",),
-        family="prev_logprobs",
-        produced_by="prev_logprobs",
-        read_by=("train",),
+        family=WorkerPass.PREV_LOGPROBS.column,
+        produced_by=WorkerPass.PREV_LOGPROBS,
+        read_by=(WorkerPass.TRAIN,),
     ),
     FieldSpec(
-        name="reference_policy_logprobs",
+        name=WorkerPass.REFERENCE_LOGPROBS.column,
         dtypes=("float32",),
         dims=("T",),
-        family="reference_policy_logprobs",
-        produced_by="reference_logprobs",
-        read_by=("train",),
+        family=WorkerPass.REFERENCE_LOGPROBS.column,
+        produced_by=WorkerPass.REFERENCE_LOGPROBS,
+        read_by=(WorkerPass.TRAIN,),
         condition="reference_kl",
     ),
     FieldSpec(
@@ -123,7 +124,7 @@ _ROWS = (
         dtypes=("float32",),
         family="advantages",
         produced_by="advantages",
-        read_by=("train",),
+        read_by=(WorkerPass.TRAIN,),
     ),
     FieldSpec(
         name="token_mask",
@@ -131,14 +132,14 @@ _ROWS = (
         dims=("T",),
         family="tokens",
         produced_by="rollout",
-        read_by=("prev_logprobs", "reference_logprobs", "train", "log"),
+        read_by=(*WorkerPass, "log"),
     ),
     FieldSpec(
         name="sample_mask",
         dtypes=("float32",),
         family="sample_mask",
         produced_by="rollout",
-        read_by=("prev_logprobs", "reference_logprobs", "train"),
+        read_by=tuple(WorkerPass),
         rewritten_by=("advantages",),
     ),
     FieldSpec(
@@ -147,7 +148,7 @@ _ROWS = (
         dims=("T", "L", "K"),
         family="routed_experts",
         produced_by="rollout",
-        read_by=("prev_logprobs", "train"),
+        read_by=(WorkerPass.PREV_LOGPROBS, WorkerPass.TRAIN),
         condition="routes_whole",
     ),
     FieldSpec(
@@ -156,7 +157,7 @@ _ROWS = (
         dims=("T", "B"),
         family="routed_experts",
         produced_by="rollout",
-        read_by=("prev_logprobs", "train"),
+        read_by=(WorkerPass.PREV_LOGPROBS, WorkerPass.TRAIN),
         condition="routes_bit_packed",
     ),
     FieldSpec(
@@ -165,7 +166,7 @@ _ROWS = (
         dims=("M",),
         family="routed_experts",
         produced_by="rollout",
-        read_by=("prev_logprobs", "train"),
+        read_by=(WorkerPass.PREV_LOGPROBS, WorkerPass.TRAIN),
         condition="routes",
     ),
     FieldSpec(
@@ -174,20 +175,17 @@ _ROWS = (
         dims=("T", "L"),
         family="routed_experts_digests",
         produced_by="rollout",
-        read_by=("prev_logprobs", "train"),
+        read_by=(WorkerPass.PREV_LOGPROBS, WorkerPass.TRAIN),
         condition="route_digests",
     ),
 )
 
 FIELDS: Mapping[str, FieldSpec] = {spec.name: spec for spec in _ROWS}
 
-# Consumer tasks whose name is not the name of their stage.
-_STAGE_OF_TASK: Mapping[str, str] = {"prev_lp": "prev_logprobs", "ref_lp": "reference_logprobs"}
-
 
 def stage_of_task(task_name: str) -> str:
     """The stage a consumer task runs: `prev_lp` runs `prev_logprobs`."""
-    return _STAGE_OF_TASK.get(task_name, task_name)
+    return WorkerPass.of_task(task_name) or task_name
 
 
 def _holds(spec: FieldSpec, conditions: Collection[str] | None) -> bool:
@@ -215,8 +213,8 @@ def route_fields(conditions: Collection[str]) -> tuple[str, ...]:
 
 _ROUTE_FAMILIES = ("routed_experts", "routed_experts_digests")
 ROUTE_FIELDS: tuple[str, ...] = tuple(s.name for s in _ROWS if s.family in _ROUTE_FAMILIES)
-DP_TRAIN_FIELDS: tuple[str, ...] = tuple(name for name in reads_of("train") if name not in ROUTE_FIELDS)
-LP_SEED_FIELDS: tuple[str, ...] = tuple(name for name in reads_of("prev_logprobs") if name not in ROUTE_FIELDS)
+DP_TRAIN_FIELDS: tuple[str, ...] = tuple(name for name in reads_of(WorkerPass.TRAIN) if name not in ROUTE_FIELDS)
+LP_SEED_FIELDS: tuple[str, ...] = tuple(name for name in reads_of(WorkerPass.PREV_LOGPROBS) if name not in ROUTE_FIELDS)
 TOKEN_ALIGNED_FIELDS: tuple[str, ...] = tuple(s.name for s in _ROWS if s.is_token_aligned)
 
 

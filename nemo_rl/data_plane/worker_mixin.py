@@ -258,7 +258,8 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
         """(collective) Writes `reference_policy_logprobs` of this rank's shard."""
         with self._stage(WorkerPass.REFERENCE_LOGPROBS):
             batch = self._fetch(meta, LP_SEED_FIELDS)
-            return self._write_back(meta, {"reference_policy_logprobs": self._reference_logprobs(meta, batch)})
+            column = WorkerPass.REFERENCE_LOGPROBS.column
+            return self._write_back(meta, {column: self._reference_logprobs(meta, batch)})
 
     @contextmanager
     def _stage(self, stage: WorkerPass) -> Iterator[None]:

@@ -17,6 +17,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 __all__ = ["Call", "Payload", "Pending", "Request", "ask"]
 
 _T = TypeVar("_T")
+_S = TypeVar("_S")
 _P = ParamSpec("_P")
 
 
@@ -67,19 +68,28 @@ class Payload(Generic[_T]):
 
 
 class Pending(Generic[_T]):
-    """A call that the ranks are busy with.
+    """A result that workers are busy with.
 
     Args:
-        wait: gives the results, or raises; called once.
+        wait: gives the result, or raises; called once.
     """
 
-    def __init__(self, wait: Callable[[], list[_T]]) -> None:
+    def __init__(self, wait: Callable[[], _T]) -> None:
         self._wait = cache(wait)
 
-    def result(self) -> list[_T]:
-        """Waits for the results, in rank order.
+    @classmethod
+    def done(cls, result: _T) -> Pending[_T]:
+        """A result that is there already."""
+        return cls(lambda: result)
+
+    def result(self) -> _T:
+        """Waits for the result; that of a call to several ranks is a list in rank order.
 
         Raises:
             UserError: a worker refused its input. WorkerError: a worker failed, died or passed the deadline.
         """
         return self._wait()
+
+    def then(self, change: Callable[[_T], _S]) -> Pending[_S]:
+        """What `change` makes of the result, on the side of whoever asks for it first."""
+        return Pending(lambda: change(self.result()))

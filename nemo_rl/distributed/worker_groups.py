@@ -59,7 +59,7 @@ class WorkerGroup(ABC):
         return self.submit(call).result()
 
     @abstractmethod
-    def submit(self, call: Call[_T]) -> Pending[_T]:
+    def submit(self, call: Call[_T]) -> Pending[list[_T]]:
         """As `run` without waiting; the deadline counts from here. Each rank does its calls in the order of submits.
 
         Raises:
@@ -87,7 +87,7 @@ class LocalWorkerGroup(WorkerGroup):
         self.world_size = 1
         self._worker: object | None = factory()
 
-    def submit(self, call: Call[_T]) -> Pending[_T]:
+    def submit(self, call: Call[_T]) -> Pending[list[_T]]:
         if self._worker is None:
             raise WorkerError("the worker has been shut down", rank=0, stage=call.stage)
         done: Future[list[_T]] = Future()
@@ -238,7 +238,7 @@ class RayWorkerGroup(WorkerGroup):
                 f"the worker process died: {_first_line(error)}", rank=0, stage=self._start_stage
             ) from error
 
-    def submit(self, call: Call[_T]) -> Pending[_T]:
+    def submit(self, call: Call[_T]) -> Pending[list[_T]]:
         deadline = time.monotonic() + call.timeout_s
         ranks = self._ranks(call)
         refs = [self._alive(rank, call.stage).call.remote(*_sent(call, rank)) for rank in ranks]

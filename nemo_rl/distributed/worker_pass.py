@@ -1,4 +1,4 @@
-"""What a policy worker does with a shard of rows: the passes that a step is made of."""
+"""What a policy worker does with a shard of rows, under all its names: the passes that a step is made of."""
 
 from __future__ import annotations
 
@@ -8,8 +8,28 @@ __all__ = ["WorkerPass"]
 
 
 class WorkerPass(StrEnum):
-    """Named as the stages of `FieldSpec.read_by`, and in errors, data plane counters and traces of routes."""
+    """A pass is its stage's name, as in `FieldSpec.read_by`, errors, data plane counters and traces of routes.
 
-    PREV_LOGPROBS = "prev_logprobs"
-    REFERENCE_LOGPROBS = "reference_logprobs"
-    TRAIN = "train"
+    Example:
+        >>> WorkerPass.of_task("prev_lp"), WorkerPass.REFERENCE_LOGPROBS.column
+        (<WorkerPass.PREV_LOGPROBS: 'prev_logprobs'>, 'reference_policy_logprobs')
+    """
+
+    task: str
+    """The task that claims rows for it."""
+    column: str
+    """What it writes of every token; empty where it writes nothing."""
+
+    PREV_LOGPROBS = "prev_logprobs", "prev_lp", "prev_logprobs"
+    REFERENCE_LOGPROBS = "reference_logprobs", "ref_lp", "reference_policy_logprobs"
+    TRAIN = "train", "train", ""
+
+    def __new__(cls, stage: str, task: str, column: str) -> WorkerPass:
+        made = str.__new__(cls, stage)
+        made._value_, made.task, made.column = stage, task, column
+        return made
+
+    @classmethod
+    def of_task(cls, task: str) -> WorkerPass | None:
+        """The pass that a consumer task runs; None for a task of something else."""
+        return next((each for each in cls if each.task == task), None)

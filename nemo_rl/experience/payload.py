@@ -6,21 +6,16 @@ Called by the rollout worker. Invariant: nothing per token is in `RowScalars`.
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from nemo_rl.data_plane.keys import group_keys
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.generation.interfaces import GenerationOutput
 
-__all__ = ["RowScalars", "build_columns", "mean_of_scored", "mint_keys", "row_record"]
-
-UID_BYTES = 6
-"""Random bytes of a group uid: with 2^48 values a collision among the live groups of a step is out of reach."""
+__all__ = ["RowScalars", "build_columns", "mean_of_scored", "row_record"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,31 +24,48 @@ class RowScalars:
 
     rewards: np.ndarray
     """`[N]` float32."""
-    group_ids: np.ndarray
-    """`[N]` int32, equal for samples of one prompt, counted from 0 in row order."""
+    group_uids: tuple[str, ...]
+    """The uid in the key of each row, equal for samples of one prompt and no others, whatever their step."""
     truncated: np.ndarray
     """`[N]` bool."""
     response_lengths: np.ndarray
     """`[N]` int32, tokens."""
+    weight_versions: np.ndarray
+    """`[N]` int64, the version of the weights that sampled each row."""
     components: Mapping[str, np.ndarray] = field(default_factory=dict)
     """`[N]` float32 each: parts of the reward by name, before their weights; NaN for a row that was not scored."""
 
+    def __len__(self) -> int:
+        return len(self.rewards)
+
     def select(self, rows: Sequence[int]) -> RowScalars:
-        """The same columns at `rows`."""
+        """The same columns at `rows`, in that order."""
         index = np.asarray(rows, dtype=np.int64)
         return RowScalars(
             rewards=self.rewards[index],
-            group_ids=self.group_ids[index],
+            group_uids=tuple(self.group_uids[row] for row in rows),
             truncated=self.truncated[index],
             response_lengths=self.response_lengths[index],
+            weight_versions=self.weight_versions[index],
             components={name: part[index] for name, part in self.components.items()},
         )
 
+    def concat(self, *others: RowScalars) -> RowScalars:
+        """Rows of this one, then those of the others, also of other steps; a component that some lack is NaN there."""
+        parts = (self, *others)
+        names = dict.fromkeys(name for part in parts for name in part.components)
+        return RowScalars(
+            rewards=np.concatenate([part.rewards for part in parts]),
+            group_uids=tuple(uid for part in parts for uid in part.group_uids),
+            truncated=np.concatenate([part.truncated for part in parts]),
+            response_lengths=np.concatenate([part.response_lengths for part in parts]),
+            weight_versions=np.concatenate([part.weight_versions for part in parts]),
+            components={name: np.concatenate([part._component(name) for part in parts]) for name in names},
+        )
 
-def mint_keys(num_groups: int, group_size: int) -> list[str]:
-    """Fresh keys `<group uid>_g<i>`, group by group."""
-    uids = [secrets.token_hex(UID_BYTES) for _ in range(num_groups)]
-    return group_keys(uids, group_size)
+    def _component(self, name: str) -> np.ndarray:
+        found = self.components.get(name)
+        return np.full(len(self), math.nan, dtype=np.float32) if found is None else found
 
 
 def build_columns(

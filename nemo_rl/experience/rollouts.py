@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from nemo_rl.config.policy import GenerationConfig
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.environments.interfaces import Environment, EnvReport, Response
-from nemo_rl.errors import WorkerError
+from nemo_rl.errors import WorkerError, name_some
 from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
     GenerationOutput,
@@ -74,16 +74,17 @@ def run_rollouts(
     tokenizer: PreTrainedTokenizerBase,
     sampling: SamplingParams,
     seeds: SeedSource,
-    version: int,
+    version: int | None,
     with_routes: bool = False,
 ) -> Rollouts:
     """Samples `group_size` responses per prompt and scores them.
 
     Args:
+        version: of the weights that every row must be sampled from; None takes any, and the rows say which.
         with_routes: the engines record the routes of experts.
 
     Raises:
-        WorkerError: the engines hold other weights than `version`.
+        WorkerError: an engine holds other weights than `version`.
         RewardError: a reward function failed.
     """
     request = GenerationRequest(
@@ -93,9 +94,11 @@ def run_rollouts(
         with_routes=with_routes,
     )
     output = generation.generate(request)
-    if output.weight_version != version:
+    others = set(output.row_versions) - {version}
+    if version is not None and others:
         raise WorkerError(
-            f"expected samples of weight version {version}, the engines hold {output.weight_version}", stage="rollout"
+            f"expected samples of weight version {version}, the engines hold {name_some(sorted(others))}",
+            stage="rollout",
         )
     texts = decode_responses(output, tokenizer, sampling.stop_token_ids)
     measured = zip(texts, output.lengths.tolist(), output.truncated.tolist(), strict=True)

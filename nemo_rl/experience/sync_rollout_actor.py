@@ -7,8 +7,9 @@ between them: prompt numbers, metas and per-row scalars.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,20 +23,21 @@ from nemo_rl.data_plane.chunks.wire import pickled_size
 from nemo_rl.data_plane.column_io import kv_first_write, read_columns
 from nemo_rl.data_plane.factory import attach_data_plane
 from nemo_rl.data_plane.interfaces import KVBatchMeta
+from nemo_rl.data_plane.keys import keys_of_groups
 from nemo_rl.data_plane.observability import MetricsDataPlaneClient
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.calls import Call, Request, ask
+from nemo_rl.distributed.calls import Call, Pending, Request, ask
 from nemo_rl.distributed.worker_groups import WorkerGroup
 from nemo_rl.environments.factory import build_environment
 from nemo_rl.errors import DataPlaneClosed, ResourceError, WorkerError
-from nemo_rl.experience.payload import RowScalars, build_columns, mean_of_scored, mint_keys, row_record
+from nemo_rl.experience.payload import RowScalars, build_columns, mean_of_scored, row_record
 from nemo_rl.experience.rollouts import Rollouts, SeedSource, run_rollouts, sampling_params
 from nemo_rl.experience.routes import RouteWriter
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.utils.files import write_text
 from nemo_rl.utils.last_resort import machine_problem
 from nemo_rl.utils.logger import VAL_ACCURACY_METRIC, VAL_REWARD_METRIC
-from nemo_rl.utils.metrics import Max, Mean, Reduction, Sum
+from nemo_rl.utils.metrics import Max, Mean, Reduction, Sum, merge_metrics
 from nemo_rl.utils.r3_trace import trace_rollout_payload
 
 __all__ = ["REWARD_LOG", "RolloutHandle", "RolloutInfo", "RolloutResult", "SyncRolloutActor", "ValidationResult"]
@@ -65,6 +67,20 @@ class RolloutResult:
     metrics: dict[str, Reduction] = field(default_factory=dict)
     printed: tuple[str, ...] = ()
     """Lines of the reward for the person at the terminal."""
+
+    def select(self, rows: Sequence[int]) -> RolloutResult:
+        """The rows at `rows`, in that order; the metrics stay those of the whole rollout."""
+        return replace(self, meta=self.meta.subset(rows), carry=self.carry.select(rows))
+
+    def concat(self, *others: RolloutResult) -> RolloutResult:
+        """Rows of this one, then those of the others, also of other steps."""
+        parts = (self, *others)
+        return RolloutResult(
+            meta=self.meta.concat(*(other.meta for other in others)),
+            carry=self.carry.concat(*(other.carry for other in others)),
+            metrics=merge_metrics(part.metrics for part in parts),
+            printed=tuple(line for part in parts for line in part.printed),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,12 +156,20 @@ class SyncRolloutActor:
             raise DataPlaneClosed("the rollout worker has no data plane client; call setup_data_plane first")
         return self._client
 
-    def rollout(self, prompt_numbers: Sequence[int], *, step: int, version: int, partition_id: str) -> RolloutResult:
-        """Samples, scores and writes the rollout columns of `prompt_numbers`; rows come prompt by prompt."""
+    def rollout(
+        self, prompt_numbers: Sequence[int], *, uids: Sequence[str], step: int, version: int | None, partition_id: str
+    ) -> RolloutResult:
+        """Samples, scores and writes the rollout columns of `prompt_numbers`; rows come prompt by prompt.
+
+        Args:
+            uids: of the groups, one per prompt.
+            step: decides the seeds of the rows.
+            version: as in `run_rollouts`.
+        """
         prompts = [self._train.prompts[number] for number in prompt_numbers]
         group = self._config.grpo.num_generations_per_prompt
         rollouts = self._run(self._train, prompt_numbers, group_size=group, step=step, version=version)
-        keys = mint_keys(len(prompts), group)
+        keys = keys_of_groups(uids, group)
         columns = build_columns(
             [prompt.ids for prompt in prompts],
             rollouts.output,
@@ -154,19 +178,24 @@ class SyncRolloutActor:
         )
         route_metrics = self._add_routes(columns, rollouts, keys=keys, partition_id=partition_id)
         rewards = np.asarray(rollouts.report.rewards, dtype=np.float32)
+        versions = rollouts.output.row_versions
         with self.client.stage("rollout"):
             meta = kv_first_write(
                 self.client,
                 columns,
                 keys,
                 partition_id=partition_id,
-                tags=[{"reward": float(reward), "weight_version": version} for reward in rewards],
+                tags=[
+                    {"reward": float(reward), "weight_version": version}
+                    for reward, version in zip(rewards, versions, strict=True)
+                ],
             )
         carry = RowScalars(
             rewards=rewards,
-            group_ids=np.repeat(np.arange(len(prompts), dtype=np.int32), group),
+            group_uids=tuple(uid for uid in uids for _ in range(group)),
             truncated=rollouts.output.truncated.numpy(),
             response_lengths=rollouts.output.lengths.numpy().astype(np.int32),
+            weight_versions=np.asarray(versions, dtype=np.int64),
             components=_columns(rollouts.report.components),
         )
         return RolloutResult(
@@ -262,7 +291,9 @@ class SyncRolloutActor:
         if client is not None:
             client.close()
 
-    def _run(self, source: PromptSet, numbers: Sequence[int], *, group_size: int, step: int, version: int) -> Rollouts:
+    def _run(
+        self, source: PromptSet, numbers: Sequence[int], *, group_size: int, step: int, version: int | None
+    ) -> Rollouts:
         is_validation = source is self._validation
         return run_rollouts(
             [source.prompts[number] for number in numbers],
@@ -285,13 +316,11 @@ class RolloutHandle:
     Args:
         workers: a group of one `SyncRolloutActor`.
         timeout_s: deadline of one stage.
-        partition_id: where training rows are written.
+        report: gets lines for the person at the terminal.
     """
 
-    def __init__(self, workers: WorkerGroup, *, timeout_s: float, partition_id: str) -> None:
-        self._workers = workers
-        self._timeout_s = timeout_s
-        self._partition_id = partition_id
+    def __init__(self, workers: WorkerGroup, *, timeout_s: float, report: Callable[[str], None]) -> None:
+        self._workers, self._timeout_s, self._report = workers, timeout_s, report
         self.driver_bytes = 0
         """Bytes of prompt numbers, metas and row scalars that this driver has sent or received so far."""
 
@@ -301,27 +330,38 @@ class RolloutHandle:
     def setup_data_plane(self, address: DataPlaneAddress) -> None:
         self._run(ask(SyncRolloutActor.setup_data_plane, address=address), "data plane setup")
 
-    def rollout(self, prompt_numbers: Sequence[int], *, step: int, version: int) -> RolloutResult:
+    def submit_rollout(
+        self, prompt_numbers: Sequence[int], *, uids: Sequence[str], step: int, version: int | None, partition_id: str
+    ) -> Pending[RolloutResult]:
         """Rows of one step in the data plane; see `SyncRolloutActor.rollout`."""
         request = ask(
             SyncRolloutActor.rollout,
             prompt_numbers=list(prompt_numbers),
+            uids=list(uids),
             step=step,
             version=version,
-            partition_id=self._partition_id,
+            partition_id=partition_id,
         )
-        result = self._run(request, "rollout")
-        self.driver_bytes += pickled_size(list(prompt_numbers), result)
-        return result
+
+        def count(result: RolloutResult) -> RolloutResult:
+            self.driver_bytes += pickled_size(list(prompt_numbers), list(uids), result)
+            self._show(result.printed)
+            return result
+
+        return self._submit(request, "rollout").then(count)
 
     def validate(self, *, step: int, version: int, path: Path | None) -> ValidationResult:
         """One response to each held-out prompt; see `SyncRolloutActor.validate`."""
-        return self._run(ask(SyncRolloutActor.validate, step=step, version=version, path=path), "validation")
+        result = self._run(ask(SyncRolloutActor.validate, step=step, version=version, path=path), "validation")
+        self._show(result.printed)
+        return result
 
-    def log_rollouts(self, meta: KVBatchMeta, *, path: Path, records: Sequence[Mapping[str, object]]) -> None:
+    def submit_log_rollouts(
+        self, meta: KVBatchMeta, *, path: Path, records: Sequence[Mapping[str, object]]
+    ) -> Pending[None]:
         """Writes rows for people; see `SyncRolloutActor.log_rollouts`."""
-        self._run(ask(SyncRolloutActor.log_rollouts, meta=meta, path=path, records=records), "log")
         self.driver_bytes += pickled_size(meta, records)
+        return self._submit(ask(SyncRolloutActor.log_rollouts, meta=meta, path=path, records=records), "log")
 
     def data_plane_snapshot(self) -> Mapping[str, object]:
         return self._run(ask(SyncRolloutActor.data_plane_snapshot), "metrics")
@@ -330,7 +370,15 @@ class RolloutHandle:
         self._workers.shutdown()
 
     def _run(self, request: Request[_T], stage: str) -> _T:
-        return self._workers.run(Call(request=request, stage=stage, timeout_s=self._timeout_s))[0]
+        return self._submit(request, stage).result()
+
+    def _show(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self._report(f"reward: {line}")
+
+    def _submit(self, request: Request[_T], stage: str) -> Pending[_T]:
+        call = Call(request=request, stage=stage, timeout_s=self._timeout_s)
+        return self._workers.submit(call).then(itemgetter(0))
 
 
 def _rollout_metrics(rollouts: Rollouts) -> dict[str, Reduction]:

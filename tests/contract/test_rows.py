@@ -411,14 +411,19 @@ def test_another_client_reads_what_one_wrote_and_its_close_ends_only_itself(plan
     put_ids(plane, partition, ["c"])
 
 
-def test_a_step_leaves_no_rows_even_when_it_fails(plane: Plane) -> None:
+def test_a_step_leaves_no_rows_even_when_it_fails_and_those_of_other_steps_alone(plane: Plane) -> None:
     partition = plane.partition()
-    with open_step(plane.owner, partition):
-        put_ids(plane, partition, keys_of(3))
-    assert plane.owner.kv_list(partition) == {}
-    with pytest.raises(RuntimeError, match="boom"), open_step(plane.owner, partition):
-        put_ids(plane, partition, keys_of(3))
+    others, mine = ["other_g0", "other_g1"], keys_of(3)
+    put_ids(plane, partition, others)
+    with open_step(plane.owner, partition, mine):
+        put_ids(plane, partition, mine)
+    assert list(plane.owner.kv_list(partition)) == others
+    with pytest.raises(RuntimeError, match="boom"), open_step(plane.owner, partition, mine):
+        put_ids(plane, partition, mine)
         raise RuntimeError("boom")
+    assert list(plane.owner.kv_list(partition)) == others
+    assert plane.owner.kv_batch_get(others, partition, ["input_ids"])["input_ids"].size(0) == 2
+    plane.owner.kv_clear(others, partition)
     assert plane.owner.stats()["live_rows"] == 0
 
 

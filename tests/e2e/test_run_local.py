@@ -11,8 +11,9 @@ import pytest
 from rich.console import Console
 from safetensors.torch import load_file
 
+from nemo_rl.algorithms.grpo_sync import SyncGRPOTrainer
 from nemo_rl.algorithms.run import run
-from nemo_rl.algorithms.setup import open_trainer
+from nemo_rl.algorithms.setup import open_parts, open_trainer
 from nemo_rl.errors import RewardError, WorkerError
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, rollouts_of, validated_rollouts_of, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
@@ -144,7 +145,7 @@ def test_a_stage_that_raises_leaves_no_live_row(tmp_path, model):
 FAILURES = {
     "rollout, after its put": "nemo_rl.experience.sync_rollout_actor.kv_first_write",
     "previous log-probabilities": "nemo_rl.models.policy.workers.passes.Passes.get_logprobs",
-    "advantages, after their put": "nemo_rl.algorithms.grpo_sync.write_columns",
+    "advantages, after their put": "nemo_rl.algorithms.stages.bodies.write_columns",
     "training": "nemo_rl.models.policy.workers.passes.Passes.train",
     "log": "nemo_rl.experience.sync_rollout_actor.SyncRolloutActor.log_rollouts",
 }
@@ -168,6 +169,32 @@ def test_a_stage_that_raises_behind_the_first_put_leaves_no_live_row(tmp_path, m
             trainer.fit()
         assert live == [16], "the stage fails once, when all rows of the step are alive"
         assert trainer.data_plane_stats()["live_rows"] == 0
+
+
+def test_only_the_clearing_is_booked_as_clear(tmp_path, model, monkeypatch):
+    config = load_recipe(write_recipe(tmp_path, model), LOCAL)
+    with open_parts(config, console=Console(file=io.StringIO())) as parts:
+        for name in (FAILURES["rollout, after its put"], FAILURES["training"], FAILURES["log"]):
+            work = resolve_name(name)
+
+            def look(*args: object, work=work, **kwargs: object) -> object:
+                parts.client.stats()
+                return work(*args, **kwargs)
+
+            look.__name__ = work.__name__
+            monkeypatch.setattr(name, look)
+        trainer = SyncGRPOTrainer(parts)
+        trainer.open_run()
+        parts.client.snapshot(reset=True)
+        trainer.step()
+        stages = parts.client.snapshot()["stages"]
+    assert {name: set(calls) for name, calls in stages.items()} == {
+        "rollout": {"stats"},
+        "advantages": {"kv_batch_put"},
+        "train": {"stats"},
+        "log": {"stats"},
+        "clear": {"kv_clear", "row_owners"},
+    }
 
 
 def test_resuming_continues_with_the_same_prompts_and_losses(tmp_path, model):

@@ -183,8 +183,9 @@ def test_the_field_table_is_the_generated_one() -> None:
     assert shown.strip() == docs_table().strip(), "paste the output of nemo_rl.data_plane.schema.docs_table()"
 
 
-def test_the_diagram_of_the_trainer_names_functions_that_exist() -> None:
-    module = importlib.import_module("nemo_rl.algorithms.grpo_sync")
+@pytest.mark.parametrize("name", ["grpo_sync", "stages.bodies"])
+def test_the_diagram_of_a_module_names_functions_that_exist(name: str) -> None:
+    module = importlib.import_module(f"nemo_rl.algorithms.{name}")
     diagram = (module.__doc__ or "").partition("\n\n")[2].rpartition("\n\n")[0]
     first = re.search(r"[\w.]+", diagram)
     assert first is not None

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 
 from nemo_rl.data_plane.chunks.tags import Tags, TagTable, TagValue
-from nemo_rl.data_plane.keys import group_keys, key_of, split_key
+from nemo_rl.data_plane.keys import key_of, keys_of_groups, split_key
 
 __all__ = ["Packed", "pack_rows", "packed_size", "pickled_size", "unpack_rows"]
 
@@ -85,7 +85,7 @@ def _unpack_keys(packed: Packed) -> tuple[str, ...]:
     if kind == "groups":
         per_group = packed[2]
         assert isinstance(per_group, int)
-        return tuple(group_keys(uids, per_group))
+        return keys_of_groups(uids, per_group)
     numbers, indices = _unpack_ints(_tuple(packed[2])), _unpack_ints(_tuple(packed[3]))
     return tuple(key_of(uids[number], i) for number, i in zip(numbers, indices, strict=True))
 

@@ -81,10 +81,16 @@ class GenerationOutput:
     """`[N]` int64, at least 1."""
     truncated: torch.Tensor
     """`[N]` bool, True when `max_new_tokens` ended the row."""
-    weight_version: int
-    """Version of the weights that produced every token."""
+    weight_version: int | tuple[int, ...]
+    """Version of the weights that produced a row: one number for all rows, or one per row."""
     routes: RecordedRoutes | None = None
     """Of prompts and responses; None unless the request asks for them."""
+
+    @property
+    def row_versions(self) -> tuple[int, ...]:
+        """The weight version of each row."""
+        version = self.weight_version
+        return (version,) * len(self.lengths) if isinstance(version, int) else version
 
 
 class GenerationInterface(ABC):

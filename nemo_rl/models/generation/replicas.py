@@ -15,7 +15,6 @@ import torch
 
 from nemo_rl.distributed.calls import Call, Request, ask
 from nemo_rl.distributed.worker_groups import WorkerGroup
-from nemo_rl.errors import WorkerError
 from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
     GenerationOutput,
@@ -82,22 +81,14 @@ def split_request(request: GenerationRequest, num_parts: int) -> list[Generation
 
 
 def join_outputs(outputs: Sequence[GenerationOutput]) -> GenerationOutput:
-    """Outputs of the blocks, in order.
-
-    Raises:
-        WorkerError: engines sampled from different weight versions.
-    """
-    versions = {output.weight_version for output in outputs if len(output.lengths)}
-    if len(versions) > 1:
-        raise WorkerError(
-            f"engines sampled from weight versions {sorted(versions)}; refit all of them", stage="rollout"
-        )
+    """Outputs of the blocks, in order; engines may have sampled from different weight versions."""
+    versions = tuple(version for output in outputs for version in output.row_versions)
     return GenerationOutput(
         token_ids=torch.cat([output.token_ids for output in outputs]),
         logprobs=torch.cat([output.logprobs for output in outputs]),
         lengths=torch.cat([output.lengths for output in outputs]),
         truncated=torch.cat([output.truncated for output in outputs]),
-        weight_version=versions.pop() if versions else outputs[0].weight_version,
+        weight_version=versions or outputs[0].weight_version,
         routes=_join_routes([output.routes for output in outputs if output.routes is not None]),
     )
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.calls import Call, Request, ask
+from nemo_rl.distributed.calls import Call, Pending, Request, ask
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_groups import WorkerGroup
@@ -146,7 +146,10 @@ class Policy:
         )
 
     def _run(self, request: Request[_T] | Sequence[Request[_T]], stage: str) -> list[_T]:
-        return self._workers.run(Call(request=request, stage=stage, timeout_s=self._timeout_s))
+        return self._submit(request, stage).result()
+
+    def _submit(self, request: Request[_T] | Sequence[Request[_T]], stage: str) -> Pending[list[_T]]:
+        return self._workers.submit(Call(request=request, stage=stage, timeout_s=self._timeout_s))
 
 
 def summarize(results: Sequence[TrainResult], *, layout: ParallelLayout | None = None) -> TrainSummary:

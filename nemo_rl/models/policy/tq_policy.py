@@ -1,7 +1,8 @@
 """`TQPolicy`: a `Policy` whose workers take their rows from the data plane.
 
 The driver sends each rank a meta (keys, lengths, plan) and gets small results back; tensors go from the store to
-the workers and from the workers to the store.
+the workers and from the workers to the store. Each pass has two forms: `submit_...` gives a `Pending`, the other one
+waits for it. The workers do passes in the order in which they were submitted, whatever step they belong to.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.chunks.wire import pickled_size
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.preshard import shard_meta_for_dp
-from nemo_rl.distributed.calls import Request, ask
+from nemo_rl.distributed.calls import Pending, Request, ask
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_groups import WorkerGroup
-from nemo_rl.models.policy.interfaces import LossFunction
+from nemo_rl.distributed.worker_pass import WorkerPass
+from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
 from nemo_rl.models.policy.lm_policy import Policy, TrainSummary, summarize
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
 from nemo_rl.utils.metrics import Reduction, merge_metrics
@@ -59,25 +61,42 @@ class TQPolicy(Policy):
 
     def get_logprobs_from_meta(self, meta: KVBatchMeta, plan: PackPlan) -> KVBatchMeta:
         """Workers write `prev_logprobs` of every row; returns the meta that knows them."""
+        return self.submit_logprobs_from_meta(meta, plan).result()
+
+    def submit_logprobs_from_meta(self, meta: KVBatchMeta, plan: PackPlan) -> Pending[KVBatchMeta]:
+        """As `get_logprobs_from_meta` without waiting."""
         metas = self._metas(meta, plan)
         requests = [ask(TQWorker.get_logprobs_presharded, meta=part) for part in metas]
-        return self._written(requests, "prev_logprobs", meta, metas)
+        return self._written(requests, WorkerPass.PREV_LOGPROBS, meta, metas)
 
     def get_reference_policy_logprobs_from_meta(self, meta: KVBatchMeta, plan: PackPlan) -> KVBatchMeta:
         """Workers write `reference_policy_logprobs` of every row."""
+        return self.submit_reference_policy_logprobs_from_meta(meta, plan).result()
+
+    def submit_reference_policy_logprobs_from_meta(self, meta: KVBatchMeta, plan: PackPlan) -> Pending[KVBatchMeta]:
+        """As `get_reference_policy_logprobs_from_meta` without waiting."""
         metas = self._metas(meta, plan)
         requests = [ask(TQWorker.get_reference_policy_logprobs_presharded, meta=part) for part in metas]
-        return self._written(requests, "reference_logprobs", meta, metas)
+        return self._written(requests, WorkerPass.REFERENCE_LOGPROBS, meta, metas)
 
     def train_from_meta(
         self, meta: KVBatchMeta, plan: PackPlan, loss_fn: LossFunction, *, fields: Sequence[str]
     ) -> TrainSummary:
         """Workers fetch `fields` of their rows and train, one optimizer step per global batch of `plan`."""
+        return self.submit_train_from_meta(meta, plan, loss_fn, fields=fields).result()
+
+    def submit_train_from_meta(
+        self, meta: KVBatchMeta, plan: PackPlan, loss_fn: LossFunction, *, fields: Sequence[str]
+    ) -> Pending[TrainSummary]:
+        """As `train_from_meta` without waiting."""
         metas = self._metas(meta, plan)
         requests = [ask(TQWorker.train_presharded, meta=part, loss_fn=loss_fn, fields=tuple(fields)) for part in metas]
-        results = self._run(requests, "train")
-        self.driver_bytes += pickled_size(*metas, *results)
-        return summarize(results, layout=self._layout)
+
+        def merge(results: Sequence[TrainResult]) -> TrainSummary:
+            self.driver_bytes += pickled_size(*metas, *results)
+            return summarize(results, layout=self._layout)
+
+        return self._submit(requests, WorkerPass.TRAIN.value).then(merge)
 
     def end_step(self) -> None:
         """Workers forget what they fetched."""
@@ -97,8 +116,14 @@ class TQPolicy(Policy):
         return self._layout.spread(shard_meta_for_dp(meta, plan))
 
     def _written(
-        self, requests: Sequence[Request[KVBatchMeta]], stage: str, meta: KVBatchMeta, metas: Sequence[KVBatchMeta]
-    ) -> KVBatchMeta:
-        results = self._run(requests, stage)
-        self.driver_bytes += pickled_size(*metas, *results)
-        return meta.with_written(self._layout.of_writers(results))
+        self,
+        requests: Sequence[Request[KVBatchMeta]],
+        stage: WorkerPass,
+        meta: KVBatchMeta,
+        metas: Sequence[KVBatchMeta],
+    ) -> Pending[KVBatchMeta]:
+        def merge(results: Sequence[KVBatchMeta]) -> KVBatchMeta:
+            self.driver_bytes += pickled_size(*metas, *results)
+            return meta.with_written(self._layout.of_writers(results))
+
+        return self._submit(requests, stage.value).then(merge)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 
 from nemo_rl.algorithms.grpo import plan_logprobs, plan_train, score_rows, select_train_rows
 from nemo_rl.config.policy import PolicyConfig
@@ -22,9 +25,10 @@ def carry(rewards: list[float], group: int, truncated: list[bool] | None = None)
     count = len(rewards)
     return RowScalars(
         rewards=np.asarray(rewards, dtype=np.float32),
-        group_ids=np.arange(count, dtype=np.int32) // group,
+        group_uids=tuple(f"u{row // group}" for row in range(count)),
         truncated=np.asarray(truncated or [False] * count),
         response_lengths=np.full(count, 3, dtype=np.int32),
+        weight_versions=np.zeros(count, dtype=np.int64),
     )
 
 
@@ -128,3 +132,21 @@ def test_rows_are_shared_by_the_models_cost():
     by_tokens, by_square = (packed_plan(lengths, cost=cost) for cost in ((1.0, 0.0), (0.0, 1.0)))
     assert {len(by_tokens.rows_of_rank(rank)) for rank in range(2)} == {3, 5}
     assert {len(by_square.rows_of_rank(rank)) for rank in range(2)} == {2, 6}, "attention makes the long row dearer"
+
+
+def test_scores_of_several_steps_are_joined_and_cut_by_row():
+    first = score_rows(carry([1, 0, 1, 1], group=2), GRPOConfig())
+    other = replace(carry([0, 1, 1, 0], group=2), group_uids=("v0", "v0", "v1", "v1"))
+    second = score_rows(other, GRPOConfig())
+    joined = first.concat(second)
+    assert joined.stats.row_group.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert joined.stats.is_trivial.tolist() == [False, True, False, False]
+    # Groups keep their uid, so that scores of the joined rows are the joined scores, in whatever order the rows stand.
+    order = [6, 0, 2, 4, 1, 7, 5, 3]
+    whole = score_rows(carry([1, 0, 1, 1], group=2).concat(other).select(order), GRPOConfig())
+    cut = joined.select(order)
+    assert torch.equal(whole.advantages, cut.advantages) and torch.equal(whole.sample_mask, cut.sample_mask)
+    assert torch.equal(whole.stats.row_group, cut.stats.row_group) and torch.equal(whole.stats.mean, cut.stats.mean)
+    alone = joined.select([5, 4])
+    assert alone.stats.row_group.tolist() == [0, 0] and alone.stats.count.tolist() == [2.0]
+    assert torch.equal(alone.advantages, joined.advantages[[5, 4]])

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from nemo_rl.algorithms.loss_functions import ClippedPGLoss
-from nemo_rl.algorithms.stages import Stage, build_stages, check_stages, fetched_fields, written_fields
-from nemo_rl.config.schema import MasterConfig
+from nemo_rl.algorithms.stages.bodies import BODIES
+from nemo_rl.algorithms.stages.columns import (
+    PARTITION,
+    StageColumns,
+    check_stages,
+    declare_partition,
+    fetched_fields,
+    stage_columns,
+    written_fields,
+)
+from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.config.schema import GRPOConfig, MasterConfig
+from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.schema import ROUTE_FIELDS
-from nemo_rl.errors import ConfigError
+from nemo_rl.errors import CapacityExceeded, ConfigError
 
 
 def config(**sections: object) -> MasterConfig:
@@ -17,24 +29,25 @@ def config(**sections: object) -> MasterConfig:
 
 def names(settings: MasterConfig, prev_field: str = "prev_logprobs") -> list[str]:
     loss = ClippedPGLoss(config=settings.loss_fn, prev_field=prev_field)
-    return [stage.name for stage in build_stages(settings, loss)]
+    return [stage.name for stage in stage_columns(settings, loss)]
 
 
 def test_a_stage_runs_only_when_the_config_needs_it():
     full = config(loss_fn={"reference_policy_kl_penalty": 0.1})
-    assert names(full) == ["rollout", "prev_logprobs", "reference_logprobs", "advantages", "train", "log"]
+    assert names(full) == ["rollout", "score", "prev_logprobs", "reference_logprobs", "advantages", "train", "log"]
     lean = config(loss_fn={"reference_policy_kl_penalty": 0}, grpo={"use_generation_logprobs_as_prev": True})
-    assert names(lean, "generation_logprobs") == ["rollout", "advantages", "train", "log"]
+    assert names(lean, "generation_logprobs") == ["rollout", "score", "advantages", "train", "log"]
+    assert set(BODIES) == set(names(full)), "each has a body"
 
 
 def test_a_loss_that_reads_a_column_nobody_writes_is_refused_at_build():
     lean = config(loss_fn={"reference_policy_kl_penalty": 0}, grpo={"use_generation_logprobs_as_prev": True})
     with pytest.raises(ConfigError, match=r"stage 'train' reads column 'prev_logprobs', which is written by no stage"):
-        build_stages(lean, ClippedPGLoss(config=lean.loss_fn, prev_field="prev_logprobs"))
+        stage_columns(lean, ClippedPGLoss(config=lean.loss_fn, prev_field="prev_logprobs"))
 
 
 def test_every_problem_is_reported_and_a_late_writer_is_named():
-    stages = [Stage(name="a", reads=("x", "y")), Stage(name="b", writes=("x",))]
+    stages = [StageColumns(name="a", reads=("x", "y")), StageColumns(name="b", writes=("x",))]
     with pytest.raises(ConfigError) as caught:
         check_stages(stages)
     assert caught.value.problems == [
@@ -44,15 +57,29 @@ def test_every_problem_is_reported_and_a_late_writer_is_named():
 
 
 def test_columns_are_listed_in_order_of_their_first_write():
-    stages = (Stage(name="a", writes=("x", "y")), Stage(name="b", writes=("y", "z")))
+    stages = (StageColumns(name="a", writes=("x", "y")), StageColumns(name="b", writes=("y", "z")))
     assert written_fields(stages) == ("x", "y", "z")
 
 
-def stages_of(**replay: object) -> dict[str, Stage]:
+def test_a_partition_holds_the_rows_of_all_steps_in_flight():
+    settings = GRPOConfig(num_prompts_per_step=2, num_generations_per_prompt=2)
+    plane = DataPlaneConfig(impl="noop", timeout_s=0.3)
+    for steps_in_flight in (1, 2):
+        client = build_data_plane_client(plane, run_id=f"capacity{steps_in_flight}")
+        columns = (StageColumns(name="rollout", writes=("sample_mask",)),)
+        declare_partition(client, columns, settings, steps_in_flight=steps_in_flight)
+        for step in range(steps_in_flight):
+            client.kv_batch_put([f"s{step}_g{i}" for i in range(4)], PARTITION, {"sample_mask": torch.ones(4)})
+        with pytest.raises(CapacityExceeded):
+            client.kv_batch_put(["more_g0"], PARTITION, {"sample_mask": torch.ones(1)})
+        client.close()
+
+
+def stages_of(**replay: object) -> dict[str, StageColumns]:
     policy = {"model_name": "m", "router_replay": replay}
     settings = MasterConfig.model_validate({"policy": policy, "loss_fn": {"reference_policy_kl_penalty": 0.1}})
     loss = ClippedPGLoss(config=settings.loss_fn, prev_field="prev_logprobs")
-    return {stage.name: stage for stage in build_stages(settings, loss)}
+    return {stage.name: stage for stage in stage_columns(settings, loss)}
 
 
 def routes_in(names: tuple[str, ...]) -> set[str]:

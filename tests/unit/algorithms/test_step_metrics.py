@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from nemo_rl.algorithms.grpo import score_rows
-from nemo_rl.algorithms.step_metrics import StepRecord, data_plane_metrics, pack_metrics, step_metrics, training_speed
+from nemo_rl.algorithms.stages.state import ChosenRows, begin_step
+from nemo_rl.algorithms.step_metrics import data_plane_metrics, lag_metrics, pack_metrics, step_metrics, training_speed
 from nemo_rl.config.load import load_config
+from nemo_rl.data_plane.batch_meta import KVBatchMeta
 from nemo_rl.data_plane.client.operation_counts import OperationCount
 from nemo_rl.distributed.packing import PackPlan, plan_fixed
 from nemo_rl.experience.payload import RowScalars
+from nemo_rl.experience.sync_rollout_actor import RolloutResult
 from nemo_rl.models.policy.lm_policy import TrainSummary
 from nemo_rl.utils.metrics import Mean, Sum
 
@@ -91,9 +95,10 @@ def test_parts_of_the_loss_are_means_over_the_optimizer_steps() -> None:
     config = load_config(RECIPE)
     carry = RowScalars(
         rewards=np.asarray([1, 0, 1, 1], dtype=np.float32),
-        group_ids=np.asarray([0, 0, 1, 1], dtype=np.int32),
+        group_uids=("a", "a", "b", "b"),
         truncated=np.asarray([False, True, False, False]),
         response_lengths=np.asarray([2, 4, 3, 3], dtype=np.int32),
+        weight_versions=np.zeros(4, dtype=np.int64),
     )
     # Two optimizer steps: what is a sum within one is a mean over both, and means stay what they are.
     summary = TrainSummary(
@@ -106,20 +111,28 @@ def test_parts_of_the_loss_are_means_over_the_optimizer_steps() -> None:
         total_flops=1e9,
         theoretical_tflops=0.0,
     )
-    record = StepRecord(
-        step=1,
-        carry=carry,
+    meta = KVBatchMeta(partition_id="train", keys=("a_g0", "a_g1", "b_g0", "b_g1"), sequence_lengths=(5, 7, 6, 6))
+    plan = PackPlan(microbatches=(((0,),), ((1,),)), steps=(1,), pad_to=4)
+    weights = {"advantages": torch.zeros(2), "sample_mask": torch.ones(2)}
+    step = replace(
+        begin_step(1, [3, 8], group_size=2, version=0),
+        rolled=RolloutResult(meta=meta, carry=carry, metrics={"reward_timeouts": Sum(2.0)}),
         scored=score_rows(carry, config.grpo),
-        rollout_metrics={"reward_timeouts": Sum(2.0)},
-        num_tokens=24,
+        chosen=ChosenRows(meta=meta.subset([0, 1]), plan=plan, **weights),
         train=summary,
-        plan=PackPlan(microbatches=(((0,),), ((1,),)), steps=(1,), pad_to=4),
-        driver_bytes=0,
         seconds=2.0,
     )
-    found = step_metrics(record, config)
+    found = step_metrics(step)
     train = {name: found[f"train/{name}"] for name in ("loss", "actor_loss", "kl_penalty", "reference_kl", "grad_norm")}
     assert train == {"loss": 0.3, "actor_loss": 0.2, "kl_penalty": 0.1, "reference_kl": 0.5, "grad_norm": 2.0}
     assert (found["train/reward"], found["train/rows"], found["rollout/tokens_per_s"]) == (0.75, 2.0, 12.0)
     assert (found["rollout/trivial_group_share"], found["rollout/truncated_share"]) == (0.5, 0.25)
     assert (found["rollout/mean_response_tokens"], found["rollout/reward_timeouts"]) == (3.0, 2.0)
+
+
+def test_the_lag_of_a_batch_is_told_by_its_rows_and_only_where_there_is_one() -> None:
+    mixed = lag_metrics(np.asarray([4, 3, 1, 4]), policy_version=4)
+    assert mixed == {"rollout/weight_lag_min": 0.0, "rollout/weight_lag_max": 3.0, "rollout/weight_lag_mean": 1.0}
+    assert lag_metrics(np.asarray([4, 4]), policy_version=4) == {}
+    old = lag_metrics(np.asarray([3, 3]), policy_version=4)
+    assert set(old.values()) == {1.0}

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 
-from nemo_rl.experience.payload import RowScalars, build_columns, mean_of_scored, mint_keys
+from nemo_rl.experience.payload import RowScalars, build_columns, mean_of_scored
 from nemo_rl.models.generation.interfaces import GenerationOutput
 
 
@@ -31,22 +31,34 @@ def test_columns_are_prompt_then_response_then_padding():
     assert batch.tensor("input_ids").dtype == torch.int32
 
 
-def test_keys_are_unique_and_name_their_group():
-    keys = mint_keys(3, 2)
-    assert len(set(keys)) == 6
-    assert [key.rsplit("_g", 1)[1] for key in keys] == ["0", "1"] * 3
-    assert len({key.rsplit("_g", 1)[0] for key in keys}) == 3
+def carry(uids: tuple[str, ...], rewards: list[float], version: int = 0, **components: list[float]) -> RowScalars:
+    count = len(rewards)
+    return RowScalars(
+        rewards=np.array(rewards, dtype=np.float32),
+        group_uids=uids,
+        truncated=np.array([row % 2 == 1 for row in range(count)]),
+        response_lengths=np.arange(4, 4 + count, dtype=np.int32),
+        weight_versions=np.full(count, version, dtype=np.int64),
+        components={name: np.array(part, dtype=np.float32) for name, part in components.items()},
+    )
 
 
 def test_the_drivers_record_holds_row_vectors_only_and_selects_rows():
-    carry = RowScalars(
-        rewards=np.array([1.0, 0.0, 0.5], dtype=np.float32),
-        group_ids=np.array([0, 0, 1], dtype=np.int32),
-        truncated=np.array([False, True, False]),
-        response_lengths=np.array([4, 5, 6], dtype=np.int32),
-    )
-    picked = carry.select([2, 0])
+    picked = carry(("a", "a", "b"), [1.0, 0.0, 0.5]).select([2, 0])
     assert picked.rewards.tolist() == [0.5, 1.0] and picked.response_lengths.tolist() == [6, 4]
+    assert picked.group_uids == ("b", "a") and picked.truncated.tolist() == [False, False] and len(picked) == 2
+
+
+def test_records_of_several_steps_are_joined_row_by_row():
+    older, newer = carry(("a", "a"), [1.0, 0.0], 3, right=[1, 0]), carry(("b", "b"), [0.5, 0.25], 4)
+    joined = older.concat(newer)
+    assert joined.rewards.tolist() == [1.0, 0.0, 0.5, 0.25] and joined.group_uids == ("a", "a", "b", "b")
+    assert joined.weight_versions.tolist() == [3, 3, 4, 4] and joined.response_lengths.tolist() == [4, 5, 4, 5]
+    assert joined.components["right"][:2].tolist() == [1.0, 0.0] and np.isnan(joined.components["right"][2:]).all()
+    for rows, part in (([0, 1], older), ([2, 3], newer)):
+        back = joined.select(rows)
+        assert back.rewards.tolist() == part.rewards.tolist() and back.group_uids == part.group_uids
+        assert back.weight_versions.tolist() == part.weight_versions.tolist()
 
 
 def test_the_mean_of_a_component_is_that_of_the_rows_that_have_one():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.loss_functions import ClippedPGLoss
-from nemo_rl.algorithms.stages import build_stages, written_fields
+from nemo_rl.algorithms.stages.columns import stage_columns, written_fields
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.schema import ROUTE_FIELDS
@@ -66,10 +66,10 @@ def rollout(plane: Plane, config: MasterConfig) -> tuple[SyncRolloutActor, Rollo
     engine = Listening.from_config(config.policy, weight_version=0)
     assert isinstance(engine, Listening)
     worker = SyncRolloutActor(config, generation=engine)
-    stages = build_stages(config, ClippedPGLoss(config=config.loss_fn, prev_field="prev_logprobs"))
+    stages = stage_columns(config, ClippedPGLoss(config=config.loss_fn, prev_field="prev_logprobs"))
     partition = plane.partition(list(written_fields(stages)))
     worker.setup_data_plane(plane.owner.address)
-    return worker, worker.rollout([3, 8], step=1, version=0, partition_id=partition), engine
+    return worker, worker.rollout([3, 8], uids=["a", "b"], step=1, version=0, partition_id=partition), engine
 
 
 @pytest.mark.parametrize("verify", [False, True])
@@ -148,5 +148,5 @@ def test_an_engine_without_routes_ends_the_step(plane: Plane, model: Path, tmp_p
     worker = SyncRolloutActor(config, generation=Deaf.from_config(config.policy, weight_version=0))
     worker.setup_data_plane(plane.owner.address)
     with pytest.raises(WorkerError, match="expected routes with the samples, the engines gave none"):
-        worker.rollout([3], step=1, version=0, partition_id=plane.partition())
+        worker.rollout([3], uids=["a"], step=1, version=0, partition_id=plane.partition())
     worker.shutdown()

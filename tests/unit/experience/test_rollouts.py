@@ -28,7 +28,7 @@ SEEDS = SeedSource(seed=7, purpose="rollout", step=3)
 class Echo(GenerationInterface):
     """Answers each prompt with itself and the stop token; a row of an even seed is cut off before that."""
 
-    weight_version = 4
+    weight_version: int | tuple[int, ...] = 4
 
     def generate(self, request: GenerationRequest) -> GenerationOutput:
         prompts = [prompt for prompt in request.prompt_ids for _ in range(request.group_size)]
@@ -70,7 +70,7 @@ class Listener:
         """Nothing to end."""
 
 
-def rollouts_of(environment: Listener, *, version: int = 4) -> Rollouts:
+def rollouts_of(environment: Listener, *, version: int | None = 4) -> Rollouts:
     return run_rollouts(
         PROMPTS,
         group_size=2,
@@ -100,6 +100,14 @@ def test_every_response_is_scored_with_its_own_prompt_and_without_its_stop_token
 def test_samples_of_other_weights_are_refused(version: int) -> None:
     with pytest.raises(WorkerError, match=f"expected samples of weight version {version}, the engines hold 4"):
         rollouts_of(Listener(), version=version)
+
+
+def test_each_row_says_which_weights_it_was_sampled_from_when_any_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rollouts_of(Listener(), version=None).output.row_versions == (4, 4, 4, 4)
+    monkeypatch.setattr(Echo, "weight_version", (4, 4, 5, 5))
+    assert rollouts_of(Listener(), version=None).output.row_versions == (4, 4, 5, 5)
+    with pytest.raises(WorkerError, match="expected samples of weight version 4, the engines hold 5"):
+        rollouts_of(Listener(), version=4)
 
 
 def test_every_row_has_a_seed_of_its_own_that_run_purpose_and_step_decide() -> None:

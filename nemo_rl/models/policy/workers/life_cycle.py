@@ -114,6 +114,11 @@ class LifeCycle:
             self._device_side.device,
         )
 
+    def enter(self, state: WorkerState) -> None:
+        """As `change_state`; nothing happens where the worker is in this state."""
+        if self._state is not state:
+            self.change_state(state)
+
     @contextmanager
     def ready_for_training(self) -> Iterator[None]:
         """Everything on the device meanwhile, whatever the state was."""

@@ -89,7 +89,7 @@ class NoStoredRoutes:
         self, meta: KVBatchMeta, batch: BatchedDataDict, source: RouteSource
     ) -> Mapping[str, torch.Tensor]:
         """(collective) `prev_logprobs` `[N, T]` float32."""
-        return {"prev_logprobs": self._passes.get_logprobs(batch, plan=meta.pack)}
+        return {WorkerPass.PREV_LOGPROBS.column: self._passes.get_logprobs(batch, plan=meta.pack)}
 
     def metrics(self) -> dict[str, Reduction]:
         """None."""
@@ -136,13 +136,13 @@ class StoredRoutes:
         columns: dict[str, torch.Tensor] = {}
         if self.config.records_at_rollout:
             routes = self.fetch(WorkerPass.PREV_LOGPROBS, meta, batch, source)
-            columns["prev_logprobs"] = self.passes.get_logprobs(batch, plan=meta.pack, routes=routes)
+            logprobs_NT = self.passes.get_logprobs(batch, plan=meta.pack, routes=routes)
         else:
             recorded = self.passes.record_routes(batch, plan=meta.pack)
-            columns["prev_logprobs"] = recorded.logprobs_NT
+            logprobs_NT = recorded.logprobs_NT
             columns |= self._encoded(recorded, meta, batch)
-        self._compare(batch, columns["prev_logprobs"], meta.pack)
-        return columns
+        self._compare(batch, logprobs_NT, meta.pack)
+        return {WorkerPass.PREV_LOGPROBS.column: logprobs_NT, **columns}
 
     def metrics(self) -> dict[str, Reduction]:
         """Counts of routes and distances of log-probabilities, of this rank since the last call."""

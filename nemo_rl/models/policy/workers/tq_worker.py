@@ -15,6 +15,7 @@ from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
 from nemo_rl.models.policy.routes.slices import RouteSlices
 from nemo_rl.models.policy.routes.worker_replay import WorkerReplay
+from nemo_rl.models.policy.workers.base import WorkerState
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker, WorkerParts
 from nemo_rl.models.policy.workers.stored_routes import NoStoredRoutes, RoutesOfShards, StoredRoutes
 from nemo_rl.utils.metrics import Reduction, merge_metrics
@@ -24,6 +25,9 @@ __all__ = ["TQWorker"]
 
 class TQWorker(TQWorkerMixin[LossFunction, TrainResult], PolicyWorker):
     """A `PolicyWorker` with its data plane half.
+
+    A pass over the data plane brings the worker into the state that it needs, so that passes of different steps may
+    follow one another in any order.
 
     Args:
         replica: this rank's place in its replica group.
@@ -55,15 +59,19 @@ class TQWorker(TQWorkerMixin[LossFunction, TrainResult], PolicyWorker):
     def _train(
         self, meta: KVBatchMeta, batch: BatchedDataDict, loss_fn: LossFunction, *, eval_mode: bool
     ) -> TrainResult:
+        if not eval_mode:
+            self.prepare_for_training()
         routes = self._extra_inputs(WorkerPass.TRAIN, meta, batch)
         result = self.passes.train(batch, loss_fn, eval_mode=eval_mode, plan=meta.pack, routes=routes)
         # The metrics of all microbatches go to the driver as one.
         return replace(result, metrics=(merge_metrics(result.metrics),))
 
     def _prev_logprobs(self, meta: KVBatchMeta, batch: BatchedDataDict) -> Mapping[str, torch.Tensor]:
+        self.life.enter(WorkerState.LOGPROBS)
         return self._routes.prev_logprobs(meta, batch, self)
 
     def _reference_logprobs(self, meta: KVBatchMeta, batch: BatchedDataDict) -> torch.Tensor:
+        self.life.enter(WorkerState.LOGPROBS)
         return self.passes.get_reference_policy_logprobs(batch, plan=meta.pack)
 
     def _extra_inputs(self, stage: WorkerPass, meta: KVBatchMeta, batch: BatchedDataDict) -> RouteSlices | None:

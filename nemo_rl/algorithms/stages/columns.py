@@ -1,7 +1,7 @@
-"""Which columns each stage of a step reads and writes, checked when the trainer is built.
+"""Which columns each stage of a step reads and writes, and the partition that holds them.
 
-The declarations come from the FieldSpec table and the config; reading a column that no earlier stage writes is an
-error before anything runs.
+The declarations come from the FieldSpec table and the config, and are checked before anything runs: reading a column
+that no earlier stage writes is an error.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nemo_rl.config.schema import MasterConfig
+from nemo_rl.config.schema import GRPOConfig, MasterConfig
+from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.schema import (
     DP_TRAIN_FIELDS,
     LP_SEED_FIELDS,
@@ -18,51 +19,69 @@ from nemo_rl.data_plane.schema import (
     route_fields,
     writes_of,
 )
+from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.policy.interfaces import LossFunction
 from nemo_rl.routes.columns import route_conditions
 
-__all__ = ["Stage", "build_stages", "check_stages", "fetched_fields", "written_fields"]
+__all__ = [
+    "PARTITION",
+    "StageColumns",
+    "check_stages",
+    "declare_partition",
+    "fetched_fields",
+    "stage_columns",
+    "written_fields",
+]
+
+PARTITION = "train"
+"""Where the rows of all training steps are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stage:
-    """One stage of a step."""
+class StageColumns:
+    """What one stage of a step reads and writes in the data plane."""
 
     name: str
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
 
 
-def build_stages(config: MasterConfig, loss_fn: LossFunction) -> tuple[Stage, ...]:
-    """The stages this config runs, in order; their columns come from the FieldSpec table."""
+def stage_columns(config: MasterConfig, loss_fn: LossFunction) -> tuple[StageColumns, ...]:
+    """The stages this config runs, in order; their columns come from the FieldSpec table.
+
+    Raises:
+        ConfigError: a column is read before it is written.
+    """
     replay = config.policy.router_replay
     conditions = route_conditions(replay)
-    names = ["rollout"]
+    names = ["rollout", "score"]
     if not config.grpo.use_generation_logprobs_as_prev:
-        names.append("prev_logprobs")
+        names.append(WorkerPass.PREV_LOGPROBS.value)
     if config.loss_fn.reference_policy_kl_penalty > 0:
-        names.append("reference_logprobs")
+        names.append(WorkerPass.REFERENCE_LOGPROBS.value)
         conditions += ("reference_kl",)
     stages = [
-        Stage(name=name, reads=reads_of(name, conditions=conditions), writes=writes_of(name, conditions=conditions))
+        StageColumns(
+            name=name, reads=reads_of(name, conditions=conditions), writes=writes_of(name, conditions=conditions)
+        )
         for name in (*names, "advantages")
     ]
     routes = route_fields(conditions)
     if routes and not replay.records_at_rollout:
         stages = [_with_routes(stage, routes, recorder=replay.source) for stage in stages]
-    stages.append(Stage(name="train", reads=(*_train_fields(loss_fn), *routes)))
-    stages.append(Stage(name="log", reads=reads_of("log")))
+    stages.append(StageColumns(name=WorkerPass.TRAIN.value, reads=(*_train_fields(loss_fn), *routes)))
+    stages.append(StageColumns(name="log", reads=reads_of("log")))
     check_stages(stages)
     return tuple(stages)
 
 
-def fetched_fields(stage: Stage) -> tuple[str, ...]:
+def fetched_fields(stage: StageColumns) -> tuple[str, ...]:
     """What a worker fetches whole for this stage; routes come apart, each rank its own part of them."""
     return tuple(name for name in stage.reads if name not in ROUTE_FIELDS)
 
 
-def check_stages(stages: Sequence[Stage]) -> None:
+def check_stages(stages: Sequence[StageColumns]) -> None:
     """Every column must be written before it is read.
 
     Raises:
@@ -81,16 +100,30 @@ def check_stages(stages: Sequence[Stage]) -> None:
         raise ConfigError(problems)
 
 
-def written_fields(stages: Sequence[Stage]) -> tuple[str, ...]:
+def written_fields(stages: Sequence[StageColumns]) -> tuple[str, ...]:
     """Every column of the step, in order of its first write."""
     return tuple(dict.fromkeys(name for stage in stages for name in stage.writes))
 
 
-def _with_routes(stage: Stage, routes: Sequence[str], *, recorder: str) -> Stage:
+def declare_partition(
+    client: DataPlaneClient, stages: Sequence[StageColumns], config: GRPOConfig, *, steps_in_flight: int = 1
+) -> None:
+    """Registers `PARTITION` with the columns of the stages, and room for so many steps at one time."""
+    rows_per_step = config.num_prompts_per_step * config.num_generations_per_prompt
+    client.register_partition(
+        PARTITION,
+        written_fields(stages),
+        rows_per_step * steps_in_flight,
+        [each.task for each in WorkerPass],
+        grpo_group_size=config.num_generations_per_prompt,
+    )
+
+
+def _with_routes(stage: StageColumns, routes: Sequence[str], *, recorder: str) -> StageColumns:
     """The stage when `recorder`, rather than the rollout, records the routes."""
     reads = tuple(name for name in stage.reads if name not in routes)
     writes = tuple(name for name in stage.writes if name not in routes)
-    return Stage(name=stage.name, reads=reads, writes=(*writes, *routes) if stage.name == recorder else writes)
+    return StageColumns(name=stage.name, reads=reads, writes=(*writes, *routes) if stage.name == recorder else writes)
 
 
 def _train_fields(loss_fn: LossFunction) -> tuple[str, ...]:

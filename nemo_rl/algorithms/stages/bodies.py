@@ -1,0 +1,190 @@
+"""What each stage of a GRPO step does, in the order in which a step runs them.
+
+    build_stages
+      |- rollout             prompts -> samples -> rewards -> columns       (Rollout, RolloutHandle.submit_rollout)
+      |- score               RowScalars -> advantages, weights, tags        (Score, score_rows)
+      |                      lengths -> rows of each rank and microbatch    (select_train_rows, plan_train)
+      |- prev_logprobs       workers write log-probs of the policy          (PrevLogprobs, plan_logprobs)
+      |- reference_logprobs  workers write those of the reference           (ReferenceLogprobs)
+      |- advantages          row scalars -> data plane                      (Advantages, write_columns)
+      |- train               workers fetch and train                        (Train, TQPolicy.submit_train_from_meta)
+      `- log                 readable samples                               (LogRollouts, row_record)
+
+The driver holds keys, lengths, tags and per-row scalars, never a per-token tensor.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from nemo_rl.algorithms.grpo import ScoredRows, plan_logprobs, plan_train, score_rows, select_train_rows
+from nemo_rl.algorithms.run_folder import ROLLOUTS
+from nemo_rl.algorithms.stages.columns import StageColumns, fetched_fields
+from nemo_rl.algorithms.stages.stage import Stage, StageTools
+from nemo_rl.algorithms.stages.state import ChosenRows, StepState
+from nemo_rl.data_plane.chunks.wire import pickled_size
+from nemo_rl.data_plane.client.stage_context import CLEAR, working_for
+from nemo_rl.data_plane.column_io import write_columns
+from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from nemo_rl.data_plane.observability import columns_bytes
+from nemo_rl.distributed.calls import Pending
+from nemo_rl.distributed.packing import PackPlan
+from nemo_rl.distributed.worker_pass import WorkerPass
+from nemo_rl.experience.payload import row_record
+from nemo_rl.experience.sync_rollout_actor import RolloutHandle
+from nemo_rl.models.policy.tq_policy import TQPolicy
+from nemo_rl.utils.r3_trace import trace_retired
+
+__all__ = ["build_stages", "clear_untrained"]
+
+logger = logging.getLogger(__name__)
+
+NOT_TRAINED = "not trained: no weight (equal rewards in its group)"
+
+
+class Rollout(Stage):
+    """Prompts to scored rows in the data plane."""
+
+    def _submit(self, step: StepState) -> Pending[StepState]:
+        handle: RolloutHandle = self._tools.rollout
+        rolled = handle.submit_rollout(
+            step.prompts,
+            uids=step.uids,
+            step=step.number,
+            version=step.weight_version,
+            partition_id=step.partition,
+        )
+        return rolled.then(lambda result: replace(step, rolled=result))
+
+
+class Score(Stage):
+    """Rewards to advantages and weights; the rows that are trained, and where."""
+
+    def _submit(self, step: StepState) -> Pending[StepState]:
+        scored = score_rows(step.rows.carry, self._tools.config.grpo)
+        return Pending.done(replace(step, scored=scored, chosen=self._choose(step, scored)))
+
+    def _choose(self, step: StepState, scored: ScoredRows) -> ChosenRows | None:
+        """Rows with weight, tagged and planned; None when no row carries a gradient."""
+        meta, policy, layout = step.rows.meta, self._tools.config.policy, self._tools.policy.layout
+        chosen = select_train_rows(scored, meta.sequence_lengths or (), policy, layout=layout)
+        if not chosen.rows:
+            logger.warning("step %d: every group has equal rewards; no update", step.number)
+            return None
+        tagged = meta.with_tags({"group_std": [round(value, 6) for value in scored.stats.row_std.tolist()]})
+        kept, numbers = tagged.subset(chosen.rows), scored.select(chosen.rows)
+        lengths = kept.sequence_lengths or ()
+        return ChosenRows(
+            meta=kept,
+            plan=plan_train(lengths, chosen.batch_sizes, policy, layout=layout, cost=self._tools.cost),
+            advantages=numbers.advantages,
+            sample_mask=numbers.sample_mask,
+        )
+
+
+class _UpdateStage(Stage):
+    """Works on the chosen rows; a step without any has nothing to do."""
+
+    def applies_to(self, step: StepState) -> bool:
+        return step.chosen is not None
+
+
+class PrevLogprobs(_UpdateStage):
+    """Workers write the log-probabilities of the policy before its update."""
+
+    def _submit(self, step: StepState) -> Pending[StepState]:
+        step, plan = _with_logprob_plan(step, self._tools)
+        written = self._tools.policy.submit_logprobs_from_meta(step.update.meta, plan)
+        return written.then(step.with_chosen_meta)
+
+
+class ReferenceLogprobs(_UpdateStage):
+    """Workers write the log-probabilities of the reference policy."""
+
+    def _submit(self, step: StepState) -> Pending[StepState]:
+        step, plan = _with_logprob_plan(step, self._tools)
+        written = self._tools.policy.submit_reference_policy_logprobs_from_meta(step.update.meta, plan)
+        return written.then(step.with_chosen_meta)
+
+
+class Advantages(_UpdateStage):
+    """The driver writes advantages and weights, one number per row."""
+
+    def _submit(self, step: StepState) -> Pending[StepState]:
+        chosen = step.update
+        columns = {"advantages": chosen.advantages, "sample_mask": chosen.sample_mask}
+        meta: KVBatchMeta = write_columns(self._tools.client, chosen.meta, columns)
+        self.driver_bytes += pickled_size(meta.keys) + columns_bytes(columns)
+        return Pending.done(step.with_chosen_meta(meta))
+
+
+class Train(_UpdateStage):
+    """Workers fetch and train, one optimizer step per global batch."""
+
+    def _submit(self, step: StepState) -> Pending[StepState]:
+        policy: TQPolicy = self._tools.policy
+        chosen, fields = step.update, fetched_fields(self.columns)
+        trained = policy.submit_train_from_meta(chosen.meta, chosen.plan, self._tools.loss_fn, fields=fields)
+        return trained.then(lambda summary: replace(step, train=summary))
+
+
+class LogRollouts(Stage):
+    """The rollout worker writes the first rows for people to read."""
+
+    def applies_to(self, step: StepState) -> bool:
+        return self._tools.config.logger.num_rollouts_to_log > 0
+
+    def _submit(self, step: StepState) -> Pending[StepState]:
+        config, carry = self._tools.config.logger, step.rows.carry
+        rows = range(min(config.num_rollouts_to_log, len(step.rows.meta)))
+        records = [
+            row_record(
+                reward=carry.rewards[row],
+                components={name: part[row] for name, part in carry.components.items()},
+                response_tokens=carry.response_lengths[row],
+                truncated=carry.truncated[row],
+            )
+            | {"advantage": float(step.scores.advantages[row])}
+            for row in rows
+        ]
+        path = config.log_dir / ROLLOUTS / f"step_{step.number}.jsonl"
+        written = self._tools.rollout.submit_log_rollouts(step.rows.meta.subset(rows), path=path, records=records)
+        return written.then(lambda _: step)
+
+
+BODIES: Mapping[str, type[Stage]] = {
+    "rollout": Rollout,
+    "score": Score,
+    WorkerPass.PREV_LOGPROBS: PrevLogprobs,
+    WorkerPass.REFERENCE_LOGPROBS: ReferenceLogprobs,
+    "advantages": Advantages,
+    WorkerPass.TRAIN: Train,
+    "log": LogRollouts,
+}
+"""By the names of `stage_columns`."""
+
+
+def build_stages(columns: Sequence[StageColumns], tools: StageTools) -> tuple[Stage, ...]:
+    """The stages of a run, in the order in which a step runs them."""
+    return tuple(BODIES[each.name](each, tools) for each in columns)
+
+
+def clear_untrained(client: DataPlaneClient, step: StepState) -> None:
+    """Clears the rows that were not trained before those that were, so that their history says why."""
+    keys = step.untrained_keys
+    if keys:
+        with working_for(CLEAR):
+            client.kv_clear(keys, step.partition, reason=NOT_TRAINED)
+        trace_retired(keys=keys, reason=NOT_TRAINED)
+
+
+def _with_logprob_plan(step: StepState, tools: StageTools) -> tuple[StepState, PackPlan]:
+    """The plan of the step's log-probability stages, made by the first of them."""
+    chosen, policy = step.update, tools.config.policy
+    plan = chosen.logprob_plan
+    if plan is None:
+        lengths, layout = chosen.meta.sequence_lengths or (), tools.policy.layout
+        plan = plan_logprobs(chosen.plan, lengths, policy, layout=layout, cost=tools.cost)
+    return replace(step, chosen=replace(chosen, logprob_plan=plan)), plan

@@ -1,0 +1,94 @@
+"""`Stage`: one part of a step as an object, its columns and its body.
+
+A scheduler hands a `StepState` from stage to stage. `run` waits; `submit` starts the work and gives a `Pending`, so
+that a stage of another step can go on meanwhile. Invariant: data plane calls of a stage are booked under its name,
+whoever runs it and whenever.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+
+from nemo_rl.algorithms.stages.columns import StageColumns
+from nemo_rl.algorithms.stages.state import StepState
+from nemo_rl.config.schema import MasterConfig
+from nemo_rl.data_plane.client.stage_context import working_for
+from nemo_rl.data_plane.interfaces import DataPlaneClient
+from nemo_rl.distributed.calls import Pending
+from nemo_rl.distributed.packing import DEFAULT_COST
+from nemo_rl.experience.sync_rollout_actor import RolloutHandle
+from nemo_rl.models.policy.interfaces import LossFunction
+from nemo_rl.models.policy.tq_policy import TQPolicy
+
+__all__ = ["Stage", "StageTools"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageTools:
+    """What the bodies of stages work with; shared by all steps."""
+
+    config: MasterConfig
+    client: DataPlaneClient
+    policy: TQPolicy
+    rollout: RolloutHandle
+    loss_fn: LossFunction
+    cost: tuple[float, float] = DEFAULT_COST
+    """(a, b) of the cost a s + b s^2 of a row of s tokens, by which rows are shared among the ranks."""
+
+
+class Stage(ABC):
+    """One stage; the same object serves every step.
+
+    Args:
+        columns: what it reads and writes, checked before.
+    """
+
+    def __init__(self, columns: StageColumns, tools: StageTools) -> None:
+        self.columns = columns
+        self.driver_bytes = 0
+        """Bytes about rows that the body has moved itself; those of worker calls are counted by who makes them."""
+        self._tools = tools
+
+    @property
+    def name(self) -> str:
+        return self.columns.name
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Columns of the data plane."""
+        return self.columns.reads
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Columns of the data plane."""
+        return self.columns.writes
+
+    def run(self, step: StepState) -> StepState:
+        """The step after this stage."""
+        return self.submit(step).result()
+
+    def submit(self, step: StepState) -> Pending[StepState]:
+        """As `run` without waiting for workers; what the driver does itself is done when it returns."""
+        if not self.applies_to(step):
+            return Pending.done(step)
+        started = time.perf_counter()
+        with working_for(self.name):
+            pending = self._submit(step)
+
+        def finish() -> StepState:
+            with working_for(self.name):
+                done = pending.result()
+            seconds = {**done.stage_seconds, self.name: time.perf_counter() - started}
+            return replace(done, stage_seconds=seconds)
+
+        return Pending(finish)
+
+    def applies_to(self, step: StepState) -> bool:
+        """Whether this step has work for the stage."""
+        return True
+
+    @abstractmethod
+    def _submit(self, step: StepState) -> Pending[StepState]:
+        """The body."""
