@@ -131,6 +131,15 @@ def test_a_learning_rate_of_zero_changes_no_weight(tmp_path, model):
     assert all(bool((before[name] == after[name]).all()) for name in before)
 
 
+def test_a_step_without_any_signal_runs_no_stage_of_the_update(tmp_path, model):
+    recipe = write_recipe(tmp_path, model, env={"reward_function": "tests.helpers.run_rewards:indifferent"})
+    with open_trainer(load_recipe(recipe, LOCAL), console=Console(file=io.StringIO())) as trainer:
+        trainer.open_run()
+        step = trainer.step()
+        assert step.chosen is None and step.train is None and list(step.stage_seconds) == ["rollout", "score", "log"]
+        assert step.untrained_keys == step.keys and trainer.data_plane_stats()["live_rows"] == 0
+
+
 def test_a_stage_that_raises_leaves_no_live_row(tmp_path, model):
     recipe = write_recipe(tmp_path, model, env={"reward_function": "tests.helpers.run_rewards:explode"})
     config = load_recipe(recipe, LOCAL)

@@ -16,6 +16,11 @@ def judged(prompt: str, response: str, answer: object, *, response_tokens: int) 
     return {"odd": odd_share(prompt, response, answer), "length": float(response_tokens)}
 
 
+def indifferent(prompt: str, response: str, answer: object) -> float:
+    """No group learns from it."""
+    return 0.5
+
+
 def explode(prompt: str, response: str, answer: object) -> float:
     raise ValueError("this reward always fails")
 
