@@ -108,13 +108,17 @@ def written_fields(stages: Sequence[StageColumns]) -> tuple[str, ...]:
 def declare_partition(
     client: DataPlaneClient, stages: Sequence[StageColumns], config: GRPOConfig, *, steps_in_flight: int = 1
 ) -> None:
-    """Registers `PARTITION` with the columns of the stages, and room for so many steps at one time."""
+    """Registers `PARTITION` with the columns of the stages, and capacity for so many steps at one time.
+
+    Without consumer tasks: stages are handed the keys of their rows, and a cursor that nobody claims with costs every
+    put and every write-back.
+    """
     rows_per_step = config.num_prompts_per_step * config.num_generations_per_prompt
     client.register_partition(
         PARTITION,
         written_fields(stages),
         rows_per_step * steps_in_flight,
-        [each.task for each in WorkerPass],
+        (),
         grpo_group_size=config.num_generations_per_prompt,
     )
 
