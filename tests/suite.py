@@ -52,7 +52,7 @@ def pytest_parts(marks: str, *, is_fast: bool) -> list[Part]:
     jobs of several ranks.
     """
     if is_fast:
-        parts = {"unit and rest": _but(*RUNS, *OF_RANKS), "contract and e2e": RUNS}
+        parts = {"unit": _but(*RUNS, *OF_RANKS), "runs": RUNS}
     else:
         own = ("tests/unit", *RUNS, *OF_RANKS)
         parts = {path.removeprefix("tests/"): (path,) for path in own} | {"rest": _but(*own)}
