@@ -32,7 +32,8 @@ FULL = "NEMO_RL_TEST_FULL"
 """Variable for what no mark can say; see `tests.helpers.examples`."""
 PART_TIMEOUT_S = 3600.0
 SLOWEST = 20
-OF_RANKS = ("distributed", "parity")
+RUNS = ("tests/e2e", "tests/contract")
+OF_RANKS = ("tests/parity", "tests/distributed")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,21 +48,19 @@ def pytest_parts(marks: str, *, is_fast: bool) -> list[Part]:
     """By directory; first those that use one core for long, so that the last one is not left alone with it. `rest` is
     what no other names, so that nothing is left out.
 
-    The fast ones are without the parts that are jobs of several ranks: to import them takes half a minute.
+    Of the fast ones few tests are left, and what a part imports takes longer than they do: they are two parts, without
+    jobs of several ranks.
     """
-    named = {
-        "unit": ["tests/unit"],
-        "e2e": ["tests/e2e"],
-        "contract": ["tests/contract"],
-        "distributed": ["tests/distributed"],
-        "parity": ["tests/parity"],
-    }
-    rest = ["tests", *(f"--ignore={path}" for paths in named.values() for path in paths)]
-    return [
-        Part(name=name, command=(*PYTEST, *paths, "-m", f"not alone{marks}"))
-        for name, paths in {**named, "rest": rest}.items()
-        if not (is_fast and name in OF_RANKS)
-    ]
+    if is_fast:
+        parts = {"unit": _but(*RUNS, *OF_RANKS), "runs": RUNS}
+    else:
+        own = ("tests/unit", *RUNS, *OF_RANKS)
+        parts = {path.removeprefix("tests/"): (path,) for path in own} | {"rest": _but(*own)}
+    return [Part(name=name, command=(*PYTEST, *paths, "-m", f"not alone{marks}")) for name, paths in parts.items()]
+
+
+def _but(*paths: str) -> tuple[str, ...]:
+    return ("tests", *(f"--ignore={path}" for path in paths))
 
 
 def alone_part(marks: str) -> Part | None:

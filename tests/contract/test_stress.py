@@ -1,4 +1,6 @@
-"""Eight writers and readers at once, 100,000 operations over all adapters: no lost, duplicated or foreign row."""
+"""Eight writers and readers at once: no lost, duplicated or foreign row. 100,000 operations over all adapters in
+`make test-full`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,12 @@ from nemo_rl.data_plane.adapters.noop import NoopStore
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.client.ledger_client import LedgerClient
 from nemo_rl.data_plane.interfaces import Parts
+<<<<<<< HEAD
 from nemo_rl.data_plane.ledger.host import InProcessHost, LedgerService, build_ledger
+=======
+from nemo_rl.data_plane.ledger_host import InProcessHost, LedgerService, build_ledger
+from tests.helpers.examples import num_examples
+>>>>>>> suite
 from tests.helpers.planes import NOOP, Plane, open_plane
 from tests.helpers.workload import FIELDS, TASK, run_all, stress
 
@@ -24,7 +31,7 @@ FEW_TURNS = 10
 @pytest.mark.slow
 @pytest.mark.few_planes
 def test_no_row_is_lost_duplicated_or_foreign(plane: Plane) -> None:
-    stress(plane, TURNS.get(plane.name, FEW_TURNS))
+    stress(plane, num_examples(TURNS.get(plane.name, FEW_TURNS)))
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,13 @@ def run(capfd, monkeypatch) -> Run:
         return code, text
 
     return call
+
+
+@pytest.fixture
+def without_forks(monkeypatch) -> None:
+    """For runs over Ray that are refused: what their workers would import takes seconds."""
+    for place in ("worker_forks", "run"):
+        monkeypatch.setattr(f"nemo_rl.algorithms.{place}.worker_forks", lambda _: nullcontext())
 
 
 def jsonl(path: Path, prompts: list[str]) -> Path:
@@ -116,7 +124,9 @@ def test_a_disk_that_is_full_from_the_start_is_named(run, tmp_path, model):
         (["grpo.seed=" + "9" * 5000], "got 5000 digits"),
         ([b"logger.log_dir=\xff"], "the value cannot be read"),
         (["data.train.options=&a [*a]"], "contains itself through an alias"),
-        (["policy.model_name=nowhere/at-all", "--preflight"], "HF_HUB_OFFLINE is set"),
+        pytest.param(
+            ["policy.model_name=nowhere/at-all", "--preflight"], "HF_HUB_OFFLINE is set", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_command_itself_ends_without_a_traceback(arguments, shown):
@@ -132,7 +142,9 @@ def test_the_command_itself_ends_without_a_traceback(arguments, shown):
     assert shown in done.stderr
 
 
-def test_parallel_sizes_that_the_model_cannot_run_in_are_refused_before_anything_starts(run, tmp_path, model):
+def test_parallel_sizes_that_the_model_cannot_run_in_are_refused_before_anything_starts(
+    run, tmp_path, model, without_forks
+):
     settings = ("cluster.launcher=ray", "data_plane.impl=ray", "cluster.cpu_workers_per_node=3")
     code, text = run(write_recipe(tmp_path, model), *settings, "policy.dtensor_cfg.tensor_parallel_size=3")
     assert code == 2 and "num_attention_heads=4 of 'qwen3' does not divide by 3" in text
@@ -164,7 +176,9 @@ def test_positions_that_the_megatron_worker_does_not_know_are_refused(run, tmp_p
     assert code == 2 and "rope_type 'dynamic' (expected default, linear, llama3, yarn)" in text
 
 
-def test_sizes_that_do_not_divide_in_megatron_are_all_refused_before_anything_starts(run, tmp_path, model):
+def test_sizes_that_do_not_divide_in_megatron_are_all_refused_before_anything_starts(
+    run, tmp_path, model, without_forks
+):
     settings = ("cluster.launcher=ray", "data_plane.impl=ray", "cluster.cpu_workers_per_node=9")
     sizes = ("tensor_model_parallel_size=3", "pipeline_model_parallel_size=3", "freeze_moe_router=true")
     keys = [f"policy.megatron_cfg.{size}" for size in sizes]
@@ -222,6 +236,7 @@ def test_too_few_prompts_for_a_step_are_refused(run, tmp_path, model):
     assert code == 2 and "num_prompts_per_step=4" in text and "got 2" in text
 
 
+@pytest.mark.slow
 def test_overlong_prompts_are_counted_and_skipped_or_refused(run, tmp_path, model):
     path = jsonl(tmp_path / "p.jsonl", ["1", "2", "3", "4", "5" * 60])
     recipe = recipe_on_file(tmp_path, model, path)
@@ -244,6 +259,7 @@ def test_a_reward_that_raises_names_prompt_response_and_cause(run, tmp_path, mod
     assert code == 2 and "this reward always fails" in text and "prompt:" in text and "response:" in text
 
 
+@pytest.mark.slow
 def test_a_reward_that_hangs_is_cut_off_and_counted_or_stops_the_run(run, tmp_path, model):
     hanging = ("env.reward_function=tests.helpers.run_rewards:hang", "env.timeout_s=0.3", "grpo.max_num_steps=1")
     small = ("grpo.num_prompts_per_step=1", "grpo.num_generations_per_prompt=2", "policy.train_global_batch_size=2")
@@ -259,6 +275,7 @@ def test_numbers_that_are_not_finite_stop_the_run_and_name_the_samples(run, tmp_
     assert code == 2 and "_g" in text and ("nan" in text.lower() or "inf" in text.lower() or "finite" in text)
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_previous_checkpoint_valid(run, tmp_path, model):
     saving = {"enabled": True, "save_period": 1, "keep_top_k": None, "checkpoint_dir": str(tmp_path / "ck")}
     recipe = write_recipe(tmp_path, model, checkpointing=saving)

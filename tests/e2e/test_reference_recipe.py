@@ -13,6 +13,8 @@ from nemo_rl.utils.trackers.jsonl import read_metrics
 from tests.helpers.runs import LOCAL, ROOT, SMALL, load_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 
+pytestmark = pytest.mark.slow
+
 STAGES = {"timing/prev_logprobs_s", "timing/reference_logprobs_s"}
 
 

@@ -18,6 +18,8 @@ from nemo_rl.errors import CheckpointError, UserError
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, rollouts_of, start_cli, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 
+pytestmark = pytest.mark.slow
+
 SAVING = {"enabled": True, "save_period": 1, "keep_top_k": None}
 
 
@@ -80,7 +82,6 @@ def wait_for(pattern: str, folder: Path, process: subprocess.Popen[str]) -> None
         time.sleep(0.001)
 
 
-@pytest.mark.slow
 def test_a_signal_during_a_save_is_an_interrupt_that_says_how_to_go_on(tmp_path, model):
     recipe = write_recipe(tmp_path, model, checkpointing=SAVING, grpo={"max_num_steps": 100_000})
     process = start_cli(recipe, *(f"{name}={value}" for name, value in LOCAL.items()))

@@ -79,6 +79,7 @@ def test_a_run_writes_everything_it_names_and_leaves_no_row(tmp_path, model):
     assert "sort" in samples[0]["prompt"]
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_numbers_and_another_seed_others(tmp_path, model):
     first, _ = train(write_recipe(tmp_path / "a", model))
     again, _ = train(write_recipe(tmp_path / "b", model))
@@ -88,12 +89,14 @@ def test_the_same_seed_gives_the_same_numbers_and_another_seed_others(tmp_path, 
     assert all(row["train/grad_norm"] > 0 for row in first)
 
 
+@pytest.mark.slow
 def test_the_ledger_behind_a_socket_gives_the_same_numbers(tmp_path, model):
     in_process, _ = train(write_recipe(tmp_path / "a", model))
     socket, _ = train(write_recipe(tmp_path / "b", model), {"data_plane.ledger_host": "socket"})
     assert in_process == socket
 
 
+@pytest.mark.slow
 def test_every_way_of_batching_trains_alike_and_says_how_well_it_packed(tmp_path, model):
     off, caps = {"dynamic_batching": {"enabled": False}}, {"train_mb_tokens": 96, "logprob_mb_tokens": 160}
     ways = {
@@ -120,6 +123,7 @@ def test_every_way_of_batching_trains_alike_and_says_how_well_it_packed(tmp_path
     assert all(row["logprob/pack_bins"] < row["train/pack_bins"] for row in steps["packed"]), "a cap of its own"
 
 
+@pytest.mark.slow
 def test_a_learning_rate_of_zero_changes_no_weight(tmp_path, model):
     recipe = write_recipe(tmp_path, model, checkpointing={**SAVE_EVERY_STEP, "checkpoint_dir": str(tmp_path / "ck")})
     rows, _ = train(recipe, {"policy.optimizer.kwargs.lr": "0"})
@@ -160,6 +164,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", FAILURES)
 def test_a_stage_that_raises_behind_the_first_put_leaves_no_live_row(tmp_path, model, monkeypatch, stage):
     config, live = load_recipe(write_recipe(tmp_path, model), LOCAL), []
@@ -180,6 +185,7 @@ def test_a_stage_that_raises_behind_the_first_put_leaves_no_live_row(tmp_path, m
         assert trainer.data_plane_stats()["live_rows"] == 0
 
 
+<<<<<<< HEAD
 def test_only_the_clearing_is_booked_as_clear(tmp_path, model, monkeypatch):
     config = load_recipe(write_recipe(tmp_path, model), LOCAL)
     with open_parts(config, console=Console(file=io.StringIO())) as parts:
@@ -206,6 +212,9 @@ def test_only_the_clearing_is_booked_as_clear(tmp_path, model, monkeypatch):
     }
 
 
+=======
+@pytest.mark.slow
+>>>>>>> suite
 def test_resuming_continues_with_the_same_prompts_and_losses(tmp_path, model):
     checkpoints = {**SAVE_EVERY_STEP, "checkpoint_dir": str(tmp_path / "ck")}
     whole, _ = train(write_recipe(tmp_path / "whole", model, checkpointing=checkpoints), {"grpo.max_num_steps": "4"})

@@ -14,6 +14,8 @@ from nemo_rl.utils.r3_trace import reset_r3_trace
 from tests.helpers.families import write_family
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
 
+pytestmark = pytest.mark.slow
+
 REPLAY = "policy.router_replay"
 
 
