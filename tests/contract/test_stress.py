@@ -12,12 +12,8 @@ from nemo_rl.data_plane.adapters.noop import NoopStore
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.client.ledger_client import LedgerClient
 from nemo_rl.data_plane.interfaces import Parts
-<<<<<<< HEAD
 from nemo_rl.data_plane.ledger.host import InProcessHost, LedgerService, build_ledger
-=======
-from nemo_rl.data_plane.ledger_host import InProcessHost, LedgerService, build_ledger
 from tests.helpers.examples import num_examples
->>>>>>> suite
 from tests.helpers.planes import NOOP, Plane, open_plane
 from tests.helpers.workload import FIELDS, TASK, run_all, stress
 

@@ -185,7 +185,6 @@ def test_a_stage_that_raises_behind_the_first_put_leaves_no_live_row(tmp_path, m
         assert trainer.data_plane_stats()["live_rows"] == 0
 
 
-<<<<<<< HEAD
 def test_only_the_clearing_is_booked_as_clear(tmp_path, model, monkeypatch):
     config = load_recipe(write_recipe(tmp_path, model), LOCAL)
     with open_parts(config, console=Console(file=io.StringIO())) as parts:
@@ -212,9 +211,7 @@ def test_only_the_clearing_is_booked_as_clear(tmp_path, model, monkeypatch):
     }
 
 
-=======
 @pytest.mark.slow
->>>>>>> suite
 def test_resuming_continues_with_the_same_prompts_and_losses(tmp_path, model):
     checkpoints = {**SAVE_EVERY_STEP, "checkpoint_dir": str(tmp_path / "ck")}
     whole, _ = train(write_recipe(tmp_path / "whole", model, checkpointing=checkpoints), {"grpo.max_num_steps": "4"})
