@@ -198,7 +198,7 @@ def test_after_close_every_call_is_refused_and_nothing_is_left() -> None:
     assert not [thread for thread in threading.enumerate() if "mooncake" in thread.name]
 
 
-def test_a_put_into_a_full_segment_waits_for_room_and_then_fails_whole() -> None:
+def test_a_put_into_a_full_segment_waits_for_space_and_then_fails_whole() -> None:
     piece = memoryview(bytes(4 << 20))
     with open_store() as store:
         held = [chunk("run-a", i) for i in range(3)]
