@@ -1,4 +1,6 @@
-"""A tenth of `make chaos`: what nobody else kills in a test, with the cause named and nothing left."""
+"""A tenth of `make chaos`: what nobody else kills in a test, with the cause named and nothing left. `make test` kills a
+worker and an actor of the ledger elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,6 @@ ROWS = (
     Row(store="ray", signal="KILL", role="ledger", stage="train"),
     Row(store="ray", signal="KILL", role="raylet", stage="train"),
 )
-IN_FULL = {"storage", "raylet"}
-"""Left to `make test-full`."""
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +26,8 @@ def model(tmp_path_factory) -> Path:
     return write_tiny_folder(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize(
-    "row",
-    [pytest.param(row, marks=[pytest.mark.full] if row.role in IN_FULL else []) for row in ROWS],
-    ids=[f"{row.store}-{row.signal}-{row.role}" for row in ROWS],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("row", ROWS, ids=[f"{row.store}-{row.signal}-{row.role}" for row in ROWS])
 def test_the_run_ends_with_the_cause_named_and_nothing_left(tmp_path, model, row):
     outcome = hit(row, tmp_path, model)
     assert outcome.problems == (), f"{row}: exit code {outcome.code} after {outcome.seconds:.0f} s: {outcome.told}"

@@ -29,7 +29,6 @@ from tests.helpers.families import COMMON
 from tests.helpers.gloo import JOB_S, run_ranks
 from tests.helpers.layout_jobs import (
     AXES,
-    SPLITS,
     Arrays,
     Case,
     Job,
@@ -175,7 +174,7 @@ FAULTS: dict[str, tuple[Case, Callable[[], object]]] = {
 }
 
 
-FOUR = pairwise(cases_of_four(), SPLITS)
+FOUR = [Megatron(**SEQUENCE, cp=2, ep=4, etp=1), Megatron(**SEQUENCE, pp=2, ep=2, etp=1, **FULL)]
 TWO = pairwise(cases_of_two(), AXES, kept=[case for case, _ in FAULTS.values()])
 """Of `make test`."""
 

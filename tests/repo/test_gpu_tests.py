@@ -91,10 +91,8 @@ def test_collecting_the_gpu_tests_needs_only_what_is_brought_along() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "module"),
-    [pytest.param("psutil", "psutil", marks=pytest.mark.full), ("megatron-core", "megatron")],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "module"), [("psutil", "psutil"), ("megatron-core", "megatron")])
 def test_a_wheel_that_is_not_brought_along_is_missed(name: str, module: str) -> None:
     there = with_dependencies({*GIVEN, *(names_of_wheels() - {name})})
     done = collect(dependencies() - there)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,7 @@ def test_sums_see_every_byte_of_every_column() -> None:
         assert sums(pad_raw(batch.tensordict(), with_routes=True))[name] != expected[name]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_small_run_reports_samples_figures_and_where_they_come_from(tmp_path: Path, monkeypatch) -> None:
     # A batch is a cluster, and a way of ours an actor; the contract suite has all of them.
@@ -102,6 +104,7 @@ def test_a_small_run_reports_samples_figures_and_where_they_come_from(tmp_path: 
     left_out = ("ray_holder", "ray_node", "shm")
     ways = {name: config for name, config in data_plane.SESSIONS["tuned"].items() if name not in left_out}
     monkeypatch.setattr(data_plane, "BATCHES", small)
+    monkeypatch.setattr(data_plane, "Options", partial(data_plane.Options, batches=tuple(small)))
     monkeypatch.setattr(data_plane, "SESSIONS", {"tuned": ways})
     monkeypatch.setattr(data_plane, "TAG_COUNTS", (64, 128, 256))
     target = tmp_path / "report.json"

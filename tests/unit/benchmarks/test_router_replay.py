@@ -158,6 +158,7 @@ def test_a_small_run_reports_what_both_workers_do_and_misses_its_bounds(tmp_path
     assert dtensor["replayed"]["k3"] == pytest.approx(megatron["replayed"]["k3"], rel=0.02)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_replay_that_is_off_behind_its_back_is_seen(tmp_path: Path, monkeypatch) -> None:
     report = run(tmp_path, monkeypatch, "--without-replay", "--only", "numerics")

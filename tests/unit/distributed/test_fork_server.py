@@ -67,7 +67,15 @@ def stubs() -> list[psutil.Process]:
 def _mine(name: str) -> list[psutil.Process]:
     """Processes below this one; the raylet has the command of its workers as one word among others."""
     mine = psutil.Process().children(recursive=True)
-    return [process for process in mine if any(name in word for word in process.cmdline()[1:3])]
+    return [process for process in mine if any(name in word for word in _command(process)[1:3])]
+
+
+def _command(process: psutil.Process) -> list[str]:
+    """Of one that has ended meanwhile nothing is known."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
 
 
 @contextmanager
@@ -117,6 +125,7 @@ def test_workers_begin_with_what_one_process_has_imported(cluster: None, noted: 
     assert alone["variable"] == "7" and not alone["is_imported"]
 
 
+@pytest.mark.full
 def test_nothing_is_left_when_ray_is_closed(noted: Path) -> None:
     with ray_from(["numpy"]):
         (look,) = looks([start(0)])

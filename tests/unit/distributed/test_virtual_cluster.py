@@ -164,6 +164,7 @@ def test_too_few_cpus_are_counted_and_ray_is_gone(opened):
     wait_until_gone(before)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")
 def test_gpus_that_are_not_there_are_refused(opened):
     opened.cluster.close()
@@ -197,6 +198,7 @@ def test_a_server_of_ray_that_is_killed_is_named_and_the_rest_goes_with_the_clus
     wait_until_gone(before)
 
 
+@pytest.mark.full
 def test_a_server_of_ray_that_is_stopped_is_ended_and_said_so(opened, monkeypatch):
     opened.cluster.close()
     before = children()
