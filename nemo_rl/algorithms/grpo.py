@@ -68,10 +68,14 @@ class TrainRows:
     """Rows of each optimizer step."""
 
 
-def score_rows(carry: RowScalars, config: GRPOConfig) -> ScoredRows:
-    """Group statistics, advantages, and the weight of each row."""
+def score_rows(carry: RowScalars, group_uids: Sequence[str], config: GRPOConfig) -> ScoredRows:
+    """Group statistics, advantages, and the weight of each row.
+
+    Args:
+        group_uids: of each row; rows of a group need not be neighbours, and may be those of several steps.
+    """
     rewards = torch.tensor(carry.rewards, dtype=torch.float32)
-    stats = group_statistics(rewards, carry.group_uids)
+    stats = group_statistics(rewards, group_uids)
     advantages = _advantages(rewards, stats, config)
     weight = torch.ones(len(rewards))
     if config.overlong_filtering:

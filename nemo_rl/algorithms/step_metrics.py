@@ -51,7 +51,7 @@ def step_metrics(step: StepState) -> dict[str, float]:
     }
     metrics |= {f"{REWARD_METRIC}/{name}": mean_of_scored(part) for name, part in carry.components.items()}
     metrics.update({f"rollout/{name}": value for name, value in values(step.rows.metrics).items()})
-    metrics |= lag_metrics(carry.weight_versions, policy_version=step.policy_version)
+    metrics |= lag_metrics(step.rows.weight_versions, policy_version=step.policy_version)
     metrics |= pack_metrics("train", plan) | pack_metrics("logprob", logprob_plan)
     if step.train is not None:
         metrics |= _training_metrics(step.train)

@@ -20,18 +20,17 @@ __all__ = ["RowScalars", "build_columns", "mean_of_scored", "row_record"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowScalars:
-    """Per-row scalars that the driver needs for advantages, filters and metrics; rows as in their meta."""
+    """Per-row scalars that the driver needs for advantages, filters and metrics.
+
+    Rows are those of their meta, whose keys name their groups and whose tags their weight versions.
+    """
 
     rewards: np.ndarray
     """`[N]` float32."""
-    group_uids: tuple[str, ...]
-    """The uid in the key of each row, equal for samples of one prompt and no others, whatever their step."""
     truncated: np.ndarray
     """`[N]` bool."""
     response_lengths: np.ndarray
     """`[N]` int32, tokens."""
-    weight_versions: np.ndarray
-    """`[N]` int64, the version of the weights that sampled each row."""
     components: Mapping[str, np.ndarray] = field(default_factory=dict)
     """`[N]` float32 each: parts of the reward by name, before their weights; NaN for a row that was not scored."""
 
@@ -43,10 +42,8 @@ class RowScalars:
         index = np.asarray(rows, dtype=np.int64)
         return RowScalars(
             rewards=self.rewards[index],
-            group_uids=tuple(self.group_uids[row] for row in rows),
             truncated=self.truncated[index],
             response_lengths=self.response_lengths[index],
-            weight_versions=self.weight_versions[index],
             components={name: part[index] for name, part in self.components.items()},
         )
 
@@ -56,10 +53,8 @@ class RowScalars:
         names = dict.fromkeys(name for part in parts for name in part.components)
         return RowScalars(
             rewards=np.concatenate([part.rewards for part in parts]),
-            group_uids=tuple(uid for part in parts for uid in part.group_uids),
             truncated=np.concatenate([part.truncated for part in parts]),
             response_lengths=np.concatenate([part.response_lengths for part in parts]),
-            weight_versions=np.concatenate([part.weight_versions for part in parts]),
             components={name: np.concatenate([part._component(name) for part in parts]) for name in names},
         )
 

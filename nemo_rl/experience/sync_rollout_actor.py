@@ -23,7 +23,7 @@ from nemo_rl.data_plane.chunks.wire import pickled_size
 from nemo_rl.data_plane.column_io import kv_first_write, read_columns
 from nemo_rl.data_plane.factory import attach_data_plane
 from nemo_rl.data_plane.interfaces import KVBatchMeta
-from nemo_rl.data_plane.keys import keys_of_groups
+from nemo_rl.data_plane.keys import group_uid, keys_of_groups
 from nemo_rl.data_plane.observability import MetricsDataPlaneClient
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.calls import Call, Pending, Request, ask
@@ -46,6 +46,8 @@ _T = TypeVar("_T")
 
 REWARD_LOG = "reward.log"
 """File in `logger.log_dir` with what the reward has printed; there once it has."""
+WEIGHT_VERSION = "weight_version"
+"""Tag of every row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +69,16 @@ class RolloutResult:
     metrics: dict[str, Reduction] = field(default_factory=dict)
     printed: tuple[str, ...] = ()
     """Lines of the reward for the person at the terminal."""
+
+    @property
+    def group_uids(self) -> tuple[str, ...]:
+        """The group of each row, by its key."""
+        return tuple(map(group_uid, self.meta.keys))
+
+    @property
+    def weight_versions(self) -> np.ndarray:
+        """`[N]` int64, the version of the weights that sampled each row, by its tag."""
+        return np.asarray([tags[WEIGHT_VERSION] for tags in self.meta.tags or ()], dtype=np.int64)
 
     def select(self, rows: Sequence[int]) -> RolloutResult:
         """The rows at `rows`, in that order; the metrics stay those of the whole rollout."""
@@ -186,16 +198,14 @@ class SyncRolloutActor:
                 keys,
                 partition_id=partition_id,
                 tags=[
-                    {"reward": float(reward), "weight_version": version}
+                    {"reward": float(reward), WEIGHT_VERSION: version}
                     for reward, version in zip(rewards, versions, strict=True)
                 ],
             )
         carry = RowScalars(
             rewards=rewards,
-            group_uids=tuple(uid for uid in uids for _ in range(group)),
             truncated=rollouts.output.truncated.numpy(),
             response_lengths=rollouts.output.lengths.numpy().astype(np.int32),
-            weight_versions=np.asarray(versions, dtype=np.int64),
             components=_columns(rollouts.report.components),
         )
         return RolloutResult(

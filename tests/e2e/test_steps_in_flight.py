@@ -124,8 +124,7 @@ def test_two_steps_in_flight_share_stages_workers_and_partition(
     scheduler.parts.weight_sync.sync(2)
     four = scheduler.roll_out(4)
     batch = join_steps(4, [three, four], policy_version=2)
-    assert batch.rows.carry.weight_versions.tolist() == [1] * ROWS + [2] * ROWS
-    assert [tags["weight_version"] for tags in batch.rows.meta.tags] == [1] * ROWS + [2] * ROWS
+    assert batch.rows.weight_versions.tolist() == [1] * ROWS + [2] * ROWS
     batch = scheduler.run(batch, *BEFORE_TRAIN, "train", "log")
     assert len(batch.scores.stats.count) == 8 and set(batch.scores.stats.count.tolist()) == {4.0}
     assert batch.train is not None and batch.train.num_tokens == batch.num_tokens == three.num_tokens + four.num_tokens

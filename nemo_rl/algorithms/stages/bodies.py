@@ -27,7 +27,7 @@ from nemo_rl.algorithms.stages.state import ChosenRows, StepState
 from nemo_rl.data_plane.chunks.wire import pickled_size
 from nemo_rl.data_plane.client.stage_context import CLEAR, working_for
 from nemo_rl.data_plane.column_io import write_columns
-from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.observability import columns_bytes
 from nemo_rl.distributed.calls import Pending
 from nemo_rl.distributed.packing import PackPlan
@@ -63,7 +63,7 @@ class Score(Stage):
     """Rewards to advantages and weights; the rows that are trained, and where."""
 
     def _submit(self, step: StepState) -> Pending[StepState]:
-        scored = score_rows(step.rows.carry, self._tools.config.grpo)
+        scored = score_rows(step.rows.carry, step.rows.group_uids, self._tools.config.grpo)
         return Pending.done(replace(step, scored=scored, chosen=self._choose(step, scored)))
 
     def _choose(self, step: StepState, scored: ScoredRows) -> ChosenRows | None:
@@ -115,7 +115,7 @@ class Advantages(_UpdateStage):
     def _submit(self, step: StepState) -> Pending[StepState]:
         chosen = step.update
         columns = {"advantages": chosen.advantages, "sample_mask": chosen.sample_mask}
-        meta: KVBatchMeta = write_columns(self._tools.client, chosen.meta, columns)
+        meta = write_columns(self._tools.client, chosen.meta, columns)
         self.driver_bytes += pickled_size(meta.keys) + columns_bytes(columns)
         return Pending.done(step.with_chosen_meta(meta))
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 
-from nemo_rl.algorithms.grpo import plan_logprobs, plan_train, score_rows, select_train_rows
+from nemo_rl.algorithms.grpo import ScoredRows, plan_logprobs, plan_train, score_rows, select_train_rows
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import GRPOConfig
 from nemo_rl.distributed.layout import ParallelLayout
@@ -21,15 +19,22 @@ TWO = ParallelLayout(dp=2)
 LENGTHS = [5, 6, 7, 8, 5, 6, 7, 8]
 
 
-def carry(rewards: list[float], group: int, truncated: list[bool] | None = None) -> RowScalars:
+def carry(rewards: list[float], truncated: list[bool] | None = None) -> RowScalars:
     count = len(rewards)
     return RowScalars(
         rewards=np.asarray(rewards, dtype=np.float32),
-        group_uids=tuple(f"u{row // group}" for row in range(count)),
         truncated=np.asarray(truncated or [False] * count),
         response_lengths=np.full(count, 3, dtype=np.int32),
-        weight_versions=np.zeros(count, dtype=np.int64),
     )
+
+
+def uids(count: int, prefix: str = "u") -> list[str]:
+    """Groups of two rows."""
+    return [f"{prefix}{row // 2}" for row in range(count)]
+
+
+def score(rewards: list[float], prefix: str = "u") -> ScoredRows:
+    return score_rows(carry(rewards), uids(len(rewards), prefix), GRPOConfig())
 
 
 def policy(**fields: object) -> PolicyConfig:
@@ -38,14 +43,14 @@ def policy(**fields: object) -> PolicyConfig:
 
 
 def test_groups_with_equal_rewards_have_no_weight_and_are_left_out():
-    scored = score_rows(carry([1, 1, 0, 1, 0, 0, 1, 0], group=2), GRPOConfig())
+    scored = score([1, 1, 0, 1, 0, 0, 1, 0])
     assert scored.sample_mask.tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
     chosen = select_train_rows(scored, LENGTHS, policy(), layout=TWO)
     assert chosen.rows == (2, 3, 6, 7) and chosen.batch_sizes == (2, 2)
 
 
 def test_rows_of_weight_zero_fill_a_step_up_to_the_number_of_ranks():
-    scored = score_rows(carry([1, 0, 1, 1, 0, 0, 0, 0], group=2), GRPOConfig())
+    scored = score([1, 0, 1, 1, 0, 0, 0, 0])
     chosen = select_train_rows(scored, LENGTHS, policy(), layout=ParallelLayout(dp=3))
     assert chosen.rows == (0, 1, 2) and chosen.batch_sizes == (3,)
     assert scored.sample_mask[list(chosen.rows)].tolist() == [1, 1, 0]
@@ -53,21 +58,21 @@ def test_rows_of_weight_zero_fill_a_step_up_to_the_number_of_ranks():
 
 def test_fixed_microbatches_keep_all_rows_of_a_step():
     fixed = policy(dynamic_batching={"enabled": False}, train_micro_batch_size=2)
-    scored = score_rows(carry([1, 0, 1, 1, 0, 0, 0, 0], group=2), GRPOConfig())
+    scored = score([1, 0, 1, 1, 0, 0, 0, 0])
     chosen = select_train_rows(scored, LENGTHS, fixed, layout=TWO)
     assert chosen.rows == (0, 1, 2, 3) and chosen.batch_sizes == (4,)
     assert plan_train([5] * 4, chosen.batch_sizes, fixed, layout=TWO).steps == (1,)
 
 
 def test_a_step_without_any_signal_trains_nothing():
-    scored = score_rows(carry([1, 1, 0, 0], group=2), GRPOConfig())
+    scored = score([1, 1, 0, 0])
     assert select_train_rows(scored, LENGTHS, policy(), layout=TWO).rows == ()
 
 
 def test_truncated_rows_lose_their_weight_only_when_asked():
-    rolled = carry([1, 0, 1, 0], group=2, truncated=[False, True, False, False])
-    assert score_rows(rolled, GRPOConfig()).sample_mask.tolist() == [1, 1, 1, 1]
-    filtered = score_rows(rolled, GRPOConfig(overlong_filtering=True))
+    rolled = carry([1, 0, 1, 0], truncated=[False, True, False, False])
+    assert score_rows(rolled, uids(4), GRPOConfig()).sample_mask.tolist() == [1, 1, 1, 1]
+    filtered = score_rows(rolled, uids(4), GRPOConfig(overlong_filtering=True))
     assert filtered.sample_mask.tolist() == [1, 0, 1, 1]
     assert filtered.advantages[1] < 0, "a filtered row still counts for its group's baseline"
 
@@ -92,7 +97,7 @@ def test_a_plan_that_cannot_be_made_is_a_config_error():
 
 
 def test_a_step_with_fewer_rows_than_microbatches_is_filled_up_with_its_shortest_rows_of_weight_zero():
-    scored = score_rows(carry([1, 0, 1, 1, 1, 1, 1, 1], group=2), GRPOConfig())
+    scored = score([1, 0, 1, 1, 1, 1, 1, 1])
     settings = policy(train_global_batch_size=8, dynamic_batching={"enabled": False}, sequence_packing=PACKED)
     lengths = [30, 31, 20, 9, 8, 22, 21, 24]
     # Two rows of 61 tokens under a cap of 32: two microbatches, or on three ranks three.
@@ -135,16 +140,14 @@ def test_rows_are_shared_by_the_models_cost():
 
 
 def test_scores_of_several_steps_are_joined_and_cut_by_row():
-    first = score_rows(carry([1, 0, 1, 1], group=2), GRPOConfig())
-    other = replace(carry([0, 1, 1, 0], group=2), group_uids=("v0", "v0", "v1", "v1"))
-    second = score_rows(other, GRPOConfig())
-    joined = first.concat(second)
+    rewards, names = [1.0, 0, 1, 1, 0, 1, 1, 0], [*uids(4), *uids(4, "v")]
+    joined = score(rewards[:4]).concat(score(rewards[4:], "v"))
     assert joined.stats.row_group.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert joined.stats.is_trivial.tolist() == [False, True, False, False]
     # Groups keep their uid, so that scores of the joined rows are the joined scores, in whatever order the rows stand.
     order = [6, 0, 2, 4, 1, 7, 5, 3]
-    whole = score_rows(carry([1, 0, 1, 1], group=2).concat(other).select(order), GRPOConfig())
-    cut = joined.select(order)
+    rows = carry(rewards[:4]).concat(carry(rewards[4:])).select(order)
+    whole, cut = score_rows(rows, [names[row] for row in order], GRPOConfig()), joined.select(order)
     assert torch.equal(whole.advantages, cut.advantages) and torch.equal(whole.sample_mask, cut.sample_mask)
     assert torch.equal(whole.stats.row_group, cut.stats.row_group) and torch.equal(whole.stats.mean, cut.stats.mean)
     alone = joined.select([5, 4])

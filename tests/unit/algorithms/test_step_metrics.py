@@ -95,10 +95,8 @@ def test_parts_of_the_loss_are_means_over_the_optimizer_steps() -> None:
     config = load_config(RECIPE)
     carry = RowScalars(
         rewards=np.asarray([1, 0, 1, 1], dtype=np.float32),
-        group_uids=("a", "a", "b", "b"),
         truncated=np.asarray([False, True, False, False]),
         response_lengths=np.asarray([2, 4, 3, 3], dtype=np.int32),
-        weight_versions=np.zeros(4, dtype=np.int64),
     )
     # Two optimizer steps: what is a sum within one is a mean over both, and means stay what they are.
     summary = TrainSummary(
@@ -111,13 +109,15 @@ def test_parts_of_the_loss_are_means_over_the_optimizer_steps() -> None:
         total_flops=1e9,
         theoretical_tflops=0.0,
     )
-    meta = KVBatchMeta(partition_id="train", keys=("a_g0", "a_g1", "b_g0", "b_g1"), sequence_lengths=(5, 7, 6, 6))
+    keys, tags = ("a_g0", "a_g1", "b_g0", "b_g1"), [{"weight_version": version} for version in (0, 0, 0, -2)]
+    meta = KVBatchMeta(partition_id="train", keys=keys, sequence_lengths=(5, 7, 6, 6), tags=tags)
+    rolled = RolloutResult(meta=meta, carry=carry, metrics={"reward_timeouts": Sum(2.0)})
     plan = PackPlan(microbatches=(((0,),), ((1,),)), steps=(1,), pad_to=4)
     weights = {"advantages": torch.zeros(2), "sample_mask": torch.ones(2)}
     step = replace(
         begin_step(1, [3, 8], group_size=2, version=0),
-        rolled=RolloutResult(meta=meta, carry=carry, metrics={"reward_timeouts": Sum(2.0)}),
-        scored=score_rows(carry, config.grpo),
+        rolled=rolled,
+        scored=score_rows(carry, rolled.group_uids, config.grpo),
         chosen=ChosenRows(meta=meta.subset([0, 1]), plan=plan, **weights),
         train=summary,
         seconds=2.0,
@@ -128,6 +128,7 @@ def test_parts_of_the_loss_are_means_over_the_optimizer_steps() -> None:
     assert (found["train/reward"], found["train/rows"], found["rollout/tokens_per_s"]) == (0.75, 2.0, 12.0)
     assert (found["rollout/trivial_group_share"], found["rollout/truncated_share"]) == (0.5, 0.25)
     assert (found["rollout/mean_response_tokens"], found["rollout/reward_timeouts"]) == (3.0, 2.0)
+    assert [found[f"rollout/weight_lag_{which}"] for which in ("min", "max", "mean")] == [0.0, 2.0, 0.5]
 
 
 def test_the_lag_of_a_batch_is_told_by_its_rows_and_only_where_there_is_one() -> None:

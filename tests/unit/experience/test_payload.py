@@ -7,8 +7,11 @@ import math
 import numpy as np
 import torch
 
+from nemo_rl.data_plane.batch_meta import KVBatchMeta
 from nemo_rl.experience.payload import RowScalars, build_columns, mean_of_scored
+from nemo_rl.experience.sync_rollout_actor import RolloutResult
 from nemo_rl.models.generation.interfaces import GenerationOutput
+from nemo_rl.utils.metrics import Sum
 
 
 def output() -> GenerationOutput:
@@ -31,34 +34,43 @@ def test_columns_are_prompt_then_response_then_padding():
     assert batch.tensor("input_ids").dtype == torch.int32
 
 
-def carry(uids: tuple[str, ...], rewards: list[float], version: int = 0, **components: list[float]) -> RowScalars:
+def carry(rewards: list[float], **components: list[float]) -> RowScalars:
     count = len(rewards)
     return RowScalars(
         rewards=np.array(rewards, dtype=np.float32),
-        group_uids=uids,
         truncated=np.array([row % 2 == 1 for row in range(count)]),
         response_lengths=np.arange(4, 4 + count, dtype=np.int32),
-        weight_versions=np.full(count, version, dtype=np.int64),
         components={name: np.array(part, dtype=np.float32) for name, part in components.items()},
     )
 
 
 def test_the_drivers_record_holds_row_vectors_only_and_selects_rows():
-    picked = carry(("a", "a", "b"), [1.0, 0.0, 0.5]).select([2, 0])
+    picked = carry([1.0, 0.0, 0.5]).select([2, 0])
     assert picked.rewards.tolist() == [0.5, 1.0] and picked.response_lengths.tolist() == [6, 4]
-    assert picked.group_uids == ("b", "a") and picked.truncated.tolist() == [False, False] and len(picked) == 2
+    assert picked.truncated.tolist() == [False, False] and len(picked) == 2
 
 
 def test_records_of_several_steps_are_joined_row_by_row():
-    older, newer = carry(("a", "a"), [1.0, 0.0], 3, right=[1, 0]), carry(("b", "b"), [0.5, 0.25], 4)
+    older, newer = carry([1.0, 0.0], right=[1, 0]), carry([0.5, 0.25])
     joined = older.concat(newer)
-    assert joined.rewards.tolist() == [1.0, 0.0, 0.5, 0.25] and joined.group_uids == ("a", "a", "b", "b")
-    assert joined.weight_versions.tolist() == [3, 3, 4, 4] and joined.response_lengths.tolist() == [4, 5, 4, 5]
+    assert joined.rewards.tolist() == [1.0, 0.0, 0.5, 0.25] and joined.response_lengths.tolist() == [4, 5, 4, 5]
     assert joined.components["right"][:2].tolist() == [1.0, 0.0] and np.isnan(joined.components["right"][2:]).all()
     for rows, part in (([0, 1], older), ([2, 3], newer)):
-        back = joined.select(rows)
-        assert back.rewards.tolist() == part.rewards.tolist() and back.group_uids == part.group_uids
-        assert back.weight_versions.tolist() == part.weight_versions.tolist()
+        assert joined.select(rows).rewards.tolist() == part.rewards.tolist()
+
+
+def rolled(uid: str, rewards: list[float], version: int) -> RolloutResult:
+    keys, tags = [f"{uid}_g{i}" for i in range(len(rewards))], [{"weight_version": version}] * len(rewards)
+    meta = KVBatchMeta(partition_id="train", keys=tuple(keys), tags=tags)
+    return RolloutResult(meta=meta, carry=carry(rewards), metrics={"response_tokens": Sum(4.0)})
+
+
+def test_rows_of_several_rollouts_keep_their_group_and_the_version_that_sampled_them():
+    joined = rolled("a", [1.0, 0.0], 3).concat(rolled("b", [0.5, 0.25], 4))
+    assert joined.group_uids == ("a", "a", "b", "b") and joined.weight_versions.tolist() == [3, 3, 4, 4]
+    picked = joined.select([2, 1])
+    assert picked.group_uids == ("b", "a") and picked.weight_versions.tolist() == [4, 3]
+    assert picked.carry.rewards.tolist() == [0.5, 0.0] and joined.metrics["response_tokens"] == Sum(8.0)
 
 
 def test_the_mean_of_a_component_is_that_of_the_rows_that_have_one():
