@@ -208,11 +208,3 @@ def test_the_diagram_of_a_module_names_functions_that_exist(name: str) -> None:
             assert hasattr(place, part), f"{name}: {place!r} has no {part!r}"
             place = getattr(place, part)
         assert callable(place), name
-
-
-def test_the_walk_through_a_step_is_short() -> None:
-    """What one has to open to follow a sample: at most 4,000 lines in at most 20 files."""
-    page = (ROOT / "docs/one_step.md").read_text(encoding="utf-8")
-    files = {ROOT / "docs" / link for link in re.findall(r"\((\.\./nemo_rl/[\w/]+\.py)\)", page)}
-    lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
-    assert 10 < len(files) <= 20 and lines <= 4000, f"{lines} lines in {len(files)} files"
