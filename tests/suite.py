@@ -32,8 +32,6 @@ FULL = "NEMO_RL_TEST_FULL"
 """Variable for what no mark can say; see `tests.helpers.examples`."""
 PART_TIMEOUT_S = 3600.0
 SLOWEST = 20
-RUNS = ("tests/e2e", "tests/contract")
-OF_RANKS = ("tests/parity", "tests/distributed")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,19 +46,16 @@ def pytest_parts(marks: str, *, is_fast: bool) -> list[Part]:
     """By directory; first those that use one core for long, so that the last one is not left alone with it. `rest` is
     what no other names, so that nothing is left out.
 
-    Of the fast ones few tests are left, and what a part imports takes longer than they do: they are two parts, without
+    Of the fast ones few tests are left, and what a part imports takes as long as they do: they are fewer parts, without
     jobs of several ranks.
     """
+    own = {"unit": ("tests/unit",), "e2e": ("tests/e2e",), "contract": ("tests/contract",)}
+    own |= {"parity": ("tests/parity",), "distributed": ("tests/distributed",)}
+    rest = ("tests", *(f"--ignore={path}" for paths in own.values() for path in paths))
+    parts = {**own, "rest": rest}
     if is_fast:
-        parts = {"unit": _but(*RUNS, *OF_RANKS), "runs": RUNS}
-    else:
-        own = ("tests/unit", *RUNS, *OF_RANKS)
-        parts = {path.removeprefix("tests/"): (path,) for path in own} | {"rest": _but(*own)}
+        parts = {"unit": own["unit"], "rest": rest, "runs": (*own["contract"], *own["e2e"])}
     return [Part(name=name, command=(*PYTEST, *paths, "-m", f"not alone{marks}")) for name, paths in parts.items()]
-
-
-def _but(*paths: str) -> tuple[str, ...]:
-    return ("tests", *(f"--ignore={path}" for path in paths))
 
 
 def alone_part(marks: str) -> Part | None:
