@@ -16,7 +16,7 @@ from rich.console import Console
 
 from nemo_rl.algorithms.run import run
 from nemo_rl.distributed import worker_groups
-from nemo_rl.distributed.calls import Call
+from nemo_rl.distributed.calls import Call, Pending
 from nemo_rl.distributed.worker_groups import RayWorkerGroup
 from tests.helpers import mooncake
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
@@ -124,8 +124,10 @@ class Watched(RayWorkerGroup):
     num_bytes: int = 0
     """Of everything about rows that the driver has sent or received."""
 
-    def run(self, call: Call[T]) -> list[T]:
-        results = super().run(call)
+    def submit(self, call: Call[T]) -> Pending[list[T]]:
+        return super().submit(call).then(lambda results: self._look(call, results))
+
+    def _look(self, call: Call[T], results: list[T]) -> list[T]:
         requests = [call.of_rank(rank) for rank in range(self.world_size)]
         [method] = {request.method for request in requests}
         Watched.calls.add(method)
