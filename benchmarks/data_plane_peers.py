@@ -26,7 +26,6 @@ from nemo_rl.data_plane.client.ledger_client import LedgerClient
 from nemo_rl.data_plane.client.shard_reads import ShardReads
 from nemo_rl.data_plane.factory import attach_data_plane
 from nemo_rl.data_plane.interfaces import KVBatchMeta
-from nemo_rl.data_plane.observability import MetricsDataPlaneClient
 from nemo_rl.data_plane.schema import extra_field
 
 __all__ = ["RAGGED", "BatchSpec", "Peer", "Timing"]
@@ -149,15 +148,14 @@ class _Ours:
         client = attach_data_plane(address)
         assert isinstance(client, LedgerClient)
         self.client = client
-        self._measured = MetricsDataPlaneClient(client)
-        self._reads = ShardReads(self._measured, cache_bytes=address.config.worker_cache_bytes)
+        self._reads = ShardReads(client, cache_bytes=address.config.worker_cache_bytes)
 
     @property
     def seconds(self) -> Mapping[str, float]:
         return self.client.seconds
 
     def put(self, batch: Batch, turn: int) -> KVBatchMeta:
-        return self._measured.kv_batch_put(batch.keys, "batch", batch.columns)
+        return self.client.kv_batch_put(batch.keys, "batch", batch.columns)
 
     def get(self, batch: Batch, turn: int, given: Any) -> Mapping[str, torch.Tensor]:
         """As a policy worker gets its shard, in a step of its own: the same keys come again in every turn."""
@@ -169,7 +167,7 @@ class _Ours:
         return {name: column for name, column in found.items() if isinstance(column, torch.Tensor)}
 
     def clear(self, batch: Batch, turn: int) -> None:
-        self._measured.kv_clear(None, "batch")
+        self.client.kv_clear(None, "batch")
 
 
 class Peer:

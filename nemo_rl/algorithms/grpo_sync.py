@@ -30,7 +30,7 @@ from nemo_rl.algorithms.step_metrics import data_plane_metrics, step_metrics
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.sampler import PromptSampler
 from nemo_rl.data_plane.factory import check_empty, open_step
-from nemo_rl.data_plane.observability import MetricsDataPlaneClient
+from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.schema import ROUTE_FIELDS
 from nemo_rl.experience.sync_rollout_actor import RolloutHandle, ValidationResult
 from nemo_rl.models.policy.tq_policy import TQPolicy
@@ -52,7 +52,7 @@ class TrainerParts:
 
     config: MasterConfig
     stages: tuple[Stage, ...]
-    client: MetricsDataPlaneClient
+    client: DataPlaneClient
     policy: TQPolicy
     weight_sync: WeightSync
     rollout: RolloutHandle

@@ -29,8 +29,8 @@ from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.sampler import PromptSampler
 from nemo_rl.data_plane.environment import transport_environment
 from nemo_rl.data_plane.factory import build_data_plane_client
+from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.memory_plan import memory_plan
-from nemo_rl.data_plane.observability import MetricsDataPlaneClient
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.job_store import reserve_port
@@ -40,13 +40,14 @@ from nemo_rl.distributed.worker_groups import LocalWorkerGroup, RayPlacement, Ra
 from nemo_rl.distributed.worker_log import WORKER_LOGS
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import DatasetError
-from nemo_rl.experience.sync_rollout_actor import RolloutHandle, SyncRolloutActor
-from nemo_rl.models.generation.interfaces import EngineSpec, GenerationInterface
+from nemo_rl.experience.sync_rollout_actor import RolloutHandle, RolloutSpec, SyncRolloutActor
+from nemo_rl.models.generation.interfaces import EngineSpec
 from nemo_rl.models.generation.replicas import GenerationReplicas
 from nemo_rl.models.loading import load_model_config
 from nemo_rl.models.policy.interfaces import LossFunction
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
+from nemo_rl.models.weight_sync.base import RefitParties
 from nemo_rl.models.weight_sync.factory import build_weight_sync
 from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager
 from nemo_rl.utils.files import write_text
@@ -116,19 +117,27 @@ def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | Non
         layout = ParallelLayout.of_policy(config.policy, world_size=groups.policy.world_size)
         policy = TQPolicy(groups.policy, address=client.address, timeout_s=timeout_s, layout=layout)
         tools = StageTools(
-            config=config,
+            grpo=config.grpo,
+            settings=config.policy,
+            logger=config.logger,
             client=client,
             policy=policy,
             rollout=rollout,
             loss_fn=loss_fn,
             cost=sequence_cost(TransformerShape.from_config(model_config.get_text_config().to_dict())),
         )
+        parties = RefitParties(
+            policy=groups.policy,
+            engines=groups.engines,
+            timeout_s=timeout_s,
+            buffer_ratio=config.policy.generation.refit_buffer_ratio,
+        )
         yield TrainerParts(
             config=config,
             stages=build_stages(columns, tools),
             client=client,
             policy=policy,
-            weight_sync=build_weight_sync(config, policy=groups.policy, engines=groups.engines, address=groups.address),
+            weight_sync=build_weight_sync(config.refit_transport, parties, address=groups.address),
             rollout=rollout,
             sampler=_sampler(config, rollout),
             checkpoints=checkpoints,
@@ -192,7 +201,7 @@ def _cluster(config: MasterConfig, start: StartUp, forks: ForkServer | None) -> 
 
 def _start(
     config: MasterConfig, cluster: RayVirtualCluster | None, stack: ExitStack, start: StartUp
-) -> tuple[_Groups, MetricsDataPlaneClient]:
+) -> tuple[_Groups, DataPlaneClient]:
     run_id = uuid.uuid4().hex[:12]
     groups = _local_groups(config, stack) if cluster is None else _ray_groups(config, cluster, stack, start)
     # The workers build while the storage actors of the data plane start.
@@ -204,7 +213,7 @@ def _start(
         if isinstance(group, RayWorkerGroup):
             with start.waiting_for(f"the {group.name} workers"):
                 group.finish_start(timeout_s=start.timeout_s)
-    return groups, MetricsDataPlaneClient(client)
+    return groups, client
 
 
 def _local_groups(config: MasterConfig, stack: ExitStack) -> _Groups:
@@ -214,7 +223,7 @@ def _local_groups(config: MasterConfig, stack: ExitStack) -> _Groups:
     engines = LocalWorkerGroup(lambda: _engine_builder(config)(spec=_engine_spec(config, 0)))
     stack.callback(engines.shutdown)
     replicas = GenerationReplicas(engines, timeout_s=config.cluster.stage_timeout_s)
-    rollout = LocalWorkerGroup(lambda: _build_rollout_worker(config, replicas))
+    rollout = LocalWorkerGroup(lambda: SyncRolloutActor(rollout_spec(config), generation=replicas))
     stack.callback(rollout.shutdown)
     return _Groups(policy=policy, engines=engines, rollout=rollout)
 
@@ -245,7 +254,7 @@ def _ray_groups(config: MasterConfig, cluster: RayVirtualCluster, stack: ExitSta
     policy.begin_start(build_policy_worker, [{"spec": _worker_spec(config, rank)} for rank in ranks])
     engines.begin_start(_engine_builder(config), [{"spec": _engine_spec(config, n)} for n in range(engines.world_size)])
     replicas = GenerationReplicas(engines, timeout_s=config.cluster.stage_timeout_s)
-    rollout.begin_start(_build_rollout_worker, [{"config": config, "generation": replicas}])
+    rollout.begin_start(SyncRolloutActor, [{"spec": rollout_spec(config), "generation": replicas}])
     return _Groups(policy=policy, engines=engines, rollout=rollout, address=address)
 
 
@@ -282,8 +291,16 @@ def _engine_spec(config: MasterConfig, number: int) -> EngineSpec:
     )
 
 
-def _build_rollout_worker(config: MasterConfig, generation: GenerationInterface) -> SyncRolloutActor:
-    return SyncRolloutActor(config, generation=generation)
+def rollout_spec(config: MasterConfig) -> RolloutSpec:
+    """The sections that a rollout needs."""
+    return RolloutSpec(
+        grpo=config.grpo,
+        policy=config.policy,
+        data=config.data,
+        env=config.env,
+        logger=config.logger,
+        start_timeout_s=config.cluster.worker_start_timeout_s,
+    )
 
 
 def _sampler(config: MasterConfig, rollout: RolloutHandle) -> PromptSampler:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import numpy as np
 
 from nemo_rl.algorithms.stages.state import StepState
-from nemo_rl.data_plane.client.operation_counts import OperationCount, merge_snapshots
+from nemo_rl.data_plane.client.operation_counts import OperationCount, Totals, sum_totals
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.experience.payload import mean_of_scored
@@ -117,7 +116,7 @@ def _trained_rows(plan: PackPlan | None) -> float:
 
 
 def data_plane_metrics(
-    snapshots: Sequence[Mapping[str, object]],
+    snapshots: Sequence[Totals],
     stats: Mapping[str, object],
     *,
     driver_bytes: int,
@@ -130,16 +129,14 @@ def data_plane_metrics(
     processes up. Calls outside every stage (registration, statistics) are counted, but are no part of the step.
 
     Args:
-        snapshots: one per process, as given by `MetricsDataPlaneClient.snapshot`. When nothing was counted, only
+        snapshots: one per process, as given by `DataPlaneClient.snapshot`. When nothing was counted, only
             `stats` is reported.
         stats: cluster-wide live rows and marks after the step.
         driver_bytes: metas, plans, row scalars and results that the driver received or sent.
     """
     metrics = {f"data_plane/{name}": float(value) for name, value in stats.items() if isinstance(value, int | float)}
-    merged = merge_snapshots(snapshots)
-    operations = cast("Mapping[str, Mapping[str, float]]", merged["operations"])
-    stages = cast("Mapping[str, Mapping[str, Mapping[str, float]]]", merged["stages"])
-    payload = float(cast("int", merged["payload_bytes"]))
+    merged = sum_totals(snapshots)
+    operations, stages, payload = merged.operations, merged.stages, float(merged.payload_bytes)
     if not payload:
         return Traffic(metrics=metrics)
     seconds = sum(max(_stage_ms(snapshot, stage) for snapshot in snapshots) for stage in stages if stage) / 1e3
@@ -149,26 +146,23 @@ def data_plane_metrics(
         "data_plane/driver_share": driver_bytes / payload,
         "data_plane/seconds": seconds,
         "data_plane/share_of_step": seconds / step_seconds,
-        "data_plane/process_seconds": sum(counts["ms"] for counts in operations.values()) / 1e3,
+        "data_plane/process_seconds": sum(counts.ms for counts in operations.values()) / 1e3,
     }
     metrics |= _operation_metrics(operations)
-    metrics |= {
-        f"data_plane/bytes/{name}": float(n) for name, n in cast("Mapping[str, int]", merged["field_bytes"]).items()
-    }
-    metrics["data_plane/over_read_bytes"] = float(cast("int", merged["over_read_bytes"]))
+    metrics |= {f"data_plane/bytes/{name}": float(n) for name, n in merged.field_bytes.items()}
+    metrics["data_plane/over_read_bytes"] = float(merged.over_read_bytes)
     stage_bytes = {
-        stage: int(sum(counts["payload_bytes"] for counts in by_operation.values()))
+        stage: sum(counts.payload_bytes for counts in by_operation.values())
         for stage, by_operation in stages.items()
         if stage
     }
     return Traffic(metrics=metrics, stage_bytes={stage: moved for stage, moved in stage_bytes.items() if moved})
 
 
-def _operation_metrics(operations: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+def _operation_metrics(operations: Mapping[str, OperationCount]) -> dict[str, float]:
     """Calls, bytes and durations per operation, over all processes."""
     metrics: dict[str, float] = {}
-    for name, record in operations.items():
-        counts = OperationCount(**record)  # type: ignore[arg-type]
+    for name, counts in operations.items():
         metrics |= {
             f"data_plane/{name}/count": float(counts.count),
             f"data_plane/{name}/errors": float(counts.errors),
@@ -180,7 +174,6 @@ def _operation_metrics(operations: Mapping[str, Mapping[str, float]]) -> dict[st
     return metrics
 
 
-def _stage_ms(snapshot: Mapping[str, object], stage: str) -> float:
+def _stage_ms(snapshot: Totals, stage: str) -> float:
     """Milliseconds that one process spent in the data plane during a stage."""
-    stages = cast("Mapping[str, Mapping[str, Mapping[str, float]]]", snapshot["stages"])
-    return sum(counts["ms"] for counts in stages.get(stage, {}).values())
+    return sum(counts.ms for counts in snapshot.stages.get(stage, {}).values())

@@ -43,6 +43,7 @@ PackingAlgorithm = Literal[
     "karmarkar_karp",
 ]
 MicrobatchOrder = Literal["packer", "largest_first"]
+RefitTransport = Literal["payload", "ipc", "broadcast"]
 
 
 class TokenizerConfig(Section):
@@ -189,7 +190,7 @@ class GenerationConfig(Section):
     """Strings that end a response at the token that completes them; the string stays in the response."""
     max_batch_size: PositiveInt = 1024
     """Rows decoded together by one engine."""
-    refit_transport: Literal["auto", "payload", "ipc", "broadcast"] = "auto"
+    refit_transport: Literal["auto"] | RefitTransport = "auto"
     """How new weights reach the engines: `payload` through the run's object store, `ipc` through GPU memory that engine
     and policy worker share, `broadcast` from policy rank 0 to all; `auto` takes `ipc` on GPUs, else `payload`."""
     refit_buffer_ratio: Probability = 0.3

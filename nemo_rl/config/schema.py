@@ -14,7 +14,7 @@ from pydantic import Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, Posit
 from nemo_rl.config.base import START_TIMEOUT_S, FilePath, Options, Section, Text
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, DATASETS, ENVIRONMENTS, LOSSES, TRACKERS
-from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.policy import PolicyConfig, RefitTransport
 
 __all__ = [
     "AdvantageEstimatorConfig",
@@ -311,7 +311,7 @@ class MasterConfig(Section):
         return self.checkpointing.checkpoint_dir or self.logger.log_dir / "checkpoints"
 
     @property
-    def refit_transport(self) -> str:
+    def refit_transport(self) -> RefitTransport:
         """How weights reach the engines: `policy.generation.refit_transport`, with `auto` decided."""
         chosen = self.policy.generation.refit_transport
         if chosen != "auto":

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from nemo_rl.data_plane.chunks.tags import Tags, TagTable, TagValue, plain_column
-from nemo_rl.data_plane.chunks.wire import Packed, pack_rows, unpack_rows
+from nemo_rl.data_plane.chunks.wire import Packed, message_bytes, pack_rows, unpack_rows
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import SchemaMismatch, name_some
 
@@ -55,6 +55,8 @@ class KVBatchMeta:
     nothing was claimed."""
     pack: PackPlan | None = None
     """Which rows form which microbatch on which rank, in indices into `keys`."""
+    _packed: list[Packed] = field(default_factory=list, init=False, repr=False, compare=False)
+    """The compact form of keys, lengths and tags, once it was needed."""
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -83,10 +85,27 @@ class KVBatchMeta:
 
     def __reduce__(self) -> tuple[object, ...]:
         # Metas travel between the driver and every worker in each stage: keys, lengths and tags go in compact form.
-        rows = pack_rows(self.keys, self.sequence_lengths, self.tags)
+        return _rebuild_meta, self._message()
+
+    def _message(self) -> tuple[Packed, str, int | tuple[int, ...] | None, dict[str, Any]]:
         claims = self.claims[0] if self.claims and len(set(self.claims)) == 1 else self.claims
         more = {"task_name": self.task_name, "fields": self.fields, "versions": dict(self.versions), "pack": self.pack}
-        return _rebuild_meta, (rows, self.partition_id, claims, more)
+        return self._rows(), self.partition_id, claims, more
+
+    def _rows(self) -> Packed:
+        if not self._packed:
+            self._packed.append(pack_rows(self.keys, self.sequence_lengths, self.tags))
+        return self._packed[0]
+
+    @property
+    def num_bytes(self) -> int:
+        """About the bytes of this meta in a message to another process."""
+        return len(_rebuild_meta.__module__) + len(_rebuild_meta.__name__) + message_bytes(self._message())
+
+    @property
+    def num_key_bytes(self) -> int:
+        """Of that, the keys."""
+        return message_bytes(self._rows()[0])
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -77,16 +77,18 @@ def build_data_plane_client(
         if log_dir is not None:
             _open_to_onlookers(log_dir, host.address, at_end)
         store = start_store(config, run_id=run_id, start=start)
+        undo.callback(store.close)
+        own = DataPlaneAddress(
+            run_id=run_id,
+            config=config,
+            ledger=host.address,
+            process_id=os.getpid(),
+            start_timeout_s=start.timeout_s,
+            store=store.address,
+        )
+        client = LedgerClient(host=host, store=store, address=own, on_close=at_end.close)
         undo.pop_all()
-    own = DataPlaneAddress(
-        run_id=run_id,
-        config=config,
-        ledger=host.address,
-        process_id=os.getpid(),
-        start_timeout_s=start.timeout_s,
-        store=store.address,
-    )
-    return LedgerClient(host=host, store=store, address=own, on_close=at_end.close)
+    return client
 
 
 def attach_data_plane(address: DataPlaneAddress) -> DataPlaneClient:
@@ -99,8 +101,10 @@ def attach_data_plane(address: DataPlaneAddress) -> DataPlaneClient:
         host = _join_host(address.ledger)
         undo.callback(host.close)
         store = join_store(address)
+        undo.callback(store.close)
+        client = LedgerClient(host=host, store=store, address=address)
         undo.pop_all()
-    return LedgerClient(host=host, store=store, address=address)
+    return client
 
 
 def observe(point: AttachPoint) -> LedgerHost:

@@ -10,6 +10,7 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -19,6 +20,7 @@ from nemo_rl.data_plane.address import DataPlaneAddress, Handles
 from nemo_rl.data_plane.batch_meta import KVBatchMeta
 from nemo_rl.data_plane.chunks.ragged import materialize
 from nemo_rl.data_plane.chunks.tags import Tags, TagValue
+from nemo_rl.data_plane.client.operation_counts import Totals
 from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
@@ -135,6 +137,23 @@ class DataPlaneClient(ABC):
     @abstractmethod
     def counters(self) -> dict[str, int]:
         """Bytes that this client moved: `put_bytes`, `get_bytes`; of the latter nobody asked for `over_read_bytes`."""
+
+    @abstractmethod
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        """Calls made inside, in this thread, are counted for stage `name`."""
+
+    @abstractmethod
+    def snapshot(self, *, reset: bool = False) -> Totals:
+        """What this client's calls have cost since the start or the last reset; picklable.
+
+        Nothing is counted where `data_plane.observability.enabled` is false.
+
+        Example:
+            >>> with client.stage("train"):                        # doctest: +SKIP
+            ...     client.get_data(meta, ["input_ids"])
+            >>> client.snapshot().stages["train"]["get_data"].count  # doctest: +SKIP
+            1
+        """
 
     @abstractmethod
     def partition_fields(self, partition_id: str) -> tuple[FieldSpec, ...]:

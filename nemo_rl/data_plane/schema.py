@@ -22,7 +22,6 @@ __all__ = [
     "FieldSpec",
     "docs_table",
     "extra_field",
-    "family_of",
     "reads_of",
     "resolve_fields",
     "route_fields",
@@ -216,11 +215,6 @@ ROUTE_FIELDS: tuple[str, ...] = tuple(s.name for s in _ROWS if s.family in _ROUT
 DP_TRAIN_FIELDS: tuple[str, ...] = tuple(name for name in reads_of(WorkerPass.TRAIN) if name not in ROUTE_FIELDS)
 LP_SEED_FIELDS: tuple[str, ...] = tuple(name for name in reads_of(WorkerPass.PREV_LOGPROBS) if name not in ROUTE_FIELDS)
 TOKEN_ALIGNED_FIELDS: tuple[str, ...] = tuple(s.name for s in _ROWS if s.is_token_aligned)
-
-
-def family_of(name: str) -> str:
-    """The family of a field of the table."""
-    return resolve_fields([name])[0].family
 
 
 def extra_field(

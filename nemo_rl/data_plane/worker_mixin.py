@@ -21,10 +21,11 @@ from nemo_rl.config.data_plane import FetchPolicy
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.batch_meta import KVBatchMeta
 from nemo_rl.data_plane.chunks.ragged import materialize
+from nemo_rl.data_plane.client.operation_counts import Totals
 from nemo_rl.data_plane.client.shard_reads import ShardReads
 from nemo_rl.data_plane.column_io import write_columns
 from nemo_rl.data_plane.factory import attach_data_plane
-from nemo_rl.data_plane.observability import MetricsDataPlaneClient
+from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS
 from nemo_rl.distributed.abort import Watch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -127,13 +128,13 @@ class ShardWorker(Protocol[_LossT, _ResultT]):
 class _Store:
     """This process's client, and what it has read in this step."""
 
-    def __init__(self, client: MetricsDataPlaneClient, *, cache_bytes: int) -> None:
+    def __init__(self, client: DataPlaneClient, *, cache_bytes: int) -> None:
         self.client, self.reads = client, ShardReads(client, cache_bytes=cache_bytes)
 
     def stage(self, name: str) -> AbstractContextManager[None]:
         return self.client.stage(name)
 
-    def snapshot(self) -> dict[str, object] | None:
+    def snapshot(self) -> Totals | None:
         return self.client.snapshot(reset=True)
 
     def forget(self) -> None:
@@ -150,7 +151,7 @@ class _NoStore:
         self._rank = rank
 
     @property
-    def client(self) -> MetricsDataPlaneClient:
+    def client(self) -> DataPlaneClient:
         raise self._closed()
 
     @property
@@ -163,7 +164,7 @@ class _NoStore:
     def stage(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def snapshot(self) -> dict[str, object] | None:
+    def snapshot(self) -> Totals | None:
         return None
 
     def forget(self) -> None:
@@ -207,7 +208,7 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
         is_reader = self.fetch_group is None or self.rank == self._replica.leader
         self._store = _NoStore(self.rank)
         if address is not None and (is_reader or self._replica.is_write_back_leader):
-            self._store = _Store(MetricsDataPlaneClient(attach_data_plane(address)), cache_bytes=cache_bytes)
+            self._store = _Store(attach_data_plane(address), cache_bytes=cache_bytes)
 
     def close_data_plane(self) -> None:
         """Ends this process's client. Idempotent."""
@@ -218,7 +219,7 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
         """Forgets fetched columns; called when the rows of the step are cleared."""
         self._store.forget()
 
-    def data_plane_snapshot(self) -> dict[str, object] | None:
+    def data_plane_snapshot(self) -> Totals | None:
         """Counters of this process's client since the last call; None for a rank without one."""
         return self._store.snapshot()
 
@@ -232,7 +233,7 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
         return self._watch.cause
 
     @property
-    def client(self) -> MetricsDataPlaneClient:
+    def client(self) -> DataPlaneClient:
         """Raises DataPlaneClosed on a rank without one."""
         return self._store.client
 

@@ -15,16 +15,17 @@ from typing import TypeVar
 
 import numpy as np
 
-from nemo_rl.config.schema import MasterConfig
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.schema import DataConfig, EnvConfig, GRPOConfig, LoggerConfig
 from nemo_rl.data.datasets import PromptSet, build_prompt_sets
 from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids
 from nemo_rl.data_plane.address import DataPlaneAddress
-from nemo_rl.data_plane.chunks.wire import pickled_size
+from nemo_rl.data_plane.chunks.wire import message_bytes
+from nemo_rl.data_plane.client.operation_counts import Totals
 from nemo_rl.data_plane.column_io import kv_first_write, read_columns
 from nemo_rl.data_plane.factory import attach_data_plane
-from nemo_rl.data_plane.interfaces import KVBatchMeta
+from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from nemo_rl.data_plane.keys import group_uid, keys_of_groups
-from nemo_rl.data_plane.observability import MetricsDataPlaneClient
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.calls import Call, Pending, Request, ask
 from nemo_rl.distributed.worker_groups import WorkerGroup
@@ -123,30 +124,42 @@ class ValidationResult:
         }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutSpec:
+    """What a rollout worker is made from."""
+
+    grpo: GRPOConfig
+    policy: PolicyConfig
+    data: DataConfig
+    env: EnvConfig
+    logger: LoggerConfig
+    start_timeout_s: float
+    """For the processes that score."""
+
+
 class SyncRolloutActor:
     """Prompts to scored rows.
 
     Args:
-        config: the whole tree; this worker reads `grpo`, `policy`, `data` and `env`.
         generation: engines, shared with the weight sync.
     """
 
-    def __init__(self, config: MasterConfig, *, generation: GenerationInterface) -> None:
-        self._config = config
+    def __init__(self, spec: RolloutSpec, *, generation: GenerationInterface) -> None:
+        self._spec = spec
         self._generation = generation
         self._tokenizer = load_tokenizer(
-            config.policy.tokenizer.name or config.policy.model_name,
-            chat_template=config.policy.tokenizer.chat_template,
+            spec.policy.tokenizer.name or spec.policy.model_name,
+            chat_template=spec.policy.tokenizer.chat_template,
         )
-        self._stop_ids = stop_token_ids(config.policy.model_name, self._tokenizer)
-        self._train, self._validation = build_prompt_sets(config.data, self._tokenizer)
+        self._stop_ids = stop_token_ids(spec.policy.model_name, self._tokenizer)
+        self._train, self._validation = build_prompt_sets(spec.data, self._tokenizer)
         self._environment = build_environment(
-            config.env,
-            start_timeout_s=config.cluster.worker_start_timeout_s,
-            log_file=config.logger.log_dir / REWARD_LOG,
+            spec.env,
+            start_timeout_s=spec.start_timeout_s,
+            log_file=spec.logger.log_dir / REWARD_LOG,
         )
-        self._client: MetricsDataPlaneClient | None = None
-        self._routes = RouteWriter(config.policy.router_replay)
+        self._client: DataPlaneClient | None = None
+        self._routes = RouteWriter(spec.policy.router_replay)
 
     def describe(self) -> RolloutInfo:
         """Sizes of the prompt sets."""
@@ -160,10 +173,10 @@ class SyncRolloutActor:
 
     def setup_data_plane(self, address: DataPlaneAddress) -> None:
         """Attaches this process's client."""
-        self._client = MetricsDataPlaneClient(attach_data_plane(address))
+        self._client = attach_data_plane(address)
 
     @property
-    def client(self) -> MetricsDataPlaneClient:
+    def client(self) -> DataPlaneClient:
         if self._client is None:
             raise DataPlaneClosed("the rollout worker has no data plane client; call setup_data_plane first")
         return self._client
@@ -179,7 +192,7 @@ class SyncRolloutActor:
             version: as in `run_rollouts`.
         """
         prompts = [self._train.prompts[number] for number in prompt_numbers]
-        group = self._config.grpo.num_generations_per_prompt
+        group = self._spec.grpo.num_generations_per_prompt
         rollouts = self._run(self._train, prompt_numbers, group_size=group, step=step, version=version)
         keys = keys_of_groups(uids, group)
         columns = build_columns(
@@ -219,7 +232,7 @@ class SyncRolloutActor:
         self, columns: BatchedDataDict, rollouts: Rollouts, *, keys: Sequence[str], partition_id: str
     ) -> dict[str, Reduction]:
         """Adds the columns with the routes of experts, where this run replays those of the rollout."""
-        if not self._config.policy.router_replay.records_at_rollout:
+        if not self._spec.policy.router_replay.records_at_rollout:
             return {}
         recorded = rollouts.output.routes
         if recorded is None:
@@ -243,14 +256,14 @@ class SyncRolloutActor:
             path: gets the first `logger.num_rollouts_to_log` of them; None writes none.
         """
         assert self._validation is not None, "validation was asked for without data.validation"
-        numbers = range(min(self._config.grpo.max_val_samples, len(self._validation.prompts)))
+        numbers = range(min(self._spec.grpo.max_val_samples, len(self._validation.prompts)))
         rollouts = self._run(self._validation, numbers, group_size=1, step=step, version=version)
         lengths = rollouts.output.lengths.float()
         if path is not None:
             self._write_validation(path, numbers, rollouts)
         return ValidationResult(
             reward=float(np.mean(rollouts.report.rewards)),
-            is_accuracy=self._config.env.is_accuracy,
+            is_accuracy=self._spec.env.is_accuracy,
             components={name: mean_of_scored(part) for name, part in _columns(rollouts.report.components).items()},
             num_prompts=len(numbers),
             mean_response_tokens=float(lengths.mean()),
@@ -260,7 +273,7 @@ class SyncRolloutActor:
 
     def _write_validation(self, path: Path, numbers: Sequence[int], rollouts: Rollouts) -> None:
         assert self._validation is not None
-        shown = numbers[: self._config.logger.num_rollouts_to_log]
+        shown = numbers[: self._spec.logger.num_rollouts_to_log]
         responses = rollouts.output.token_ids.split(rollouts.output.lengths.tolist())
         records = [
             {
@@ -290,7 +303,7 @@ class SyncRolloutActor:
             texts.append({"key": meta.keys[row], "prompt": prompt, "response": response})
         _write_json_lines(path, [{**text, **record} for text, record in zip(texts, records, strict=True)])
 
-    def data_plane_snapshot(self) -> Mapping[str, object]:
+    def data_plane_snapshot(self) -> Totals:
         """Counters of this process's client since the last call."""
         return self.client.snapshot(reset=True)
 
@@ -311,12 +324,12 @@ class SyncRolloutActor:
             generation=self._generation,
             environment=self._environment,
             tokenizer=self._tokenizer,
-            sampling=sampling_params(self._config.policy.generation, self._stop_ids, is_validation=is_validation),
+            sampling=sampling_params(self._spec.policy.generation, self._stop_ids, is_validation=is_validation),
             seeds=SeedSource(
-                seed=self._config.grpo.seed, purpose="validation" if is_validation else "rollout", step=step
+                seed=self._spec.grpo.seed, purpose="validation" if is_validation else "rollout", step=step
             ),
             version=version,
-            with_routes=self._config.policy.router_replay.records_at_rollout and not is_validation,
+            with_routes=self._spec.policy.router_replay.records_at_rollout and not is_validation,
         )
 
 
@@ -354,7 +367,7 @@ class RolloutHandle:
         )
 
         def count(result: RolloutResult) -> RolloutResult:
-            self.driver_bytes += pickled_size(list(prompt_numbers), list(uids), result)
+            self.driver_bytes += message_bytes((prompt_numbers, uids, result))
             self._show(result.printed)
             return result
 
@@ -370,10 +383,10 @@ class RolloutHandle:
         self, meta: KVBatchMeta, *, path: Path, records: Sequence[Mapping[str, object]]
     ) -> Pending[None]:
         """Writes rows for people; see `SyncRolloutActor.log_rollouts`."""
-        self.driver_bytes += pickled_size(meta, records)
+        self.driver_bytes += message_bytes((meta, records))
         return self._submit(ask(SyncRolloutActor.log_rollouts, meta=meta, path=path, records=records), "log")
 
-    def data_plane_snapshot(self) -> Mapping[str, object]:
+    def data_plane_snapshot(self) -> Totals:
         return self._run(ask(SyncRolloutActor.data_plane_snapshot), "metrics")
 
     def shutdown(self) -> None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from nemo_rl.errors import ConfigError
 
-__all__ = ["ROUTER_FAMILIES", "Choose", "HFRouters", "moe_layers_of"]
+__all__ = ["ROUTER_FAMILIES", "Choose", "HFRouters"]
 
 Choose: TypeAlias = Callable[[int, torch.Tensor], torch.Tensor | None]
 """(number of the layer in the model, from 0; `[T, K]` ids of the model's own choice) -> the ids to use, None to keep
@@ -104,15 +104,6 @@ class HFRouters:
             return None if ids is None else (logits, weigh(router, logits, ids), ids)
 
         return after_forward
-
-
-def moe_layers_of(model: PreTrainedModel) -> tuple[int, ...]:
-    """Numbers of the layers with routed experts, counted from 0; empty for a dense model. Meta weights will do.
-
-    Raises:
-        ConfigError: routers of a kind that is not known here.
-    """
-    return tuple(_routers(model))
 
 
 def _routers(model: PreTrainedModel) -> dict[int, torch.nn.Module]:

@@ -14,7 +14,7 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from huggingface_hub.utils import get_session
 
-from nemo_rl.config.schema import MasterConfig
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ModelFolderError, boundary, shorten
 from nemo_rl.models.loading import STARTERS, check_model_folder
 
@@ -38,20 +38,18 @@ def is_hub_name(name: str) -> bool:
     return not (Path(owner).exists() or owner in LOCAL or model in STARTERS)
 
 
-def local_folders(config: MasterConfig) -> MasterConfig:
-    """`config` with folders in place of the names of models on the hub.
+def local_folders(policy: PolicyConfig) -> PolicyConfig:
+    """`policy` with folders in place of the names of models on the hub.
 
     Raises:
         ModelFolderError: a model is neither in the cache, nor can the hub be reached or has it.
     """
-    policy = config.policy
     model = _folder(policy.model_name, where="policy.model_name")
     tokenizer = policy.tokenizer
     if tokenizer.name is not None:
         named = _folder(tokenizer.name, where="policy.tokenizer.name", needs_weights=False)
         tokenizer = tokenizer.model_copy(update={"name": named})
-    changed = policy.model_copy(update={"model_name": model, "tokenizer": tokenizer})
-    return config.model_copy(update={"policy": changed})
+    return policy.model_copy(update={"model_name": model, "tokenizer": tokenizer})
 
 
 def _folder(name: str, *, where: str, needs_weights: bool = True) -> str:

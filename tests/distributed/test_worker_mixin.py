@@ -95,8 +95,8 @@ def test_a_replica_group_reads_once_writes_once_and_shares_errors(tmp_path):
     folder = str(write_tiny_folder(tmp_path / "model"))
     follower, leader = run_ranks(2, logprobs_of_a_replica_group, folder)
     assert follower["errors"] == leader["errors"] and "nobody_g0" in leader["errors"][0]
-    gets = leader["snapshot"]["stages"]["prev_logprobs"]["get_data"]
-    assert gets["count"] == 2 and gets["errors"] == 1
+    gets = leader["snapshot"].stages["prev_logprobs"]["get_data"]
+    assert gets.count == 2 and gets.errors == 1
     worker = tiny_worker(tiny_policy(folder))
     values = worker.get_logprobs(rollout_batch(), mbs=8)
     worker.shutdown()

@@ -201,7 +201,7 @@ def test_only_the_clearing_is_booked_as_clear(tmp_path, model, monkeypatch):
         trainer.open_run()
         parts.client.snapshot(reset=True)
         trainer.step()
-        stages = parts.client.snapshot()["stages"]
+        stages = parts.client.snapshot().stages
     assert {name: set(calls) for name, calls in stages.items()} == {
         "rollout": {"stats"},
         "advantages": {"kv_batch_put"},

@@ -22,6 +22,7 @@ from nemo_rl.config.base import START_TIMEOUT_S
 from nemo_rl.config.data_plane import DataPlaneConfig, FetchPolicy
 from nemo_rl.config.policy import DTensorConfig, PolicyConfig
 from nemo_rl.config.schema import LossConfig
+from nemo_rl.data_plane.client.operation_counts import OperationCount
 from nemo_rl.data_plane.column_io import kv_first_write, read_columns, write_columns
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
@@ -164,7 +165,7 @@ def one_step(worker: TQWorker, plane: Plane) -> StepReport:
         before = worker._fetch(meta, LP_SEED_FIELDS)
         worker.prepare_for_lp_inference()
         done = share(worker.get_logprobs_presharded(meta), source=worker.layout.writer(0))
-        puts = operations(worker, "prev_logprobs").get("kv_batch_put", {"count": 0})["count"]
+        puts = operations(worker, "prev_logprobs").get("kv_batch_put", OperationCount()).count
         logprobs = read_columns(client, done, ("prev_logprobs",)).tensor("prev_logprobs") if client else None
         rewritten = {"sample_mask": torch.arange(ROWS) / 8.0, "advantages": torch.arange(ROWS) - 3.5}
         meta = share(write_columns(client, done, rewritten) if client else None)
@@ -181,7 +182,7 @@ def one_step(worker: TQWorker, plane: Plane) -> StepReport:
             logprobs=dict(zip(done.keys, logprobs.tolist(), strict=True)) if logprobs is not None else {},
             puts=puts if has_client(worker) else None,
             sample_mask=batch.tensor("sample_mask").tolist(),
-            refetched=set(snapshot["field_bytes"]) if snapshot is not None else set(),
+            refetched=set(snapshot.field_bytes) if snapshot is not None else set(),
             trained=digest(torch.cat([weight.flatten() for _, weight in worker.export_weights()])),
         )
 
@@ -193,8 +194,8 @@ def has_client(worker: TQWorker) -> bool:
         return False
 
 
-def operations(worker: TQWorker, stage: str) -> Mapping[str, Mapping[str, int]]:
-    return worker.client.snapshot()["stages"].get(stage, {}) if has_client(worker) else {}
+def operations(worker: TQWorker, stage: str) -> Mapping[str, OperationCount]:
+    return worker.client.snapshot().stages.get(stage, {}) if has_client(worker) else {}
 
 
 def digest(column: object) -> str:

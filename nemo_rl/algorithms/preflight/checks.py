@@ -52,7 +52,7 @@ def preflight(config: MasterConfig) -> MasterConfig:
     errors: list[UserError] = []
     wanted = dict(CHECKS)
     try:
-        config = local_folders(config)
+        config = config.model_copy(update={"policy": local_folders(config.policy)})
     except UserError as error:
         errors.append(error)
         wanted = {name: check for name, check in CHECKS.items() if name not in NEED_MODEL}

@@ -24,11 +24,10 @@ from nemo_rl.algorithms.run_folder import ROLLOUTS
 from nemo_rl.algorithms.stages.columns import StageColumns, fetched_fields
 from nemo_rl.algorithms.stages.stage import Stage, StageTools
 from nemo_rl.algorithms.stages.state import ChosenRows, StepState
-from nemo_rl.data_plane.chunks.wire import pickled_size
+from nemo_rl.data_plane.client.meter import columns_bytes
 from nemo_rl.data_plane.client.stage_context import CLEAR, working_for
 from nemo_rl.data_plane.column_io import write_columns
 from nemo_rl.data_plane.interfaces import DataPlaneClient
-from nemo_rl.data_plane.observability import columns_bytes
 from nemo_rl.distributed.calls import Pending
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
@@ -63,12 +62,12 @@ class Score(Stage):
     """Rewards to advantages and weights; the rows that are trained, and where."""
 
     def _submit(self, step: StepState) -> Pending[StepState]:
-        scored = score_rows(step.rows.carry, step.rows.group_uids, self._tools.config.grpo)
+        scored = score_rows(step.rows.carry, step.rows.group_uids, self._tools.grpo)
         return Pending.done(replace(step, scored=scored, chosen=self._choose(step, scored)))
 
     def _choose(self, step: StepState, scored: ScoredRows) -> ChosenRows | None:
         """Rows with weight, tagged and planned; None when no row carries a gradient."""
-        meta, policy, layout = step.rows.meta, self._tools.config.policy, self._tools.policy.layout
+        meta, policy, layout = step.rows.meta, self._tools.settings, self._tools.policy.layout
         chosen = select_train_rows(scored, meta.sequence_lengths or (), policy, layout=layout)
         if not chosen.rows:
             logger.warning("step %d: every group has equal rewards; no update", step.number)
@@ -116,7 +115,7 @@ class Advantages(_UpdateStage):
         chosen = step.update
         columns = {"advantages": chosen.advantages, "sample_mask": chosen.sample_mask}
         meta = write_columns(self._tools.client, chosen.meta, columns)
-        self.driver_bytes += pickled_size(meta.keys) + columns_bytes(columns)
+        self.driver_bytes += meta.num_key_bytes + columns_bytes(columns)
         return Pending.done(step.with_chosen_meta(meta))
 
 
@@ -134,10 +133,10 @@ class LogRollouts(Stage):
     """The rollout worker writes the first rows for people to read."""
 
     def applies_to(self, step: StepState) -> bool:
-        return self._tools.config.logger.num_rollouts_to_log > 0
+        return self._tools.logger.num_rollouts_to_log > 0
 
     def _submit(self, step: StepState) -> Pending[StepState]:
-        config, carry = self._tools.config.logger, step.rows.carry
+        config, carry = self._tools.logger, step.rows.carry
         rows = range(min(config.num_rollouts_to_log, len(step.rows.meta)))
         records = [
             row_record(
@@ -182,7 +181,7 @@ def clear_untrained(client: DataPlaneClient, step: StepState) -> None:
 
 def _with_logprob_plan(step: StepState, tools: StageTools) -> tuple[StepState, PackPlan]:
     """The plan of the step's log-probability stages, made by the first of them."""
-    chosen, policy = step.update, tools.config.policy
+    chosen, policy = step.update, tools.settings
     plan = chosen.logprob_plan
     if plan is None:
         lengths, layout = chosen.meta.sequence_lengths or (), tools.policy.layout

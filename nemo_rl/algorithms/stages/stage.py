@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from nemo_rl.algorithms.stages.columns import StageColumns
 from nemo_rl.algorithms.stages.state import StepState
-from nemo_rl.config.schema import MasterConfig
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.schema import GRPOConfig, LoggerConfig
 from nemo_rl.data_plane.client.stage_context import working_for
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.distributed.calls import Pending
@@ -29,7 +30,9 @@ __all__ = ["Stage", "StageTools"]
 class StageTools:
     """What the bodies of stages work with; shared by all steps."""
 
-    config: MasterConfig
+    grpo: GRPOConfig
+    settings: PolicyConfig
+    logger: LoggerConfig
     client: DataPlaneClient
     policy: TQPolicy
     rollout: RolloutHandle

@@ -1,6 +1,6 @@
 """`DataPlaneEvent` and the user's function that gets one after each call (`data_plane.observability.callback`).
 
-Used by `observability.MetricsDataPlaneClient` in every process. A callback that raises is reported once; the data
+Used by the `meter.Meter` of every client. A callback that raises is reported once; the data
 plane's calls go on.
 """
 

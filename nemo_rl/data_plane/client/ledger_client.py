@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -23,12 +24,16 @@ from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.batch_meta import KVBatchMeta, Version
 from nemo_rl.data_plane.chunks.columns import check_columns, check_keys, check_tags, token_lengths
 from nemo_rl.data_plane.chunks.tags import Tags, TagTable, TagValue
+from nemo_rl.data_plane.chunks.wire import message_bytes, pack_rows
 from nemo_rl.data_plane.client.assembly import Located, assemble, assemble_padded
 from nemo_rl.data_plane.client.backpressure import FIRST_POLL_S, LONGEST_POLL_S
 from nemo_rl.data_plane.client.leases import LeaseKeeper
 from nemo_rl.data_plane.client.link import Call, ClientLink, names_of, plain_versions, versions_of
+from nemo_rl.data_plane.client.meter import Meter
+from nemo_rl.data_plane.client.operation_counts import Totals
 from nemo_rl.data_plane.client.reads import RowReader
 from nemo_rl.data_plane.client.schemas import Declaration, SchemaCache
+from nemo_rl.data_plane.client.stage_context import working_for
 from nemo_rl.data_plane.client.writes import RowFacts, RowWriter
 from nemo_rl.data_plane.interfaces import Columns, DataPlaneClient, PayloadStore
 from nemo_rl.data_plane.ledger.host import LedgerHost
@@ -71,6 +76,7 @@ class LedgerClient(DataPlaneClient):
         address: DataPlaneAddress,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
+        self._meter = Meter(address.config.observability)
         self._link, self._on_close = ClientLink(host=host, store=store, address=address), on_close
         self._schemas = SchemaCache(self._link)
         self._leases = LeaseKeeper(renew=self._renew, period_s=address.config.lease_s / 3)
@@ -91,6 +97,12 @@ class LedgerClient(DataPlaneClient):
     def seconds(self) -> dict[str, float]:
         """Where the time of this client's calls went: `encode`, `store_put`, `ledger`, `store_get`, `build`."""
         return self._link.clock.snapshot()
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        return working_for(name)
+
+    def snapshot(self, *, reset: bool = False) -> Totals:
+        return self._meter.totals(over_read_bytes=self.counters["over_read_bytes"], reset=reset)
 
     # ---- declaration
 
@@ -120,7 +132,8 @@ class LedgerClient(DataPlaneClient):
             "task_writes": {task: list(writes_of(stage_of_task(task), rewrites=False)) for task in tasks},
             "group_size": grpo_group_size,
         }
-        reply = self._link.ask(self._link.begin(f"register_partition({partition_id!r})"), "register", args)
+        with self._meter.measure("register_partition", partition_id):
+            reply = self._link.ask(self._link.begin(f"register_partition({partition_id!r})"), "register", args)
         self._schemas.learn(partition_id, {spec.name: spec for spec in specs}, reply)
 
     def partition_fields(self, partition_id: str) -> tuple[FieldSpec, ...]:
@@ -137,6 +150,31 @@ class LedgerClient(DataPlaneClient):
         tags: Sequence[Tags] | None = None,
         *,
         claimed: KVBatchMeta | None = None,
+    ) -> KVBatchMeta:
+        return self._measured_put("kv_batch_put", keys, partition_id, fields, tags, claimed)
+
+    def _measured_put(
+        self,
+        operation: str,
+        keys: Sequence[str],
+        partition_id: str,
+        fields: Columns,
+        tags: Sequence[Tags] | None,
+        claimed: KVBatchMeta | None,
+    ) -> KVBatchMeta:
+        with self._meter.measure(operation, partition_id, rows=len(keys), fields=map(str, fields.keys())) as cost:
+            meta = self._checked_put(keys, partition_id, fields, tags, claimed)
+            cost.add_columns(fields)
+            cost.meta_bytes = meta.num_bytes
+        return meta
+
+    def _checked_put(
+        self,
+        keys: Sequence[str],
+        partition_id: str,
+        fields: Columns,
+        tags: Sequence[Tags] | None,
+        claimed: KVBatchMeta | None,
     ) -> KVBatchMeta:
         where = f"kv_batch_put to partition {partition_id!r}"
         listed = check_keys(keys, where=where)
@@ -193,17 +231,25 @@ class LedgerClient(DataPlaneClient):
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(max_workers=PUT_THREADS, thread_name_prefix="data-plane-put")
             context = copy_context()  # the stage of the caller
-            put = partial(self.kv_batch_put, keys, partition_id, fields, tags, claimed=claimed)
+            put = partial(self._measured_put, "put_async", keys, partition_id, fields, tags, claimed)
             return self._pool.submit(context.run, put)
 
     # ---- reading
 
     def kv_batch_get(self, keys: Sequence[str], partition_id: str, select_fields: Sequence[str]) -> TensorDict:
-        return self._read(keys, partition_id, select_fields, versions={}, stage=None, build=assemble)
+        with self._meter.measure("kv_batch_get", partition_id, rows=len(keys), fields=select_fields) as cost:
+            rows = self._read(keys, partition_id, select_fields, versions={}, stage=None, build=assemble)
+            cost.add_columns(rows)
+            cost.meta_bytes = message_bytes(keys)
+        return rows
 
     def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
         names = meta.fields if select_fields is None else select_fields
-        return self._read_meta(meta, names, build=assemble)
+        with self._meter.measure("get_data", meta.partition_id, rows=len(meta), fields=names) as cost:
+            rows = self._read_meta(meta, names, build=assemble)
+            cost.add_columns(rows)
+            cost.meta_bytes = meta.num_key_bytes
+        return rows
 
     def get_padded(
         self,
@@ -213,9 +259,13 @@ class LedgerClient(DataPlaneClient):
         pad_values: Mapping[str, float],
         pad_to: int | None = None,
     ) -> BatchedDataDict:
-        return self._read_meta(
-            meta, select_fields, build=partial(assemble_padded, pad_values=pad_values, pad_to=pad_to)
-        )
+        build = partial(assemble_padded, pad_values=pad_values, pad_to=pad_to)
+        with self._meter.measure("get_data", meta.partition_id, rows=len(meta), fields=select_fields) as cost:
+            rows = self._read_meta(meta, select_fields, build=build)
+            per_token = {spec.name for spec in self.partition_fields(meta.partition_id) if spec.is_token_aligned}
+            cost.add_padded(rows, meta.sequence_lengths, per_token)
+            cost.meta_bytes = meta.num_key_bytes
+        return rows
 
     def _read_meta(self, meta: KVBatchMeta, names: Sequence[str], *, build: Callable[[Located], _T]) -> _T:
         if not names:
@@ -266,14 +316,13 @@ class LedgerClient(DataPlaneClient):
         blocking: bool = True,
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
-        limit = self._link.timeout_s if timeout_s is None else timeout_s
         where = f"get_meta of partition {partition_id!r}, task {task_name!r}, fields {', '.join(required_fields)}"
-        call = self._link.begin(where)
         if batch_size < 1 or isinstance(required_fields, str):
             raise SchemaMismatch(
                 f"{where}: expected a list of fields and a batch_size of at least 1, got {required_fields!r} and "
                 f"{batch_size}"
             )
+        limit = (self._link.timeout_s if timeout_s is None else timeout_s) if blocking else None
         args: Args = {
             "partition": partition_id,
             "task": task_name,
@@ -286,14 +335,24 @@ class LedgerClient(DataPlaneClient):
             _check_declared(required_fields, declaration, where)
             return self._link.ask(self._link.begin(where), "claim", {**args, "declared": declaration.number})
 
-        poll_s, give_up = FIRST_POLL_S, call.started + limit
+        with self._meter.measure("get_meta", partition_id, fields=required_fields) as cost:
+            reply = self._wait_for_rows(self._link.begin(where), partition_id, ask, consumer_id, limit)
+            meta = self._claimed(partition_id, task_name, required_fields, reply)
+            cost.rows, cost.meta_bytes = len(meta), meta.num_bytes
+        return meta
+
+    def _wait_for_rows(
+        self, call: Call, partition_id: str, ask: Callable[[Declaration], Reply], consumer_id: str, limit: float | None
+    ) -> Reply:
+        """What `ask` gets once there are rows, or past `limit` seconds an error; None asks once."""
+        poll_s = FIRST_POLL_S
         while True:
             reply = self._schemas.use(call, partition_id, ask)
-            if reply["keys"] or not blocking:
-                return self._claimed(partition_id, task_name, required_fields, reply)
-            if time.monotonic() + poll_s > give_up:
+            if reply["keys"] or limit is None:
+                return reply
+            if time.monotonic() + poll_s > call.started + limit:
                 raise DataPlaneTimeout(
-                    f"{where}: nothing to claim for {limit:.1f} s by {consumer_id!r}: {_why(reply)}; "
+                    f"{call.what}: nothing to claim for {limit:.1f} s by {consumer_id!r}: {_why(reply)}; "
                     "is the stage that writes these fields alive?"
                 )
             time.sleep(poll_s)
@@ -318,6 +377,11 @@ class LedgerClient(DataPlaneClient):
         )
 
     def release(self, meta: KVBatchMeta) -> None:
+        with self._meter.measure("release", meta.partition_id, rows=len(meta)) as cost:
+            self._release(meta)
+            cost.meta_bytes = meta.num_key_bytes
+
+    def _release(self, meta: KVBatchMeta) -> None:
         if meta.task_name is None:
             raise SchemaMismatch(f"release: the meta of partition {meta.partition_id!r} names no task; nothing to end")
         keys = list(meta.keys)
@@ -345,28 +409,39 @@ class LedgerClient(DataPlaneClient):
         call = self._link.begin(f"check_consumption_status of partition {partition_id!r}")
         if isinstance(task_names, str):
             raise SchemaMismatch(f"{call.what}: expected a list of tasks, got {task_names!r}")
-        return bool(self._link.ask(call, "consumption", {"partition": partition_id, "tasks": list(task_names)})["done"])
+        args: Args = {"partition": partition_id, "tasks": list(task_names)}
+        with self._meter.measure("check_consumption_status", partition_id):
+            return bool(self._link.ask(call, "consumption", args)["done"])
 
     # ---- life cycle
 
     def kv_list(self, partition_id: str) -> dict[str, dict[str, TagValue]]:
-        reply = self._link.ask(self._link.begin(f"kv_list({partition_id!r})"), "list", {"partition": partition_id})
-        keys = names_of(reply["keys"])
-        return dict(zip(keys, map(dict, TagTable.from_plain(reply["tags"], len(keys))), strict=True))
+        with self._meter.measure("kv_list", partition_id) as cost:
+            call = self._link.begin(f"kv_list({partition_id!r})")
+            reply = self._link.ask(call, "list", {"partition": partition_id})
+            keys = names_of(reply["keys"])
+            tags = TagTable.from_plain(reply["tags"], len(keys))
+            cost.rows, cost.meta_bytes = len(keys), message_bytes(pack_rows(keys, None, tags))
+        return dict(zip(keys, map(dict, tags), strict=True))
 
     def kv_clear(self, keys: Sequence[str] | None, partition_id: str, *, reason: str = "") -> int:
         if isinstance(keys, str):
             raise SchemaMismatch(f"kv_clear: keys must be a list of strings, got the string {keys!r}")
         listed = None if keys is None else list(keys)
-        call = self._link.begin(f"kv_clear of partition {partition_id!r}")
-        reply = self._link.ask(call, "clear", {"partition": partition_id, "keys": listed, "reason": reason})
-        return self._cleared(call, partition_id, listed, reply)
+        with self._meter.measure("kv_clear", partition_id, rows=len(listed or ())) as cost:
+            call = self._link.begin(f"kv_clear of partition {partition_id!r}")
+            reply = self._link.ask(call, "clear", {"partition": partition_id, "keys": listed, "reason": reason})
+            cost.rows = self._cleared(call, partition_id, listed, reply)
+            cost.meta_bytes = message_bytes(listed)
+        return cost.rows
 
     def drop_partition(self, partition_id: str, *, reason: str = "") -> int:
-        call = self._link.begin(f"drop_partition({partition_id!r})")
-        reply = self._link.ask(call, "forget", {"partition": partition_id, "reason": reason})
-        self._schemas.forget(partition_id)
-        return self._cleared(call, partition_id, None, reply)
+        with self._meter.measure("drop_partition", partition_id) as cost:
+            call = self._link.begin(f"drop_partition({partition_id!r})")
+            reply = self._link.ask(call, "forget", {"partition": partition_id, "reason": reason})
+            self._schemas.forget(partition_id)
+            cost.rows = self._cleared(call, partition_id, None, reply)
+        return cost.rows
 
     def _cleared(self, call: Call, partition_id: str, keys: list[str] | None, reply: Reply) -> int:
         """Lets go of the claims and chunks of rows that the ledger has cleared; returns how many it were."""
@@ -381,11 +456,14 @@ class LedgerClient(DataPlaneClient):
         return rows
 
     def row_owners(self, partition_id: str) -> dict[str, str]:
-        reply = self._link.ask(self._link.begin(f"row_owners({partition_id!r})"), "list", {"partition": partition_id})
+        with self._meter.measure("row_owners", partition_id):
+            call = self._link.begin(f"row_owners({partition_id!r})")
+            reply = self._link.ask(call, "list", {"partition": partition_id})
         return dict(zip(names_of(reply["keys"]), names_of(reply["owners"]), strict=True))
 
     def stats(self) -> dict[str, object]:
-        return self._link.ask(self._link.begin("stats"), "stats", {})
+        with self._meter.measure("stats"):
+            return self._link.ask(self._link.begin("stats"), "stats", {})
 
     def close(self) -> None:
         if not self._link.end():
@@ -396,7 +474,8 @@ class LedgerClient(DataPlaneClient):
         if pool is not None:
             pool.shutdown(wait=True, cancel_futures=True)
         try:
-            self._link.close()
+            with self._meter.measure("close"):
+                self._link.close()
         finally:
             self._on_close()
 

@@ -1,17 +1,17 @@
 """Totals of data plane calls: per operation, stage and field; they add up over processes.
 
-Made by `observability.MetricsDataPlaneClient`, read by the step's metrics. Durations go into fixed log-spaced buckets,
+Made by `meter.Meter`, read by the step's metrics. Durations go into fixed log-spaced buckets,
 so the percentiles of several processes are those of all their calls, to within half a bucket (4.5 %).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import cast
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
 
-__all__ = ["OperationCount", "Totals", "merge_snapshots"]
+__all__ = ["OperationCount", "Totals", "sum_totals"]
 
 BUCKETS_PER_DOUBLING = 8
 FASTEST_MS = 1e-3
@@ -62,6 +62,7 @@ class Totals:
     """Everything one process counts."""
 
     stages: dict[str, dict[str, OperationCount]] = field(default_factory=dict)
+    """Stage ("" for calls outside of every stage) -> operation -> its calls."""
     field_bytes: dict[str, int] = field(default_factory=dict)
     """Field -> payload bytes put and fetched."""
     over_read_bytes: int = 0
@@ -74,32 +75,44 @@ class Totals:
         for name, size in sizes.items():
             self.field_bytes[name] = self.field_bytes.get(name, 0) + size
 
-    def snapshot(self) -> dict[str, object]:
-        """As plain values, for other processes."""
+    def merge(self, other: Totals) -> None:
+        """Adds the totals of another process."""
+        for stage, counts in other.stages.items():
+            for operation, count in counts.items():
+                self.add(stage, operation, count)
+        self.add_fields(other.field_bytes)
+        self.over_read_bytes += other.over_read_bytes
+
+    def copy(self) -> Totals:
+        """The same counts, which later calls leave as they are."""
+        return sum_totals([self])
+
+    @property
+    def operations(self) -> dict[str, OperationCount]:
+        """Per operation, over all stages."""
         operations: dict[str, OperationCount] = {}
-        total = OperationCount()
         for counts in self.stages.values():
             for operation, count in counts.items():
                 operations.setdefault(operation, OperationCount()).add(count)
-                total.add(count)
-        return {
-            "operations": {name: asdict(count) for name, count in operations.items()},
-            "stages": {s: {name: asdict(c) for name, c in counts.items()} for s, counts in self.stages.items()},
-            "payload_bytes": total.payload_bytes,
-            "meta_bytes": total.meta_bytes,
-            "field_bytes": dict(self.field_bytes),
-            "over_read_bytes": self.over_read_bytes,
-        }
+        return operations
+
+    @property
+    def payload_bytes(self) -> int:
+        """Columns put and fetched, in all."""
+        return sum(self._each("payload_bytes"))
+
+    @property
+    def meta_bytes(self) -> int:
+        """Keys, lengths and tags, in all."""
+        return sum(self._each("meta_bytes"))
+
+    def _each(self, what: Literal["payload_bytes", "meta_bytes"]) -> Iterator[int]:
+        return (getattr(count, what) for counts in self.stages.values() for count in counts.values())
 
 
-def merge_snapshots(snapshots: Iterable[Mapping[str, object]]) -> dict[str, object]:
-    """The sum of the snapshots of several processes, in the same form."""
-    merged = Totals()
-    for snapshot in snapshots:
-        stages = cast("Mapping[str, Mapping[str, Mapping[str, float]]]", snapshot["stages"])
-        for stage, counts in stages.items():
-            for operation, count in counts.items():
-                merged.add(stage, operation, OperationCount(**count))  # type: ignore[arg-type]
-        merged.add_fields(cast("Mapping[str, int]", snapshot.get("field_bytes", {})))
-        merged.over_read_bytes += cast("int", snapshot.get("over_read_bytes", 0))
-    return merged.snapshot()
+def sum_totals(parts: Iterable[Totals]) -> Totals:
+    """The totals of several processes, added up."""
+    total = Totals()
+    for part in parts:
+        total.merge(part)
+    return total

@@ -58,9 +58,6 @@ class _LedgerActor:
     def let_go(self, chunk_ids: Sequence[str]) -> None:
         self._references.let_go(chunk_ids)
 
-    def num_references(self) -> int:
-        return len(self._references)
-
     def close(self) -> None:
         self._server.close()
 

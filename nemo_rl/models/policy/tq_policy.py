@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nemo_rl.data_plane.address import DataPlaneAddress
-from nemo_rl.data_plane.chunks.wire import pickled_size
+from nemo_rl.data_plane.chunks.wire import message_bytes
+from nemo_rl.data_plane.client.operation_counts import Totals
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.preshard import shard_meta_for_dp
 from nemo_rl.distributed.calls import Pending, Request, ask
@@ -93,7 +94,7 @@ class TQPolicy(Policy):
         requests = [ask(TQWorker.train_presharded, meta=part, loss_fn=loss_fn, fields=tuple(fields)) for part in metas]
 
         def merge(results: Sequence[TrainResult]) -> TrainSummary:
-            self.driver_bytes += pickled_size(*metas, *results)
+            self.driver_bytes += message_bytes((metas, results))
             return summarize(results, layout=self._layout)
 
         return self._submit(requests, WorkerPass.TRAIN.value).then(merge)
@@ -106,7 +107,7 @@ class TQPolicy(Policy):
         """Over all workers since the last call; empty without router replay."""
         return merge_metrics(self._run(ask(TQWorker.router_replay_metrics), "metrics"))
 
-    def data_plane_snapshots(self) -> list[dict[str, object]]:
+    def data_plane_snapshots(self) -> list[Totals]:
         """Counters of every worker that has a client, since the last call."""
         snapshots = self._run(ask(TQWorker.data_plane_snapshot), "metrics")
         return [snapshot for snapshot in snapshots if snapshot is not None]
@@ -123,7 +124,7 @@ class TQPolicy(Policy):
         metas: Sequence[KVBatchMeta],
     ) -> Pending[KVBatchMeta]:
         def merge(results: Sequence[KVBatchMeta]) -> KVBatchMeta:
-            self.driver_bytes += pickled_size(*metas, *results)
+            self.driver_bytes += message_bytes((metas, results))
             return meta.with_written(self._layout.of_writers(results))
 
         return self._submit(requests, stage.value).then(merge)

@@ -66,10 +66,6 @@ class WeightSync(ABC):
         """Version in the engines; -1 before the first sync, and after one that failed."""
         return self._version
 
-    def is_stale(self, version: int) -> bool:
-        """Whether the engines hold other weights than `version`."""
-        return self._version != version
-
     def sync(self, version: int) -> None:
         """Moves all weights, and checks that every engine answers with `version`.
 

@@ -1,9 +1,8 @@
-"""From the config to the transport of a refit."""
+"""The transport of a refit by its name."""
 
 from __future__ import annotations
 
-from nemo_rl.config.schema import MasterConfig
-from nemo_rl.distributed.worker_groups import WorkerGroup
+from nemo_rl.config.policy import RefitTransport
 from nemo_rl.models.weight_sync.base import RefitParties, WeightSync
 from nemo_rl.models.weight_sync.collective import BroadcastWeightSync
 from nemo_rl.models.weight_sync.colocated import IpcWeightSync, PayloadWeightSync
@@ -11,19 +10,12 @@ from nemo_rl.models.weight_sync.colocated import IpcWeightSync, PayloadWeightSyn
 __all__ = ["build_weight_sync"]
 
 
-def build_weight_sync(config: MasterConfig, *, policy: WorkerGroup, engines: WorkerGroup, address: str) -> WeightSync:
-    """The transport of `policy.generation.refit_transport`.
+def build_weight_sync(transport: RefitTransport, parties: RefitParties, *, address: str) -> WeightSync:
+    """The chosen transport between `parties`.
 
     Args:
         address: of the machine of policy rank 0, as the engines reach it.
     """
-    parties = RefitParties(
-        policy=policy,
-        engines=engines,
-        timeout_s=config.cluster.stage_timeout_s,
-        buffer_ratio=config.policy.generation.refit_buffer_ratio,
-    )
-    transport = config.refit_transport
     if transport == "broadcast":
         return BroadcastWeightSync(parties, address=address)
     return IpcWeightSync(parties) if transport == "ipc" else PayloadWeightSync(parties)

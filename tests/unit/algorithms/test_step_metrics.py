@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from nemo_rl.algorithms.stages.state import ChosenRows, begin_step
 from nemo_rl.algorithms.step_metrics import data_plane_metrics, lag_metrics, pack_metrics, step_metrics, training_speed
 from nemo_rl.config.load import load_config
 from nemo_rl.data_plane.batch_meta import KVBatchMeta
-from nemo_rl.data_plane.client.operation_counts import OperationCount
+from nemo_rl.data_plane.client.operation_counts import OperationCount, Totals
 from nemo_rl.distributed.packing import PackPlan, plan_fixed
 from nemo_rl.experience.payload import RowScalars
 from nemo_rl.experience.sync_rollout_actor import RolloutResult
@@ -24,15 +24,15 @@ from nemo_rl.utils.metrics import Mean, Sum
 RECIPE = Path(__file__).parents[3] / "configs/grpo_sort_cpu.yaml"
 
 
-def snapshot(**ms_of_stage: float) -> dict[str, object]:
+def snapshot(**ms_of_stage: float) -> Totals:
     """One process: one put of 100 bytes per stage; `outside` is the time of calls outside every stage."""
     stages = {
         "" if stage == "outside" else stage: {
-            "kv_batch_put": asdict(OperationCount.of_call(ms, has_failed=False, payload_bytes=100, meta_bytes=10))
+            "kv_batch_put": OperationCount.of_call(ms, has_failed=False, payload_bytes=100, meta_bytes=10)
         }
         for stage, ms in ms_of_stage.items()
     }
-    return {"stages": stages, "field_bytes": {"input_ids": 60, "advantages": 40}, "over_read_bytes": 7}
+    return Totals(stages=stages, field_bytes={"input_ids": 60, "advantages": 40}, over_read_bytes=7)
 
 
 def test_side_by_side_processes_count_once_per_stage() -> None:
@@ -56,8 +56,7 @@ def test_side_by_side_processes_count_once_per_stage() -> None:
 
 
 def test_without_counting_there_are_no_shares() -> None:
-    nothing = {"stages": {}}
-    traffic = data_plane_metrics([nothing, nothing], {"live_rows": 0}, driver_bytes=3, step_seconds=1.0)
+    traffic = data_plane_metrics([Totals(), Totals()], {"live_rows": 0}, driver_bytes=3, step_seconds=1.0)
     assert traffic.metrics == {"data_plane/live_rows": 0.0} and traffic.stage_bytes == {}
 
 

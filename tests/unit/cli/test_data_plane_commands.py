@@ -13,16 +13,15 @@ from nemo_rl.cli.main import app, main
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.attach_file import ATTACH_FILE
 from nemo_rl.data_plane.factory import build_data_plane_client
+from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.ledger.event_log import EVENTS_FILE
-from nemo_rl.data_plane.observability import MetricsDataPlaneClient
 from tests.helpers.planes import ids_column, keys_of
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[MetricsDataPlaneClient]:
+def job(tmp_path: Path) -> Iterator[DataPlaneClient]:
     """A job with 4 rows put, 3 of them read for training."""
-    owner = build_data_plane_client(DataPlaneConfig(impl="noop"), run_id="job", log_dir=tmp_path)
-    client = MetricsDataPlaneClient(owner)
+    client = build_data_plane_client(DataPlaneConfig(impl="noop"), run_id="job", log_dir=tmp_path)
     client.register_partition("train", ["input_ids", "sample_mask"], 99, ["train"])
     with client.stage("rollout"):
         columns = {"input_ids": ids_column([2] * 4), "sample_mask": torch.ones(4)}

@@ -16,7 +16,6 @@ from nemo_rl.config.data_plane import DataPlaneConfig, ObservabilityConfig
 from nemo_rl.data_plane.attach_file import ATTACH_FILE, read_attach_file
 from nemo_rl.data_plane.factory import attach_data_plane, build_data_plane_client, observe
 from nemo_rl.data_plane.ledger.event_log import EVENTS_FILE, compact_keys, expand_keys, names_key, read_events
-from nemo_rl.data_plane.observability import MetricsDataPlaneClient
 from nemo_rl.errors import DataPlaneClosed, UserError
 from tests.helpers.planes import ids_column, keys_of
 
@@ -40,12 +39,11 @@ def test_compact_keys_name_exactly_the_keys_that_went_in(keys: list[str]) -> Non
 def live_through_a_step(log_dir: Path, **options: object) -> None:
     before = set(threading.enumerate())
     config = DataPlaneConfig(impl="noop", timeout_s=20.0, lease_s=0.2, **options)
-    owner = build_data_plane_client(config, run_id="events", log_dir=log_dir)
-    client = MetricsDataPlaneClient(owner)
+    client = build_data_plane_client(config, run_id="events", log_dir=log_dir)
     client.register_partition("train", ["input_ids", "prev_logprobs"], 99, ["prev_lp"])
     with client.stage("rollout"):
         client.put_async(keys_of(2), "train", {"input_ids": ids_column([1] * 8)}).result(timeout=10)
-    worker = MetricsDataPlaneClient(attach_data_plane(owner.address))
+    worker = attach_data_plane(client.address)
     with worker.stage("prev_logprobs"):
         meta = worker.get_meta("train", "prev_lp", ["input_ids"], 4, consumer_id="w")
         worker.get_data(meta)
@@ -54,7 +52,7 @@ def live_through_a_step(log_dir: Path, **options: object) -> None:
     client.kv_clear(["u1_g3"], "train", reason="dynamic sampling")
     client.kv_clear(None, "train", reason="step end")
     worker.close()
-    owner.close()
+    client.close()
     assert set(threading.enumerate()) <= before
 
 

@@ -1,11 +1,13 @@
-"""What the counting client counts: calls, bytes, milliseconds and errors, per operation and stage."""
+"""What a client counts: calls, bytes, milliseconds and errors, per operation and stage."""
 
 from __future__ import annotations
 
 import math
+import pickle
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import pytest
@@ -13,11 +15,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl.config.data_plane import ObservabilityConfig
+from nemo_rl.config.data_plane import DataPlaneConfig, ObservabilityConfig
 from nemo_rl.data_plane.client.event_callback import DataPlaneEvent
-from nemo_rl.data_plane.client.operation_counts import OperationCount, merge_snapshots
-from nemo_rl.data_plane.interfaces import DataPlaneClient
-from nemo_rl.data_plane.observability import MetricsDataPlaneClient
+from nemo_rl.data_plane.client.operation_counts import OperationCount, Totals, sum_totals
+from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.schema import FieldSpec
 from nemo_rl.errors import ConfigError, DataPlaneTimeout, KeysNotFound
 from tests.helpers.planes import Plane, ids_column, keys_of, open_plane
@@ -31,7 +32,7 @@ def plane() -> Iterator[Plane]:
 
 
 def test_calls_bytes_errors_and_time_are_counted_per_operation_and_stage(plane: Plane) -> None:
-    partition, client = plane.partition(["input_ids", "sample_mask"]), MetricsDataPlaneClient(plane.owner)
+    partition, client = plane.partition(["input_ids", "sample_mask"]), plane.owner
     with client.stage("rollout"):
         columns = {"input_ids": ids_column([3] * 4), "sample_mask": torch.ones(4)}
         meta = client.kv_batch_put(keys_of(1), partition, columns)
@@ -42,28 +43,22 @@ def test_calls_bytes_errors_and_time_are_counted_per_operation_and_stage(plane: 
             client.kv_batch_get(["nobody"], partition, ["input_ids"])
     client.kv_clear(None, partition)
     snapshot = client.snapshot(reset=True)
-    put = snapshot["operations"]["kv_batch_put"]
-    assert (put["count"], put["errors"], put["payload_bytes"]) == (1, 0, 4 * 3 * 4 + 4 * 4)
-    assert put["ms"] > 0 and 0 < put["meta_bytes"] < 150
-    assert snapshot["stages"]["rollout"]["put_async"]["payload_bytes"] == 16
-    assert snapshot["stages"]["train"]["get_data"]["payload_bytes"] == 48
-    assert snapshot["stages"]["train"]["kv_batch_get"] | {"ms": 0, "buckets": {}} == {
-        "count": 1,
-        "errors": 1,
-        "ms": 0,
-        "payload_bytes": 0,
-        "meta_bytes": 0,
-        "buckets": {},
-    }
-    assert list(snapshot["stages"][""]) == ["kv_clear"]
-    assert snapshot["payload_bytes"] == 64 + 16 + 48
-    assert snapshot["field_bytes"] == {"input_ids": 48 + 48, "sample_mask": 16 + 16}
-    assert client.snapshot()["operations"] == {}
+    put = snapshot.operations["kv_batch_put"]
+    assert (put.count, put.errors, put.payload_bytes) == (1, 0, 4 * 3 * 4 + 4 * 4)
+    assert put.ms > 0 and 0 < put.meta_bytes < 250
+    assert snapshot.stages["rollout"]["put_async"].payload_bytes == 16
+    assert snapshot.stages["train"]["get_data"].payload_bytes == 48
+    failed = snapshot.stages["train"]["kv_batch_get"]
+    assert replace(failed, ms=0, buckets={}) == OperationCount(count=1, errors=1)
+    assert list(snapshot.stages[""]) == ["register_partition", "kv_clear"]
+    assert snapshot.payload_bytes == 64 + 16 + 48
+    assert snapshot.field_bytes == {"input_ids": 48 + 48, "sample_mask": 16 + 16}
+    assert client.snapshot().operations == {}
 
 
 def test_an_event_of_a_clear_says_how_many_rows_went(plane: Plane) -> None:
-    partition, client, events = plane.partition(), MetricsDataPlaneClient(plane.owner), []
-    client._callback = events.append
+    partition, client, events = plane.partition(), plane.owner, []
+    client._meter._callback = events.append
     client.kv_batch_put(keys_of(1), partition, {"sample_mask": torch.ones(4)})
     assert client.kv_clear(["u0_g0", "nobody"], partition) == 1
     assert client.kv_clear(None, partition) == 3 and client.drop_partition(partition) == 0
@@ -77,17 +72,17 @@ def test_an_event_of_a_clear_says_how_many_rows_went(plane: Plane) -> None:
 
 
 def test_snapshots_of_processes_add_up(plane: Plane) -> None:
-    partition, client = plane.partition(), MetricsDataPlaneClient(plane.owner)
+    partition, client = plane.partition(), plane.owner
     client.kv_batch_put(keys_of(1), partition, {"sample_mask": torch.ones(4)})
     one = client.snapshot()
-    both = merge_snapshots([one, one])
-    assert both["payload_bytes"] == 2 * one["payload_bytes"] and both["meta_bytes"] == 2 * one["meta_bytes"]
-    assert both["operations"]["kv_batch_put"]["count"] == 2
-    assert merge_snapshots([one]) == one
+    both = sum_totals([one, one])
+    assert both.payload_bytes == 2 * one.payload_bytes > 0 and both.meta_bytes == 2 * one.meta_bytes > 0
+    assert both.operations["kv_batch_put"].count == 2
+    assert sum_totals([one]) == one and pickle.loads(pickle.dumps(one)) == one
 
 
 def test_threads_count_for_their_own_stage(plane: Plane) -> None:
-    client = MetricsDataPlaneClient(plane.owner)
+    client = plane.owner
 
     def work(stage: str) -> None:
         for _ in range(50):
@@ -99,89 +94,94 @@ def test_threads_count_for_their_own_stage(plane: Plane) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert {s: c["stats"]["count"] for s, c in client.snapshot()["stages"].items()} == {f"s{i}": 50 for i in range(4)}
+    assert {s: c["stats"].count for s, c in client.snapshot().stages.items()} == {f"s{i}": 50 for i in range(4)}
 
 
 def test_the_drivers_share_is_small_for_long_rows(plane: Plane) -> None:
     """Rows of 512 tokens: keys, lengths and tags are under one percent of the columns."""
-    partition, client = plane.partition(["input_ids", "generation_logprobs"]), MetricsDataPlaneClient(plane.owner)
+    partition, client = plane.partition(["input_ids", "generation_logprobs"]), plane.owner
     keys, ids = keys_of(32, 16, prefix="3f2504e04f8941d39a0c0305e82c3301-"), ids_column([512] * 512)
     tags = [{"std": i * 0.1, "weight_version": 1} for i in range(512)]
     client.kv_batch_put(keys, partition, {"input_ids": ids, "generation_logprobs": ids.to(torch.float32)}, tags)
     snapshot = client.snapshot()
-    assert snapshot["meta_bytes"] < 0.01 * snapshot["payload_bytes"]
+    assert snapshot.meta_bytes < 0.01 * snapshot.payload_bytes
 
 
 def test_nothing_is_counted_when_observability_is_off() -> None:
     with open_plane("noop", observability=ObservabilityConfig(enabled=False)) as plane:
-        partition, client = plane.partition(), MetricsDataPlaneClient(plane.owner)
+        partition, client = plane.partition(), plane.owner
         client.kv_batch_put(keys_of(1), partition, {"sample_mask": torch.ones(4)})
         client.put_async(keys_of(1), partition, {"sample_mask": torch.ones(4)}).result(timeout=10)
         client.kv_batch_get(keys_of(1)[:1], partition, ["sample_mask"])
-        assert not any(client.snapshot().values())
+        assert client.snapshot() == Totals()
         client.kv_clear(None, partition)
         plane.settle()
 
 
 def test_bytes_that_were_read_but_not_asked_for_are_counted_once(plane: Plane) -> None:
-    partition, client = plane.partition(), MetricsDataPlaneClient(plane.owner)
+    partition, client = plane.partition(), plane.owner
     client.kv_batch_put(keys_of(1), partition, {"sample_mask": torch.ones(4)})
     client.kv_batch_get(keys_of(1)[:1], partition, ["sample_mask"])
     first = client.snapshot(reset=True)
-    assert first["over_read_bytes"] >= 12
+    assert first.over_read_bytes >= 12
     client.kv_batch_get(keys_of(1), partition, ["sample_mask"])
-    assert client.snapshot()["over_read_bytes"] < first["over_read_bytes"]
+    assert client.snapshot().over_read_bytes < first.over_read_bytes
 
 
 def test_objects_count_by_their_bytes(plane: Plane) -> None:
     spec = FieldSpec(name="notes", is_object=True, family="extras", produced_by="rollout")
-    partition, client = plane.partition([spec]), MetricsDataPlaneClient(plane.owner)
+    partition, client = plane.partition([spec]), plane.owner
     client.kv_batch_put(["a", "b"], partition, {"notes": [{"x": "y" * 100}, None]})
     client.kv_batch_get(["a"], partition, ["notes"])
-    operations = client.snapshot()["operations"]
-    assert 100 < operations["kv_batch_put"]["payload_bytes"] < 120
-    assert 100 < operations["kv_batch_get"]["payload_bytes"] < 120
+    operations = client.snapshot().operations
+    assert 100 < operations["kv_batch_put"].payload_bytes < 120
+    assert 100 < operations["kv_batch_get"].payload_bytes < 120
 
 
-def test_every_call_is_told_to_the_callback(plane: Plane) -> None:
-    told: list[DataPlaneEvent] = []
-    vars(sys.modules[__name__])["listener"] = told.append
-    client = MetricsDataPlaneClient(with_callback(plane.owner, f"{__name__}:listener"))
-    partition = plane.partition()
-    with client.stage("rollout"):
-        client.kv_batch_put(keys_of(1), partition, {"input_ids": ids_column([3] * 4), "sample_mask": torch.ones(4)})
-    with pytest.raises(KeysNotFound):
-        client.kv_batch_get(["nobody"], partition, ["input_ids"])
-    with pytest.raises(DataPlaneTimeout):
-        task = plane.partition(tasks=["train"])
-        client.get_meta(task, "train", ["input_ids"], 1, consumer_id="c", timeout_s=0.1)
-    put, get, claim = told
+def test_every_call_is_reported_to_the_callback() -> None:
+    events: list[DataPlaneEvent] = []
+    vars(sys.modules[__name__])["listener"] = events.append
+    with plane_with_callback(f"{__name__}:listener") as plane:
+        client, partition, claimable = plane.owner, plane.partition(), plane.partition(tasks=["train"])
+        events.clear()
+        with client.stage("rollout"):
+            client.kv_batch_put(keys_of(1), partition, {"input_ids": ids_column([3] * 4), "sample_mask": torch.ones(4)})
+        with pytest.raises(KeysNotFound):
+            client.kv_batch_get(["nobody"], partition, ["input_ids"])
+        with pytest.raises(DataPlaneTimeout):
+            client.get_meta(claimable, "train", ["input_ids"], 1, consumer_id="c", timeout_s=0.1)
+        put, get, claim = events
+        plane.settle()
     assert (put.op, put.stage, put.partition, put.rows) == ("kv_batch_put", "rollout", partition, 4)
     assert put.fields == ("input_ids", "sample_mask") and put.bytes == 64 and put.meta_bytes > 0 and put.ms > 0
-    assert [event.status for event in told] == ["ok", "error", "timeout"]
+    assert [event.status for event in (put, get, claim)] == ["ok", "error", "timeout"]
     assert (get.stage, get.rows, get.bytes, claim.op) == ("", 1, 0, "get_meta")
 
 
-def test_a_callback_that_raises_is_reported_once_and_breaks_nothing(plane: Plane, caplog) -> None:
+def test_a_callback_that_raises_is_reported_once_and_breaks_nothing(caplog) -> None:
     vars(sys.modules[__name__])["broken"] = lambda event: 1 / 0
-    client = MetricsDataPlaneClient(with_callback(plane.owner, f"{__name__}:broken"))
-    for _ in range(3):
-        assert client.stats()["live_rows"] == 0
-    assert caplog.text.count("ZeroDivisionError") == 1 and client.snapshot()["operations"]["stats"]["count"] == 3
+    with plane_with_callback(f"{__name__}:broken") as plane:
+        for _ in range(3):
+            assert plane.owner.stats()["live_rows"] == 0
+        assert plane.owner.snapshot().operations["stats"].count == 3
+    assert caplog.text.count("ZeroDivisionError") == 1
 
 
 @pytest.mark.parametrize("name", ["nowhere.at_all:f", "json:nothing", "json", "json:decoder", ":f"])
-def test_a_callback_that_does_not_exist_is_a_config_error(plane: Plane, name: str) -> None:
+def test_a_callback_that_does_not_exist_is_a_config_error_that_leaves_nothing(name: str) -> None:
+    before = set(threading.enumerate())
     with pytest.raises(ConfigError, match="data_plane.observability.callback: expected"):
-        MetricsDataPlaneClient(with_callback(plane.owner, name))
+        build_data_plane_client(with_callback(name), run_id="callback")
+    assert set(threading.enumerate()) == before
+    build_data_plane_client(DataPlaneConfig(impl="noop"), run_id="callback").close()
 
 
-def with_callback(inner: DataPlaneClient, name: str) -> DataPlaneClient:
-    """The same client under a config that names a callback."""
-    config = inner.address.config
-    observability = config.observability.model_copy(update={"callback": name})
-    inner._link.address = replace(inner.address, config=config.model_copy(update={"observability": observability}))
-    return inner
+def plane_with_callback(name: str) -> AbstractContextManager[Plane]:
+    return open_plane("noop", observability=ObservabilityConfig(callback=name))
+
+
+def with_callback(name: str) -> DataPlaneConfig:
+    return DataPlaneConfig(impl="noop", observability=ObservabilityConfig(callback=name))
 
 
 @given(st.lists(st.floats(0.01, 1e5), min_size=1, max_size=200), st.integers(1, 5))

@@ -13,7 +13,6 @@ from nemo_rl.data_plane.schema import (
     FieldSpec,
     docs_table,
     extra_field,
-    family_of,
     reads_of,
     resolve_fields,
     route_fields,
@@ -56,7 +55,7 @@ def test_routes_exist_under_their_conditions_and_are_not_fetched_with_the_rest()
     assert route_fields(("routes", "routes_whole")) == ("routed_experts", "routed_experts_missing")
     packed = ("routes", "routes_bit_packed", "route_digests")
     assert route_fields(packed) == ("routed_experts_bits", "routed_experts_missing", "routed_experts_digests")
-    assert {family_of(name) for name in ROUTE_FIELDS} == {"routed_experts", "routed_experts_digests"}
+    assert {spec.family for spec in resolve_fields(ROUTE_FIELDS)} == {"routed_experts", "routed_experts_digests"}
     assert set(route_fields(packed)) <= {*writes_of("rollout", conditions=packed)} & {
         *reads_of("prev_logprobs", conditions=packed)
     }
@@ -76,7 +75,7 @@ def test_a_column_that_is_rewritten_is_a_family_of_its_own() -> None:
     for spec in FIELDS.values():
         if spec.rewritten_by:
             assert [other for other in FIELDS.values() if other.family == spec.family] == [spec]
-    assert family_of("token_mask") == family_of("input_ids") == "tokens"
+    assert [spec.family for spec in resolve_fields(["token_mask", "input_ids"])] == ["tokens"] * 2
 
 
 def test_declarations_take_table_names_and_extra_columns() -> None:

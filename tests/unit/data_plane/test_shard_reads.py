@@ -11,8 +11,7 @@ from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.chunks.ragged import materialize
 from nemo_rl.data_plane.client.shard_reads import ShardReads
 from nemo_rl.data_plane.factory import build_data_plane_client
-from nemo_rl.data_plane.interfaces import KVBatchMeta
-from nemo_rl.data_plane.observability import MetricsDataPlaneClient
+from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from nemo_rl.jagged import nest
 
 NAMES = ("input_ids", "sample_mask")
@@ -21,18 +20,17 @@ LENGTHS = torch.tensor([3, 1, 4])
 
 
 @pytest.fixture
-def stored() -> Iterator[tuple[MetricsDataPlaneClient, KVBatchMeta]]:
-    client = MetricsDataPlaneClient(build_data_plane_client(DataPlaneConfig(impl="noop"), run_id="reads", role="owner"))
+def stored() -> Iterator[tuple[DataPlaneClient, KVBatchMeta]]:
+    client = build_data_plane_client(DataPlaneConfig(impl="noop"), run_id="reads", role="owner")
     client.register_partition("train", NAMES, 3, ["train"])
     columns = {"input_ids": nest(torch.arange(8, dtype=torch.int32), LENGTHS), "sample_mask": torch.ones(3)}
     yield client, client.kv_batch_put(["a_g0", "b_g0", "c_g0"], "train", columns)
     client.close()
 
 
-def num_gets(client: MetricsDataPlaneClient) -> int:
-    operations = client.snapshot()["operations"]
-    assert isinstance(operations, dict)
-    return operations["get_data"]["count"] if "get_data" in operations else 0
+def num_gets(client: DataPlaneClient) -> int:
+    operations = client.snapshot().operations
+    return operations["get_data"].count if "get_data" in operations else 0
 
 
 def test_both_forms_hold_the_same_rows(stored):
@@ -77,5 +75,5 @@ def test_padding_is_not_counted_as_bytes(stored):
     for width in (4, 400):
         client.snapshot(reset=True)
         client.get_padded(meta, NAMES, pad_values=PADS, pad_to=width)
-        found.append(client.snapshot()["field_bytes"])
+        found.append(client.snapshot().field_bytes)
     assert found == [{"input_ids": 8 * 4, "sample_mask": 3 * 4}] * 2

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.loss_functions import ClippedPGLoss
+from nemo_rl.algorithms.setup import rollout_spec
 from nemo_rl.algorithms.stages.columns import stage_columns, written_fields
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
@@ -65,7 +66,7 @@ def rollout(plane: Plane, config: MasterConfig) -> tuple[SyncRolloutActor, Rollo
     """One rollout of two prompts."""
     engine = Listening.from_config(config.policy, weight_version=0)
     assert isinstance(engine, Listening)
-    worker = SyncRolloutActor(config, generation=engine)
+    worker = SyncRolloutActor(rollout_spec(config), generation=engine)
     stages = stage_columns(config, ClippedPGLoss(config=config.loss_fn, prev_field="prev_logprobs"))
     partition = plane.partition(list(written_fields(stages)))
     worker.setup_data_plane(plane.owner.address)
@@ -145,7 +146,7 @@ class Deaf(Listening):
 
 def test_an_engine_without_routes_ends_the_step(plane: Plane, model: Path, tmp_path: Path) -> None:
     config = config_of(model, tmp_path, "policy.router_replay.enabled=true")
-    worker = SyncRolloutActor(config, generation=Deaf.from_config(config.policy, weight_version=0))
+    worker = SyncRolloutActor(rollout_spec(config), generation=Deaf.from_config(config.policy, weight_version=0))
     worker.setup_data_plane(plane.owner.address)
     with pytest.raises(WorkerError, match="expected routes with the samples, the engines gave none"):
         worker.rollout([3], uids=["a"], step=1, version=0, partition_id=plane.partition())

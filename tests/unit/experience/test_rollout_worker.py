@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl.algorithms.setup import rollout_spec
 from nemo_rl.config.load import load_config
 from nemo_rl.errors import ResourceError
 from nemo_rl.experience.sync_rollout_actor import SyncRolloutActor
@@ -35,7 +36,7 @@ def open_worker(folder: Path, *keys: str) -> tuple[SyncRolloutActor, Remembering
     config = load_config(write_recipe(folder, model), [*settings, *validation, *keys])
     engine = Remembering.from_config(config.policy, weight_version=0)
     assert isinstance(engine, Remembering)
-    return SyncRolloutActor(config, generation=engine), engine
+    return SyncRolloutActor(rollout_spec(config), generation=engine), engine
 
 
 @pytest.mark.parametrize(("keys", "expected"), [((), (2, 7, 9)), (("policy.generation.stop_token_ids=[11]",), (11,))])

@@ -72,8 +72,8 @@ def test_a_name_is_owner_and_model_and_no_path(tmp_path: Path, monkeypatch: pyte
 def test_a_model_in_the_cache_is_used_and_the_config_keeps_its_name(tmp_path: Path, home: Path, model: Path) -> None:
     snapshot = fill_cache(home, model)
     config = load_recipe(write_recipe(tmp_path, model), {"policy.model_name": NAME, "policy.tokenizer.name": NAME})
-    resolved = local_folders(config)
-    assert (resolved.policy.model_name, resolved.policy.tokenizer.name) == (str(snapshot), str(snapshot))
+    resolved = local_folders(config.policy)
+    assert (resolved.model_name, resolved.tokenizer.name) == (str(snapshot), str(snapshot))
     assert config.policy.model_name == NAME
 
 
@@ -81,7 +81,7 @@ def test_half_a_download_is_none(tmp_path: Path, home: Path, model: Path) -> Non
     (fill_cache(home, model) / "model.safetensors").unlink()
     config = load_recipe(write_recipe(tmp_path, model), {"policy.model_name": NAME})
     with pytest.raises(ModelFolderError, match=rf"does not hold it whole.*run `hf download {NAME}`"):
-        local_folders(config)
+        local_folders(config.policy)
 
 
 def test_a_hub_that_does_not_answer_ends_in_seconds_with_the_download_command(
@@ -97,7 +97,7 @@ def test_a_hub_that_does_not_answer_ends_in_seconds_with_the_download_command(
             monkeypatch.delenv(variable, raising=False)
         close_session()
         with pytest.raises(ModelFolderError, match=rf"(does not answer|cannot be reached).*`hf download {NAME}`"):
-            local_folders(config)
+            local_folders(config.policy)
 
 
 def test_a_run_by_name_writes_the_name_into_its_config(tmp_path: Path, home: Path, model: Path) -> None:
