@@ -212,6 +212,7 @@ def test_a_server_of_ray_that_is_stopped_is_ended_and_said_so(opened, monkeypatc
     wait_until_gone(before)
 
 
+@pytest.mark.full
 def test_a_raylet_that_dies_while_it_starts_is_started_again_and_nothing_of_it_stays(opened, monkeypatch):
     opened.cluster.close()
     before = children()

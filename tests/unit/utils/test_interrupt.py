@@ -26,6 +26,7 @@ def handlers():
 @pytest.mark.parametrize("number", interrupt.SIGNALS)
 def test_an_interrupt_that_a_library_swallowed_is_raised_again(number):
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests themselves were started under nohup
     interrupt.install()
     interrupt.raise_if_received()
     with suppress(KeyboardInterrupt):
