@@ -97,12 +97,10 @@ class KVBatchMeta:
             self._packed.append(pack_rows(self.keys, self.sequence_lengths, self.tags))
         return self._packed[0]
 
-    @property
     def num_bytes(self) -> int:
         """About the bytes of this meta in a message to another process."""
         return len(_rebuild_meta.__module__) + len(_rebuild_meta.__name__) + message_bytes(self._message())
 
-    @property
     def num_key_bytes(self) -> int:
         """Of that, the keys."""
         return message_bytes(self._rows()[0])

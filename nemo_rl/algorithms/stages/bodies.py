@@ -115,7 +115,7 @@ class Advantages(_UpdateStage):
         chosen = step.update
         columns = {"advantages": chosen.advantages, "sample_mask": chosen.sample_mask}
         meta = write_columns(self._tools.client, chosen.meta, columns)
-        self.driver_bytes += meta.num_key_bytes + columns_bytes(columns)
+        self.driver_bytes += meta.num_key_bytes() + columns_bytes(columns)
         return Pending.done(step.with_chosen_meta(meta))
 
 

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import PurePath
-from typing import TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
+import torch
 
 from nemo_rl.data_plane.chunks.tags import Tags, TagTable, TagValue
 from nemo_rl.data_plane.keys import key_of, keys_of_groups, split_key
@@ -59,8 +60,8 @@ def unpack_rows(
 def message_bytes(value: object) -> int:
     """About the bytes that `value` takes in a message between processes, without making the message.
 
-    Strings, bytes, tensors and arrays count in full, numbers and marks as a pickle has them; what has a `num_bytes`
-    says it itself.
+    Strings, bytes, tensors and arrays count in full, numbers and marks as a pickle has them; what has a
+    method `num_bytes` says it itself.
 
     Raises:
         TypeError: a type that no message of ours has.
@@ -94,8 +95,16 @@ def _size_of_plain(value: object) -> int | None:
         return _EACH + len(value)
     if isinstance(value, Enum | PurePath):
         return _EACH + len(str(value))
-    size = getattr(value, "num_bytes", None)
-    return size if isinstance(size, int) else getattr(value, "nbytes", None)
+    if isinstance(value, np.ndarray | np.generic | torch.Tensor):
+        return value.nbytes
+    return value.num_bytes() if isinstance(value, _Counted) else None
+
+
+@runtime_checkable
+class _Counted(Protocol):
+    """Knows the bytes of its own message."""
+
+    def num_bytes(self) -> int: ...
 
 
 def _pack_keys(keys: Sequence[str]) -> Packed:

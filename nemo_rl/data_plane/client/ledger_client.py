@@ -165,7 +165,7 @@ class LedgerClient(DataPlaneClient):
         with self._meter.measure(operation, partition_id, rows=len(keys), fields=map(str, fields.keys())) as cost:
             meta = self._checked_put(keys, partition_id, fields, tags, claimed)
             cost.add_columns(fields)
-            cost.meta_bytes = meta.num_bytes
+            cost.meta_bytes = meta.num_bytes()
         return meta
 
     def _checked_put(
@@ -248,7 +248,7 @@ class LedgerClient(DataPlaneClient):
         with self._meter.measure("get_data", meta.partition_id, rows=len(meta), fields=names) as cost:
             rows = self._read_meta(meta, names, build=assemble)
             cost.add_columns(rows)
-            cost.meta_bytes = meta.num_key_bytes
+            cost.meta_bytes = meta.num_key_bytes()
         return rows
 
     def get_padded(
@@ -264,7 +264,7 @@ class LedgerClient(DataPlaneClient):
             rows = self._read_meta(meta, select_fields, build=build)
             per_token = {spec.name for spec in self.partition_fields(meta.partition_id) if spec.is_token_aligned}
             cost.add_padded(rows, meta.sequence_lengths, per_token)
-            cost.meta_bytes = meta.num_key_bytes
+            cost.meta_bytes = meta.num_key_bytes()
         return rows
 
     def _read_meta(self, meta: KVBatchMeta, names: Sequence[str], *, build: Callable[[Located], _T]) -> _T:
@@ -338,7 +338,7 @@ class LedgerClient(DataPlaneClient):
         with self._meter.measure("get_meta", partition_id, fields=required_fields) as cost:
             reply = self._wait_for_rows(self._link.begin(where), partition_id, ask, consumer_id, limit)
             meta = self._claimed(partition_id, task_name, required_fields, reply)
-            cost.rows, cost.meta_bytes = len(meta), meta.num_bytes
+            cost.rows, cost.meta_bytes = len(meta), meta.num_bytes()
         return meta
 
     def _wait_for_rows(
@@ -379,7 +379,7 @@ class LedgerClient(DataPlaneClient):
     def release(self, meta: KVBatchMeta) -> None:
         with self._meter.measure("release", meta.partition_id, rows=len(meta)) as cost:
             self._release(meta)
-            cost.meta_bytes = meta.num_key_bytes
+            cost.meta_bytes = meta.num_key_bytes()
 
     def _release(self, meta: KVBatchMeta) -> None:
         if meta.task_name is None:
