@@ -12,7 +12,7 @@ __all__ = ["shard_meta_for_dp"]
 
 
 def shard_meta_for_dp(meta: KVBatchMeta, plan: PackPlan) -> list[KVBatchMeta]:
-    """Rank r's rows in the order in which its microbatches meet them, with its sealed view of the plan.
+    """Rank r's rows in the order in which its microbatches meet them, with its sealed part of the plan.
 
     Tags, lengths and versions are kept. Rows that the plan leaves out go to no rank.
 
@@ -28,4 +28,4 @@ def shard_meta_for_dp(meta: KVBatchMeta, plan: PackPlan) -> list[KVBatchMeta]:
             f"pack plan for partition {meta.partition_id!r} with {meta.size} rows: rows that do not exist: "
             f"{name_some(outside) or 'none'}; rows named more than once: {name_some(twice) or 'none'}"
         )
-    return [meta.subset(mine).with_pack(view) for mine, view in zip(rows, plan.views(), strict=True)]
+    return [meta.subset(mine).with_pack(view) for mine, view in zip(rows, plan.rank_plans(), strict=True)]

@@ -36,7 +36,7 @@ from nemo_rl.distributed.plan_check import check_plans
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import ConfigError, DataPlaneClosed, SchemaMismatch
 
-__all__ = ["Channel", "ReplicaView", "ShardWorker", "TQWorkerMixin"]
+__all__ = ["Channel", "ReplicaMember", "ShardWorker", "TQWorkerMixin"]
 
 _LossT = TypeVar("_LossT", contravariant=True)
 _ResultT = TypeVar("_ResultT", covariant=True)
@@ -56,8 +56,8 @@ class Channel:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaView:
-    """This rank's place among the ranks that share one data-parallel shard."""
+class ReplicaMember:
+    """This rank among those that share one data-parallel shard."""
 
     leader: int
     """Global rank that reads the store; this one where it is alone."""
@@ -73,14 +73,14 @@ class ReplicaView:
     """Those that this rank is in, in the order in which they are used; empty when every rank needs every column."""
 
     @classmethod
-    def build(cls, layout: ParallelLayout, *, rank: int) -> ReplicaView:
-        """(collective over the job) Builds all replica groups of the layout and returns this rank's view of its own."""
-        place = layout.coordinates(rank)
-        ranks = layout.replica(place.dp)
+    def build(cls, layout: ParallelLayout, *, rank: int) -> ReplicaMember:
+        """(collective over the job) Builds all replica groups of the layout and returns this rank in its own."""
+        at = layout.coordinates(rank)
+        ranks = layout.replica(at.dp)
         group = replica_group_of(rank, layout.replicas())
         needs = None
-        if place.pp < layout.pp - 1:
-            needs = FIRST_STAGE_FIELDS if place.pp == 0 else ()
+        if at.pp < layout.pp - 1:
+            needs = FIRST_STAGE_FIELDS if at.pp == 0 else ()
         return cls(
             group=group,
             leader=ranks[0],
@@ -178,12 +178,12 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
     """Data plane half of a policy worker.
 
     Args:
-        replica: this rank's place in its replica group, whose process groups exist.
+        replica: this rank as a member of its replica group, whose process groups exist.
         watch: ends a step on all ranks when it fails on one.
         pad_values: field -> pad value of the worker's tokenizer.
     """
 
-    def __init__(self, *, rank: int, replica: ReplicaView, watch: Watch, pad_values: Mapping[str, float]) -> None:
+    def __init__(self, *, rank: int, replica: ReplicaMember, watch: Watch, pad_values: Mapping[str, float]) -> None:
         self.rank = rank
         self._replica, self._watch, self._pad_values = replica, watch, pad_values
         self._store: _Store | _NoStore = _NoStore(rank)
@@ -320,7 +320,7 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
         return write_columns(self.client, meta, {name: values.detach().to("cpu") for name, values in columns.items()})
 
 
-def _fetch_group(policy: FetchPolicy, replica: ReplicaView) -> dist.ProcessGroup | None:
+def _fetch_group(policy: FetchPolicy, replica: ReplicaMember) -> dist.ProcessGroup | None:
     """The group over which the leader broadcasts; None when this rank reads for itself."""
     if policy not in get_args(FetchPolicy):
         raise ConfigError(

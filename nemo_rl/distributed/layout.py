@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """Place of one rank."""
+    """Where one rank is on each axis."""
 
     dp: int
     cp: int
@@ -114,15 +114,15 @@ class ParallelLayout:
         return sizes.length_multiple
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Place of a rank."""
+        """Where a rank is on each axis."""
         pp, rest = divmod(rank, self.dp * self._stage_size)
         dp, rest = divmod(rest, self._stage_size)
         cp, tp = divmod(rest, self.tp)
         return Coordinates(dp=dp, cp=cp, tp=tp, pp=pp)
 
-    def rank_of(self, place: Coordinates) -> int:
-        """The rank at a place."""
-        return ((place.pp * self.dp + place.dp) * self.cp + place.cp) * self.tp + place.tp
+    def rank_of(self, at: Coordinates) -> int:
+        """The rank at these coordinates."""
+        return ((at.pp * self.dp + at.dp) * self.cp + at.cp) * self.tp + at.tp
 
     def replica(self, dp: int) -> tuple[int, ...]:
         """Ranks that share data-parallel shard `dp`, in ascending order; the first is its leader, which reads."""

@@ -93,7 +93,7 @@ class PackPlan:
         """One rank's view, in indices into `rows_of_rank(rank)`, sealed with the digests of itself and of the whole."""
         return self._view(rank, self.digest())
 
-    def views(self) -> list[PackPlan]:
+    def rank_plans(self) -> list[PackPlan]:
         """`for_rank` of every rank; the whole plan is hashed once."""
         whole = self.digest()
         return [self._view(rank, whole) for rank in range(self.num_ranks)]

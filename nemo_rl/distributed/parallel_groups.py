@@ -1,4 +1,4 @@
-"""Process groups and meshes of one rank's place in a `ParallelLayout`."""
+"""Process groups and meshes of one rank's coordinates in a `ParallelLayout`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ParallelGroups:
     """Where this rank stands, and with whom it talks. A group of one rank is None."""
 
     layout: ParallelLayout
-    place: Coordinates
+    coordinates: Coordinates
     context: dist.ProcessGroup | None
     fsdp_mesh: DeviceMesh
     """Data x context ranks, which share the weights' shards; one-dimensional."""
@@ -39,7 +39,7 @@ class ParallelGroups:
             mesh, tensor_mesh = both["fsdp"], both["tp"]
         return cls(
             layout=layout,
-            place=layout.coordinates(rank),
+            coordinates=layout.coordinates(rank),
             context=_group(rank, layout.context_groups()) if layout.cp > 1 else None,
             fsdp_mesh=mesh,
             tensor_mesh=tensor_mesh,
@@ -48,7 +48,7 @@ class ParallelGroups:
     @property
     def is_writer(self) -> bool:
         """Whether this rank speaks for its data-parallel shard."""
-        return self.layout.rank_of(self.place) == self.layout.writer(self.place.dp)
+        return self.layout.rank_of(self.coordinates) == self.layout.writer(self.coordinates.dp)
 
 
 def _group(rank: int, buckets: list[list[int]]) -> dist.ProcessGroup:

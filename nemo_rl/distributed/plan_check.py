@@ -32,7 +32,7 @@ def check_plans(plan: PackPlan | None, *, rank: int, replica: Sequence[int]) -> 
     """(collective over the default group, if there is one) Compares this rank's view with everybody's.
 
     Args:
-        plan: this rank's view, sealed by `PackPlan.for_rank`; None on every rank where there is no plan.
+        plan: this rank's part, sealed by `PackPlan.for_rank`; None on every rank where there is no plan.
         replica: ranks that share this rank's shard, itself included.
 
     Raises:
@@ -45,7 +45,7 @@ def check_plans(plan: PackPlan | None, *, rank: int, replica: Sequence[int]) -> 
     first = min(everybody)
     for other, digests in everybody.items():
         if digests.found != digests.sealed:
-            _refuse(other, f"its view changed since the driver sealed it with {_name(digests.sealed)}", digests.found)
+            _refuse(other, f"its part changed since the driver sealed it with {_name(digests.sealed)}", digests.found)
         if digests.whole != everybody[first].whole:
             _refuse(other, f"rank {first} follows the plan {_name(everybody[first].whole)}", digests.whole)
     for other in replica:

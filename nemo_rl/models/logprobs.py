@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.autograd.function import FunctionCtx
 
 __all__ = [
-    "SamplingView",
+    "Sampling",
     "VocabShard",
     "filter_logits",
     "logprobs_from_logits",
@@ -27,7 +27,7 @@ CHUNK_ELEMENTS = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingView:
+class Sampling:
     """The distribution that tokens were drawn from, as a transformation of the model's logits."""
 
     temperature: float = 1.0
@@ -76,23 +76,23 @@ class VocabShard:
 
 
 def token_logprobs(
-    logits_MV: torch.Tensor, targets_M: torch.Tensor, *, view: SamplingView, shard: VocabShard | None = None
+    logits_MV: torch.Tensor, targets_M: torch.Tensor, *, sampling: Sampling, shard: VocabShard | None = None
 ) -> torch.Tensor:
     """`[M]` float32 log-probabilities of `targets_M`, differentiable.
 
     Works through chunks of positions in both passes: besides the logits themselves only one chunk in float32 is held.
-    With a `shard`, V are this rank's columns, and the call is collective over its group, in both passes when `view`
+    With a `shard`, V are this rank's columns, and the call is collective over its group, in both passes when `sampling`
     has a filter: that needs a chunk's whole vocabulary.
     """
-    arguments = (logits_MV, targets_M.long(), view, shard)
+    arguments = (logits_MV, targets_M.long(), sampling, shard)
     result: torch.Tensor = _ChunkedLogprobs.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
 
 
-def logprobs_from_logits(logits_NTV: torch.Tensor, input_ids_NT: torch.Tensor, *, view: SamplingView) -> torch.Tensor:
+def logprobs_from_logits(logits_NTV: torch.Tensor, input_ids_NT: torch.Tensor, *, sampling: Sampling) -> torch.Tensor:
     """`[N, T]` float32: log pi(token t | tokens < t) at position t; position 0 is 0."""
     rows, width = input_ids_NT.shape
-    flat = token_logprobs(logits_NTV[:, :-1].flatten(0, 1), input_ids_NT[:, 1:].flatten(), view=view)
+    flat = token_logprobs(logits_NTV[:, :-1].flatten(0, 1), input_ids_NT[:, 1:].flatten(), sampling=sampling)
     return torch.nn.functional.pad(flat.view(rows, width - 1), (1, 0))
 
 
@@ -116,20 +116,20 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx: FunctionCtx,
         logits_MV: torch.Tensor,
         targets_M: torch.Tensor,
-        view: SamplingView,
+        sampling: Sampling,
         shard: VocabShard | None,
     ) -> torch.Tensor:
         picked_M = logits_MV.new_zeros(targets_M.shape, dtype=torch.float32)
         norm_M = torch.zeros_like(picked_M)
         for rows in _chunks(logits_MV):
-            scores, first = _scores(logits_MV[rows], targets_M[rows], view, shard)
+            scores, first = _scores(logits_MV[rows], targets_M[rows], sampling, shard)
             column, is_here = _columns(targets_M[rows], first, scores.shape[-1])
             picked_M[rows] = torch.where(is_here, scores.gather(-1, column[:, None]).squeeze(-1), 0.0)
             norm_M[rows] = scores.logsumexp(-1)
-        if shard is not None and not view.has_filter and len(targets_M):
+        if shard is not None and not sampling.has_filter and len(targets_M):
             picked_M, norm_M = _merge(picked_M, norm_M, shard)
         ctx.save_for_backward(logits_MV, targets_M, norm_M)
-        ctx.view, ctx.shard = view, shard  # type: ignore[attr-defined]
+        ctx.sampling, ctx.shard = sampling, shard  # type: ignore[attr-defined]
         return picked_M - norm_M
 
     @staticmethod
@@ -137,13 +137,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx: FunctionCtx, grad_M: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, None]:
         logits_MV, targets_M, norm_M = ctx.saved_tensors  # type: ignore[attr-defined]
-        view: SamplingView = ctx.view  # type: ignore[attr-defined]
+        sampling: Sampling = ctx.sampling  # type: ignore[attr-defined]
         shard: VocabShard | None = ctx.shard  # type: ignore[attr-defined]
         own = logits_MV.shape[-1]
         grad_MV = torch.empty_like(logits_MV)
         for rows in _chunks(logits_MV):
-            scale = grad_M[rows, None] / view.temperature
-            scores, first = _scores(logits_MV[rows], targets_M[rows], view, shard)
+            scale = grad_M[rows, None] / sampling.temperature
+            scores, first = _scores(logits_MV[rows], targets_M[rows], sampling, shard)
             chunk = (scores - norm_M[rows, None]).exp_().mul_(-scale)
             column, is_here = _columns(targets_M[rows], first, scores.shape[-1])
             chunk.scatter_add_(-1, column[:, None], scale * is_here[:, None])
@@ -174,14 +174,14 @@ def _chunks(logits_MV: torch.Tensor) -> list[slice]:
 
 
 def _scores(
-    logits_MV: torch.Tensor, targets_M: torch.Tensor, view: SamplingView, shard: VocabShard | None
+    logits_MV: torch.Tensor, targets_M: torch.Tensor, sampling: Sampling, shard: VocabShard | None
 ) -> tuple[torch.Tensor, int]:
     """Scores in float32 and the token of their first column; with a filter those of the whole vocabulary."""
-    scores = logits_MV.float() / view.temperature
-    if not view.has_filter:
+    scores = logits_MV.float() / sampling.temperature
+    if not sampling.has_filter:
         return scores, shard.first if shard is not None else 0
     if shard is not None:
         parts = [torch.empty_like(scores) for _ in range(dist.get_world_size(shard.group))]
         dist.all_gather(parts, scores, group=shard.group)
         scores = torch.cat(parts, dim=-1)
-    return filter_logits(scores, top_k=view.top_k, top_p=view.top_p, keep_M=targets_M), 0
+    return filter_logits(scores, top_k=sampling.top_k, top_p=sampling.top_p, keep_M=targets_M), 0

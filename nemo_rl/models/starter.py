@@ -29,7 +29,7 @@ from nemo_rl.data.thinking import final_answer
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine import TorchEngine
-from nemo_rl.models.logprobs import SamplingView, negative_log_likelihood, token_logprobs
+from nemo_rl.models.logprobs import Sampling, negative_log_likelihood, token_logprobs
 from nemo_rl.models.starter_tasks import StarterConfig, StarterTask
 from nemo_rl.utils.files import give_usual_modes
 
@@ -186,5 +186,5 @@ def _nll(model: PreTrainedModel, rows: Sequence[tuple[tuple[int, ...], int]]) ->
         is_response[i, prompt_length : len(tokens)] = True
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     selected = is_response[:, 1:]
-    logprobs = token_logprobs(logits[selected], ids[:, 1:][selected], view=SamplingView())
+    logprobs = token_logprobs(logits[selected], ids[:, 1:][selected], sampling=Sampling())
     return negative_log_likelihood(logprobs, torch.ones_like(logprobs), total=logprobs.numel())

@@ -70,7 +70,7 @@ TEXTS = {
     "between_collectives": (1, "ValueError", "planted in the forward pass"),
     "in_the_loss": (1, "ValueError", "planted in the loss"),
     "in_the_write_back": (0, "SchemaMismatch", "prev_logprobs"),
-    "in_the_plan": (None, "SchemaMismatch", "pack plan of rank 1: its view changed since the driver sealed it"),
+    "in_the_plan": (None, "SchemaMismatch", "pack plan of rank 1: its part changed since the driver sealed it"),
 }
 
 

@@ -16,16 +16,16 @@ from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.parallel_groups import ParallelGroups
 from nemo_rl.errors import ConfigError
 from nemo_rl.models import logprobs
-from nemo_rl.models.logprobs import SamplingView, VocabShard, token_logprobs
+from nemo_rl.models.logprobs import Sampling, VocabShard, token_logprobs
 from tests.helpers.families import COMMON, write_family
 from tests.helpers.gloo import COLLECTIVE_TIMEOUT_S, run_ranks
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker
 
 RANKS = 2
-VIEWS = {
-    "plain": SamplingView(temperature=0.7),
-    "top_k": SamplingView(top_k=5),
-    "top_p": SamplingView(temperature=1.3, top_p=0.6),
+SAMPLINGS = {
+    "plain": Sampling(temperature=0.7),
+    "top_k": Sampling(top_k=5),
+    "top_p": Sampling(temperature=1.3, top_p=0.6),
 }
 
 
@@ -71,13 +71,13 @@ def _split_logprobs(rank: int) -> dict[str, tuple[float, float]]:
     targets = torch.randint(0, 20, (11,), generator=torch.Generator().manual_seed(4))
     out = numbers(11, seed=5).float()
     errors = {}
-    for name, view in VIEWS.items():
+    for name, sampling in SAMPLINGS.items():
         whole = logits.clone().requires_grad_()
-        expected = token_logprobs(whole, targets, view=view)
+        expected = token_logprobs(whole, targets, sampling=sampling)
         (expected * out).sum().backward()
         mine = logits[:, rank * 10 : rank * 10 + 10].clone().requires_grad_()
         shard = VocabShard(group=dist.group.WORLD, first=rank * 10)
-        found = token_logprobs(mine, targets, view=view, shard=shard)
+        found = token_logprobs(mine, targets, sampling=sampling, shard=shard)
         (found * out).sum().backward()
         gradient = whole.grad[:, rank * 10 : rank * 10 + 10]
         errors[name] = (float((found - expected).detach().abs().max()), float((mine.grad - gradient).abs().max()))
@@ -187,10 +187,10 @@ def test_every_group_has_the_deadline_of_the_job(outcomes) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("view", VIEWS)
-def test_split_logits_give_whole_logprobs(view: str, outcomes) -> None:
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_split_logits_give_whole_logprobs(sampling: str, outcomes) -> None:
     for outcome in outcomes:
-        value, gradient = outcome["logprobs"][view]
+        value, gradient = outcome["logprobs"][sampling]
         assert value < 2e-6 and gradient < 2e-6
 
 

@@ -9,14 +9,14 @@ from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.column_io import kv_first_write, read_columns
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
-from nemo_rl.data_plane.worker_mixin import ReplicaView, TQWorkerMixin
+from nemo_rl.data_plane.worker_mixin import ReplicaMember, TQWorkerMixin
 from nemo_rl.distributed.abort import NoWatch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import replica_group_of
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import plan_padded
 from nemo_rl.errors import ConfigError, DataPlaneClosed, KeysNotFound, SchemaMismatch
-from nemo_rl.models.policy.steps import RankView
+from nemo_rl.models.policy.steps import ThisRank
 from nemo_rl.models.policy.workers.compose import compose_parts
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
 from tests.helpers.gloo import run_ranks
@@ -35,11 +35,11 @@ def rollout_batch() -> BatchedDataDict:
 
 def start_worker(rank: int, folder: str) -> TQWorker:
     """Rank 1 leads."""
-    replica = ReplicaView(group=replica_group_of(rank, [[0, 1]]), leader=1, is_write_back_leader=rank == 1)
-    view = RankView(layout=ParallelLayout.of(2), rank=rank, device=torch.device("cpu"))
+    replica = ReplicaMember(group=replica_group_of(rank, [[0, 1]]), leader=1, is_write_back_leader=rank == 1)
+    here = ThisRank(layout=ParallelLayout.of(2), rank=rank, device=torch.device("cpu"))
     parts = compose_parts(
         tiny_policy(folder),
-        view,
+        here,
         num_steps=4,
         collective_timeout_s=60,
         seed=0,
@@ -129,7 +129,7 @@ class Constant(TQWorkerMixin[str, int]):
 
 @pytest.fixture
 def alone() -> Constant:
-    return Constant(rank=0, replica=ReplicaView(leader=0), watch=NoWatch(), pad_values={"input_ids": 0.0})
+    return Constant(rank=0, replica=ReplicaMember(leader=0), watch=NoWatch(), pad_values={"input_ids": 0.0})
 
 
 def test_a_fetch_policy_that_cannot_work_is_refused(alone):

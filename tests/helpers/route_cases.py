@@ -24,7 +24,7 @@ from nemo_rl.distributed.collectives import destroy_process_group
 from nemo_rl.distributed.packing import plan_packs
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.models.loading import load_model_config
-from nemo_rl.models.policy.routes.slices import RouteSlices, RouteView, ShardRoutes
+from nemo_rl.models.policy.routes.slices import RouteShard, RouteSlices, ShardRoutes
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
 from nemo_rl.routes.columns import decode_routes, encode_routes
 from tests.helpers.experts import shape_of
@@ -184,9 +184,9 @@ def other_routes(worker: TQWorker, meta: KVBatchMeta) -> None:
     """Rank 1 gets the routes of one token for another; digests tell."""
     honest = ShardRoutes.cut
 
-    def swapped(whole: ShardRoutes, view: RouteView, *args: object) -> RouteSlices:
-        found = honest(whole, view, *args)
-        if view.layer_index[0] > 0:
+    def swapped(whole: ShardRoutes, shard: RouteShard, *args: object) -> RouteSlices:
+        found = honest(whole, shard, *args)
+        if shard.layer_index[0] > 0:
             found.ids[[3, 4]] = found.ids[[4, 3]]
         return found
 

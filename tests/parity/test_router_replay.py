@@ -22,7 +22,7 @@ from nemo_rl.models.dtensor.train_step import OptimizerStep
 from nemo_rl.models.loading import load_model_config
 from nemo_rl.models.policy.microbatch import PassShape
 from nemo_rl.models.policy.routes.replay import RouteReplayer
-from nemo_rl.models.policy.routes.slices import RouteView, TokenPlaces
+from nemo_rl.models.policy.routes.slices import RouteShard, TokenPlaces
 from tests.helpers import megatron_jobs
 from tests.helpers.experts import write_experts
 from tests.helpers.families import COMMON
@@ -118,7 +118,7 @@ def dtensor_logits(job: Job) -> np.ndarray:
         for rows in job.plan.microbatches[0]:
             micro = runner._build(job.shard, rows, select_NT, fields=())
             with runner._routes.pass_of(micro):
-                values, tokens = worker.engine.model(micro.inputs, view=layout.view, top_k=COMMON["vocab_size"])
+                values, tokens = worker.engine.model(micro.inputs, sampling=layout.sampling, top_k=COMMON["vocab_size"])
             whole = torch.empty_like(values).scatter_(2, tokens, values)
             for place, (row, length) in enumerate(zip(micro.rows, micro.lengths, strict=True)):
                 line, first = (0, sum(micro.inputs.segments.lengths[:place])) if job.plan.packed else (place, 0)
@@ -151,14 +151,14 @@ def left_out() -> object:
 
 def next_token() -> object:
     """Every token gets the route of its successor."""
-    honest = RouteView.tokens
+    honest = RouteShard.tokens
 
-    def tokens(view: RouteView, plan: PackPlan, lengths: Sequence[int], shape: PassShape) -> TokenPlaces:
-        found = honest(view, plan, lengths, shape)
+    def tokens(shard: RouteShard, plan: PackPlan, lengths: Sequence[int], shape: PassShape) -> TokenPlaces:
+        found = honest(shard, plan, lengths, shape)
         last_M = torch.tensor(lengths)[found.row_M] - 1
         return replace(found, column_M=torch.minimum(found.column_M + 1, last_M))
 
-    return patch.object(RouteView, "tokens", tokens)
+    return patch.object(RouteShard, "tokens", tokens)
 
 
 def recomputed_freely() -> object:

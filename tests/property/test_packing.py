@@ -135,8 +135,8 @@ def test_with_keys_the_order_of_rows_does_not_matter(mode, lengths, shuffle):
 def test_a_ranks_view_uses_local_indices_of_its_own_rows(lengths, dp_world):
     lengths = [*lengths, *[5] * 12]
     plan = plan_packs(lengths, capacity=400, dp_world=dp_world)
-    assert plan.views() == [plan.for_rank(rank) for rank in range(dp_world)]
-    for rank, view in enumerate(plan.views()):
+    assert plan.rank_plans() == [plan.for_rank(rank) for rank in range(dp_world)]
+    for rank, view in enumerate(plan.rank_plans()):
         rows = plan.rows_of_rank(rank)
         back = [tuple(rows[i] for i in microbatch) for microbatch in view.microbatches[0]]
         assert back == list(plan.microbatches[rank])

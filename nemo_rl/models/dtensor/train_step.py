@@ -23,7 +23,7 @@ from nemo_rl.models.policy.interfaces import LossFunction, LossScale
 from nemo_rl.models.policy.microbatch import Microbatch, build_microbatch
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes
 from nemo_rl.models.policy.steps import (
-    BatchLayout,
+    BatchForm,
     StepOutcome,
     bad_rows,
     raise_together,
@@ -45,7 +45,7 @@ class StepRunner:
     def __init__(
         self,
         model: PolicyModel,
-        layout: BatchLayout,
+        layout: BatchForm,
         groups: ParallelGroups,
         optimizer_step: OptimizerStep,
         routes: PassRoutes,
@@ -91,7 +91,7 @@ class StepRunner:
         for rows in microbatches:
             micro = self._build(batch, rows, nothing_NT, fields=(), layout=layout)
             with torch.no_grad():
-                values, tokens = self._model(micro.inputs, view=layout.view, top_k=k)
+                values, tokens = self._model(micro.inputs, sampling=layout.sampling, top_k=k)
             for i, (row, length) in enumerate(zip(micro.rows, micro.lengths, strict=True)):
                 values_NTk[row, :length] = values[i, :length]
                 tokens_NTk[row, :length] = tokens[i, :length]
@@ -178,7 +178,7 @@ class StepRunner:
         rows: Sequence[int],
         select_NT: torch.Tensor,
         fields: Sequence[str],
-        layout: BatchLayout | None = None,
+        layout: BatchForm | None = None,
     ) -> Microbatch:
         layout = layout or self._layout
         return build_microbatch(
@@ -195,7 +195,7 @@ class StepRunner:
         raise_together(what, batch, rows, is_writer=self._groups.is_writer, device=device)
 
     def _forward(self, micro: Microbatch) -> torch.Tensor:
-        logprobs_M = self._model(micro.inputs, view=self._layout.view)
+        logprobs_M = self._model(micro.inputs, sampling=self._layout.sampling)
         if not micro.rows:
             # The sum of no token: zero, but connected to the parameters, so that this rank's collectives take place.
             return logprobs_M.sum()[None, None][:0]

@@ -28,10 +28,10 @@ from nemo_rl.models.policy.microbatch import Microbatch, build_microbatch
 from nemo_rl.models.policy.outputs import selected_logprobs, top_k_logits
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes
 from nemo_rl.models.policy.steps import (
-    BatchLayout,
+    BatchForm,
     Microbatches,
-    RankView,
     StepOutcome,
+    ThisRank,
     bad_rows,
     raise_together,
     sum_over_shards,
@@ -60,15 +60,15 @@ class PipelineRunner:
     def __init__(
         self,
         model: MegatronModel,
-        layout: BatchLayout,
-        view: RankView,
+        layout: BatchForm,
+        here: ThisRank,
         optimizer: PolicyOptimizer,
         routes: PassRoutes,
     ) -> None:
-        self._model, self._layout, self._view, self._optimizer = model, layout, view, optimizer
+        self._model, self._layout, self._here, self._optimizer = model, layout, here, optimizer
         self._routes = routes
-        self._balance = AuxiliaryLoss(model.config, num_shards=view.layout.dp, device=view.device)
-        self._shard = _vocab_shard(model, view)
+        self._balance = AuxiliaryLoss(model.config, num_shards=here.layout.dp, device=here.device)
+        self._shard = _vocab_shard(model, here)
         model.config.finalize_model_grads_func = _finalize
 
     def logprobs(self, batch: BatchedDataDict, microbatches: Microbatches, select_NT: torch.Tensor) -> torch.Tensor:
@@ -155,7 +155,7 @@ class PipelineRunner:
         except NonFiniteError:
             self._optimizer.zero_grad()
             raise
-        [loss] = sum_over_shards([sums.loss], is_writer=self._view.is_writer, device=self._view.device)
+        [loss] = sum_over_shards([sums.loss], is_writer=self._here.is_writer, device=self._here.device)
         if not is_training:
             return StepOutcome(loss=loss, grad_norm=0.0, metrics=tuple(sums.metrics))
         grad_norm = self._optimizer.finish()
@@ -183,7 +183,7 @@ class PipelineRunner:
 
     def _logprobs(self, micro: Microbatch, logits_nKV: torch.Tensor) -> torch.Tensor:
         """`[n, t]`; for a microbatch without rows the sum of no token, connected to the weights."""
-        logprobs_M = selected_logprobs(logits_nKV, micro.inputs, view=self._layout.view, shard=self._shard)
+        logprobs_M = selected_logprobs(logits_nKV, micro.inputs, sampling=self._layout.sampling, shard=self._shard)
         return micro.to_rows(logprobs_M) if micro.rows else logprobs_M
 
     def _run(
@@ -238,7 +238,7 @@ class PipelineRunner:
                 keep_K=None if at_all_positions else inputs.keep_K,
             ),
             padding_mask=self._balance.padding(
-                micro, tp_rank=self._view.place.tp, is_first_stage=self._view.place.pp == 0
+                micro, tp_rank=self._here.coordinates.tp, is_first_stage=self._here.coordinates.pp == 0
             ),
             **({"fp32_output": False} if self._model.config.bf16 else {}),
         )
@@ -251,10 +251,10 @@ class PipelineRunner:
         select_NT: torch.Tensor,
         *,
         fields: Sequence[str] = (),
-        layout: BatchLayout | None = None,
+        layout: BatchForm | None = None,
     ) -> Iterator[Microbatch]:
         layout = layout or self._layout
-        if not self._view.is_last_stage:
+        if not self._here.is_last_stage:
             select_NT = torch.zeros_like(select_NT)
         for rows in microbatches:
             yield build_microbatch(
@@ -263,22 +263,22 @@ class PipelineRunner:
 
     def _trained(self, batch: BatchedDataDict) -> torch.Tensor:
         """Only the last stage has the masks."""
-        if self._view.is_last_stage:
+        if self._here.is_last_stage:
             return trained_tokens(batch)
         return torch.zeros_like(batch.tensor("input_ids"), dtype=torch.bool)
 
     def _fields(self, loss_fn: LossFunction) -> tuple[str, ...]:
-        return loss_fn.input_fields if self._view.is_last_stage else ()
+        return loss_fn.input_fields if self._here.is_last_stage else ()
 
     def _raise_together(self, what: str, batch: BatchedDataDict, rows: Sequence[int]) -> None:
-        raise_together(what, batch, rows, is_writer=self._view.is_writer, device=self._view.device)
+        raise_together(what, batch, rows, is_writer=self._here.is_writer, device=self._here.device)
 
 
-def _vocab_shard(model: MegatronModel, view: RankView) -> VocabShard | None:
-    if view.layout.tp == 1:
+def _vocab_shard(model: MegatronModel, here: ThisRank) -> VocabShard | None:
+    if here.layout.tp == 1:
         return None
     group = parallel_state.get_tensor_model_parallel_group()
-    return VocabShard(group=group, first=group.rank() * (model.shape.vocab_size // view.layout.tp))
+    return VocabShard(group=group, first=group.rank() * (model.shape.vocab_size // here.layout.tp))
 
 
 def _finalize(modules: list[Any], num_tokens: object = None, **kwargs: Any) -> None:

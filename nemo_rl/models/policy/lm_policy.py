@@ -142,7 +142,7 @@ class Policy:
         """Rows and plan of each rank; ranks of a replica group get the same."""
         rows = [batch.select_indices(plan.rows_of_rank(shard)) for shard in range(plan.num_ranks)]
         return self._layout.spread(
-            [_Shard(batch=mine, plan=view) for mine, view in zip(rows, plan.views(), strict=True)]
+            [_Shard(batch=mine, plan=view) for mine, view in zip(rows, plan.rank_plans(), strict=True)]
         )
 
     def _run(self, request: Request[_T] | Sequence[Request[_T]], stage: str) -> list[_T]:

@@ -140,7 +140,7 @@ def steps_of(plan: PackPlan, *, num_rows: int) -> list[tuple[tuple[int, ...], ..
         ValueError: the plan is not of one rank, or does not name every row of the batch once.
     """
     if plan.num_ranks != 1:
-        raise ValueError(f"expected one rank's view of the plan (plan.for_rank), got {plan.num_ranks} ranks")
+        raise ValueError(f"expected one rank's part of the plan (plan.for_rank), got {plan.num_ranks} ranks")
     if sorted(plan.rows_of_rank(0)) != list(range(num_rows)):
         raise ValueError(f"the plan names {len(plan.rows_of_rank(0))} rows, expected each of the {num_rows} rows once")
     if sum(plan.steps) != len(plan.microbatches[0]):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from nemo_rl.distributed.differentiable import gather_along, reduce_from
-from nemo_rl.models.logprobs import SamplingView, VocabShard, token_logprobs
+from nemo_rl.models.logprobs import Sampling, VocabShard, token_logprobs
 from nemo_rl.models.policy.microbatch import ForwardInputs
 from nemo_rl.models.varlen_attention import Segments
 
@@ -17,7 +17,7 @@ __all__ = ["selected_logprobs", "top_k_logits"]
 
 
 def selected_logprobs(
-    logits_nKV: torch.Tensor, inputs: ForwardInputs, *, view: SamplingView, shard: VocabShard | None
+    logits_nKV: torch.Tensor, inputs: ForwardInputs, *, sampling: Sampling, shard: VocabShard | None
 ) -> torch.Tensor:
     """`[M]` float32, the same on every tensor and context rank (collective over both), differentiable.
 
@@ -26,7 +26,7 @@ def selected_logprobs(
         shard: this rank's part of the vocabulary where the head is split.
     """
     logits_mV = logits_nKV[inputs.row_m, inputs.kept_m]
-    logprobs_m = token_logprobs(logits_mV, inputs.target_m, view=view, shard=shard)
+    logprobs_m = token_logprobs(logits_mV, inputs.target_m, sampling=sampling, shard=shard)
     if inputs.segments.group is None:
         return logprobs_m
     zeros_M = logprobs_m.new_zeros(inputs.num_selected)

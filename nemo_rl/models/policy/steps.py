@@ -16,16 +16,16 @@ import torch.distributed as dist
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.layout import Coordinates, ParallelLayout
 from nemo_rl.errors import NonFiniteError, name_some
-from nemo_rl.models.logprobs import SamplingView
+from nemo_rl.models.logprobs import Sampling
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale
 from nemo_rl.models.policy.microbatch import Microbatch, PassShape
 from nemo_rl.utils.metrics import Reduction
 
 __all__ = [
-    "BatchLayout",
-    "RankView",
+    "BatchForm",
     "Runner",
     "StepOutcome",
+    "ThisRank",
     "all_reduce_sum",
     "bad_rows",
     "check_same_plan",
@@ -42,7 +42,7 @@ Microbatches = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankView:
+class ThisRank:
     """Where a rank stands."""
 
     layout: ParallelLayout
@@ -54,21 +54,21 @@ class RankView:
         return self.layout.is_writer(self.rank)
 
     @property
-    def place(self) -> Coordinates:
+    def coordinates(self) -> Coordinates:
         return self.layout.coordinates(self.rank)
 
     @property
     def is_last_stage(self) -> bool:
-        return self.place.pp == self.layout.pp - 1
+        return self.coordinates.pp == self.layout.pp - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BatchLayout:
+class BatchForm:
     """How rows become forward passes."""
 
     is_packed: bool
     shape: PassShape
-    view: SamplingView
+    sampling: Sampling
     """Distribution of which log-probabilities are taken."""
 
 

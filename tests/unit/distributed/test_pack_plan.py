@@ -50,7 +50,7 @@ def test_views_keep_their_seals_on_the_way_to_the_workers():
         assert shard.keys == tuple(keys[row] for row in PLAN.rows_of_rank(rank))
         assert replace(view, pad_to=view.pad_to + 8).digest() != view.sealed_digest
     other = replan_microbatches(PLAN, LENGTHS, capacity=100)
-    assert {view.whole_digest for view in other.views()} == {other.digest()} != {PLAN.digest()}
+    assert {view.whole_digest for view in other.rank_plans()} == {other.digest()} != {PLAN.digest()}
 
 
 def test_a_view_is_small():

@@ -29,7 +29,7 @@ def test_a_view_that_the_driver_made_passes_and_so_does_no_plan():
 )
 def test_a_view_that_changed_on_its_way_is_refused(changed):
     digest = PLAN.for_rank(1).sealed_digest
-    with pytest.raises(SchemaMismatch, match=f"pack plan of rank 5: its view changed .* digest {digest}, got digest"):
+    with pytest.raises(SchemaMismatch, match=f"pack plan of rank 5: its part changed .* digest {digest}, got digest"):
         check_plans(changed, rank=5, replica=())
 
 

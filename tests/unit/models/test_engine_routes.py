@@ -13,7 +13,7 @@ from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationReq
 from nemo_rl.models.generation.replicas import join_outputs, split_request
 from nemo_rl.models.generation.torch_engine import TorchEngine
 from nemo_rl.models.hf_routers import HFRouters
-from nemo_rl.models.logprobs import SamplingView, logprobs_from_logits
+from nemo_rl.models.logprobs import Sampling, logprobs_from_logits
 from tests.helpers.families import config_of
 from tests.helpers.tiny_model import tiny_model
 
@@ -86,7 +86,7 @@ def test_there_is_a_route_for_every_token_but_the_last():
 @pytest.mark.parametrize("batch", [5, 1024])
 def test_recorded_routes_replayed_in_one_forward_give_the_log_probabilities_of_the_rollout(batch: int):
     asked, model = request(), moe_model()
-    routers, view = HFRouters(model), SamplingView(temperature=1.0, top_k=None, top_p=1.0)
+    routers, sampling = HFRouters(model), Sampling(temperature=1.0, top_k=None, top_p=1.0)
     for ids, num_prompt, values, routes in rows(asked, generate(asked, max_batch_size=batch)):
         own: dict[int, torch.Tensor] = {}
         with torch.no_grad(), routers.choosing(own.__setitem__):
@@ -98,7 +98,7 @@ def test_recorded_routes_replayed_in_one_forward_give_the_log_probabilities_of_t
         with torch.no_grad(), routers.choosing(lambda layer, _, forced=forced: forced[layer]):
             logits = model(torch.tensor([ids[:-1]]), use_cache=False).logits
         padded = torch.nn.functional.pad(logits, (0, 0, 0, 1))
-        replayed = logprobs_from_logits(padded, torch.tensor([ids]), view=view)[0, num_prompt:]
+        replayed = logprobs_from_logits(padded, torch.tensor([ids]), sampling=sampling)[0, num_prompt:]
         torch.testing.assert_close(replayed, values, rtol=0, atol=1e-5)
 
 

@@ -7,18 +7,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_rl.models import logprobs
-from nemo_rl.models.logprobs import SamplingView, filter_logits, logprobs_from_logits, token_logprobs
+from nemo_rl.models.logprobs import Sampling, filter_logits, logprobs_from_logits, token_logprobs
 
 
-def _slow(logits: torch.Tensor, targets: torch.Tensor, view: SamplingView) -> torch.Tensor:
+def _slow(logits: torch.Tensor, targets: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """One position at a time, in float64, by sorting in plain Python."""
     result = []
-    for row, target in zip(logits.double() / view.temperature, targets.tolist(), strict=True):
+    for row, target in zip(logits.double() / sampling.temperature, targets.tolist(), strict=True):
         order = sorted(range(len(row)), key=lambda i: -float(row.detach()[i]))
-        kept = order[: view.top_k or len(order)]
+        kept = order[: sampling.top_k or len(order)]
         mass, inside = 0.0, []
         for i, p in zip(kept, row.detach()[kept].softmax(0).tolist(), strict=True):
-            if mass >= view.top_p:
+            if mass >= sampling.top_p:
                 break
             inside.append(i)
             mass += p
@@ -27,17 +27,17 @@ def _slow(logits: torch.Tensor, targets: torch.Tensor, view: SamplingView) -> to
 
 
 @pytest.mark.parametrize(
-    "view",
+    "sampling",
     [
-        SamplingView(),
-        SamplingView(temperature=0.7),
-        SamplingView(temperature=1.3, top_k=5),
-        SamplingView(top_p=0.8),
-        SamplingView(temperature=0.9, top_k=20, top_p=0.6),
+        Sampling(),
+        Sampling(temperature=0.7),
+        Sampling(temperature=1.3, top_k=5),
+        Sampling(top_p=0.8),
+        Sampling(temperature=0.9, top_k=20, top_p=0.6),
     ],
 )
 def test_values_and_gradients_equal_a_float64_reference_across_chunk_borders(
-    view: SamplingView, monkeypatch: pytest.MonkeyPatch
+    sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 3 * 40)
     generator = torch.Generator().manual_seed(1)
@@ -46,8 +46,8 @@ def test_values_and_gradients_equal_a_float64_reference_across_chunk_borders(
     weights = torch.randn(11, generator=generator)
     reference_logits = logits.detach().double().requires_grad_()
 
-    values = token_logprobs(logits, targets, view=view)
-    expected = _slow(reference_logits, targets, view)
+    values = token_logprobs(logits, targets, sampling=sampling)
+    expected = _slow(reference_logits, targets, sampling)
     (values * weights).sum().backward()
     (expected * weights.double()).sum().backward()
 
@@ -58,7 +58,7 @@ def test_values_and_gradients_equal_a_float64_reference_across_chunk_borders(
 def test_position_zero_is_zero_and_others_predict_their_own_token() -> None:
     logits = torch.randn(2, 5, 7)
     ids = torch.randint(0, 7, (2, 5))
-    result = logprobs_from_logits(logits, ids, view=SamplingView())
+    result = logprobs_from_logits(logits, ids, sampling=Sampling())
     expected = logits.log_softmax(-1)
     assert result[:, 0].tolist() == [0.0, 0.0]
     assert result[1, 3].item() == pytest.approx(expected[1, 2, ids[1, 3]].item(), abs=1e-6)
@@ -66,7 +66,7 @@ def test_position_zero_is_zero_and_others_predict_their_own_token() -> None:
 
 def test_no_selected_token_gives_no_values_and_zero_gradients() -> None:
     logits = torch.randn(4, 9, requires_grad=True)
-    token_logprobs(logits[:0], torch.zeros(0, dtype=torch.int64), view=SamplingView()).sum().backward()
+    token_logprobs(logits[:0], torch.zeros(0, dtype=torch.int64), sampling=Sampling()).sum().backward()
     assert torch.equal(logits.grad, torch.zeros(4, 9))
 
 
@@ -79,7 +79,7 @@ def test_top_p_keeps_the_token_that_crosses_the_threshold() -> None:
 def test_half_precision_logits_are_evaluated_in_float32() -> None:
     logits = (torch.randn(6, 50) * 4).bfloat16()
     targets = torch.arange(6)
-    values = token_logprobs(logits, targets, view=SamplingView())
+    values = token_logprobs(logits, targets, sampling=Sampling())
     expected = logits.double().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
     assert values.dtype == torch.float32
     torch.testing.assert_close(values.double(), expected, rtol=1e-5, atol=1e-5)
@@ -87,7 +87,7 @@ def test_half_precision_logits_are_evaluated_in_float32() -> None:
 
 def test_temperature_zero_has_no_distribution() -> None:
     with pytest.raises(ValueError, match="temperature"):
-        SamplingView(temperature=0.0)
+        Sampling(temperature=0.0)
 
 
 class LargestFloat32(TorchDispatchMode):
@@ -103,11 +103,11 @@ class LargestFloat32(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("view", [SamplingView(temperature=0.7), SamplingView(top_k=5)])
-def test_half_precision_logits_are_never_whole_in_float32(view: SamplingView, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.7), Sampling(top_k=5)])
+def test_half_precision_logits_are_never_whole_in_float32(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 256)
     logits = torch.randn(100, 64, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
     targets = torch.arange(100) % 64
     with LargestFloat32() as seen:
-        token_logprobs(logits, targets, view=view).sum().backward()
+        token_logprobs(logits, targets, sampling=sampling).sum().backward()
     assert 0 < seen.largest <= 256, f"{seen.largest} of {logits.numel()} elements at once"

@@ -14,7 +14,7 @@ from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationReq
 from nemo_rl.models.generation.torch_engine import TorchEngine
 from nemo_rl.models.generation.torch_engine.sampling import draw, seeds_to_tensor, uniforms
 from nemo_rl.models.loading import named_weights
-from nemo_rl.models.logprobs import SamplingView, logprobs_from_logits
+from nemo_rl.models.logprobs import Sampling, logprobs_from_logits
 from tests.helpers.tiny_model import tiny_model
 
 STOP = 2
@@ -54,12 +54,14 @@ def test_logprobs_equal_a_recomputation_without_cache(changes: dict[str, object]
     output = _engine().generate(request)
     model = tiny_model()
     sampling = request.sampling
-    view = SamplingView(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
+    drawn_from = Sampling(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
     for i, (tokens, values) in enumerate(_rows(output)):
         prompt = list(request.prompt_ids[i // request.group_size])
         ids = torch.tensor([prompt + tokens])
         with torch.no_grad():
-            expected = logprobs_from_logits(model(ids, use_cache=False).logits, ids, view=view)[0, len(prompt) :]
+            expected = logprobs_from_logits(model(ids, use_cache=False).logits, ids, sampling=drawn_from)[
+                0, len(prompt) :
+            ]
         torch.testing.assert_close(values, expected, rtol=0, atol=1e-5)
 
 

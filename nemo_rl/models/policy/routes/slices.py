@@ -18,7 +18,7 @@ from nemo_rl.errors import SchemaMismatch
 from nemo_rl.models.policy.microbatch import PassPlaces, PassShape
 from nemo_rl.routes.shape import MISSING, RouteShape, route_dtype
 
-__all__ = ["RouteSlices", "RouteView", "ShardRoutes", "TokenPlaces"]
+__all__ = ["RouteShard", "RouteSlices", "ShardRoutes", "TokenPlaces"]
 
 Rows = tuple[int, ...]
 NO_TOKENS = torch.zeros(0, dtype=torch.int64)
@@ -37,7 +37,7 @@ class TokenPlaces:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RouteView:
+class RouteShard:
     """What a rank needs: its context rank's positions, of these its chunk, and its layers."""
 
     cp_rank: int = 0
@@ -51,7 +51,7 @@ class RouteView:
         """Tokens of this rank in all passes of a plan.
 
         Args:
-            plan: one rank's view.
+            plan: one rank's part.
             lengths: of the shard's rows.
         """
         rows_of_passes = [tuple(rows) for rows in plan.microbatches[0] if rows]
@@ -146,14 +146,14 @@ class ShardRoutes:
             shape=shape,
         )
 
-    def cut(self, view: RouteView, plan: PackPlan, shape: PassShape) -> RouteSlices:
-        """What one rank needs for the passes of its plan, in one rank's view of the plan.
+    def cut(self, shard: RouteShard, plan: PackPlan, shape: PassShape) -> RouteSlices:
+        """What one rank needs for the passes of its plan, in one rank's part of the plan.
 
         Raises:
             SchemaMismatch: a token has a route in some of its layers only.
         """
-        layer_index = torch.tensor(view.layer_index, dtype=torch.int64)
-        tokens = view.tokens(plan, self.lengths, shape)
+        layer_index = torch.tensor(shard.layer_index, dtype=torch.int64)
+        tokens = shard.tokens(plan, self.lengths, shape)
         source_M = self.start_N[tokens.row_M] + tokens.column_M
         whole_M = self.values[source_M]
         is_missing = whole_M[:, 0, 0] == MISSING

@@ -24,9 +24,9 @@ from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import FieldNotProduced, name_some
 from nemo_rl.models.policy.microbatch import Microbatch, PassShape
 from nemo_rl.models.policy.routes.replay import MicrobatchRoutes, RouteReplayer, microbatch_routes
-from nemo_rl.models.policy.routes.slices import RouteSlices, RouteView, ShardRoutes
+from nemo_rl.models.policy.routes.slices import RouteShard, RouteSlices, ShardRoutes
 from nemo_rl.models.policy.routes.trace import RouteTrace
-from nemo_rl.models.policy.steps import RankView, row_names
+from nemo_rl.models.policy.steps import ThisRank, row_names
 from nemo_rl.routes.shape import MISSING, RouteShape
 from nemo_rl.utils.metrics import Reduction
 from nemo_rl.utils.r3_trace import r3_trace_stage
@@ -98,7 +98,7 @@ class StageReplay:
     """The routes of one call's passes on one rank."""
 
     routers: Routers
-    view: RouteView
+    shard: RouteShard
     slices: RouteSlices | None
     """None to record."""
     numbers: dict[tuple[int, ...], int]
@@ -121,15 +121,15 @@ class StageReplay:
             number=self.numbers.get(micro.rows, -1),
             rows=micro.rows,
             lengths=micro.lengths,
-            row_ns=self.view.chunk_of(micro.inputs.row_ns),
-            column_ns=self.view.chunk_of(micro.inputs.column_ns),
+            row_ns=self.shard.chunk_of(micro.inputs.row_ns),
+            column_ns=self.shard.chunk_of(micro.inputs.column_ns),
             top_k=self.routers.replayer.top_k,
             positions_first=positions_first,
         )
         if self.slices is None:
             self._recorded.append(routes)
         if self.trace is not None:
-            ids_ns = self.view.chunk_of(micro.inputs.input_ids)
+            ids_ns = self.shard.chunk_of(micro.inputs.input_ids)
             self.trace.placed(routes, (ids_ns.T if positions_first else ids_ns).flatten())
         return routes
 
@@ -143,7 +143,7 @@ class StageReplay:
                 continue
             row_R = torch.tensor(routes.rows)[routes.row_T[routes.is_token_T].cpu()]
             column_R = routes.column_T[routes.is_token_T].cpu()
-            for layer, column in zip(layers, self.view.layer_index, strict=True):
+            for layer, column in zip(layers, self.shard.layer_index, strict=True):
                 found[row_R, column_R, column] = routes.used[layer][routes.is_token_T].cpu().to(torch.int16)
         return found
 
@@ -164,7 +164,7 @@ class Replay(ABC):
 
         Args:
             batch: the shard.
-            plan: this rank's view, in indices into `batch`.
+            plan: this rank's part, in indices into `batch`.
             routes: this rank's; None takes them from the column `ROUTES` of the batch.
 
         Raises:
@@ -212,18 +212,20 @@ class NoReplay(Replay):
 class WorkerReplay(Replay):
     """(collective over the job: the constructor) Router replay of this rank."""
 
-    def __init__(self, routers: Routers, here: RankView) -> None:
+    def __init__(self, routers: Routers, here: ThisRank) -> None:
         self.routers, self.shape = routers, routers.shape
         self._here = here
         everywhere: list[tuple[int, ...]] = [()] * here.layout.world_size
         dist.all_gather_object(everywhere, routers.replayer.layers)
-        self.views = tuple(_view(here.layout, of_rank, routers, layers) for of_rank, layers in enumerate(everywhere))
+        self.shards = tuple(
+            _shard_of(here.layout, of_rank, routers, layers) for of_rank, layers in enumerate(everywhere)
+        )
         """What every rank of the job needs."""
 
     @property
-    def view(self) -> RouteView:
+    def shard(self) -> RouteShard:
         """What this rank needs."""
-        return self.views[self._here.rank]
+        return self.shards[self._here.rank]
 
     def replaying(
         self,
@@ -247,15 +249,15 @@ class WorkerReplay(Replay):
         numbers = {tuple(rows): number for number, rows in enumerate(plan.microbatches[0]) if rows}
         replayer, traced = self.routers.replayer, self._traced(stage, batch, replays=slices is not None)
         with traced as trace, replayer.stage(stage.value, trace), self.routers.routing(replayer):
-            yield StageReplay(routers=self.routers, view=self.view, slices=slices, numbers=numbers, trace=trace)
+            yield StageReplay(routers=self.routers, shard=self.shard, slices=slices, numbers=numbers, trace=trace)
 
     @contextmanager
     def _traced(self, stage: WorkerPass, batch: BatchedDataDict, *, replays: bool) -> Iterator[RouteTrace | None]:
-        place, layout = self._here.place, self._here.layout
+        at, layout = self._here.coordinates, self._here.layout
         layers = self.routers.replayer.layers
         with r3_trace_stage(
             stage.value,
-            coords={"dp": place.dp, "cp": place.cp, "tp": place.tp, "pp": place.pp},
+            coords={"dp": at.dp, "cp": at.cp, "tp": at.tp, "pp": at.pp},
             sizes={"dp": layout.dp, "cp": layout.cp, "tp": layout.tp, "pp": layout.pp},
             layers=layers,
             replays=replays,
@@ -266,9 +268,9 @@ class WorkerReplay(Replay):
                 else RouteTrace(
                     stage=traced,
                     keys=row_names(batch, range(batch.size)),
-                    source_NT=batch.tensor("input_ids") if place.pp in (0, layout.pp - 1) else None,
+                    source_NT=batch.tensor("input_ids") if at.pp in (0, layout.pp - 1) else None,
                     layers=layers,
-                    layer_index=self.view.layer_index,
+                    layer_index=self.shard.layer_index,
                     num_experts=self.shape.num_experts,
                 )
             )
@@ -292,17 +294,17 @@ class WorkerReplay(Replay):
 
     def cut(self, whole: ShardRoutes, plan: PackPlan, shape: PassShape, *, rank: int) -> RouteSlices:
         """What a rank of the replica group needs for its passes."""
-        return whole.cut(self.views[rank], plan, shape)
+        return whole.cut(self.shards[rank], plan, shape)
 
     def metrics(self) -> dict[str, Reduction]:
         return self.routers.replayer.metrics()
 
 
-def _view(layout: ParallelLayout, rank: int, routers: Routers, layers: tuple[int, ...]) -> RouteView:
-    place = layout.coordinates(rank)
-    return RouteView(
-        cp_rank=place.cp,
-        chunk=place.tp if routers.chunks_tokens else 0,
+def _shard_of(layout: ParallelLayout, rank: int, routers: Routers, layers: tuple[int, ...]) -> RouteShard:
+    at = layout.coordinates(rank)
+    return RouteShard(
+        cp_rank=at.cp,
+        chunk=at.tp if routers.chunks_tokens else 0,
         num_chunks=layout.tp if routers.chunks_tokens else 1,
         layer_index=tuple(routers.shape.layers.index(layer) for layer in layers),
     )

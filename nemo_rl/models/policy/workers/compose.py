@@ -17,7 +17,7 @@ from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.models.policy.routes.worker_replay import NoReplay, Replay, WorkerReplay
-from nemo_rl.models.policy.steps import RankView
+from nemo_rl.models.policy.steps import ThisRank
 from nemo_rl.models.policy.workers.base import DeviceSide
 from nemo_rl.models.policy.workers.engine import Engine, EngineFactory
 from nemo_rl.models.policy.workers.life_cycle import LifeCycle
@@ -62,7 +62,7 @@ def compose_worker(
         layout = layout or ParallelLayout.of_policy(config, world_size=world_size)
         parts = compose_parts(
             config,
-            RankView(layout=layout, rank=rank, device=chosen),
+            ThisRank(layout=layout, rank=rank, device=chosen),
             num_steps=num_steps,
             collective_timeout_s=collective_timeout_s,
             seed=seed,
@@ -75,7 +75,7 @@ def compose_worker(
 
 def compose_parts(
     config: PolicyConfig,
-    view: RankView,
+    here: ThisRank,
     *,
     num_steps: int,
     collective_timeout_s: float,
@@ -90,23 +90,23 @@ def compose_parts(
     """
     tokenizer = load_tokenizer(config.tokenizer.name or config.model_name, chat_template=config.tokenizer.chat_template)
     start = _engine_factory(config)
-    engine = start(config, view, num_steps=num_steps, collective_timeout_s=collective_timeout_s, seed=seed)
-    device_side = DeviceSide(view.device)
+    engine = start(config, here, num_steps=num_steps, collective_timeout_s=collective_timeout_s, seed=seed)
+    device_side = DeviceSide(here.device)
     with ExitStack() as undo:
         undo.callback(engine.close)
-        replay = _replay(config, engine, view)
-        life = LifeCycle(engine, device_side, rank=view.rank, keep_reference=keep_reference)
+        replay = _replay(config, engine, here)
+        life = LifeCycle(engine, device_side, rank=here.rank, keep_reference=keep_reference)
         undo.pop_all()
     return WorkerParts(
         config=config,
-        view=view,
+        here=here,
         tokenizer=tokenizer,
         device_side=device_side,
         engine=engine,
         replay=replay,
         life=life,
-        passes=Passes(config, view, engine, life, replay),
-        refit=RefitSource(engine, life, device_side, rank=view.rank),
+        passes=Passes(config, here, engine, life, replay),
+        refit=RefitSource(engine, life, device_side, rank=here.rank),
         owns_group=owns_group,
     )
 
@@ -117,10 +117,10 @@ def _engine_factory(config: PolicyConfig) -> EngineFactory:
     return TRAINING_ENGINES.load(name, key=f"policy.{name}_cfg.enabled")
 
 
-def _replay(config: PolicyConfig, engine: Engine, view: RankView) -> Replay:
+def _replay(config: PolicyConfig, engine: Engine, here: ThisRank) -> Replay:
     if not config.router_replay.enabled:
         return NoReplay()
-    return WorkerReplay(engine.routers(validates=router_replay_validate_enabled()), view)
+    return WorkerReplay(engine.routers(validates=router_replay_validate_enabled()), here)
 
 
 def ensure_process_group(rank: int, world_size: int, timeout_s: float, device: torch.device) -> bool:

@@ -23,7 +23,7 @@ from nemo_rl.models.loading import load_causal_lm, named_weights
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.policy.routes.replay import RouteReplayer
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes, Routers
-from nemo_rl.models.policy.steps import BatchLayout, RankView
+from nemo_rl.models.policy.steps import BatchForm, ThisRank
 from nemo_rl.models.policy.workers.base import (
     Placement,
     WorkerState,
@@ -44,14 +44,14 @@ class DTensorEngine(Engine):
     """FSDP2 over data x context ranks, with tensor and sequence parallelism."""
 
     def __init__(
-        self, config: PolicyConfig, view: RankView, *, num_steps: int, collective_timeout_s: float, seed: int
+        self, config: PolicyConfig, here: ThisRank, *, num_steps: int, collective_timeout_s: float, seed: int
     ) -> None:
         """(collective) As in `EngineFactory`; the groups have the deadline of the default one."""
-        self._config, self._device = config, view.device
+        self._config, self._device = config, here.device
         hf = load_causal_lm(config.model_name)
         # Tensor parallel ranks hold the same activations, so they must drop the same ones.
-        torch.manual_seed(seed + view.rank // view.layout.tp)
-        self._groups = ParallelGroups.build(view.layout, rank=view.rank, device=view.device)
+        torch.manual_seed(seed + here.rank // here.layout.tp)
+        self._groups = ParallelGroups.build(here.layout, rank=here.rank, device=here.device)
         self.context = self._groups.context
         self.flops_shape = TransformerShape.from_config(hf.config.to_dict())
         self.model = parallelize(hf, groups=self._groups, config=config)
@@ -59,7 +59,7 @@ class DTensorEngine(Engine):
         self.schedule: LearningRate = LearningRate(config.scheduler, self.optimizer, num_steps=num_steps)
         self.scaler = LossScaler(precision=config.precision)
 
-    def runner(self, layout: BatchLayout, routes: PassRoutes) -> StepRunner:
+    def runner(self, layout: BatchForm, routes: PassRoutes) -> StepRunner:
         step = OptimizerStep(
             self.model, self.optimizer, self.scaler, groups=self._groups, max_grad_norm=self._config.max_grad_norm
         )

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes, Routers
-from nemo_rl.models.policy.steps import BatchLayout, RankView, Runner
+from nemo_rl.models.policy.steps import BatchForm, Runner, ThisRank
 from nemo_rl.models.policy.workers.base import Placement, WorkerState
 from nemo_rl.utils.flops import TransformerShape
 
@@ -42,7 +42,7 @@ class Engine(ABC):
     """Ranks that share this rank's sequences; None on one."""
 
     @abstractmethod
-    def runner(self, layout: BatchLayout, routes: PassRoutes) -> Runner:
+    def runner(self, layout: BatchForm, routes: PassRoutes) -> Runner:
         """Runs the microbatches of one call."""
 
     @abstractmethod
@@ -106,7 +106,7 @@ class EngineFactory(Protocol):
     """(collective) Makes the engine of one rank."""
 
     def __call__(
-        self, config: PolicyConfig, view: RankView, *, num_steps: int, collective_timeout_s: float, seed: int
+        self, config: PolicyConfig, here: ThisRank, *, num_steps: int, collective_timeout_s: float, seed: int
     ) -> Engine:
         """Args:
             num_steps: training calls of the whole run, for the learning-rate schedule.

@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from nemo_rl.config.base import START_TIMEOUT_S
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.data_plane.worker_mixin import ReplicaView
+from nemo_rl.data_plane.worker_mixin import ReplicaMember
 from nemo_rl.distributed.abort import AbortWatch, NoWatch, Watch
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group, job_store
 from nemo_rl.distributed.layout import ParallelLayout
-from nemo_rl.models.policy.steps import RankView
+from nemo_rl.models.policy.steps import ThisRank
 from nemo_rl.models.policy.workers.compose import compose_parts
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
 
@@ -61,14 +61,14 @@ def build_policy_worker(spec: WorkerSpec) -> TQWorker:
     with start:
         parts = compose_parts(
             spec.policy,
-            RankView(layout=spec.layout, rank=spec.rank.rank, device=device),
+            ThisRank(layout=spec.layout, rank=spec.rank.rank, device=device),
             num_steps=spec.num_steps,
             collective_timeout_s=spec.collective_timeout_s,
             seed=spec.seed,
             keep_reference=spec.keep_reference,
             owns_group=True,
         )
-        worker = TQWorker(parts, replica=ReplicaView.build(spec.layout, rank=spec.rank.rank), watch=watch)
+        worker = TQWorker(parts, replica=ReplicaMember.build(spec.layout, rank=spec.rank.rank), watch=watch)
         dist.barrier()
     return worker
 

@@ -27,7 +27,7 @@ from nemo_rl.models.megatron.setup import build_model, destroy_parallel, forget_
 from nemo_rl.models.megatron.train_step import PipelineRunner
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes, Routers
-from nemo_rl.models.policy.steps import BatchLayout, RankView
+from nemo_rl.models.policy.steps import BatchForm, ThisRank
 from nemo_rl.models.policy.workers.base import Placement, WorkerState, check_placement, placement_of
 from nemo_rl.models.policy.workers.engine import Engine
 from nemo_rl.routes.shape import RouteShape
@@ -43,21 +43,21 @@ class MegatronEngine(Engine):
     """
 
     def __init__(
-        self, config: PolicyConfig, view: RankView, *, num_steps: int, collective_timeout_s: float, seed: int
+        self, config: PolicyConfig, here: ThisRank, *, num_steps: int, collective_timeout_s: float, seed: int
     ) -> None:
         """(collective) As in `EngineFactory`."""
-        self._config, self._view = config, view
+        self._config, self._here = config, here
         self._is_closed = False
         self._hf_config = load_model_config(config.model_name)
         check_fits(Architecture.of(self._hf_config), config)
         source = open_weights(Path(config.model_name), self._hf_config)
         try:
             # Tensor parallel ranks hold the same activations, so they must drop the same ones.
-            torch.manual_seed(seed + view.rank // view.layout.tp)
+            torch.manual_seed(seed + here.rank // here.layout.tp)
             initialize_parallel(config, timeout_s=collective_timeout_s, seed=seed)
-            self.context = parallel_state.get_context_parallel_group() if view.layout.cp > 1 else None
+            self.context = parallel_state.get_context_parallel_group() if here.layout.cp > 1 else None
             self.flops_shape = TransformerShape.from_config(self._hf_config.to_dict())
-            self.model = build_model(self._hf_config, config, device=view.device)
+            self.model = build_model(self._hf_config, config, device=here.device)
             load_weights(self.model, source)
             self.optimizer = PolicyOptimizer(self.model, config, num_steps=num_steps)
             self.schedule: PolicyOptimizer = self.optimizer
@@ -65,8 +65,8 @@ class MegatronEngine(Engine):
             destroy_parallel()
             raise
 
-    def runner(self, layout: BatchLayout, routes: PassRoutes) -> PipelineRunner:
-        return PipelineRunner(self.model, layout, self._view, self.optimizer, routes)
+    def runner(self, layout: BatchForm, routes: PassRoutes) -> PipelineRunner:
+        return PipelineRunner(self.model, layout, self._here, self.optimizer, routes)
 
     def routers(self, *, validates: bool) -> Routers:
         replayer = attach_replay(self.model, validates=validates)
@@ -81,7 +81,7 @@ class MegatronEngine(Engine):
             ),
             routing=lambda _: nullcontext(),
             positions_first=True,
-            chunks_tokens=self._view.layout.sequence_parallel,
+            chunks_tokens=self._here.layout.sequence_parallel,
         )
 
     # What is where.
@@ -97,7 +97,7 @@ class MegatronEngine(Engine):
         return placement_of(state, cpu_offload=False)
 
     def move(self, placement: Placement) -> None:
-        target = self._view.device if placement.weights else torch.device("cpu")
+        target = self._here.device if placement.weights else torch.device("cpu")
         for buffer in (*self.model.ddp.buffers, *self.model.ddp.expert_parallel_buffers):
             # Gradients live in buffers of their own; with a distributed optimizer the weights do, too.
             move = buffer.reload_from_cpu if placement.weights else buffer.offload_to_cpu
@@ -107,7 +107,7 @@ class MegatronEngine(Engine):
         if not self.model.ddp.ddp_config.use_distributed_optimizer:
             for _, weight in self.weights():
                 weight.data = weight.data.to(target)
-        self.optimizer.move_state(self._view.device if placement.optimizer else torch.device("cpu"))
+        self.optimizer.move_state(self._here.device if placement.optimizer else torch.device("cpu"))
 
     def check_placement(self, state: WorkerState) -> None:
         if self.model.ddp.ddp_config.use_distributed_optimizer:
@@ -118,7 +118,7 @@ class MegatronEngine(Engine):
             self.placement(state),
             model=self.model.module,
             optimizer=() if is_offloaded else self.optimizer.state_tensors(),
-            device=self._view.device,
+            device=self._here.device,
         )
 
     # Whole weights and checkpoints.
@@ -165,7 +165,7 @@ class MegatronEngine(Engine):
     def _save_weights(self, folder: Path) -> None:
         with complete_or_nothing(folder) as target:
             exported = export_weights(self.model)
-            if self._view.rank == 0:
+            if self._here.rank == 0:
                 write_folder(target, self._hf_config, exported)
             for _ in exported:
                 # Every rank takes part in gathering what rank 0 writes.

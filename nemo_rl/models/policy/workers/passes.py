@@ -14,12 +14,12 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
-from nemo_rl.models.logprobs import SamplingView
+from nemo_rl.models.logprobs import Sampling
 from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
 from nemo_rl.models.policy.microbatch import PassShape, fixed_plan, steps_of
 from nemo_rl.models.policy.routes.slices import RouteSlices
 from nemo_rl.models.policy.routes.worker_replay import OWN_ROUTES, ROUTES, PassRoutes, Replay
-from nemo_rl.models.policy.steps import BatchLayout, RankView, check_same_plan, loss_scales
+from nemo_rl.models.policy.steps import BatchForm, ThisRank, check_same_plan, loss_scales
 from nemo_rl.models.policy.workers.base import WorkerState, device_name
 from nemo_rl.models.policy.workers.engine import Engine
 from nemo_rl.models.policy.workers.life_cycle import LifeCycle
@@ -44,8 +44,8 @@ class RecordedRoutes:
 class Passes:
     """Training calls and log-probabilities of one rank."""
 
-    def __init__(self, config: PolicyConfig, view: RankView, engine: Engine, life: LifeCycle, replay: Replay) -> None:
-        self._config, self._view, self._engine, self._life, self._replay = config, view, engine, life, replay
+    def __init__(self, config: PolicyConfig, here: ThisRank, engine: Engine, life: LifeCycle, replay: Replay) -> None:
+        self._config, self._here, self._engine, self._life, self._replay = config, here, engine, life, replay
 
     def train(
         self,
@@ -64,7 +64,7 @@ class Passes:
             eval_mode: loss and metrics only; weights, optimizer and schedule stay.
             gbs: rows per optimizer step over all ranks; null uses `policy.train_global_batch_size`.
             mbs: rows per microbatch; null uses `policy.train_micro_batch_size`.
-            plan: this rank's view (`PackPlan.for_rank`), in indices into `batch`; overrides both.
+            plan: this rank's part (`PackPlan.for_rank`), in indices into `batch`; overrides both.
             routes: this rank's, with router replay; None takes them from the column `routed_experts` of the batch,
                 `[N, T, L, K]` int16 with -1 where a route is missing.
 
@@ -75,15 +75,15 @@ class Passes:
         self._life.require("train", WorkerState.TRAINING, *([WorkerState.LOGPROBS] if eval_mode else []))
         self._life.require_policy_weights("train")
         if plan is None:
-            rows_per_step = (gbs or self._config.train_global_batch_size) / self._view.layout.dp
+            rows_per_step = (gbs or self._config.train_global_batch_size) / self._here.layout.dp
             plan = self._fixed_plan(batch, rows_per_step, mbs or self._config.train_micro_batch_size)
         steps = steps_of(plan, num_rows=batch.size)
-        check_same_plan([len(microbatches) for microbatches in steps], device=self._view.device)
+        check_same_plan([len(microbatches) for microbatches in steps], device=self._here.device)
         layout = self.batch_layout(plan)
         with self._replay.replaying(WorkerPass.TRAIN, batch, plan, layout.shape, routes) as pass_routes:
-            batch = _without_routes(batch).to(self._view.device)
+            batch = _without_routes(batch).to(self._here.device)
             learning_rate = self._engine.schedule.apply()
-            scales = loss_scales(batch, steps, is_writer=self._view.is_writer, device=self._view.device)
+            scales = loss_scales(batch, steps, is_writer=self._here.is_writer, device=self._here.device)
             runner = self._engine.runner(layout, pass_routes)
             outcomes = [
                 runner.run(batch, microbatches, loss_fn, scale, is_training=not eval_mode)
@@ -95,10 +95,10 @@ class Passes:
         return TrainResult(
             loss=tuple(outcome.loss for outcome in outcomes),
             grad_norm=tuple(outcome.grad_norm for outcome in outcomes),
-            rank=self._view.rank,
+            rank=self._here.rank,
             metrics=tuple(metrics for outcome in outcomes for metrics in outcome.metrics),
             total_flops=transformer_flops(self._engine.flops_shape, lengths, with_backward=not eval_mode),
-            theoretical_tflops=theoretical_tflops(device_name(self._view.device), dtype=self._config.precision),
+            theoretical_tflops=theoretical_tflops(device_name(self._here.device), dtype=self._config.precision),
             learning_rate=learning_rate,
             num_tokens=sum(lengths),
         )
@@ -146,8 +146,8 @@ class Passes:
 
     def _logprobs(self, batch: BatchedDataDict, plan: PackPlan, routes: PassRoutes) -> torch.Tensor:
         microbatches = [rows for step in steps_of(plan, num_rows=batch.size) for rows in step]
-        check_same_plan([len(microbatches)], device=self._view.device)
-        batch = _without_routes(batch).to(self._view.device)
+        check_same_plan([len(microbatches)], device=self._here.device)
+        batch = _without_routes(batch).to(self._here.device)
         if TOKEN_MASK in batch:
             select_NT = batch.tensor(TOKEN_MASK).bool()
         else:
@@ -170,22 +170,22 @@ class Passes:
         """
         self._life.require("get_topk_logits", WorkerState.TRAINING, WorkerState.LOGPROBS)
         plan = self._inference_plan(batch, mbs)
-        check_same_plan([len(plan.microbatches[0])], device=self._view.device)
+        check_same_plan([len(plan.microbatches[0])], device=self._here.device)
         values, ids = self._engine.runner(self.batch_layout(plan), OWN_ROUTES).topk_logits(
-            batch.to(self._view.device), plan.microbatches[0], k=k
+            batch.to(self._here.device), plan.microbatches[0], k=k
         )
         return values.cpu(), ids.cpu()
 
-    def batch_layout(self, plan: PackPlan) -> BatchLayout:
+    def batch_layout(self, plan: PackPlan) -> BatchForm:
         """How rows of a plan become forward passes."""
         generation, multiple = self._config.generation, self._config.make_sequence_length_divisible_by
-        return BatchLayout(
+        return BatchForm(
             is_packed=plan.packed,
             shape=PassShape.of(
-                self._view.layout, rank=self._view.rank, context=self._engine.context, configured_multiple=multiple
+                self._here.layout, rank=self._here.rank, context=self._engine.context, configured_multiple=multiple
             ),
             # Greedy rollouts have no distribution of their own; the model's is taken.
-            view=SamplingView(
+            sampling=Sampling(
                 temperature=generation.temperature or 1.0, top_k=generation.top_k, top_p=generation.top_p
             ),
         )
@@ -195,8 +195,8 @@ class Passes:
     def _fixed_plan(self, batch: BatchedDataDict, rows_per_step: float, mbs: int) -> PackPlan:
         if rows_per_step != int(rows_per_step):
             raise ValueError(
-                f"a global batch of {int(rows_per_step * self._view.layout.dp)} samples does not divide by "
-                f"{self._view.layout.dp} data-parallel ranks; change policy.train_global_batch_size"
+                f"a global batch of {int(rows_per_step * self._here.layout.dp)} samples does not divide by "
+                f"{self._here.layout.dp} data-parallel ranks; change policy.train_global_batch_size"
             )
         plan = fixed_plan(
             batch.size,

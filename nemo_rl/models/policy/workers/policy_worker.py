@@ -31,7 +31,7 @@ from nemo_rl.models.checkpoint_folder import save_tokenizer
 from nemo_rl.models.policy.interfaces import LossFunction, TensorInfo, TrainResult
 from nemo_rl.models.policy.routes.slices import RouteSlices
 from nemo_rl.models.policy.routes.worker_replay import Replay
-from nemo_rl.models.policy.steps import RankView
+from nemo_rl.models.policy.steps import ThisRank
 from nemo_rl.models.policy.workers.base import DeviceSide, WorkerState
 from nemo_rl.models.policy.workers.engine import Engine
 from nemo_rl.models.policy.workers.life_cycle import LifeCycle
@@ -49,7 +49,7 @@ class WorkerParts:
     """What a worker is made of."""
 
     config: PolicyConfig
-    view: RankView
+    here: ThisRank
     tokenizer: PreTrainedTokenizerBase
     device_side: DeviceSide
     engine: Engine
@@ -72,8 +72,8 @@ class PolicyWorker:
     """
 
     def __init__(self, parts: WorkerParts) -> None:
-        self.config, self.rank, self.device = parts.config, parts.view.rank, parts.view.device
-        self.layout, self.world_size = parts.view.layout, parts.view.layout.world_size
+        self.config, self.rank, self.device = parts.config, parts.here.rank, parts.here.device
+        self.layout, self.world_size = parts.here.layout, parts.here.layout.world_size
         self.engine, self.replay, self.life = parts.engine, parts.replay, parts.life
         self.passes, self.refit = parts.passes, parts.refit
         self._tokenizer, self._device_side, self._owns_group = parts.tokenizer, parts.device_side, parts.owns_group

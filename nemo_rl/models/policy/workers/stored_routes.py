@@ -18,7 +18,7 @@ from nemo_rl.data_plane.chunks.ragged import to_nested_by_length
 from nemo_rl.data_plane.client.shard_reads import ShardReads
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from nemo_rl.data_plane.schema import LP_SEED_FIELDS, ROUTE_FIELDS
-from nemo_rl.data_plane.worker_mixin import ReplicaView
+from nemo_rl.data_plane.worker_mixin import ReplicaMember
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import scatter_from_leader
 from nemo_rl.distributed.packing import PackPlan
@@ -27,7 +27,7 @@ from nemo_rl.jagged import lengths_of, values_of
 from nemo_rl.models.policy.mismatch import logprob_mismatch
 from nemo_rl.models.policy.routes.slices import RouteSlices, ShardRoutes
 from nemo_rl.models.policy.routes.worker_replay import WorkerReplay
-from nemo_rl.models.policy.steps import RankView
+from nemo_rl.models.policy.steps import ThisRank
 from nemo_rl.models.policy.workers.passes import Passes, RecordedRoutes
 from nemo_rl.routes.columns import decode_routes, encode_routes
 from nemo_rl.utils.metrics import Reduction, merge_metrics
@@ -101,8 +101,8 @@ class StoredRoutes:
     """Router replay over the data plane."""
 
     config: RouterReplayConfig
-    view: RankView
-    replica: ReplicaView
+    here: ThisRank
+    replica: ReplicaMember
     replay: WorkerReplay
     passes: Passes
     _mismatch: tuple[dict[str, Reduction], ...] = ()
@@ -118,7 +118,7 @@ class StoredRoutes:
         replay, plan = self.replay, _plan_of(meta)
         shape = self.passes.batch_layout(plan).shape
         if source.fetch_group is None:
-            return replay.cut(self._whole(stage, meta, batch, source), plan, shape, rank=self.view.rank)
+            return replay.cut(self._whole(stage, meta, batch, source), plan, shape, rank=self.here.rank)
 
         def cut() -> dict[int, dict[str, torch.Tensor | list[object]]]:
             whole = self._whole(stage, meta, batch, source)
@@ -126,7 +126,7 @@ class StoredRoutes:
 
         own = scatter_from_leader(cut, group=source.fetch_group, leader=self.replica.leader, ranks=self.replica.ranks)
         tensors = {name: column for name, column in own.items() if isinstance(column, torch.Tensor)}
-        ranges = replay.view.tokens(plan, meta.sequence_lengths or (), shape).ranges
+        ranges = replay.shard.tokens(plan, meta.sequence_lengths or (), shape).ranges
         return RouteSlices(**tensors, ranges=ranges)
 
     def prev_logprobs(
@@ -181,7 +181,7 @@ class StoredRoutes:
         routes_NTLK, shape = recorded.routes_NTLK, self.replay.shape
         if self.replica.group is not None:
             # Where a rank has no route it has -1.
-            wide = routes_NTLK.to(self.view.device, torch.int32)
+            wide = routes_NTLK.to(self.here.device, torch.int32)
             dist.all_reduce(wide, op=dist.ReduceOp.MAX, group=self.replica.group)
             routes_NTLK = wide.cpu().to(torch.int16)
         lengths = torch.tensor(meta.sequence_lengths, dtype=torch.int64)
@@ -208,7 +208,7 @@ class StoredRoutes:
         self._mismatch = (*self._mismatch, *found)
 
     def _sees_results(self, batch: BatchedDataDict) -> bool:
-        return self.view.is_writer and GENERATION_LOGPROBS in batch
+        return self.here.is_writer and GENERATION_LOGPROBS in batch
 
 
 def _plan_of(meta: KVBatchMeta) -> PackPlan:

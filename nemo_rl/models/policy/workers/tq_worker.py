@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from nemo_rl.data_plane.interfaces import KVBatchMeta
-from nemo_rl.data_plane.worker_mixin import ReplicaView, TQWorkerMixin
+from nemo_rl.data_plane.worker_mixin import ReplicaMember, TQWorkerMixin
 from nemo_rl.distributed.abort import Watch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.worker_pass import WorkerPass
@@ -30,14 +30,14 @@ class TQWorker(TQWorkerMixin[LossFunction, TrainResult], PolicyWorker):
     follow one another in any order.
 
     Args:
-        replica: this rank's place in its replica group.
+        replica: this rank as a member of its replica group.
         watch: ends a step on all ranks when it fails on one; closed with the worker.
     """
 
-    def __init__(self, parts: WorkerParts, *, replica: ReplicaView, watch: Watch) -> None:
+    def __init__(self, parts: WorkerParts, *, replica: ReplicaMember, watch: Watch) -> None:
         PolicyWorker.__init__(self, parts)
         pad_values = {"input_ids": float(parts.tokenizer.pad_token_id)}
-        TQWorkerMixin.__init__(self, rank=parts.view.rank, replica=replica, watch=watch, pad_values=pad_values)
+        TQWorkerMixin.__init__(self, rank=parts.here.rank, replica=replica, watch=watch, pad_values=pad_values)
         self._routes = _routes(parts, replica)
 
     def router_replay_metrics(self) -> dict[str, Reduction]:
@@ -79,12 +79,12 @@ class TQWorker(TQWorkerMixin[LossFunction, TrainResult], PolicyWorker):
         return self._routes.fetch(stage, meta, batch, self)
 
 
-def _routes(parts: WorkerParts, replica: ReplicaView) -> RoutesOfShards:
+def _routes(parts: WorkerParts, replica: ReplicaMember) -> RoutesOfShards:
     if not isinstance(parts.replay, WorkerReplay):
         return NoStoredRoutes(parts.passes)
     return StoredRoutes(
         config=parts.config.router_replay,
-        view=parts.view,
+        here=parts.here,
         replica=replica,
         replay=parts.replay,
         passes=parts.passes,

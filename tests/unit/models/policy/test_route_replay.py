@@ -12,7 +12,7 @@ from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import SchemaMismatch, WorkerError
 from nemo_rl.models.policy.microbatch import PassShape
 from nemo_rl.models.policy.routes.replay import MicrobatchRoutes, RouteReplayer, microbatch_routes
-from nemo_rl.models.policy.routes.slices import RouteSlices, RouteView, ShardRoutes
+from nemo_rl.models.policy.routes.slices import RouteShard, RouteSlices, ShardRoutes
 from nemo_rl.models.policy.routes.trace import RouteTrace
 from nemo_rl.routes.digest import route_digests
 from nemo_rl.routes.shape import RouteShape
@@ -32,13 +32,13 @@ def routes() -> torch.Tensor:
     return found
 
 
-def slices(view: RouteView, values: torch.Tensor | None = None) -> RouteSlices:
+def slices(shard: RouteShard, values: torch.Tensor | None = None) -> RouteSlices:
     whole = ShardRoutes.of_dense(routes() if values is None else values, LENGTHS, SHAPE)
-    return whole.cut(view, PLAN, PassShape())
+    return whole.cut(shard, PLAN, PassShape())
 
 
 def microbatch(*, positions_first: bool = False, digests: torch.Tensor | None = None) -> MicrobatchRoutes:
-    cut = slices(RouteView(layer_index=(0, 1)))
+    cut = slices(RouteShard(layer_index=(0, 1)))
     cut = RouteSlices(ids=cut.ids, is_missing=cut.is_missing, digests=digests, ranges=cut.ranges)
     return microbatch_routes(
         cut.of((1, 0)),
@@ -129,7 +129,7 @@ def test_the_trace_has_the_shape_of_the_scores_what_is_pending_and_every_action(
     monkeypatch.setenv("NRL_R3_TRACE_DIR", str(tmp_path))
     monkeypatch.setenv("NRL_R3_TRACE_MICROBATCHES", "5")
     reset_r3_trace()
-    digests = route_digests(slices(RouteView(layer_index=(0, 1))).ids.long(), SHAPE.layers)
+    digests = route_digests(slices(RouteShard(layer_index=(0, 1))).ids.long(), SHAPE.layers)
     made, ours = microbatch(digests=digests), replayer()
     if not replays:
         made.ids_TlK = made.is_missing_T = made.digests_Tl = None
@@ -174,7 +174,7 @@ def test_outside_of_a_pass_and_after_an_error_routers_choose_for_themselves() ->
 
 
 def test_ids_that_are_not_those_of_the_rollout_end_the_pass() -> None:
-    right = route_digests(slices(RouteView(layer_index=(0, 1))).ids.long(), SHAPE.layers)
+    right = route_digests(slices(RouteShard(layer_index=(0, 1))).ids.long(), SHAPE.layers)
     ours = replayer()
     with ours.stage("prev_logprobs"), ours.pass_of(microbatch(digests=right)):
         assert ours.choose(1, lambda: OWN) is not None
@@ -203,7 +203,7 @@ def test_validation_names_an_id_that_no_router_would_choose() -> None:
     values = routes()
     values[1, 1, 1] = 7
     ours = replayer(validates=True)
-    cut = slices(RouteView(layer_index=(0, 1)), values)
+    cut = slices(RouteShard(layer_index=(0, 1)), values)
     row_ns, column_ns = torch.tensor([[0, 0, -1], [1, 1, 1]]), torch.tensor([[0, 1, 0], [0, 1, 2]])
     places = {"lengths": (2, 3), "row_ns": row_ns, "column_ns": column_ns, "top_k": 2, "positions_first": False}
     made = microbatch_routes(cut.of((1, 0)), number=0, rows=(1, 0), **places)
@@ -217,7 +217,7 @@ def test_a_route_that_is_missing_in_part_is_refused() -> None:
     values = routes()
     values[1, 0, 1, 0] = -1
     with pytest.raises(SchemaMismatch, match="in every layer"):
-        slices(RouteView(layer_index=(0,)), values)
+        slices(RouteShard(layer_index=(0,)), values)
 
 
 def test_a_rank_gets_its_layers_positions_and_chunk() -> None:
@@ -229,8 +229,8 @@ def test_a_rank_gets_its_layers_positions_and_chunk() -> None:
     seen = []
     for cp_rank in (0, 1):
         for chunk in (0, 1):
-            view = RouteView(cp_rank=cp_rank, chunk=chunk, num_chunks=2, layer_index=(1,))
-            part = whole.cut(view, plan, shape)
+            shard = RouteShard(cp_rank=cp_rank, chunk=chunk, num_chunks=2, layer_index=(1,))
+            part = whole.cut(shard, plan, shape)
             assert part.ids.dtype == torch.int16 and part.ids.shape[1:] == (1, 2)
             seen.append((part.ids[:, 0, 0] // 4).tolist())
     # Zigzag: rank 0 has the first and the last quarter of each row; a chunk is half of what a rank has.
