@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -29,13 +30,14 @@ from nemo_rl.models.hf_routers import HFRouters
 from nemo_rl.models.loading import load_causal_lm, load_model_config, named_weights
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
+from tests.helpers.examples import FULL
 from tests.helpers.hf_reference import global_scale, hf_logprobs
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker
 
 LOSS = ClippedPGLoss(config=LossConfig())
 AUX_COEFFICIENT = 0.1
 ROWS = 8
-STEPS = 3
+STEPS = 3 if os.environ.get(FULL) else 2
 # Epsilon above the rounding of a gradient: with a smaller one AdamW takes a whole step for a zero that was rounded.
 ADAM = {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.01, "eps": 1e-6}
 MAX_GRAD_NORM = 0.2
@@ -252,7 +254,7 @@ def start(rank: int, world_size: int, case: Case, folder: Path) -> Job:
 
 
 def run_case(rank: int, world_size: int, case: Case, folder: Path) -> Outcome:
-    """Log-probabilities and three optimizer steps of one rank."""
+    """Log-probabilities and `STEPS` optimizer steps of one rank."""
     job = start(rank, world_size, case, folder)
     with planted(case.fault):
         outcome = run_job(job, rank)

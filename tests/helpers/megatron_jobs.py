@@ -30,7 +30,7 @@ Fault = Callable[[], AbstractContextManager[object]]
 
 
 def run_case(rank: int, world_size: int, case: Case, folder: Path) -> Outcome:
-    """(collective) Logits, log-probabilities, gradients and three optimizer steps of one rank."""
+    """(collective) Logits, log-probabilities, gradients and `STEPS` optimizer steps of one rank."""
     with FAULTS.get(case.fault or "", nullcontext)():
         job = start(rank, world_size, case, folder)
         worker = job.worker

@@ -48,7 +48,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(JOB_S + 100)]
 
 LOGITS, GRADIENTS, RELATIVE, WEIGHTS = 2e-6, 1e-5, 1e-5, 2e-5
 """Bounds: absolute of logits and log-probabilities, of each gradient relative to its largest element, relative of loss
-and gradient norm, absolute of weights after three steps. float32 alone is off by half of the first in Hugging Face."""
+and gradient norm, absolute of weights after the steps. float32 alone is off by half of the first in Hugging Face."""
 TINY = {name: COMMON[name] for name in ("vocab_size", "pad_token_id")}
 TINY |= {"num_hidden_layers": 2, "initializer_range": 0.08}
 BIAS_RATE = 0.05

@@ -46,7 +46,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(JOB_S + 100)]
 
 LOGPROBS, GRADIENTS, RELATIVE, WEIGHTS = 2e-6, 1e-5, 1e-5, 2e-5
 """Bounds: absolute of logits and log-probabilities, of each gradient relative to its largest element, relative of loss
-and gradient norm, absolute of weights after three steps."""
+and gradient norm, absolute of weights after the steps."""
 Replay = partial(Case, family="qwen3_moe", replay=True)
 Megatron, DTensor = partial(Replay, engine="megatron"), partial(Replay, engine="dtensor")
 PADDED, FIXED = {"batching": "padded", "capacity": 100}, {"batching": "fixed", "capacity": 2}
@@ -241,7 +241,7 @@ def problems(outcomes: Sequence[Outcome], expected: Outcome) -> list[str]:
         found += [f"gradient of {name} differs by {gap:.1e}"] if gap > GRADIENTS else []
     for name, wanted in expected.weights.items():
         gap = np.abs(outcomes[0].weights[name] - wanted).max()
-        found += [f"{name} differs by {gap:.1e} after three steps"] if gap > WEIGHTS else []
+        found += [f"{name} differs by {gap:.1e} after the steps"] if gap > WEIGHTS else []
     return found
 
 
