@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from nemo_rl.data_plane.chunks.tags import Tags, TagTable, TagValue, plain_column
-from nemo_rl.data_plane.chunks.wire import Packed, message_bytes, pack_rows, unpack_rows
+from nemo_rl.data_plane.chunks.wire import Counted, Packed, message_bytes, pack_rows, unpack_rows
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import SchemaMismatch, name_some
 
@@ -28,7 +28,7 @@ Version: TypeAlias = int | tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KVBatchMeta:
+class KVBatchMeta(Counted):
     """Which rows: keys, lengths, tags and the pack plan; never tensors.
 
     Example:
@@ -100,10 +100,6 @@ class KVBatchMeta:
     def num_bytes(self) -> int:
         """About the bytes of this meta in a message to another process."""
         return len(_rebuild_meta.__module__) + len(_rebuild_meta.__name__) + message_bytes(self._message())
-
-    def num_key_bytes(self) -> int:
-        """Of that, the keys."""
-        return message_bytes(self._rows()[0])
 
     def __len__(self) -> int:
         return len(self.keys)

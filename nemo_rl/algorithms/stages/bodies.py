@@ -24,6 +24,7 @@ from nemo_rl.algorithms.run_folder import ROLLOUTS
 from nemo_rl.algorithms.stages.columns import StageColumns, fetched_fields
 from nemo_rl.algorithms.stages.stage import Stage, StageTools
 from nemo_rl.algorithms.stages.state import ChosenRows, StepState
+from nemo_rl.data_plane.chunks.wire import message_bytes
 from nemo_rl.data_plane.client.meter import columns_bytes
 from nemo_rl.data_plane.client.stage_context import CLEAR, working_for
 from nemo_rl.data_plane.column_io import write_columns
@@ -115,7 +116,7 @@ class Advantages(_UpdateStage):
         chosen = step.update
         columns = {"advantages": chosen.advantages, "sample_mask": chosen.sample_mask}
         meta = write_columns(self._tools.client, chosen.meta, columns)
-        self.driver_bytes += meta.num_key_bytes() + columns_bytes(columns)
+        self.driver_bytes += message_bytes(meta.keys) + columns_bytes(columns)
         return Pending.done(step.with_chosen_meta(meta))
 
 

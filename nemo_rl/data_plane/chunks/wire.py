@@ -8,11 +8,12 @@ back equals what went in, types included.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import PurePath
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ import torch
 from nemo_rl.data_plane.chunks.tags import Tags, TagTable, TagValue
 from nemo_rl.data_plane.keys import key_of, keys_of_groups, split_key
 
-__all__ = ["Packed", "message_bytes", "pack_rows", "unpack_rows"]
+__all__ = ["Counted", "Packed", "message_bytes", "pack_rows", "unpack_rows"]
 
 Packed: TypeAlias = tuple[object, ...]
 
@@ -57,24 +58,38 @@ def unpack_rows(
     )
 
 
+class Counted(ABC):
+    """Knows the bytes of its own message."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def num_bytes(self) -> int: ...
+
+
 def message_bytes(value: object) -> int:
     """About the bytes that `value` takes in a message between processes, without making the message.
 
-    Strings, bytes, tensors and arrays count in full, numbers and marks as a pickle has them; what has a
-    method `num_bytes` says it itself.
+    Strings, bytes, tensors and arrays count in full, numbers and marks as a pickle has them; a `Counted` says it
+    itself.
 
     Raises:
         TypeError: a type that no message of ours has.
     """
-    size = _size_of_plain(value)
-    if size is not None:
-        return size
-    if isinstance(value, Mapping):
-        return _EACH + sum(message_bytes(k) + message_bytes(v) for k, v in value.items())
+    if isinstance(value, Counted):
+        return value.num_bytes()
     if isinstance(value, list | tuple | set | frozenset | range):
-        return _EACH + sum(map(message_bytes, value))
+        return _EACH + _sum_of(value)
+    if isinstance(value, Mapping):
+        return _EACH + _sum_of(value.keys()) + _sum_of(value.values())
     if is_dataclass(value):
         return _EACH_OBJECT + sum(message_bytes(getattr(value, field.name)) for field in fields(value))
+    if isinstance(value, bytes | np.ndarray | np.generic | torch.Tensor):
+        return _EACH + (len(value) if isinstance(value, bytes) else value.nbytes)
+    if isinstance(value, Enum | PurePath):
+        return _EACH + len(str(value))
+    if value is None or isinstance(value, int | float | str):
+        return _sum_of((value,))
     raise TypeError(f"message_bytes: expected plain values, arrays or dataclasses, got {type(value).__name__}")
 
 
@@ -82,29 +97,29 @@ _EACH = 3
 """Bytes around a container or a string."""
 _EACH_OBJECT = 12
 """Bytes around the fields of a dataclass; the name of its class, sent once, is not counted."""
+_EACH_NUMBER = ((type(None), 1), (bool, 1), (float, 9))
+_INT_LIMITS = ((1 << 8, 2), (1 << 16, 3), (1 << 31, 5), (1 << 63, 10))
 
 
-def _size_of_plain(value: object) -> int | None:
-    if value is None or isinstance(value, bool):
-        return 1
-    if isinstance(value, int | float):
-        return 9 if isinstance(value, float) else 2 + value.bit_length() // 8
-    if isinstance(value, str):
-        return _EACH + (len(value) if value.isascii() else len(value.encode("utf-8", "surrogatepass")))
-    if isinstance(value, bytes):
-        return _EACH + len(value)
-    if isinstance(value, Enum | PurePath):
-        return _EACH + len(str(value))
-    if isinstance(value, np.ndarray | np.generic | torch.Tensor):
-        return value.nbytes
-    return value.num_bytes() if isinstance(value, _Counted) else None
+def _sum_of(values: Collection[object]) -> int:
+    """Of all values; those of one plain type, the usual case, are added up without a look at each."""
+    kinds = set(map(type, values))
+    if kinds == {int}:
+        return len(values) * _int_bytes(max(map(abs, values)))  # type: ignore[arg-type]
+    if kinds == {str}:
+        return len(values) * _EACH + sum(map(_text_bytes, values))  # type: ignore[arg-type]
+    for kind, each in _EACH_NUMBER:
+        if kinds == {kind}:
+            return len(values) * each
+    return sum(map(message_bytes, values))
 
 
-@runtime_checkable
-class _Counted(Protocol):
-    """Knows the bytes of its own message."""
+def _int_bytes(value: int) -> int:
+    return next((size for limit, size in _INT_LIMITS if value < limit), 3 + value.bit_length() // 8)
 
-    def num_bytes(self) -> int: ...
+
+def _text_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
 def _pack_keys(keys: Sequence[str]) -> Packed:

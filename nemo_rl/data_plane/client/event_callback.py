@@ -35,7 +35,7 @@ class DataPlaneEvent:
     bytes: int
     """Columns put or fetched, padding excluded."""
     meta_bytes: int
-    """Keys, lengths and tags, in their compact form."""
+    """Keys, lengths and tags, as plain values."""
     ms: float
     status: Literal["ok", "error", "timeout"]
 

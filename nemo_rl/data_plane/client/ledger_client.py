@@ -24,7 +24,6 @@ from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.batch_meta import KVBatchMeta, Version
 from nemo_rl.data_plane.chunks.columns import check_columns, check_keys, check_tags, token_lengths
 from nemo_rl.data_plane.chunks.tags import Tags, TagTable, TagValue
-from nemo_rl.data_plane.chunks.wire import message_bytes, pack_rows
 from nemo_rl.data_plane.client.assembly import Located, assemble, assemble_padded
 from nemo_rl.data_plane.client.backpressure import FIRST_POLL_S, LONGEST_POLL_S
 from nemo_rl.data_plane.client.leases import LeaseKeeper
@@ -165,7 +164,7 @@ class LedgerClient(DataPlaneClient):
         with self._meter.measure(operation, partition_id, rows=len(keys), fields=map(str, fields.keys())) as cost:
             meta = self._checked_put(keys, partition_id, fields, tags, claimed)
             cost.add_columns(fields)
-            cost.meta_bytes = meta.num_bytes()
+            cost.add_rows(meta.keys, meta.sequence_lengths, meta.tags)
         return meta
 
     def _checked_put(
@@ -240,7 +239,7 @@ class LedgerClient(DataPlaneClient):
         with self._meter.measure("kv_batch_get", partition_id, rows=len(keys), fields=select_fields) as cost:
             rows = self._read(keys, partition_id, select_fields, versions={}, stage=None, build=assemble)
             cost.add_columns(rows)
-            cost.meta_bytes = message_bytes(keys)
+            cost.add_rows(keys)
         return rows
 
     def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
@@ -248,7 +247,7 @@ class LedgerClient(DataPlaneClient):
         with self._meter.measure("get_data", meta.partition_id, rows=len(meta), fields=names) as cost:
             rows = self._read_meta(meta, names, build=assemble)
             cost.add_columns(rows)
-            cost.meta_bytes = meta.num_key_bytes()
+            cost.add_rows(meta.keys)
         return rows
 
     def get_padded(
@@ -264,7 +263,7 @@ class LedgerClient(DataPlaneClient):
             rows = self._read_meta(meta, select_fields, build=build)
             per_token = {spec.name for spec in self.partition_fields(meta.partition_id) if spec.is_token_aligned}
             cost.add_padded(rows, meta.sequence_lengths, per_token)
-            cost.meta_bytes = meta.num_key_bytes()
+            cost.add_rows(meta.keys)
         return rows
 
     def _read_meta(self, meta: KVBatchMeta, names: Sequence[str], *, build: Callable[[Located], _T]) -> _T:
@@ -338,7 +337,8 @@ class LedgerClient(DataPlaneClient):
         with self._meter.measure("get_meta", partition_id, fields=required_fields) as cost:
             reply = self._wait_for_rows(self._link.begin(where), partition_id, ask, consumer_id, limit)
             meta = self._claimed(partition_id, task_name, required_fields, reply)
-            cost.rows, cost.meta_bytes = len(meta), meta.num_bytes()
+            cost.rows = len(meta)
+            cost.add_rows(meta.keys, meta.sequence_lengths, meta.tags)
         return meta
 
     def _wait_for_rows(
@@ -379,7 +379,7 @@ class LedgerClient(DataPlaneClient):
     def release(self, meta: KVBatchMeta) -> None:
         with self._meter.measure("release", meta.partition_id, rows=len(meta)) as cost:
             self._release(meta)
-            cost.meta_bytes = meta.num_key_bytes()
+            cost.add_rows(meta.keys)
 
     def _release(self, meta: KVBatchMeta) -> None:
         if meta.task_name is None:
@@ -421,7 +421,8 @@ class LedgerClient(DataPlaneClient):
             reply = self._link.ask(call, "list", {"partition": partition_id})
             keys = names_of(reply["keys"])
             tags = TagTable.from_plain(reply["tags"], len(keys))
-            cost.rows, cost.meta_bytes = len(keys), message_bytes(pack_rows(keys, None, tags))
+            cost.rows = len(keys)
+            cost.add_rows(keys, None, tags)
         return dict(zip(keys, map(dict, tags), strict=True))
 
     def kv_clear(self, keys: Sequence[str] | None, partition_id: str, *, reason: str = "") -> int:
@@ -432,7 +433,7 @@ class LedgerClient(DataPlaneClient):
             call = self._link.begin(f"kv_clear of partition {partition_id!r}")
             reply = self._link.ask(call, "clear", {"partition": partition_id, "keys": listed, "reason": reason})
             cost.rows = self._cleared(call, partition_id, listed, reply)
-            cost.meta_bytes = message_bytes(listed)
+            cost.add_rows(listed)
         return cost.rows
 
     def drop_partition(self, partition_id: str, *, reason: str = "") -> int:

@@ -17,6 +17,8 @@ import torch
 
 from nemo_rl.config.data_plane import ObservabilityConfig
 from nemo_rl.data_plane.chunks.ragged import object_rows
+from nemo_rl.data_plane.chunks.tags import Tags, TagTable
+from nemo_rl.data_plane.chunks.wire import message_bytes
 from nemo_rl.data_plane.client.event_callback import DataPlaneEvent, load_callback
 from nemo_rl.data_plane.client.operation_counts import OperationCount, Totals
 from nemo_rl.data_plane.client.stage_context import current_stage
@@ -41,6 +43,14 @@ class Cost:
         self.sizes: dict[str, int] = {}
         """Payload bytes by field."""
         self.meta_bytes = 0
+
+    def add_rows(
+        self, keys: Sequence[str] | None, lengths: Sequence[int] | None = None, tags: Sequence[Tags] | None = None
+    ) -> None:
+        """Keys, lengths and tags that crossed with the call, as plain values."""
+        if self._is_wanted:
+            columns = () if tags is None else [values for _, _, values in TagTable.of(tags, where="tags").columns()]
+            self.meta_bytes = message_bytes((keys, lengths, columns))
 
     def add_columns(self, columns: Columns) -> None:
         """Columns that were put or fetched."""

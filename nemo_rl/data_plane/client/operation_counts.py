@@ -28,7 +28,7 @@ class OperationCount:
     payload_bytes: int = 0
     """Columns put or fetched, padding excluded."""
     meta_bytes: int = 0
-    """Keys, lengths and tags, in their compact form."""
+    """Keys, lengths and tags, as plain values."""
     buckets: dict[int, int] = field(default_factory=dict)
     """Bucket of the duration -> calls."""
 

@@ -97,14 +97,14 @@ def test_threads_count_for_their_own_stage(plane: Plane) -> None:
     assert {s: c["stats"].count for s, c in client.snapshot().stages.items()} == {f"s{i}": 50 for i in range(4)}
 
 
-def test_the_drivers_share_is_small_for_long_rows(plane: Plane) -> None:
-    """Rows of 512 tokens: keys, lengths and tags are under one percent of the columns."""
+def test_keys_and_tags_are_few_bytes_beside_long_rows(plane: Plane) -> None:
+    """Rows of 512 tokens: keys, lengths and tags are under two percent of the columns."""
     partition, client = plane.partition(["input_ids", "generation_logprobs"]), plane.owner
     keys, ids = keys_of(32, 16, prefix="3f2504e04f8941d39a0c0305e82c3301-"), ids_column([512] * 512)
     tags = [{"std": i * 0.1, "weight_version": 1} for i in range(512)]
     client.kv_batch_put(keys, partition, {"input_ids": ids, "generation_logprobs": ids.to(torch.float32)}, tags)
     snapshot = client.snapshot()
-    assert snapshot.meta_bytes < 0.01 * snapshot.payload_bytes
+    assert snapshot.meta_bytes < 0.02 * snapshot.payload_bytes
 
 
 def test_nothing_is_counted_when_observability_is_off() -> None:
