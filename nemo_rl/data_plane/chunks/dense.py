@@ -28,8 +28,8 @@ Bytes = npt.NDArray[np.uint8]
 RowBytes = tuple[Bytes, npt.NDArray[np.int64]]
 """Rows laid end to end, and the entries of each."""
 
-LEAST_BYTES = 1 << 20
-"""Smaller blocks come from the allocator, which keeps them warm itself."""
+LEAST_BYTES = 1 << 16
+"""Smaller blocks come from the allocator, which keeps them warm itself; larger ones it gives back to the system."""
 PARALLEL_BYTES = 8 << 20
 """Copies of at least so many bytes are shared among threads: one core cannot use the whole memory bandwidth."""
 MOST_THREADS = 4

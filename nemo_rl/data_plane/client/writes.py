@@ -59,13 +59,16 @@ class RowWriter:
         with self._link.clock.measure("encode"):
             chunks = encode_rows(columns, num_rows=len(keys), chunk_bytes=chunk_bytes)
         ids = self._link.new_ids(len(chunks))
+        layouts = {
+            name: [column.dtype, list(column.trailing)] for name, column in columns.items() if column.values is not None
+        }
         args: Args = {
             "partition": partition_id,
             "declared": facts.declared,
             "keys": keys,
             "lengths": facts.lengths,
             "tags": None if facts.tags is None else facts.tags.plain(),
-            "chunks": [_chunk_record(i, chunk, columns) for i, chunk in zip(ids, chunks, strict=True)],
+            "chunks": [_chunk_record(i, chunk, layouts) for i, chunk in zip(ids, chunks, strict=True)],
             "claims": facts.claims,
             "may_create": any(column.spec.produced_by == "rollout" for column in columns.values()),
         }
@@ -120,8 +123,7 @@ class RowWriter:
             logger.warning("could not give a reservation back: %s", error)
 
 
-def _chunk_record(chunk_id: str, chunk: EncodedChunk, columns: Mapping[str, FlatColumn]) -> Args:
-    tensors = [columns[name] for name in chunk.fields if columns[name].values is not None]
+def _chunk_record(chunk_id: str, chunk: EncodedChunk, layouts: Mapping[str, Sequence[object]]) -> Args:
     return {
         "id": chunk_id,
         "family": chunk.family,
@@ -131,5 +133,5 @@ def _chunk_record(chunk_id: str, chunk: EncodedChunk, columns: Mapping[str, Flat
         "nbytes": chunk.nbytes,
         "sizes": list(chunk.sizes),
         "row_sizes": dict(chunk.row_sizes),
-        "layouts": {column.spec.name: [column.dtype, list(column.trailing)] for column in tensors},
+        "layouts": {name: layouts[name] for name in chunk.fields if name in layouts},
     }
