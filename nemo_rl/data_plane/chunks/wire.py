@@ -107,7 +107,9 @@ def _sum_of(values: Collection[object]) -> int:
     if kinds == {int}:
         return len(values) * _int_bytes(max(map(abs, values)))  # type: ignore[arg-type]
     if kinds == {str}:
-        return len(values) * _EACH + sum(map(_text_bytes, values))  # type: ignore[arg-type]
+        joined = "".join(values)  # type: ignore[arg-type]
+        characters = len(joined) if joined.isascii() else len(joined.encode("utf-8", "surrogatepass"))
+        return len(values) * _EACH + characters
     for kind, each in _EACH_NUMBER:
         if kinds == {kind}:
             return len(values) * each
@@ -116,10 +118,6 @@ def _sum_of(values: Collection[object]) -> int:
 
 def _int_bytes(value: int) -> int:
     return next((size for limit, size in _INT_LIMITS if value < limit), 3 + value.bit_length() // 8)
-
-
-def _text_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
 def _pack_keys(keys: Sequence[str]) -> Packed:
