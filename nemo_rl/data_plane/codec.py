@@ -105,7 +105,8 @@ def encode_rows(columns: Mapping[str, FlatColumn], *, num_rows: int, chunk_bytes
         families.setdefault(column.spec.family, []).append(column)
     chunks: list[EncodedChunk] = []
     for family, members in families.items():
-        sources = [_as_source(column, num_rows) for column in members]
+        even: dict[int, Lengths] = {}  # columns of a family mostly have the same rows
+        sources = [_as_source(column, num_rows, even) for column in members]
         totals = np.sum([source.starts for source in sources], axis=0)
         for first, stop in _split(totals, chunk_bytes):
             parts = _encode_chunk(sources, first, stop)
@@ -123,7 +124,8 @@ def encode_rows(columns: Mapping[str, FlatColumn], *, num_rows: int, chunk_bytes
     return chunks
 
 
-def _as_source(column: FlatColumn, num_rows: int) -> _Source:
+def _as_source(column: FlatColumn, num_rows: int, even: dict[int, Lengths]) -> _Source:
+    """`even` has the starts of rows of one size, by that size; filled here."""
     if column.objects is not None:
         packed = [msgpack.packb(value, strict_types=True) for value in column.objects]
         sizes = np.fromiter((len(p) for p in packed), dtype=np.int64, count=num_rows)
@@ -132,8 +134,11 @@ def _as_source(column: FlatColumn, num_rows: int) -> _Source:
     assert column.values is not None
     content = column.values.reshape(-1).view(torch.uint8).numpy()
     entry = column.values.element_size() * prod(column.trailing)
-    lengths = np.ones(num_rows, dtype=np.int64) if column.lengths is None else column.lengths
-    return _Source(column=column, content=content, starts=_starts(lengths * entry))
+    if column.lengths is not None:
+        return _Source(column=column, content=content, starts=_starts(column.lengths * entry))
+    if entry not in even:
+        even[entry] = np.arange(num_rows + 1, dtype=np.int64) * entry
+    return _Source(column=column, content=content, starts=even[entry])
 
 
 def _row_sizes(sources: Sequence[_Source], first: int, stop: int) -> dict[str, bytes]:
@@ -311,6 +316,8 @@ def gather_padded(
 
 def _layout(spec: FieldSpec, indexes: Sequence[_ColumnIndex]) -> tuple[str, tuple[int, ...]]:
     """dtype and trailing dims; those of the schema when there are no rows."""
+    if len(indexes) == 1:
+        return indexes[0].dtype, indexes[0].trailing
     kinds = {(index.dtype, index.trailing) for index in indexes}
     if len(kinds) > 1:
         raise SchemaMismatch(f"field {spec.name!r} is stored with several layouts: {sorted(kinds)}")
