@@ -195,7 +195,7 @@ def test_nan_weights_stop_logprobs_with_row_numbers_where_there_are_no_keys(work
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (PackPlan(microbatches=(((0,),), ((1,),)), steps=(1,), pad_to=24), "one rank's view"),
+        (PackPlan(microbatches=(((0,),), ((1,),)), steps=(1,), pad_to=24), "one rank's part"),
         (PackPlan(microbatches=(((0, 1),),), steps=(1,), pad_to=24), "each of the 8 rows once"),
         (PackPlan(microbatches=((tuple(range(8)),),), steps=(2,), pad_to=24), "do not add up"),
     ],
