@@ -12,7 +12,7 @@ from nemo_rl.algorithms.run import run
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 BROADCAST = {
     "cluster.cpu_workers_per_node": "1",

@@ -30,6 +30,7 @@ from nemo_rl.models.hf_folder import open_weights
 from nemo_rl.models.loading import load_causal_lm, load_model_config
 from nemo_rl.models.policy.fit import check_policy_fits
 from tests.helpers import bad_inputs
+from tests.helpers.examples import num_examples
 from tests.helpers.tiny_model import tiny_policy, write_tiny_folder
 
 # Without the file of all defaults, which takes longest to read.
@@ -213,7 +214,9 @@ TREES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dict
 KEYS = st.sampled_from(["grpo", "policy", "data", "env", "cluster", "logger", "checkpointing", "loss_fn", "data_plane"])
 # Signs of YAML, so that texts are not only words.
 SNIPPETS = st.lists(st.sampled_from([*"[]{}:,&*!|>'\"%@`#-?~ \n\t0a", "${", "<<", "!!", "grpo", "seed"]), max_size=40)
-FUZZ = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(
+    max_examples=num_examples(50), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def load_or_refuse(*arguments: object) -> None:

@@ -156,6 +156,7 @@ def test_wandb_offline_run_holds_the_metrics_and_leaves_no_process(tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_mlflow_keeps_metrics_and_config_in_files_and_gives_up_on_a_server_that_is_not_there(tmp_path: Path) -> None:
     """In a process of its own: it imports a lot and sets variables."""
     if not has_mlflow():
