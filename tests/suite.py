@@ -46,7 +46,7 @@ def pytest_parts(marks: str, *, is_fast: bool) -> list[Part]:
     """By directory; first those that use one core for long, so that the last one is not left alone with it. `rest` is
     what no other names, so that nothing is left out.
 
-    Of the fast ones few tests are left, and what a part imports takes as long as they do: they are fewer parts, without
+    Of the fast ones few tests are left, and what a part imports takes as long as they do: they are other parts, without
     jobs of several ranks.
     """
     own = {"unit": ("tests/unit",), "e2e": ("tests/e2e",), "contract": ("tests/contract",)}
@@ -54,7 +54,9 @@ def pytest_parts(marks: str, *, is_fast: bool) -> list[Part]:
     rest = ("tests", *(f"--ignore={path}" for paths in own.values() for path in paths))
     parts = {**own, "rest": rest}
     if is_fast:
-        parts = {"unit": own["unit"], "rest": rest, "runs": (*own["contract"], *own["e2e"])}
+        models = "tests/unit/models"
+        parts = {"unit": (*own["unit"], f"--ignore={models}"), "models": (models,), "rest": rest}
+        parts["runs"] = (*own["contract"], *own["e2e"])
     return [Part(name=name, command=(*PYTEST, *paths, "-m", f"not alone{marks}")) for name, paths in parts.items()]
 
 
