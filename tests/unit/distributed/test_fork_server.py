@@ -89,7 +89,7 @@ def ray_from(modules: list[str]) -> Iterator[None]:
 
 @pytest.fixture
 def cluster(noted: Path) -> Iterator[None]:
-    with ray_from(["numpy", "tests.no_such_module", NOTING]):
+    with ray_from(["numpy.random", "tests.no_such_module", NOTING]):
         yield
 
 
