@@ -19,7 +19,8 @@ from nemo_rl.diagnostics.route_chain.coverage import Coverage, Gap
 from nemo_rl.diagnostics.route_chain.guess import guess
 from nemo_rl.diagnostics.route_chain.observe import Hop, Observation, Sample, named_layers, observe, read_sample
 from nemo_rl.diagnostics.route_chain.records import Trace, read_trace
-from nemo_rl.diagnostics.route_chain.report import Mismatch, Report, Verdict
+from nemo_rl.diagnostics.route_chain.report import Mismatch, Report
+from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import UserError, name_some
 
 __all__ = ["verify_trace"]

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from enum import Enum
 
 from nemo_rl.diagnostics.route_chain.coverage import Gap
+from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import name_some
 
-__all__ = ["Mismatch", "Report", "Verdict"]
+__all__ = ["Mismatch", "Report"]
 
 GAPS_SHOWN = 12
-
-
-class Verdict(Enum):
-    """What a trace proves; the values are exit codes. 1 and 2 are left to failures and to errors of the user."""
-
-    PASS = 0
-    MISMATCH = 3
-    INCOMPLETE = 4
-    VACUOUS = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +75,7 @@ class Report:
 
     def as_record(self) -> dict[str, object]:
         """For machines."""
-        return {**asdict(self), "verdict": self.verdict.name.lower(), "exit_code": self.verdict.value}
+        return {**asdict(self), "verdict": self.verdict.label, "exit_code": self.verdict.value}
 
     def lines(self) -> list[str]:
         """For people."""

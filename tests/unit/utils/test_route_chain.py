@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from nemo_rl.diagnostics.route_chain.chain import verify_trace
-from nemo_rl.diagnostics.route_chain.report import Report, Verdict
+from nemo_rl.diagnostics.route_chain.report import Report
+from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.utils.r3_trace import trace_retired
 from tests.helpers.route_runs import RouteRun
 

@@ -1,0 +1,31 @@
+"""`Verdict`: how every check of this package ends; its value is the exit code of the command that made it."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+__all__ = ["Verdict"]
+
+
+class Verdict(Enum):
+    """What was found. 1 is left to failures that nobody foresaw."""
+
+    PASS = 0
+    USAGE = 2
+    """The command itself was wrong: an unknown site, a folder that is none."""
+    MISMATCH = 3
+    INCOMPLETE = 4
+    """Something that should have been compared is not there."""
+    VACUOUS = 5
+    """Nothing was compared."""
+    CORRUPT = 6
+    """Bytes are not those that were written."""
+    UNSUPPORTED = 7
+    """Of another model, format or version."""
+    CHILD_FAILED = 8
+    """A process that was started for this ended with an error."""
+
+    @property
+    def label(self) -> str:
+        """For people and JSON."""
+        return self.name.lower()

@@ -1,0 +1,234 @@
+"""Reads folders of records, also of recordings that ended early or were damaged.
+
+`read_folder` reads the lines of all ranks and keeps what is wrong as problems instead of raising; a tensor's bytes are
+read, and compared with their digest, when it is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from nemo_rl.errors import NemoRLError, UserError
+from nemo_rl.records.record import FORMAT, FORMAT_VERSION, Manifest, Place, Split, TokenTable
+from nemo_rl.records.writer import MANIFEST, digest_of, end_path, lines_path, payload_path
+
+__all__ = ["CorruptRecord", "Problem", "Record", "RecordFolder", "UnsupportedRecord", "read_folder"]
+
+DTYPES: Mapping[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
+}
+
+
+class CorruptRecord(NemoRLError):
+    """Bytes that are not those that were written."""
+
+
+class UnsupportedRecord(NemoRLError):
+    """A folder of another format or version."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """Something wrong with a folder."""
+
+    is_corrupt: bool
+    """Damaged, rather than only incomplete."""
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Payload:
+    path: Path
+    offset: int
+    num_bytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    digest: str
+
+    def load(self) -> torch.Tensor:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                payload = file.read(self.num_bytes)
+        except OSError as error:
+            raise CorruptRecord(f"{self.path}: {error.strerror or error}") from error
+        if len(payload) != self.num_bytes or digest_of(payload) != self.digest:
+            raise CorruptRecord(
+                f"{self.path}: {self.num_bytes} bytes at {self.offset} are not those that were written (digest differs)"
+            )
+        if not payload:
+            return torch.zeros(self.shape, dtype=self.dtype)
+        return torch.frombuffer(bytearray(payload), dtype=self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """One tensor of one rank."""
+
+    place: Place
+    rank: int
+    seq: int
+    """Counts the records of the rank."""
+    split: Split | None
+    table: str | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    payload: _Payload
+    tables: Mapping[str, _Table] = field(repr=False)
+    """Of its rank."""
+
+    def load(self) -> torch.Tensor:
+        """Raises:
+        CorruptRecord: the bytes are not those that were written.
+        """
+        return self.payload.load()
+
+    def tokens(self) -> TokenTable | None:
+        """The tokens of its rows; None for a tensor without.
+
+        Raises:
+            CorruptRecord: as `load`, or the table is missing.
+        """
+        if self.table is None:
+            return None
+        if self.table not in self.tables:
+            raise CorruptRecord(
+                f"{self.payload.path}: record {self.seq} names the tokens {self.table!r}, of which there are none"
+            )
+        return self.tables[self.table].load()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Table:
+    keys: tuple[str, ...]
+    payload: _Payload
+
+    def load(self) -> TokenTable:
+        row_R, position_R, token_R = self.payload.load()
+        return TokenTable(keys=self.keys, row_R=row_R, position_R=position_R, token_R=token_R)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordFolder:
+    """All records of a folder."""
+
+    path: Path
+    manifest: Manifest
+    records: Sequence[Record]
+    """Rank by rank, each in the order in which it wrote them."""
+    problems: Sequence[Problem]
+
+
+def read_folder(path: Path) -> RecordFolder:
+    """The records of a folder, and what is wrong with it.
+
+    Raises:
+        UserError: no folder of records.
+        UnsupportedRecord: of a format or version that is not known here.
+        CorruptRecord: its manifest cannot be read.
+    """
+    manifest = _manifest(path)
+    records: list[Record] = []
+    problems: list[Problem] = []
+    for rank in range(int(manifest.layout.get("world", 1))):
+        found, wrong = _read_rank(path, rank)
+        records += found
+        problems += wrong
+    return RecordFolder(path=path, manifest=manifest, records=records, problems=problems)
+
+
+def _manifest(path: Path) -> Manifest:
+    where = path / MANIFEST
+    try:
+        record = json.loads(where.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise UserError(f"{path}: no folder of records: it has no {MANIFEST}") from error
+    except OSError as error:
+        raise UserError(f"{where}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise CorruptRecord(f"{where}: not JSON: {error}") from error
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise UnsupportedRecord(f"{where}: expected a manifest of {FORMAT!r}")
+    if record.get("version") != FORMAT_VERSION:
+        raise UnsupportedRecord(
+            f"{where}: expected version {FORMAT_VERSION} of the format, got {record.get('version')!r}; record anew"
+        )
+    try:
+        return Manifest.of_record(record)
+    except TypeError as error:
+        raise CorruptRecord(f"{where}: {error}") from error
+
+
+def _read_rank(folder: Path, rank: int) -> tuple[list[Record], list[Problem]]:
+    records: list[Record] = []
+    problems: list[Problem] = []
+    tables: dict[str, _Table] = {}
+    where = lines_path(folder, rank)
+    try:
+        lines = where.read_bytes().split(b"\n")
+    except OSError as error:
+        return [], [
+            Problem(is_corrupt=False, text=f"rank {rank} wrote nothing: {where.name}: {error.strerror or error}")
+        ]
+    if lines[-1]:
+        problems.append(Problem(is_corrupt=False, text=f"{where.name}: its last line is cut off"))
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            _read_line(json.loads(line), folder, rank, records, tables)
+        except (ValueError, TypeError, KeyError) as error:
+            problems.append(Problem(is_corrupt=True, text=f"{where.name}, line {number}: no record: {error}"))
+    problems += _end_problems(folder, rank, num_records=len(lines) - 1)
+    return records, problems
+
+
+def _read_line(head: object, folder: Path, rank: int, records: list[Record], tables: dict[str, _Table]) -> None:
+    if not isinstance(head, dict):
+        raise TypeError("expected an object")
+    shape, dtype = tuple(int(n) for n in head["shape"]), DTYPES[head["dtype"]]
+    payload = _Payload(
+        path=payload_path(folder, rank),
+        offset=int(head["offset"]),
+        num_bytes=int(head["bytes"]),
+        dtype=dtype,
+        shape=shape,
+        digest=str(head["digest"]),
+    )
+    if min((0, payload.offset, *shape)) < 0 or math.prod(shape) * dtype.itemsize != payload.num_bytes:
+        raise ValueError(f"{payload.num_bytes} bytes are no {head['dtype']} of shape {list(shape)}")
+    if "tokens" in head:
+        tables[str(head["tokens"])] = _Table(keys=tuple(str(key) for key in head["keys"]), payload=payload)
+        return
+    split = Split(index=int(head["split"][0]), count=int(head["split"][1])) if "split" in head else None
+    records.append(
+        Record(
+            place=Place.of_record(head["place"]),
+            rank=rank,
+            seq=int(head["seq"]),
+            split=split,
+            table=None if head["table"] is None else str(head["table"]),
+            shape=shape,
+            dtype=dtype,
+            payload=payload,
+            tables=tables,
+        )
+    )
+
+
+def _end_problems(folder: Path, rank: int, *, num_records: int) -> list[Problem]:
+    where = end_path(folder, rank)
+    try:
+        said = int(json.loads(where.read_text(encoding="utf-8"))["records"])
+    except FileNotFoundError:
+        return [Problem(is_corrupt=False, text=f"rank {rank} did not end: there is no {where.name}")]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        return [Problem(is_corrupt=True, text=f"{where.name}: {error}")]
+    if said == num_records:
+        return []
+    return [Problem(is_corrupt=said < num_records, text=f"rank {rank} wrote {said} records, {num_records} are there")]

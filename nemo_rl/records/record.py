@@ -1,0 +1,131 @@
+"""What one record says of its tensor, and the tokens that its rows belong to.
+
+Written by `writer`, read by `reader`. Invariant: a record names the row and position of every token that it holds, so
+that records of any layout can be put together without knowing how it laid tokens out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+
+import torch
+
+from nemo_rl.records.sites import Direction, SiteKind
+
+__all__ = ["FORMAT", "FORMAT_VERSION", "Manifest", "Place", "Split", "TokenTable"]
+
+FORMAT, FORMAT_VERSION = "nemo_rl.record", 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """Which equal part of the last dimension a rank holds."""
+
+    index: int
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where and when a tensor was seen."""
+
+    kind: SiteKind
+    layer: int | None = None
+    """Counted from 0 over the whole model; None outside the layers."""
+    name: str | None = None
+    """Of the parameter, for its gradient."""
+    direction: Direction = Direction.FORWARD
+    phase: str = "forward"
+    """Pass of the worker: `forward`, `prev_logprobs`, `reference_logprobs` or `train`."""
+    update: int = 0
+    """Optimizer step within the call."""
+    microbatch: int = 0
+    """Of this rank within the optimizer step."""
+    is_recomputed: bool = False
+    """Seen again when a backward pass ran a layer once more."""
+
+    def as_record(self) -> dict[str, object]:
+        """JSON form; what is at its default is left out."""
+        return {part.name: value for part in fields(self) if (value := getattr(self, part.name)) != part.default}
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, object]) -> Place:
+        """Raises:
+        ValueError, TypeError, KeyError: no such record.
+        """
+        known = {part.name: record[part.name] for part in fields(cls) if part.name in record}
+        known["kind"] = SiteKind(str(record["kind"]))
+        if "direction" in known:
+            known["direction"] = Direction(str(known["direction"]))
+        return cls(**known)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenTable:
+    """The tokens of a pass on one rank, in the order of a record's rows.
+
+    Example:
+        The first two tokens of row "a", and the first one of row "b".
+        >>> table = TokenTable(keys=("a", "b"), row_R=torch.tensor([0, 0, 1]), position_R=torch.tensor([0, 1, 0]),
+        ...                    token_R=torch.tensor([5, 6, 5]))
+        >>> len(table)
+        3
+    """
+
+    keys: tuple[str, ...]
+    """Of the rows of the pass."""
+    row_R: torch.Tensor
+    """`[R]` int64 index into `keys`."""
+    position_R: torch.Tensor
+    """`[R]` int64 position in the row."""
+    token_R: torch.Tensor
+    """`[R]` int64 token ids."""
+
+    def __len__(self) -> int:
+        return len(self.row_R)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What a folder of records is about; `manifest.json`."""
+
+    run_id: str
+    """Unique for each recording."""
+    model: Mapping[str, object]
+    """What must agree between two sides: type, layers, hidden size, vocabulary, experts."""
+    layout: Mapping[str, int]
+    """Sizes of the parallel axes; `world` is the number of ranks, each of which writes a file."""
+    engine: str
+    """`dtensor` or `megatron`."""
+    precision: str
+    selector: str
+    phases: tuple[str, ...]
+    sites: tuple[Mapping[str, object], ...] = ()
+    """What a complete folder holds: `kind`, `layer`, `direction` of each site, over all ranks."""
+    unobserved: Mapping[str, str] = field(default_factory=dict)
+    """Sites that were asked for and that this model cannot give -> why."""
+    tokenizer: str = ""
+    """Folder, for texts of tokens."""
+    weights: str = ""
+    """Where the weights came from."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """Anything else that a reader may want to see."""
+    format: str = FORMAT
+    version: int = FORMAT_VERSION
+
+    def as_record(self) -> dict[str, object]:
+        """JSON form."""
+        return asdict(self)
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, object]) -> Manifest:
+        """Raises:
+        TypeError: fields are missing.
+        """
+        known = {part.name: record[part.name] for part in fields(cls) if part.name in record}
+        for name in ("phases", "sites"):
+            value = known.get(name, ())
+            known[name] = tuple(value) if isinstance(value, list | tuple) else ()
+        return cls(**known)  # type: ignore[arg-type]

@@ -1,0 +1,121 @@
+"""The catalogue of sites: stable places of a model at which a tensor can be recorded, and what each means.
+
+Engines attach to sites (`SiteTap` in `nemo_rl.models.policy.recording`), `nemo_rl.diagnostics` compares them.
+Invariant: one site means one quantity in every model, engine and layout; what an engine cannot give in this meaning it
+does not record, and says why. Shapes: R tokens, h hidden size, H query heads and G key heads of dimension D, E experts,
+K chosen ones, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+__all__ = ["ORDER_IN_LAYER", "SITES", "Direction", "SiteKind", "SiteMeaning", "execution_order"]
+
+
+class SiteKind(StrEnum):
+    """Names of the sites, in the order of a forward pass."""
+
+    EMBED = "embed"
+    LAYER_IN = "layer.in"
+    ATTN_Q = "attn.q"
+    ATTN_K = "attn.k"
+    ATTN_V = "attn.v"
+    ATTN_CONTEXT = "attn.context"
+    ATTN_OUT = "attn.out"
+    MLP_IN = "mlp.in"
+    ROUTER_LOGITS = "moe.logits"
+    ROUTER_IDS = "moe.topk_ids"
+    ROUTER_WEIGHTS = "moe.topk_weights"
+    MLP_OUT = "mlp.out"
+    LAYER_OUT = "layer.out"
+    LOGITS = "logits"
+    LOGPROB = "logprob"
+    LOSS = "loss"
+    GRAD = "grad"
+
+
+class Direction(StrEnum):
+    """Which way a pass goes."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SiteMeaning:
+    """What a site is."""
+
+    text: str
+    dims: str
+    """Of the whole tensor; `R` are tokens."""
+    in_layers: bool = True
+    """One in every layer, rather than one in the model."""
+    has_backward: bool = False
+    """Whether the gradient of the loss with respect to it is recorded, too, where a backward pass runs."""
+
+
+SITES: Mapping[SiteKind, SiteMeaning] = {
+    SiteKind.EMBED: SiteMeaning(
+        text="token embeddings, before the first layer", dims="[R, h]", in_layers=False, has_backward=True
+    ),
+    SiteKind.LAYER_IN: SiteMeaning(text="residual stream into a layer", dims="[R, h]", has_backward=True),
+    SiteKind.ATTN_Q: SiteMeaning(text="queries as projected: before their norm and before rotation", dims="[R, H * D]"),
+    SiteKind.ATTN_K: SiteMeaning(text="keys as projected: before their norm and before rotation", dims="[R, G * D]"),
+    SiteKind.ATTN_V: SiteMeaning(text="values as projected", dims="[R, G * D]"),
+    SiteKind.ATTN_CONTEXT: SiteMeaning(text="what attention gathers, before the output projection", dims="[R, H * D]"),
+    SiteKind.ATTN_OUT: SiteMeaning(
+        text="output of the attention block, before it is added to the residual stream",
+        dims="[R, h]",
+        has_backward=True,
+    ),
+    SiteKind.MLP_IN: SiteMeaning(text="input of the MLP or of the experts, after its norm", dims="[R, h]"),
+    SiteKind.ROUTER_LOGITS: SiteMeaning(text="scores of the router before softmax or sigmoid", dims="[R, E]"),
+    SiteKind.ROUTER_IDS: SiteMeaning(text="experts that are used, ascending ids", dims="[R, K]"),
+    SiteKind.ROUTER_WEIGHTS: SiteMeaning(text="weights of these experts, in the order of their ids", dims="[R, K]"),
+    SiteKind.MLP_OUT: SiteMeaning(
+        text="output of the MLP or of the experts, before it is added to the residual stream",
+        dims="[R, h]",
+        has_backward=True,
+    ),
+    SiteKind.LAYER_OUT: SiteMeaning(text="residual stream out of a layer", dims="[R, h]", has_backward=True),
+    SiteKind.LOGITS: SiteMeaning(
+        text="logits at positions that predict a token whose log-probability is wanted; no temperature",
+        dims="[R, V]",
+        in_layers=False,
+    ),
+    SiteKind.LOGPROB: SiteMeaning(
+        text="log-probability of the token itself given those before it, under the sampling settings",
+        dims="[R]",
+        in_layers=False,
+        has_backward=True,
+    ),
+    SiteKind.LOSS: SiteMeaning(
+        text="loss of one microbatch, its share of the global batch", dims="[]", in_layers=False
+    ),
+    SiteKind.GRAD: SiteMeaning(
+        text="gradient of a parameter over the whole batch, before clipping, by its Hugging Face name",
+        dims="shape of the parameter",
+        in_layers=False,
+    ),
+}
+
+ORDER_IN_LAYER: Mapping[SiteKind, int] = {kind: place for place, kind in enumerate(SiteKind)}
+_BEFORE, _AFTER = -1, 1 << 20
+"""Layer numbers of sites outside the layers."""
+
+
+def execution_order(kind: SiteKind, layer: int | None, direction: Direction) -> tuple[int, int, int]:
+    """Sorts sites as a pass meets them: forward from the embedding to the loss, then backward, then gradients.
+
+    Example:
+        >>> execution_order(SiteKind.EMBED, None, Direction.FORWARD) < execution_order(SiteKind.LAYER_IN, 0, "forward")
+        True
+    """
+    place = ORDER_IN_LAYER[kind]
+    at = layer if layer is not None else _BEFORE if kind is SiteKind.EMBED else _AFTER
+    if kind is SiteKind.GRAD:
+        return (2, at, place)
+    return (0, at, place) if direction == Direction.FORWARD else (1, -at, -place)
