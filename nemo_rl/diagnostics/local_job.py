@@ -1,0 +1,162 @@
+"""`run_job`: a function on several ranks of one job, each a process of its own on this machine; no Ray, no shell.
+
+Ranks are forked off a server that has imported what they need once. Invariant: when `run_job` returns or raises, no
+process that it started is left; ranks end by themselves when the process that asked for them dies.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+
+import torch
+
+from nemo_rl.distributed.collectives import RankSpec, destroy_process_group
+from nemo_rl.distributed.job_store import adopt_listener
+from nemo_rl.errors import NemoRLError, from_record, to_record
+from nemo_rl.utils.last_resort import crash_line
+
+__all__ = ["ChildFailed", "run_job"]
+
+Target = Callable[..., object]
+LOOPBACK = "127.0.0.1"
+IMPORTED = ("nemo_rl.diagnostics.imported_by_ranks",)
+"""By the server, before the first rank."""
+GRACE_S = 2.0
+"""For the other ranks after one has failed: they mostly wait for it."""
+
+
+class ChildFailed(NemoRLError):
+    """A rank ended with an error that nobody foresaw, was killed, or did not end in time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rank:
+    process: BaseProcess
+    answers: Connection
+    alive: Connection
+    """Held open as long as somebody waits for the rank."""
+
+
+def run_job(world_size: int, target: Target, *args: object, timeout_s: float) -> list[object]:
+    """`target(spec, *args)` on every rank; results in rank order.
+
+    A single rank runs in this process. Several are processes; rank 0 has bound the port of `spec` already, and the
+    target makes the process group (`init_process_group`), which ends with the rank.
+
+    Args:
+        target: a function of a module; arguments and result can be pickled.
+        timeout_s: from the start of the first rank to the end of the last one.
+
+    Raises:
+        NemoRLError: what the first failing rank raised, when it is one of ours.
+        ChildFailed: any other end.
+    """
+    if world_size == 1:
+        return [target(RankSpec(rank=0, world_size=1), *args)]
+    deadline = time.monotonic() + timeout_s
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        ranks = [_start(rank, world_size, listener, target, args) for rank in range(world_size)]
+    try:
+        return _collect(ranks, deadline)
+    finally:
+        for rank in ranks:
+            _end(rank)
+
+
+def _start(rank: int, world_size: int, listener: socket.socket, target: Target, args: Sequence[object]) -> _Rank:
+    context = mp.get_context("forkserver")
+    # Heard when the server starts, which is with the first rank of this process.
+    context.set_forkserver_preload([*IMPORTED])
+    answers, theirs = context.Pipe(duplex=False)
+    watched, alive = context.Pipe(duplex=False)
+    spec = RankSpec(rank=rank, world_size=world_size, master_addr=LOOPBACK, master_port=listener.getsockname()[1])
+    process = context.Process(
+        target=_main,
+        args=(spec, listener if rank == 0 else None, theirs, watched, dict(os.environ), target, args),
+        name=f"rank {rank}",
+        daemon=True,
+    )
+    process.start()
+    for end in (theirs, watched):
+        end.close()
+    return _Rank(process=process, answers=answers, alive=alive)
+
+
+def _collect(ranks: Sequence[_Rank], deadline: float) -> list[object]:
+    results: dict[int, object] = {}
+    open_ends = {rank.answers: number for number, rank in enumerate(ranks)}
+    while open_ends:
+        ready = wait(list(open_ends), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise ChildFailed(f"ranks {sorted(open_ends.values())} did not end in time; raise the deadline")
+        for end in ready:
+            assert isinstance(end, Connection)
+            number = open_ends.pop(end)
+            results[number] = _answer_of(ranks[number], number)
+    return [results[number] for number in range(len(ranks))]
+
+
+def _answer_of(rank: _Rank, number: int) -> object:
+    try:
+        is_ok, value = rank.answers.recv()
+    except EOFError:
+        rank.process.join(GRACE_S)
+        raise ChildFailed(f"rank {number} ended without a result, exit code {rank.process.exitcode}") from None
+    if is_ok:
+        return value
+    error = from_record(value)
+    error.origin_rank = number
+    raise error if value["kind"] != ChildFailed.__name__ else ChildFailed(f"rank {number}: {value['text']}")
+
+
+def _end(rank: _Rank) -> None:
+    rank.alive.close()
+    rank.answers.close()
+    rank.process.join(GRACE_S)
+    if rank.process.is_alive():
+        rank.process.kill()
+        rank.process.join()
+
+
+def _main(
+    spec: RankSpec,
+    listener: socket.socket | None,
+    answers: Connection,
+    watched: Connection,
+    environment: dict[str, str],
+    target: Target,
+    args: Sequence[object],
+) -> None:
+    # The server has the environment of its own start.
+    os.environ.clear()
+    os.environ.update(environment)
+    threading.Thread(target=_die_with_the_caller, args=(watched,), daemon=True).start()
+    torch.set_num_threads(1)
+    if listener is not None:
+        adopt_listener(listener)
+    try:
+        answers.send((True, target(spec, *args)))
+    except NemoRLError as error:
+        answers.send((False, to_record(error)))
+    except BaseException as error:  # noqa: BLE001  (the caller reports whatever it was)
+        answers.send((False, {"kind": ChildFailed.__name__, "text": crash_line(error, folder=None)}))
+    finally:
+        destroy_process_group()
+
+
+def _die_with_the_caller(watched: Connection) -> None:
+    """The other end closes when the caller has what it wants, or has died."""
+    try:
+        watched.recv()
+    except (EOFError, OSError):
+        # A rank that is done has a moment to leave by itself.
+        time.sleep(GRACE_S)
+        os._exit(1)
