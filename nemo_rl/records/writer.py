@@ -11,6 +11,7 @@ Invariant: a folder without an `end` of every rank says that it is incomplete; n
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
@@ -76,6 +77,7 @@ class RecordWriter:
         self.folder, self._rank = folder, rank
         self._count, self._offset, self._tables = 0, 0, 0
         try:
+            folder.mkdir(parents=True, exist_ok=True)
             self._lines = lines_path(folder, rank).open("x", encoding="utf-8")
             self._payload = payload_path(folder, rank).open("xb")
         except OSError as error:
@@ -112,6 +114,12 @@ class RecordWriter:
                 write_text(end_path(self.folder, self._rank), json.dumps({"records": self._count}) + "\n")
         except OSError as error:
             raise _cannot_write(self.folder, error) from error
+
+    def abandon(self) -> None:
+        """Ends without a word: what is there stays, and lacks its end. For a disk that takes nothing any more."""
+        for file in (self._payload, self._lines):
+            with suppress(OSError):
+                file.close()
 
     def __enter__(self) -> RecordWriter:
         return self
