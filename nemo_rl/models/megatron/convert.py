@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -89,13 +90,17 @@ def export_gradients(model: MegatronModel) -> Iterator[tuple[str, torch.Tensor]]
 
     Weights without one (frozen, or buffers) have zeros.
     """
-    tensors = {
-        name: tensor.main_grad.float()
-        if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
-        else tensor * 0
-        for name, tensor in _tensors(model.module, model.config).items()
-    }
+    held = _tensors(model.module, model.config)
+    tensors = {name: _gradient_of(tensor) for name, tensor in held.items()}
     yield from _export_all(model, tensors, dtype=torch.float32)
+
+
+def _gradient_of(tensor: Any) -> torch.Tensor:
+    """megatron-core keeps it in an attribute of its own."""
+    if not isinstance(tensor, torch.nn.Parameter) or not tensor.requires_grad:
+        return torch.zeros_like(tensor, dtype=torch.float32)
+    gradient: torch.Tensor = tensor.main_grad  # type: ignore[attr-defined]
+    return gradient.float()
 
 
 def _export_all(

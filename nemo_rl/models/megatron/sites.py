@@ -87,10 +87,9 @@ class _Finder:
 
     def _router(self, number: int, router: Any) -> None:
         self.add(SiteKind.ROUTER_LOGITS, number, _at_gating(router), tokens=self.between)
-        flat = {"tokens": self.between, "order": Order.POSITIONS_FLAT}
-        top_k = int(router.topk)
-        self.add(SiteKind.ROUTER_IDS, number, at_output(router, partial(_ids, top_k)), **flat)
-        self.add(SiteKind.ROUTER_WEIGHTS, number, at_output(router, partial(_weights, top_k)), **flat)
+        for kind, pick in ((SiteKind.ROUTER_IDS, _ids), (SiteKind.ROUTER_WEIGHTS, _weights)):
+            attach = at_output(router, partial(pick, int(router.topk)))
+            self.add(kind, number, attach, tokens=self.between, order=Order.POSITIONS_FLAT)
 
     def add(
         self,
