@@ -138,7 +138,11 @@ def _logprobs(
     else:
         recorded = worker.record_routes(part, plan=plan)
         found_nT = recorded.logprobs_NT
-        _write_routes(work, worker, recorded.routes_NTLK, mine)
+        routes_NTLK = _of_all_layers(work, worker, recorded.routes_NTLK, mine)
+        # A backward pass that follows uses them, too.
+        part[ROUTES] = routes_NTLK[mine]
+        if worker.rank == 0:
+            write_routes(work.routes_to, routes_NTLK, work.rows, shape=_shape_of(worker), model=work.model)
     return _of_all_ranks(found_nT, work, mine, worker)
 
 
@@ -152,19 +156,14 @@ def _of_all_ranks(part: torch.Tensor, work: RankWork, mine: list[int], worker: P
     return on_device.cpu()
 
 
-def _write_routes(work: RankWork, worker: PolicyWorker, routes_nTLK: torch.Tensor, mine: list[int]) -> None:
-    """(collective) Where a rank has no route it has -1."""
-    replay = worker.replay
-    assert isinstance(replay, WorkerReplay) and work.routes_to is not None
+def _of_all_layers(work: RankWork, worker: PolicyWorker, routes_nTLK: torch.Tensor, mine: list[int]) -> torch.Tensor:
+    """(collective) `[N, T, L, K]` int16 of all rows and layers; where a rank has no route it has -1."""
     size = (len(work.rows.ids), max(map(len, work.rows.ids)), *routes_nTLK.shape[2:])
     wide = torch.full(size, -1, dtype=torch.int32)
     wide[mine, : routes_nTLK.shape[1]] = routes_nTLK[:, : size[1]].to(torch.int32)
     on_device = wide.to(worker.device)
     dist.all_reduce(on_device, op=dist.ReduceOp.MAX)
-    if worker.rank == 0:
-        write_routes(
-            work.routes_to, on_device.cpu().to(torch.int16), work.rows, shape=replay.shape, model=dict(work.model)
-        )
+    return on_device.cpu().to(torch.int16)
 
 
 def _routes(work: RankWork, worker: PolicyWorker) -> torch.Tensor:
