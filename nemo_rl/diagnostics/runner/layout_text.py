@@ -128,5 +128,5 @@ class LayoutText:
             "tensor_model_parallel_size": self.tp,
             "pipeline_model_parallel_size": self.pp,
             "expert_model_parallel_size": self.ep,
-            "expert_tensor_parallel_size": self.expert_tensor,
+            "expert_tensor_parallel_size": self.expert_tensor if self.ep > 1 else self.etp,
         }
