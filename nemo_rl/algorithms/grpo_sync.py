@@ -7,6 +7,7 @@
            |- begin      prompt numbers, keys of the rows to come          (PromptSampler.next, begin_step)
            |- open_step  these rows are cleared at its end, also after an error     (open_step)
            |    |- stages  rollout, score, logprobs, advantages, train, log; see stages/bodies.py   (Stage.run)
+           |    |- keep    with diagnostics.keep_steps: written to disk meanwhile    (StepKeeper.after, StepKeeper.fail)
            |    `- clear   rows that were not trained, with the reason     (clear_untrained)
            `- end_step   workers forget what they fetched                  (TQPolicy.end_step)
          then refit, validate, report, save                                (step_metrics, CheckpointManager.save)
@@ -21,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from nemo_rl.algorithms.kept_steps.keeper import StepKeeper
 from nemo_rl.algorithms.run_folder import ROLLOUTS
 from nemo_rl.algorithms.stages.bodies import clear_untrained
 from nemo_rl.algorithms.stages.columns import declare_partition
@@ -61,6 +63,8 @@ class TrainerParts:
     logger: Logger
     panel: Panel
     resume_from: Checkpoint | None = None
+    keeper: StepKeeper | None = None
+    """With `diagnostics.keep_steps`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +97,7 @@ class SyncGRPOTrainer:
         self._first_val_reward: float | None = None
         self._val_reward: float | None = None
         self._last_checkpoint: Path | None = None
+        self._last_saved_step = 0
 
     def fit(self) -> RunSummary:
         """Trains to the last step, or to the accuracy that stops early."""
@@ -116,13 +121,34 @@ class SyncGRPOTrainer:
         parts, started = self._parts, time.monotonic()
         step = self._begin_step()
         with open_step(parts.client, step.partition, step.keys):
-            for stage in parts.stages:
-                parts.panel.stage(stage.name)
-                step = stage.run(step)
+            step = self._run_stages(step) if parts.keeper is None else self._run_kept_stages(step, parts.keeper)
             clear_untrained(parts.client, step)
         parts.policy.end_step()
+        if parts.keeper is not None:
+            parts.keeper.finish(step, last_checkpoint=self._last_saved_step)
         self._step = step.number
         return replace(step, seconds=time.monotonic() - started)
+
+    def _run_stages(self, step: StepState) -> StepState:
+        for stage in self._parts.stages:
+            self._parts.panel.stage(stage.name)
+            step = stage.run(step)
+        return step
+
+    def _run_kept_stages(self, step: StepState, keeper: StepKeeper) -> StepState:
+        """As `_run_stages`, writing the step to disk meanwhile; when it fails, as far as it came."""
+        at = ""
+        try:
+            for stage in self._parts.stages:
+                at = stage.name
+                self._parts.panel.stage(at)
+                step = stage.run(step)
+                keeper.after(at, step)
+            keeper.rows_written(step)
+        except BaseException as error:
+            keeper.fail(step, error, stage=at)
+            raise
+        return step
 
     def _begin_step(self) -> StepState:
         config = self._config.grpo
@@ -187,6 +213,8 @@ class SyncGRPOTrainer:
         )
         metrics.update({f"timing/{name}_s": value for name, value in stage_seconds.items()})
         metrics.update(traffic.metrics)
+        if self._parts.keeper is not None:
+            metrics.update(self._parts.keeper.metrics())
         self._timer.reset()
         self._parts.logger.log_metrics(metrics, step=self._step)
         self._parts.panel.step(self._report(step, metrics, stage_seconds, traffic.stage_bytes))
@@ -260,6 +288,7 @@ class SyncGRPOTrainer:
             "first_val_reward": self._first_val_reward,
         }
         self._last_checkpoint = self._parts.checkpoints.save(self._step, write=write, state=state)
+        self._last_saved_step = self._step
 
     def _best_checkpoint(self) -> Path | None:
         best = None if self._parts.checkpoints is None else self._parts.checkpoints.best()
@@ -270,7 +299,7 @@ class SyncGRPOTrainer:
         optimizer = checkpoint.optimizer if self._config.checkpointing.load_optimizer else None
         self._parts.policy.load_checkpoint(weights=checkpoint.weights, optimizer=optimizer)
         self._parts.sampler.load_state_dict(_mapping(state["sampler"]))
-        self._step = checkpoint.step
+        self._step = self._last_saved_step = checkpoint.step
         self._val_reward = _number(state.get("val_reward"))
         self._first_val_reward = _number(state.get("first_val_reward"))
         self._last_checkpoint = checkpoint.path

@@ -28,6 +28,7 @@ __all__ = [
     "CONFIG_FILE",
     "CURVE_FILE",
     "ROLLOUTS",
+    "STEPS",
     "cut_rollouts",
     "open_run_folders",
     "run_folders",
@@ -37,6 +38,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE, CURVE_FILE, ROLLOUTS = "config.yaml", "reward_curve.png", "rollouts"
+STEPS = "steps"
+"""Folder of the steps that a run keeps."""
 WRITTEN = (
     METRICS_FILE,
     CONFIG_FILE,
@@ -46,6 +49,7 @@ WRITTEN = (
     REWARD_LOG,
     CRASH_FILE,
     f"{ROLLOUTS}/*.jsonl",
+    f"{STEPS}/step_[0-9]*",
     f"{WORKER_LOGS}/*.log",
     "tensorboard/events.out.tfevents.*",
     *("wandb/run-*", "wandb/offline-run-*", "wandb/latest-run", "wandb/debug*.log"),

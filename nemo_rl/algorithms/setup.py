@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +17,13 @@ from rich.console import Console
 
 from nemo_rl.algorithms.cpu_needs import ROLLOUT_CPUS, cpus_per_bundle, other_cpus
 from nemo_rl.algorithms.grpo_sync import SyncGRPOTrainer, TrainerParts
+from nemo_rl.algorithms.kept_steps.folder import StepsFolder
+from nemo_rl.algorithms.kept_steps.keeper import StepKeeper, package_versions
+from nemo_rl.algorithms.kept_steps.record import RunFacts
 from nemo_rl.algorithms.preflight.checks import preflight
 from nemo_rl.algorithms.run_folder import CONFIG_FILE, cut_rollouts, open_run_folders
 from nemo_rl.algorithms.stages.bodies import build_stages
-from nemo_rl.algorithms.stages.columns import stage_columns
+from nemo_rl.algorithms.stages.columns import StageColumns, fetched_fields, stage_columns
 from nemo_rl.algorithms.stages.stage import StageTools
 from nemo_rl.config.parts import ENGINES, LOSSES
 from nemo_rl.config.r3_trace_env import trace_environment
@@ -56,7 +59,7 @@ from nemo_rl.utils.logger import Logger, build_logger
 from nemo_rl.utils.panel import Panel
 from nemo_rl.utils.start_up import StartUp
 
-__all__ = ["open_parts", "open_trainer", "write_resolved_config"]
+__all__ = ["build_loss", "open_parts", "open_trainer", "write_resolved_config"]
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +100,7 @@ def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | Non
     # Folders in place of names on the hub; what is written down keeps the names.
     config = preflight(given)
     model_config = load_model_config(config.policy.model_name)
-    loss_fn = _loss(config)
+    loss_fn = build_loss(config)
     columns = stage_columns(config, loss_fn)
     with ExitStack() as stack:
         stack.enter_context(open_run_folders(config))
@@ -144,10 +147,36 @@ def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | Non
             logger=run_logger,
             panel=panel,
             resume_from=resume_from,
+            keeper=_keeper(tools, columns, config, resume_from) if config.diagnostics.keep_steps.enabled else None,
         )
 
 
-def _loss(config: MasterConfig) -> LossFunction:
+def _keeper(
+    tools: StageTools, columns: Sequence[StageColumns], config: MasterConfig, resume_from: Checkpoint | None
+) -> StepKeeper:
+    train = next(stage for stage in columns if stage.name == WorkerPass.TRAIN)
+    facts = RunFacts(
+        config=config.model_dump(mode="json"),
+        world_size=tools.policy.layout.world_size,
+        stages=tuple(stage.name for stage in columns),
+        train_fields=fetched_fields(train),
+        cost=tools.cost,
+        started_from=None if resume_from is None else resume_from.step,
+        with_optimizer=config.checkpointing.load_optimizer,
+        packages=package_versions(),
+    )
+    return StepKeeper(
+        config.diagnostics.keep_steps,
+        run=facts,
+        seed=config.grpo.seed,
+        log_dir=config.logger.log_dir,
+        rollout=tools.rollout,
+        policy=tools.policy,
+    )
+
+
+def build_loss(config: MasterConfig) -> LossFunction:
+    """The loss that the recipe names."""
     is_from_sampler = config.grpo.use_generation_logprobs_as_prev
     prev_field = "generation_logprobs" if is_from_sampler else WorkerPass.PREV_LOGPROBS.column
     loss: LossFunction = LOSSES.load(config.loss_fn.name, key="loss_fn.name")(
@@ -349,4 +378,5 @@ def _checkpoint_to_resume(
     chosen = choice.checkpoint
     panel.note(f"resuming after step {chosen.step} from {chosen.path}: {choice.reason}")
     cut_rollouts(config.logger.log_dir, resume_step=chosen.step)
+    StepsFolder(config.logger.log_dir).cut(resume_step=chosen.step)
     return chosen

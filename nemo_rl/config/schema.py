@@ -13,6 +13,7 @@ from pydantic import Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, Posit
 
 from nemo_rl.config.base import START_TIMEOUT_S, FilePath, Options, Section, Text
 from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.config.diagnostics import DiagnosticsConfig
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, DATASETS, ENVIRONMENTS, LOSSES, TRACKERS
 from nemo_rl.config.policy import PolicyConfig, RefitTransport
 
@@ -299,6 +300,7 @@ class MasterConfig(Section):
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     checkpointing: CheckpointingConfig = Field(default_factory=CheckpointingConfig)
     logger: LoggerConfig = Field(default_factory=LoggerConfig)
+    diagnostics: DiagnosticsConfig = Field(default_factory=DiagnosticsConfig)
 
     @property
     def active_data_plane(self) -> DataPlaneConfig:

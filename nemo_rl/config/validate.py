@@ -449,6 +449,15 @@ def rule_tracker_keys_need_their_tracker(config: MasterConfig) -> list[str]:
     return lines
 
 
+def rule_kept_steps_need_their_switch(config: MasterConfig) -> list[str]:
+    section = config.diagnostics.keep_steps
+    if section.enabled:
+        return []
+    prefix, names = "diagnostics.keep_steps", tuple(type(section).model_fields)
+    switch = f"{prefix}.enabled"
+    return would_be_ignored(section, prefix, names, switch=switch, because=f"{switch} is false")
+
+
 _ALL = rules_in(globals()) | validate_policy.RULES | validate_megatron.RULES | validate_router_replay.RULES
 
 RULES: tuple[Rule, ...] = tuple(_ALL[name] for name in sorted(_ALL))

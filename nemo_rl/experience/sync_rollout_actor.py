@@ -22,6 +22,7 @@ from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.chunks.wire import message_bytes
 from nemo_rl.data_plane.client.operation_counts import Totals
+from nemo_rl.data_plane.column_file import write_column_file
 from nemo_rl.data_plane.column_io import kv_first_write, read_columns
 from nemo_rl.data_plane.factory import attach_data_plane
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
@@ -303,6 +304,16 @@ class SyncRolloutActor:
             texts.append({"key": meta.keys[row], "prompt": prompt, "response": response})
         _write_json_lines(path, [{**text, **record} for text, record in zip(texts, records, strict=True)])
 
+    def keep_columns(self, meta: KVBatchMeta, *, fields: Sequence[str], path: Path) -> int:
+        """Writes columns of the rows to a file, as they are stored; returns its bytes."""
+        with self.client.stage("keep"):
+            found = self.client.get_data(meta, fields)
+        columns = {name: found.get(name) for name in fields}
+        try:
+            return write_column_file(path, columns)
+        except OSError as error:
+            raise ResourceError(f"columns cannot be kept in {path}: {machine_problem(error) or error}") from error
+
     def data_plane_snapshot(self) -> Totals:
         """Counters of this process's client since the last call."""
         return self.client.snapshot(reset=True)
@@ -385,6 +396,10 @@ class RolloutHandle:
         """Writes rows for people; see `SyncRolloutActor.log_rollouts`."""
         self.driver_bytes += message_bytes((meta, records))
         return self._submit(ask(SyncRolloutActor.log_rollouts, meta=meta, path=path, records=records), "log")
+
+    def submit_keep_columns(self, meta: KVBatchMeta, *, fields: Sequence[str], path: Path) -> Pending[int]:
+        """Writes columns to a file; see `SyncRolloutActor.keep_columns`."""
+        return self._submit(ask(SyncRolloutActor.keep_columns, meta=meta, fields=list(fields), path=path), "keep")
 
     def data_plane_snapshot(self) -> Totals:
         return self._run(ask(SyncRolloutActor.data_plane_snapshot), "metrics")

@@ -13,6 +13,7 @@ from nemo_rl.config.schema import GRPOConfig, MasterConfig
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.schema import (
     DP_TRAIN_FIELDS,
+    FIELDS,
     LP_SEED_FIELDS,
     ROUTE_FIELDS,
     reads_of,
@@ -26,6 +27,7 @@ from nemo_rl.routes.columns import route_conditions
 
 __all__ = [
     "PARTITION",
+    "REWRITTEN",
     "StageColumns",
     "check_stages",
     "declare_partition",
@@ -36,6 +38,8 @@ __all__ = [
 
 PARTITION = "train"
 """Where the rows of all training steps are."""
+REWRITTEN = tuple(spec.name for spec in FIELDS.values() if spec.rewritten_by)
+"""Columns that a later stage of the step writes again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

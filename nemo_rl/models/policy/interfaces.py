@@ -59,6 +59,8 @@ class TrainResult:
     rank: int
     metrics: tuple[dict[str, Reduction], ...]
     """This rank's metrics, one dict per microbatch; merge them over ranks and microbatches."""
+    microbatch_losses: tuple[float, ...] = ()
+    """This rank's part of the loss, one per microbatch; empty for a loss that does not report it as metric `loss`."""
     total_flops: float
     """Floating-point operations of this rank's forward and backward passes."""
     theoretical_tflops: float

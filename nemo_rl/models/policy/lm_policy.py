@@ -21,6 +21,7 @@ from nemo_rl.distributed.worker_groups import WorkerGroup
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
+from nemo_rl.models.weights_digest import WeightsDigest
 from nemo_rl.utils.metrics import Reduction, merge_metrics
 
 __all__ = ["Policy", "TrainSummary"]
@@ -36,6 +37,9 @@ class TrainSummary:
     """Mean over the optimizer steps of the call."""
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
+    microbatch_losses: tuple[tuple[float, ...], ...] = ()
+    """Of each data-parallel shard, in the order of its microbatches; their sum is the sum of `losses`. Empty for a loss
+    that does not report itself as the metric `loss`."""
     metrics: dict[str, Reduction] = field(default_factory=dict)
     learning_rate: float
     num_tokens: int
@@ -115,6 +119,12 @@ class Policy:
     def load_checkpoint(self, *, weights: Path, optimizer: Path | None) -> None:
         self._run(ask(PolicyWorker.load_checkpoint, weights=weights, optimizer=optimizer), "resume")
 
+    def weights_digest(self) -> WeightsDigest:
+        """Of the weights as they are now."""
+        found = self._run(ask(PolicyWorker.weights_digest), "weights digest")[0]
+        assert found is not None, "rank 0 makes the digest"
+        return found
+
     def memory_metrics(self) -> dict[str, float]:
         """`memory/<stage>_peak_bytes`, `_start_bytes` and `_end_bytes` since the last call, of the largest worker."""
         reports = self._run(ask(PolicyWorker.memory_report), "memory")
@@ -168,6 +178,7 @@ def summarize(results: Sequence[TrainResult], *, layout: ParallelLayout | None =
         loss=sum(first.loss) / len(first.loss) if first.loss else 0.0,
         losses=first.loss,
         grad_norms=first.grad_norm,
+        microbatch_losses=tuple(result.microbatch_losses for result in writers),
         metrics=merge_metrics(microbatch for result in writers for microbatch in result.metrics),
         learning_rate=first.learning_rate,
         num_tokens=sum(result.num_tokens for result in writers),

@@ -106,11 +106,13 @@ class Passes:
         if not eval_mode:
             self._engine.schedule.advance()
         lengths = [int(n) for n in batch.tensor("input_lengths").tolist()]
+        metrics = tuple(metrics for outcome in outcomes for metrics in outcome.metrics)
         return TrainResult(
             loss=tuple(outcome.loss for outcome in outcomes),
             grad_norm=tuple(outcome.grad_norm for outcome in outcomes),
             rank=self._here.rank,
-            metrics=tuple(metrics for outcome in outcomes for metrics in outcome.metrics),
+            metrics=metrics,
+            microbatch_losses=tuple(part["loss"].value for part in metrics if "loss" in part),
             total_flops=transformer_flops(self._engine.flops_shape, lengths, with_backward=not eval_mode),
             theoretical_tflops=theoretical_tflops(device_name(self._here.device), dtype=self._config.precision),
             learning_rate=learning_rate,

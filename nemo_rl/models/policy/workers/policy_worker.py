@@ -42,6 +42,7 @@ from nemo_rl.models.policy.workers.refit_source import RefitSource
 from nemo_rl.models.weight_sync.buckets import RefitPlan
 from nemo_rl.models.weight_sync.ipc_handle import IpcHandle
 from nemo_rl.models.weight_sync.refit_group import RefitGroupSpec
+from nemo_rl.models.weights_digest import WeightsDigest, digest_weights
 
 __all__ = ["PolicyWorker", "WorkerParts"]
 
@@ -208,6 +209,15 @@ class PolicyWorker:
         """(collective) Full CPU weights in HF naming, one at a time, on every rank."""
         self.life.require("export_weights", WorkerState.TRAINING, WorkerState.LOGPROBS, WorkerState.REFIT)
         yield from self.engine.export_weights()
+
+    def weights_digest(self) -> WeightsDigest | None:
+        """(collective) Of the exported weights, at rank 0; None elsewhere."""
+        weights = self.export_weights()
+        if self.rank == 0:
+            return digest_weights(weights)
+        for _ in weights:
+            """Each is gathered from all ranks."""
+        return None
 
     # Checkpoints.
 

@@ -1,0 +1,1 @@
+"""Steps of a run kept as facts: written by the trainer, read by `nemo-rl replay`."""

@@ -1,0 +1,264 @@
+"""`StepKeeper`: writes each step of a run to disk while it goes on.
+
+    SyncGRPOTrainer.step
+      |- after "score"        record; the rollout worker writes columns of all rows       (StepKeeper.after)
+      |- after "advantages"   it writes those of the trained rows, while they are trained
+      |- before the rows are cleared: waits for both                                      (StepKeeper.rows_written)
+      |- at the end           outcome, digest of the weights, manifest, final name        (StepKeeper.finish)
+      `- or on an error       the same as far as it came                                  (StepKeeper.fail)
+
+The driver holds no column: the rollout worker's process reads and writes them. Invariant: keeping changes no number of
+the run, and an error while a failed step is kept never hides the one that ended it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, STEP_FILE, UPDATE_FILE, StepsFolder
+from nemo_rl.algorithms.kept_steps.record import (
+    KeptError,
+    KeptOutcome,
+    KeptPlan,
+    KeptRows,
+    KeptStep,
+    RunFacts,
+    record_text,
+    tag_columns,
+)
+from nemo_rl.algorithms.stages.columns import REWRITTEN
+from nemo_rl.algorithms.stages.state import StepState
+from nemo_rl.config.diagnostics import KeepStepsConfig
+from nemo_rl.distributed.calls import Pending
+from nemo_rl.errors import ResourceError, WorkerError
+from nemo_rl.experience.sync_rollout_actor import RolloutHandle
+from nemo_rl.models.policy.tq_policy import TQPolicy
+from nemo_rl.utils.files import write_text
+from nemo_rl.utils.last_resort import machine_problem
+from nemo_rl.utils.metrics import values
+
+__all__ = ["StepKeeper", "package_versions"]
+
+logger = logging.getLogger(__name__)
+
+FAILED_STEP_S = 30.0
+"""For keeping a step that has failed: its workers may be gone, and somebody waits for the error."""
+PACKAGES = ("torch", "transformers", "megatron-core", "numpy", "nemo-rl")
+
+
+class StepKeeper:
+    """Keeps the steps of one run.
+
+    Args:
+        run: what every step's record says of the run.
+        seed: `grpo.seed`.
+        log_dir: of the run.
+    """
+
+    def __init__(
+        self,
+        config: KeepStepsConfig,
+        *,
+        run: RunFacts,
+        seed: int,
+        log_dir: Path,
+        rollout: RolloutHandle,
+        policy: TQPolicy,
+    ) -> None:
+        self._config, self._run, self._seed = config, run, seed
+        self._rollout, self._policy = rollout, policy
+        self._folder = StepsFolder(log_dir)
+        self._writing: list[Pending[int]] = []
+        self._path: Path | None = None
+        """Of the step in flight, once it has one."""
+        self._seconds = 0.0
+        self._bytes = 0
+        self._has_warned = False
+
+    def after(self, stage: str, step: StepState) -> None:
+        """What the stage has made of the step is being written when this returns."""
+        if stage == "score":
+            with self._timed(step):
+                self._begin(step)
+        elif stage == "advantages" and step.chosen is not None:
+            with self._timed(step):
+                self._submit_update(step)
+
+    def rows_written(self, step: StepState) -> None:
+        """Waits for the columns: their rows are cleared next.
+
+        Raises:
+            ResourceError: they could not be written; says why.
+        """
+        with self._timed(step):
+            self._wait()
+
+    def finish(self, step: StepState, *, last_checkpoint: int) -> None:
+        """The step has ended: adds what it gave, and lets old steps fall out.
+
+        Args:
+            last_checkpoint: its step, 0 where there is none.
+
+        Raises:
+            ResourceError: as `rows_written`.
+        """
+        with self._timed(step):
+            self._end(self._record(step).ended(outcome=self._outcome(step)))
+            lost = self._folder.prune(max_bytes=self._config.max_bytes, since=last_checkpoint)
+            if lost and not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "kept steps since the checkpoint of step %d are more than diagnostics.keep_steps.max_bytes=%d: "
+                    "step %d falls out, and the steps after it cannot be replayed; raise it, or save more often",
+                    *(last_checkpoint, self._config.max_bytes, lost[0]),
+                )
+
+    def fail(self, step: StepState, error: BaseException, *, stage: str) -> None:
+        """The step has failed in `stage`: keeps it as far as it came, within a deadline. Raises nothing.
+
+        Called before the rows are cleared.
+        """
+        if not self._config.on_failure:
+            self._folder.drop(step.number)
+            return
+        # A thread that is given up may still be waiting for a worker that is gone.
+        keeping = threading.Thread(
+            target=self._keep_failed, args=(step, error, stage), name="keep failed step", daemon=True
+        )
+        keeping.start()
+        keeping.join(FAILED_STEP_S)
+        if keeping.is_alive():
+            logger.warning("step %d: gave up keeping it after %.0f s", step.number, FAILED_STEP_S)
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last step: seconds that the run has spent on keeping it, and its bytes."""
+        seconds, self._seconds = self._seconds, 0.0
+        return {"timing/keep_step_s": seconds, "keep/step_bytes": float(self._bytes)}
+
+    # Private parts.
+
+    @contextmanager
+    def _timed(self, step: StepState) -> Iterator[None]:
+        """Counts the seconds; what a file system refuses is the user's to mend."""
+        started = time.perf_counter()
+        try:
+            yield
+        except OSError as error:
+            raise ResourceError(
+                f"step {step.number} cannot be kept in {self._folder.path}: {machine_problem(error) or error}; or set "
+                "diagnostics.keep_steps.enabled=false"
+            ) from error
+        finally:
+            self._seconds += time.perf_counter() - started
+
+    def _begin(self, step: StepState) -> None:
+        self._writing = []
+        self._path = self._folder.begin(step.number)
+        write_text(self._path / STEP_FILE, record_text(self._record(step)))
+        meta = step.rows.meta
+        # A later stage may rewrite the others before they are read.
+        fields = [name for name in meta.fields if name not in REWRITTEN]
+        self._writing.append(self._rollout.submit_keep_columns(meta, fields=fields, path=self._path / ROLLOUT_FILE))
+
+    def _submit_update(self, step: StepState) -> None:
+        assert self._path is not None, "the step has begun"
+        meta, rolled = step.update.meta, set(step.rows.meta.fields) - set(REWRITTEN)
+        fields = [name for name in meta.fields if name not in rolled]
+        write_text(self._path / STEP_FILE, record_text(self._record(step)))
+        self._writing.append(self._rollout.submit_keep_columns(meta, fields=fields, path=self._path / UPDATE_FILE))
+
+    def _wait(self) -> None:
+        writing, self._writing = self._writing, []
+        for pending in writing:
+            pending.result()
+
+    def _end(self, record: KeptStep) -> None:
+        assert self._path is not None, "the step has begun"
+        write_text(self._path / STEP_FILE, record_text(record))
+        self._bytes = self._folder.end(record.number).num_bytes
+        self._path = None
+
+    def _keep_failed(self, step: StepState, error: BaseException, stage: str) -> None:
+        try:
+            if self._path is None:
+                self._path = self._folder.begin(step.number)
+                if step.rolled is not None:
+                    self._begin(step)
+            try:
+                self._wait()
+            finally:
+                self._end(self._record(step).ended(error=_kept_error(error, stage)))
+        except Exception as problem:  # noqa: BLE001  (the error that ended the step is the one to be seen)
+            logger.warning("step %d has failed and could not be kept whole: %s", step.number, problem)
+
+    def _record(self, step: StepState) -> KeptStep:
+        chosen, places = step.chosen, {}
+        if chosen is not None:
+            places = {key: row for row, key in enumerate(step.rows.meta.keys)}
+        return KeptStep(
+            number=step.number,
+            partition=step.partition,
+            prompts=step.prompts,
+            uids=step.uids,
+            keys=step.keys,
+            weight_version=step.weight_version,
+            policy_version=step.policy_version,
+            seed=self._seed,
+            run=self._run,
+            rows=None if step.rolled is None else _kept_rows(step),
+            trained=None if chosen is None else tuple(places[key] for key in chosen.meta.keys),
+            plan=None if chosen is None else KeptPlan.of(chosen.plan),
+            logprob_plan=(None if chosen is None or chosen.logprob_plan is None else KeptPlan.of(chosen.logprob_plan)),
+            update_versions={} if chosen is None else dict(chosen.meta.versions),
+        )
+
+    def _outcome(self, step: StepState) -> KeptOutcome:
+        if step.train is None:
+            return KeptOutcome()
+        return KeptOutcome(
+            losses=step.train.losses,
+            grad_norms=step.train.grad_norms,
+            microbatch_losses=step.train.microbatch_losses,
+            learning_rate=step.train.learning_rate,
+            metrics=values(step.train.metrics),
+            weights=self._policy.weights_digest(),
+        )
+
+
+def _kept_rows(step: StepState) -> KeptRows:
+    meta, carry = step.rows.meta, step.rows.carry
+    return KeptRows(
+        keys=meta.keys,
+        lengths=meta.sequence_lengths or (),
+        tags=tag_columns(meta.tags or ()),
+        versions=dict(meta.versions),
+        rewards=tuple(carry.rewards.tolist()),
+        truncated=tuple(carry.truncated.tolist()),
+        response_lengths=tuple(carry.response_lengths.tolist()),
+        components={name: tuple(part.tolist()) for name, part in carry.components.items()},
+    )
+
+
+def _kept_error(error: BaseException, stage: str) -> KeptError:
+    if isinstance(error, WorkerError):
+        stage = error.stage or stage
+    return KeptError(kind=type(error).__name__, text=str(error), stage=stage)
+
+
+@cache
+def package_versions() -> Mapping[str, str]:
+    """Of what computes the numbers."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,213 @@
+"""`KeptStep`: what is known of a step besides its columns, as `step.json` holds it.
+
+Written by `StepKeeper`, read by the replay. Invariant: nothing per token is in it, and reading it back gives the same
+record: floats to the last bit, NaN included.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
+
+from nemo_rl.data_plane.chunks.tags import TagValue
+from nemo_rl.distributed.pack_plan import PackPlan
+from nemo_rl.distributed.packing import DEFAULT_COST
+from nemo_rl.errors import SchemaMismatch, shorten
+from nemo_rl.experience.payload import RowScalars
+from nemo_rl.models.weights_digest import WeightsDigest
+
+__all__ = [
+    "FORMAT",
+    "KeptError",
+    "KeptOutcome",
+    "KeptPlan",
+    "KeptRows",
+    "KeptStep",
+    "RunFacts",
+    "StepStatus",
+    "read_record",
+    "record_text",
+    "tag_columns",
+]
+
+FORMAT = 1
+"""Of `step.json`; another one is refused."""
+
+
+class StepStatus(Enum):
+    """How far a step came."""
+
+    PARTIAL = "partial"
+    """It was in flight when the run was killed, or still is."""
+    COMPLETE = "complete"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptPlan:
+    """A pack plan without its costs."""
+
+    microbatches: tuple[tuple[tuple[int, ...], ...], ...]
+    steps: tuple[int, ...]
+    pad_to: int
+    packed: bool
+    digest: str
+
+    @classmethod
+    def of(cls, plan: PackPlan) -> KeptPlan:
+        return cls(
+            microbatches=plan.microbatches,
+            steps=plan.steps,
+            pad_to=plan.pad_to,
+            packed=plan.packed,
+            digest=plan.digest(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptRows:
+    """The rows of a step, one entry each, in the order of the rollout's file."""
+
+    keys: tuple[str, ...]
+    lengths: tuple[int, ...]
+    """Tokens."""
+    tags: Mapping[str, tuple[TagValue, ...]]
+    versions: Mapping[str, int | tuple[int, ...]]
+    """Family -> version in the ledger when the rows were kept."""
+    rewards: tuple[float, ...]
+    truncated: tuple[bool, ...]
+    response_lengths: tuple[int, ...]
+    components: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    @property
+    def scalars(self) -> RowScalars:
+        """As the rollout gave them to the driver."""
+        return RowScalars(
+            rewards=np.asarray(self.rewards, dtype=np.float32),
+            truncated=np.asarray(self.truncated, dtype=np.bool_),
+            response_lengths=np.asarray(self.response_lengths, dtype=np.int32),
+            components={name: np.asarray(part, dtype=np.float32) for name, part in self.components.items()},
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptOutcome:
+    """What the update gave; everything is empty for a step that trained no row."""
+
+    losses: tuple[float, ...] = ()
+    """Of each optimizer step, as are the norms."""
+    grad_norms: tuple[float, ...] = ()
+    microbatch_losses: tuple[tuple[float, ...], ...] = ()
+    """Of each data-parallel shard."""
+    learning_rate: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the loss, over all microbatches."""
+    weights: WeightsDigest | None = None
+    """After the step; None: as before it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptError:
+    """What ended a step."""
+
+    kind: str
+    """Name of the exception's class."""
+    text: str
+    stage: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFacts:
+    """What is the same in every step of a process."""
+
+    config: Mapping[str, object]
+    """The resolved config, with folders in place of names on the hub."""
+    world_size: int
+    """Policy workers."""
+    stages: tuple[str, ...]
+    train_fields: tuple[str, ...]
+    """Columns that training reads, routes apart."""
+    cost: tuple[float, float] = DEFAULT_COST
+    """By which rows were shared among the ranks."""
+    started_from: int | None = None
+    """Step of the checkpoint that the process resumed from; None: the initial model."""
+    with_optimizer: bool = True
+    """Whether it took the optimizer's state from there."""
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """Versions."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptStep:
+    """One step.
+
+    Example:
+        >>> step = KeptStep(number=3, partition="train", prompts=(7,), uids=("a",), keys=("a_g0", "a_g1"),
+        ...                 policy_version=2, run=RunFacts(config={}, world_size=1, stages=(), train_fields=()))
+        >>> read_record(record_text(step)) == step, step.status
+        (True, <StepStatus.PARTIAL: 'partial'>)
+    """
+
+    format: int = FORMAT
+    number: int
+    status: StepStatus = StepStatus.PARTIAL
+    partition: str
+    prompts: tuple[int, ...]
+    uids: tuple[str, ...]
+    keys: tuple[str, ...]
+    """Of all rows that the step could put."""
+    weight_version: int | None = None
+    policy_version: int
+    seed: int = 0
+    """`grpo.seed`, from which, the step's number and a purpose all seeds of its rows follow."""
+    run: RunFacts
+    rows: KeptRows | None = None
+    """None: the rollout was not done."""
+    trained: tuple[int, ...] | None = None
+    """Rows of the update, in its order: indices into the rows. None: not decided yet, or none has a gradient."""
+    plan: KeptPlan | None = None
+    """In indices into `trained`."""
+    logprob_plan: KeptPlan | None = None
+    update_versions: Mapping[str, int | tuple[int, ...]] = field(default_factory=dict)
+    """Family -> version of the columns of the trained rows, when they were kept."""
+    outcome: KeptOutcome | None = None
+    error: KeptError | None = None
+
+    def ended(self, *, outcome: KeptOutcome | None = None, error: KeptError | None = None) -> KeptStep:
+        """The step with its outcome, or with what ended it."""
+        status = StepStatus.COMPLETE if error is None else StepStatus.FAILED
+        return replace(self, outcome=outcome, error=error, status=status)
+
+
+_ADAPTER = TypeAdapter(KeptStep)
+
+
+def record_text(step: KeptStep) -> str:
+    """The content of `step.json`."""
+    return json.dumps(_ADAPTER.dump_python(step, mode="json"), separators=(",", ":"))
+
+
+def read_record(text: str, *, where: str = "step.json") -> KeptStep:
+    """The inverse of `record_text`.
+
+    Raises:
+        SchemaMismatch: damaged, or of another format.
+    """
+    try:
+        found = json.loads(text)
+        number = found.get("format") if isinstance(found, dict) else None
+        if number != FORMAT:
+            raise SchemaMismatch(f"{where}: expected format {FORMAT}, got {number!r}; it is of another version")
+        return _ADAPTER.validate_python(found)
+    except (ValidationError, ValueError, RecursionError) as error:
+        raise SchemaMismatch(f"{where} is damaged: {shorten(str(error))}") from error
+
+
+def tag_columns(tags: Sequence[Mapping[str, TagValue]]) -> dict[str, tuple[TagValue, ...]]:
+    """Tags by name."""
+    return {name: tuple(row[name] for row in tags) for name in (tags[0] if tags else ())}
