@@ -25,32 +25,20 @@ from nemo_rl.diagnostics.runner.prompts import PromptSpec, Rows, make_rows
 from nemo_rl.diagnostics.runner.rank import RankResult, RankWork, probe_rank
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.layout import ParallelLayout
+from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import UserError
 from nemo_rl.models.hub import local_folders
 from nemo_rl.models.loading import load_model_config
 from nemo_rl.models.policy.fit import check_policy_fits
-from nemo_rl.models.policy.recording.recording import RecordSpec
+from nemo_rl.models.policy.recording.identity import model_identity, record_spec
 from nemo_rl.records.selector import Selector
 from nemo_rl.utils.files import write_text
 
-__all__ = ["RECORDS", "RESULT", "ProbeResult", "ProbeSpec", "model_identity", "run_probe"]
+__all__ = ["RECORDS", "RESULT", "ProbeResult", "ProbeSpec", "run_probe"]
 
 RECORDS, RESULT = "records", "result.json"
 """In the folder of a probe."""
 RANDOM = "random:"
-IDENTITY = (
-    "model_type",
-    "num_hidden_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "num_experts_per_tok",
-)
-"""What must agree between two models whose tensors are compared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,12 +158,6 @@ def run_probe(spec: ProbeSpec, environment: Mapping[str, str] = os.environ) -> P
     return result
 
 
-def model_identity(policy: PolicyConfig) -> dict[str, object]:
-    """What records and routes say of the model that they are of."""
-    settings = load_model_config(policy.model_name).get_text_config().to_dict()
-    return {name: settings[name] for name in IDENTITY if settings.get(name) is not None}
-
-
 def _rows(policy: PolicyConfig, spec: ProbeSpec) -> tuple[Rows, tuple[tuple[str, ...], ...]]:
     tokenizer = load_tokenizer(policy.tokenizer.name or policy.model_name, chat_template=policy.tokenizer.chat_template)
     settings = load_model_config(policy.model_name).get_text_config().to_dict()
@@ -204,18 +186,16 @@ def _placed(policy: PolicyConfig, spec: ProbeSpec, rows: Rows) -> tuple[PolicyCo
 
 
 def _work(policy: PolicyConfig, spec: ProbeSpec, rows: Rows, world_size: int, *, weights: str) -> RankWork:
-    identity = model_identity(policy)
     record = None
     if spec.dump is not None and spec.out is not None:
-        record = RecordSpec(
+        record = record_spec(
+            policy,
             folder=spec.out / RECORDS,
             sites=spec.dump,
-            model=identity,
-            settings={"layout": str(spec.layout), "routes_from": str(spec.routes_from), "prompt": str(spec.prompt)},
-            tokenizer=str(Path(policy.tokenizer.name or policy.model_name).absolute()),
+            phases=tuple(WorkerPass),
             weights=weights,
-            engine="megatron" if policy.megatron_cfg.enabled else "dtensor",
-            precision=policy.precision,
+            must_succeed=True,
+            settings={"layout": str(spec.layout), "routes_from": str(spec.routes_from), "prompt": str(spec.prompt)},
         )
     return RankWork(
         policy=policy,
@@ -224,7 +204,7 @@ def _work(policy: PolicyConfig, spec: ProbeSpec, rows: Rows, world_size: int, *,
         seed=spec.config.grpo.seed,
         has_backward=spec.has_backward,
         top_k=spec.top_k,
-        model=identity,
+        model=model_identity(policy),
         record=record,
         routes_from=spec.routes_from,
         routes_to=spec.routes_to,

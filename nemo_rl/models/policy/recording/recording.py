@@ -34,6 +34,7 @@ __all__ = ["NO_RECORDING", "RecordSpec", "Recording", "SiteRecording"]
 
 logger = logging.getLogger(__name__)
 
+STEP_IN_NAME = "{step}"
 PACKAGES = ("torch", "transformers", "megatron-core", "nemo-rl")
 
 
@@ -107,7 +108,7 @@ class SiteRecording:
     def begin(self, step: int) -> None:
         """As in `Recording`."""
         self.end(is_complete=False)
-        folder = Path(str(self._spec.folder).format(step=step))
+        folder = Path(str(self._spec.folder).replace(STEP_IN_NAME, str(step)))
         with self._excused():
             if self._here.rank == 0:
                 new_folder(folder, self._manifest())
