@@ -1,4 +1,4 @@
-"""Where a difference starts: the first site that fails, the block that adds most, the first values that are NaN or inf."""
+"""Where a difference starts: the first site that fails, the block that adds most, the first NaN or infinity."""
 
 from __future__ import annotations
 
