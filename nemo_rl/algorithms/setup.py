@@ -314,12 +314,13 @@ def _record_spec(config: MasterConfig) -> RecordSpec | None:
     section = config.diagnostics.record
     if not section.steps:
         return None
+    passes = {stage.name for stage in stage_columns(config, build_loss(config))}
     return record_spec(
         config.policy,
         # Workers have directories of their own.
         folder=(config.logger.log_dir / RECORDS / "step_{step}").absolute(),
         sites=section.sites,
-        phases=tuple(section.phases),
+        phases=tuple(phase for phase in section.phases if phase in passes),
         weights=f"run {config.logger.log_dir}",
         must_succeed=False,
     )

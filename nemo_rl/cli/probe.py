@@ -1,25 +1,25 @@
-"""`nemo-rl probe compare`: whether two recordings of a model's tensors agree, and where they part."""
+"""`nemo-rl probe run|ab|compare`: a worker by hand, and whether two recordings of a model's tensors agree."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from nemo_rl.cli.probe_run import ab, run
 from nemo_rl.errors import UserError
-from nemo_rl.utils.files import write_text
 
 __all__ = ["app"]
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Record tensors of a model and compare them.")
+app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Run a worker by hand, record its tensors, compare them."
+)
 
 
 @app.callback()
 def _root() -> None:
-    """Record tensors of a model and compare them."""
+    """Run a worker by hand, record its tensors, compare them."""
 
 
 @app.command()
@@ -39,27 +39,15 @@ def compare(
     """Matches records token by token. Exit code: 0 pass, 2 usage, 3 mismatch, 4 incomplete, 5 vacuous, 6 corrupt, 7
     unsupported."""
     # torch takes seconds to import, and other commands need none.
-    from nemo_rl.diagnostics.compare.folders import compare_folders  # noqa: PLC0415
-    from nemo_rl.diagnostics.compare.limits import DEFAULT, read_limits  # noqa: PLC0415
-    from nemo_rl.diagnostics.compare.noise import propose_limits  # noqa: PLC0415
-    from nemo_rl.diagnostics.compare.page import write_page  # noqa: PLC0415
+    from nemo_rl.cli.comparison import show_comparison  # noqa: PLC0415
 
     if propose is not None and not noise:
         raise UserError("--propose: limits are proposed out of recordings like A; name them with --noise DIR")
-    chosen = DEFAULT if limits is None else read_limits(limits)
-    comparison = compare_folders(a, b, limits=chosen)
-    proposal = propose_limits([a, *noise]) if noise else None
-    if propose is not None and proposal is not None:
-        write_text(propose, proposal.text)
-    if html is not None:
-        write_page(html, comparison)
-    console = Console(soft_wrap=True, markup=False, highlight=False)
-    if as_json:
-        record = comparison.as_record() | ({} if proposal is None else {"proposed_limits": proposal.text})
-        console.print_json(json.dumps(record, allow_nan=False))
-    else:
-        for line in comparison.lines(is_all=show_all):
-            console.print(line)
-        if proposal is not None:
-            console.print(f"proposed limits:\n{proposal.text}", end="")
-    raise typer.Exit(comparison.verdict.value)
+    verdict = show_comparison(
+        a, b, limits=limits, noise=noise or (), propose=propose, html=html, show_all=show_all, as_json=as_json
+    )
+    raise typer.Exit(verdict.value)
+
+
+app.command()(run)
+app.command()(ab)

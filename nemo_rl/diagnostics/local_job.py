@@ -21,6 +21,7 @@ from multiprocessing.process import BaseProcess
 
 import torch
 
+from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group
 from nemo_rl.distributed.job_store import adopt_listener
 from nemo_rl.errors import NemoRLError, from_record, to_record
@@ -38,6 +39,8 @@ GRACE_S = 2.0
 
 class ChildFailed(NemoRLError):
     """A rank ended with an error that nobody foresaw, was killed, or did not end in time."""
+
+    exit_code = Verdict.CHILD_FAILED.value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

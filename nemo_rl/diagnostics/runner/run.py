@@ -71,6 +71,8 @@ class ProbeResult:
     found: RankResult
     layout: str
     world_size: int
+    is_first_rank: bool = True
+    """Whether this process speaks for the job."""
 
     def as_record(self) -> dict[str, object]:
         """For machines."""
@@ -152,7 +154,14 @@ def run_probe(spec: ProbeSpec, environment: Mapping[str, str] = os.environ) -> P
         else:
             rank = RankSpec(rank=0, world_size=1)
             found = run_job(world_size, probe_rank, work, timeout_s=spec.timeout_s)[0]  # type: ignore[assignment]
-    result = ProbeResult(rows=rows, texts=texts, found=found, layout=_layout_words(work), world_size=world_size)
+    result = ProbeResult(
+        rows=rows,
+        texts=texts,
+        found=found,
+        layout=_layout_words(work),
+        world_size=world_size,
+        is_first_rank=rank.rank == 0,
+    )
     if spec.out is not None and rank.rank == 0:
         _write(spec.out / RESULT, result)
     return result
@@ -192,7 +201,7 @@ def _work(policy: PolicyConfig, spec: ProbeSpec, rows: Rows, world_size: int, *,
             policy,
             folder=spec.out / RECORDS,
             sites=spec.dump,
-            phases=tuple(WorkerPass),
+            phases=(WorkerPass.PREV_LOGPROBS, *([WorkerPass.TRAIN] if spec.has_backward else [])),
             weights=weights,
             must_succeed=True,
             settings={"layout": str(spec.layout), "routes_from": str(spec.routes_from), "prompt": str(spec.prompt)},
