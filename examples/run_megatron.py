@@ -3,8 +3,8 @@
     python examples/run_megatron.py configs/recipes/grpo_sort_megatron_tp2_cpu.yaml --rows 2 --backward
     torchrun --nproc-per-node 2 examples/run_megatron.py RECIPE --layout "tp=2 sp" --record-routes routes.safetensors
 
-The same as `nemo-rl probe run` with `worker=megatron`; `--help` lists the options. Exit codes: 0 done, 2 something the
-user can fix, 8 a rank failed.
+The same as `nemo-rl probe run`, whose `--help` lists the options; a layout that names no worker means Megatron's. Exit
+codes: 0 done, 2 something the user can fix, 8 a rank failed.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from nemo_rl.distributed.job_store import adopt_listener
 from nemo_rl.errors import NemoRLError, from_record, to_record
 from nemo_rl.utils.last_resort import crash_line
 
-__all__ = ["ChildFailed", "run_job"]
+__all__ = ["ChildFailed", "quiet_libraries", "run_job"]
 
 Target = Callable[..., object]
 LOOPBACK = "127.0.0.1"
@@ -66,7 +66,7 @@ def run_job(world_size: int, target: Target, *args: object, timeout_s: float) ->
         ChildFailed: any other end.
     """
     if world_size == 1:
-        with _quiet():
+        with quiet_libraries():
             return [target(RankSpec(rank=0, world_size=1), *args)]
     deadline = time.monotonic() + timeout_s
     with socket.create_server((LOOPBACK, 0)) as listener:
@@ -150,7 +150,7 @@ def _main(
     if listener is not None:
         adopt_listener(listener)
     try:
-        with _quiet():
+        with quiet_libraries():
             answers.send((True, target(spec, *args)))
     except NemoRLError as error:
         answers.send((False, to_record(error)))
@@ -161,7 +161,7 @@ def _main(
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_libraries() -> Iterator[None]:
     """Libraries warn of their own calls of one another, on every rank."""
     torch_log = logging.getLogger("torch")
     level = torch_log.level

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.tokenizer import load_tokenizer
-from nemo_rl.diagnostics.local_job import run_job
+from nemo_rl.diagnostics.local_job import quiet_libraries, run_job
 from nemo_rl.diagnostics.runner.layout_text import LayoutText
 from nemo_rl.diagnostics.runner.prompts import PromptSpec, Rows, make_rows
 from nemo_rl.diagnostics.runner.rank import RankResult, RankWork, probe_rank
@@ -150,7 +150,8 @@ def run_probe(spec: ProbeSpec, environment: Mapping[str, str] = os.environ) -> P
             rank = RankSpec.of_torchrun(environment)
             if rank.world_size != world_size:
                 raise UserError(f"torchrun started {rank.world_size} ranks, the layout needs {world_size}")
-            found = probe_rank(rank, work)
+            with quiet_libraries():
+                found = probe_rank(rank, work)
         else:
             rank = RankSpec(rank=0, world_size=1)
             found = run_job(world_size, probe_rank, work, timeout_s=spec.timeout_s)[0]  # type: ignore[assignment]

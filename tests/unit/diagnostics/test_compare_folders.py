@@ -463,7 +463,9 @@ def test_the_producer_of_nan_is_named_per_side(tmp_path: Path) -> None:
 def test_passes_come_in_the_order_of_a_step(tmp_path: Path) -> None:
     def recording(name: str, offset: float) -> Path:
         folder = tmp_path / name
-        write_recording(folder, one_site(torch.ones(3)), layout={"world": 2, "dp": 1}, phases=("train", "prev_logprobs"))
+        write_recording(
+            folder, one_site(torch.ones(3)), layout={"world": 2, "dp": 1}, phases=("train", "prev_logprobs")
+        )
         with RecordWriter(folder, rank=1) as writer:
             for phase, update in (("train", 1), ("prev_logprobs", 0)):
                 place = Place(kind=SiteKind.LAYER_OUT, layer=0, phase=phase, update=update)

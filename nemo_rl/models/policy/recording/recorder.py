@@ -47,7 +47,8 @@ class _Pass:
     rows: dict[Tokens, _Rows] = field(default_factory=dict)
     seen: set[tuple[SiteKind, int | None]] = field(default_factory=set)
     """Sites that have been written; one that comes again is recomputed."""
-    hooked: set[tuple[SiteKind, int | None]] = field(default_factory=set)
+    with_gradient: set[tuple[SiteKind, int | None]] = field(default_factory=set)
+    """Sites whose gradient has been written."""
 
 
 class SiteRecorder:
@@ -177,14 +178,18 @@ class SiteRecorder:
                 place = replace(current.place, kind=tap.kind, layer=tap.layer, is_recomputed=site in current.seen)
                 self._write(current, tap, place, value)
             current.seen.add(site)
-            # A layer that is run again has other tensors, the gradients are those of one of them.
-            wants_gradient = Direction.BACKWARD in directions and SITES[tap.kind].has_backward
-            if wants_gradient and value.requires_grad and site not in current.hooked:
-                current.hooked.add(site)
-                place = replace(current.place, kind=tap.kind, layer=tap.layer, direction=Direction.BACKWARD)
-                value.register_hook(lambda grad: self._write(current, tap, place, grad / self._taps.loss_factor()))
+            # A layer that is run again has other tensors: gradients reach those of one of both passes.
+            if Direction.BACKWARD in directions and SITES[tap.kind].has_backward and value.requires_grad:
+                value.register_hook(partial(self._write_gradient, current, tap))
 
         return deliver
+
+    def _write_gradient(self, current: _Pass, tap: Tap, gradient: torch.Tensor) -> None:
+        site = tap.kind, tap.layer
+        if site not in current.with_gradient:
+            current.with_gradient.add(site)
+            place = replace(current.place, kind=tap.kind, layer=tap.layer, direction=Direction.BACKWARD)
+            self._write(current, tap, place, gradient / self._taps.loss_factor())
 
     def _write(self, current: _Pass, tap: Tap, place: Place, value: torch.Tensor) -> None:
         def write() -> None:

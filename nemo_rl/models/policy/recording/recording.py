@@ -117,9 +117,13 @@ class SiteRecording:
     def end(self, *, is_complete: bool = True) -> None:
         """As in `Recording`."""
         writer, self._writer = self._writer, None
-        if writer is not None:
-            with self._excused():
-                writer.close(is_complete=is_complete)
+        if writer is None:
+            return
+        if not is_complete:
+            writer.abandon()
+            return
+        with self._excused():
+            writer.close()
 
     @contextmanager
     def phase(self, phase: WorkerPass, batch: BatchedDataDict) -> Iterator[PassObserver]:
