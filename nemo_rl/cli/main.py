@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from nemo_rl.cli.data_plane import app as data_plane_app
+from nemo_rl.cli.replay import replay
 from nemo_rl.cli.trace import app as trace_app
 from nemo_rl.errors import NemoRLError, UserError
 from nemo_rl.utils.last_resort import crash_line, machine_problem
@@ -24,6 +25,7 @@ USER_ERROR, FAILURE = 2, 1
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None)
 app.add_typer(data_plane_app, name="data-plane")
 app.add_typer(trace_app, name="trace")
+app.command()(replay)
 
 
 def _show_version(asked: bool) -> None:
