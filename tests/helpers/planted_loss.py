@@ -25,10 +25,14 @@ def row_sums(ids_NT: torch.Tensor, lengths_N: torch.Tensor) -> list[int]:
 class PlantedLoss(ClippedPGLoss):
     """Options: `row`, one of `row_sums`; `what`, `nan` or `hang`."""
 
+    @property
+    def input_fields(self) -> tuple[str, ...]:
+        return (*ClippedPGLoss.input_fields.fget(self), "input_ids", "input_lengths")
+
     def __call__(
         self, token_logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor], *, scale: LossScale
     ) -> LossOutput:
-        out = super().__call__(token_logprobs, batch, scale=scale)
+        out = ClippedPGLoss.__call__(self, token_logprobs, batch, scale=scale)
         options = self.config.options
         if options["row"] not in row_sums(batch["input_ids"], batch["input_lengths"]):
             return out
