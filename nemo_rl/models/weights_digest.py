@@ -51,7 +51,9 @@ class WeightsDigest:
 
     def distance(self, other: WeightsDigest) -> float:
         """About the distance relative to the norm of these weights; inf for other names or shapes, or for NaN."""
-        if [(n, t.shape) for n, t in self.tensors.items()] != [(n, t.shape) for n, t in other.tensors.items()]:
+        shapes, others = ({name: t.shape for name, t in side.tensors.items()} for side in (self, other))
+        # Workers export in orders of their own.
+        if shapes != others:
             return math.inf
         squares = sum(tensor.squares for tensor in self.tensors.values())
         apart = sum(_squared_distance(tensor, other.tensors[name]) for name, tensor in self.tensors.items())
@@ -62,7 +64,7 @@ class WeightsDigest:
 
     def furthest(self, other: WeightsDigest) -> str | None:
         """The weight that is furthest from the other's, relative to its own norm; None where names differ."""
-        if list(self.tensors) != list(other.tensors):
+        if self.tensors.keys() != other.tensors.keys():
             return None
         apart = {
             name: _squared_distance(tensor, other.tensors[name]) / (tensor.squares or 1.0)

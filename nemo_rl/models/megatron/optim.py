@@ -93,6 +93,11 @@ class PolicyOptimizer:
         self._schedule.step(0)
         return float(self._schedule.get_lr({}))
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Of all parts."""
+        return [group for part in self._parts for group in part.param_groups]
+
     def advance(self) -> None:
         """(collective) One training call is done; every rank has the whole weights after it."""
         self._schedule.num_steps += 1

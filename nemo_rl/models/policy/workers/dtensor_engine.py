@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -84,6 +85,9 @@ class DTensorEngine(Engine):
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return named_weights(self.model.hf)
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
 
     def drop_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)

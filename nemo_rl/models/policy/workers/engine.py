@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -64,6 +64,10 @@ class Engine(ABC):
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's part of every weight and persistent buffer."""
+
+    @abstractmethod
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's, which the schedule writes to."""
 
     @abstractmethod
     def drop_gradients(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -95,6 +96,9 @@ class MegatronEngine(Engine):
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.model.module.named_parameters()
         yield from self.model.module.named_buffers()
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
 
     def drop_gradients(self) -> None:
         self.optimizer.zero_grad()

@@ -1,0 +1,83 @@
+"""`nemo-rl replay`: a kept step of a run once more through the optimizer, compared stage by stage."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from nemo_rl.diagnostics.local_job import ChildFailed
+from nemo_rl.diagnostics.step_replay.replay import replay_step
+from nemo_rl.diagnostics.step_replay.report import ReplayReport
+from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
+from nemo_rl.diagnostics.verdict import Verdict
+
+__all__ = ["replay"]
+
+
+class Layout(StrEnum):
+    """Of the replay."""
+
+    RUN = "run"
+    ONE = "one"
+
+
+class WorkerName(StrEnum):
+    """Training engines."""
+
+    DTENSOR = "dtensor"
+    MEGATRON = "megatron"
+
+
+def replay(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="log folder of a run (logger.log_dir)")],
+    step: Annotated[int, typer.Option("--step", min=1, help="number of the kept step")],
+    layout: Annotated[Layout, typer.Option("--layout", help="run: its ranks; one: a single process")] = Layout.RUN,
+    worker: Annotated[WorkerName | None, typer.Option("--worker", help="default: that of the run")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="what if the config had been another")
+    ] = None,
+    rows: Annotated[
+        list[str] | None, typer.Option("--rows", metavar="KEY", help="only these rows of the step; no update")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False,
+) -> None:
+    """Runs kept steps from the last checkpoint to STEP again and names the first stage that differs.
+
+    Exit code: 0 pass, 2 usage, 3 mismatch, 4 incomplete, 5 vacuous, 6 corrupt, 7 unsupported, 8 a rank failed.
+    """
+    request = ReplayRequest(
+        run=run,
+        step=step,
+        in_one_process=layout is Layout.ONE,
+        worker=None if worker is None else worker.value,
+        overrides=tuple(overrides or ()),
+        rows=tuple(rows or ()),
+    )
+    try:
+        report = replay_step(request)
+    except ReplayProblem as problem:
+        raise _end(str(problem), problem.verdict) from problem
+    except ChildFailed as problem:
+        raise _end(str(problem), Verdict.CHILD_FAILED) from problem
+    _show(report, as_json=as_json)
+    raise typer.Exit(report.verdict.value)
+
+
+def _show(report: ReplayReport, *, as_json: bool) -> None:
+    console = Console(soft_wrap=True, markup=False, highlight=False)
+    if as_json:
+        console.print_json(json.dumps(report.as_record()))
+        return
+    for line in report.lines():
+        console.print(line)
+
+
+def _end(text: str, verdict: Verdict) -> typer.Exit:
+    console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+    console.print(f"{verdict.label}: {text}", style="red")
+    return typer.Exit(verdict.value)

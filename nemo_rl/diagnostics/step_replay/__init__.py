@@ -1,0 +1,1 @@
+"""`nemo-rl replay`: kept steps run again through the optimizer, and compared stage by stage."""

@@ -1,0 +1,119 @@
+"""Which kept steps lead to the one that is asked for, and from where they start.
+
+Invariant: the steps of a chain are those that the run did between its start and the target, all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_rl.algorithms.kept_steps.folder import KeptFolder, StepsFolder
+from nemo_rl.algorithms.kept_steps.record import KeptStep, StepStatus
+from nemo_rl.config.schema import MasterConfig
+from nemo_rl.diagnostics.step_replay.request import ReplayProblem
+from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.errors import CheckpointError, SchemaMismatch, name_some
+from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager
+
+__all__ = ["Chain", "ChainLink", "checkpoints_of", "find_chain", "read_target"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChainLink:
+    """One kept step."""
+
+    folder: KeptFolder
+    step: KeptStep
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chain:
+    """From a start to the target."""
+
+    links: tuple[ChainLink, ...]
+    checkpoint: Checkpoint | None
+    """None: the initial model."""
+    with_optimizer: bool = True
+
+    @property
+    def target(self) -> KeptStep:
+        return self.links[-1].step
+
+    @property
+    def start(self) -> str:
+        """For people."""
+        return "the initial model" if self.checkpoint is None else f"checkpoint {self.checkpoint.path}"
+
+
+def read_target(run: Path, number: int) -> KeptStep:
+    """The record of the step that is asked for.
+
+    Raises:
+        ReplayProblem: it is not there, or damaged.
+    """
+    kept = {folder.number: folder for folder in StepsFolder(run).all()}
+    if number not in kept:
+        there = name_some(kept) if kept else "none; set diagnostics.keep_steps.enabled=true in the run"
+        raise ReplayProblem(
+            f"step {number} was not kept in {StepsFolder(run).path}; kept steps: {there}",
+            verdict=Verdict.INCOMPLETE if kept else Verdict.USAGE,
+        )
+    return _read(kept[number]).step
+
+
+def checkpoints_of(config: MasterConfig, run: Path) -> list[Checkpoint]:
+    """Complete checkpoints of the run, in order of their steps."""
+    # A log folder may have been moved with its checkpoints.
+    folder = config.checkpointing.checkpoint_dir or run / "checkpoints"
+    manager = CheckpointManager(folder, keep_top_k=None, metric_name="")
+    return [found for found in manager.all() if found.manifest.missing(found.path) is None]
+
+
+def find_chain(run: Path, number: int, checkpoints: list[Checkpoint], *, reads_optimizer: bool) -> Chain:
+    """The shortest way to the target.
+
+    Args:
+        reads_optimizer: False for a worker that cannot read the optimizer's state of the run's checkpoints: then the
+            chain starts at the initial model.
+
+    Raises:
+        ReplayProblem: steps in between were not kept, did not end, or are damaged.
+    """
+    kept = {folder.number: folder for folder in StepsFolder(run).all()}
+    target = _read(kept[number])
+    usable = [found for found in checkpoints if found.step < number and reads_optimizer]
+    resumed = target.step.run.started_from
+    starts: list[Checkpoint | None] = [None, *usable]
+    missing: list[int] = []
+    for checkpoint in reversed(starts):
+        first = 1 if checkpoint is None else checkpoint.step + 1
+        missing = [step for step in range(first, number) if step not in kept]
+        if missing:
+            continue
+        is_resume = checkpoint is not None and checkpoint.step == resumed
+        with_optimizer = target.step.run.with_optimizer if is_resume else True
+        if checkpoint is not None and with_optimizer and not checkpoint.has_optimizer:
+            continue
+        links = [*(_read(kept[step]) for step in range(first, number)), target]
+        unfinished = [link.step.number for link in links[:-1] if link.step.status is not StepStatus.COMPLETE]
+        if not unfinished:
+            return Chain(links=tuple(links), checkpoint=checkpoint, with_optimizer=with_optimizer)
+        missing = unfinished
+    why = "" if reads_optimizer else " (this worker cannot read the optimizer's state of the run's checkpoints)"
+    there = name_some(found.step for found in checkpoints) or "none"
+    raise ReplayProblem(
+        f"step {number} cannot be reached: step {name_some(missing)} before it was not kept whole{why}; checkpoints of "
+        f"steps: {there}. Raise diagnostics.keep_steps.max_bytes, or save more often and with the optimizer",
+        verdict=Verdict.INCOMPLETE,
+    )
+
+
+def _read(folder: KeptFolder) -> ChainLink:
+    try:
+        return ChainLink(folder=folder, step=folder.read())
+    except SchemaMismatch as error:
+        is_other = "of another version" in str(error)
+        raise ReplayProblem(str(error), verdict=Verdict.UNSUPPORTED if is_other else Verdict.CORRUPT) from error
+    except CheckpointError as error:
+        raise ReplayProblem(str(error), verdict=Verdict.CORRUPT) from error

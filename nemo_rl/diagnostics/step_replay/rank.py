@@ -1,0 +1,237 @@
+"""One rank of a replay: builds its worker, loads the start, and runs the kept steps one after another.
+
+`run_job` calls `replay_rank` on every rank, without Ray and without a data plane. Invariant: the worker is given what
+the data plane gave it in the run: the same rows in the same order, the same columns, the same padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from nemo_rl.algorithms.kept_steps.record import KeptError
+from nemo_rl.data.tokenizer import load_tokenizer
+from nemo_rl.data_plane.schema import LP_SEED_FIELDS
+from nemo_rl.diagnostics.step_replay.columns import KeptColumns
+from nemo_rl.diagnostics.step_replay.rates import KeptRates
+from nemo_rl.diagnostics.step_replay.request import Observe
+from nemo_rl.diagnostics.step_replay.settings import ReplaySettings
+from nemo_rl.diagnostics.step_replay.work import StepWork
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.collectives import RankSpec, init_process_group
+from nemo_rl.distributed.pack_plan import PackPlan
+from nemo_rl.distributed.worker_pass import WorkerPass
+from nemo_rl.errors import NonFiniteError
+from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
+from nemo_rl.models.policy.routes.worker_replay import WorkerReplay
+from nemo_rl.models.policy.workers.base import WorkerState
+from nemo_rl.models.policy.workers.compose import compose_worker
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
+from nemo_rl.models.weights_digest import WeightsDigest
+from nemo_rl.utils.checkpoint import Checkpoint
+from nemo_rl.utils.metrics import merge_metrics
+
+__all__ = ["Logprobs", "RankJob", "RankStep", "replay_rank"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankJob:
+    """What every rank does."""
+
+    settings: ReplaySettings
+    checkpoint: Checkpoint | None
+    with_optimizer: bool
+    steps: tuple[StepWork, ...]
+    loss_fn: LossFunction
+    stages: tuple[str, ...]
+    train_fields: tuple[str, ...]
+    observe: Observe
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Logprobs:
+    """Replayed log-probabilities against the kept ones, on one rank that writes."""
+
+    num_values: int
+    num_different: int = 0
+    largest: float = 0.0
+    """Largest absolute difference; inf for NaN."""
+    key: str = ""
+    """Row where it is."""
+    has_kept: bool = True
+    """False: there is nothing to compare with."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RankStep:
+    """What one rank found in one step; None where a stage was not run."""
+
+    number: int
+    prev: Logprobs | None = None
+    reference: Logprobs | None = None
+    train: TrainResult | None = None
+    weights: WeightsDigest | None = None
+    """At rank 0."""
+    error: KeptError | None = None
+
+
+def replay_rank(spec: RankSpec, job: RankJob) -> list[RankStep]:
+    """(collective) Every step up to the last, or to the one that fails."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(job.settings.config.cluster.threads_per_worker)
+    worker = _worker(spec, job)
+    try:
+        rank = _Rank(worker, job)
+        found: list[RankStep] = []
+        for work in job.steps:
+            found.append(rank.run(work))
+            if found[-1].error is not None:
+                break
+        return found
+    finally:
+        worker.shutdown()
+        torch.set_num_threads(before)
+
+
+def _worker(spec: RankSpec, job: RankJob) -> PolicyWorker:
+    settings, config = job.settings, job.settings.config
+    device = torch.device("cuda", spec.rank) if settings.uses_gpu else torch.device("cpu")
+    if settings.uses_gpu:
+        torch.cuda.set_device(device)
+    if spec.world_size > 1:
+        timeout_s = config.cluster.collective_timeout_s
+        init_process_group(spec, device=device, timeout_s=timeout_s)
+    worker = compose_worker(
+        settings.policy,
+        rank=spec.rank,
+        world_size=spec.world_size,
+        num_steps=config.grpo.max_num_steps,
+        collective_timeout_s=config.cluster.collective_timeout_s,
+        seed=config.grpo.seed,
+        keep_reference=config.loss_fn.reference_policy_kl_penalty > 0,
+        device=str(device),
+        layout=settings.layout,
+    )
+    if settings.is_other_worker:
+        # Its schedules have other shapes. Nothing else of a worker is changed after it was made.
+        rates = [work.step.outcome.learning_rate for work in job.steps if work.step.outcome is not None]
+        given = [rate for rate in rates if rate is not None]
+        worker.engine.schedule = KeptRates(worker.engine.schedule, worker.engine.param_groups, given or [0.0])
+    if job.checkpoint is not None:
+        optimizer = job.checkpoint.optimizer if job.with_optimizer else None
+        worker.load_checkpoint(weights=job.checkpoint.weights, optimizer=optimizer)
+    return worker
+
+
+class _Rank:
+    """The steps of one rank."""
+
+    def __init__(self, worker: PolicyWorker, job: RankJob) -> None:
+        self._worker, self._job = worker, job
+        self._at = job.settings.layout.coordinates(worker.rank)
+        tokenizer = job.settings.policy.tokenizer
+        named = load_tokenizer(tokenizer.name or job.settings.policy.model_name, chat_template=tokenizer.chat_template)
+        self._pad_token_id = int(named.pad_token_id)
+
+    def run(self, work: StepWork) -> RankStep:
+        """One step."""
+        found = RankStep(number=work.step.number, error=work.error)
+        if work.error is not None or not work.trained:
+            return found
+        columns = KeptColumns.read(work.folder, work.step)
+        fresh: dict[str, torch.Tensor] = {}
+        stage = WorkerPass.PREV_LOGPROBS
+        try:
+            for stage in (WorkerPass.PREV_LOGPROBS, WorkerPass.REFERENCE_LOGPROBS):
+                if stage.value in self._job.stages:
+                    with self._job.observe(work.step.number, stage.value):
+                        self._logprobs(stage, work, columns, fresh, found)
+            stage = WorkerPass.TRAIN
+            with self._job.observe(work.step.number, stage.value):
+                found.train = self._train(work, columns, fresh)
+        except NonFiniteError as error:
+            found.error = KeptError(kind=type(error).__name__, text=str(error), stage=stage.value)
+            return found
+        if not work.is_subset:
+            found.weights = self._worker.weights_digest()
+        return found
+
+    def _logprobs(
+        self,
+        stage: WorkerPass,
+        work: StepWork,
+        columns: KeptColumns,
+        fresh: dict[str, torch.Tensor],
+        found: RankStep,
+    ) -> None:
+        assert work.logprob_plan is not None, "there are rows"
+        self._worker.life.enter(WorkerState.LOGPROBS)
+        rows, plan = self._share(work, work.logprob_plan)
+        batch = columns.batch(LP_SEED_FIELDS, rows, width=plan.pad_to, pad_token_id=self._pad_token_id)
+        if stage is WorkerPass.PREV_LOGPROBS:
+            self._add_routes(batch, columns, rows)
+            got_NT = self._worker.get_logprobs(batch, plan=plan)
+        else:
+            got_NT = self._worker.get_reference_policy_logprobs(batch, plan=plan)
+        fresh[stage.column] = torch.zeros(len(columns.keys), got_NT.shape[1])
+        fresh[stage.column][torch.tensor(rows)] = got_NT
+        if not self._job.settings.layout.is_writer(self._worker.rank):
+            return
+        compared = _compared(stage.column, got_NT, columns, rows)
+        if stage is WorkerPass.PREV_LOGPROBS:
+            found.prev = compared
+        else:
+            found.reference = compared
+
+    def _train(self, work: StepWork, columns: KeptColumns, fresh: dict[str, torch.Tensor]) -> TrainResult:
+        assert work.plan is not None, "there are rows"
+        rows, plan = self._share(work, work.plan)
+        made = {"advantages": work.advantages, "sample_mask": work.sample_mask}
+        places = {row: place for place, row in enumerate(work.trained)}
+        index = torch.tensor([places[row] for row in rows])
+        # What was kept is the fact; what was not kept, the replay has made itself.
+        kept = [name for name in self._job.train_fields if name not in made and columns.has(name, rows)]
+        batch = columns.batch(kept, rows, width=plan.pad_to, pad_token_id=self._pad_token_id)
+        batch.update({name: column[index] for name, column in made.items() if name in self._job.train_fields})
+        for name in self._job.train_fields:
+            if name not in batch:
+                batch[name] = _to_width(fresh[name][torch.tensor(rows)], plan.pad_to)
+        self._add_routes(batch, columns, rows)
+        if not work.is_subset:
+            self._worker.prepare_for_training()
+        result = self._worker.train(batch, self._job.loss_fn, plan=plan, eval_mode=work.is_subset)
+        # The driver of a run gets the metrics of a rank as one, too.
+        return replace(result, metrics=(merge_metrics(result.metrics),))
+
+    def _share(self, work: StepWork, plan: PackPlan) -> tuple[list[int], PackPlan]:
+        """Rows of this rank, counted in the rollout's order, and its part of the plan."""
+        return [work.trained[place] for place in plan.rows_of_rank(self._at.dp)], plan.for_rank(self._at.dp)
+
+    def _add_routes(self, batch: BatchedDataDict, columns: KeptColumns, rows: list[int]) -> None:
+        if isinstance(self._worker.replay, WorkerReplay):
+            columns.add_routes(batch, rows, self._worker.replay.shape)
+
+
+def _to_width(column_NT: torch.Tensor, width: int) -> torch.Tensor:
+    """Longer or shorter padding."""
+    cut = column_NT[:, :width]
+    return torch.nn.functional.pad(cut, (0, width - cut.shape[1]))
+
+
+def _compared(name: str, got_NT: torch.Tensor, columns: KeptColumns, rows: list[int]) -> Logprobs:
+    lengths = torch.tensor([columns.lengths[row] for row in rows])
+    is_token_NT = torch.arange(got_NT.shape[1]) < lengths[:, None]
+    got = got_NT[is_token_NT]
+    if not columns.has(name, rows):
+        return Logprobs(num_values=got.numel(), has_kept=False)
+    kept = columns.rows(name, rows).values()
+    apart = (got - kept).abs().nan_to_num(nan=float("inf"))
+    worst = int(apart.argmax()) if apart.numel() else 0
+    row = int(torch.searchsorted(lengths.cumsum(0), worst, right=True))
+    return Logprobs(
+        num_values=got.numel(),
+        num_different=int((got != kept).sum()),
+        largest=float(apart.max()) if apart.numel() else 0.0,
+        key=columns.keys[rows[row]] if apart.numel() else "",
+    )

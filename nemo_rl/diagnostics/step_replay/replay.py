@@ -1,0 +1,105 @@
+"""`replay_step`: the kept steps of a run, from the last checkpoint on, once more through the optimizer.
+
+replay_step
+  |- read_target, find_chain     which steps, from where                       (chain)
+  |- replay_settings             config, worker, layout                        (settings)
+  |- make_work                   advantages and plans, as the driver made them (work)
+  |- replay_rank                 every rank: worker, passes, updates           (rank, run_job)
+  `- compare_step                kept against replayed                         (compare, report)
+"""
+
+from __future__ import annotations
+
+import time
+from typing import cast
+
+from nemo_rl.algorithms.kept_steps.record import StepStatus
+from nemo_rl.algorithms.setup import build_loss
+from nemo_rl.diagnostics.local_job import run_job
+from nemo_rl.diagnostics.step_replay.chain import Chain, checkpoints_of, find_chain, read_target
+from nemo_rl.diagnostics.step_replay.compare import compare_step
+from nemo_rl.diagnostics.step_replay.rank import RankJob, RankStep, replay_rank
+from nemo_rl.diagnostics.step_replay.report import ReplayReport, StepFindings
+from nemo_rl.diagnostics.step_replay.request import Observe, ReplayProblem, ReplayRequest, no_observation
+from nemo_rl.diagnostics.step_replay.settings import ReplaySettings, replay_settings
+from nemo_rl.diagnostics.step_replay.work import StepWork, make_work
+from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.errors import CheckpointError
+
+__all__ = ["replay_step"]
+
+
+def replay_step(request: ReplayRequest, *, observe: Observe = no_observation) -> ReplayReport:
+    """Replays a step and compares it.
+
+    Args:
+        observe: around each pass of the workers, on every rank.
+
+    Raises:
+        ReplayProblem: it cannot be replayed; says why. ConfigError: an override is wrong.
+        ChildFailed: a rank ended with something that is no error of a step.
+    """
+    started = time.perf_counter()
+    target = read_target(request.run, request.step)
+    settings = replay_settings(request, target)
+    checkpoints = checkpoints_of(settings.config, request.run)
+    chain = find_chain(request.run, request.step, checkpoints, reads_optimizer=not settings.is_other_worker)
+    works = [make_work(link, settings, only=request.rows if link is chain.links[-1] else ()) for link in chain.links]
+    job = RankJob(
+        settings=settings,
+        checkpoint=chain.checkpoint,
+        with_optimizer=chain.with_optimizer,
+        steps=tuple(works),
+        loss_fn=build_loss(settings.config),
+        stages=target.run.stages,
+        train_fields=target.run.train_fields,
+        observe=observe,
+    )
+    try:
+        timeout_s = settings.config.cluster.stage_timeout_s
+        results = run_job(settings.layout.world_size, replay_rank, job, timeout_s=timeout_s)
+        ranks = cast("list[list[RankStep]]", results)
+        steps = _findings(works, ranks, settings)
+    except CheckpointError as error:
+        raise ReplayProblem(str(error), verdict=Verdict.CORRUPT) from error
+    return ReplayReport(
+        run=str(request.run),
+        step=request.step,
+        start=chain.start,
+        how=_how(settings),
+        differences=settings.differences,
+        what_if=request.overrides,
+        notes=_notes(request, chain, settings),
+        steps=steps,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _findings(works: list[StepWork], ranks: list[list[RankStep]], settings: ReplaySettings) -> tuple[StepFindings, ...]:
+    found = []
+    for place, work in enumerate(works[: len(ranks[0])]):
+        of_ranks = [steps[place] for steps in ranks]
+        found.append(StepFindings(number=work.step.number, findings=tuple(compare_step(work, of_ranks, settings))))
+    return tuple(found)
+
+
+def _how(settings: ReplaySettings) -> str:
+    layout = settings.layout
+    sizes = {"dp": layout.dp, "cp": layout.cp, "tp": layout.tp, "pp": layout.pp}
+    axes = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    ranks = "1 rank" if layout.world_size == 1 else f"{layout.world_size} ranks ({axes})"
+    return f"{settings.worker} worker, {ranks}"
+
+
+def _notes(request: ReplayRequest, chain: Chain, settings: ReplaySettings) -> tuple[str, ...]:
+    notes = list(settings.notes)
+    status = chain.target.status
+    if status is StepStatus.PARTIAL:
+        notes.append(f"step {request.step} was in flight when the run ended: it has no outcome to compare with")
+    if status is StepStatus.FAILED and chain.target.error is not None:
+        notes.append(f"step {request.step} failed in {chain.target.error.stage}: {chain.target.error.text}")
+    if request.rows:
+        notes.append(f"{len(request.rows)} rows of step {request.step} alone: no update, and no loss to compare with")
+    if settings.config.policy.precision != "float32" and not settings.is_exact:
+        notes.append(f"the bounds hold for float32, this run computes in {settings.config.policy.precision}")
+    return tuple(notes)

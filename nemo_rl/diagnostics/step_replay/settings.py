@@ -1,0 +1,180 @@
+"""With which config a replay runs: that of the kept step, what was set over it, another layout, the other worker.
+
+Invariant: what neither the request nor the other worker needs is as in the run.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nemo_rl.algorithms.kept_steps.keeper import package_versions
+from nemo_rl.algorithms.kept_steps.record import KeptStep
+from nemo_rl.config.load import load_config
+from nemo_rl.config.megatron import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
+from nemo_rl.config.policy import DTensorConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
+from nemo_rl.config.schema import MasterConfig
+from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest, Worker
+from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.distributed.layout import ParallelLayout
+
+__all__ = ["ReplaySettings", "replay_settings"]
+
+ADAMW = "torch.optim.AdamW"
+TORCH_ADAMW: Mapping[str, object] = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
+"""Torch's own defaults."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplaySettings:
+    """What the ranks of a replay run with."""
+
+    config: MasterConfig
+    """As kept, with what was set over it: rewards, loss and plans follow it."""
+    policy: PolicyConfig
+    """Of the workers: `config.policy` in the layout and with the worker of the replay."""
+    layout: ParallelLayout
+    run_layout: ParallelLayout
+    """For which plans were made."""
+    worker: Worker
+    is_other_worker: bool
+    uses_gpu: bool
+    differences: tuple[str, ...]
+    """What keeps the numbers from being the same to the last bit; empty when nothing does."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_exact(self) -> bool:
+        return not self.differences
+
+
+def replay_settings(request: ReplayRequest, step: KeptStep) -> ReplaySettings:
+    """
+    Raises:
+        ConfigError: an override is wrong.
+        ReplayProblem: the other worker cannot take this recipe.
+    """
+    config = _config(step.run.config, request.overrides)
+    run_layout = ParallelLayout.of_policy(config.policy, world_size=step.run.world_size)
+    own: Worker = "megatron" if config.policy.megatron_cfg.enabled else "dtensor"
+    worker = request.worker or own
+    policy, differences = config.policy, []
+    if worker != own:
+        policy = _switched(policy, worker, one=request.in_one_process)
+        differences.append(f"the {worker} worker in place of {own}")
+    if request.in_one_process and step.run.world_size > 1:
+        policy = _alone(policy)
+        differences.append(f"one process in place of {step.run.world_size}")
+    uses_gpu = config.cluster.gpus_per_node > 0 and torch.cuda.is_available()
+    if config.cluster.gpus_per_node > 0 and not uses_gpu:
+        differences.append("the CPU in place of GPUs")
+    now, then = package_versions(), step.run.packages
+    changed = [f"{name} {now.get(name)} in place of {then[name]}" for name in then if now.get(name) != then[name]]
+    return ReplaySettings(
+        config=config,
+        policy=policy,
+        layout=ParallelLayout.of_policy(policy, world_size=1 if request.in_one_process else step.run.world_size),
+        run_layout=run_layout,
+        worker=worker,
+        is_other_worker=worker != own,
+        uses_gpu=uses_gpu,
+        differences=tuple(differences),
+        notes=tuple(changed),
+    )
+
+
+def _config(kept: Mapping[str, object], overrides: Sequence[str]) -> MasterConfig:
+    if not overrides:
+        return MasterConfig.model_validate_json(json.dumps(kept), strict=True)
+    # The loader knows how to say what is wrong with an override.
+    with tempfile.TemporaryDirectory(prefix="nemo_rl_replay_") as folder:
+        path = Path(folder) / "kept_config.yaml"
+        path.write_text(json.dumps(kept), encoding="utf-8")
+        return load_config(path, overrides)
+
+
+def _alone(policy: PolicyConfig) -> PolicyConfig:
+    """Every parallel size 1."""
+    dtensor = policy.dtensor_cfg.model_copy(
+        update={"tensor_parallel_size": 1, "context_parallel_size": 1, "sequence_parallel": False}
+    )
+    megatron = policy.megatron_cfg.model_copy(
+        update={
+            "tensor_model_parallel_size": 1,
+            "pipeline_model_parallel_size": 1,
+            "context_parallel_size": 1,
+            "expert_model_parallel_size": 1,
+            "expert_tensor_parallel_size": None,
+            "sequence_parallel": False,
+            "num_layers_in_first_pipeline_stage": None,
+            "num_layers_in_last_pipeline_stage": None,
+        }
+    )
+    return policy.model_copy(update={"dtensor_cfg": dtensor, "megatron_cfg": megatron})
+
+
+def _switched(policy: PolicyConfig, worker: Worker, *, one: bool) -> PolicyConfig:
+    """The recipe for the other worker: its layout, and its Adam; the learning rates are the kept ones."""
+    sizes = policy.parallel_sizes
+    common = {"context_parallel_size": sizes.context, "sequence_parallel": sizes.sequence_parallel, "enabled": True}
+    if worker == "megatron":
+        megatron = MegatronConfig().model_copy(
+            update={
+                **common,
+                "tensor_model_parallel_size": sizes.tensor,
+                "optimizer": _to_megatron(policy.optimizer),
+                "scheduler": MegatronSchedulerConfig(),
+            }
+        )
+        off = policy.dtensor_cfg.model_copy(update={"enabled": False})
+        return policy.model_copy(update={"dtensor_cfg": off, "megatron_cfg": megatron})
+    if sizes.pipeline > 1 and not one:
+        raise _unsupported("the DTensor worker has no pipeline; add --layout one")
+    dtensor = DTensorConfig().model_copy(update={**common, "tensor_parallel_size": sizes.tensor})
+    off_megatron = policy.megatron_cfg.model_copy(update={"enabled": False})
+    return policy.model_copy(
+        update={
+            "dtensor_cfg": dtensor,
+            "megatron_cfg": off_megatron,
+            "optimizer": _to_torch(policy.megatron_cfg.optimizer),
+            "scheduler": SchedulerConfig(),
+        }
+    )
+
+
+def _to_megatron(given: OptimizerConfig) -> MegatronOptimizerConfig:
+    settings = {**TORCH_ADAMW, **given.kwargs}
+    unknown = settings.keys() - TORCH_ADAMW.keys()
+    if given.name != ADAMW or unknown:
+        what = f"{given.name}" + (f" with {sorted(unknown)}" if unknown else "")
+        raise _unsupported(f"policy.optimizer: the Megatron worker has {ADAMW}, got {what}")
+    betas = settings["betas"]
+    assert isinstance(betas, list), "betas are two numbers"
+    return MegatronOptimizerConfig.model_validate(
+        {
+            "lr": settings["lr"],
+            "adam_beta1": betas[0],
+            "adam_beta2": betas[1],
+            "adam_eps": settings["eps"],
+            "weight_decay": settings["weight_decay"],
+        }
+    )
+
+
+def _to_torch(given: MegatronOptimizerConfig) -> OptimizerConfig:
+    if given.optimizer != "adam":
+        raise _unsupported(f"policy.megatron_cfg.optimizer: the replay knows adam alone, got {given.optimizer!r}")
+    if given.weight_decay and not given.decay_norms_and_biases:
+        raise _unsupported("policy.megatron_cfg.optimizer.decay_norms_and_biases: torch's AdamW decays all weights")
+    betas = [given.adam_beta1, given.adam_beta2]
+    kwargs = {"lr": given.lr, "betas": betas, "eps": given.adam_eps, "weight_decay": given.weight_decay}
+    return OptimizerConfig(name=ADAMW, kwargs=kwargs)
+
+
+def _unsupported(what: str) -> ReplayProblem:
+    return ReplayProblem(f"this run cannot be replayed with the other worker: {what}", verdict=Verdict.UNSUPPORTED)

@@ -1,0 +1,146 @@
+"""`StepWork`: what the driver decides about a step before its ranks run it, made again from what was kept.
+
+The same functions as in the run, on the kept rewards and lengths. Invariant: rows are counted in the rollout's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nemo_rl.algorithms.grpo import ScoredRows, TrainRows, plan_logprobs, plan_train, score_rows, select_train_rows
+from nemo_rl.algorithms.kept_steps.folder import KeptFolder
+from nemo_rl.algorithms.kept_steps.record import KeptError, KeptRows, KeptStep
+from nemo_rl.data_plane.keys import group_uid
+from nemo_rl.diagnostics.step_replay.chain import ChainLink
+from nemo_rl.diagnostics.step_replay.request import ReplayProblem
+from nemo_rl.diagnostics.step_replay.settings import ReplaySettings
+from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.distributed.pack_plan import PackPlan
+from nemo_rl.errors import ConfigError, NonFiniteError, name_some
+
+__all__ = ["StepWork", "make_work"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepWork:
+    """One step for the ranks."""
+
+    folder: KeptFolder
+    step: KeptStep
+    trained: tuple[int, ...] = ()
+    """Empty: no row has a gradient, nothing is run."""
+    advantages: torch.Tensor
+    """`[trained]` float32."""
+    sample_mask: torch.Tensor
+    run_plan: PackPlan | None = None
+    """For the layout of the run."""
+    run_logprob_plan: PackPlan | None = None
+    plan: PackPlan | None = None
+    """For the layout of the replay."""
+    logprob_plan: PackPlan | None = None
+    error: KeptError | None = None
+    """The driver already fails."""
+    is_subset: bool = False
+    """Only the log-probabilities and the loss, without an update."""
+
+
+def make_work(link: ChainLink, settings: ReplaySettings, *, only: Sequence[str] = ()) -> StepWork:
+    """
+    Args:
+        only: keys of rows; empty takes all that the run would have trained.
+
+    Raises:
+        ReplayProblem: the rows were not kept, or have no such key.
+    """
+    step, none = link.step, torch.zeros(0)
+    rows = step.rows
+    if rows is None:
+        raise ReplayProblem(
+            f"step {step.number} ended before its rows were there"
+            + (f": {step.error.text}" if step.error is not None else "; nothing of them was kept"),
+            verdict=Verdict.INCOMPLETE,
+        )
+    try:
+        scored = score_rows(rows.scalars, [group_uid(key) for key in rows.keys], settings.config.grpo)
+    except NonFiniteError as error:
+        found = KeptError(kind=type(error).__name__, text=str(error), stage="score")
+        return StepWork(folder=link.folder, step=step, advantages=none, sample_mask=none, error=found)
+    if only:
+        return _subset(link, rows, scored, settings, only)
+    return _whole(link, rows, scored, settings)
+
+
+def _whole(link: ChainLink, rows: KeptRows, scored: ScoredRows, settings: ReplaySettings) -> StepWork:
+    policy, layout = settings.config.policy, settings.run_layout
+    chosen = select_train_rows(scored, rows.lengths, policy, layout=layout)
+    numbers = scored.select(chosen.rows)
+    work = {"folder": link.folder, "step": link.step, "trained": chosen.rows}
+    if not chosen.rows:
+        return StepWork(**work, advantages=numbers.advantages, sample_mask=numbers.sample_mask)  # type: ignore[arg-type]
+    lengths, cost = [rows.lengths[row] for row in chosen.rows], link.step.run.cost
+    plan = plan_train(lengths, chosen.batch_sizes, policy, layout=layout, cost=cost)
+    logprob_plan = plan_logprobs(plan, lengths, policy, layout=layout, cost=cost)
+    return StepWork(
+        folder=link.folder,
+        step=link.step,
+        trained=chosen.rows,
+        advantages=numbers.advantages,
+        sample_mask=numbers.sample_mask,
+        run_plan=plan,
+        run_logprob_plan=logprob_plan,
+        plan=_fitted(plan, settings),
+        logprob_plan=_fitted(logprob_plan, settings),
+    )
+
+
+def _subset(
+    link: ChainLink, rows: KeptRows, scored: ScoredRows, settings: ReplaySettings, only: Sequence[str]
+) -> StepWork:
+    places = {key: row for row, key in enumerate(rows.keys)}
+    unknown = [key for key in only if key not in places]
+    if unknown:
+        raise ReplayProblem(
+            f"step {link.step.number} has no row {name_some(unknown)}; rows: {name_some(rows.keys)}",
+            verdict=Verdict.USAGE,
+        )
+    trained = TrainRows(rows=tuple(places[key] for key in only), batch_sizes=(len(only),))
+    numbers, layout = scored.select(trained.rows), settings.layout
+    lengths, cost = [rows.lengths[row] for row in trained.rows], link.step.run.cost
+    try:
+        plan = plan_train(lengths, trained.batch_sizes, settings.policy, layout=layout, cost=cost)
+        logprob_plan = plan_logprobs(plan, lengths, settings.policy, layout=layout, cost=cost)
+    except ConfigError as error:
+        raise ReplayProblem(
+            f"{len(only)} rows do not fit the run's layout: {error}; add --layout one", verdict=Verdict.USAGE
+        ) from error
+    return StepWork(
+        folder=link.folder,
+        step=link.step,
+        trained=trained.rows,
+        advantages=numbers.advantages,
+        sample_mask=numbers.sample_mask,
+        plan=plan,
+        logprob_plan=logprob_plan,
+        is_subset=True,
+    )
+
+
+def _fitted(plan: PackPlan, settings: ReplaySettings) -> PackPlan:
+    """The plan for as many data-parallel shards as the replay has: as it is, or all microbatches on one of them."""
+    if settings.layout.dp == plan.num_ranks:
+        return plan
+    assert settings.layout.dp == 1, f"a plan of {plan.num_ranks} shards for {settings.layout}"
+    microbatches: list[tuple[int, ...]] = []
+    by_rank = [list(plan.iter_steps(rank)) for rank in range(plan.num_ranks)]
+    for number in range(len(plan.steps)):
+        for steps in by_rank:
+            microbatches += steps[number]
+    return PackPlan(
+        microbatches=(tuple(microbatches),),
+        steps=tuple(count * plan.num_ranks for count in plan.steps),
+        pad_to=plan.pad_to,
+        packed=plan.packed,
+    )
