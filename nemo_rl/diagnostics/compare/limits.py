@@ -142,7 +142,9 @@ def _read_rule(rule: object, where: str, problems: list[str]) -> Rule | None:
     metric, limit = rule["metric"], rule["max"]
     if metric not in tuple(Metric):
         known = ", ".join(Metric)
-        problems.append(f"{where}: metric: unknown {metric!r}{suggest(str(metric), tuple(Metric))}; known are {known}")
+        problems.append(
+            f"{where}: metric: unknown {metric!r}{suggest(str(metric), [known.value for known in Metric])}; known are {known}"
+        )
     if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 <= limit < math.inf:
         problems.append(f"{where}: max: expected a number that is not negative, got {limit!r}")
     if ";" in str(rule["sites"]):
