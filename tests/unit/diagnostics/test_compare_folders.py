@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_rl.diagnostics.compare.comparison import Comparison
 from nemo_rl.diagnostics.compare.folders import compare_folders
 from nemo_rl.diagnostics.compare.measurement import Metric
 from nemo_rl.diagnostics.verdict import Verdict
@@ -174,6 +175,7 @@ def nothing(_: object) -> None:
     """No fault."""
 
 
+OTHER_MODEL: dict[str, object] = {"model": {"type": "invented", "layers": 3}}
 TP2 = Layout(tp=2)
 DP2 = Layout(dp=2)
 # What is done to the tensors of B, to its files, its layout, its manifest; verdict and words of the reason.
@@ -185,7 +187,14 @@ FAULTS: dict[str, Fault] = {
     "disjoint": (disjoint, nothing, Layout(), {}, Verdict.VACUOUS, "no sample in common"),
     "empty": (nothing, remove_records, Layout(), {}, Verdict.VACUOUS, "B recorded nothing"),
     "same run": (nothing, nothing, Layout(), {"run_id": "a"}, Verdict.VACUOUS, "compared with itself"),
-    "a token": (other_token, nothing, Layout(), {}, Verdict.MISMATCH, "token ids differ at 1 positions"),
+    "a token": (
+        other_token,
+        nothing,
+        Layout(),
+        {},
+        Verdict.MISMATCH,
+        "token ids differ at 1 positions, first sample 's1', position 3, token",
+    ),
     "shifted values": (shifted, nothing, Layout(), {}, Verdict.MISMATCH, "first train/logprob: max_abs"),
     "shifted tokens": (shifted_tokens, nothing, Layout(), {}, Verdict.MISMATCH, "token ids differ"),
     "longer": (longer, nothing, Layout(), {}, Verdict.INCOMPLETE, "A: 17 rows of B are missing, at 17 sites"),
@@ -228,7 +237,7 @@ FAULTS: dict[str, Fault] = {
         *(Verdict.CORRUPT, "manifest: no site"),
     ),
     "model": (
-        *(nothing, nothing, Layout(), {"model": {"type": "invented", "layers": 3}}),
+        *(nothing, nothing, Layout(), OTHER_MODEL),
         *(Verdict.UNSUPPORTED, "the models differ: layers is 2 in A, 3 in B"),
     ),
     "version": (
@@ -265,7 +274,7 @@ def test_a_folder_is_not_compared_with_itself(right: Path, tmp_path: Path) -> No
         compare_folders(right, tmp_path / "absent")
 
 
-def pair(folder: Path, a: Truth, b: Truth, **manifest: object):
+def pair(folder: Path, a: Truth, b: Truth, **manifest: object) -> Comparison:
     return compare_folders(write_recording(folder / "a", a, **manifest), write_recording(folder / "b", b, **manifest))
 
 

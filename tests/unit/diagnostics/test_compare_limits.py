@@ -10,7 +10,7 @@ import torch
 
 from nemo_rl.diagnostics.compare import noise
 from nemo_rl.diagnostics.compare.folders import compare_folders
-from nemo_rl.diagnostics.compare.limits import DEFAULT, coarsest, limits_text, read_limits
+from nemo_rl.diagnostics.compare.limits import DEFAULT, Limits, coarsest, limits_text, read_limits
 from nemo_rl.diagnostics.compare.measurement import Metric, measure
 from nemo_rl.diagnostics.compare.noise import propose_limits
 from nemo_rl.diagnostics.compare.site import Site
@@ -21,7 +21,7 @@ from nemo_rl.records.sites import Direction, SiteKind
 from tests.helpers.recordings import BACKWARD, FORWARD, one_site, whole_truth, write_recording
 
 
-def limits_of(path: Path, text: str):
+def limits_of(path: Path, text: str) -> Limits:
     path.write_text(text)
     return read_limits(path)
 
@@ -38,7 +38,9 @@ def test_the_first_rule_for_a_site_and_metric_counts(tmp_path: Path) -> None:
 """,
     )
 
-    def of(kind: SiteKind, layer: int | None = None, *, way: Direction = FORWARD, name: str | None = None):
+    def of(
+        kind: SiteKind, layer: int | None = None, *, way: Direction = FORWARD, name: str | None = None
+    ) -> dict[str, float]:
         site = Site(phase="train", kind=kind, layer=layer, direction=way, name=name)
         is_integer = kind is SiteKind.ROUTER_IDS
         return {m.value: v for m, v in limits.of(site, precision="float32", is_integer=is_integer).items()}

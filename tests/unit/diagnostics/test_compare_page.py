@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from nemo_rl.diagnostics.compare.comparison import Comparison
 from nemo_rl.diagnostics.compare.folders import compare_folders
 from nemo_rl.diagnostics.compare.page import page_text, write_page
 from nemo_rl.records.sites import SiteKind
 from tests.helpers.recordings import FORWARD, Layout, Truth, one_site, whole_truth, write_recording
 
-HOSTILE = "</title></style><script>alert('1')</script><img src=x onerror=\"alert(1)\"> & \u202e"
+HOSTILE = "</title></style><script>alert('1')</script><img src=x onerror=\"alert(1)\"> & \u202e\ud800\x1b[31m"
 
 
 class Reader(HTMLParser):
@@ -48,7 +49,7 @@ def read(text: str) -> Reader:
     return reader
 
 
-def differing(folder: Path, **manifest: object):
+def differing(folder: Path, **manifest: object) -> Comparison:
     truth = whole_truth()
     worse = deepcopy(truth)
     worse.values[(SiteKind.MLP_OUT, 1, FORWARD)]["s2"][3] += 1
@@ -76,7 +77,9 @@ def test_nothing_of_a_recording_becomes_markup(tmp_path: Path) -> None:
     hostile = {"versions": {HOSTILE: HOSTILE}, "weights": HOSTILE, "tokenizer": HOSTILE, "unobserved": {HOSTILE: "x"}}
     a = write_recording(tmp_path / "<script>a", truth, **hostile)
     b = write_recording(tmp_path / "b\"><script>'", worse, engine=HOSTILE)
-    page = read(page_text(compare_folders(a, b)))
+    found = compare_folders(a, b)
+    assert all(line.isprintable() for line in found.lines(is_all=True))
+    page = read(write_page(tmp_path / "page.html", found).read_text())
     assert "script" not in page.tags and "img" not in page.tags
     assert page.text.count("<script>alert(") >= 6
     assert {name for name, _ in page.attributes}.isdisjoint({"onerror", "src"})
