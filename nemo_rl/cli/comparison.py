@@ -49,7 +49,7 @@ def show_comparison(
     console = Console(soft_wrap=True, markup=False, highlight=False)
     if as_json:
         record = comparison.as_record() | ({} if proposal is None else {"proposed_limits": proposal.text})
-        console.print_json(json.dumps(record, allow_nan=False))
+        console.print_json(json.dumps(record, allow_nan=False), ensure_ascii=True)
         return comparison.verdict
     for line in comparison.lines(is_all=show_all):
         console.print(line)

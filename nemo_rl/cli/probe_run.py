@@ -191,7 +191,7 @@ def _spec(recipe: Path, overrides: list[str] | None, rows: _Rows, **settings: ob
 def _show(record: dict[str, object], lines: list[str], *, as_json: bool) -> None:
     console = Console(soft_wrap=True, markup=False, highlight=False)
     if as_json:
-        console.print_json(json.dumps(record))
+        console.print_json(json.dumps(record), ensure_ascii=True)
         return
     for line in lines:
         console.print(line)

@@ -159,7 +159,7 @@ def _write_pass(
 
 
 def _stage(layer: int, layout: Layout) -> int:
-    return layer * layout.pp // NUM_LAYERS
+    return min(layer * layout.pp // NUM_LAYERS, layout.pp - 1)
 
 
 def changed(values: Mapping[str, torch.Tensor], key: str, index: object, by: float) -> dict[str, torch.Tensor]:

@@ -106,7 +106,7 @@ class Comparison:
         lines += self._table(self.sites if is_all else self._shown())
         counts = f"{len(self.sites)} sites compared, {self.num_failing} fail"
         equal = sum(result.measurement is not None and result.measurement.is_bit_equal for result in self.sites)
-        return [*lines, f"{counts}, {equal} are equal bit by bit"]
+        return [_printable(line) for line in (*lines, f"{counts}, {equal} are equal bit by bit")]
 
     def token_text(self, token: int | None) -> str:
         """` 'text'`, or nothing."""
@@ -146,6 +146,11 @@ class Comparison:
             )
             for row in rows
         ]
+
+
+def _printable(line: str) -> str:
+    """What a recording says is shown to a terminal, which must not obey it."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
 
 
 def _severity(result: SiteResult) -> float:

@@ -159,8 +159,8 @@ def _verdict(findings: Sequence[Finding], results: Sequence[SiteResult]) -> tupl
     other_tokens = [result for result in failing if result.num_other_tokens]
     own = []
     if other_tokens:
-        text = f"token ids differ at {other_tokens[0].num_other_tokens} positions of the same samples"
-        own.append(Finding(verdict=Verdict.MISMATCH, text=f"{text} ({other_tokens[0].site.label})"))
+        text = f"{other_tokens[0].site.label}: {other_tokens[0].failures[0]}"
+        own.append(Finding(verdict=Verdict.MISMATCH, text=text))
     elif failing:
         text = f"{len(failing)} of {len(results)} sites differ, first {failing[0].site.label}: {failing[0].failures[0]}"
         own.append(Finding(verdict=Verdict.MISMATCH, text=text))

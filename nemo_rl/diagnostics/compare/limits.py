@@ -141,8 +141,9 @@ def _read_rule(rule: object, where: str, problems: list[str]) -> Rule | None:
         return None
     metric, limit = rule["metric"], rule["max"]
     if metric not in tuple(Metric):
-        known = ", ".join(Metric)
-        problems.append(f"{where}: metric: unknown {metric!r}{suggest(str(metric), tuple(Metric))}; known are {known}")
+        known = [each.value for each in Metric]
+        near = suggest(str(metric), known)
+        problems.append(f"{where}: metric: unknown {metric!r}{near}; known are {', '.join(known)}")
     if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 <= limit < math.inf:
         problems.append(f"{where}: max: expected a number that is not negative, got {limit!r}")
     if ";" in str(rule["sites"]):

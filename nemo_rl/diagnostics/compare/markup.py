@@ -28,10 +28,15 @@ def tag(name: str, *parts: object) -> Markup:
         parts: attributes as mappings, and content: `Markup` as it is, everything else escaped.
     """
     attributes = {key: value for part in parts if isinstance(part, Mapping) for key, value in part.items()}
-    opening = "".join(f' {key}="{escape(str(value))}"' for key, value in attributes.items())
+    opening = "".join(f' {key}="{_escaped(value)}"' for key, value in attributes.items())
     if name in _VOID:
         return Markup(f"<{name}{opening}>")
     inner = "".join(
-        part if isinstance(part, Markup) else escape(str(part)) for part in parts if not isinstance(part, Mapping)
+        part if isinstance(part, Markup) else _escaped(part) for part in parts if not isinstance(part, Mapping)
     )
     return Markup(f"<{name}{opening}>{inner}</{name}>")
+
+
+def _escaped(value: object) -> str:
+    # Half a surrogate pair, which JSON can hold, is no UTF-8.
+    return escape(str(value).encode("utf-8", "backslashreplace").decode())

@@ -40,6 +40,8 @@ class MatchedRows:
     """Codes of B's, in B's numbers."""
     differing_tokens: torch.Tensor
     """Matched rows whose token ids differ."""
+    token_b_M: torch.Tensor | None
+    """As `token_M`, of B."""
 
 
 def match_samples(a: Side, b: Side) -> SampleMap:
@@ -65,6 +67,7 @@ def match_rows(a: Merged, b: Merged, samples: SampleMap) -> MatchedRows:
             rows_b=rows,
             code_M=None,
             token_M=None,
+            token_b_M=None,
             only_a=nothing,
             only_b=nothing,
             differing_tokens=nothing,
@@ -84,6 +87,7 @@ def match_rows(a: Merged, b: Merged, samples: SampleMap) -> MatchedRows:
         rows_b=rows_b,
         code_M=a.code_N[rows_a],
         token_M=a.token_N[rows_a],
+        token_b_M=b.token_N[rows_b],
         only_a=a.code_N[~is_in_both],
         only_b=b.code_N[is_only_b],
         differing_tokens=(a.token_N[rows_a] != b.token_N[rows_b]).nonzero()[:, 0],

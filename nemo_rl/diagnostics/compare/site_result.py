@@ -148,9 +148,8 @@ def compare_site(
     precision = coarsest(found.dtype_a, found.dtype_b, *precisions)
     chosen = limits.of(site, precision=precision, is_integer=found.is_integer)
     result = replace(result, num_rows=found.num_rows, limits=chosen, measurement=found)
-    return _with_names(
-        replace(result, failures=tuple(_failures(found, chosen, result.num_other_tokens))), _Names(sides[0], rows)
-    )
+    names = _Names(sides[0], rows)
+    return _with_names(replace(result, failures=(*names.other_tokens(), *_failures(found, chosen))), names)
 
 
 def finite_or_text(value: float) -> float | str:
@@ -170,6 +169,14 @@ class _Names:
             return RowName(key=None, position=row, token=None)
         code = int(code_M[row])
         return RowName(key=self._side.key_of(code), position=code % POSITIONS, token=int(token_M[row]))
+
+    def other_tokens(self) -> list[str]:
+        """Where the sides speak of other tokens, if they do."""
+        bad = self._rows.differing_tokens
+        if not len(bad) or self._rows.token_b_M is None:
+            return []
+        first, token = self.of(int(bad[0])), int(self._rows.token_b_M[bad[0]])
+        return [f"token ids differ at {len(bad)} positions, first {first.text} in A, {token} in B"]
 
 
 def _with_names(result: SiteResult, names: _Names) -> SiteResult:
@@ -205,9 +212,8 @@ def _broken(found: Measurement) -> list[str]:
     return texts
 
 
-def _failures(found: Measurement, limits: Mapping[Metric, float], num_other_tokens: int) -> list[str]:
-    texts = [f"token ids differ at {num_other_tokens} positions"] if num_other_tokens else []
-    texts += _broken(found)
+def _failures(found: Measurement, limits: Mapping[Metric, float]) -> list[str]:
+    texts = _broken(found)
     for metric, limit in limits.items():
         if found.metrics[metric] > limit:
             texts.append(f"{metric.value} {found.metrics[metric]:.3g} > {limit:.3g}")

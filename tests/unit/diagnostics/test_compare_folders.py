@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_rl.diagnostics.compare.comparison import Comparison
 from nemo_rl.diagnostics.compare.folders import compare_folders
 from nemo_rl.diagnostics.compare.measurement import Metric
 from nemo_rl.diagnostics.verdict import Verdict
@@ -114,8 +115,7 @@ def rename(truth: Truth, names: dict[str, str]) -> None:
 
 
 def other_tokens(truth: Truth) -> None:
-    for ids in truth.tokens.values():
-        ids += 1
+    truth.tokens = {key: ids + 1 for key, ids in truth.tokens.items()}
 
 
 def other_token(truth: Truth) -> None:
@@ -175,6 +175,7 @@ def nothing(_: object) -> None:
     """No fault."""
 
 
+OTHER_MODEL: dict[str, object] = {"model": {"type": "invented", "layers": 3}}
 TP2 = Layout(tp=2)
 DP2 = Layout(dp=2)
 # What is done to the tensors of B, to its files, its layout, its manifest; verdict and words of the reason.
@@ -186,10 +187,17 @@ FAULTS: dict[str, Fault] = {
     "disjoint": (disjoint, nothing, Layout(), {}, Verdict.VACUOUS, "no sample in common"),
     "empty": (nothing, remove_records, Layout(), {}, Verdict.VACUOUS, "B recorded nothing"),
     "same run": (nothing, nothing, Layout(), {"run_id": "a"}, Verdict.VACUOUS, "compared with itself"),
-    "a token": (other_token, nothing, Layout(), {}, Verdict.MISMATCH, "token ids differ at 1 positions"),
+    "a token": (
+        other_token,
+        nothing,
+        Layout(),
+        {},
+        Verdict.MISMATCH,
+        "token ids differ at 1 positions, first sample 's1', position 3, token",
+    ),
     "shifted values": (shifted, nothing, Layout(), {}, Verdict.MISMATCH, "first train/logprob: max_abs"),
     "shifted tokens": (shifted_tokens, nothing, Layout(), {}, Verdict.MISMATCH, "token ids differ"),
-    "longer": (longer, nothing, Layout(), {}, Verdict.INCOMPLETE, "A: 18 rows of B are missing, at 17 sites"),
+    "longer": (longer, nothing, Layout(), {}, Verdict.INCOMPLETE, "A: 17 rows of B are missing, at 17 sites"),
     "experts": (other_experts, nothing, Layout(), {}, Verdict.MISMATCH, "train/moe.topk_ids[0]: differing_fraction"),
     "loss": (other_loss, nothing, DP2, {}, Verdict.MISMATCH, "train/loss: max_abs 0.25"),
     "gradient": (other_grad, nothing, Layout(), {}, Verdict.MISMATCH, "train/grad[model.layers.1.w]: token_rel"),
@@ -229,7 +237,7 @@ FAULTS: dict[str, Fault] = {
         *(Verdict.CORRUPT, "manifest: no site"),
     ),
     "model": (
-        *(nothing, nothing, Layout(), {"model": {"type": "invented", "layers": 3}}),
+        *(nothing, nothing, Layout(), OTHER_MODEL),
         *(Verdict.UNSUPPORTED, "the models differ: layers is 2 in A, 3 in B"),
     ),
     "version": (
@@ -266,7 +274,7 @@ def test_a_folder_is_not_compared_with_itself(right: Path, tmp_path: Path) -> No
         compare_folders(right, tmp_path / "absent")
 
 
-def pair(folder: Path, a: Truth, b: Truth, **manifest: object):
+def pair(folder: Path, a: Truth, b: Truth, **manifest: object) -> Comparison:
     return compare_folders(write_recording(folder / "a", a, **manifest), write_recording(folder / "b", b, **manifest))
 
 
@@ -498,7 +506,7 @@ def test_texts_of_tokens_come_from_the_tokenizer_of_the_recording(tmp_path: Path
     tokenizer = build_tokenizer(["some words"])
     tokenizer.save_pretrained(str(tmp_path / "a tokenizer's folder"))
     truth = one_site(torch.zeros(3))
-    truth.tokens["s0"] = torch.tensor(tokenizer("wor")["input_ids"][:1] + [10**6, 1])
+    truth.tokens["s0"] = torch.tensor([*tokenizer("wor")["input_ids"][:1], 10**6, 1])
     worse = deepcopy(truth)
     worse.values[LOGPROB] = {"s0": torch.ones(3)}
     found = pair(tmp_path, truth, worse, tokenizer=str(tmp_path / "a tokenizer's folder"))
