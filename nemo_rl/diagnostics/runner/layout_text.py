@@ -17,8 +17,8 @@ __all__ = ["LayoutText"]
 
 SIZES = ("tp", "cp", "pp", "ep", "etp", "dp")
 SWITCHES = ("sp", "packed", "recompute")
-WORDS = ("worker", "precision", "mbs", "weights")
-WORKERS = ("dtensor", "megatron")
+WORDS = ("worker", "precision", "weights")
+CHOICES = {"worker": ("dtensor", "megatron"), "precision": ("float32", "bfloat16", "float16")}
 KNOWN = f"{'=N, '.join(SIZES)}=N, {', '.join(SWITCHES)}, worker=dtensor|megatron, precision=..., mbs=N, weights=DIR"
 
 
@@ -63,12 +63,13 @@ class LayoutText:
                 given[name] = not has_value or value in ("1", "true")
             elif name in (*SIZES, "mbs") and value.isdecimal() and 0 < int(value) < 1 << 20:
                 given[name] = int(value)
-            elif name in WORDS and name != "mbs" and value:
+            elif name in WORDS and value:
                 given[name] = value
             else:
                 raise UserError(f"layout {text!r}: {word!r} is not understood; known are {KNOWN}")
-        if given.get("worker", WORKERS[0]) not in WORKERS:
-            raise UserError(f"layout {text!r}: worker: expected {' or '.join(WORKERS)}, got {given['worker']!r}")
+        for name, known in CHOICES.items():
+            if given.get(name, known[0]) not in known:
+                raise UserError(f"layout {text!r}: {name}: expected {' or '.join(known)}, got {given[name]!r}")
         return cls(**given)  # type: ignore[arg-type]
 
     @property

@@ -178,8 +178,8 @@ class SiteRecorder:
                 place = replace(current.place, kind=tap.kind, layer=tap.layer, is_recomputed=site in current.seen)
                 self._write(current, tap, place, value)
             current.seen.add(site)
-            # A layer that is run again has other tensors: gradients reach those of one of both passes. In a pass without
-            # gradients a tensor may become the output of a checkpoint, on which later hooks would then never be called.
+            # A layer that is run again has other tensors: gradients reach those of one of both passes. A tensor made
+            # without gradients may become the output of a checkpoint, where hooks that come later are never called.
             is_wanted = Direction.BACKWARD in directions and SITES[tap.kind].has_backward
             if is_wanted and torch.is_grad_enabled() and value.requires_grad:
                 value.register_hook(partial(self._write_gradient, current, tap))
