@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
 from typing import Literal
@@ -35,7 +35,7 @@ class PromptSpec:
     path: Path | None = None
     """Of `file`, a text; of `token-ids`, a JSON list of rows."""
     length: int | None = None
-    """Tokens of a row; None: 137 of `math`, all of the others."""
+    """Tokens of a row; None: 137 of `math`, or as many as the model has positions for; all of the others."""
     num_rows: int = 1
     is_unequal: bool = False
     """Each row is shorter than the one before it."""
@@ -54,6 +54,8 @@ def make_rows(spec: PromptSpec, tokenizer: PreTrainedTokenizerBase, *, vocab_siz
     """Raises:
     UserError: nothing to read, too few tokens for the length, ids outside the vocabulary, rows that are too long.
     """
+    if spec.kind == "math" and spec.length is None:
+        spec = replace(spec, length=min(DEFAULT_LENGTH, max_length - 1 + max_length % 2))
     if spec.kind == "token-ids":
         rows = _token_ids(spec)
     else:
@@ -89,7 +91,7 @@ def batch_of(rows: Rows) -> BatchedDataDict:
 def _tokens(spec: PromptSpec, tokenizer: PreTrainedTokenizerBase, number: int) -> tuple[int, ...]:
     if spec.kind == "math":
         # A token has a character at least.
-        return _encoded(_sums(first=number + 1, num_chars=16 * (spec.length or DEFAULT_LENGTH)), spec, tokenizer)
+        return _encoded(_sums(first=number + 1, num_chars=16 * (spec.length or 0)), spec, tokenizer)
     if spec.kind == "text":
         if not spec.text:
             raise UserError("prompt text: give a text")
@@ -112,7 +114,7 @@ def _sums(*, first: int, num_chars: int) -> str:
 
 
 def _cut(tokens: Sequence[int], spec: PromptSpec, number: int) -> tuple[int, ...]:
-    length = spec.length or (DEFAULT_LENGTH if spec.kind == "math" else len(tokens))
+    length = spec.length or len(tokens)
     if len(tokens) < length:
         raise UserError(f"prompt {spec.kind}: expected {length} tokens, the text has {len(tokens)}; lower --length")
     if spec.is_unequal:
