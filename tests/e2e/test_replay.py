@@ -227,6 +227,7 @@ def test_kept_routes_are_replayed_with_their_step(tmp_path: Path, source: str) -
     report = replay_step(ReplayRequest(run=log_dir, step=4))
     assert report.verdict is Verdict.PASS, list(report.lines())
     assert not any(finding.difference for step in report.steps for finding in step.findings)
+    assert ((4, "routes") in words(report)) is (source == "prev_logprobs"), "those that the replay records again"
 
 
 LAYOUTS = {
