@@ -24,7 +24,7 @@ RUN_ARGS = $(if $(findstring checkpointing.resume=true,$(ARGS)),,logger.overwrit
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-fast test-full walk-docs lint types imports configs tree constraints learn-sort learn-sort-tp2 learn-sort-megatron learn-chain-sum learn-sort-moe same-numbers mutants resume-kills chaos leaks stress-data-plane bench-step bench-data-plane bench-packing bench-router-replay gpu-wheels test-gpu clean
+.PHONY: help demo test test-fast test-full walk-docs lint types imports configs tree constraints learn-sort learn-sort-tp2 learn-sort-megatron learn-chain-sum learn-sort-moe same-numbers mutants resume-kills replay-draw chaos leaks stress-data-plane bench-step bench-data-plane bench-packing bench-router-replay gpu-wheels test-gpu clean
 
 help:
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-22s %s\n", $$1, $$2}'
@@ -139,6 +139,9 @@ mutants: $(VENV)/.dev ## plant the faults of tests/mutants one by one: the tests
 
 resume-kills: $(VENV)/.dev ## 50 SIGKILLs at random moments, 20 of them during a save: resumed, and compared with a run left alone
 	$(BIN)/python -m tests.helpers.resume_kills $(ARGS)
+
+replay-draw: $(VENV)/.dev ## four recipes that keep their steps; 20 of these at random, replayed to the last bit and in one process
+	$(BIN)/python -m tests.helpers.replay_draw $(ARGS)
 
 chaos: $(VENV)/.dev ## kill and stop every process of small runs at every stage, about 30 minutes; prints what became of each
 	$(BIN)/python -m tests.helpers.chaos $(ARGS)

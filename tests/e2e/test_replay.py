@@ -24,6 +24,7 @@ from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import NonFiniteError
 from nemo_rl.utils.manifest import Manifest
+from tests.helpers.families import write_family
 from tests.helpers.planted_loss import row_sums
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, start_cli, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
@@ -212,6 +213,21 @@ def test_a_run_killed_in_mid_step_is_replayed_to_the_step_that_it_was_in(
     assert report.verdict is Verdict.PASS and "in flight" in "\n".join(report.lines())
     found = words(report)
     assert found[3, "columns"] and found[3, "plan"] and found[3, "prev_logprobs"] and found[3, "loss"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["rollout", "prev_logprobs"])
+def test_kept_routes_are_replayed_with_their_step(tmp_path: Path, source: str) -> None:
+    replay = "policy.router_replay"
+    routes = {f"{replay}.enabled": "true", f"{replay}.source": source}
+    moe = write_family(tmp_path / "model", "qwen3_moe")
+    log_dir = train(tmp_path / "run", moe, {**KEEP, **routes, "policy.generation.precision": "bfloat16"})
+    rollout, update = StepsFolder(log_dir).all()[-1].columns()
+    assert "routed_experts" in (rollout if source == "rollout" else update)
+    report = replay_step(ReplayRequest(run=log_dir, step=4))
+    assert report.verdict is Verdict.PASS, list(report.lines())
+    assert not any(finding.difference for step in report.steps for finding in step.findings)
+    assert ((4, "routes") in words(report)) is (source == "prev_logprobs"), "those that the replay records again"
 
 
 LAYOUTS = {

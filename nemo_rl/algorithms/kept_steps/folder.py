@@ -95,7 +95,8 @@ class StepsFolder:
         found: dict[int, KeptFolder] = {}
         for path in sorted(self.path.glob("step_*"), reverse=True):
             name = NAME.fullmatch(path.name)
-            if name is not None and path.is_dir():
+            # A run that is killed at once leaves an empty folder.
+            if name is not None and (path / STEP_FILE).is_file():
                 # In reverse order `step_7.partial` comes before `step_7`.
                 found[int(name[1])] = KeptFolder(number=int(name[1]), path=path, is_partial=name[2] is not None)
         return [found[number] for number in sorted(found)]

@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -78,6 +78,8 @@ class StepKeeper:
         self._writing: list[Pending[int]] = []
         self._path: Path | None = None
         """Of the step in flight, once it has one."""
+        self._rows: KeptRows | None = None
+        """Of the step in flight, once they are there."""
         self._seconds = 0.0
         self._bytes = 0
         self._has_warned = False
@@ -161,6 +163,7 @@ class StepKeeper:
     def _begin(self, step: StepState) -> None:
         self._writing = []
         self._path = self._folder.begin(step.number)
+        self._rows = _kept_rows(step)
         write_text(self._path / STEP_FILE, record_text(self._record(step)))
         meta = step.rows.meta
         # A later stage may rewrite the others before they are read.
@@ -171,19 +174,20 @@ class StepKeeper:
         assert self._path is not None, "the step has begun"
         meta, rolled = step.update.meta, set(step.rows.meta.fields) - set(REWRITTEN)
         fields = [name for name in meta.fields if name not in rolled]
-        write_text(self._path / STEP_FILE, record_text(self._record(step)))
         self._writing.append(self._rollout.submit_keep_columns(meta, fields=fields, path=self._path / UPDATE_FILE))
 
     def _wait(self) -> None:
-        writing, self._writing = self._writing, []
-        for pending in writing:
-            pending.result()
+        with ExitStack() as waiting:
+            # The last one first; an error of one leaves none of the others unfinished.
+            for pending in self._writing:
+                waiting.callback(pending.result)
+            self._writing = []
 
     def _end(self, record: KeptStep) -> None:
         assert self._path is not None, "the step has begun"
         write_text(self._path / STEP_FILE, record_text(record))
         self._bytes = self._folder.end(record.number).num_bytes
-        self._path = None
+        self._path = self._rows = None
 
     def _keep_failed(self, step: StepState, error: BaseException, stage: str) -> None:
         try:
@@ -212,7 +216,7 @@ class StepKeeper:
             policy_version=step.policy_version,
             seed=self._seed,
             run=self._run,
-            rows=None if step.rolled is None else _kept_rows(step),
+            rows=self._rows,
             trained=None if chosen is None else tuple(places[key] for key in chosen.meta.keys),
             plan=None if chosen is None else KeptPlan.of(chosen.plan),
             logprob_plan=(None if chosen is None or chosen.logprob_plan is None else KeptPlan.of(chosen.logprob_plan)),

@@ -7,7 +7,7 @@ record: floats to the last bit, NaN included.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -208,6 +208,7 @@ def read_record(text: str, *, where: str = "step.json") -> KeptStep:
         raise SchemaMismatch(f"{where} is damaged: {shorten(str(error))}") from error
 
 
-def tag_columns(tags: Sequence[Mapping[str, TagValue]]) -> dict[str, tuple[TagValue, ...]]:
+def tag_columns(tags: Iterable[Mapping[str, TagValue]]) -> dict[str, tuple[TagValue, ...]]:
     """Tags by name."""
-    return {name: tuple(row[name] for row in tags) for name in (tags[0] if tags else ())}
+    rows = list(tags)
+    return {name: tuple(row[name] for row in rows) for name in (rows[0] if rows else ())}

@@ -98,6 +98,9 @@ def find_chain(run: Path, number: int, checkpoints: list[Checkpoint], *, reads_o
         links = [*(_read(kept[step]) for step in range(first, number)), target]
         unfinished = [link.step.number for link in links[:-1] if link.step.status is not StepStatus.COMPLETE]
         if not unfinished:
+            problem = None if checkpoint is None else checkpoint.manifest.damage(checkpoint.path)
+            if checkpoint is not None and problem is not None:
+                raise ReplayProblem(f"checkpoint {checkpoint.path}: {problem}", verdict=Verdict.CORRUPT)
             return Chain(links=tuple(links), checkpoint=checkpoint, with_optimizer=with_optimizer)
         missing = unfinished
     why = "" if reads_optimizer else " (this worker cannot read the optimizer's state of the run's checkpoints)"

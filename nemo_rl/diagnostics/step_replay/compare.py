@@ -56,6 +56,7 @@ def compare_step(work: StepWork, ranks: Sequence[RankStep], settings: ReplaySett
             *findings,
             Finding(stage="update", kept=_what_update(work.step), replayed="none", agrees=_no_update(work)),
         ]
+    findings += _routes(ranks)
     findings += _logprobs("prev_logprobs", [rank.prev for rank in ranks], settings)
     findings += _logprobs("reference_logprobs", [rank.reference for rank in ranks], settings)
     error = ranks[0].error
@@ -78,8 +79,6 @@ def _columns(work: StepWork) -> list[Finding]:
     columns = KeptColumns.read(work.folder, step)
     everywhere = list(range(len(rows.keys)))
     what = f"{len(rows.keys)} rows, {len(step.trained or ())} trained"
-    if not columns.has("input_lengths", everywhere):
-        return [Finding(stage="columns", kept="not written", replayed="", agrees=None)]
     problems = []
     if columns.rows("input_lengths", everywhere).tolist() != list(rows.lengths):
         problems.append("lengths")
@@ -116,6 +115,17 @@ def _plans(work: StepWork) -> list[Finding]:
             )
         )
     return findings
+
+
+def _routes(ranks: Sequence[RankStep]) -> list[Finding]:
+    """Those that the log-probability pass records; those of the rollout are columns, and given to the routers."""
+    found = [rank.routes for rank in ranks if rank.routes is not None]
+    if not found:
+        return []
+    count, different = sum(part.num_values for part in found), sum(part.num_different for part in found)
+    text = f"{different} of {count}" if different else ""
+    shown = f"{count} experts"
+    return [Finding(stage="routes", kept=shown, replayed=shown, agrees=different == 0, difference=text)]
 
 
 def _logprobs(stage: str, parts: Sequence[Logprobs | None], settings: ReplaySettings) -> list[Finding]:

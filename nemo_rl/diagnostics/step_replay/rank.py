@@ -24,15 +24,16 @@ from nemo_rl.distributed.pack_plan import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import NonFiniteError
 from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
-from nemo_rl.models.policy.routes.worker_replay import WorkerReplay
+from nemo_rl.models.policy.routes.worker_replay import ROUTES, WorkerReplay
 from nemo_rl.models.policy.workers.base import WorkerState
 from nemo_rl.models.policy.workers.compose import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weights_digest import WeightsDigest
+from nemo_rl.routes.shape import MISSING
 from nemo_rl.utils.checkpoint import Checkpoint
 from nemo_rl.utils.metrics import merge_metrics
 
-__all__ = ["Logprobs", "RankJob", "RankStep", "replay_rank"]
+__all__ = ["Logprobs", "RankJob", "RankStep", "Routes", "replay_rank"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,11 +64,21 @@ class Logprobs:
     """False: there is nothing to compare with."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routes:
+    """Routes that the replay has recorded against the kept ones, of one rank's layers and tokens."""
+
+    num_values: int
+    num_different: int
+
+
 @dataclass(kw_only=True, slots=True)
 class RankStep:
     """What one rank found in one step; None where a stage was not run."""
 
     number: int
+    routes: Routes | None = None
+    """Where the log-probability pass records them; a part of them on every rank."""
     prev: Logprobs | None = None
     reference: Logprobs | None = None
     train: TrainResult | None = None
@@ -133,6 +144,8 @@ class _Rank:
         tokenizer = job.settings.policy.tokenizer
         named = load_tokenizer(tokenizer.name or job.settings.policy.model_name, chat_template=tokenizer.chat_template)
         self._pad_token_id = int(named.pad_token_id)
+        replay = job.settings.policy.router_replay
+        self._records_routes = replay.enabled and not replay.records_at_rollout
 
     def run(self, work: StepWork) -> RankStep:
         """One step."""
@@ -169,11 +182,16 @@ class _Rank:
         self._worker.life.enter(WorkerState.LOGPROBS)
         rows, plan = self._share(work, work.logprob_plan)
         batch = columns.batch(LP_SEED_FIELDS, rows, width=plan.pad_to, pad_token_id=self._pad_token_id)
-        if stage is WorkerPass.PREV_LOGPROBS:
+        if stage is WorkerPass.REFERENCE_LOGPROBS:
+            got_NT = self._worker.get_reference_policy_logprobs(batch, plan=plan)
+        elif self._records_routes:
+            recorded = self._worker.record_routes(batch, plan=plan)
+            got_NT = recorded.logprobs_NT
+            self._add_routes(batch, columns, rows)
+            found.routes = _compared_routes(recorded.routes_NTLK, batch)
+        else:
             self._add_routes(batch, columns, rows)
             got_NT = self._worker.get_logprobs(batch, plan=plan)
-        else:
-            got_NT = self._worker.get_reference_policy_logprobs(batch, plan=plan)
         fresh[stage.column] = torch.zeros(len(columns.keys), got_NT.shape[1])
         fresh[stage.column][torch.tensor(rows)] = got_NT
         if not self._job.settings.layout.is_writer(self._worker.rank):
@@ -217,6 +235,14 @@ def _to_width(column_NT: torch.Tensor, width: int) -> torch.Tensor:
     """Longer or shorter padding."""
     cut = column_NT[:, :width]
     return torch.nn.functional.pad(cut, (0, width - cut.shape[1]))
+
+
+def _compared_routes(recorded_NTLK: torch.Tensor, batch: BatchedDataDict) -> Routes | None:
+    if ROUTES not in batch:
+        return None
+    is_own = recorded_NTLK != MISSING
+    kept = batch.tensor(ROUTES)[is_own]
+    return Routes(num_values=kept.numel(), num_different=int((recorded_NTLK[is_own] != kept).sum()))
 
 
 def _compared(name: str, got_NT: torch.Tensor, columns: KeptColumns, rows: list[int]) -> Logprobs:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl.algorithms.grpo import ScoredRows, TrainRows, plan_logprobs, plan_train, score_rows, select_train_rows
-from nemo_rl.algorithms.kept_steps.folder import KeptFolder
+from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, KeptFolder
 from nemo_rl.algorithms.kept_steps.record import KeptError, KeptRows, KeptStep
 from nemo_rl.data_plane.keys import group_uid
 from nemo_rl.diagnostics.step_replay.chain import ChainLink
@@ -63,6 +63,11 @@ def make_work(link: ChainLink, settings: ReplaySettings, *, only: Sequence[str] 
             + (f": {step.error.text}" if step.error is not None else "; nothing of them was kept"),
             verdict=Verdict.INCOMPLETE,
         )
+    if not (link.folder.path / ROLLOUT_FILE).is_file():
+        raise ReplayProblem(
+            f"step {step.number} ended before its columns were written to {link.folder.path}",
+            verdict=Verdict.INCOMPLETE,
+        )
     try:
         scored = score_rows(rows.scalars, [group_uid(key) for key in rows.keys], settings.config.grpo)
     except NonFiniteError as error:
@@ -76,10 +81,10 @@ def make_work(link: ChainLink, settings: ReplaySettings, *, only: Sequence[str] 
 def _whole(link: ChainLink, rows: KeptRows, scored: ScoredRows, settings: ReplaySettings) -> StepWork:
     policy, layout = settings.config.policy, settings.run_layout
     chosen = select_train_rows(scored, rows.lengths, policy, layout=layout)
-    numbers = scored.select(chosen.rows)
-    work = {"folder": link.folder, "step": link.step, "trained": chosen.rows}
     if not chosen.rows:
-        return StepWork(**work, advantages=numbers.advantages, sample_mask=numbers.sample_mask)  # type: ignore[arg-type]
+        none = torch.zeros(0)
+        return StepWork(folder=link.folder, step=link.step, advantages=none, sample_mask=none)
+    numbers = scored.select(chosen.rows)
     lengths, cost = [rows.lengths[row] for row in chosen.rows], link.step.run.cost
     plan = plan_train(lengths, chosen.batch_sizes, policy, layout=layout, cost=cost)
     logprob_plan = plan_logprobs(plan, lengths, policy, layout=layout, cost=cost)
