@@ -81,9 +81,6 @@ def _open(path: Path, name: str) -> RecordFolder | Finding:
 
 def _refusals(a: Side, b: Side) -> list[Finding]:
     """Why there is nothing to compare."""
-    paths = (a.folder.path.resolve(), b.folder.path.resolve())
-    if paths[0] == paths[1]:
-        return [Finding(verdict=Verdict.VACUOUS, text=f"{paths[0]} was compared with itself")]
     if a.folder.manifest.run_id == b.folder.manifest.run_id:
         text = f"both folders hold the recording {a.folder.manifest.run_id!r}: it was compared with itself"
         return [Finding(verdict=Verdict.VACUOUS, text=text)]
