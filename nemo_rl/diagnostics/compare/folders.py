@@ -153,12 +153,8 @@ def _judge(sides: tuple[Side, Side], results: list[SiteResult], own: list[Findin
 
 def _verdict(findings: Sequence[Finding], results: Sequence[SiteResult]) -> tuple[Verdict, str]:
     failing = [result for result in results if result.failures]
-    other_tokens = [result for result in failing if result.num_other_tokens]
     own = []
-    if other_tokens:
-        text = f"{other_tokens[0].site.label}: {other_tokens[0].failures[0]}"
-        own.append(Finding(verdict=Verdict.MISMATCH, text=text))
-    elif failing:
+    if failing:
         text = f"{len(failing)} of {len(results)} sites differ, first {failing[0].site.label}: {failing[0].failures[0]}"
         own.append(Finding(verdict=Verdict.MISMATCH, text=text))
     worst = gravest([*own, *findings])
