@@ -131,10 +131,9 @@ def _verify_others(sides: tuple[Side, Side], compared: Sequence[Site]) -> None:
 
 def _judge(sides: tuple[Side, Side], results: list[SiteResult], own: list[Finding], notes: list[str]) -> Comparison:
     findings = [*own, *sides[0].findings, *sides[1].findings]
-    first = first_divergence(results)
     tokens = {worst.row.token for result in results for worst in result.worst if worst.row.token is not None}
-    manifest = sides[0].folder.manifest
-    texts, why = token_texts(str(manifest.tokenizer), tokens)
+    tokenizer = sides[0].folder.manifest.tokenizer or sides[1].folder.manifest.tokenizer
+    texts, why = token_texts(str(tokenizer), tokens)
     verdict, reason = _verdict(findings, results)
     return Comparison(
         verdict=verdict,
@@ -142,7 +141,7 @@ def _judge(sides: tuple[Side, Side], results: list[SiteResult], own: list[Findin
         a=_facts(sides[0]),
         b=_facts(sides[1]),
         sites=results,
-        first=first,
+        first=first_divergence(results),
         contribution=largest_contribution(results),
         non_finite=first_non_finite(results),
         findings=findings,
