@@ -81,9 +81,6 @@ def _open(path: Path, name: str) -> RecordFolder | Finding:
 
 def _refusals(a: Side, b: Side) -> list[Finding]:
     """Why there is nothing to compare."""
-    paths = (a.folder.path.resolve(), b.folder.path.resolve())
-    if paths[0] == paths[1]:
-        return [Finding(verdict=Verdict.VACUOUS, text=f"{paths[0]} was compared with itself")]
     if a.folder.manifest.run_id == b.folder.manifest.run_id:
         text = f"both folders hold the recording {a.folder.manifest.run_id!r}: it was compared with itself"
         return [Finding(verdict=Verdict.VACUOUS, text=text)]
@@ -134,10 +131,9 @@ def _verify_others(sides: tuple[Side, Side], compared: Sequence[Site]) -> None:
 
 def _judge(sides: tuple[Side, Side], results: list[SiteResult], own: list[Finding], notes: list[str]) -> Comparison:
     findings = [*own, *sides[0].findings, *sides[1].findings]
-    first = first_divergence(results)
     tokens = {worst.row.token for result in results for worst in result.worst if worst.row.token is not None}
-    manifest = sides[0].folder.manifest
-    texts, why = token_texts(str(manifest.tokenizer), tokens)
+    tokenizer = sides[0].folder.manifest.tokenizer or sides[1].folder.manifest.tokenizer
+    texts, why = token_texts(str(tokenizer), tokens)
     verdict, reason = _verdict(findings, results)
     return Comparison(
         verdict=verdict,
@@ -145,7 +141,7 @@ def _judge(sides: tuple[Side, Side], results: list[SiteResult], own: list[Findin
         a=_facts(sides[0]),
         b=_facts(sides[1]),
         sites=results,
-        first=first,
+        first=first_divergence(results),
         contribution=largest_contribution(results),
         non_finite=first_non_finite(results),
         findings=findings,
@@ -156,12 +152,8 @@ def _judge(sides: tuple[Side, Side], results: list[SiteResult], own: list[Findin
 
 def _verdict(findings: Sequence[Finding], results: Sequence[SiteResult]) -> tuple[Verdict, str]:
     failing = [result for result in results if result.failures]
-    other_tokens = [result for result in failing if result.num_other_tokens]
     own = []
-    if other_tokens:
-        text = f"{other_tokens[0].site.label}: {other_tokens[0].failures[0]}"
-        own.append(Finding(verdict=Verdict.MISMATCH, text=text))
-    elif failing:
+    if failing:
         text = f"{len(failing)} of {len(results)} sites differ, first {failing[0].site.label}: {failing[0].failures[0]}"
         own.append(Finding(verdict=Verdict.MISMATCH, text=text))
     worst = gravest([*own, *findings])

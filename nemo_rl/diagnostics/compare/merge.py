@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_rl.diagnostics.compare.row_stats import as_rows, row_stats
+from nemo_rl.diagnostics.compare.row_stats import as_rows, row_stats, take_rows
 from nemo_rl.diagnostics.compare.side import POSITIONS, Side
 from nemo_rl.diagnostics.compare.site import Site
 from nemo_rl.diagnostics.verdict import Verdict
@@ -100,7 +100,7 @@ def _one_row_per_token(site: Site, pieces: Sequence[_Piece], side: Side) -> Merg
     rank_N = torch.cat([torch.full_like(piece.code_R, piece.rank) for piece in pieces])
     code_N, order = torch.cat([piece.code_R for piece in pieces]).sort(stable=True)
     token_N = torch.cat([piece.token_R for piece in pieces])[order]
-    values = torch.cat([piece.values for piece in pieces])[order]
+    values = take_rows(pieces[0].values if len(pieces) == 1 else torch.cat([p.values for p in pieces]), order)
     rank_N = rank_N[order]
     is_first = torch.ones_like(code_N, dtype=torch.bool)
     is_first[1:] = code_N[1:] != code_N[:-1]
@@ -122,7 +122,8 @@ def _one_row_per_token(site: Site, pieces: Sequence[_Piece], side: Side) -> Merg
                 Verdict.MISMATCH,
                 f"{site.label}: replicas differ: {text} hold the same token, first {where}; {len(bad)} in all",
             )
-    return Merged(values=values[is_first], code_N=code_N[is_first], token_N=token_N[is_first])
+    values = take_rows(values, is_first.nonzero()[:, 0])
+    return Merged(values=values, code_N=code_N[is_first], token_N=token_N[is_first])
 
 
 def _merge_whole(site: Site, records: Sequence[Record], side: Side) -> Merged | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-__all__ = ["RowStats", "as_rows", "row_stats"]
+__all__ = ["RowStats", "as_rows", "row_stats", "take_rows"]
 
 CHUNK = 1 << 21
 """Values that are converted to float64 at once: 16 MiB for each of a dozen temporaries."""
@@ -53,6 +53,11 @@ class RowStats:
 def as_rows(value: torch.Tensor) -> torch.Tensor:
     """`[R, ...]` as `[R, D]`."""
     return value.reshape(len(value), -1) if value.numel() else value.reshape(len(value), 0)
+
+
+def take_rows(value: torch.Tensor, index_R: torch.Tensor) -> torch.Tensor:
+    """Rows of a tensor; the tensor itself where these are all in order: one of logits may take half of the memory."""
+    return value if torch.equal(index_R, torch.arange(len(value))) else value[index_R]
 
 
 def row_stats(a: torch.Tensor, b: torch.Tensor) -> RowStats:

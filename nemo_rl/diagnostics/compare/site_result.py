@@ -10,6 +10,7 @@ from nemo_rl.diagnostics.compare.limits import Limits, coarsest
 from nemo_rl.diagnostics.compare.match import MatchedRows, SampleMap, match_rows
 from nemo_rl.diagnostics.compare.measurement import Measurement, Metric, measure
 from nemo_rl.diagnostics.compare.merge import Merged
+from nemo_rl.diagnostics.compare.row_stats import take_rows
 from nemo_rl.diagnostics.compare.side import POSITIONS, Side
 from nemo_rl.diagnostics.compare.site import Site
 
@@ -140,7 +141,7 @@ def compare_site(
     shapes = [list(side.values.shape[1 if side.code_N is not None else 0 :]) for side in merged]
     if shapes[0] != shapes[1] or (a.code_N is None) != (b.code_N is None):
         return replace(result, failures=(f"shapes differ: {shapes[0]} against {shapes[1]}",))
-    pair_a, pair_b = a.values[rows.rows_a], b.values[rows.rows_b]
+    pair_a, pair_b = take_rows(a.values, rows.rows_a), take_rows(b.values, rows.rows_b)
     if not pair_a.numel():
         return replace(result, num_rows=len(pair_a))
     found = measure(pair_a, pair_b)
@@ -216,5 +217,5 @@ def _failures(found: Measurement, limits: Mapping[Metric, float]) -> list[str]:
     texts = _broken(found)
     for metric, limit in limits.items():
         if found.metrics[metric] > limit:
-            texts.append(f"{metric.value} {found.metrics[metric]:.3g} > {limit:.3g}")
+            texts.append(f"{metric.value} {found.metrics[metric]:.6g} > {limit:.6g}")
     return texts

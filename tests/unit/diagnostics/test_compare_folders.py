@@ -19,7 +19,7 @@ from nemo_rl.diagnostics.compare.measurement import Metric
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import UserError
 from nemo_rl.records.record import Place
-from nemo_rl.records.sites import SiteKind
+from nemo_rl.records.sites import Direction, SiteKind
 from nemo_rl.records.writer import RecordWriter, end_path, lines_path, payload_path
 from tests.helpers.recordings import (
     BACKWARD,
@@ -448,6 +448,19 @@ def test_a_backward_pass_runs_the_other_way(tmp_path: Path) -> None:
     assert found.contribution is not None and found.contribution.start is not None
     labels = (found.contribution.start.label, found.contribution.end.label)
     assert labels == ("train/layer.out[1] backward", "train/layer.out[0] backward")
+
+
+@pytest.mark.parametrize("way", [FORWARD, BACKWARD])
+def test_a_block_of_which_every_part_adds_something_is_named_whole(way: Direction, tmp_path: Path) -> None:
+    kinds = [SiteKind.LAYER_IN, SiteKind.ATTN_OUT, SiteKind.LAYER_OUT]
+    ordered = kinds if way is FORWARD else kinds[::-1]
+    truth, worse = one_site(torch.ones(4)), one_site(torch.ones(4))
+    own = {"s0": torch.ones(4, 2)}
+    truth.values = {(kind, 0, way): own for kind in ordered}
+    worse.values = {(kind, 0, way): {"s0": own["s0"] * 1.01**at} for at, kind in enumerate(ordered)}
+    found = pair(tmp_path, truth, worse)
+    assert found.contribution is not None and found.contribution.start is not None
+    assert [found.contribution.start.kind, found.contribution.end.kind] == [ordered[0], ordered[-1]]
 
 
 def test_a_difference_before_the_first_site_has_no_start(tmp_path: Path) -> None:
