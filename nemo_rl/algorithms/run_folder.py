@@ -108,13 +108,17 @@ def used_folder_problems(config: MasterConfig) -> list[str]:
 def cut_rollouts(log_dir: Path, *, resume_step: int) -> None:
     """Removes rollouts and records of steps after the one that a run resumes from: it makes them again."""
     for path in (log_dir / ROLLOUTS).glob("*.jsonl"):
-        number = re.fullmatch(r"(?:val_)?step_([0-9]{1,18})\.jsonl", path.name)
-        if number is not None and int(number[1]) > resume_step:
+        if _step_of(path) > resume_step:
             path.unlink(missing_ok=True)
     for path in (log_dir / RECORDS).glob("step_*"):
-        number = STEP.fullmatch(path.name)
-        if number is not None and int(number[1]) > resume_step:
+        if _step_of(path) > resume_step:
             shutil.rmtree(path)
+
+
+def _step_of(path: Path) -> int:
+    """The step in its name; -1 where there is none."""
+    number = re.fullmatch(r"(?:val_)?step_([0-9]{1,18})(?:\.jsonl)?", path.name)
+    return int(number[1]) if number is not None else -1
 
 
 def run_folders(config: MasterConfig) -> list[Path]:
