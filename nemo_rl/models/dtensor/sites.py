@@ -6,7 +6,7 @@ Called by `DTensorEngine.taps`. Under sequence parallelism what lies between the
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from nemo_rl.models.dtensor.parallelize import PolicyModel, full_weight
 from nemo_rl.models.hf_routers import ROUTER_FAMILIES
 from nemo_rl.models.loading import named_weights
 from nemo_rl.models.policy.recording.hooks import at_input, at_output
-from nemo_rl.models.policy.recording.taps import Deliver, Detach, Order, Tap, Taps, Tokens
+from nemo_rl.models.policy.recording.taps import Order, TapList, Taps, Tokens
 from nemo_rl.models.policy.steps import ThisRank
 from nemo_rl.records.record import Split
 from nemo_rl.records.sites import SiteKind
@@ -59,52 +59,51 @@ def _gradients(model: PolicyModel, scaler: LossScaler) -> Iterator[tuple[str, to
             yield name, gradient if scaler.scale == 1.0 else gradient / scaler.scale
 
 
-class _Finder:
-    """Collects taps, and what cannot be one."""
+class _Finder(TapList):
+    """Looks for sites by the usual names of modules."""
 
     def __init__(self, model: PolicyModel, here: ThisRank) -> None:
+        super().__init__(order=Order.ROWS)
         self._hf = model.hf
         self._between = Tokens.CHUNK if here.layout.sequence_parallel else Tokens.ALL
         self._tp = here.coordinates.tp, here.layout.tp
-        self.taps: list[Tap] = []
-        self.unobserved: dict[SiteKind, str] = {}
 
     def model(self) -> None:
         """Sites outside the layers."""
-        self._add(SiteKind.EMBED, None, at_output(self._hf.get_input_embeddings()), tokens=self._between)
+        self.add(SiteKind.EMBED, None, at_output(self._hf.get_input_embeddings()), tokens=self._between)
         head = self._hf.get_output_embeddings()
-        self._add(SiteKind.LOGITS, None, at_output(head), tokens=Tokens.KEPT, split=self._split_of(head, dim=0))
+        self.add(SiteKind.LOGITS, None, at_output(head), tokens=Tokens.KEPT, split=self._split_of(head, dim=0))
 
     def layer(self, number: int, layer: torch.nn.Module) -> None:
         """Sites of one layer."""
         children = dict(layer.named_children())
-        self._add(SiteKind.LAYER_IN, number, at_input(layer), tokens=self._between)
+        self.add(SiteKind.LAYER_IN, number, at_input(layer), tokens=self._between)
         attention, mlp = children.get("self_attn"), children.get("mlp")
         if attention is None:
-            self._cannot("layers have no part named self_attn", *PROJECTIONS, SiteKind.ATTN_CONTEXT, SiteKind.ATTN_OUT)
+            self.cannot("layers have no part named self_attn", *PROJECTIONS, SiteKind.ATTN_CONTEXT, SiteKind.ATTN_OUT)
         else:
             self._attention(number, attention)
         if mlp is None:
-            self._cannot("layers have no part named mlp", SiteKind.MLP_IN, SiteKind.MLP_OUT)
+            self.cannot("layers have no part named mlp", SiteKind.MLP_IN, SiteKind.MLP_OUT)
         else:
-            self._add(SiteKind.MLP_IN, number, at_input(mlp), tokens=self._between)
+            self.add(SiteKind.MLP_IN, number, at_input(mlp), tokens=self._between)
             self._router(number, mlp)
-            self._add(SiteKind.MLP_OUT, number, at_output(mlp), tokens=self._between)
-        self._add(SiteKind.LAYER_OUT, number, at_output(layer), tokens=self._between)
+            self.add(SiteKind.MLP_OUT, number, at_output(mlp), tokens=self._between)
+        self.add(SiteKind.LAYER_OUT, number, at_output(layer), tokens=self._between)
 
     def _attention(self, number: int, attention: torch.nn.Module) -> None:
         children = dict(attention.named_children())
         for kind, name in PROJECTIONS.items():
             if name in children:
-                self._add(kind, number, at_output(children[name]), split=self._split_of(children[name], dim=0))
+                self.add(kind, number, at_output(children[name]), split=self._split_of(children[name], dim=0))
             else:
-                self._cannot(f"attention has no part named {name}", kind)
+                self.cannot(f"attention has no part named {name}", kind)
         if "o_proj" in children:
             last = children["o_proj"]
-            self._add(SiteKind.ATTN_CONTEXT, number, at_input(last), split=self._split_of(last, dim=1))
+            self.add(SiteKind.ATTN_CONTEXT, number, at_input(last), split=self._split_of(last, dim=1))
         else:
-            self._cannot("attention has no part named o_proj", SiteKind.ATTN_CONTEXT)
-        self._add(SiteKind.ATTN_OUT, number, at_output(attention), tokens=self._between)
+            self.cannot("attention has no part named o_proj", SiteKind.ATTN_CONTEXT)
+        self.add(SiteKind.ATTN_OUT, number, at_output(attention), tokens=self._between)
 
     def _router(self, number: int, mlp: torch.nn.Module) -> None:
         routers = [part for part in mlp.children() if type(part).__name__ in ROUTER_FAMILIES]
@@ -116,22 +115,7 @@ class _Finder:
             SiteKind.ROUTER_WEIGHTS: _weights_by_id,
         }
         for kind, pick in picks.items():
-            self._add(kind, number, at_output(routers[0], pick), order=Order.ROWS_FLAT)
-
-    def _add(
-        self,
-        kind: SiteKind,
-        layer: int | None,
-        attach: Callable[[Deliver], Detach],
-        *,
-        tokens: Tokens = Tokens.ALL,
-        split: Split | None = None,
-        order: Order = Order.ROWS,
-    ) -> None:
-        self.taps.append(Tap(kind=kind, layer=layer, attach=attach, tokens=tokens, split=split, order=order))
-
-    def _cannot(self, why: str, *kinds: SiteKind) -> None:
-        self.unobserved.update(dict.fromkeys(kinds, why))
+            self.add(kind, number, at_output(routers[0], pick), order=Order.ROWS_FLAT)
 
     def _split_of(self, module: Any, *, dim: int) -> Split | None:
         """This rank's part of the features, as the module's weight has been split over the tensor axis."""

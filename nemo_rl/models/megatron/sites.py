@@ -16,7 +16,7 @@ from nemo_rl.models.megatron.convert import export_gradients
 from nemo_rl.models.megatron.mcore import TopKRouter
 from nemo_rl.models.megatron.setup import MegatronModel
 from nemo_rl.models.policy.recording.hooks import at_input, at_output
-from nemo_rl.models.policy.recording.taps import Deliver, Detach, Order, Tap, Taps, Tokens
+from nemo_rl.models.policy.recording.taps import Deliver, Detach, Order, TapList, Taps, Tokens
 from nemo_rl.models.policy.steps import ThisRank
 from nemo_rl.records.record import Split
 from nemo_rl.records.sites import SiteKind
@@ -37,7 +37,7 @@ def taps_of(model: MegatronModel, here: ThisRank) -> Taps:
     if module.post_process:
         found.add(SiteKind.LOGITS, None, at_output(module.output_layer), tokens=Tokens.KEPT, split=found.part)
     if model.ddp.ddp_config.use_distributed_optimizer:
-        found.unobserved[SiteKind.GRAD] = "the distributed optimizer leaves each rank a part of the gradients only"
+        found.cannot("the distributed optimizer leaves each rank a part of the gradients only", SiteKind.GRAD)
     return Taps(
         taps=tuple(found.taps),
         unobserved=found.unobserved,
@@ -46,15 +46,14 @@ def taps_of(model: MegatronModel, here: ThisRank) -> Taps:
     )
 
 
-class _Finder:
-    """Collects taps, and what cannot be one."""
+class _Finder(TapList):
+    """Looks for sites where megatron-core has them."""
 
     def __init__(self, model: MegatronModel, here: ThisRank) -> None:
+        super().__init__(order=Order.POSITIONS)
         self._model = model
         self.between = Tokens.CHUNK if here.layout.sequence_parallel else Tokens.ALL
         self.part = Split(index=here.coordinates.tp, count=here.layout.tp)
-        self.taps: list[Tap] = []
-        self.unobserved: dict[SiteKind, str] = {}
 
     def layer(self, number: int, layer: Any) -> None:
         """Sites of one layer."""
@@ -67,7 +66,7 @@ class _Finder:
         if any(True for _ in layer.pre_mlp_layernorm.parameters()):
             self.add(SiteKind.MLP_IN, number, at_input(mlp), tokens=self.between)
         else:
-            self.unobserved[SiteKind.MLP_IN] = "Transformer Engine computes the norm inside the projection behind it"
+            self.cannot("Transformer Engine computes the norm inside the projection behind it", SiteKind.MLP_IN)
         for router in (part for part in mlp.modules() if isinstance(part, TopKRouter)):
             self._router(number, router)
         self.add(SiteKind.MLP_OUT, number, at_output(mlp), tokens=self.between)
@@ -90,18 +89,6 @@ class _Finder:
         for kind, pick in ((SiteKind.ROUTER_IDS, _ids), (SiteKind.ROUTER_WEIGHTS, _weights)):
             attach = at_output(router, partial(pick, int(router.topk)))
             self.add(kind, number, attach, tokens=self.between, order=Order.POSITIONS_FLAT)
-
-    def add(
-        self,
-        kind: SiteKind,
-        layer: int | None,
-        attach: Callable[[Deliver], Detach],
-        *,
-        tokens: Tokens = Tokens.ALL,
-        split: Split | None = None,
-        order: Order = Order.POSITIONS,
-    ) -> None:
-        self.taps.append(Tap(kind=kind, layer=layer, attach=attach, tokens=tokens, split=split, order=order))
 
 
 def _ids(top_k: int, output: Any) -> torch.Tensor:

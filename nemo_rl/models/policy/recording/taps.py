@@ -15,7 +15,7 @@ import torch
 from nemo_rl.records.record import Split
 from nemo_rl.records.sites import SiteKind
 
-__all__ = ["Deliver", "Detach", "Order", "Tap", "Taps", "Tokens"]
+__all__ = ["Deliver", "Detach", "Order", "Tap", "TapList", "Taps", "Tokens"]
 
 Deliver = Callable[[torch.Tensor], None]
 Detach = Callable[[], None]
@@ -68,6 +68,37 @@ class Tap:
     tokens: Tokens = Tokens.ALL
     split: Split | None = None
     """This rank's part of the last dimension."""
+
+
+class TapList:
+    """Collects the taps of a model, and what cannot be one.
+
+    Args:
+        order: of tensors that do not say another.
+    """
+
+    def __init__(self, *, order: Order) -> None:
+        self.taps: list[Tap] = []
+        self.unobserved: dict[SiteKind, str] = {}
+        self._order = order
+
+    def add(
+        self,
+        kind: SiteKind,
+        layer: int | None,
+        attach: Callable[[Deliver], Detach],
+        *,
+        tokens: Tokens = Tokens.ALL,
+        split: Split | None = None,
+        order: Order | None = None,
+    ) -> None:
+        """As the fields of `Tap`."""
+        chosen = self._order if order is None else order
+        self.taps.append(Tap(kind=kind, layer=layer, attach=attach, tokens=tokens, split=split, order=chosen))
+
+    def cannot(self, why: str, *kinds: SiteKind) -> None:
+        """The model does not give these."""
+        self.unobserved.update(dict.fromkeys(kinds, why))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
