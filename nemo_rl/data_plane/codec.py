@@ -320,7 +320,7 @@ def _layout(spec: FieldSpec, indexes: Sequence[_ColumnIndex]) -> tuple[str, tupl
         return indexes[0].dtype, indexes[0].trailing
     kinds = {(index.dtype, index.trailing) for index in indexes}
     if len(kinds) > 1:
-        raise SchemaMismatch(f"field {spec.name!r} is stored with several layouts: {sorted(kinds)}")
+        raise SchemaMismatch(f"field {spec.name!r} is stored with several types: {sorted(kinds)}")
     dims = spec.dims[1:] if spec.is_ragged else spec.dims
     empty = (spec.dtypes[0], tuple(dim if isinstance(dim, int) else 0 for dim in dims))
     return next(iter(kinds), empty)

@@ -1,8 +1,8 @@
 """Weights in a Hugging Face folder: read one at a time, written in shards.
 
 Called by the loader and the checkpoints of the Megatron worker. Names here are those of the module's state dict, where
-the experts of a layer are one tensor; files hold every expert by itself, under the names of its family. Invariant: what
-`write_folder` writes, `open_weights` and transformers both read without a missing or an unexpected weight.
+the experts of a layer are one tensor; files hold every expert by itself, under the names of its model type. Invariant:
+what `write_folder` writes, `open_weights` and transformers both read without a missing or an unexpected weight.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertNames:
-    """How the files of a family name what a module calls `mlp.gate` and `mlp.experts`."""
+    """How the files of a model type name what a module calls `mlp.gate` and `mlp.experts`."""
 
     block: str
     """In place of `mlp`, in layers with experts."""

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from nemo_rl.errors import ConfigError
 
-__all__ = ["ROUTER_FAMILIES", "Choose", "HFRouters"]
+__all__ = ["ROUTER_KINDS", "Choose", "HFRouters"]
 
 Choose: TypeAlias = Callable[[int, torch.Tensor], torch.Tensor | None]
 """(number of the layer in the model, from 0; `[T, K]` ids of the model's own choice) -> the ids to use, None to keep
@@ -48,7 +48,7 @@ def _sigmoid_weights(router: Any, logits: torch.Tensor, ids: torch.Tensor) -> to
     return chosen * router.routed_scaling_factor
 
 
-ROUTER_FAMILIES: Mapping[str, Weigh] = {
+ROUTER_KINDS: Mapping[str, Weigh] = {
     "Qwen3MoeTopKRouter": _softmax_weights,
     "Qwen2MoeTopKRouter": _softmax_weights,
     "OlmoeTopKRouter": _softmax_weights,
@@ -83,7 +83,7 @@ class HFRouters:
         self.num_experts, self.top_k = int(first.num_experts), int(first.top_k)
         self._choose: Choose | None = None
         for layer, router in found.items():
-            router.register_forward_hook(self._hook(layer, ROUTER_FAMILIES[type(router).__name__]))
+            router.register_forward_hook(self._hook(layer, ROUTER_KINDS[type(router).__name__]))
 
     @contextmanager
     def choosing(self, choose: Choose) -> Iterator[None]:
@@ -111,13 +111,13 @@ def _routers(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
     with_experts: set[int] = set()
     for name, module in model.named_modules():
         match = LAYER.search(name)
-        if match is not None and type(module).__name__ in ROUTER_FAMILIES:
+        if match is not None and type(module).__name__ in ROUTER_KINDS:
             found[int(match[1])] = module
         if match is not None and name.endswith(".experts"):
             with_experts.add(int(match[1]))
     if with_experts - found.keys():
         raise ConfigError(
             f"policy.router_replay.enabled: the routers of {model.config.model_type!r} are not known, only "
-            f"{', '.join(ROUTER_FAMILIES)}; set it to false"
+            f"{', '.join(ROUTER_KINDS)}; set it to false"
         )
     return dict(sorted(found.items()))

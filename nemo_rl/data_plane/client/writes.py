@@ -59,7 +59,7 @@ class RowWriter:
         with self._link.clock.measure("encode"):
             chunks = encode_rows(columns, num_rows=len(keys), chunk_bytes=chunk_bytes)
         ids = self._link.new_ids(len(chunks))
-        layouts = {
+        column_types = {
             name: [column.dtype, list(column.trailing)] for name, column in columns.items() if column.values is not None
         }
         args: Args = {
@@ -68,7 +68,7 @@ class RowWriter:
             "keys": keys,
             "lengths": facts.lengths,
             "tags": None if facts.tags is None else facts.tags.plain(),
-            "chunks": [_chunk_record(i, chunk, layouts) for i, chunk in zip(ids, chunks, strict=True)],
+            "chunks": [_chunk_record(i, chunk, column_types) for i, chunk in zip(ids, chunks, strict=True)],
             "claims": facts.claims,
             "may_create": any(column.spec.produced_by == "rollout" for column in columns.values()),
         }
@@ -123,7 +123,7 @@ class RowWriter:
             logger.warning("could not give a reservation back: %s", error)
 
 
-def _chunk_record(chunk_id: str, chunk: EncodedChunk, layouts: Mapping[str, Sequence[object]]) -> Args:
+def _chunk_record(chunk_id: str, chunk: EncodedChunk, column_types: Mapping[str, Sequence[object]]) -> Args:
     return {
         "id": chunk_id,
         "family": chunk.family,
@@ -133,5 +133,5 @@ def _chunk_record(chunk_id: str, chunk: EncodedChunk, layouts: Mapping[str, Sequ
         "nbytes": chunk.nbytes,
         "sizes": list(chunk.sizes),
         "row_sizes": dict(chunk.row_sizes),
-        "layouts": {name: layouts[name] for name in chunk.fields if name in layouts},
+        "column_types": {name: column_types[name] for name in chunk.fields if name in column_types},
     }

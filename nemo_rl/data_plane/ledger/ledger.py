@@ -191,7 +191,7 @@ class Ledger:
         partition, keys = self._partition(args), _texts(args, "keys")
         chunks = _records(args, "chunks")
         self._capacity.blocked_s += _seconds(args, "waited_s")
-        layouts = _check_layouts(partition, keys, chunks, args["lengths"])
+        column_types = _check_column_types(partition, keys, chunks, args["lengths"])
         claim_rules.check_held(partition, keys, claim_rules.parse(args["claims"]), now=now)
         if not args["may_create"]:
             _check_present(partition, keys)
@@ -204,7 +204,7 @@ class Ledger:
             return {"blocked": blocked}
 
         self._capacity.end(reservation)
-        partition.layouts.update(layouts)
+        partition.column_types.update(column_types)
         self._put_rows(partition, keys, args, now)
         written: dict[str, frozenset[str]] = {}
         for record in chunks:
@@ -436,7 +436,7 @@ def _demand(partition: Partition, keys: Sequence[str], *, nbytes: int, reservati
     return Demand(num_keys=len(keys), new_rows=new_rows, nbytes=nbytes, reservation=reservation)
 
 
-def _check_layouts(
+def _check_column_types(
     partition: Partition, keys: Sequence[str], chunks: Sequence[Args], lengths: object
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """dtype, trailing dims and lengths must agree with what the partition already holds."""
@@ -448,17 +448,17 @@ def _check_layouts(
                 raise SchemaMismatch(f"{where}: row {key!r} has {row.length} tokens, got a column with {length}")
     settled: dict[str, tuple[str, tuple[int, ...]]] = {}
     for record in chunks:
-        layouts = record["layouts"]
-        assert isinstance(layouts, dict)
-        for name, (dtype, trailing) in layouts.items():
-            layout = (dtype, tuple(trailing))
-            before = partition.layouts.get(name)
-            if before is not None and before != layout:
+        column_types = record["column_types"]
+        assert isinstance(column_types, dict)
+        for name, (dtype, trailing) in column_types.items():
+            column_type = (dtype, tuple(trailing))
+            before = partition.column_types.get(name)
+            if before is not None and before != column_type:
                 raise SchemaMismatch(
                     f"{where}: field {name!r} holds {before[0]} rows with trailing dims {list(before[1])}, "
                     f"got {dtype} with {list(trailing)}"
                 )
-            settled[name] = layout
+            settled[name] = column_type
     return settled
 
 

@@ -16,7 +16,7 @@ __all__ = ["locate"]
 def locate(
     partition: Partition, keys: Sequence[str], fields: Sequence[str], *, expected: Mapping[str, int | Sequence[int]]
 ) -> dict[str, object]:
-    """Chunks, runs of rows in them, and the layouts of the fields.
+    """Chunks, runs of rows in them, and the types of the columns.
 
     Raises:
         FieldNotProduced: a field is not written for every row. VersionMismatch: a family has another version than the
@@ -40,8 +40,8 @@ def locate(
         column = partition.columns[family]
         for name in sorted(names):
             placements.append({"fields": [name], "runs": _runs((column.place_of(k, name) for k in keys), table)})
-    layouts = {name: [*partition.layouts[name]] for name in fields if name in partition.layouts}
-    return {"chunks": list(table), "placements": placements, "layouts": layouts}
+    column_types = {name: [*partition.column_types[name]] for name in fields if name in partition.column_types}
+    return {"chunks": list(table), "placements": placements, "column_types": column_types}
 
 
 def _whole_rows(column: FamilyColumn, keys: Sequence[str], names: frozenset[str]) -> list[tuple[Chunk, int]] | None:

@@ -278,7 +278,7 @@ class Partition:
     tags: dict[str, dict[str, TagScalar]] = field(default_factory=dict)
     """Name -> key -> value: a dict per row costs ten times as much."""
     groups: dict[str, Group] = field(default_factory=dict)
-    layouts: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    column_types: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     """Field -> dtype and trailing dims, settled by its first write."""
     num_put: int = 0
     nbytes: int = 0

@@ -28,12 +28,12 @@ OWN_RULE = ("phimoe",)
 
 def rope_problem(config: PretrainedConfig) -> str | None:
     """Why rows of this model would depend on each other; None where they do not."""
-    kinds, family = _kinds(config), config.model_type
+    kinds, model_type = _kinds(config), config.model_type
     # As Hugging Face asks: `dynamic` and what contains it.
     dynamic = sorted(kind for kind in kinds.values() if DYNAMIC in kind)
     if dynamic:
         return f"has positions of rope_type {dynamic[0]!r}, whose frequencies grow with the longest row seen so far"
-    own = sorted(kind for kind in kinds.values() if family in OWN_RULE and kind != "default")
+    own = sorted(kind for kind in kinds.values() if model_type in OWN_RULE and kind != "default")
     if own or (LONG_ROPE in kinds.values() and "" not in kinds):
         return f"has positions of rope_type {(own or [LONG_ROPE])[0]!r} with a rule of its own for the longest row"
     return None

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from nemo_rl.distributed.parallel_groups import ParallelGroups
 from nemo_rl.models.dtensor.optim import LossScaler
 from nemo_rl.models.dtensor.parallelize import PolicyModel, full_weight
-from nemo_rl.models.hf_routers import ROUTER_FAMILIES
+from nemo_rl.models.hf_routers import ROUTER_KINDS
 from nemo_rl.models.loading import named_weights
 from nemo_rl.models.policy.recording.hooks import at_input, at_output
 from nemo_rl.models.policy.recording.taps import Order, TapList, Taps, Tokens
@@ -106,7 +106,7 @@ class _Finder(TapList):
         self.add(SiteKind.ATTN_OUT, number, at_output(attention), tokens=self._between)
 
     def _router(self, number: int, mlp: torch.nn.Module) -> None:
-        routers = [part for part in mlp.children() if type(part).__name__ in ROUTER_FAMILIES]
+        routers = [part for part in mlp.children() if type(part).__name__ in ROUTER_KINDS]
         if not routers:
             return
         picks = {

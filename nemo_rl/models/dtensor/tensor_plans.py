@@ -1,4 +1,4 @@
-"""Which style each module of a model family gets. Called by `parallelize`."""
+"""Which style each module of a model gets. Called by `parallelize`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from transformers import PreTrainedModel
 
 from nemo_rl.errors import ConfigError
 
-__all__ = ["FAMILIES", "plan_of"]
+__all__ = ["MODEL_TYPES", "plan_of"]
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Model types with a plan of their own, which also serves sequence parallelism."""
 
 # Styles of a model's own plan, and what they are called here.
@@ -28,7 +28,7 @@ HEAD = "lm_head"
 def plan_of(
     model: PreTrainedModel, *, custom: Mapping[str, str] | None, tp: int, sequence_parallel: bool
 ) -> dict[str, str]:
-    """Pattern of module names -> style: the user's, the family's, or what the model says of itself.
+    """Pattern of module names -> style: the user's, the one of its type, or what the model says of itself.
 
     Raises:
         ConfigError: nothing is known about this model, or what is known does not serve sequence parallelism.
@@ -37,17 +37,17 @@ def plan_of(
     if custom is not None:
         return dict(custom)
     _check_heads(model, tp)
-    if kind in FAMILIES:
-        return _family_plan(model)
+    if kind in MODEL_TYPES:
+        return _plan_by_type(model)
     if sequence_parallel:
         raise ConfigError(
-            f"policy.dtensor_cfg.sequence_parallel: {kind!r} has no plan for it (known: {', '.join(FAMILIES)}); set it "
-            "to false or give policy.dtensor_cfg.custom_parallel_plan"
+            f"policy.dtensor_cfg.sequence_parallel: {kind!r} has no plan for it (known: {', '.join(MODEL_TYPES)}); set "
+            "it to false or give policy.dtensor_cfg.custom_parallel_plan"
         )
     return _own_plan(model, kind)
 
 
-def _family_plan(model: PreTrainedModel) -> dict[str, str]:
+def _plan_by_type(model: PreTrainedModel) -> dict[str, str]:
     attention = "model.layers.*.self_attn"
     plan = {
         "model.embed_tokens": "vocab_embedding",
@@ -80,8 +80,8 @@ def _own_plan(model: PreTrainedModel, kind: str) -> dict[str, str]:
     styles: dict[str, str] = dict(model._tp_plan or {})
     if not styles:
         raise ConfigError(
-            f"policy.dtensor_cfg.tensor_parallel_size: nothing is known about {kind!r} (known: {', '.join(FAMILIES)}); "
-            "set it to 1 or give policy.dtensor_cfg.custom_parallel_plan"
+            f"policy.dtensor_cfg.tensor_parallel_size: nothing is known about {kind!r} (known: "
+            f"{', '.join(MODEL_TYPES)}); set it to 1 or give policy.dtensor_cfg.custom_parallel_plan"
         )
     plan = {name: (HF_HEAD_STYLES if name == HEAD else HF_STYLES).get(style) for name, style in styles.items()}
     unknown = sorted({styles[name] for name, style in plan.items() if style is None})

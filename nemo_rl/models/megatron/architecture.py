@@ -68,7 +68,7 @@ class Mixture:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
-    """A decoder of one of the `SUPPORTED` families.
+    """A decoder of one of the `SUPPORTED` model types.
 
     Example:
         >>> from transformers import Qwen3Config
@@ -108,21 +108,21 @@ class Architecture:
         """The architecture of a Hugging Face config.
 
         Raises:
-            ConfigError: of another family, or with a part that has no counterpart here.
+            ConfigError: of another model type, or with a part that has no counterpart here.
         """
-        family, given = config.model_type, config.to_dict()
-        if family not in SUPPORTED:
+        model_type, given = config.model_type, config.to_dict()
+        if model_type not in SUPPORTED:
             raise ConfigError(
-                f"policy.model_name: the Megatron worker trains {', '.join(SUPPORTED)}; got {family!r}. Set "
+                f"policy.model_name: the Megatron worker trains {', '.join(SUPPORTED)}; got {model_type!r}. Set "
                 "policy.megatron_cfg.enabled=false and policy.dtensor_cfg.enabled=true for it"
             )
         _refuse_unknown_parts(config, given)
         layers = int(given["num_hidden_layers"])
-        expert_layers = _expert_layers(family, given, layers)
-        mixture = _mixture(family, given) if any(expert_layers) else None
+        expert_layers = _expert_layers(model_type, given, layers)
+        mixture = _mixture(model_type, given) if any(expert_layers) else None
         heads = int(given["num_attention_heads"])
         return cls(
-            model_type=family,
+            model_type=model_type,
             num_layers=layers,
             hidden_size=given["hidden_size"],
             num_heads=heads,
@@ -132,11 +132,11 @@ class Architecture:
             vocab_size=given["vocab_size"],
             padding_token=_padding_token(given),
             norm_eps=given["rms_norm_eps"],
-            has_qkv_bias=family in QKV_BIAS or (family in BY_CONFIG and bool(given.get("attention_bias"))),
-            has_head_norms=family in HEAD_NORMS or (family in BY_CONFIG and bool(given.get("use_qk_norm"))),
+            has_qkv_bias=model_type in QKV_BIAS or (model_type in BY_CONFIG and bool(given.get("attention_bias"))),
+            has_head_norms=model_type in HEAD_NORMS or (model_type in BY_CONFIG and bool(given.get("use_qk_norm"))),
             is_tied=bool(given["tie_word_embeddings"]),
             max_positions=given["max_position_embeddings"],
-            windows=_windows(family, given, layers),
+            windows=_windows(model_type, given, layers),
             attention_dropout=given.get("attention_dropout") or 0.0,
             initializer_range=given["initializer_range"],
             mixture=mixture,
@@ -279,23 +279,23 @@ def _expert_problems(shape: Architecture, config: PolicyConfig) -> list[str]:
 
 
 def _refuse_unknown_parts(config: PretrainedConfig, given: Mapping[str, Any]) -> None:
-    family, problems = config.model_type, []
+    model_type, problems = config.model_type, []
     if given.get("hidden_act") not in ("silu", "swish"):
         problems.append(f"hidden_act {given.get('hidden_act')!r} (expected silu)")
     if given.get("mlp_bias"):
         problems.append("biases in the feed-forward layers (mlp_bias)")
-    if given.get("attention_bias") and family in OUTPUT_BIAS:
+    if given.get("attention_bias") and model_type in OUTPUT_BIAS:
         problems.append("a bias of the attention's output projection (attention_bias)")
-    problems += [*_routing_problems(family, given), *rotary_problems(config)]
+    problems += [*_routing_problems(model_type, given), *rotary_problems(config)]
     if problems:
         raise ConfigError(
-            f"policy.model_name: this {family!r} has {' and '.join(problems)}, which the Megatron worker cannot train; "
-            "set policy.megatron_cfg.enabled=false and policy.dtensor_cfg.enabled=true for it"
+            f"policy.model_name: this {model_type!r} has {' and '.join(problems)}, which the Megatron worker cannot "
+            "train; set policy.megatron_cfg.enabled=false and policy.dtensor_cfg.enabled=true for it"
         )
 
 
-def _routing_problems(family: str, given: Mapping[str, Any]) -> list[str]:
-    if family not in MIXTURES:
+def _routing_problems(model_type: str, given: Mapping[str, Any]) -> list[str]:
+    if model_type not in MIXTURES:
         return []
     problems = []
     if given.get("n_group", 1) > 1 and given["num_experts_per_tok"] != 2 * given["topk_group"]:
@@ -303,31 +303,31 @@ def _routing_problems(family: str, given: Mapping[str, Any]) -> list[str]:
     groups = given.get("n_group", 1)
     if groups > 1 and (_number_of_experts(given) % groups or given["topk_group"] > groups):
         problems.append(f"experts that do not divide into {groups} groups, or fewer groups than are chosen (n_group)")
-    if family == "glm4_moe" and not given["norm_topk_prob"]:
+    if model_type == "glm4_moe" and not given["norm_topk_prob"]:
         problems.append("sigmoid scores that are not normalised (norm_topk_prob)")
     # megatron-core leaves a single weight as it is; normalised, it would be 1.
-    if given["num_experts_per_tok"] == 1 and (family == "mixtral" or given["norm_topk_prob"]):
+    if given["num_experts_per_tok"] == 1 and (model_type == "mixtral" or given["norm_topk_prob"]):
         problems.append("one expert per token with a normalised weight (num_experts_per_tok)")
     if given.get("router_jitter_noise"):
         problems.append("noise before the routers (router_jitter_noise)")
     return problems
 
 
-def _mixture(family: str, given: Mapping[str, Any]) -> Mixture | None:
-    if family == "mixtral":
+def _mixture(model_type: str, given: Mapping[str, Any]) -> Mixture | None:
+    if model_type == "mixtral":
         return Mixture(
             num_experts=given["num_local_experts"],
             top_k=given["num_experts_per_tok"],
             intermediate_size=given["intermediate_size"],
         )
-    if family == "qwen3_moe":
+    if model_type == "qwen3_moe":
         return Mixture(
             num_experts=_number_of_experts(given),
             top_k=given["num_experts_per_tok"],
             intermediate_size=given["moe_intermediate_size"],
             normalises=given["norm_topk_prob"],
         )
-    if family == "glm4_moe":
+    if model_type == "glm4_moe":
         return Mixture(
             num_experts=_number_of_experts(given),
             top_k=given["num_experts_per_tok"],
@@ -352,18 +352,18 @@ def _number_of_experts(given: Mapping[str, Any]) -> int:
     return next(int(given[name]) for name in ("num_experts", "n_routed_experts", "num_local_experts") if name in given)
 
 
-def _expert_layers(family: str, given: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
-    if family not in MIXTURES or not _number_of_experts(given):
+def _expert_layers(model_type: str, given: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+    if model_type not in MIXTURES or not _number_of_experts(given):
         return (False,) * layers
-    if family == "qwen3_moe":
+    if model_type == "qwen3_moe":
         without, step = given["mlp_only_layers"] or (), given["decoder_sparse_step"]
         return tuple(layer not in without and (layer + 1) % step == 0 for layer in range(layers))
-    first = given["first_k_dense_replace"] if family == "glm4_moe" else 0
+    first = given["first_k_dense_replace"] if model_type == "glm4_moe" else 0
     return tuple(layer >= first for layer in range(layers))
 
 
-def _windows(family: str, given: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+def _windows(model_type: str, given: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     window = given.get("sliding_window")
-    if family in LAYER_KINDS:
+    if model_type in LAYER_KINDS:
         return tuple(window if kind == "sliding_attention" else None for kind in given["layer_types"])
-    return (window if family in WINDOWED else None,) * layers
+    return (window if model_type in WINDOWED else None,) * layers

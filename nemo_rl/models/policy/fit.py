@@ -49,7 +49,7 @@ def _check_rollouts_have_one_rope(model: PreTrainedModel, config: PolicyConfig) 
 
 
 def _check_routes_can_be_replayed(model: PreTrainedModel) -> None:
-    """Engines and the DTensor worker find routers in the model; the Megatron worker knows no other families."""
+    """Engines and the DTensor worker find routers in the model; the Megatron worker knows no other kinds."""
     routers = HFRouters(model)
     if routers.num_experts > MAX_EXPERTS:
         raise ConfigError(
