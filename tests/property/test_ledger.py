@@ -87,7 +87,7 @@ class LedgerHistory(RuleBasedStateMachine):
             sizes = [size + i * is_ragged for i in range(first, first + count)]
             table = {field: np.array(sizes, dtype=np.uint64).tobytes()} if is_ragged else {}
             chunks.append(
-                {"id": chunk_id, "family": family, "fields": [field], "first": first, "rows": count, "layouts": {}}
+                {"id": chunk_id, "family": family, "fields": [field], "first": first, "rows": count, "column_types": {}}
                 | {"nbytes": HEADER_BYTES + sum(sizes), "sizes": [sum(sizes)], "row_sizes": table}
             )
         nbytes, before = sum(chunk["nbytes"] for chunk in chunks), self.live_bytes()
