@@ -33,6 +33,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from itertools import islice
+from typing import ClassVar
 
 __all__ = [
     "CapacityExceeded",
@@ -87,12 +88,16 @@ def shorten(text: str, *, limit: int = TEXT_SHOWN) -> str:
 class NemoRLError(Exception):
     """Base of every error that this package raises on purpose."""
 
+    exit_code: ClassVar[int] = 1
+    """Of a command that ends with it."""
     origin_rank: int | None = None
     """Rank that raised it first, where another rank raises it again."""
 
 
 class UserError(NemoRLError):
-    """Something the user can fix: shown as one message without a traceback, exit code 2."""
+    """Something the user can fix: shown as one message without a traceback."""
+
+    exit_code = 2
 
 
 class ConfigError(UserError):

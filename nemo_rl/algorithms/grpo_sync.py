@@ -18,7 +18,8 @@ What is known of a step is in its `StepState`; the trainer holds what outlives a
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -120,7 +121,7 @@ class SyncGRPOTrainer:
         """One step: rollout to optimizer update. No row of it is left in the data plane, also after an error."""
         parts, started = self._parts, time.monotonic()
         step = self._begin_step()
-        with open_step(parts.client, step.partition, step.keys):
+        with open_step(parts.client, step.partition, step.keys), self._recording(step.number):
             step = self._run_stages(step) if parts.keeper is None else self._run_kept_stages(step, parts.keeper)
             clear_untrained(parts.client, step)
         parts.policy.end_step()
@@ -128,6 +129,16 @@ class SyncGRPOTrainer:
             parts.keeper.finish(step, last_checkpoint=self._last_saved_step)
         self._step = step.number
         return replace(step, seconds=time.monotonic() - started)
+
+    @contextmanager
+    def _recording(self, number: int) -> Iterator[None]:
+        """The policy workers write their tensors in the steps that the recipe names."""
+        is_chosen = number in self._config.diagnostics.record.steps
+        if is_chosen:
+            self._parts.policy.begin_recording(number)
+        yield
+        if is_chosen:
+            self._parts.policy.end_recording()
 
     def _run_stages(self, step: StepState) -> StepState:
         for stage in self._parts.stages:

@@ -27,6 +27,7 @@ from nemo_rl.utils.trackers.jsonl import METRICS_FILE
 __all__ = [
     "CONFIG_FILE",
     "CURVE_FILE",
+    "RECORDS",
     "ROLLOUTS",
     "STEPS",
     "cut_rollouts",
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 CONFIG_FILE, CURVE_FILE, ROLLOUTS = "config.yaml", "reward_curve.png", "rollouts"
 STEPS = "steps"
 """Folder of the steps that a run keeps."""
+RECORDS = "records"
+"""Folder of the tensors that the policy workers have written."""
 WRITTEN = (
     METRICS_FILE,
     CONFIG_FILE,
@@ -50,6 +53,7 @@ WRITTEN = (
     CRASH_FILE,
     f"{ROLLOUTS}/*.jsonl",
     f"{STEPS}/step_[0-9]*",
+    f"{RECORDS}/step_[0-9]*",
     f"{WORKER_LOGS}/*.log",
     "tensorboard/events.out.tfevents.*",
     *("wandb/run-*", "wandb/offline-run-*", "wandb/latest-run", "wandb/debug*.log"),
@@ -102,11 +106,19 @@ def used_folder_problems(config: MasterConfig) -> list[str]:
 
 
 def cut_rollouts(log_dir: Path, *, resume_step: int) -> None:
-    """Removes the rollouts of steps after the one that a run resumes from: it makes them again."""
+    """Removes rollouts and records of steps after the one that a run resumes from: it makes them again."""
     for path in (log_dir / ROLLOUTS).glob("*.jsonl"):
-        number = re.fullmatch(r"(?:val_)?step_([0-9]{1,18})\.jsonl", path.name)
-        if number is not None and int(number[1]) > resume_step:
+        if _step_of(path) > resume_step:
             path.unlink(missing_ok=True)
+    for path in (log_dir / RECORDS).glob("step_*"):
+        if _step_of(path) > resume_step:
+            shutil.rmtree(path)
+
+
+def _step_of(path: Path) -> int:
+    """The step in its name; -1 where there is none."""
+    number = re.fullmatch(r"(?:val_)?step_([0-9]{1,18})(?:\.jsonl)?", path.name)
+    return int(number[1]) if number is not None else -1
 
 
 def run_folders(config: MasterConfig) -> list[Path]:

@@ -21,7 +21,7 @@ from nemo_rl.algorithms.kept_steps.folder import StepsFolder
 from nemo_rl.algorithms.kept_steps.keeper import StepKeeper, package_versions
 from nemo_rl.algorithms.kept_steps.record import RunFacts
 from nemo_rl.algorithms.preflight.checks import preflight
-from nemo_rl.algorithms.run_folder import CONFIG_FILE, cut_rollouts, open_run_folders
+from nemo_rl.algorithms.run_folder import CONFIG_FILE, RECORDS, cut_rollouts, open_run_folders
 from nemo_rl.algorithms.stages.bodies import build_stages
 from nemo_rl.algorithms.stages.columns import StageColumns, fetched_fields, stage_columns
 from nemo_rl.algorithms.stages.stage import StageTools
@@ -48,6 +48,8 @@ from nemo_rl.models.generation.interfaces import EngineSpec
 from nemo_rl.models.generation.replicas import GenerationReplicas
 from nemo_rl.models.loading import load_model_config
 from nemo_rl.models.policy.interfaces import LossFunction
+from nemo_rl.models.policy.recording.identity import record_spec
+from nemo_rl.models.policy.recording.recording import RecordSpec
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
 from nemo_rl.models.weight_sync.base import RefitParties
@@ -300,10 +302,27 @@ def _worker_spec(config: MasterConfig, rank: RankSpec) -> WorkerSpec:
         num_steps=config.grpo.max_num_steps,
         keep_reference=config.loss_fn.reference_policy_kl_penalty > 0,
         seed=config.grpo.seed,
+        record=_record_spec(config),
         use_gpu=config.cluster.gpus_per_node > 0,
         threads=config.cluster.threads_per_worker,
         collective_timeout_s=config.cluster.collective_timeout_s,
         start_timeout_s=config.cluster.worker_start_timeout_s,
+    )
+
+
+def _record_spec(config: MasterConfig) -> RecordSpec | None:
+    section = config.diagnostics.record
+    if not section.steps:
+        return None
+    passes = {stage.name for stage in stage_columns(config, build_loss(config))}
+    return record_spec(
+        config.policy,
+        # Workers have directories of their own.
+        folder=(config.logger.log_dir / RECORDS / "step_{step}").absolute(),
+        sites=section.sites,
+        phases=tuple(phase for phase in section.phases if phase in passes),
+        weights=f"run {config.logger.log_dir}",
+        must_succeed=False,
     )
 
 

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from nemo_rl.cli.data_plane import app as data_plane_app
+from nemo_rl.cli.probe import app as probe_app
 from nemo_rl.cli.replay import replay
 from nemo_rl.cli.trace import app as trace_app
 from nemo_rl.errors import NemoRLError, UserError
@@ -20,10 +21,9 @@ from nemo_rl.utils.last_resort import crash_line, machine_problem
 
 __all__ = ["app", "main"]
 
-USER_ERROR, FAILURE = 2, 1
-
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None)
 app.add_typer(data_plane_app, name="data-plane")
+app.add_typer(probe_app, name="probe")
 app.add_typer(trace_app, name="trace")
 app.command()(replay)
 
@@ -51,8 +51,13 @@ def main() -> None:
         problem = str(error) if isinstance(error, NemoRLError) else machine_problem(error)
         line = problem or crash_line(error, folder=None)
         Console(stderr=True, soft_wrap=True, markup=False, highlight=False).print(f"error: {line}", style="red")
-        is_users = isinstance(error, UserError) or machine_problem(error) is not None
-        sys.exit(USER_ERROR if is_users else FAILURE)
+        sys.exit(_exit_code(error))
+
+
+def _exit_code(error: Exception) -> int:
+    if isinstance(error, NemoRLError):
+        return error.exit_code
+    return UserError.exit_code if machine_problem(error) is not None else NemoRLError.exit_code
 
 
 if __name__ == "__main__":

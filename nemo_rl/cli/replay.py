@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from nemo_rl.diagnostics.local_job import ChildFailed
-from nemo_rl.diagnostics.step_replay.replay import replay_step
-from nemo_rl.diagnostics.step_replay.report import ReplayReport
-from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
+
+if TYPE_CHECKING:
+    from nemo_rl.diagnostics.step_replay.report import ReplayReport
 
 __all__ = ["replay"]
 
@@ -50,6 +49,10 @@ def replay(
 
     Exit code: 0 pass, 2 usage, 3 mismatch, 4 incomplete, 5 vacuous, 6 corrupt, 7 unsupported, 8 a rank failed.
     """
+    # torch takes seconds to import, and other commands need none.
+    from nemo_rl.diagnostics.step_replay.replay import replay_step  # noqa: PLC0415
+    from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest  # noqa: PLC0415
+
     request = ReplayRequest(
         run=run,
         step=step,
@@ -62,8 +65,6 @@ def replay(
         report = replay_step(request)
     except ReplayProblem as problem:
         raise _end(str(problem), problem.verdict) from problem
-    except ChildFailed as problem:
-        raise _end(str(problem), Verdict.CHILD_FAILED) from problem
     _show(report, as_json=as_json)
     raise typer.Exit(report.verdict.value)
 

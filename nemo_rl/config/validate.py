@@ -458,6 +458,14 @@ def rule_kept_steps_need_their_switch(config: MasterConfig) -> list[str]:
     return would_be_ignored(section, prefix, names, switch=switch, because=f"{switch} is false")
 
 
+def rule_recorded_sites_need_steps(config: MasterConfig) -> list[str]:
+    section, prefix = config.diagnostics.record, "diagnostics.record"
+    if section.steps:
+        return []
+    switch = f"{prefix}.steps"
+    return would_be_ignored(section, prefix, ("sites", "phases"), switch=switch, because=f"{switch} names no step")
+
+
 _ALL = rules_in(globals()) | validate_policy.RULES | validate_megatron.RULES | validate_router_replay.RULES
 
 RULES: tuple[Rule, ...] = tuple(_ALL[name] for name in sorted(_ALL))

@@ -6,24 +6,28 @@ process that it started is left; ranks end by themselves when the process that a
 
 from __future__ import annotations
 
+import logging
 import multiprocessing as mp
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
 import torch
 
+from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group
 from nemo_rl.distributed.job_store import adopt_listener
 from nemo_rl.errors import NemoRLError, from_record, to_record
 from nemo_rl.utils.last_resort import crash_line
 
-__all__ = ["ChildFailed", "run_job"]
+__all__ = ["ChildFailed", "quiet_libraries", "run_job"]
 
 Target = Callable[..., object]
 LOOPBACK = "127.0.0.1"
@@ -35,6 +39,8 @@ GRACE_S = 2.0
 
 class ChildFailed(NemoRLError):
     """A rank ended with an error that nobody foresaw, was killed, or did not end in time."""
+
+    exit_code = Verdict.CHILD_FAILED.value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +66,8 @@ def run_job(world_size: int, target: Target, *args: object, timeout_s: float) ->
         ChildFailed: any other end.
     """
     if world_size == 1:
-        return [target(RankSpec(rank=0, world_size=1), *args)]
+        with quiet_libraries():
+            return [target(RankSpec(rank=0, world_size=1), *args)]
     deadline = time.monotonic() + timeout_s
     with socket.create_server((LOOPBACK, 0)) as listener:
         ranks = [_start(rank, world_size, listener, target, args) for rank in range(world_size)]
@@ -143,13 +150,28 @@ def _main(
     if listener is not None:
         adopt_listener(listener)
     try:
-        answers.send((True, target(spec, *args)))
+        with quiet_libraries():
+            answers.send((True, target(spec, *args)))
     except NemoRLError as error:
         answers.send((False, to_record(error)))
     except BaseException as error:  # noqa: BLE001  (the caller reports whatever it was)
         answers.send((False, {"kind": ChildFailed.__name__, "text": crash_line(error, folder=None)}))
     finally:
         destroy_process_group()
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Libraries warn of their own calls of one another, on every rank."""
+    torch_log = logging.getLogger("torch")
+    level = torch_log.level
+    torch_log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch_log.setLevel(level)
 
 
 def _die_with_the_caller(watched: Connection) -> None:

@@ -11,6 +11,7 @@ Invariant: a folder without an `end` of every rank says that it is incomplete; n
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +26,8 @@ __all__ = ["MANIFEST", "RecordWriter", "bytes_of", "digest_of", "end_path", "lin
 
 MANIFEST = "manifest.json"
 DIGEST_BYTES = 8
+PAYLOAD_MODE = "xb"
+"""A file that is there belongs to another recording."""
 
 
 def lines_path(folder: Path, rank: int) -> Path:
@@ -76,8 +79,9 @@ class RecordWriter:
         self.folder, self._rank = folder, rank
         self._count, self._offset, self._tables = 0, 0, 0
         try:
+            folder.mkdir(parents=True, exist_ok=True)
             self._lines = lines_path(folder, rank).open("x", encoding="utf-8")
-            self._payload = payload_path(folder, rank).open("xb")
+            self._payload = payload_path(folder, rank).open(PAYLOAD_MODE)
         except OSError as error:
             raise _cannot_write(folder, error) from error
 
@@ -101,17 +105,23 @@ class RecordWriter:
             head["split"] = [split.index, split.count]
         self._put(head, value)
 
-    def close(self, *, is_complete: bool = True) -> None:
-        """Ends the files. Idempotent."""
+    def close(self) -> None:
+        """Ends the files: they are complete. Idempotent."""
         if self._lines.closed:
             return
         try:
             self._payload.close()
             self._lines.close()
-            if is_complete:
-                write_text(end_path(self.folder, self._rank), json.dumps({"records": self._count}) + "\n")
+            write_text(end_path(self.folder, self._rank), json.dumps({"records": self._count}) + "\n")
         except OSError as error:
+            self.abandon()
             raise _cannot_write(self.folder, error) from error
+
+    def abandon(self) -> None:
+        """Ends without a word: what is there stays, and lacks its end. Idempotent."""
+        for file in (self._payload, self._lines):
+            with suppress(OSError):
+                file.close()
 
     def __enter__(self) -> RecordWriter:
         return self
@@ -119,7 +129,10 @@ class RecordWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(is_complete=error is None)
+        if error is None:
+            self.close()
+        else:
+            self.abandon()
 
     def _put(self, head: dict[str, object], value: torch.Tensor) -> None:
         payload = bytes_of(value)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["give_usual_modes", "replace_file", "write_text"]
+__all__ = ["give_usual_mode", "give_usual_modes", "replace_file", "write_text"]
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> Path:
@@ -30,12 +30,16 @@ def write_text(path: Path, text: str) -> Path:
 
 def give_usual_modes(folder: Path) -> None:
     """Files under `folder` get the mode that `open` gives; those of safetensors are for their owner alone."""
-    mode = 0o666 & ~_umask()
     for path in folder.rglob("*"):
-        # File systems that know no modes have no use for one.
-        with suppress(OSError):
-            if path.is_file() and not path.is_symlink():
-                path.chmod(mode)
+        if path.is_file() and not path.is_symlink():
+            give_usual_mode(path)
+
+
+def give_usual_mode(path: Path) -> None:
+    """As `give_usual_modes`, one file."""
+    # File systems that know no modes have no use for one.
+    with suppress(OSError):
+        path.chmod(0o666 & ~_umask())
 
 
 def _umask() -> int:

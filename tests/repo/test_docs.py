@@ -15,6 +15,8 @@ import pytest
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema_walk import iter_fields
 from nemo_rl.data_plane.schema import FIELDS, docs_table
+from nemo_rl.diagnostics.runner.layout_text import CHOICES, SIZES, SWITCHES
+from nemo_rl.records.sites import SiteKind
 from tests.repo import tree
 
 ROOT = Path(__file__).parents[2]
@@ -40,8 +42,8 @@ OUTSIDE = {
     *("metrics.jsonl", "reward.log", "reward_curve.png", "training_info.json", "manifest.json", "latest", "step_N"),
     # Values of settings, and words of the data plane that are strings in the code.
     *("sort", "noop", "math", "reasoning_gym", "transfer_queue", "train", "val", "reward", "answer"),
-    # The package, and an extra of pyproject.toml.
-    *("nemo_rl", "envs"),
+    # The package, an extra of pyproject.toml, torch's launcher.
+    *("nemo_rl", "envs", "torchrun"),
 }
 """Names in backticks that no line of the library defines."""
 
@@ -82,7 +84,8 @@ def known_names() -> frozenset[str]:
     for key, _ in iter_fields():
         parts = key.split(".")
         names |= {".".join(parts[: end + 1]) for end in range(len(parts))} | {parts[-1]}
-    return frozenset(names | set(FIELDS) | set(dir(builtins)) | OUTSIDE)
+    layouts = {*SIZES, *SWITCHES, *(f"{name}={value}" for name, values in CHOICES.items() for value in values)}
+    return frozenset(names | set(FIELDS) | set(dir(builtins)) | OUTSIDE | set(SiteKind) | layouts)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)

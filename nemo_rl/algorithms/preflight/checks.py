@@ -30,6 +30,7 @@ CHECKS: Mapping[str, Check] = {
     "reward": inputs.check_reward,
     "parts": inputs.check_parts,
     "trackers": inputs.check_trackers_are_installed,
+    "records": inputs.check_records,
     "data plane": machine.check_data_plane,
     "GPUs": machine.check_gpus,
     "CPUs": machine.check_cpus,

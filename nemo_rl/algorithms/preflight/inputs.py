@@ -13,10 +13,11 @@ from nemo_rl.config.schema import DatasetConfig
 from nemo_rl.data.datasets import raw_prompts
 from nemo_rl.data.messages import encode_prompt, prompt_messages
 from nemo_rl.environments.factory import build_environment
-from nemo_rl.errors import ConfigError, DatasetError
+from nemo_rl.errors import ConfigError, DatasetError, UserError
 from nemo_rl.models.dtensor.learning_rate import LearningRate
 from nemo_rl.models.dtensor.optim import build_optimizer
 from nemo_rl.models.policy.fit import check_policy_fits
+from nemo_rl.records.selector import Selector
 from nemo_rl.utils.logger import check_trackers
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "check_optimizer",
     "check_parts",
     "check_prompts",
+    "check_records",
     "check_reward",
     "check_tokenizer",
     "check_trackers_are_installed",
@@ -143,3 +145,13 @@ def _unknown_tokens(subject: Subject, what: str, ids: tuple[int, ...]) -> list[s
     return [
         f"policy.tokenizer.name: the {what} go up to {max(unknown)}, the model knows {size}; is this its tokenizer?"
     ]
+
+
+def check_records(subject: Subject) -> list[str]:
+    """The sites that are to be recorded exist."""
+    record = subject.config.diagnostics.record
+    try:
+        Selector.parse(record.sites)
+    except UserError as error:
+        return [f"diagnostics.record.sites: {error}"]
+    return []

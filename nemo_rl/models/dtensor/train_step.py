@@ -21,6 +21,7 @@ from nemo_rl.models.dtensor.parallelize import PolicyModel, as_fsdp
 from nemo_rl.models.local_shard import local_shard
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale
 from nemo_rl.models.policy.microbatch import Microbatch, build_microbatch
+from nemo_rl.models.policy.recording.observer import PassObserver
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes
 from nemo_rl.models.policy.steps import (
     BatchForm,
@@ -49,12 +50,13 @@ class StepRunner:
         groups: ParallelGroups,
         optimizer_step: OptimizerStep,
         routes: PassRoutes,
+        observer: PassObserver,
     ) -> None:
         self._model = model
         self._layout = layout
         self._groups = groups
         self._optimizer_step = optimizer_step
-        self._routes = routes
+        self._routes, self._observer = routes, observer
 
     def logprobs(
         self, batch: BatchedDataDict, microbatches: Sequence[Sequence[int]], select_NT: torch.Tensor
@@ -70,8 +72,9 @@ class StepRunner:
         with torch.no_grad():
             for rows in microbatches:
                 micro = self._build(batch, rows, select_NT, fields=())
-                with self._routes.pass_of(micro):
+                with self._routes.pass_of(micro), self._observer.pass_of(micro):
                     logprobs_nt = self._forward(micro)
+                    self._observer.logprobs(micro, logprobs_nt)
                 index = torch.tensor(micro.rows, dtype=torch.int64, device=result_NT.device)
                 result_NT[index, : micro.width] = logprobs_nt
                 bad += bad_rows(micro, logprobs_nt)
@@ -124,6 +127,7 @@ class StepRunner:
             loss, metrics = self._passes(
                 batch, microbatches, loss_fn, scale, loss_scale=self._optimizer_step.scaler.scale
             )
+            self._observer.gradients()
             grad_norm = self._optimizer_step.finish()
             if grad_norm is not None:
                 return StepOutcome(loss=loss, grad_norm=grad_norm, metrics=metrics)
@@ -149,14 +153,16 @@ class StepRunner:
             as_fsdp(self._model).set_requires_gradient_sync(i == len(microbatches) - 1)
             micro = self._build(batch, rows, select_NT, fields=loss_fn.input_fields)
             # Layers that the backward pass runs again need the same routes.
-            with self._routes.pass_of(micro):
+            with self._routes.pass_of(micro), self._observer.pass_of(micro):
                 logprobs_nt = self._forward(micro)
+                self._observer.logprobs(micro, logprobs_nt)
                 bad += bad_rows(micro, logprobs_nt.detach())
                 if not micro.rows:
                     loss = logprobs_nt.sum()
                 else:
                     output = loss_fn(logprobs_nt, micro.columns, scale=scale)
                     loss = output.loss
+                    self._observer.loss(micro, loss)
                     metrics.append(output.metrics)
                 value = float(loss.detach())
                 total += value

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from nemo_rl.models.megatron.setup import MegatronModel
 from nemo_rl.models.megatron.transformer_config import DecoderConfig
 from nemo_rl.models.policy.interfaces import TensorInfo
 
-__all__ = ["export_weights", "load_weights", "weight_infos"]
+__all__ = ["export_gradients", "export_weights", "load_weights", "weight_infos"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,14 +82,39 @@ def export_weights(model: MegatronModel) -> Iterator[tuple[str, torch.Tensor]]:
     All ranks iterate to the end, at the same pace. The tensors are contiguous and share no memory with the model. A
     tied head is left out.
     """
-    groups, tensors = _Groups.of_rank(), _tensors(model.module, model.config)
+    yield from _export_all(model, _tensors(model.module, model.config), dtype=model.config.params_dtype)
+
+
+def export_gradients(model: MegatronModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """(collective) As `export_weights`, the gradients in float32 once they are complete on every rank.
+
+    Weights without one (frozen, or buffers) have zeros.
+    """
+    held = _tensors(model.module, model.config)
+    tensors = {name: _gradient_of(tensor) for name, tensor in held.items()}
+    yield from _export_all(model, tensors, dtype=torch.float32)
+
+
+def _gradient_of(tensor: Any) -> torch.Tensor:
+    """megatron-core keeps it in an attribute of its own."""
+    if not isinstance(tensor, torch.nn.Parameter) or not tensor.requires_grad:
+        return torch.zeros_like(tensor, dtype=torch.float32)
+    gradient: torch.Tensor = tensor.main_grad  # type: ignore[attr-defined]
+    return gradient.float()
+
+
+def _export_all(
+    model: MegatronModel, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(collective) Whole tensors from each rank's parts of them."""
+    groups = _Groups.of_rank()
     stages = range(groups.pipeline.size())
     first_layers = [get_transformer_layer_offset(model.config, pp_rank=stage) for stage in stages]
     for weight in weights_of(model.shape):
         if not weight.is_copy:
             stage = bisect_right(first_layers, weight.layer) - 1
             # A generator of its own, so that nothing of this weight is left when the next is gathered.
-            yield from _export(weight, tensors, groups, stage=stage, dtype=model.config.params_dtype)
+            yield from _export(weight, tensors, groups, stage=stage, dtype=dtype)
 
 
 def _export(

@@ -32,15 +32,19 @@ class PolicyGPT(GPTModel):  # type: ignore[misc]
 
     def _leave_padding_out(
         self, _: torch.nn.Module, __: tuple[object, ...], kwargs: Mapping[str, Any], hidden: torch.Tensor
-    ) -> None:
-        """Where the padding token was read, the gradient of its embedding `[s, n, H]` ends."""
+    ) -> torch.Tensor:
+        """Where the padding token was read, the gradient of its embedding `[s, n, H]` ends.
+
+        The layers get a view: whoever looks at its gradient sees it whole, as in a Hugging Face model.
+        """
         if not hidden.requires_grad:
-            return
+            return hidden
         is_padding = (kwargs["input_ids"] == self._padding_token).T[..., None]
         if self.config.sequence_parallel:
             group = self.pg_collection.tp
             is_padding = is_padding.chunk(group.size())[group.rank()]
         hidden.register_hook(lambda grad: grad.masked_fill(is_padding, 0.0))
+        return hidden.view_as(hidden)
 
     def _postprocess(
         self, hidden_states: torch.Tensor, *, packed_seq_params: PackedSegments, **_: object

@@ -26,6 +26,7 @@ from nemo_rl.models.megatron.setup import MegatronModel
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale
 from nemo_rl.models.policy.microbatch import Microbatch, build_microbatch
 from nemo_rl.models.policy.outputs import selected_logprobs, top_k_logits
+from nemo_rl.models.policy.recording.observer import PassObserver
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes
 from nemo_rl.models.policy.steps import (
     BatchForm,
@@ -64,9 +65,10 @@ class PipelineRunner:
         here: ThisRank,
         optimizer: PolicyOptimizer,
         routes: PassRoutes,
+        observer: PassObserver,
     ) -> None:
         self._model, self._layout, self._here, self._optimizer = model, layout, here, optimizer
-        self._routes = routes
+        self._routes, self._observer = routes, observer
         self._balance = AuxiliaryLoss(model.config, num_shards=here.layout.dp, device=here.device)
         self._shard = _vocab_shard(model, here)
         model.config.finalize_model_grads_func = _finalize
@@ -83,6 +85,7 @@ class PipelineRunner:
         def keep(micro: Microbatch, logits: torch.Tensor) -> torch.Tensor:
             logprobs_nt = self._logprobs(micro, logits)
             if micro.rows:
+                self._observer.logprobs(micro, logprobs_nt)
                 index = torch.tensor(micro.rows, dtype=torch.int64, device=result_NT.device)
                 result_NT[index, : micro.width] = logprobs_nt
                 bad.extend(bad_rows(micro, logprobs_nt))
@@ -158,6 +161,7 @@ class PipelineRunner:
         [loss] = sum_over_shards([sums.loss], is_writer=self._here.is_writer, device=self._here.device)
         if not is_training:
             return StepOutcome(loss=loss, grad_norm=0.0, metrics=tuple(sums.metrics))
+        self._observer.gradients()
         grad_norm = self._optimizer.finish()
         if grad_norm is None:
             # The norm is global: every rank comes here together.
@@ -172,8 +176,10 @@ class PipelineRunner:
         logprobs_nt = self._logprobs(micro, logits)
         if not micro.rows:
             return logprobs_nt.sum()
+        self._observer.logprobs(micro, logprobs_nt)
         sums.bad += bad_rows(micro, logprobs_nt.detach())
         output = loss_fn(logprobs_nt, micro.columns, scale=scale)
+        self._observer.loss(micro, output.loss)
         value = float(output.loss.detach())
         sums.loss += value
         sums.metrics.append(output.metrics)
@@ -215,9 +221,12 @@ class PipelineRunner:
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, None]]]:
         micro = next(micros)
         asks_again = self._model.config.recompute_granularity is not None and torch.is_grad_enabled()
-        with self._routes.pass_of(micro, backward_follows=asks_again) as on_backward:
+        routes = self._routes.pass_of(micro, backward_follows=asks_again)
+        observed = self._observer.pass_of(micro, backward_follows=asks_again)
+        with routes as on_backward, observed as observe_backward:
             output = self._through(micro, module, at_all_positions)
         on_backward(output)
+        observe_backward(output)
 
         def finish(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
             # The count is megatron-core's divisor of gradients, which have theirs already.

@@ -119,6 +119,14 @@ class Policy:
     def load_checkpoint(self, *, weights: Path, optimizer: Path | None) -> None:
         self._run(ask(PolicyWorker.load_checkpoint, weights=weights, optimizer=optimizer), "resume")
 
+    def begin_recording(self, step: int) -> None:
+        """The passes from here on are recorded, until `end_recording`."""
+        self._run(ask(PolicyWorker.begin_recording, step=step), "recording")
+
+    def end_recording(self) -> None:
+        """The records of the step are complete."""
+        self._run(ask(PolicyWorker.end_recording), "recording")
+
     def weights_digest(self) -> WeightsDigest:
         """Of the weights as they are now."""
         found = self._run(ask(PolicyWorker.weights_digest), "weights digest")[0]

@@ -95,6 +95,8 @@ class Microbatch:
     rows: tuple[int, ...]
     """Indices into the batch; empty for a pass that only keeps this rank in step with the others."""
     lengths: tuple[int, ...]
+    ids_nt: torch.Tensor
+    """`[n, t]` int64 tokens, of padding anything."""
     columns: dict[str, torch.Tensor]
     """`[n, t]` and `[n]`, cut to the longest row."""
     width: int
@@ -180,6 +182,7 @@ def build_microbatch(
     return Microbatch(
         rows=tuple(rows),
         lengths=lengths,
+        ids_nt=ids_nt,
         columns=columns,
         width=width,
         inputs=_on_this_rank(places, lengths, ids_nt, (row_M, column_M), shape),

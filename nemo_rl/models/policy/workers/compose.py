@@ -16,6 +16,7 @@ from nemo_rl.config.r3_trace_env import router_replay_validate_enabled
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group
 from nemo_rl.distributed.layout import ParallelLayout
+from nemo_rl.models.policy.recording.recording import NO_RECORDING, RecordSpec, SiteRecording
 from nemo_rl.models.policy.routes.worker_replay import NoReplay, Replay, WorkerReplay
 from nemo_rl.models.policy.steps import ThisRank
 from nemo_rl.models.policy.workers.base import DeviceSide
@@ -39,6 +40,7 @@ def compose_worker(
     keep_reference: bool = False,
     device: str | None = None,
     layout: ParallelLayout | None = None,
+    record: RecordSpec | None = None,
 ) -> PolicyWorker:
     """(collective) One rank of the policy, without a data plane; a single rank makes its own process group.
 
@@ -48,6 +50,7 @@ def compose_worker(
         keep_reference: keep the initial weights on the CPU, for `use_reference_model`.
         device: None takes the current CUDA device where there is one.
         layout: of the ranks; None takes what the config says of so many.
+        record: what the passes of the worker write; None: nothing.
 
     Raises:
         ModelFolderError: model or tokenizer folder is missing or incomplete.
@@ -68,6 +71,7 @@ def compose_worker(
             seed=seed,
             keep_reference=keep_reference,
             owns_group=owns_group,
+            record=record,
         )
         undo.pop_all()
     return PolicyWorker(parts)
@@ -82,6 +86,7 @@ def compose_parts(
     seed: int,
     keep_reference: bool,
     owns_group: bool,
+    record: RecordSpec | None = None,
 ) -> WorkerParts:
     """(collective) The parts of one rank, in a process whose default process group exists.
 
@@ -95,6 +100,7 @@ def compose_parts(
     with ExitStack() as undo:
         undo.callback(engine.close)
         replay = _replay(config, engine, here)
+        recording = NO_RECORDING if record is None else SiteRecording(record, engine.taps(), here)
         life = LifeCycle(engine, device_side, rank=here.rank, keep_reference=keep_reference)
         undo.pop_all()
     return WorkerParts(
@@ -105,7 +111,8 @@ def compose_parts(
         engine=engine,
         replay=replay,
         life=life,
-        passes=Passes(config, here, engine, life, replay),
+        passes=Passes(config, here, engine, life, replay, recording),
+        recording=recording,
         refit=RefitSource(engine, life, device_side, rank=here.rank),
         owns_group=owns_group,
     )

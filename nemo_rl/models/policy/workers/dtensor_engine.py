@@ -18,10 +18,13 @@ from nemo_rl.models.dtensor import checkpoint
 from nemo_rl.models.dtensor.learning_rate import LearningRate
 from nemo_rl.models.dtensor.optim import LossScaler, build_optimizer
 from nemo_rl.models.dtensor.parallelize import full_weight, parallelize
+from nemo_rl.models.dtensor.sites import taps_of
 from nemo_rl.models.dtensor.train_step import OptimizerStep, StepRunner
 from nemo_rl.models.hf_routers import HFRouters
 from nemo_rl.models.loading import load_causal_lm, named_weights
 from nemo_rl.models.policy.interfaces import TensorInfo
+from nemo_rl.models.policy.recording.observer import PassObserver
+from nemo_rl.models.policy.recording.taps import Taps
 from nemo_rl.models.policy.routes.replay import RouteReplayer
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes, Routers
 from nemo_rl.models.policy.steps import BatchForm, ThisRank
@@ -48,7 +51,7 @@ class DTensorEngine(Engine):
         self, config: PolicyConfig, here: ThisRank, *, num_steps: int, collective_timeout_s: float, seed: int
     ) -> None:
         """(collective) As in `EngineFactory`; the groups have the deadline of the default one."""
-        self._config, self._device = config, here.device
+        self._config, self._here, self._device = config, here, here.device
         hf = load_causal_lm(config.model_name)
         # Tensor parallel ranks hold the same activations, so they must drop the same ones.
         torch.manual_seed(seed + here.rank // here.layout.tp)
@@ -60,11 +63,14 @@ class DTensorEngine(Engine):
         self.schedule: LearningRate = LearningRate(config.scheduler, self.optimizer, num_steps=num_steps)
         self.scaler = LossScaler(precision=config.precision)
 
-    def runner(self, layout: BatchForm, routes: PassRoutes) -> StepRunner:
+    def runner(self, layout: BatchForm, routes: PassRoutes, observer: PassObserver) -> StepRunner:
         step = OptimizerStep(
             self.model, self.optimizer, self.scaler, groups=self._groups, max_grad_norm=self._config.max_grad_norm
         )
-        return StepRunner(self.model, layout, self._groups, step, routes)
+        return StepRunner(self.model, layout, self._groups, step, routes, observer)
+
+    def taps(self) -> Taps:
+        return taps_of(self.model, self._here, self._groups, self.scaler)
 
     def routers(self, *, validates: bool) -> Routers:
         routers = HFRouters(self.model.hf)

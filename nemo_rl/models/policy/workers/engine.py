@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.models.policy.interfaces import TensorInfo
+from nemo_rl.models.policy.recording.observer import PassObserver
+from nemo_rl.models.policy.recording.taps import Taps
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes, Routers
 from nemo_rl.models.policy.steps import BatchForm, Runner, ThisRank
 from nemo_rl.models.policy.workers.base import Placement, WorkerState
@@ -42,8 +44,12 @@ class Engine(ABC):
     """Ranks that share this rank's sequences; None on one."""
 
     @abstractmethod
-    def runner(self, layout: BatchForm, routes: PassRoutes) -> Runner:
+    def runner(self, layout: BatchForm, routes: PassRoutes, observer: PassObserver) -> Runner:
         """Runs the microbatches of one call."""
+
+    @abstractmethod
+    def taps(self) -> Taps:
+        """The sites of the model on this rank."""
 
     @abstractmethod
     def routers(self, *, validates: bool) -> Routers:

@@ -18,6 +18,7 @@ from nemo_rl.data_plane.worker_mixin import ReplicaMember
 from nemo_rl.distributed.abort import AbortWatch, NoWatch, Watch
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group, job_store
 from nemo_rl.distributed.layout import ParallelLayout
+from nemo_rl.models.policy.recording.recording import RecordSpec
 from nemo_rl.models.policy.steps import ThisRank
 from nemo_rl.models.policy.workers.compose import compose_parts
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
@@ -39,6 +40,8 @@ class WorkerSpec:
     use_gpu: bool = False
     threads: int = 1
     collective_timeout_s: float = 120.0
+    record: RecordSpec | None = None
+    """What the passes write, in steps that the driver names; None: nothing."""
     start_timeout_s: float = START_TIMEOUT_S
     """How long the ranks wait for one another before the first collective."""
 
@@ -67,6 +70,7 @@ def build_policy_worker(spec: WorkerSpec) -> TQWorker:
             seed=spec.seed,
             keep_reference=spec.keep_reference,
             owns_group=True,
+            record=spec.record,
         )
         worker = TQWorker(parts, replica=ReplicaMember.build(spec.layout, rank=spec.rank.rank), watch=watch)
         dist.barrier()

@@ -25,8 +25,11 @@ from nemo_rl.models.megatron.mcore import parallel_state
 from nemo_rl.models.megatron.optim import PolicyOptimizer
 from nemo_rl.models.megatron.router_replay import attach_replay
 from nemo_rl.models.megatron.setup import build_model, destroy_parallel, forget_last_pass, initialize_parallel
+from nemo_rl.models.megatron.sites import taps_of
 from nemo_rl.models.megatron.train_step import PipelineRunner
 from nemo_rl.models.policy.interfaces import TensorInfo
+from nemo_rl.models.policy.recording.observer import PassObserver
+from nemo_rl.models.policy.recording.taps import Taps
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes, Routers
 from nemo_rl.models.policy.steps import BatchForm, ThisRank
 from nemo_rl.models.policy.workers.base import Placement, WorkerState, check_placement, placement_of
@@ -66,8 +69,11 @@ class MegatronEngine(Engine):
             destroy_parallel()
             raise
 
-    def runner(self, layout: BatchForm, routes: PassRoutes) -> PipelineRunner:
-        return PipelineRunner(self.model, layout, self._here, self.optimizer, routes)
+    def runner(self, layout: BatchForm, routes: PassRoutes, observer: PassObserver) -> PipelineRunner:
+        return PipelineRunner(self.model, layout, self._here, self.optimizer, routes, observer)
+
+    def taps(self) -> Taps:
+        return taps_of(self.model, self._here)
 
     def routers(self, *, validates: bool) -> Routers:
         replayer = attach_replay(self.model, validates=validates)

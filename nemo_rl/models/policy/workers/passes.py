@@ -17,6 +17,8 @@ from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.models.logprobs import Sampling
 from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
 from nemo_rl.models.policy.microbatch import PassShape, fixed_plan, steps_of
+from nemo_rl.models.policy.recording.observer import NO_OBSERVER
+from nemo_rl.models.policy.recording.recording import NO_RECORDING, Recording
 from nemo_rl.models.policy.routes.slices import RouteSlices
 from nemo_rl.models.policy.routes.worker_replay import OWN_ROUTES, ROUTES, PassRoutes, Replay
 from nemo_rl.models.policy.steps import BatchForm, ThisRank, check_same_plan, loss_scales
@@ -44,8 +46,17 @@ class RecordedRoutes:
 class Passes:
     """Training calls and log-probabilities of one rank."""
 
-    def __init__(self, config: PolicyConfig, here: ThisRank, engine: Engine, life: LifeCycle, replay: Replay) -> None:
-        self._config, self._here, self._engine, self._life, self._replay = config, here, engine, life, replay
+    def __init__(
+        self,
+        config: PolicyConfig,
+        here: ThisRank,
+        engine: Engine,
+        life: LifeCycle,
+        replay: Replay,
+        recording: Recording = NO_RECORDING,
+    ) -> None:
+        self._config, self._here, self._engine, self._life = config, here, engine, life
+        self._replay, self._recording = replay, recording
 
     def train(
         self,
@@ -80,15 +91,18 @@ class Passes:
         steps = steps_of(plan, num_rows=batch.size)
         check_same_plan([len(microbatches) for microbatches in steps], device=self._here.device)
         layout = self.batch_layout(plan)
-        with self._replay.replaying(WorkerPass.TRAIN, batch, plan, layout.shape, routes) as pass_routes:
+        with (
+            self._replay.replaying(WorkerPass.TRAIN, batch, plan, layout.shape, routes) as pass_routes,
+            self._recording.phase(WorkerPass.TRAIN, batch) as observer,
+        ):
             batch = _without_routes(batch).to(self._here.device)
             learning_rate = self._engine.schedule.apply()
             scales = loss_scales(batch, steps, is_writer=self._here.is_writer, device=self._here.device)
-            runner = self._engine.runner(layout, pass_routes)
-            outcomes = [
-                runner.run(batch, microbatches, loss_fn, scale, is_training=not eval_mode)
-                for microbatches, scale in zip(steps, scales, strict=True)
-            ]
+            runner = self._engine.runner(layout, pass_routes, observer)
+            outcomes = []
+            for number, (microbatches, scale) in enumerate(zip(steps, scales, strict=True)):
+                observer.update(number)
+                outcomes.append(runner.run(batch, microbatches, loss_fn, scale, is_training=not eval_mode))
         if not eval_mode:
             self._engine.schedule.advance()
         lengths = [int(n) for n in batch.tensor("input_lengths").tolist()]
@@ -113,6 +127,7 @@ class Passes:
         plan: PackPlan | None = None,
         routes: RouteSlices | None = None,
         replay: bool = True,
+        phase: WorkerPass = WorkerPass.PREV_LOGPROBS,
     ) -> torch.Tensor:
         """(collective) `[N, T]` float32 on the CPU under the distribution that was sampled from.
 
@@ -121,6 +136,7 @@ class Passes:
         Args:
             routes: as in `train`.
             replay: False lets the routers choose for themselves.
+            phase: under which records of the pass are kept.
 
         Raises:
             FieldNotProduced: router replay is on, and there are no routes.
@@ -128,10 +144,10 @@ class Passes:
         self._life.require("get_logprobs", WorkerState.TRAINING, WorkerState.LOGPROBS)
         plan = plan or self._inference_plan(batch, mbs)
         if not replay:
-            return self._logprobs(batch, plan, OWN_ROUTES)
+            return self._logprobs(batch, plan, OWN_ROUTES, phase)
         shape = self.batch_layout(plan).shape
         with self._replay.replaying(WorkerPass.PREV_LOGPROBS, batch, plan, shape, routes) as pass_routes:
-            return self._logprobs(batch, plan, pass_routes)
+            return self._logprobs(batch, plan, pass_routes, phase)
 
     def record_routes(self, batch: BatchedDataDict, *, plan: PackPlan | None = None) -> RecordedRoutes:
         """(collective) Log-probabilities as `get_logprobs`, and the routes that the routers chose for themselves.
@@ -142,11 +158,11 @@ class Passes:
         self._life.require("record_routes", WorkerState.TRAINING, WorkerState.LOGPROBS)
         plan = plan or self._inference_plan(batch, None)
         with self._replay.recording(WorkerPass.PREV_LOGPROBS, batch, plan) as stage:
-            logprobs_NT = self._logprobs(batch, plan, stage)
+            logprobs_NT = self._logprobs(batch, plan, stage, WorkerPass.PREV_LOGPROBS)
             routes_NTLK = stage.recorded(batch)
         return RecordedRoutes(logprobs_NT=logprobs_NT, routes_NTLK=routes_NTLK)
 
-    def _logprobs(self, batch: BatchedDataDict, plan: PackPlan, routes: PassRoutes) -> torch.Tensor:
+    def _logprobs(self, batch: BatchedDataDict, plan: PackPlan, routes: PassRoutes, phase: WorkerPass) -> torch.Tensor:
         microbatches = [rows for step in steps_of(plan, num_rows=batch.size) for rows in step]
         check_same_plan([len(microbatches)], device=self._here.device)
         batch = _without_routes(batch).to(self._here.device)
@@ -154,14 +170,16 @@ class Passes:
             select_NT = batch.tensor(TOKEN_MASK).bool()
         else:
             select_NT = torch.ones_like(batch.tensor("input_ids"), dtype=torch.bool)
-        return self._engine.runner(self.batch_layout(plan), routes).logprobs(batch, microbatches, select_NT).cpu()
+        with self._recording.phase(phase, batch) as observer:
+            runner = self._engine.runner(self.batch_layout(plan), routes, observer)
+            return runner.logprobs(batch, microbatches, select_NT).cpu()
 
     def get_reference_policy_logprobs(
         self, batch: BatchedDataDict, *, mbs: int | None = None, plan: PackPlan | None = None
     ) -> torch.Tensor:
         """(collective) As `get_logprobs` under the reference weights, whose routers choose for themselves."""
         with self._life.use_reference_model():
-            return self.get_logprobs(batch, mbs=mbs, plan=plan, replay=False)
+            return self.get_logprobs(batch, mbs=mbs, plan=plan, replay=False, phase=WorkerPass.REFERENCE_LOGPROBS)
 
     def get_topk_logits(
         self, batch: BatchedDataDict, *, k: int, mbs: int | None = None
@@ -173,7 +191,7 @@ class Passes:
         self._life.require("get_topk_logits", WorkerState.TRAINING, WorkerState.LOGPROBS)
         plan = self._inference_plan(batch, mbs)
         check_same_plan([len(plan.microbatches[0])], device=self._here.device)
-        values, ids = self._engine.runner(self.batch_layout(plan), OWN_ROUTES).topk_logits(
+        values, ids = self._engine.runner(self.batch_layout(plan), OWN_ROUTES, NO_OBSERVER).topk_logits(
             batch.to(self._here.device), plan.microbatches[0], k=k
         )
         return values.cpu(), ids.cpu()

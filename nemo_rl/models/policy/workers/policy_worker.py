@@ -9,6 +9,7 @@ order.
       life     LifeCycle                        states, memory, reference     -> engine
       refit    RefitSource                      weights to the engines        -> engine, life
       replay   WorkerReplay | NoReplay          routes of each pass
+      recording  Recording                      records of each pass
       engine   DTensorEngine | MegatronEngine   model, optimizer, runner
 """
 
@@ -29,6 +30,7 @@ from nemo_rl.distributed.collectives import destroy_process_group
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.models.checkpoint_folder import save_tokenizer
 from nemo_rl.models.policy.interfaces import LossFunction, TensorInfo, TrainResult
+from nemo_rl.models.policy.recording.recording import Recording
 from nemo_rl.models.policy.routes.slices import RouteSlices
 from nemo_rl.models.policy.routes.worker_replay import Replay
 from nemo_rl.models.policy.steps import ThisRank
@@ -57,6 +59,7 @@ class WorkerParts:
     replay: Replay
     life: LifeCycle
     passes: Passes
+    recording: Recording
     refit: RefitSource
     owns_group: bool
     """The default process group ends with the worker."""
@@ -76,7 +79,7 @@ class PolicyWorker:
         self.config, self.rank, self.device = parts.config, parts.here.rank, parts.here.device
         self.layout, self.world_size = parts.here.layout, parts.here.layout.world_size
         self.engine, self.replay, self.life = parts.engine, parts.replay, parts.life
-        self.passes, self.refit = parts.passes, parts.refit
+        self.passes, self.refit, self.recording = parts.passes, parts.refit, parts.recording
         self._tokenizer, self._device_side, self._owns_group = parts.tokenizer, parts.device_side, parts.owns_group
 
     # Training and log-probabilities.
@@ -125,6 +128,14 @@ class PolicyWorker:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(collective) Values `[N, T, k]` float32 and ids `[N, T, k]` int64; all 0 before the last pipeline stage."""
         return self.passes.get_topk_logits(batch, k=k, mbs=mbs)
+
+    def begin_recording(self, step: int) -> None:
+        """The passes from here on are recorded, as the worker's `RecordSpec` says, until `end_recording`."""
+        self.recording.begin(step)
+
+    def end_recording(self) -> None:
+        """The records of the step are complete. Idempotent."""
+        self.recording.end()
 
     # States and memory.
 
@@ -247,6 +258,7 @@ class PolicyWorker:
         if self.life.is_shut_down:
             return
         self.life.shut_down()
+        self.recording.end(is_complete=False)
         self.engine.close()
         self.refit.close()
         self._device_side.stop_profiling()

@@ -1,0 +1,172 @@
+"""`compare_folders`: two folders of records, merged, matched, measured and judged.
+
+    _open -> Side     match_samples      common_sites       merge + compare_site        gravest
+    read both sides -> whose sample is -> sites of both -> one site after another -> verdict and first divergence
+                       whose
+
+Called by `nemo-rl probe compare` and by what records two sides itself. Invariant: it passes only if something was
+compared, everything that should have been was, and nothing differs by more than its limits. One site of each side is in
+memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from nemo_rl.diagnostics.compare.comparison import Comparison, SideFacts
+from nemo_rl.diagnostics.compare.coverage import check_rows, common_sites
+from nemo_rl.diagnostics.compare.divergence import first_divergence, first_non_finite, largest_contribution
+from nemo_rl.diagnostics.compare.findings import Finding, gravest
+from nemo_rl.diagnostics.compare.limits import DEFAULT, Limits
+from nemo_rl.diagnostics.compare.match import SampleMap, match_samples
+from nemo_rl.diagnostics.compare.merge import merge
+from nemo_rl.diagnostics.compare.side import Side
+from nemo_rl.diagnostics.compare.site import Site
+from nemo_rl.diagnostics.compare.site_result import SiteResult, compare_site
+from nemo_rl.diagnostics.compare.texts import token_texts
+from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.records.reader import CorruptRecord, RecordFolder, UnsupportedRecord, read_folder
+
+__all__ = ["compare_folders"]
+
+
+def compare_folders(a: Path, b: Path, *, limits: Limits = DEFAULT) -> Comparison:
+    """The recordings in two folders against each other, `a` being what is relied on.
+
+    Raises:
+        UserError: a path is no folder of records.
+    """
+    folders: list[RecordFolder] = []
+    failed: list[Finding] = []
+    for name, path in (("A", a), ("B", b)):
+        found = _open(path, name)
+        if isinstance(found, Finding):
+            failed.append(found)
+        else:
+            folders.append(found)
+    worst = gravest(failed)
+    if worst is not None:
+        facts = [SideFacts(path=str(path), manifest={}) for path in (a, b)]
+        return Comparison(verdict=worst.verdict, reason=worst.text, a=facts[0], b=facts[1], findings=failed)
+    sides = (Side(folders[0], name="A"), Side(folders[1], name="B"))
+    for side in sides:
+        side.read_samples()
+    refused = _refusals(*sides)
+    if refused:
+        return _judge(sides, [], refused, [])
+    return _compare(*sides, limits)
+
+
+def _open(path: Path, name: str) -> RecordFolder | Finding:
+    try:
+        folder = read_folder(path)
+        # What the manifest holds is of its writer; a damaged one may hold anything.
+        well_formed = (
+            isinstance(folder.manifest.model, Mapping)
+            and isinstance(folder.manifest.unobserved, Mapping)
+            and all(isinstance(size, int) for size in folder.manifest.layout.values())
+            and all(isinstance(phase, str) for phase in folder.manifest.phases)
+        )
+    except CorruptRecord as error:
+        return Finding(verdict=Verdict.CORRUPT, text=f"{name}: {error}")
+    except UnsupportedRecord as error:
+        return Finding(verdict=Verdict.UNSUPPORTED, text=f"{name}: {error}")
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        return Finding(verdict=Verdict.CORRUPT, text=f"{name}: {path}: its manifest is damaged: {error}")
+    if not well_formed:
+        return Finding(verdict=Verdict.CORRUPT, text=f"{name}: {path}: its manifest is damaged")
+    return folder
+
+
+def _refusals(a: Side, b: Side) -> list[Finding]:
+    """Why there is nothing to compare."""
+    if a.folder.manifest.run_id == b.folder.manifest.run_id:
+        text = f"both folders hold the recording {a.folder.manifest.run_id!r}: it was compared with itself"
+        return [Finding(verdict=Verdict.VACUOUS, text=text)]
+    empty = [side.name for side in (a, b) if not side.sites]
+    if empty:
+        return [Finding(verdict=Verdict.VACUOUS, text=f"{' and '.join(empty)} recorded nothing")]
+    models = (a.folder.manifest.model, b.folder.manifest.model)
+    differing = [name for name in sorted({*models[0], *models[1]}) if models[0].get(name) != models[1].get(name)]
+    if differing:
+        texts = [f"{name} is {models[0].get(name)!r} in A, {models[1].get(name)!r} in B" for name in differing]
+        return [Finding(verdict=Verdict.UNSUPPORTED, text=f"the models differ: {'; '.join(texts)}")]
+    return []
+
+
+def _compare(a: Side, b: Side, limits: Limits) -> Comparison:
+    samples = match_samples(a, b)
+    coverage = common_sites(a, b)
+    refused: list[Finding] = []
+    if a.samples and b.samples and not samples.num_common:
+        text = "A and B have no sample in common, neither by key nor by its tokens"
+        refused.append(Finding(verdict=Verdict.VACUOUS, text=text))
+        return _judge((a, b), [], refused, coverage.notes)
+    if samples.is_by_tokens:
+        unmatched = f"{len(b.samples) - samples.num_common} of {len(b.samples)} samples of B have no partner"
+        coverage.notes.append(f"no key is on both sides: samples were matched by their tokens; {unmatched}")
+    results = [result for site in coverage.common if (result := _one_site(site, (a, b), samples, limits)) is not None]
+    _verify_others((a, b), coverage.common)
+    check_rows(a, b, results)
+    if not any(result.num_rows or result.failures for result in results):
+        refused.append(Finding(verdict=Verdict.VACUOUS, text="A and B have no row of any site in common"))
+    return _judge((a, b), results, refused, coverage.notes)
+
+
+def _one_site(site: Site, sides: tuple[Side, Side], samples: SampleMap, limits: Limits) -> SiteResult | None:
+    a, b = (merge(site, side) for side in sides)
+    if a is None or b is None:
+        return None
+    return compare_site(site, sides, (a, b), samples=samples, limits=limits)
+
+
+def _verify_others(sides: tuple[Side, Side], compared: Sequence[Site]) -> None:
+    """Damage counts wherever it is."""
+    for side in sides:
+        for site in set(side.sites) - set(compared):
+            for record in side.sites[site]:
+                side.load(record)
+
+
+def _judge(sides: tuple[Side, Side], results: list[SiteResult], own: list[Finding], notes: list[str]) -> Comparison:
+    findings = [*own, *sides[0].findings, *sides[1].findings]
+    tokens = {worst.row.token for result in results for worst in result.worst if worst.row.token is not None}
+    tokenizer = sides[0].folder.manifest.tokenizer or sides[1].folder.manifest.tokenizer
+    texts, why = token_texts(str(tokenizer), tokens)
+    verdict, reason = _verdict(findings, results)
+    return Comparison(
+        verdict=verdict,
+        reason=reason,
+        a=_facts(sides[0]),
+        b=_facts(sides[1]),
+        sites=results,
+        first=first_divergence(results),
+        contribution=largest_contribution(results),
+        non_finite=first_non_finite(results),
+        findings=findings,
+        notes=notes if why is None else [*notes, why],
+        texts=texts,
+    )
+
+
+def _verdict(findings: Sequence[Finding], results: Sequence[SiteResult]) -> tuple[Verdict, str]:
+    failing = [result for result in results if result.failures]
+    own = []
+    if failing:
+        text = f"{len(failing)} of {len(results)} sites differ, first {failing[0].site.label}: {failing[0].failures[0]}"
+        own.append(Finding(verdict=Verdict.MISMATCH, text=text))
+    worst = gravest([*own, *findings])
+    if worst is not None:
+        return worst.verdict, worst.text
+    equal = sum(result.measurement is not None and result.measurement.is_bit_equal for result in results)
+    return Verdict.PASS, f"all {len(results)} sites agree within their limits, {equal} of them bit by bit"
+
+
+def _facts(side: Side) -> SideFacts:
+    return SideFacts(
+        path=str(side.folder.path),
+        manifest=side.folder.manifest.as_record(),
+        num_records=len(side.folder.records),
+        num_samples=len(side.samples),
+    )

@@ -1,0 +1,132 @@
+"""`Side`: a folder of records opened for a comparison: its sites, its tokens, and what was wrong with it.
+
+Invariant: nothing that a folder holds raises; it becomes a finding, and what is left is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from nemo_rl.diagnostics.compare.findings import Finding
+from nemo_rl.diagnostics.compare.site import Site
+from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.records.reader import CorruptRecord, Record, RecordFolder
+from nemo_rl.records.record import TokenTable
+from nemo_rl.records.writer import bytes_of, digest_of
+
+__all__ = ["POSITIONS", "Side", "Tokens"]
+
+POSITIONS = 1 << 40
+"""More than a row has; a token's code is its sample's number times this plus its position."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tokens:
+    """A table of tokens with its samples numbered over the whole side."""
+
+    code_R: torch.Tensor
+    token_R: torch.Tensor
+    identity: str
+    """Equal for tables of the same tokens in the same order."""
+
+
+class Side:
+    """One of the two folders.
+
+    Args:
+        name: in texts, "A" or "B".
+    """
+
+    def __init__(self, folder: RecordFolder, *, name: str) -> None:
+        self.folder, self.name = folder, name
+        self.findings = [
+            Finding(
+                verdict=Verdict.CORRUPT if problem.is_corrupt else Verdict.INCOMPLETE, text=f"{name}: {problem.text}"
+            )
+            for problem in folder.problems
+        ]
+        self.samples: dict[str, int] = {}
+        """Key -> number."""
+        self.has_all_ranks = not folder.problems
+        self.sites: Mapping[Site, list[Record]] = self._sites()
+        self._tokens: dict[tuple[int, str | None], Tokens | None] = {}
+
+    def found(self, verdict: Verdict, text: str) -> None:
+        """Notes something wrong with this side."""
+        finding = Finding(verdict=verdict, text=f"{self.name}: {text}")
+        if finding not in self.findings:
+            self.findings.append(finding)
+
+    def load(self, record: Record) -> torch.Tensor | None:
+        """None for bytes that are not those that were written."""
+        try:
+            return record.load()
+        except CorruptRecord as error:
+            self.found(Verdict.CORRUPT, str(error))
+            return None
+
+    def tokens(self, record: Record) -> Tokens | None:
+        """Of the rows of a record that has them; None for a damaged table."""
+        at = (record.rank, record.table)
+        if at not in self._tokens:
+            self._tokens[at] = self._read_tokens(record)
+        return self._tokens[at]
+
+    def read_samples(self) -> None:
+        """Reads all tables, so that `samples` is complete."""
+        for records in self.sites.values():
+            for record in records:
+                if record.table is not None:
+                    self.tokens(record)
+
+    def sequences(self) -> Mapping[str, str]:
+        """Key -> digest of its tokens, over all tables and in the order of their positions."""
+        tables = [table for table in self._tokens.values() if table is not None]
+        if not tables:
+            return {}
+        code_N = torch.cat([table.code_R for table in tables])
+        token_N = torch.cat([table.token_R for table in tables])
+        pairs_2M = torch.stack((code_N, token_N)).unique(dim=1)
+        numbers, counts = torch.unique_consecutive(pairs_2M[0] // POSITIONS, return_counts=True)
+        parts = pairs_2M.split(counts.tolist(), dim=1)
+        digests = {}
+        for number, (code_L, token_L) in zip(numbers.tolist(), parts, strict=True):
+            digests[number] = digest_of(bytes_of(torch.stack((code_L % POSITIONS, token_L))))
+        return {key: digests[number] for key, number in self.samples.items() if number in digests}
+
+    def key_of(self, code: int) -> str:
+        """Of the sample of a token's code."""
+        return list(self.samples)[code // POSITIONS]
+
+    def _sites(self) -> Mapping[Site, list[Record]]:
+        sites: dict[Site, list[Record]] = {}
+        for record in self.folder.records:
+            try:
+                sites.setdefault(Site.of_place(record.place), []).append(record)
+            except ValueError as error:
+                self.found(Verdict.CORRUPT, f"rank {record.rank}, record {record.seq}: {error}")
+        return sites
+
+    def _read_tokens(self, record: Record) -> Tokens | None:
+        try:
+            table = record.tokens()
+            return None if table is None else self._number(table)
+        except (CorruptRecord, ValueError, RuntimeError) as error:
+            self.found(Verdict.CORRUPT, f"rank {record.rank}, tokens {record.table!r}: {error}")
+            return None
+
+    def _number(self, table: TokenTable) -> Tokens:
+        columns = (table.row_R, table.position_R, table.token_R)
+        if any(column.dtype != torch.int64 or column.dim() != 1 for column in columns):
+            raise ValueError("expected three rows of int64")
+        row_R, position_R, token_R = columns
+        if len(table) and (int(row_R.min()) < 0 or int(row_R.max()) >= len(table.keys)):
+            raise ValueError(f"a token of a row that is none of {len(table.keys)}")
+        if len(table) and (int(position_R.min()) < 0 or int(position_R.max()) >= POSITIONS):
+            raise ValueError("a token at no position")
+        number_K = torch.tensor([self.samples.setdefault(key, len(self.samples)) for key in table.keys] or [0])
+        code_R = number_K[row_R] * POSITIONS + position_R
+        return Tokens(code_R=code_R, token_R=token_R, identity=digest_of(bytes_of(torch.stack((code_R, token_R)))))

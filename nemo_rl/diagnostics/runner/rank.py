@@ -1,0 +1,193 @@
+"""What one rank of the runner does: makes a worker, runs the passes that were asked for, ends.
+
+Every rank calls `probe_rank` with the same `RankWork`. Invariant: what it returns is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from nemo_rl.algorithms.grpo import plan_train
+from nemo_rl.algorithms.loss_functions import NLLLoss
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.diagnostics.runner.prompts import Rows, batch_of
+from nemo_rl.diagnostics.runner.routes_file import read_routes, write_routes
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.collectives import RankSpec, init_process_group
+from nemo_rl.distributed.layout import ParallelLayout
+from nemo_rl.distributed.packing import PackPlan
+from nemo_rl.errors import WorkerError
+from nemo_rl.models.policy.recording.recording import RecordSpec
+from nemo_rl.models.policy.routes.worker_replay import ROUTES, WorkerReplay
+from nemo_rl.models.policy.workers.compose import compose_worker
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
+from nemo_rl.routes.shape import RouteShape
+
+__all__ = ["RankResult", "RankWork", "probe_rank"]
+
+STEP = 0
+"""Of the records."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankWork:
+    """Plain values, the same for every rank."""
+
+    policy: PolicyConfig
+    rows: Rows
+    layout: ParallelLayout
+    seed: int = 0
+    has_backward: bool = False
+    top_k: int = 0
+    """Likeliest next tokens per position; 0: none."""
+    model: Mapping[str, object] = field(default_factory=dict)
+    """What a file of routes says of the model that made it."""
+    record: RecordSpec | None = None
+    routes_from: Path | None = None
+    routes_to: Path | None = None
+    use_gpu: bool = False
+    timeout_s: float = 120.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankResult:
+    """What the job computed."""
+
+    logprobs: tuple[tuple[float, ...], ...]
+    """Of each row, position by position; 0.0 at the first, which nothing predicts."""
+    loss: float | None = None
+    grad_norm: float | None = None
+    top_k: tuple[tuple[tuple[tuple[int, float], ...], ...], ...] = ()
+    """Of each row and position, tokens and logits, the largest first."""
+
+
+def probe_rank(spec: RankSpec, work: RankWork) -> RankResult:
+    """(collective) All passes on this rank.
+
+    Raises:
+        UserError: model, layout, routes or disk do not allow it.
+    """
+    with _worker(spec, work) as worker:
+        plan = _plan(work)
+        dp = work.layout.coordinates(spec.rank).dp
+        mine, own = list(plan.rows_of_rank(dp)), plan.for_rank(dp)
+        batch = batch_of(work.rows)
+        if work.routes_from is not None:
+            batch[ROUTES] = _routes(work, worker)
+        part = batch.select_indices(mine)
+        if work.record is not None:
+            worker.begin_recording(STEP)
+        logprobs_NT = _logprobs(work, worker, part, own, mine)
+        top_k = _top_k(work, worker, part, mine)
+        loss = grad_norm = None
+        if work.has_backward:
+            trained = worker.train(part, NLLLoss(), plan=own)
+            [loss], [grad_norm] = trained.loss, trained.grad_norm
+        worker.end_recording()
+    return RankResult(
+        logprobs=tuple(tuple(logprobs_NT[number, : len(row)].tolist()) for number, row in enumerate(work.rows.ids)),
+        loss=loss,
+        grad_norm=grad_norm,
+        top_k=top_k,
+    )
+
+
+@contextmanager
+def _worker(spec: RankSpec, work: RankWork) -> Iterator[PolicyWorker]:
+    torch.set_num_threads(1)
+    device = torch.device("cuda", spec.local_rank) if work.use_gpu else torch.device("cpu")
+    if work.use_gpu:
+        torch.cuda.set_device(device)
+    if spec.world_size > 1:
+        init_process_group(spec, device=device, timeout_s=work.timeout_s)
+    worker = compose_worker(
+        work.policy,
+        rank=spec.rank,
+        world_size=spec.world_size,
+        num_steps=1,
+        collective_timeout_s=work.timeout_s,
+        seed=work.seed,
+        device=str(device),
+        layout=work.layout,
+        record=work.record,
+    )
+    try:
+        yield worker
+    finally:
+        worker.shutdown()
+
+
+def _plan(work: RankWork) -> PackPlan:
+    """As a GRPO step plans its rows."""
+    lengths = [len(row) for row in work.rows.ids]
+    return plan_train(lengths, [len(lengths)], work.policy, layout=work.layout)
+
+
+def _logprobs(
+    work: RankWork, worker: PolicyWorker, part: BatchedDataDict, plan: PackPlan, mine: list[int]
+) -> torch.Tensor:
+    """`[N, T]` of all rows, on every rank."""
+    if work.routes_to is None:
+        found_nT = worker.get_logprobs(part, plan=plan)
+    else:
+        recorded = worker.record_routes(part, plan=plan)
+        found_nT = recorded.logprobs_NT
+        routes_NTLK = _of_all_layers(work, worker, recorded.routes_NTLK, mine)
+        # A backward pass that follows uses them, too.
+        part[ROUTES] = routes_NTLK[mine]
+        if worker.rank == 0:
+            write_routes(work.routes_to, routes_NTLK, work.rows, shape=_shape_of(worker), model=work.model)
+    return _of_all_ranks(found_nT, work, mine, worker)
+
+
+def _of_all_ranks(part: torch.Tensor, work: RankWork, mine: list[int], worker: PolicyWorker) -> torch.Tensor:
+    """(collective) `[N, T, ...]` from what the ranks that speak for their shards have."""
+    whole = torch.zeros(len(work.rows.ids), max(map(len, work.rows.ids)), *part.shape[2:], dtype=part.dtype)
+    if work.layout.is_writer(worker.rank):
+        whole[mine, : part.shape[1]] = part[:, : whole.shape[1]]
+    on_device = whole.to(worker.device)
+    dist.all_reduce(on_device)
+    return on_device.cpu()
+
+
+def _of_all_layers(work: RankWork, worker: PolicyWorker, routes_nTLK: torch.Tensor, mine: list[int]) -> torch.Tensor:
+    """(collective) `[N, T, L, K]` int16 of all rows and layers; where a rank has no route it has -1."""
+    size = (len(work.rows.ids), max(map(len, work.rows.ids)), *routes_nTLK.shape[2:])
+    wide = torch.full(size, -1, dtype=torch.int32)
+    wide[mine, : routes_nTLK.shape[1]] = routes_nTLK[:, : size[1]].to(torch.int32)
+    on_device = wide.to(worker.device)
+    dist.all_reduce(on_device, op=dist.ReduceOp.MAX)
+    return on_device.cpu().to(torch.int16)
+
+
+def _routes(work: RankWork, worker: PolicyWorker) -> torch.Tensor:
+    assert work.routes_from is not None
+    held = read_routes(work.routes_from)
+    shape = _shape_of(worker)
+    return held.for_rows(work.rows, shape=shape, model=work.model, where=work.routes_from)
+
+
+def _shape_of(worker: PolicyWorker) -> RouteShape:
+    if not isinstance(worker.replay, WorkerReplay):
+        raise WorkerError("router replay is off", rank=worker.rank, stage="routes")
+    return worker.replay.shape
+
+
+def _top_k(
+    work: RankWork, worker: PolicyWorker, part: BatchedDataDict, mine: list[int]
+) -> tuple[tuple[tuple[tuple[int, float], ...], ...], ...]:
+    if not work.top_k:
+        return ()
+    values_nTk, ids_nTk = worker.get_topk_logits(part, k=work.top_k, mbs=len(mine))
+    values = _of_all_ranks(values_nTk, work, mine, worker).tolist()
+    ids = _of_all_ranks(ids_nTk, work, mine, worker).tolist()
+    return tuple(
+        tuple(tuple(zip(ids[n][t], values[n][t], strict=True)) for t in range(len(row)))
+        for n, row in enumerate(work.rows.ids)
+    )

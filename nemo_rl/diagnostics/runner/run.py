@@ -1,0 +1,270 @@
+"""`run_probe`: one worker on given rows, in one layout, from a recipe to the numbers; `ProbeSpec` says what.
+
+Called by the command line and by `ab`. Ranks are processes of this machine, or those that torchrun has started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.schema import MasterConfig
+from nemo_rl.data.tokenizer import load_tokenizer
+from nemo_rl.diagnostics.local_job import quiet_libraries, run_job
+from nemo_rl.diagnostics.runner.layout_text import LayoutText
+from nemo_rl.diagnostics.runner.prompts import PromptSpec, Rows, make_rows
+from nemo_rl.diagnostics.runner.rank import RankResult, RankWork, probe_rank
+from nemo_rl.distributed.collectives import RankSpec
+from nemo_rl.distributed.layout import ParallelLayout
+from nemo_rl.distributed.worker_pass import WorkerPass
+from nemo_rl.errors import UserError
+from nemo_rl.models.hub import local_folders
+from nemo_rl.models.loading import load_model_config
+from nemo_rl.models.policy.fit import check_policy_fits
+from nemo_rl.models.policy.recording.identity import model_identity, record_spec
+from nemo_rl.records.selector import Selector
+from nemo_rl.utils.files import write_text
+
+__all__ = ["RECORDS", "RESULT", "ProbeResult", "ProbeSpec", "run_probe"]
+
+RECORDS, RESULT = "records", "result.json"
+"""In the folder of a probe."""
+RANDOM = "random:"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProbeSpec:
+    """One probe."""
+
+    config: MasterConfig
+    """Of which the policy and the seed are used."""
+    layout: LayoutText | None = None
+    """None: as the recipe has it."""
+    prompt: PromptSpec = field(default_factory=PromptSpec)
+    has_backward: bool = False
+    top_k: int = 0
+    dump: str | None = None
+    """Sites to record, under `out`."""
+    out: Path | None = None
+    """Folder of the result and the records."""
+    routes_to: Path | None = None
+    routes_from: Path | None = None
+    timeout_s: float = 600.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProbeResult:
+    """What a probe computed."""
+
+    rows: Rows
+    texts: tuple[tuple[str, ...], ...]
+    """Of every token."""
+    found: RankResult
+    layout: str
+    world_size: int
+    is_first_rank: bool = True
+    """Whether this process speaks for the job."""
+
+    def as_record(self) -> dict[str, object]:
+        """For machines."""
+        rows = [
+            {
+                "key": key,
+                "token_ids": list(ids),
+                "logprobs": list(logprobs),
+                **(
+                    {"top_k": [[list(pair) for pair in at] for at in self.found.top_k[number]]}
+                    if self.found.top_k
+                    else {}
+                ),
+            }
+            for number, (key, ids, logprobs) in enumerate(
+                zip(self.rows.keys, self.rows.ids, self.found.logprobs, strict=True)
+            )
+        ]
+        return {
+            "layout": self.layout,
+            "world_size": self.world_size,
+            "loss": self.found.loss,
+            "grad_norm": self.found.grad_norm,
+            "rows": rows,
+        }
+
+    def lines(self) -> list[str]:
+        """For people."""
+        lines = [f"{self.layout}: {self.world_size} process{'' if self.world_size == 1 else 'es'}"]
+        for number, (key, ids, logprobs) in enumerate(
+            zip(self.rows.keys, self.rows.ids, self.found.logprobs, strict=True)
+        ):
+            scored = logprobs[1:]
+            total = sum(scored)
+            lines.append(
+                f"{key}: {len(ids)} tokens, log-probabilities of {len(scored)}: mean {total / len(scored):.6f}, "
+                f"lowest {min(scored):.6f}"
+            )
+            if self.found.top_k:
+                lines += self._top_k_lines(number)
+        if self.found.loss is not None and self.found.grad_norm is not None:
+            lines.append(f"loss {self.found.loss:.9g}, gradient norm {self.found.grad_norm:.9g}")
+        return lines
+
+    def _top_k_lines(self, number: int) -> list[str]:
+        lines = []
+        for position, pairs in enumerate(self.found.top_k[number]):
+            likely = ", ".join(f"{token} {logit:.4f}" for token, logit in pairs)
+            lines.append(f"  position {position} {self.texts[number][position]!r}: next {likely}")
+        return lines
+
+
+def run_probe(spec: ProbeSpec, environment: Mapping[str, str] = os.environ) -> ProbeResult:
+    """Runs the ranks and returns what they computed; under torchrun, as one of its ranks.
+
+    Args:
+        environment: of this process, for what torchrun has set.
+
+    Raises:
+        UserError: what is asked for cannot be done with this model, on these rows, or on this disk.
+        ChildFailed: a rank ended with an error that nobody foresaw.
+    """
+    if spec.dump is not None:
+        Selector.parse(spec.dump)
+        if spec.out is None:
+            raise UserError("a dump needs a folder for its records: give --out DIR")
+    if spec.routes_from is not None and spec.routes_to is not None:
+        raise UserError("routes are recorded or replayed, not both: give one file")
+    with _weights(local_folders(spec.config.policy), spec) as (weighted, weights):
+        rows, texts = _rows(weighted, spec)
+        policy, world_size = _placed(weighted, spec, rows)
+        check_policy_fits(policy)
+        work = _work(policy, spec, rows, world_size, weights=weights)
+        if "RANK" in environment:
+            rank = RankSpec.of_torchrun(environment)
+            if rank.world_size != world_size:
+                raise UserError(f"torchrun started {rank.world_size} ranks, the layout needs {world_size}")
+            with quiet_libraries():
+                found = probe_rank(rank, work)
+        else:
+            rank = RankSpec(rank=0, world_size=1)
+            found = run_job(world_size, probe_rank, work, timeout_s=spec.timeout_s)[0]  # type: ignore[assignment]
+    result = ProbeResult(
+        rows=rows,
+        texts=texts,
+        found=found,
+        layout=_layout_words(work),
+        world_size=world_size,
+        is_first_rank=rank.rank == 0,
+    )
+    if spec.out is not None and rank.rank == 0:
+        _write(spec.out / RESULT, result)
+    return result
+
+
+def _rows(policy: PolicyConfig, spec: ProbeSpec) -> tuple[Rows, tuple[tuple[str, ...], ...]]:
+    tokenizer = load_tokenizer(policy.tokenizer.name or policy.model_name, chat_template=policy.tokenizer.chat_template)
+    settings = load_model_config(policy.model_name).get_text_config().to_dict()
+    rows = make_rows(
+        spec.prompt,
+        tokenizer,
+        vocab_size=int(settings["vocab_size"]),
+        max_length=int(settings.get("max_position_embeddings") or 1 << 20),
+    )
+    return rows, tuple(tuple(tokenizer.decode([token]) for token in ids) for ids in rows.ids)
+
+
+def _placed(policy: PolicyConfig, spec: ProbeSpec, rows: Rows) -> tuple[PolicyConfig, int]:
+    """The policy in its layout, and the number of its ranks."""
+    has_routes = spec.routes_from is not None or spec.routes_to is not None
+    if spec.layout is None:
+        sizes = policy.parallel_sizes
+        world_size = sizes.replica_size
+        changes = {"train_global_batch_size": len(rows.ids), "logprob_batch_size": None}
+        placed = policy.model_copy(update=changes)
+        if has_routes and not policy.router_replay.enabled:
+            raise UserError("routes: the recipe has policy.router_replay.enabled=false; set it, or give --layout")
+        return placed, world_size
+    placed = spec.layout.put_into(policy, num_rows=len(rows.ids), replays_routes=has_routes)
+    return placed, spec.layout.world_size
+
+
+def _work(policy: PolicyConfig, spec: ProbeSpec, rows: Rows, world_size: int, *, weights: str) -> RankWork:
+    record = None
+    if spec.dump is not None and spec.out is not None:
+        record = record_spec(
+            policy,
+            folder=spec.out / RECORDS,
+            sites=spec.dump,
+            phases=(WorkerPass.PREV_LOGPROBS, *([WorkerPass.TRAIN] if spec.has_backward else [])),
+            weights=weights,
+            must_succeed=True,
+            settings={"layout": str(spec.layout), "routes_from": str(spec.routes_from), "prompt": str(spec.prompt)},
+        )
+    return RankWork(
+        policy=policy,
+        rows=rows,
+        layout=ParallelLayout.of_policy(policy, world_size=world_size),
+        seed=spec.config.grpo.seed,
+        has_backward=spec.has_backward,
+        top_k=spec.top_k,
+        model=model_identity(policy),
+        record=record,
+        routes_from=spec.routes_from,
+        routes_to=spec.routes_to,
+        use_gpu=spec.config.cluster.gpus_per_node > 0,
+        timeout_s=min(spec.config.cluster.collective_timeout_s, spec.timeout_s),
+    )
+
+
+@contextmanager
+def _weights(policy: PolicyConfig, spec: ProbeSpec) -> Iterator[tuple[PolicyConfig, str]]:
+    """The policy on the weights that are meant, and what they are called."""
+    named = spec.layout.weights if spec.layout is not None else None
+    if named is None:
+        yield policy, policy.model_name
+        return
+    tokenizer = policy.tokenizer.model_copy(update={"name": policy.tokenizer.name or policy.model_name})
+    policy = policy.model_copy(update={"tokenizer": tokenizer})
+    if not named.startswith(RANDOM):
+        folder = Path(named)
+        of_checkpoint = folder / "policy" / "weights"
+        chosen = of_checkpoint if of_checkpoint.is_dir() else folder
+        yield policy.model_copy(update={"model_name": str(chosen)}), named
+        return
+    seed = named.removeprefix(RANDOM)
+    if not seed.isdecimal():
+        raise UserError(f"weights: expected {RANDOM}SEED, got {named!r}")
+    with tempfile.TemporaryDirectory(prefix="nemo_rl_probe_") as folder_name:
+        torch.manual_seed(int(seed))
+        model = AutoModelForCausalLM.from_config(load_model_config(policy.model_name), trust_remote_code=False)
+        model.save_pretrained(folder_name)
+        yield policy.model_copy(update={"model_name": folder_name}), named
+
+
+def _layout_words(work: RankWork) -> str:
+    policy, sizes = work.policy, work.policy.parallel_sizes
+    axes = {
+        "dp": work.layout.dp,
+        "tp": sizes.tensor,
+        "cp": sizes.context,
+        "pp": sizes.pipeline,
+        "ep": sizes.expert,
+    }
+    words = [f"{name}={size}" for name, size in axes.items() if size > 1 or name == "tp"]
+    words += ["sp"] if sizes.sequence_parallel else []
+    words += ["packed"] if policy.sequence_packing.enabled else []
+    return " ".join(["megatron" if policy.megatron_cfg.enabled else "dtensor", *words, policy.precision])
+
+
+def _write(path: Path, result: ProbeResult) -> None:
+    try:
+        write_text(path, json.dumps(result.as_record()) + "\n")
+    except OSError as error:
+        raise UserError(f"{path}: the result cannot be written: {error.strerror or error}") from error

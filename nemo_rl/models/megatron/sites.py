@@ -1,0 +1,119 @@
+"""Sites of a pipeline stage in megatron-core, whose tensors lie positions before rows.
+
+Called by `MegatronEngine.taps`. Under sequence parallelism what lies between the blocks, and what routers see, is a
+part of the positions. With Transformer Engine norms are computed inside the projections behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from nemo_rl.models.megatron.convert import export_gradients
+from nemo_rl.models.megatron.mcore import TopKRouter
+from nemo_rl.models.megatron.setup import MegatronModel
+from nemo_rl.models.policy.recording.hooks import at_input, at_output
+from nemo_rl.models.policy.recording.taps import Deliver, Detach, Order, TapList, Taps, Tokens
+from nemo_rl.models.policy.steps import ThisRank
+from nemo_rl.records.record import Split
+from nemo_rl.records.sites import SiteKind
+
+__all__ = ["taps_of"]
+
+Pick = Callable[[Any], torch.Tensor]
+
+
+def taps_of(model: MegatronModel, here: ThisRank) -> Taps:
+    """The sites of this rank."""
+    found = _Finder(model, here)
+    module = model.module
+    if module.pre_process:
+        found.add(SiteKind.EMBED, None, at_output(module.embedding), tokens=found.between)
+    for layer in module.decoder.layers:
+        found.layer(int(layer.layer_number) - 1, layer)
+    if module.post_process:
+        found.add(SiteKind.LOGITS, None, at_output(module.output_layer), tokens=Tokens.KEPT, split=found.part)
+    if model.ddp.ddp_config.use_distributed_optimizer:
+        found.cannot("the distributed optimizer leaves each rank a part of the gradients only", SiteKind.GRAD)
+    return Taps(
+        taps=tuple(found.taps),
+        unobserved=found.unobserved,
+        chunk=(here.coordinates.tp, here.layout.tp) if here.layout.sequence_parallel else (0, 1),
+        gradients=partial(iter, ()) if SiteKind.GRAD in found.unobserved else partial(export_gradients, model),
+    )
+
+
+class _Finder(TapList):
+    """Looks for sites where megatron-core has them."""
+
+    def __init__(self, model: MegatronModel, here: ThisRank) -> None:
+        super().__init__(order=Order.POSITIONS)
+        self._model = model
+        self.between = Tokens.CHUNK if here.layout.sequence_parallel else Tokens.ALL
+        self.part = Split(index=here.coordinates.tp, count=here.layout.tp)
+
+    def layer(self, number: int, layer: Any) -> None:
+        """Sites of one layer."""
+        self.add(SiteKind.LAYER_IN, number, at_input(layer), tokens=self.between)
+        attention, mlp = layer.self_attention, layer.mlp
+        for kind, place in ((SiteKind.ATTN_Q, 0), (SiteKind.ATTN_K, 1), (SiteKind.ATTN_V, 2)):
+            self.add(kind, number, at_output(attention.linear_qkv, self._projection(place)), split=self.part)
+        self.add(SiteKind.ATTN_CONTEXT, number, at_input(attention.linear_proj), split=self.part)
+        self.add(SiteKind.ATTN_OUT, number, at_output(attention), tokens=self.between)
+        if any(True for _ in layer.pre_mlp_layernorm.parameters()):
+            self.add(SiteKind.MLP_IN, number, at_input(mlp), tokens=self.between)
+        else:
+            self.cannot("Transformer Engine computes the norm inside the projection behind it", SiteKind.MLP_IN)
+        for router in (part for part in mlp.modules() if isinstance(part, TopKRouter)):
+            self._router(number, router)
+        self.add(SiteKind.MLP_OUT, number, at_output(mlp), tokens=self.between)
+        self.add(SiteKind.LAYER_OUT, number, at_output(layer), tokens=self.between)
+
+    def _projection(self, place: int) -> Pick:
+        """Queries, keys or values of this tensor rank, out of groups that hold their queries, a key and a value."""
+        shape = self._model.shape
+        queries = shape.num_heads // shape.num_groups
+
+        def pick(output: Any) -> torch.Tensor:
+            mixed = output[0].unflatten(-1, (-1, queries + 2, shape.head_dim))
+            parts = mixed.split((queries, 1, 1), dim=-2)
+            return parts[place].flatten(-3)
+
+        return pick
+
+    def _router(self, number: int, router: Any) -> None:
+        self.add(SiteKind.ROUTER_LOGITS, number, _at_gating(router), tokens=self.between)
+        for kind, pick in ((SiteKind.ROUTER_IDS, _ids), (SiteKind.ROUTER_WEIGHTS, _weights)):
+            attach = at_output(router, partial(pick, int(router.topk)))
+            self.add(kind, number, attach, tokens=self.between, order=Order.POSITIONS_FLAT)
+
+
+def _ids(top_k: int, output: Any) -> torch.Tensor:
+    """`[T, K]`, ascending, from the map `[T, E]` of experts that are used."""
+    _, used = output
+    return used.nonzero(as_tuple=True)[1].view(-1, top_k)
+
+
+def _weights(top_k: int, output: Any) -> torch.Tensor:
+    weights, used = output
+    return weights.gather(1, _ids(top_k, (weights, used)))
+
+
+def _at_gating(router: Any) -> Callable[[Deliver], Detach]:
+    """A router computes its scores in a method, not in a module."""
+
+    def attach(deliver: Deliver) -> Detach:
+        gating = router.gating
+
+        def look(hidden: torch.Tensor) -> torch.Tensor:
+            scores: torch.Tensor = gating(hidden)
+            deliver(scores)
+            return scores
+
+        router.gating = look
+        return lambda: router.__dict__.pop("gating", None)
+
+    return attach

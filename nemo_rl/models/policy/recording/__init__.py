@@ -1,0 +1,1 @@
+"""What the passes of a worker show to those who look on."""

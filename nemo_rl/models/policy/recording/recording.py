@@ -1,0 +1,196 @@
+"""`Recording`: which calls of a worker are recorded, and where to. A part of the worker, made with it.
+
+The driver says which step begins (`begin`, `end`); inside, the passes of the chosen phases get a `SiteRecorder`.
+Invariant: without a `RecordSpec` no hook exists, and an observer is asked for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Protocol
+
+import torch.distributed as dist
+
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.worker_pass import WorkerPass
+from nemo_rl.errors import UserError
+from nemo_rl.models.policy.recording.observer import NO_OBSERVER, PassObserver
+from nemo_rl.models.policy.recording.recorder import SiteRecorder
+from nemo_rl.models.policy.recording.taps import Taps
+from nemo_rl.models.policy.steps import ThisRank, row_names
+from nemo_rl.records.record import Manifest
+from nemo_rl.records.selector import Selector
+from nemo_rl.records.sites import SITES, Direction, SiteKind
+from nemo_rl.records.writer import RecordWriter, new_folder
+
+__all__ = ["NO_RECORDING", "RecordSpec", "Recording", "SiteRecording"]
+
+logger = logging.getLogger(__name__)
+
+STEP_IN_NAME = "{step}"
+PACKAGES = ("torch", "transformers", "megatron-core", "nemo-rl")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordSpec:
+    """What is recorded; plain values, the same on every rank."""
+
+    folder: Path
+    """Of the records of one step, or with `{step}` in its name of every step."""
+    sites: str
+    """A `Selector`."""
+    phases: tuple[str, ...] = tuple(WorkerPass)
+    must_succeed: bool = True
+    """A disk that refuses is an error; else it ends the recording, and the step goes on."""
+    model: Mapping[str, object] = field(default_factory=dict)
+    """What must agree between two recordings that are compared."""
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """Anything else that readers may want to know."""
+    tokenizer: str = ""
+    weights: str = ""
+    engine: str = ""
+    precision: str = ""
+
+
+class Recording(Protocol):
+    """Which passes are looked at."""
+
+    def begin(self, step: int) -> None:
+        """The passes that follow belong to this step."""
+
+    def end(self, *, is_complete: bool = True) -> None:
+        """No pass of the step follows. Idempotent."""
+
+    def phase(self, phase: WorkerPass, batch: BatchedDataDict) -> AbstractContextManager[PassObserver]:
+        """Around the passes of one call."""
+
+
+class _NoRecording:
+    def begin(self, step: int) -> None:
+        raise UserError(f"step {step}: this worker was started without anything to record; see diagnostics.record")
+
+    def end(self, *, is_complete: bool = True) -> None:
+        pass
+
+    def phase(self, phase: WorkerPass, batch: BatchedDataDict) -> AbstractContextManager[PassObserver]:
+        return nullcontext(NO_OBSERVER)
+
+
+NO_RECORDING: Recording = _NoRecording()
+
+
+class SiteRecording:
+    """(collective over the job: the constructor) Records of this rank.
+
+    Raises:
+        UserError: an unknown site.
+    """
+
+    def __init__(self, spec: RecordSpec, taps: Taps, here: ThisRank) -> None:
+        self._spec, self._taps, self._here = spec, taps, here
+        self._selector = Selector.parse(spec.sites)
+        self._writer: RecordWriter | None = None
+        mine = [(tap.kind, tap.layer) for tap in taps.taps], dict(taps.unobserved)
+        everywhere: list[tuple[list[tuple[SiteKind, int | None]], dict[SiteKind, str]]] = [
+            ([], {})
+        ] * here.layout.world_size
+        dist.all_gather_object(everywhere, mine)
+        self._sites = sorted({site for sites, _ in everywhere for site in sites}, key=_by_layer)
+        self._unobserved = {kind: why for _, reasons in everywhere for kind, why in reasons.items()}
+
+    def begin(self, step: int) -> None:
+        """As in `Recording`."""
+        self.end(is_complete=False)
+        folder = Path(str(self._spec.folder).replace(STEP_IN_NAME, str(step)))
+        with self._excused():
+            if self._here.rank == 0:
+                new_folder(folder, self._manifest())
+            self._writer = RecordWriter(folder, rank=self._here.rank)
+
+    def end(self, *, is_complete: bool = True) -> None:
+        """As in `Recording`."""
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        if not is_complete:
+            writer.abandon()
+            return
+        with self._excused():
+            writer.close()
+
+    @contextmanager
+    def phase(self, phase: WorkerPass, batch: BatchedDataDict) -> Iterator[PassObserver]:
+        """As in `Recording`."""
+        if self._writer is None or phase.value not in self._spec.phases:
+            yield NO_OBSERVER
+            return
+        recorder = SiteRecorder(
+            self._taps,
+            self._writer,
+            self._selector,
+            phase=phase.value,
+            keys=row_names(batch, range(batch.size)),
+            writes_gradients=self._here.rank == 0,
+            on_refusal=None if self._spec.must_succeed else self._stop,
+        )
+        with recorder.attached():
+            yield recorder
+
+    @contextmanager
+    def _excused(self) -> Iterator[None]:
+        try:
+            yield
+        except UserError as error:
+            if self._spec.must_succeed:
+                raise
+            self._stop(error)
+
+    def _stop(self, error: UserError) -> None:
+        logger.warning("recording ends here, the step goes on: %s", error)
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.abandon()
+
+    def _manifest(self) -> Manifest:
+        spec, layout = self._spec, self._here.layout
+        takes, kinds = self._selector.takes, set(self._selector.kinds())
+        sites = [
+            {"kind": kind.value, "layer": layer, "direction": way.value}
+            for kind, layer in self._sites
+            for way in Direction
+            if takes(kind, layer, way) and (way is Direction.FORWARD or SITES[kind].has_backward)
+        ]
+        return Manifest(
+            run_id=uuid.uuid4().hex,
+            model=dict(spec.model),
+            layout={
+                "dp": layout.dp,
+                "cp": layout.cp,
+                "tp": layout.tp,
+                "pp": layout.pp,
+                "sp": int(layout.sequence_parallel),
+                "world": layout.world_size,
+            },
+            engine=spec.engine,
+            precision=spec.precision,
+            selector=spec.sites,
+            phases=spec.phases,
+            sites=tuple(sites),
+            unobserved={kind: why for kind, why in self._unobserved.items() if kind in kinds},
+            tokenizer=spec.tokenizer,
+            weights=spec.weights,
+            versions={name: version(name) for name in PACKAGES},
+            settings=json.loads(json.dumps(dict(spec.settings), default=str)),
+        )
+
+
+def _by_layer(site: tuple[SiteKind, int | None]) -> tuple[int, str]:
+    kind, layer = site
+    return (-1 if layer is None else layer, kind)

@@ -1,0 +1,39 @@
+"""Every command of docs/debugging.md, in order, on a tiny random model in place of the starter checkpoint."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from examples.run_grpo import main as run_grpo
+from nemo_rl.cli.main import app
+from tests.helpers.tiny_model import write_tiny_folder
+from tests.repo.walk_docs import ROOT, blocks_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+NOT_OURS = ("rm ",)
+RUN = "python examples/run_grpo.py "
+
+
+def test_every_command_of_the_page_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    write_tiny_folder(tmp_path / "checkpoints" / "starter_sort")
+    monkeypatch.chdir(tmp_path)
+    blocks = [block for block in blocks_of("docs/debugging.md") if block.language == "bash"]
+    commands = [line for block in blocks for line in block.body.splitlines()]
+    ours = [command for command in commands if not command.startswith(NOT_OURS)]
+    for command in ours:
+        if command.startswith(RUN):
+            assert run_grpo(shlex.split(command.removeprefix(RUN))) == 0, command
+            continue
+        program, *arguments = shlex.split(command)
+        assert program == "nemo-rl", command
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, f"{command}\n{result.output}\n{result.exception!r}"
+    assert (tmp_path / "results" / "ab.html").is_file()
+    assert (tmp_path / "results" / "debug" / "records" / "step_2" / "manifest.json").is_file()
+    assert len(ours) == sum(line.startswith(("nemo-rl", RUN)) for line in commands) >= 8

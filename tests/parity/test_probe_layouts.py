@@ -1,0 +1,126 @@
+"""One process and other layouts on the same rows: routes recorded in one are replayed in the other, on both workers.
+
+Every site of both is compared, forward and backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.config.load import load_config
+from nemo_rl.diagnostics.compare.comparison import Comparison
+from nemo_rl.diagnostics.compare.folders import compare_folders
+from nemo_rl.diagnostics.compare.measurement import Metric
+from nemo_rl.diagnostics.runner.layout_text import LayoutText
+from nemo_rl.diagnostics.runner.prompts import PromptSpec
+from nemo_rl.diagnostics.runner.run import RECORDS, ProbeSpec, run_probe
+from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.records.sites import SiteKind
+from tests.helpers.families import write_family
+from tests.helpers.runs import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+LOGITS, LOGITS_ABSOLUTE = 2e-6, 3e-6
+"""Relative to the logits of a token, and of each of them, which are up to 4: rounding depends on the processor."""
+ONE = {"megatron": LayoutText.parse("worker=megatron"), "dtensor": LayoutText.parse("worker=dtensor")}
+LAYOUTS = [
+    "worker=megatron tp=2 sp",
+    "worker=megatron cp=2",
+    "worker=megatron pp=2 mbs=1 recompute",
+    "worker=megatron pp=2 mbs=1",
+    "worker=megatron ep=2",
+    "worker=megatron tp=2 pp=2 ep=2 etp=1 sp mbs=1",
+    "worker=megatron tp=2 cp=2 sp recompute mbs=2",
+    "worker=megatron recompute packed",
+    "worker=dtensor tp=2 sp",
+    "worker=dtensor cp=2 recompute",
+    "worker=dtensor cp=2 packed",
+    "worker=dtensor tp=2 recompute",
+]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> ProbeSpec:
+    folder = write_family(tmp_path_factory.mktemp("moe"), "qwen3_moe")
+    config = load_config(
+        ROOT / "configs" / "grpo_sort_cpu.yaml",
+        [f"policy.model_name={folder}", "policy.max_total_sequence_length=100", "policy.generation.max_new_tokens=8"],
+    )
+    prompt = PromptSpec(num_rows=4, is_unequal=True, length=61)
+    return ProbeSpec(config=config, prompt=prompt, has_backward=True, dump="*")
+
+
+@pytest.fixture(scope="module")
+def one(base: ProbeSpec, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ProbeSpec]:
+    """Each worker in one process: its records, and the routes that it chose."""
+    specs = {}
+    for worker, layout in ONE.items():
+        out = tmp_path_factory.mktemp(worker)
+        specs[worker] = replace(base, layout=layout, out=out, routes_to=out / "routes.safetensors")
+        run_probe(specs[worker])
+    return specs
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_routes_of_one_process_give_its_logits_in_another_layout(
+    text: str, base: ProbeSpec, one: dict[str, ProbeSpec], tmp_path: Path
+) -> None:
+    layout = LayoutText.parse(text)
+    alone = one[layout.worker or ""]
+    run_probe(replace(base, layout=layout, out=tmp_path, routes_from=alone.routes_to))
+    assert alone.out is not None
+    _assert_same(compare_folders(alone.out / RECORDS, tmp_path / RECORDS))
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_routes_of_another_layout_give_its_logits_in_one_process(text: str, base: ProbeSpec, tmp_path: Path) -> None:
+    layout, routes = LayoutText.parse(text), tmp_path / "routes.safetensors"
+    run_probe(replace(base, layout=layout, out=tmp_path / "many", routes_to=routes))
+    alone = replace(base, layout=ONE[layout.worker or ""], out=tmp_path / "one", routes_from=routes)
+    run_probe(alone)
+    _assert_same(compare_folders(tmp_path / "many" / RECORDS, tmp_path / "one" / RECORDS))
+
+
+def test_both_workers_agree_at_every_site(base: ProbeSpec, one: dict[str, ProbeSpec]) -> None:
+    megatron, dtensor = (one[name].out for name in ("megatron", "dtensor"))
+    assert megatron is not None and dtensor is not None
+    found = compare_folders(megatron / RECORDS, dtensor / RECORDS)
+    _assert_same(found)
+    kinds = {result.site.kind for result in found.sites}
+    assert kinds == set(SiteKind), sorted(set(SiteKind) - kinds)
+
+
+def test_other_weights_differ_from_the_embedding_on(base: ProbeSpec, one: dict[str, ProbeSpec], tmp_path: Path) -> None:
+    other = replace(base, layout=LayoutText.parse("worker=dtensor weights=random:5"), out=tmp_path)
+    run_probe(other)
+    alone = one["dtensor"].out
+    assert alone is not None
+    found = compare_folders(alone / RECORDS, tmp_path / RECORDS)
+    assert found.verdict is Verdict.MISMATCH
+    assert found.first is not None and found.first.result.site.kind is SiteKind.EMBED
+
+
+def _assert_same(found: Comparison) -> None:
+    assert found.verdict is Verdict.PASS, "\n".join(found.lines())
+    logits = [result for result in found.sites if result.site.kind is SiteKind.LOGITS]
+    assert logits
+    for result in logits:
+        assert result.measurement is not None
+        assert result.measurement.metrics[Metric.TOKEN_REL] <= LOGITS, result.site
+        assert result.measurement.metrics[Metric.MAX_ABS] <= LOGITS_ABSOLUTE, result.site
+
+
+def test_recording_a_pipeline_that_recomputes_and_replays_changes_no_bit(
+    base: ProbeSpec, one: dict[str, ProbeSpec], tmp_path: Path
+) -> None:
+    layout = LayoutText.parse("worker=megatron pp=2 mbs=1 recompute")
+    routes = one["megatron"].routes_to
+    recorded, plain = (
+        run_probe(replace(base, layout=layout, out=tmp_path / str(dump), dump=dump, routes_from=routes)).found
+        for dump in ("*", None)
+    )
+    assert recorded == plain
