@@ -31,8 +31,7 @@ def write_column_file(path: Path, columns: Mapping[str, torch.Tensor]) -> int:
     """
     flat: dict[str, torch.Tensor] = {}
     for name, column in columns.items():
-        # Columns of one chunk share its memory, which safetensors refuses.
-        flat[name] = (values_of(column) if column.is_nested else column).clone()
+        flat[name] = (values_of(column) if column.is_nested else column).contiguous()
         if column.is_nested:
             flat[name + LENGTHS] = lengths_of(column)
     content = save(flat)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 import logging
 import resource
 import signal
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
+from nemo_rl.algorithms.grpo_sync import SyncGRPOTrainer
 from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, STEP_FILE, StepsFolder
 from nemo_rl.algorithms.kept_steps.record import (
     KeptError,
@@ -23,12 +26,15 @@ from nemo_rl.algorithms.kept_steps.record import (
     record_text,
 )
 from nemo_rl.algorithms.run_folder import open_run_folders
+from nemo_rl.algorithms.setup import open_trainer
 from nemo_rl.config.load import load_config
 from nemo_rl.data_plane.column_file import read_column_file, write_column_file
-from nemo_rl.errors import CheckpointError, ConfigError, SchemaMismatch
+from nemo_rl.data_plane.factory import open_step
+from nemo_rl.errors import CheckpointError, ConfigError, ResourceError, SchemaMismatch
 from nemo_rl.jagged import lengths_of, nest, values_of
 from nemo_rl.models.weights_digest import digest_weights
 from tests.helpers.runs import LOCAL, ROOT, load_recipe, write_recipe
+from tests.helpers.tiny_model import write_tiny_folder
 
 
 def a_step(number: int = 3, **changes: object) -> KeptStep:
@@ -153,6 +159,10 @@ def test_a_step_in_flight_is_one_without_outcome_until_it_has_its_name(tmp_path:
     write_step(steps, 10)
     assert [(kept.number, kept.is_partial) for kept in steps.all()] == [(2, False), (10, False)]
     assert not list(steps.path.glob("*.partial"))
+    write_step(steps, 10, size=7)
+    assert len(steps.all()[1].columns()[0]["input_ids"]) == 7, "a run that comes to the step again"
+    steps.begin(11)
+    assert numbers(steps) == [2, 10], "killed before anything was written"
     steps.cut(resume_step=2)
     assert numbers(steps) == [2]
 
@@ -200,23 +210,35 @@ def test_an_overwritten_run_loses_its_kept_steps_and_nothing_else(tmp_path: Path
 
 
 def test_a_folder_that_takes_no_steps_ends_the_run_with_the_cause(tmp_path: Path, model: Path) -> None:
-    with pytest.raises(Exception, match=r"step 1 cannot be kept in .*steps: .*keep_steps.enabled=false") as caught:
+    with pytest.raises(ResourceError, match=r"step 1 cannot be kept in .*steps: .*keep_steps.enabled=false"):
         train(tmp_path, model, before=lambda logs: (logs / "steps").write_text("a file where the folder goes"))
-    assert type(caught.value).__name__ == "ResourceError"
 
 
 def test_a_full_disk_ends_the_run_with_the_cause(tmp_path: Path, model: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        with pytest.raises(Exception, match=r"cannot be kept in .*the limit on the size of a file") as caught:
+        with pytest.raises(ResourceError, match=r"cannot be kept in .*the limit on the size of a file"):
             train(
                 tmp_path, model, before=lambda _: resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1])), steps=1
             )
-        assert type(caught.value).__name__ == "ResourceError"
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, ignored)
+
+
+def test_columns_that_cannot_be_written_end_the_run_with_the_cause(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "file").write_text("a file where the folder goes")
+
+    def keep(trainer: SyncGRPOTrainer) -> None:
+        parts = trainer._parts
+        step = parts.stages[0].run(trainer._begin_step())
+        with open_step(parts.client, step.partition, step.keys):
+            path = tmp_path / "file" / "columns.safetensors"
+            parts.rollout.submit_keep_columns(step.rows.meta, fields=["input_ids"], path=path).result()
+
+    with pytest.raises(ResourceError, match="columns cannot be kept in .*columns.safetensors"):
+        train(tmp_path, model, instead=keep)
 
 
 def test_an_error_while_a_failed_step_is_kept_does_not_hide_the_first_one(
@@ -252,8 +274,6 @@ def test_steps_since_the_checkpoint_that_are_too_many_are_named_once(
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.helpers.tiny_model import write_tiny_folder
-
     return write_tiny_folder(tmp_path_factory.mktemp("model"))
 
 
@@ -262,22 +282,19 @@ def from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def train(folder: Path, model: Path, *, before=None, overrides=None, steps: int = 2) -> None:
+def train(folder: Path, model: Path, *, before=None, overrides=None, steps: int = 2, instead=None) -> None:
     """Steps of a run in this process; `before` is given the log folder when everything has started."""
-    import io
-
-    from rich.console import Console
-
-    from nemo_rl.algorithms.setup import open_trainer
-
     keep = {"diagnostics.keep_steps.enabled": "true"}
     config = load_recipe(write_recipe(folder, model), {**LOCAL, **keep, **(overrides or {})})
     with open_trainer(config, console=Console(file=io.StringIO())) as trainer:
         trainer.open_run()
         if before is not None:
             before(config.logger.log_dir)
+        if instead is not None:
+            return instead(trainer)
         for _ in range(steps):
             trainer.step()
+        return None
 
 
 # ---- the code

@@ -286,6 +286,10 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("checkpointing.resume=true", "checkpointing.save_optimizer=false"), "checkpointing.save_optimizer: false"),
         (("checkpointing.load_optimizer=false",), "checkpointing.load_optimizer: False would be ignored"),
     ],
+    "rule_kept_steps_need_their_switch": [
+        (("diagnostics.keep_steps.max_bytes=5",), "diagnostics.keep_steps.max_bytes: 5 would be ignored"),
+        (("diagnostics.keep_steps.on_failure=false",), "diagnostics.keep_steps.on_failure: False would be ignored"),
+    ],
     "rule_a_run_is_resumed_or_overwritten": [
         (("checkpointing.resume=true", "logger.overwrite=true"), "logger.overwrite: removes the run"),
     ],
