@@ -43,6 +43,10 @@ def replay(
     rows: Annotated[
         list[str] | None, typer.Option("--rows", metavar="KEY", help="only these rows of the step; no update")
     ] = None,
+    dump: Annotated[
+        str | None, typer.Option("--dump", metavar="SELECTOR", help="record sites in the passes of STEP")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="folder of these records")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False,
 ) -> None:
     """Runs kept steps from the last checkpoint to STEP again and names the first stage that differs.
@@ -60,6 +64,8 @@ def replay(
         worker=None if worker is None else worker.value,
         overrides=tuple(overrides or ()),
         rows=tuple(rows or ()),
+        dump=dump,
+        out=out,
     )
     try:
         report = replay_step(request)

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,12 @@ from nemo_rl.algorithms.kept_steps.folder import STEP_FILE, UPDATE_FILE, StepsFo
 from nemo_rl.algorithms.kept_steps.record import StepStatus
 from nemo_rl.algorithms.run import run
 from nemo_rl.cli.main import app
+from nemo_rl.diagnostics.compare.folders import compare_folders
 from nemo_rl.diagnostics.step_replay.replay import replay_step
 from nemo_rl.diagnostics.step_replay.report import ReplayReport
 from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
-from nemo_rl.errors import NonFiniteError
+from nemo_rl.errors import NonFiniteError, UserError
 from nemo_rl.utils.manifest import Manifest
 from tests.helpers.families import write_family
 from tests.helpers.planted_loss import row_sums
@@ -188,6 +190,21 @@ def test_a_planted_nan_keeps_the_step_that_failed_and_the_replay_fails_alike(
     assert report.verdict is Verdict.PASS, list(report.lines())
     assert words(report)[3, "error"] and words(report)[3, "prev_logprobs"]
     assert "NaN or inf in the loss" in "\n".join(report.lines())
+    # The loss itself is the first value that is not finite, of the microbatch with the planted row.
+    assert [note for note in report.notes if note.startswith("first NaN or infinity: train/loss, microbatch ")]
+
+
+def test_sites_are_recorded_on_the_way(kept: Path, tmp_path: Path) -> None:
+    request = ReplayRequest(run=kept, step=4, dump="layer.out, logprob", out=tmp_path / "a 'dump'")
+    assert replay_step(request).verdict is Verdict.PASS
+    assert replay_step(replace(request, in_one_process=True, out=tmp_path / "again")).verdict is Verdict.PASS
+    found = compare_folders(tmp_path / "a 'dump'", tmp_path / "again")
+    assert found.verdict is Verdict.PASS, found.reason
+    assert {result.site.phase for result in found.sites} >= {"prev_logprobs", "train"}
+    with pytest.raises(UserError, match="selector"):
+        replay_step(replace(request, dump="layers"))
+    with pytest.raises(UserError, match="--out"):
+        replay_step(replace(request, out=None))
 
 
 @pytest.mark.slow

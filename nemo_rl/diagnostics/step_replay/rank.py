@@ -15,7 +15,6 @@ from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.data_plane.schema import LP_SEED_FIELDS
 from nemo_rl.diagnostics.step_replay.columns import KeptColumns
 from nemo_rl.diagnostics.step_replay.rates import KeptRates
-from nemo_rl.diagnostics.step_replay.request import Observe
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings
 from nemo_rl.diagnostics.step_replay.work import StepWork
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -24,6 +23,7 @@ from nemo_rl.distributed.pack_plan import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import NonFiniteError
 from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
+from nemo_rl.models.policy.recording.recording import RecordSpec
 from nemo_rl.models.policy.routes.worker_replay import ROUTES, WorkerReplay
 from nemo_rl.models.policy.workers.base import WorkerState
 from nemo_rl.models.policy.workers.compose import compose_worker
@@ -47,7 +47,8 @@ class RankJob:
     loss_fn: LossFunction
     stages: tuple[str, ...]
     train_fields: tuple[str, ...]
-    observe: Observe
+    record: RecordSpec | None
+    """Of the passes of the last step; None: nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +124,7 @@ def _worker(spec: RankSpec, job: RankJob) -> PolicyWorker:
         keep_reference=config.loss_fn.reference_policy_kl_penalty > 0,
         device=str(device),
         layout=settings.layout,
+        record=job.record,
     )
     if settings.is_other_worker:
         # Its schedules have other shapes. Nothing else of a worker is changed after it was made.
@@ -155,17 +157,18 @@ class _Rank:
         columns = KeptColumns.read(work.folder, work.step)
         fresh: dict[str, torch.Tensor] = {}
         stage = WorkerPass.PREV_LOGPROBS
+        if self._job.record is not None and work is self._job.steps[-1]:
+            self._worker.begin_recording(work.step.number)
         try:
             for stage in (WorkerPass.PREV_LOGPROBS, WorkerPass.REFERENCE_LOGPROBS):
                 if stage.value in self._job.stages:
-                    with self._job.observe(work.step.number, stage.value):
-                        self._logprobs(stage, work, columns, fresh, found)
+                    self._logprobs(stage, work, columns, fresh, found)
             stage = WorkerPass.TRAIN
-            with self._job.observe(work.step.number, stage.value):
-                found.train = self._train(work, columns, fresh)
+            found.train = self._train(work, columns, fresh)
         except NonFiniteError as error:
             found.error = KeptError(kind=type(error).__name__, text=str(error), stage=stage.value)
             return found
+        self._worker.end_recording()
         if not work.is_subset:
             found.weights = self._worker.weights_digest()
         return found

@@ -10,37 +10,61 @@ replay_step
 
 from __future__ import annotations
 
+import tempfile
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
-from nemo_rl.algorithms.kept_steps.record import StepStatus
+from nemo_rl.algorithms.kept_steps.record import KeptStep, StepStatus
 from nemo_rl.algorithms.setup import build_loss
 from nemo_rl.diagnostics.local_job import run_job
+from nemo_rl.diagnostics.non_finite import first_non_finite
 from nemo_rl.diagnostics.step_replay.chain import Chain, checkpoints_of, find_chain, read_target
 from nemo_rl.diagnostics.step_replay.compare import compare_step
 from nemo_rl.diagnostics.step_replay.rank import RankJob, RankStep, replay_rank
 from nemo_rl.diagnostics.step_replay.report import ReplayReport, StepFindings
-from nemo_rl.diagnostics.step_replay.request import Observe, ReplayProblem, ReplayRequest, no_observation
+from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings, replay_settings
 from nemo_rl.diagnostics.step_replay.work import StepWork, make_work
 from nemo_rl.diagnostics.verdict import Verdict
-from nemo_rl.errors import CheckpointError
+from nemo_rl.distributed.worker_pass import WorkerPass
+from nemo_rl.errors import CheckpointError, NonFiniteError
+from nemo_rl.models.policy.recording.identity import record_spec
+from nemo_rl.models.policy.recording.recording import RecordSpec
+from nemo_rl.records.selector import Selector
 
 __all__ = ["replay_step"]
 
+EVERYTHING, RECORDS = "*", "records"
 
-def replay_step(request: ReplayRequest, *, observe: Observe = no_observation) -> ReplayReport:
-    """Replays a step and compares it.
 
-    Args:
-        observe: around each pass of the workers, on every rank.
+def replay_step(request: ReplayRequest) -> ReplayReport:
+    """Replays a step and compares it; of one that failed with a NaN, names the site where it came from.
 
     Raises:
         ReplayProblem: it cannot be replayed; says why. ConfigError: an override is wrong.
         ChildFailed: a rank ended with something that is no error of a step.
     """
-    started = time.perf_counter()
     target = read_target(request.run, request.step)
+    if target.error is None or target.error.kind != NonFiniteError.__name__ or request.dump is not None:
+        return _replay(request, target)
+    with tempfile.TemporaryDirectory(prefix="nemo_rl_replay_") as folder:
+        recorded = replace(request, dump=EVERYTHING, out=Path(folder) / RECORDS)
+        report = _replay(recorded, target)
+        return replace(report, notes=(*report.notes, *_first_nan(Path(folder) / RECORDS)))
+
+
+def _first_nan(folder: Path) -> tuple[str, ...]:
+    """Nothing where no pass was run."""
+    if not folder.is_dir():
+        return ()
+    found = first_non_finite(folder)
+    return ("every recorded site is finite",) if found is None else (f"first NaN or infinity: {found.text}",)
+
+
+def _replay(request: ReplayRequest, target: KeptStep) -> ReplayReport:
+    started = time.perf_counter()
     settings = replay_settings(request, target)
     checkpoints = checkpoints_of(settings.config, request.run)
     chain = find_chain(request.run, request.step, checkpoints, reads_optimizer=not settings.is_other_worker)
@@ -53,7 +77,7 @@ def replay_step(request: ReplayRequest, *, observe: Observe = no_observation) ->
         loss_fn=build_loss(settings.config),
         stages=target.run.stages,
         train_fields=target.run.train_fields,
-        observe=observe,
+        record=_record_spec(request, settings, target),
     )
     try:
         timeout_s = settings.config.cluster.stage_timeout_s
@@ -72,6 +96,22 @@ def replay_step(request: ReplayRequest, *, observe: Observe = no_observation) ->
         notes=_notes(request, chain, settings),
         steps=steps,
         seconds=time.perf_counter() - started,
+    )
+
+
+def _record_spec(request: ReplayRequest, settings: ReplaySettings, target: KeptStep) -> RecordSpec | None:
+    if request.dump is None:
+        return None
+    if request.out is None:
+        raise ReplayProblem("--dump: the records need a folder: give --out DIR", verdict=Verdict.USAGE)
+    Selector.parse(request.dump)
+    return record_spec(
+        settings.policy,
+        folder=request.out,
+        sites=request.dump,
+        phases=tuple(phase for phase in WorkerPass if phase in target.run.stages),
+        weights=f"run {request.run}, step {request.step}",
+        must_succeed=True,
     )
 
 

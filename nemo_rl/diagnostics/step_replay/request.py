@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -11,11 +9,9 @@ from typing import Literal
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import UserError
 
-__all__ = ["Observe", "ReplayProblem", "ReplayRequest", "Worker", "no_observation"]
+__all__ = ["ReplayProblem", "ReplayRequest", "Worker"]
 
 Worker = Literal["dtensor", "megatron"]
-Observe = Callable[[int, str], AbstractContextManager[None]]
-"""Given a step's number and a stage, gives what is around the worker's pass. Called on every rank, so it is pickled."""
 
 
 class ReplayProblem(UserError):
@@ -41,8 +37,7 @@ class ReplayRequest:
     """`KEY=VALUE` of the config: what would have been."""
     rows: tuple[str, ...] = ()
     """Keys of rows of the step: only these, without an update of theirs."""
-
-
-def no_observation(step: int, stage: str) -> AbstractContextManager[None]:
-    """Looks at nothing."""
-    return nullcontext()
+    dump: str | None = None
+    """Sites to record in the passes of `step`."""
+    out: Path | None = None
+    """Folder of these records; they need one."""
