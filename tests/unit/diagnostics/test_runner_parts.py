@@ -62,7 +62,8 @@ def test_a_layout_becomes_the_settings_of_its_worker(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "ranks"), [("tp=2", 2), ("ep=2", 2), ("tp=2 pp=2 ep=2 etp=1", 4), ("tp=2 ep=4 etp=1", 4), ("dp=3 cp=2", 6)]
+    ("text", "ranks"),
+    [("tp=2", 2), ("ep=2", 2), ("tp=2 pp=2 ep=2 etp=1", 4), ("tp=2 ep=4 etp=1", 4), ("tp=2 ep=2", 2), ("dp=3 cp=2", 6)],
 )
 def test_experts_bring_data_parallel_ranks_where_no_others_hold_them(text: str, ranks: int) -> None:
     assert LayoutText.parse(text).world_size == ranks
