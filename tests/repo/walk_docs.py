@@ -53,6 +53,7 @@ TARGETS: Mapping[str, str] = {
     "learn-chain-sum": "grpo.max_num_steps=2",
     "learn-sort-moe": "grpo.max_num_steps=2",
     "resume-kills": "--kills 2 --saves 1",
+    "replay-draw": "--steps 4 --draws 2 --only tp2",
     "leaks": "--steps 8 --stores ray",
     "stress-data-plane": "--ops 600",
     "bench-step": "--steps 2 --rows 64",

@@ -145,9 +145,7 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("policy.dynamic_batching.train_mb_tokens=47",), "policy.dynamic_batching.train_mb_tokens: 47 tokens do not"),
         (("policy.train_micro_batch_size=8",), "policy.train_micro_batch_size: 8 would be ignored"),
     ],
-    "rule_fixed_microbatches_divide": [
-        ((*FIXED, "policy.train_micro_batch_size=3"), "expected a multiple of 6"),
-    ],
+    "rule_fixed_microbatches_divide": [((*FIXED, "policy.train_micro_batch_size=3"), "expected a multiple of 6")],
     "rule_step_divides_into_global_batches": [
         (("policy.train_global_batch_size=300",), "grpo.num_prompts_per_step x num_generations_per_prompt = 1024"),
     ],
@@ -286,10 +284,7 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("checkpointing.resume=true", "checkpointing.save_optimizer=false"), "checkpointing.save_optimizer: false"),
         (("checkpointing.load_optimizer=false",), "checkpointing.load_optimizer: False would be ignored"),
     ],
-    "rule_kept_steps_need_their_switch": [
-        (("diagnostics.keep_steps.max_bytes=5",), "diagnostics.keep_steps.max_bytes: 5 would be ignored"),
-        (("diagnostics.keep_steps.on_failure=false",), "diagnostics.keep_steps.on_failure: False would be ignored"),
-    ],
+    "rule_kept_steps_need_their_switch": [(("diagnostics.keep_steps.max_bytes=5",), "max_bytes: 5 would be ignored")],
     "rule_a_run_is_resumed_or_overwritten": [
         (("checkpointing.resume=true", "logger.overwrite=true"), "logger.overwrite: removes the run"),
     ],
