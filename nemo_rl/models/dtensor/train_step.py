@@ -21,7 +21,7 @@ from nemo_rl.models.dtensor.parallelize import PolicyModel, as_fsdp
 from nemo_rl.models.local_shard import local_shard
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale
 from nemo_rl.models.policy.microbatch import Microbatch, build_microbatch
-from nemo_rl.models.policy.recording.observer import PassObserver
+from nemo_rl.models.policy.recording.observer import NO_OBSERVER, PassObserver
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes
 from nemo_rl.models.policy.steps import (
     BatchForm,
@@ -50,7 +50,7 @@ class StepRunner:
         groups: ParallelGroups,
         optimizer_step: OptimizerStep,
         routes: PassRoutes,
-        observer: PassObserver,
+        observer: PassObserver = NO_OBSERVER,
     ) -> None:
         self._model = model
         self._layout = layout

@@ -26,7 +26,7 @@ from nemo_rl.models.megatron.setup import MegatronModel
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale
 from nemo_rl.models.policy.microbatch import Microbatch, build_microbatch
 from nemo_rl.models.policy.outputs import selected_logprobs, top_k_logits
-from nemo_rl.models.policy.recording.observer import PassObserver
+from nemo_rl.models.policy.recording.observer import NO_OBSERVER, PassObserver
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes
 from nemo_rl.models.policy.steps import (
     BatchForm,
@@ -65,7 +65,7 @@ class PipelineRunner:
         here: ThisRank,
         optimizer: PolicyOptimizer,
         routes: PassRoutes,
-        observer: PassObserver,
+        observer: PassObserver = NO_OBSERVER,
     ) -> None:
         self._model, self._layout, self._here, self._optimizer = model, layout, here, optimizer
         self._routes, self._observer = routes, observer

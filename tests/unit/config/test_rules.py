@@ -284,6 +284,7 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("checkpointing.resume=true", "checkpointing.save_optimizer=false"), "checkpointing.save_optimizer: false"),
         (("checkpointing.load_optimizer=false",), "checkpointing.load_optimizer: False would be ignored"),
     ],
+    "rule_recorded_sites_need_steps": [(("diagnostics.record.sites=logits",), "sites: 'logits' would be ignored")],
     "rule_kept_steps_need_their_switch": [(("diagnostics.keep_steps.max_bytes=5",), "max_bytes: 5 would be ignored")],
     "rule_a_run_is_resumed_or_overwritten": [
         (("checkpointing.resume=true", "logger.overwrite=true"), "logger.overwrite: removes the run"),

@@ -23,7 +23,7 @@ from nemo_rl.models.dtensor.train_step import OptimizerStep, StepRunner
 from nemo_rl.models.hf_routers import HFRouters
 from nemo_rl.models.loading import load_causal_lm, named_weights
 from nemo_rl.models.policy.interfaces import TensorInfo
-from nemo_rl.models.policy.recording.observer import PassObserver
+from nemo_rl.models.policy.recording.observer import NO_OBSERVER, PassObserver
 from nemo_rl.models.policy.recording.taps import Taps
 from nemo_rl.models.policy.routes.replay import RouteReplayer
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes, Routers
@@ -63,7 +63,7 @@ class DTensorEngine(Engine):
         self.schedule: LearningRate = LearningRate(config.scheduler, self.optimizer, num_steps=num_steps)
         self.scaler = LossScaler(precision=config.precision)
 
-    def runner(self, layout: BatchForm, routes: PassRoutes, observer: PassObserver) -> StepRunner:
+    def runner(self, layout: BatchForm, routes: PassRoutes, observer: PassObserver = NO_OBSERVER) -> StepRunner:
         step = OptimizerStep(
             self.model, self.optimizer, self.scaler, groups=self._groups, max_grad_norm=self._config.max_grad_norm
         )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.models.policy.interfaces import TensorInfo
-from nemo_rl.models.policy.recording.observer import PassObserver
+from nemo_rl.models.policy.recording.observer import NO_OBSERVER, PassObserver
 from nemo_rl.models.policy.recording.taps import Taps
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes, Routers
 from nemo_rl.models.policy.steps import BatchForm, Runner, ThisRank
@@ -44,7 +44,7 @@ class Engine(ABC):
     """Ranks that share this rank's sequences; None on one."""
 
     @abstractmethod
-    def runner(self, layout: BatchForm, routes: PassRoutes, observer: PassObserver) -> Runner:
+    def runner(self, layout: BatchForm, routes: PassRoutes, observer: PassObserver = NO_OBSERVER) -> Runner:
         """Runs the microbatches of one call."""
 
     @abstractmethod

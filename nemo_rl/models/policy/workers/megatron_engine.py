@@ -28,7 +28,7 @@ from nemo_rl.models.megatron.setup import build_model, destroy_parallel, forget_
 from nemo_rl.models.megatron.sites import taps_of
 from nemo_rl.models.megatron.train_step import PipelineRunner
 from nemo_rl.models.policy.interfaces import TensorInfo
-from nemo_rl.models.policy.recording.observer import PassObserver
+from nemo_rl.models.policy.recording.observer import NO_OBSERVER, PassObserver
 from nemo_rl.models.policy.recording.taps import Taps
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes, Routers
 from nemo_rl.models.policy.steps import BatchForm, ThisRank
@@ -69,7 +69,7 @@ class MegatronEngine(Engine):
             destroy_parallel()
             raise
 
-    def runner(self, layout: BatchForm, routes: PassRoutes, observer: PassObserver) -> PipelineRunner:
+    def runner(self, layout: BatchForm, routes: PassRoutes, observer: PassObserver = NO_OBSERVER) -> PipelineRunner:
         return PipelineRunner(self.model, layout, self._here, self.optimizer, routes, observer)
 
     def taps(self) -> Taps:

@@ -17,7 +17,6 @@ from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.models.logprobs import Sampling
 from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
 from nemo_rl.models.policy.microbatch import PassShape, fixed_plan, steps_of
-from nemo_rl.models.policy.recording.observer import NO_OBSERVER
 from nemo_rl.models.policy.recording.recording import NO_RECORDING, Recording
 from nemo_rl.models.policy.routes.slices import RouteSlices
 from nemo_rl.models.policy.routes.worker_replay import OWN_ROUTES, ROUTES, PassRoutes, Replay
@@ -191,7 +190,7 @@ class Passes:
         self._life.require("get_topk_logits", WorkerState.TRAINING, WorkerState.LOGPROBS)
         plan = self._inference_plan(batch, mbs)
         check_same_plan([len(plan.microbatches[0])], device=self._here.device)
-        values, ids = self._engine.runner(self.batch_layout(plan), OWN_ROUTES, NO_OBSERVER).topk_logits(
+        values, ids = self._engine.runner(self.batch_layout(plan), OWN_ROUTES).topk_logits(
             batch.to(self._here.device), plan.microbatches[0], k=k
         )
         return values.cpu(), ids.cpu()
