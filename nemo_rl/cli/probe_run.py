@@ -24,11 +24,12 @@ EVERYTHING = "*"
 
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="a YAML recipe, of which the policy is used")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="as run_grpo.py takes them")]
-Kind = Literal["math", "text", "file", "token-ids"]
+Kind = Literal["math", "text", "file", "token-ids", "step"]
 PromptKind = Annotated[Kind, typer.Option("--prompt", help="where the rows come from")]
 Text = Annotated[str | None, typer.Option("--text", help="of --prompt text")]
 PromptFile = Annotated[
-    Path | None, typer.Option("--prompt-file", help="of --prompt file, a text; of token-ids, a JSON list of rows")
+    Path | None,
+    typer.Option("--prompt-file", help="of file, a text; of token-ids, a JSON list of rows; of step, RUN/steps/step_N"),
 ]
 Length = Annotated[int | None, typer.Option("--length", min=2, help="tokens of a row; else 137 of math, or all")]
 NumRows = Annotated[int, typer.Option("--rows", min=1, max=4096, help="rows of the batch")]

@@ -84,7 +84,8 @@ def _start(rank: int, world_size: int, listener: socket.socket, target: Target, 
     context.set_forkserver_preload([*IMPORTED])
     answers, theirs = context.Pipe(duplex=False)
     watched, alive = context.Pipe(duplex=False)
-    spec = RankSpec(rank=rank, world_size=world_size, master_addr=LOOPBACK, master_port=listener.getsockname()[1])
+    port = listener.getsockname()[1]
+    spec = RankSpec(rank=rank, local_rank=rank, world_size=world_size, master_addr=LOOPBACK, master_port=port)
     process = context.Process(
         target=_main,
         args=(spec, listener if rank == 0 else None, theirs, watched, dict(os.environ), target, args),

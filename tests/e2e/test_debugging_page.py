@@ -36,4 +36,4 @@ def test_every_command_of_the_page_does_what_it_says(tmp_path: Path, monkeypatch
         assert result.exit_code == 0, f"{command}\n{result.output}\n{result.exception!r}"
     assert (tmp_path / "results" / "ab.html").is_file()
     assert (tmp_path / "results" / "debug" / "records" / "step_2" / "manifest.json").is_file()
-    assert len(ours) == sum(line.startswith(("nemo-rl", RUN)) for line in commands) >= 8
+    assert len(ours) == sum(line.startswith(("nemo-rl", RUN)) for line in commands) >= 10

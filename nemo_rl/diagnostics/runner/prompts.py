@@ -1,4 +1,4 @@
-"""Rows of tokens for the runner: sums, a text, a file, or token ids; the same settings give the same rows anywhere."""
+"""Rows of tokens for the runner: sums, a text, a file, token ids, or those of a kept step; the same ones everywhere."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from nemo_rl.algorithms.kept_steps.folder import StepsFolder
 from nemo_rl.data.messages import encode_prompt, prompt_messages
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import UserError
 
-__all__ = ["DEFAULT_LENGTH", "PromptSpec", "Rows", "batch_of", "make_rows"]
+__all__ = ["DEFAULT_LENGTH", "PromptKind", "PromptSpec", "Rows", "batch_of", "make_rows"]
 
 DEFAULT_LENGTH = 137
 """Odd, so that no layout divides it: padding is met in every run."""
@@ -24,19 +25,21 @@ SHORTER_BY = 17
 """Tokens that each further row lacks, with unequal lengths."""
 SHORTEST = 2
 SECOND_OPERANDS = 100
+PromptKind: TypeAlias = Literal["math", "text", "file", "token-ids", "step"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptSpec:
     """Which rows."""
 
-    kind: Literal["math", "text", "file", "token-ids"] = "math"
+    kind: PromptKind = "math"
     text: str | None = None
     path: Path | None = None
-    """Of `file`, a text; of `token-ids`, a JSON list of rows."""
+    """Of `file`, a text; of `token-ids`, a JSON list of rows; of `step`, a folder `steps/step_N` of a run."""
     length: int | None = None
     """Tokens of a row; None: 137 of `math`, or as many as the model has positions for; all of the others."""
     num_rows: int = 1
+    """Of `step`, the first so many; of `token-ids` all are taken."""
     is_unequal: bool = False
     """Each row is shorter than the one before it."""
     uses_chat_template: bool = False
@@ -54,9 +57,12 @@ def make_rows(spec: PromptSpec, tokenizer: PreTrainedTokenizerBase, *, vocab_siz
     """Raises:
     UserError: nothing to read, too few tokens for the length, ids outside the vocabulary, rows that are too long.
     """
+    keys: Sequence[str] = ()
     if spec.kind == "math" and spec.length is None:
         spec = replace(spec, length=min(DEFAULT_LENGTH, max_length - 1 + max_length % 2))
-    if spec.kind == "token-ids":
+    if spec.kind == "step":
+        keys, rows = _of_step(spec)
+    elif spec.kind == "token-ids":
         rows = _token_ids(spec)
     else:
         rows = [_cut(_tokens(spec, tokenizer, number), spec, number) for number in range(spec.num_rows)]
@@ -67,7 +73,7 @@ def make_rows(spec: PromptSpec, tokenizer: PreTrainedTokenizerBase, *, vocab_siz
             )
         if bad := [token for token in row if not 0 <= token < vocab_size]:
             raise UserError(f"row {number}: expected token ids of 0 to {vocab_size - 1}, got {bad[0]}")
-    return Rows(keys=tuple(f"row_{number}" for number in range(len(rows))), ids=tuple(rows))
+    return Rows(keys=tuple(keys) or tuple(f"row_{number}" for number in range(len(rows))), ids=tuple(rows))
 
 
 def batch_of(rows: Rows) -> BatchedDataDict:
@@ -133,6 +139,19 @@ def _token_ids(spec: PromptSpec) -> list[tuple[int, ...]]:
     if not all(isinstance(token, int) and not isinstance(token, bool) for row in rows for token in row):
         raise UserError(f"{spec.path}: expected whole numbers as token ids")
     return [tuple(row) for row in rows]
+
+
+def _of_step(spec: PromptSpec) -> tuple[Sequence[str], list[tuple[int, ...]]]:
+    """Keys and tokens of the first rows of a kept step, as they were sampled."""
+    path = spec.path or Path()
+    found = [folder for folder in StepsFolder(path.parent.parent).all() if folder.path.name == path.name]
+    if not found or not path.is_dir():
+        raise UserError(f"prompt step: expected a kept step such as results/logs/steps/step_3, got {str(path)!r}")
+    step, (rollout, _) = found[0].read(), found[0].columns()
+    if step.rows is None or "input_ids" not in rollout:
+        raise UserError(f"{path}: this step was kept before it had rows")
+    rows = [tuple(row.tolist()) for row in rollout["input_ids"].unbind()[: spec.num_rows]]
+    return step.rows.keys[: spec.num_rows], rows
 
 
 def _read(spec: PromptSpec) -> str:
