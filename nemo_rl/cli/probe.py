@@ -22,7 +22,7 @@ def _root() -> None:
     """Run a worker by hand, record its tensors, compare them."""
 
 
-@app.command()
+@app.command(short_help="two recordings, token by token")
 def compare(
     a: Annotated[Path, typer.Argument(metavar="A", help="folder of records that is relied on")],
     b: Annotated[Path, typer.Argument(metavar="B", help="folder of records that is compared with it")],
@@ -49,5 +49,5 @@ def compare(
     raise typer.Exit(verdict.value)
 
 
-app.command()(run)
-app.command()(ab)
+app.command(short_help="one worker on given rows")(run)
+app.command(short_help="the same rows in two layouts")(ab)
