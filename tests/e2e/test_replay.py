@@ -24,7 +24,7 @@ from nemo_rl.diagnostics.step_replay.replay import replay_step
 from nemo_rl.diagnostics.step_replay.report import ReplayReport
 from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
-from nemo_rl.errors import NonFiniteError, UserError
+from nemo_rl.errors import ConfigError, NonFiniteError, UserError
 from nemo_rl.utils.manifest import Manifest
 from tests.helpers.families import write_family
 from tests.helpers.planted_loss import row_sums
@@ -102,6 +102,8 @@ def test_keeping_changes_no_number_of_the_run(tmp_path: Path, model: Path, kept:
 def test_another_config_answers_what_if(kept: Path) -> None:
     same = replay_step(ReplayRequest(run=kept, step=4, overrides=("loss_fn.ratio_clip_max=0.2",)))
     assert same.verdict is Verdict.PASS and same.first_difference is None
+    with pytest.raises(ConfigError, match=r"did you mean 'ratio_clip_max'"):
+        replay_step(ReplayRequest(run=kept, step=4, overrides=("loss_fn.ratio_clip_mx=0.2",)))
     other = replay_step(ReplayRequest(run=kept, step=4, overrides=("loss_fn.reference_policy_kl_penalty=0.5",)))
     assert other.verdict is Verdict.PASS and other.first_difference == (3, "loss per microbatch")
     assert any("what if" in line and "loss_fn.reference_policy_kl_penalty=0.5" in line for line in other.lines())

@@ -15,13 +15,16 @@ import torch
 
 from nemo_rl.algorithms.kept_steps.keeper import package_versions
 from nemo_rl.algorithms.kept_steps.record import KeptStep
+from nemo_rl.config.compose import compose
 from nemo_rl.config.load import load_config
 from nemo_rl.config.megatron import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
+from nemo_rl.config.overrides import apply_overrides
 from nemo_rl.config.policy import DTensorConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest, Worker
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.distributed.layout import ParallelLayout
+from nemo_rl.errors import ConfigError
 
 __all__ = ["ReplaySettings", "replay_settings"]
 
@@ -91,11 +94,26 @@ def replay_settings(request: ReplayRequest, step: KeptStep) -> ReplaySettings:
 def _config(kept: Mapping[str, object], overrides: Sequence[str]) -> MasterConfig:
     if not overrides:
         return MasterConfig.model_validate_json(json.dumps(kept), strict=True)
-    # The loader knows how to say what is wrong with an override.
     with tempfile.TemporaryDirectory(prefix="nemo_rl_replay_") as folder:
         path = Path(folder) / "kept_config.yaml"
         path.write_text(json.dumps(kept), encoding="utf-8")
-        return load_config(path, overrides)
+        # A resolved config names keys that others switch off: the loader says so without any override, too.
+        before = _problems(path, ())
+        problems = [line for line in _problems(path, overrides) if line not in before]
+        if problems:
+            raise ConfigError([line.removeprefix(f"{path}: ") for line in problems])
+        recipe = compose(path)
+        apply_overrides(recipe, overrides)
+    return MasterConfig.model_validate_json(json.dumps(recipe.tree), strict=True)
+
+
+def _problems(path: Path, overrides: Sequence[str]) -> list[str]:
+    """What the loader has against the config."""
+    try:
+        load_config(path, overrides)
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 def _alone(policy: PolicyConfig) -> PolicyConfig:
