@@ -150,6 +150,11 @@ def longer(truth: Truth) -> None:
         own["s1"] = torch.cat((own["s1"], own["s1"][:1]))
 
 
+def shorter(truth: Truth) -> None:
+    truth.tokens["s1"] = truth.tokens["s1"][:-2]
+    truth.values = {where: {**own, "s1": own["s1"][:-2]} for where, own in truth.values.items()}
+
+
 def other_experts(truth: Truth) -> None:
     truth.values[(SiteKind.ROUTER_IDS, 0, FORWARD)]["s0"][2, 0] += 1
 
@@ -198,6 +203,7 @@ FAULTS: dict[str, Fault] = {
     "shifted values": (shifted, nothing, Layout(), {}, Verdict.MISMATCH, "first train/logprob: max_abs"),
     "shifted tokens": (shifted_tokens, nothing, Layout(), {}, Verdict.MISMATCH, "token ids differ"),
     "longer": (longer, nothing, Layout(), {}, Verdict.INCOMPLETE, "A: 17 rows of B are missing, at 17 sites"),
+    "shorter": (shorter, nothing, Layout(), {}, Verdict.INCOMPLETE, "B: 34 rows of A are missing, at 17 sites"),
     "experts": (other_experts, nothing, Layout(), {}, Verdict.MISMATCH, "train/moe.topk_ids[0]: differing_fraction"),
     "loss": (other_loss, nothing, DP2, {}, Verdict.MISMATCH, "train/loss: max_abs 0.25"),
     "gradient": (other_grad, nothing, Layout(), {}, Verdict.MISMATCH, "train/grad[model.layers.1.w]: token_rel"),
@@ -311,7 +317,10 @@ def test_zeros_are_equal_and_nan_on_both_sides_is_not(tmp_path: Path) -> None:
     assert [(place.side, place.row.position) for place in found.non_finite] == [("A", 3), ("B", 3)]
     bad[3] = -torch.inf
     assert pair(tmp_path / "inf", one_site(bad), one_site(bad)).verdict is Verdict.PASS
-    assert pair(tmp_path / "inf against zero", one_site(bad), one_site(zeros)).verdict is Verdict.MISMATCH
+    found = pair(tmp_path / "inf against zero", one_site(bad), one_site(zeros))
+    told = found.sites[0].measurement
+    assert found.verdict is Verdict.MISMATCH and told is not None
+    assert told.metrics[Metric.MAX_ABS] == told.metrics[Metric.RMS_REL] == torch.inf
 
 
 def test_replicas_that_differ_are_named(tmp_path: Path) -> None:
