@@ -93,6 +93,11 @@ def cut_line(folder: Path) -> None:
     lines_path(folder, 0).write_bytes(lines_path(folder, 0).read_bytes()[:-20])
 
 
+def lose_a_loss(folder: Path) -> None:
+    drop_line(folder, '"kind": "loss", "phase": "train", "microbatch": 1')
+    end_path(folder, 0).unlink()
+
+
 def spoil_line(folder: Path) -> None:
     lines = lines_path(folder, 0).read_text().splitlines(keepends=True)
     lines_path(folder, 0).write_text("".join(["{]\n", *lines[1:]]))
@@ -214,6 +219,10 @@ FAULTS: dict[str, Fault] = {
     "no end": (nothing, lambda f: end_path(f, 0).unlink(), Layout(), {}, Verdict.INCOMPLETE, "B: rank 0 did not end"),
     "no rank": (nothing, lambda f: remove_rank(f, 1), TP2, {}, Verdict.INCOMPLETE, "B: rank 1 wrote nothing"),
     "no data rank": (other_loss, lambda f: remove_rank(f, 1), DP2, {}, Verdict.INCOMPLETE, "B: rank 1 wrote nothing"),
+    "no end and less loss": (
+        *(nothing, lose_a_loss, Layout(num_microbatches=2), {}),
+        *(Verdict.INCOMPLETE, "B: rank 0 did not end"),
+    ),
     "no site": (
         *(nothing, lambda f: drop_line(f, '"kind": "mlp.out", "layer": 1'), Layout(), {}),
         *(Verdict.INCOMPLETE, "B: 1 sites of its manifest are missing: mlp.out[1] forward"),
@@ -310,6 +319,7 @@ def test_zeros_are_equal_and_nan_on_both_sides_is_not(tmp_path: Path) -> None:
     found = pair(tmp_path / "zeros", one_site(zeros), one_site(negative))
     told = found.sites[0].measurement
     assert found.verdict is Verdict.PASS and told is not None and not told.is_bit_equal and told.cosine == 1
+    assert set(told.metrics.values()) == {0.0}
     bad = zeros.clone()
     bad[3] = torch.nan
     found = pair(tmp_path / "nan", one_site(bad), one_site(bad))
