@@ -216,6 +216,7 @@ def _broken(found: Measurement) -> list[str]:
 def _failures(found: Measurement, limits: Mapping[Metric, float]) -> list[str]:
     texts = _broken(found)
     for metric, limit in limits.items():
-        if found.metrics[metric] > limit:
+        # So written that NaN fails.
+        if not found.metrics[metric] <= limit:
             texts.append(f"{metric.value} {found.metrics[metric]:.6g} > {limit:.6g}")
     return texts

@@ -93,6 +93,11 @@ def cut_line(folder: Path) -> None:
     lines_path(folder, 0).write_bytes(lines_path(folder, 0).read_bytes()[:-20])
 
 
+def lose_a_loss(folder: Path) -> None:
+    drop_line(folder, '"kind": "loss", "phase": "train", "microbatch": 1')
+    end_path(folder, 0).unlink()
+
+
 def spoil_line(folder: Path) -> None:
     lines = lines_path(folder, 0).read_text().splitlines(keepends=True)
     lines_path(folder, 0).write_text("".join(["{]\n", *lines[1:]]))
@@ -150,6 +155,11 @@ def longer(truth: Truth) -> None:
         own["s1"] = torch.cat((own["s1"], own["s1"][:1]))
 
 
+def shorter(truth: Truth) -> None:
+    truth.tokens["s1"] = truth.tokens["s1"][:-2]
+    truth.values = {where: {**own, "s1": own["s1"][:-2]} for where, own in truth.values.items()}
+
+
 def other_experts(truth: Truth) -> None:
     truth.values[(SiteKind.ROUTER_IDS, 0, FORWARD)]["s0"][2, 0] += 1
 
@@ -198,6 +208,7 @@ FAULTS: dict[str, Fault] = {
     "shifted values": (shifted, nothing, Layout(), {}, Verdict.MISMATCH, "first train/logprob: max_abs"),
     "shifted tokens": (shifted_tokens, nothing, Layout(), {}, Verdict.MISMATCH, "token ids differ"),
     "longer": (longer, nothing, Layout(), {}, Verdict.INCOMPLETE, "A: 17 rows of B are missing, at 17 sites"),
+    "shorter": (shorter, nothing, Layout(), {}, Verdict.INCOMPLETE, "B: 34 rows of A are missing, at 17 sites"),
     "experts": (other_experts, nothing, Layout(), {}, Verdict.MISMATCH, "train/moe.topk_ids[0]: differing_fraction"),
     "loss": (other_loss, nothing, DP2, {}, Verdict.MISMATCH, "train/loss: max_abs 0.25"),
     "gradient": (other_grad, nothing, Layout(), {}, Verdict.MISMATCH, "train/grad[model.layers.1.w]: token_rel"),
@@ -208,6 +219,10 @@ FAULTS: dict[str, Fault] = {
     "no end": (nothing, lambda f: end_path(f, 0).unlink(), Layout(), {}, Verdict.INCOMPLETE, "B: rank 0 did not end"),
     "no rank": (nothing, lambda f: remove_rank(f, 1), TP2, {}, Verdict.INCOMPLETE, "B: rank 1 wrote nothing"),
     "no data rank": (other_loss, lambda f: remove_rank(f, 1), DP2, {}, Verdict.INCOMPLETE, "B: rank 1 wrote nothing"),
+    "no end and less loss": (
+        *(nothing, lose_a_loss, Layout(num_microbatches=2), {}),
+        *(Verdict.INCOMPLETE, "B: rank 0 did not end"),
+    ),
     "no site": (
         *(nothing, lambda f: drop_line(f, '"kind": "mlp.out", "layer": 1'), Layout(), {}),
         *(Verdict.INCOMPLETE, "B: 1 sites of its manifest are missing: mlp.out[1] forward"),
@@ -304,6 +319,7 @@ def test_zeros_are_equal_and_nan_on_both_sides_is_not(tmp_path: Path) -> None:
     found = pair(tmp_path / "zeros", one_site(zeros), one_site(negative))
     told = found.sites[0].measurement
     assert found.verdict is Verdict.PASS and told is not None and not told.is_bit_equal and told.cosine == 1
+    assert set(told.metrics.values()) == {0.0}
     bad = zeros.clone()
     bad[3] = torch.nan
     found = pair(tmp_path / "nan", one_site(bad), one_site(bad))
@@ -311,7 +327,10 @@ def test_zeros_are_equal_and_nan_on_both_sides_is_not(tmp_path: Path) -> None:
     assert [(place.side, place.row.position) for place in found.non_finite] == [("A", 3), ("B", 3)]
     bad[3] = -torch.inf
     assert pair(tmp_path / "inf", one_site(bad), one_site(bad)).verdict is Verdict.PASS
-    assert pair(tmp_path / "inf against zero", one_site(bad), one_site(zeros)).verdict is Verdict.MISMATCH
+    found = pair(tmp_path / "inf against zero", one_site(bad), one_site(zeros))
+    told = found.sites[0].measurement
+    assert found.verdict is Verdict.MISMATCH and told is not None
+    assert told.metrics[Metric.MAX_ABS] == told.metrics[Metric.RMS_REL] == torch.inf
 
 
 def test_replicas_that_differ_are_named(tmp_path: Path) -> None:
