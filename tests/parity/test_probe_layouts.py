@@ -14,6 +14,8 @@ from nemo_rl.config.load import load_config
 from nemo_rl.diagnostics.compare.comparison import Comparison
 from nemo_rl.diagnostics.compare.folders import compare_folders
 from nemo_rl.diagnostics.compare.measurement import Metric
+from nemo_rl.diagnostics.compare.noise import propose_limits
+from nemo_rl.diagnostics.runner.ab import run_ab
 from nemo_rl.diagnostics.runner.layout_text import LayoutText
 from nemo_rl.diagnostics.runner.prompts import PromptSpec
 from nemo_rl.diagnostics.runner.run import RECORDS, ProbeSpec, run_probe
@@ -92,6 +94,19 @@ def test_both_workers_agree_at_every_site(base: ProbeSpec, one: dict[str, ProbeS
     _assert_same(found)
     kinds = {result.site.kind for result in found.sites}
     assert kinds == set(SiteKind), sorted(set(SiteKind) - kinds)
+
+
+def test_a_forward_pass_alone_is_a_complete_recording(base: ProbeSpec, tmp_path: Path) -> None:
+    runs = run_ab(
+        replace(base, has_backward=False, out=tmp_path),
+        ONE["megatron"],
+        ONE["dtensor"],
+        pins_routes=True,
+        num_noise_runs=1,
+    )
+    _assert_same(compare_folders(*runs.records))
+    # A run again gives the same numbers: the floor of noise is nothing, and the proposal says so.
+    assert "max" in propose_limits([runs.records[0], *runs.noise]).text
 
 
 def test_other_weights_differ_from_the_embedding_on(base: ProbeSpec, one: dict[str, ProbeSpec], tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ def _record_spec(request: ReplayRequest, settings: ReplaySettings, target: KeptS
         phases=tuple(phase for phase in WorkerPass if phase in target.run.stages),
         weights=f"run {request.run}, step {request.step}",
         must_succeed=True,
+        has_backward=not request.rows,
     )
 
 

@@ -41,6 +41,7 @@ def record_spec(
     phases: tuple[str, ...],
     weights: str,
     must_succeed: bool,
+    has_backward: bool = True,
     settings: dict[str, object] | None = None,
 ) -> RecordSpec:
     """What the workers of a policy need to know to record its sites."""
@@ -49,6 +50,7 @@ def record_spec(
         sites=sites,
         phases=phases,
         must_succeed=must_succeed,
+        has_backward=has_backward,
         model=model_identity(policy),
         settings=settings or {},
         tokenizer=str(Path(policy.tokenizer.name or policy.model_name).absolute()),

@@ -47,6 +47,8 @@ class RecordSpec:
     sites: str
     """A `Selector`."""
     phases: tuple[str, ...] = tuple(WorkerPass)
+    has_backward: bool = True
+    """Whether training passes run backward, rather than being evaluated."""
     must_succeed: bool = True
     """A disk that refuses is an error; else it ends the recording, and the step goes on."""
     model: Mapping[str, object] = field(default_factory=dict)
@@ -160,13 +162,7 @@ class SiteRecording:
 
     def _manifest(self) -> Manifest:
         spec, layout = self._spec, self._here.layout
-        takes, kinds = self._selector.takes, set(self._selector.kinds())
-        sites = [
-            {"kind": kind.value, "layer": layer, "direction": way.value}
-            for kind, layer in self._sites
-            for way in Direction
-            if takes(kind, layer, way) and (way is Direction.FORWARD or SITES[kind].has_backward)
-        ]
+        kinds = set(self._selector.kinds())
         return Manifest(
             run_id=uuid.uuid4().hex,
             model=dict(spec.model),
@@ -182,13 +178,26 @@ class SiteRecording:
             precision=spec.precision,
             selector=spec.sites,
             phases=spec.phases,
-            sites=tuple(sites),
+            sites=tuple(self._expected_sites()),
             unobserved={kind: why for kind, why in self._unobserved.items() if kind in kinds},
             tokenizer=spec.tokenizer,
             weights=spec.weights,
             versions={name: version(name) for name in PACKAGES},
             settings=json.loads(json.dumps(dict(spec.settings), default=str)),
         )
+
+    def _expected_sites(self) -> Iterator[dict[str, object]]:
+        """What a complete recording of this model holds."""
+        trains = WorkerPass.TRAIN in self._spec.phases
+        of_update = {SiteKind.LOSS, SiteKind.GRAD} if trains and self._spec.has_backward else set()
+        outside = {SiteKind.LOGPROB, *of_update, *({SiteKind.LOSS} if trains else ())} - self._unobserved.keys()
+        for kind, layer in (*self._sites, *((kind, None) for kind in SiteKind if kind in outside)):
+            ways = [Direction.FORWARD]
+            if of_update and SITES[kind].has_backward:
+                ways.append(Direction.BACKWARD)
+            for way in ways:
+                if self._selector.takes(kind, layer, way):
+                    yield {"kind": kind.value, "layer": layer, "direction": way.value}
 
 
 def _by_layer(site: tuple[SiteKind, int | None]) -> tuple[int, str]:
