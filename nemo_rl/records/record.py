@@ -128,4 +128,7 @@ class Manifest:
         for name in ("phases", "sites"):
             value = known.get(name, ())
             known[name] = tuple(value) if isinstance(value, list | tuple) else ()
+        sizes = known.get("layout")
+        if not isinstance(sizes, Mapping) or not all(type(size) is int for size in sizes.values()):
+            raise TypeError(f"layout: expected the sizes of axes, got {sizes!r}")
         return cls(**known)  # type: ignore[arg-type]

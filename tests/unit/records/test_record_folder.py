@@ -115,8 +115,12 @@ def test_every_rank_of_the_manifest_is_expected(tmp_path: Path) -> None:
 
 def _changed(folder: Path, old: str, new: str) -> RecordFolder:
     path = folder / MANIFEST
-    path.write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
-    return read_folder(folder)
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace(old, new), encoding="utf-8")
+    try:
+        return read_folder(folder)
+    finally:
+        path.write_text(text, encoding="utf-8")
 
 
 def test_other_formats_are_unsupported_and_other_folders_are_none(folder: Path, tmp_path: Path) -> None:
@@ -124,6 +128,8 @@ def test_other_formats_are_unsupported_and_other_folders_are_none(folder: Path, 
         _changed(folder, '"version": 1', '"version": 2')
     with pytest.raises(UnsupportedRecord, match=r"nemo_rl\.record"):
         _changed(folder, "nemo_rl.record", "other")
+    with pytest.raises(CorruptRecord, match="layout"):
+        _changed(folder, '"world": 1', '"world": "1"')
     with pytest.raises(CorruptRecord, match="not JSON"):
         _changed(folder, "{", "")
     with pytest.raises(UserError, match="no folder of records"):
