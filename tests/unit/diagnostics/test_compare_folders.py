@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from nemo_rl.diagnostics.compare.comparison import Comparison
 from nemo_rl.diagnostics.compare.folders import compare_folders
 from nemo_rl.diagnostics.compare.measurement import Metric
+from nemo_rl.diagnostics.compare.site import Site
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import UserError
 from nemo_rl.records.record import Place
@@ -517,6 +518,19 @@ def test_passes_come_in_the_order_of_a_step(tmp_path: Path) -> None:
         *("prev_logprobs/layer.out[0]", "train/logprob", "train#1/layer.out[0]"),
     ]
     assert found.first is not None and found.first.result.site.phase == "prev_logprobs"
+
+
+def test_recomputed_sites_come_after_all_others_of_an_update() -> None:
+    ordered = [
+        Site(phase="prev_logprobs", kind=SiteKind.LOGPROB),
+        Site(phase="reference_logprobs", kind=SiteKind.EMBED),
+        Site(phase="train", kind=SiteKind.LOGPROB),
+        Site(phase="train", kind=SiteKind.LAYER_OUT, layer=1, direction=BACKWARD),
+        Site(phase="train", kind=SiteKind.LAYER_IN, layer=0, is_recomputed=True),
+        Site(phase="train", kind=SiteKind.EMBED, update=1),
+        Site(phase="of somebody else", kind=SiteKind.EMBED),
+    ]
+    assert sorted(reversed(ordered), key=lambda site: site.order) == ordered
 
 
 def test_the_table_shows_what_fails_and_all_on_demand(tmp_path: Path) -> None:
