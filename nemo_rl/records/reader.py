@@ -163,7 +163,7 @@ def _manifest(path: Path) -> Manifest:
     try:
         return Manifest.of_record(record)
     except TypeError as error:
-        raise CorruptRecord(f"{where}: {error}") from error
+        raise CorruptRecord(f"{where}: its manifest is damaged: {error}") from error
 
 
 def _read_rank(folder: Path, rank: int) -> tuple[list[Record], list[Problem]]:

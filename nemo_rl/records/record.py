@@ -128,7 +128,12 @@ class Manifest:
         for name in ("phases", "sites"):
             value = known.get(name, ())
             known[name] = tuple(value) if isinstance(value, list | tuple) else ()
-        sizes = known.get("layout")
-        if not isinstance(sizes, Mapping) or not all(type(size) is int for size in sizes.values()):
-            raise TypeError(f"layout: expected the sizes of axes, got {sizes!r}")
+        for name in ("model", "layout", "unobserved"):
+            if not isinstance(known.get(name, {}), Mapping):
+                raise TypeError(f"{name}: expected an object, got {known[name]!r}")
+        sizes = known.get("layout", {})
+        if not all(type(size) is int for size in sizes.values()):  # type: ignore[attr-defined]
+            raise TypeError(f"layout: expected whole numbers, got {sizes!r}")
+        if not all(isinstance(phase, str) for phase in known["phases"]):  # type: ignore[attr-defined]
+            raise TypeError(f"phases: expected names, got {known['phases']!r}")
         return cls(**known)  # type: ignore[arg-type]
