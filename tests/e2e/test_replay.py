@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,10 +136,19 @@ def test_the_other_worker_is_within_the_bounds(kept: Path) -> None:
     assert caught.value.verdict is Verdict.INCOMPLETE
 
 
-def test_what_is_not_as_it_was_kept_is_named(copied: Path) -> None:
+def other_norm(outcome: dict) -> None:
+    outcome["grad_norms"][0] += 1e-9
+
+
+def other_weights(outcome: dict) -> None:
+    outcome["weights"]["bits"] = outcome["weights"]["bits"][::-1]
+
+
+@pytest.mark.parametrize(("change", "stage"), [(other_norm, "grad_norm"), (other_weights, "weights")])
+def test_what_is_not_as_it_was_kept_is_named(change: Callable[[dict], None], stage: str, copied: Path) -> None:
     step = copied / "steps" / "step_4"
     record = json.loads((step / STEP_FILE).read_text())
-    record["outcome"]["grad_norms"][0] += 1e-9
+    change(record["outcome"])
     (step / STEP_FILE).write_text(json.dumps(record))
     with pytest.raises(ReplayProblem, match=STEP_FILE) as caught:
         replay_step(ReplayRequest(run=copied, step=4))
@@ -146,7 +156,7 @@ def test_what_is_not_as_it_was_kept_is_named(copied: Path) -> None:
     Manifest.write(step)
     (step / "manifest.json").write_text(_without_itself((step / "manifest.json").read_text()))
     report = replay_step(ReplayRequest(run=copied, step=4))
-    assert report.verdict is Verdict.MISMATCH and report.first_difference == (4, "grad_norm")
+    assert report.verdict is Verdict.MISMATCH and report.first_difference == (4, stage)
 
 
 def _without_itself(text: str) -> str:
