@@ -1,4 +1,4 @@
-"""`nemo-rl replay`: a kept step of a run once more through the optimizer, compared stage by stage."""
+"""`nemo-rl replay`: a kept step of a run once more through the optimizer, compared stage by stage; or its KL explained."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 
 from nemo_rl.diagnostics.local_job import ChildFailed
+from nemo_rl.diagnostics.mismatch.explain import explain_mismatch
+from nemo_rl.diagnostics.mismatch.report import MismatchReport
 from nemo_rl.diagnostics.step_replay.replay import replay_step
 from nemo_rl.diagnostics.step_replay.report import ReplayReport
 from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
@@ -44,9 +46,15 @@ def replay(
     rows: Annotated[
         list[str] | None, typer.Option("--rows", metavar="KEY", help="only these rows of the step; no update")
     ] = None,
+    explain: Annotated[
+        bool,
+        typer.Option("--explain-mismatch", help="split the KL between rollout and trainer of the step into its causes"),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False,
 ) -> None:
     """Runs kept steps from the last checkpoint to STEP again and names the first stage that differs.
+
+    With --explain-mismatch: what the KL between rollout and trainer of STEP comes from, by scoring its rows again.
 
     Exit code: 0 pass, 2 usage, 3 mismatch, 4 incomplete, 5 vacuous, 6 corrupt, 7 unsupported, 8 a rank failed.
     """
@@ -59,7 +67,7 @@ def replay(
         rows=tuple(rows or ()),
     )
     try:
-        report = replay_step(request)
+        report = explain_mismatch(request) if explain else replay_step(request)
     except ReplayProblem as problem:
         raise _end(str(problem), problem.verdict) from problem
     except ChildFailed as problem:
@@ -68,7 +76,7 @@ def replay(
     raise typer.Exit(report.verdict.value)
 
 
-def _show(report: ReplayReport, *, as_json: bool) -> None:
+def _show(report: ReplayReport | MismatchReport, *, as_json: bool) -> None:
     console = Console(soft_wrap=True, markup=False, highlight=False)
     if as_json:
         console.print_json(json.dumps(report.as_record()))

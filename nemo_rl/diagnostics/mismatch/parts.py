@@ -1,0 +1,245 @@
+"""`split`: the KL of a step in parts, one change of the setting after another, from the trainer's to the engine's.
+
+    split
+      |- find_trainer     the setting that gives the trainer's own log-probabilities; its rest is batching
+      |- _best            greedy: of all changes the one that removes most, what the run states before what it does not
+      `- what is left     is the engine's: weights or computation
+
+The order decides how much of a common part each cause gets, so the largest comes first: a cause that is alone is named
+alone. Invariant: a part is the KL before a change less that after it, so that parts add up to the total; the part of
+batching may be negative, for that change is always the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from nemo_rl.diagnostics.mismatch.hypotheses import (
+    Stated,
+    refined,
+    sampling_changes,
+    stated_changes,
+    supposed_changes,
+)
+from nemo_rl.diagnostics.mismatch.measure import Divergence, divergence
+from nemo_rl.diagnostics.mismatch.scorer import Scorer
+from nemo_rl.diagnostics.mismatch.setting import Cause, Change, Setting
+from nemo_rl.models.logprobs import Sampling
+
+__all__ = ["Part", "Split", "find_trainer", "noise_floor", "split"]
+
+FLOOR = 1e-9
+"""Nats per token: differences of 4e-5, tenfold what float32 leaves between two ways to batch."""
+NOISE_FACTOR = 10.0
+NOISE_ROWS = 32
+SMALL_SHARE = 0.02
+"""Of the total: what the run states explains at least this, or nothing."""
+SURE_SHARE = 0.7
+"""Of what is left: what nothing in the run says is believed where it explains at least this."""
+DONE_SHARE = 0.1
+"""Of what is there: a change that leaves no more is taken before fits are tried."""
+WORTH_SHARE = 0.2
+"""Of what is left: a fit that removes less on a coarse grid is not refined."""
+FITTED: tuple[Cause, ...] = ("temperature", "top_p", "top_k", "rope")
+MAX_CHANGES = 6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """What one change has removed."""
+
+    cause: Cause
+    what: str
+    kl: float
+    share: float
+    """Of the total."""
+    is_stated: bool
+    """Config and tags say so; False: it was found by trying."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """The KL of one step."""
+
+    total: Divergence
+    floor: float
+    """Below it a KL is noise."""
+    trainer: Setting
+    engine: Setting
+    parts: tuple[Part, ...]
+    """In the order of the changes; the last one is the rest."""
+    trainer_M: torch.Tensor
+    rest_M: torch.Tensor
+    """Log-probabilities after all changes."""
+
+    @property
+    def first(self) -> Part:
+        """The cause that is named first."""
+        return max(self.parts, key=lambda part: part.kl)
+
+
+def split(scorer: Scorer, stated: Stated, trainer_M: torch.Tensor, *, precision: str) -> Split:
+    """
+    Args:
+        trainer_M: log-probabilities of the trainer's own pass.
+        precision: of the trainer.
+    """
+    tokens = scorer.tokens
+    total = divergence(trainer_M, tokens.rollout_M, tokens.row_M)
+    as_run = Setting(lag=None, precision=precision, routes=stated.routes, sampling=stated.sampling)
+    floor = noise_floor(scorer, as_run, stated)
+    search = _Search(scorer, stated, total.kl, floor)
+    at = find_trainer(scorer, stated, as_run, trainer_M, enough=max(floor, SMALL_SHARE * total.kl))
+    parts = [search.part("batching", "the trainer's pass -> rows of one length, unpadded, one process", at, total.kl)]
+    trainer, left = at, search.kl(at)
+    while left > floor and len(parts) <= MAX_CHANGES:
+        change = search.best(at, left)
+        if change is None:
+            break
+        parts.append(search.part(change.cause, change.text, change.setting, left, is_stated=change.is_stated))
+        at, left = change.setting, search.kl(change.setting)
+    parts.append(search.rest(left))
+    return Split(
+        total=total,
+        floor=floor,
+        trainer=trainer,
+        engine=at,
+        parts=tuple(parts),
+        trainer_M=trainer_M,
+        rest_M=scorer.logprobs(at)[0],
+    )
+
+
+def noise_floor(scorer: Scorer, as_run: Setting, stated: Stated) -> float:
+    """What one model gives against itself: rows one by one against rows of one length together.
+
+    Where both sides compute in the same low precision, also what that precision gives against float32: decoding rounds
+    elsewhere than a pass over whole rows.
+    """
+    row_M = scorer.tokens.row_M
+    together = scorer.logprobs(as_run)[0]
+    alone = divergence(scorer.one_by_one(as_run, num_rows=NOISE_ROWS), together, row_M).kl
+    floor = max(FLOOR, NOISE_FACTOR * alone)
+    if as_run.precision == stated.precision != "float32":
+        exact = scorer.logprobs(replace(as_run, precision="float32"))[0]
+        floor = max(floor, divergence(exact, together, row_M).kl)
+    return floor
+
+
+def find_trainer(
+    scorer: Scorer, stated: Stated, as_run: Setting, trainer_M: torch.Tensor, *, enough: float
+) -> Setting:
+    """The setting under which the trainer has scored: as the config says, unless its own numbers say otherwise.
+
+    Args:
+        enough: KL to the trainer's numbers at which the config is believed.
+    """
+
+    def apart(settings: Sequence[Setting]) -> list[float]:
+        scored = scorer.logprobs(*settings)
+        return [divergence(one, trainer_M, scorer.tokens.row_M).kl for one in scored]
+
+    at, lowest = as_run, apart([as_run])[0]
+    if lowest <= enough:
+        return at
+    if stated.can_replay:
+        other = replace(at, routes="own" if at.routes == "replayed" else "replayed")
+        kl = apart([other])[0]
+        if kl < DONE_SHARE * lowest:
+            at, lowest = other, kl
+    if lowest <= enough:
+        return at
+    plain = replace(at, sampling=Sampling())
+    unfiltered = replace(at, sampling=Sampling(temperature=at.sampling.temperature))
+    cold = replace(at, sampling=replace(at.sampling, temperature=1.0))
+    for group in ([plain, unfiltered, cold], None):
+        changes = sampling_changes(at)
+        settings = [change.setting for change in changes] if group is None else group
+        costs = apart(settings)
+        place = costs.index(min(costs))
+        found = settings[place]
+        if group is None:
+            found = refined(changes[place], at, lambda tried: apart([one.setting for one in tried])).setting
+        if apart([found])[0] < DONE_SHARE * lowest:
+            return found
+    return at
+
+
+class _Search:
+    """Greedy search for the engine's setting."""
+
+    def __init__(self, scorer: Scorer, stated: Stated, total: float, floor: float) -> None:
+        self._scorer, self._stated, self._total, self._floor = scorer, stated, total, floor
+        self._tried: set[Cause] = set()
+        """Supposed and taken: none is taken twice, so the search ends."""
+
+    def kl(self, setting: Setting) -> float:
+        """Left under a setting."""
+        return self._kls([setting])[0]
+
+    def part(self, cause: Cause, what: str, after: Setting, before: float, *, is_stated: bool = True) -> Part:
+        """Of a change to the setting `after`."""
+        removed = before - self.kl(after)
+        return Part(cause=cause, what=what, kl=removed, share=self._share(removed), is_stated=is_stated)
+
+    def rest(self, left: float) -> Part:
+        """What no change has removed."""
+        return Part(
+            cause="engine", what="no change explains it", kl=left, share=self._share(left), is_stated=False
+        )
+
+    def best(self, at: Setting, left: float) -> Change | None:
+        """The change that removes most; None where none removes enough."""
+        stated = self._stated
+        said = self._least(stated_changes(at, stated, is_lagging=self._scorer.is_lagging))
+        if said is not None and said[1] <= DONE_SHARE * left:
+            return said[0]
+        supposed = supposed_changes(
+            at, stated, has_weights=self._scorer.has_weights, has_rope=self._scorer.has_rope(at)
+        )
+        supposed = [change for change in supposed if change.cause not in self._tried]
+        found = self._least([change for change in supposed if change.cause not in FITTED])
+        if found is None or found[1] > DONE_SHARE * left:
+            fits = [self._fit(at, left, [one for one in supposed if one.cause == cause]) for cause in FITTED]
+            found = min([one for one in (found, *fits) if one is not None], key=lambda pair: pair[1], default=None)
+        return self._chosen(said, found, left)
+
+    def _chosen(
+        self, said: tuple[Change, float] | None, supposed: tuple[Change, float] | None, left: float
+    ) -> Change | None:
+        if supposed is not None and supposed[1] > (1 - SURE_SHARE) * left:
+            supposed = None
+        if said is not None and left - said[1] < max(SMALL_SHARE * self._total, self._floor):
+            said = None
+        if said is None or supposed is None:
+            chosen = said or supposed
+        else:
+            # A supposition must explain clearly more than what the run says itself.
+            chosen = supposed if left - supposed[1] > 2 * (left - said[1]) else said
+        if chosen is None:
+            return None
+        if not chosen[0].is_stated:
+            self._tried.add(chosen[0].cause)
+        return chosen[0]
+
+    def _fit(self, at: Setting, left: float, changes: Sequence[Change]) -> tuple[Change, float] | None:
+        found = self._least(changes)
+        if found is None or found[1] > (1 - WORTH_SHARE) * left:
+            return found
+        best = refined(found[0], at, lambda tried: self._kls([one.setting for one in tried]))
+        return best, self.kl(best.setting)
+
+    def _least(self, changes: Sequence[Change]) -> tuple[Change, float] | None:
+        kls = self._kls([change.setting for change in changes])
+        return min(zip(changes, kls, strict=True), key=lambda pair: pair[1], default=None)
+
+    def _kls(self, settings: Sequence[Setting]) -> list[float]:
+        tokens = self._scorer.tokens
+        scored = self._scorer.logprobs(*settings)
+        return [divergence(one, tokens.rollout_M, tokens.row_M).kl for one in scored]
+
+    def _share(self, kl: float) -> float:
+        return kl / self._total if self._total else 0.0
