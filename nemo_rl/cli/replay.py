@@ -1,4 +1,4 @@
-"""`nemo-rl replay`: a kept step of a run once more through the optimizer, compared stage by stage; or its KL explained."""
+"""`nemo-rl replay`: a kept step of a run once more, compared stage by stage; or its KL to the rollout explained."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from nemo_rl.diagnostics.mismatch.explain import explain_mismatch
 from nemo_rl.diagnostics.mismatch.report import MismatchReport
 from nemo_rl.diagnostics.mismatch.rope import scaled_rope
 from nemo_rl.diagnostics.step_replay.request import ReplayRequest
-from nemo_rl.jagged import lengths_of, nest
+from nemo_rl.jagged import nest
 from nemo_rl.models.generation.interfaces import GenerationRequest, RecordedRoutes, SamplingParams
 from nemo_rl.models.generation.torch_engine import TorchEngine
 from nemo_rl.models.hf_routers import ROUTER_FAMILIES
@@ -41,7 +41,7 @@ from nemo_rl.routes.columns import encode_routes
 from nemo_rl.routes.shape import MISSING
 from nemo_rl.utils.manifest import MANIFEST_FILE, Manifest
 from tests.helpers.families import write_with_tokenizer
-from tests.helpers.runs import LOCAL, ROOT, load_recipe, write_recipe
+from tests.helpers.runs import LOCAL, load_recipe, write_recipe
 from tests.helpers.tiny_model import VOCAB, write_tiny_folder
 
 STEP = 3

@@ -20,7 +20,7 @@ TOP_PS = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.94, 0.95, 0.9
 TOP_KS = (1, 2, 3, 5, 8, 10, 15, 20, 30, 40, 50, 64, 80, 100, 200)
 ROPE_FACTORS = (0.01, 0.05, 0.1, 0.25, 0.5, 2.0, 4.0, 10.0, 20.0, 100.0)
 PRECISIONS = ("float32", "bfloat16", "float16")
-REFINEMENTS = 3
+REFINEMENTS = 4
 """Each narrows a fitted number to a fifth of its neighbourhood."""
 POINTS = (-0.8, -0.6, -0.4, -0.2, 0.2, 0.4, 0.6, 0.8)
 
@@ -69,9 +69,7 @@ def supposed_changes(
     for other in (-1, 1):
         if has_weights(lag + other):
             text = f"weights {_versions(lag)} -> {_versions(lag + other)}"
-            found.append(
-                Change(cause="weights", text=text, setting=replace(at, lag=lag + other), is_stated=False)
-            )
+            found.append(Change(cause="weights", text=text, setting=replace(at, lag=lag + other), is_stated=False))
     for precision in PRECISIONS:
         if precision not in (at.precision, stated.precision):
             text = f"{at.precision} -> {precision}, against the config"

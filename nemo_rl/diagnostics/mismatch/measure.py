@@ -1,7 +1,7 @@
 """How far log-probabilities of the trainer are from those that the rollout sampled with.
 
 With d = log p_trainer - log p_rollout of a token that the rollout has sampled, k3 = exp(d) - 1 - d is an unbiased
-estimate of KL(rollout || trainer): exp(d) has expectation 1 under the rollout. Each k3 is >= 0, so parts of a sum do not
+estimate of KL(rollout || trainer), for exp(d) has expectation 1 under the rollout. Each k3 is >= 0, so tokens do not
 hide one another, and its variance is far below that of -d (http://joschu.net/blog/kl-approx.html). Shapes: M tokens.
 """
 

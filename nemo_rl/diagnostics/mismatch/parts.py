@@ -29,7 +29,7 @@ from nemo_rl.diagnostics.mismatch.scorer import Scorer
 from nemo_rl.diagnostics.mismatch.setting import Cause, Change, Setting
 from nemo_rl.models.logprobs import Sampling
 
-__all__ = ["Part", "Split", "find_trainer", "noise_floor", "split"]
+__all__ = ["Part", "Split", "find_trainer", "named_first", "noise_floor", "split"]
 
 FLOOR = 1e-9
 """Nats per token: differences of 4e-5, tenfold what float32 leaves between two ways to batch."""
@@ -37,14 +37,18 @@ NOISE_FACTOR = 10.0
 NOISE_ROWS = 32
 SMALL_SHARE = 0.02
 """Of the total: what the run states explains at least this, or nothing."""
-SURE_SHARE = 0.7
-"""Of what is left: what nothing in the run says is believed where it explains at least this."""
+FITTED_SHARE = 0.7
+"""Of what is left: a fitted number is believed where it explains at least this. A flat guess is nearer to any."""
+FIXED_SHARE = 0.3
+"""Of what is left, for suppositions without a number to fit: what is not the cause makes both sides differ more."""
 DONE_SHARE = 0.1
-"""Of what is there: a change that leaves no more is taken before fits are tried."""
+"""Of what is left: a change that leaves no more is taken before others are tried."""
 WORTH_SHARE = 0.2
 """Of what is left: a fit that removes less on a coarse grid is not refined."""
 FITTED: tuple[Cause, ...] = ("temperature", "top_p", "top_k", "rope")
 MAX_CHANGES = 6
+EXACT = "float32"
+UNEXPLAINED = "no change explains it"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,11 +79,6 @@ class Split:
     rest_M: torch.Tensor
     """Log-probabilities after all changes."""
 
-    @property
-    def first(self) -> Part:
-        """The cause that is named first."""
-        return max(self.parts, key=lambda part: part.kl)
-
 
 def split(scorer: Scorer, stated: Stated, trainer_M: torch.Tensor, *, precision: str) -> Split:
     """
@@ -95,13 +94,13 @@ def split(scorer: Scorer, stated: Stated, trainer_M: torch.Tensor, *, precision:
     at = find_trainer(scorer, stated, as_run, trainer_M, enough=max(floor, SMALL_SHARE * total.kl))
     parts = [search.part("batching", "the trainer's pass -> rows of one length, unpadded, one process", at, total.kl)]
     trainer, left = at, search.kl(at)
-    while left > floor and len(parts) <= MAX_CHANGES:
+    while left > max(floor, search.rounding(at)) and len(parts) <= MAX_CHANGES:
         change = search.best(at, left)
         if change is None:
             break
         parts.append(search.part(change.cause, change.text, change.setting, left, is_stated=change.is_stated))
         at, left = change.setting, search.kl(change.setting)
-    parts.append(search.rest(left))
+    parts.append(search.rest(at, left))
     return Split(
         total=total,
         floor=floor,
@@ -116,22 +115,19 @@ def split(scorer: Scorer, stated: Stated, trainer_M: torch.Tensor, *, precision:
 def noise_floor(scorer: Scorer, as_run: Setting, stated: Stated) -> float:
     """What one model gives against itself: rows one by one against rows of one length together.
 
-    Where both sides compute in the same low precision, also what that precision gives against float32: decoding rounds
-    elsewhere than a pass over whole rows.
+    Where both sides compute in the same low precision, also what that gives against float32.
     """
     row_M = scorer.tokens.row_M
     together = scorer.logprobs(as_run)[0]
     alone = divergence(scorer.one_by_one(as_run, num_rows=NOISE_ROWS), together, row_M).kl
     floor = max(FLOOR, NOISE_FACTOR * alone)
-    if as_run.precision == stated.precision != "float32":
-        exact = scorer.logprobs(replace(as_run, precision="float32"))[0]
+    if as_run.precision == stated.precision != EXACT:
+        exact = scorer.logprobs(replace(as_run, precision=EXACT))[0]
         floor = max(floor, divergence(exact, together, row_M).kl)
     return floor
 
 
-def find_trainer(
-    scorer: Scorer, stated: Stated, as_run: Setting, trainer_M: torch.Tensor, *, enough: float
-) -> Setting:
+def find_trainer(scorer: Scorer, stated: Stated, as_run: Setting, trainer_M: torch.Tensor, *, enough: float) -> Setting:
     """The setting under which the trainer has scored: as the config says, unless its own numbers say otherwise.
 
     Args:
@@ -168,6 +164,14 @@ def find_trainer(
     return at
 
 
+def named_first(parts: Sequence[Part]) -> Part:
+    """The cause with the largest part; what it has in several steps counts together."""
+    causes = {part.cause: [other for other in parts if other.cause == part.cause] for part in parts}
+    largest = max(causes.values(), key=lambda of_cause: sum(part.kl for part in of_cause))
+    what = max(largest, key=lambda part: part.kl)
+    return replace(what, kl=sum(part.kl for part in largest), share=sum(part.share for part in largest))
+
+
 class _Search:
     """Greedy search for the engine's setting."""
 
@@ -185,11 +189,23 @@ class _Search:
         removed = before - self.kl(after)
         return Part(cause=cause, what=what, kl=removed, share=self._share(removed), is_stated=is_stated)
 
-    def rest(self, left: float) -> Part:
+    def rest(self, at: Setting, left: float) -> Part:
         """What no change has removed."""
+        is_rounding = left <= self.rounding(at)
         return Part(
-            cause="engine", what="no change explains it", kl=left, share=self._share(left), is_stated=False
+            cause="precision" if is_rounding else "engine",
+            what=f"the rest is of the size of {at.precision}'s own rounding" if is_rounding else UNEXPLAINED,
+            kl=left,
+            share=self._share(left),
+            is_stated=False,
         )
+
+    def rounding(self, at: Setting) -> float:
+        """What a low precision gives against float32: decoding rounds elsewhere than a pass over whole rows."""
+        if at.precision == EXACT:
+            return 0.0
+        low, exact = self._scorer.logprobs(at, replace(at, precision=EXACT))
+        return divergence(exact, low, self._scorer.tokens.row_M).kl
 
     def best(self, at: Setting, left: float) -> Change | None:
         """The change that removes most; None where none removes enough."""
@@ -201,29 +217,24 @@ class _Search:
             at, stated, has_weights=self._scorer.has_weights, has_rope=self._scorer.has_rope(at)
         )
         supposed = [change for change in supposed if change.cause not in self._tried]
-        found = self._least([change for change in supposed if change.cause not in FITTED])
-        if found is None or found[1] > DONE_SHARE * left:
-            fits = [self._fit(at, left, [one for one in supposed if one.cause == cause]) for cause in FITTED]
-            found = min([one for one in (found, *fits) if one is not None], key=lambda pair: pair[1], default=None)
-        return self._chosen(said, found, left)
+        tried = [self._least([change for change in supposed if change.cause not in FITTED])]
+        if tried[0] is None or tried[0][1] > DONE_SHARE * left:
+            tried += [self._fit(at, left, [one for one in supposed if one.cause == cause]) for cause in FITTED]
+        believed = [pair for pair in tried if pair is not None and _is_believed(pair, left)]
+        return self._chosen(said, min(believed, key=lambda pair: pair[1], default=None), left)
 
     def _chosen(
         self, said: tuple[Change, float] | None, supposed: tuple[Change, float] | None, left: float
     ) -> Change | None:
-        if supposed is not None and supposed[1] > (1 - SURE_SHARE) * left:
-            supposed = None
         if said is not None and left - said[1] < max(SMALL_SHARE * self._total, self._floor):
             said = None
-        if said is None or supposed is None:
-            chosen = said or supposed
-        else:
-            # A supposition must explain clearly more than what the run says itself.
-            chosen = supposed if left - supposed[1] > 2 * (left - said[1]) else said
-        if chosen is None:
+        # A supposition must explain clearly more than what the run says itself.
+        if said is not None and (supposed is None or left - supposed[1] <= 2 * (left - said[1])):
+            return said[0]
+        if supposed is None:
             return None
-        if not chosen[0].is_stated:
-            self._tried.add(chosen[0].cause)
-        return chosen[0]
+        self._tried.add(supposed[0].cause)
+        return supposed[0]
 
     def _fit(self, at: Setting, left: float, changes: Sequence[Change]) -> tuple[Change, float] | None:
         found = self._least(changes)
@@ -243,3 +254,12 @@ class _Search:
 
     def _share(self, kl: float) -> float:
         return kl / self._total if self._total else 0.0
+
+
+def _is_believed(supposed: tuple[Change, float], left: float) -> bool:
+    """
+    Args:
+        supposed: with the KL that it leaves.
+    """
+    change, after = supposed
+    return left - after >= (FITTED_SHARE if change.cause in FITTED else FIXED_SHARE) * left

@@ -7,23 +7,23 @@ from dataclasses import asdict, dataclass
 
 from nemo_rl.diagnostics.mismatch.evidence import Evidence, FarToken
 from nemo_rl.diagnostics.mismatch.measure import Divergence
-from nemo_rl.diagnostics.mismatch.parts import Part
+from nemo_rl.diagnostics.mismatch.parts import Part, named_first
 from nemo_rl.diagnostics.mismatch.setting import CAUSES, Cause
 from nemo_rl.diagnostics.verdict import Verdict
 
 __all__ = ["MismatchReport"]
 
 HINTS: Mapping[Cause, str] = {
-    "weights": "compare the version tag of the rows with what the engines hold: is a refit late, or lost on one replica?",
+    "weights": "compare the tags of the rows with what the engines hold: is a refit late, or lost on one replica?",
     "temperature": "give trainer and engine the same policy.generation.temperature; look for an engine's own default",
     "top_k": "give trainer and engine the same policy.generation.top_k; look for an engine's own default "
     "(generation_config.json)",
     "top_p": "give trainer and engine the same policy.generation.top_p; look for an engine's own default "
     "(generation_config.json), and whether its log-probabilities are those of the cut distribution",
     "routes": "set policy.router_replay.enabled=true and see `nemo-rl trace verify` for where routes are lost",
-    "precision": "compare policy.precision with policy.generation.precision; with another one in the engine correct for "
-    "it (importance weights), or raise it",
-    "batching": "compare the trainer's pass with rows alone: `nemo-rl probe` with the layout of the run against one rank",
+    "precision": "compare policy.precision with policy.generation.precision and with what the engine really "
+    "computes in; raise the lower one, or correct for it with importance weights",
+    "batching": "compare the trainer's pass with rows alone: `nemo-rl probe`, the layout of the run against one rank",
     "shift": "the engine's log-probabilities belong to the neighbouring token: look at how its output is aligned",
     "rope": "compare rope_theta and rope_scaling of the engine's model with config.json; are positions right after the "
     "prompt?",
@@ -54,7 +54,7 @@ class MismatchReport:
     @property
     def first(self) -> Part | None:
         """The cause that is named first; None for a total within noise."""
-        return None if self.total.kl <= self.floor else max(self.parts, key=lambda part: part.kl)
+        return None if self.total.kl <= self.floor else named_first(self.parts)
 
     @property
     def verdict(self) -> Verdict:
@@ -91,7 +91,7 @@ class MismatchReport:
 
     def _causes(self, first: Part) -> Iterator[str]:
         yield f"  {'cause':<42} {'part':>11} {'share':>7}  changed"
-        for part in sorted(self.parts[:-1], key=lambda part: -part.kl) + [self.parts[-1]]:
+        for part in [*sorted(self.parts[:-1], key=lambda part: -part.kl), self.parts[-1]]:
             yield f"  {CAUSES[part.cause]:<42} {part.kl:>11.4g} {part.share:>7.1%}  {part.what}"
         added = sum(part.kl for part in self.parts)
         yield f"  {'sum':<42} {added:>11.4g} {sum(part.share for part in self.parts):>7.1%}"

@@ -29,7 +29,7 @@ PASS_TOKENS = 4096
 MODELS_HELD = 2
 """In memory: greedy search goes back and forth between two."""
 RoutesOf = Callable[[RouteShape], torch.Tensor | None]
-"""Shape of the model's routes -> those of the rollout, `[N, T, L, K]`, -1 where one is missing; None: none were kept."""
+"""Shape of the model's routes -> those of the rollout, `[N, T, L, K]`, -1 where one is missing; None: none kept."""
 
 
 class Scorer:

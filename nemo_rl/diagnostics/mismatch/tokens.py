@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl.algorithms.kept_steps.folder import KeptFolder
-from nemo_rl.algorithms.kept_steps.record import KeptStep
+from nemo_rl.algorithms.kept_steps.record import KeptRows, KeptStep
 from nemo_rl.data_plane.chunks.ragged import materialize
 from nemo_rl.data_plane.schema import ROUTE_FIELDS
 from nemo_rl.diagnostics.step_replay.columns import KeptColumns
@@ -85,11 +85,10 @@ def read_tokens(folder: KeptFolder, step: KeptStep, *, only: Sequence[str] = ())
     is_sampled = dense.tensor("token_mask").bool()
     # Nothing predicts the first token of a row.
     is_sampled[:, 0] = False
-    tags = step.rows.tags.get(WEIGHT_VERSION, ())
     return StepTokens(
         rows=tuple(rows),
         keys=tuple(columns.keys[row] for row in rows),
-        versions=tuple(int(tags[row]) if tags else step.policy_version for row in rows),
+        versions=_versions(step, step.rows, rows),
         lengths=tuple(columns.lengths[row] for row in rows),
         ids_NT=dense.tensor("input_ids").long(),
         is_sampled_NT=is_sampled,
@@ -106,6 +105,12 @@ def route_columns(folder: KeptFolder, step: KeptStep, rows: Sequence[int], shape
         return None
     routes = decode_routes({name: columns.rows(name, rows) for name in names}, shape)
     return materialize({"routes": routes}, pad_values={"routes": float(MISSING)}).tensor("routes")
+
+
+def _versions(step: KeptStep, kept: KeptRows, rows: Sequence[int]) -> tuple[int, ...]:
+    tags = kept.tags.get(WEIGHT_VERSION)
+    found = [step.policy_version if tags is None else tags[row] for row in rows]
+    return tuple(version for version in found if isinstance(version, int))
 
 
 def _chosen(step: KeptStep, columns: KeptColumns, only: Sequence[str]) -> list[int]:
