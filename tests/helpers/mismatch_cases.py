@@ -45,7 +45,7 @@ from tests.helpers.runs import LOCAL, load_recipe, write_recipe
 from tests.helpers.tiny_model import VOCAB, write_tiny_folder
 
 STEP = 3
-NUM_ROWS, NEW_TOKENS = 96, 16
+NUM_ROWS, NEW_TOKENS = 64, 16
 KEEPS = {
     "diagnostics.keep_steps.enabled": "true",
     "checkpointing.enabled": "true",
@@ -128,10 +128,9 @@ def make_base(folder: Path, *, seed: int = 0, experts: bool = False) -> Base:
         _write_experts(model, seed=seed)
     else:
         write_tiny_folder(model, seed=seed)
-    changes = {**LOCAL, **KEEPS, **(REPLAYS if experts else {}), "checkpointing.checkpoint_dir": str(folder / "saves")}
+    changes = {**LOCAL, **KEEPS, **(REPLAYS if experts else {})}
     config = load_recipe(write_recipe(folder, model), changes)
     run(config, console=Console(file=io.StringIO()))
-    (config.logger.log_dir / "checkpoints").symlink_to(folder / "saves")
     return Base(log_dir=config.logger.log_dir, seed=seed, routes=experts)
 
 

@@ -14,10 +14,10 @@ from nemo_rl.models.logprobs import Sampling
 
 __all__ = ["Stated", "refined", "sampling_changes", "stated_changes", "supposed_changes"]
 
-TEMPERATURES = tuple(math.exp(step / 10) for step in range(-15, 16) if step)
-"""Factors: from 0.22 to 4.5 in steps of 10 %."""
-TOP_PS = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.94, 0.95, 0.96, 0.97, 0.98, 0.99, 0.995)
-TOP_KS = (1, 2, 3, 5, 8, 10, 15, 20, 30, 40, 50, 64, 80, 100, 200)
+TEMPERATURES = tuple(math.exp(step / 5) for step in range(-7, 8) if step)
+"""Factors: from 0.25 to 4 in steps of 20 %."""
+TOP_PS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99)
+TOP_KS = (1, 2, 3, 5, 8, 10, 20, 30, 40, 50, 64, 100, 200)
 ROPE_FACTORS = (0.01, 0.05, 0.1, 0.25, 0.5, 2.0, 4.0, 10.0, 20.0, 100.0)
 PRECISIONS = ("float32", "bfloat16", "float16")
 REFINEMENTS = 4
@@ -97,18 +97,21 @@ def sampling_changes(at: Setting) -> list[Change]:
     return [_sampling(at, cause, sampling) for cause, sampling in samplings]
 
 
-def refined(best: Change, at: Setting, cost: Callable[[Sequence[Change]], Sequence[float]]) -> Change:
+def refined(best: Change, at: Setting, cost: Callable[[Sequence[Change]], Sequence[float]], *, enough: float) -> Change:
     """A change of a number, nearer to where the cost is least; another change as it is.
 
     Args:
         at: setting that `best` changes.
         cost: of changes.
+        enough: cost at which the search ends.
     """
     if best.cause not in ("temperature", "top_p", "rope"):
         return best
-    width = {"temperature": 0.1, "rope": math.log(2.5), "top_p": 0.05}[best.cause]
+    width = {"temperature": 0.2, "rope": math.log(2.5), "top_p": 0.05}[best.cause]
     lowest = cost([best])[0]
     for _ in range(REFINEMENTS):
+        if lowest <= enough:
+            break
         around = [moved for point in POINTS if (moved := _moved(best, at, point * width)) is not None]
         costs = cost(around)
         if min(costs, default=lowest) < lowest:

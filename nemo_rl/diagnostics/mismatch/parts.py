@@ -46,6 +46,8 @@ DONE_SHARE = 0.1
 WORTH_SHARE = 0.2
 """Of what is left: a fit that removes less on a coarse grid is not refined."""
 FITTED: tuple[Cause, ...] = ("temperature", "top_p", "top_k", "rope")
+PRECISE_SHARE = 1e-3
+"""Of what is left: a fit that leaves no more is exact enough."""
 MAX_CHANGES = 6
 EXACT = "float32"
 UNEXPLAINED = "no change explains it"
@@ -158,7 +160,8 @@ def find_trainer(scorer: Scorer, stated: Stated, as_run: Setting, trainer_M: tor
         place = costs.index(min(costs))
         found = settings[place]
         if group is None:
-            found = refined(changes[place], at, lambda tried: apart([one.setting for one in tried])).setting
+            best = refined(changes[place], at, lambda tried: apart([one.setting for one in tried]), enough=enough / 10)
+            found = best.setting
         if apart([found])[0] < DONE_SHARE * lowest:
             return found
     return at
@@ -219,7 +222,7 @@ class _Search:
         supposed = [change for change in supposed if change.cause not in self._tried]
         tried = [self._least([change for change in supposed if change.cause not in FITTED])]
         if tried[0] is None or tried[0][1] > DONE_SHARE * left:
-            tried += [self._fit(at, left, [one for one in supposed if one.cause == cause]) for cause in FITTED]
+            tried += self._fits(at, left, [change for change in supposed if change.cause in FITTED])
         believed = [pair for pair in tried if pair is not None and _is_believed(pair, left)]
         return self._chosen(said, min(believed, key=lambda pair: pair[1], default=None), left)
 
@@ -236,11 +239,22 @@ class _Search:
         self._tried.add(supposed[0].cause)
         return supposed[0]
 
+    def _fits(self, at: Setting, left: float, changes: Sequence[Change]) -> list[tuple[Change, float] | None]:
+        # Samplings share their forward passes, so they are scored in one call.
+        self._kls([change.setting for change in changes if change.setting.passes == at.passes])
+        found = []
+        for cause in FITTED:
+            found.append(self._fit(at, left, [change for change in changes if change.cause == cause]))
+            if found[-1] is not None and found[-1][1] <= DONE_SHARE * left:
+                break
+        return found
+
     def _fit(self, at: Setting, left: float, changes: Sequence[Change]) -> tuple[Change, float] | None:
         found = self._least(changes)
         if found is None or found[1] > (1 - WORTH_SHARE) * left:
             return found
-        best = refined(found[0], at, lambda tried: self._kls([one.setting for one in tried]))
+        enough = max(self._floor, PRECISE_SHARE * left)
+        best = refined(found[0], at, lambda tried: self._kls([one.setting for one in tried]), enough=enough)
         return best, self.kl(best.setting)
 
     def _least(self, changes: Sequence[Change]) -> tuple[Change, float] | None:

@@ -16,7 +16,7 @@ from nemo_rl.algorithms.kept_steps.record import StepStatus
 from nemo_rl.algorithms.setup import build_loss
 from nemo_rl.diagnostics.local_job import run_job
 from nemo_rl.diagnostics.mismatch.tokens import StepTokens
-from nemo_rl.diagnostics.step_replay.chain import Chain, ChainLink, checkpoints_of, find_chain
+from nemo_rl.diagnostics.step_replay.chain import Chain, ChainLink, checkpoints_of, find_chain, read_link
 from nemo_rl.diagnostics.step_replay.columns import KeptColumns
 from nemo_rl.diagnostics.step_replay.rank import RankJob, ReplayRank, replay_rank
 from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest, no_observation
@@ -136,6 +136,7 @@ class _Plan:
         return make_work(self.target, self.settings, only=self.request.rows) if self.wants_pass else None
 
     def _to(self, number: int) -> Chain:
+        read_link(self.request.run, number)
         reads_optimizer = not self.settings.is_other_worker
         return find_chain(self.request.run, number, self.checkpoints, reads_optimizer=reads_optimizer)
 

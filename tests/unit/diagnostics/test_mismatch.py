@@ -22,7 +22,7 @@ from nemo_rl.data_plane.column_file import read_column_file, write_column_file
 from nemo_rl.diagnostics.mismatch.explain import explain_mismatch
 from nemo_rl.diagnostics.mismatch.measure import divergence
 from nemo_rl.diagnostics.mismatch.rope import scaled_rope
-from nemo_rl.diagnostics.step_replay.request import ReplayRequest
+from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.models.logprobs import Sampling
 from nemo_rl.utils.manifest import MANIFEST_FILE, Manifest
@@ -71,6 +71,7 @@ def test_an_engine_as_it_should_be_is_within_noise(base: Base, tmp_path: Path) -
     assert report.total.kl < 1e-11 < report.floor and report.total.num_tokens > 500
 
 
+@pytest.mark.slow
 def test_two_causes_have_a_part_each(base: Base, tmp_path: Path) -> None:
     def stale_and_cut(base: Base, folder: Path) -> Path:
         return base.keep(folder, base.sample(base.model(STEP - 2), top_p=0.8))
@@ -116,13 +117,23 @@ def test_the_command_prints_causes_tokens_and_a_hint_and_says_what_is_missing(ba
     assert missing.exit_code == Verdict.INCOMPLETE.value and "generation_logprobs" in missing.output
 
 
+def test_weights_that_cannot_be_tried_are_said(base: Base, tmp_path: Path) -> None:
+    log_dir = CASES["one version behind"].plant(base, tmp_path / "run")
+    for gone in (log_dir / "steps" / "step_1", log_dir / "checkpoints" / "step_1"):
+        shutil.rmtree(gone)
+    report = explain_mismatch(ReplayRequest(run=log_dir, step=STEP))
+    assert report.first is not None and report.first.cause == "engine"
+    assert "weights of version 1 cannot be tried: step 1 was not kept" in report.notes[0]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("prev", ["kept", "not kept"])
 def test_weights_that_no_checkpoint_has_are_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: Base, prev: str
 ) -> None:
     """And the trainer's pass is run again where the run had none."""
     monkeypatch.chdir(ROOT)
-    changes = {**LOCAL, **KEEPS, "checkpointing.enabled": "false"}
+    changes = {**LOCAL, **{name: value for name, value in KEEPS.items() if not name.startswith("checkpointing")}}
     changes["grpo.use_generation_logprobs_as_prev"] = str(prev == "not kept").lower()
     config = load_recipe(write_recipe(tmp_path, base.log_dir.parent / "model"), changes)
     run(config, console=Console(file=io.StringIO()))
@@ -133,7 +144,7 @@ def test_weights_that_no_checkpoint_has_are_replayed(
     assert healthy.num_rows == len(StepsFolder(log_dir).all()[-1].read().trained or ())
     if prev == "kept":
         shutil.rmtree(log_dir / "steps" / "step_1")
-        with pytest.raises(Exception, match="step 1"):
+        with pytest.raises(ReplayProblem, match="step 1 was not kept"):
             explain_mismatch(ReplayRequest(run=log_dir, step=STEP))
 
 
@@ -171,6 +182,7 @@ def _rope(model: torch.nn.Module, factor: float) -> dict[str, object]:
     return {**given, "rope_theta": given["rope_theta"] * factor}
 
 
+@pytest.mark.slow
 def test_a_trainer_is_taken_at_its_own_numbers(base: Base, tmp_path: Path) -> None:
     """A filter in the trainer that the engine has not: the engine's side is the config's."""
     log_dir = base.keep(tmp_path / "run", base.sample(base.model(STEP - 1)), trainer=Sampling(top_k=20))
