@@ -74,10 +74,8 @@ class Split:
     floor: float
     """Below it a KL is noise."""
     trainer: Setting
-    engine: Setting
     parts: tuple[Part, ...]
     """In the order of the changes; the last one is the rest."""
-    trainer_M: torch.Tensor
     rest_M: torch.Tensor
     """Log-probabilities after all changes."""
 
@@ -107,9 +105,7 @@ def split(scorer: Scorer, stated: Stated, trainer_M: torch.Tensor, *, precision:
         total=total,
         floor=floor,
         trainer=trainer,
-        engine=at,
         parts=tuple(parts),
-        trainer_M=trainer_M,
         rest_M=scorer.logprobs(at)[0],
     )
 
@@ -160,7 +156,7 @@ def find_trainer(scorer: Scorer, stated: Stated, as_run: Setting, trainer_M: tor
         place = costs.index(min(costs))
         found = settings[place]
         if group is None:
-            best = refined(changes[place], at, lambda tried: apart([one.setting for one in tried]), enough=enough / 10)
+            best = refined(changes[place], at, lambda tried: apart([one.setting for one in tried]), enough=enough / 1000)
             found = best.setting
         if apart([found])[0] < DONE_SHARE * lowest:
             return found

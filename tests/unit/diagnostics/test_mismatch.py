@@ -103,7 +103,13 @@ def test_the_command_prints_causes_tokens_and_a_hint_and_says_what_is_missing(ba
     cli, arguments = CliRunner(), ["replay", str(log_dir), "--step", str(STEP), "--explain-mismatch"]
     shown = cli.invoke(app, arguments)
     assert shown.exit_code == Verdict.MISMATCH.value, shown.output
-    for word in ("first cause: token shift (100%)", "hint: ", "_g0[", "nats per token", " 100.0%"):
+    for word in (
+        "first cause: token shift (100%): each token -> the one behind it",
+        "hint: ",
+        "_g0[",
+        "nats per token",
+        " 100.0%",
+    ):
         assert word in shown.output
     found = json.loads(cli.invoke(app, [*arguments, "--json", "--rows", "row0_g0", "--rows", "row1_g0"]).output)
     assert found["first"] == "shift" and found["verdict"] == "mismatch" and found["num_rows"] == 2
@@ -126,26 +132,35 @@ def test_weights_that_cannot_be_tried_are_said(base: Base, tmp_path: Path) -> No
     assert "weights of version 1 cannot be tried: step 1 was not kept" in report.notes[0]
 
 
+def test_weights_that_no_checkpoint_has_are_replayed(base: Base, tmp_path: Path) -> None:
+    log_dir = CASES["one version behind"].plant(base, tmp_path / "run")
+    shutil.rmtree(log_dir / "checkpoints")
+    report = explain_mismatch(ReplayRequest(run=log_dir, step=STEP))
+    assert report.first is not None and report.first.cause == "weights" and not report.notes, list(report.lines())
+    assert report.parts[0].kl == pytest.approx(0, abs=1e-9) and report.parts[-1].kl < 1e-9
+    shutil.rmtree(log_dir / "steps" / "step_1")
+    with pytest.raises(ReplayProblem, match="step 1 ") as caught:
+        explain_mismatch(ReplayRequest(run=log_dir, step=STEP))
+    assert caught.value.verdict is Verdict.INCOMPLETE
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("prev", ["kept", "not kept"])
-def test_weights_that_no_checkpoint_has_are_replayed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: Base, prev: str
+def test_the_trainers_pass_is_run_again_where_the_run_had_none(
+    base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the trainer's pass is run again where the run had none."""
     monkeypatch.chdir(ROOT)
-    changes = {**LOCAL, **{name: value for name, value in KEEPS.items() if not name.startswith("checkpointing")}}
-    changes["grpo.use_generation_logprobs_as_prev"] = str(prev == "not kept").lower()
+    changes = {**LOCAL, **KEEPS, "grpo.use_generation_logprobs_as_prev": "true"}
     config = load_recipe(write_recipe(tmp_path, base.log_dir.parent / "model"), changes)
     run(config, console=Console(file=io.StringIO()))
-    log_dir = config.logger.log_dir
-    healthy = explain_mismatch(ReplayRequest(run=log_dir, step=STEP))
-    assert healthy.verdict is Verdict.PASS and not healthy.notes, list(healthy.lines())
-    assert ("run again" in healthy.trainer) == (prev == "not kept")
-    assert healthy.num_rows == len(StepsFolder(log_dir).all()[-1].read().trained or ())
-    if prev == "kept":
-        shutil.rmtree(log_dir / "steps" / "step_1")
-        with pytest.raises(ReplayProblem, match="step 1 was not kept"):
-            explain_mismatch(ReplayRequest(run=log_dir, step=STEP))
+    request = ReplayRequest(run=config.logger.log_dir, step=STEP)
+    report = explain_mismatch(request)
+    assert report.verdict is Verdict.PASS and "its pass run again" in report.trainer, list(report.lines())
+    assert report.total.mean_abs > 0, "two engines never round alike"
+    keys = StepsFolder(request.run).all()[-1].read().keys[:1]
+    assert explain_mismatch(replace(request, rows=keys)).num_rows == 1
+    shutil.rmtree(request.run / "checkpoints" / "step_2")
+    again = explain_mismatch(request)
+    assert again.total == report.total and again.num_rows == report.num_rows
 
 
 def test_k3_is_the_kl_of_the_sampled_side_and_its_error_is_that_of_rows() -> None:
