@@ -110,14 +110,18 @@ class Base:
             routes=output.routes,
         )
 
-    def keep(self, folder: Path, rows: Rows, *, trainer: Sampling | None = None) -> Path:
-        """A copy of the run whose last step has these rows, scored by a trainer with its own weights."""
+    def keep(self, folder: Path, rows: Rows, *, trainer: Sampling | None = None, tag: int = STEP - 1) -> Path:
+        """A copy of the run whose last step has these rows, scored by a trainer with its own weights.
+
+        Args:
+            tag: the rows' weight version.
+        """
         log_dir = Path(shutil.copytree(self.log_dir, folder))
         kept = StepsFolder(log_dir).all()[-1]
         step = kept.read()
         model = self.model(STEP - 1)
         scored = [_score(model, ids, trainer or Sampling()) for ids in rows.ids]
-        _write(kept.path, step, rows, scored)
+        _write(kept.path, step, rows, scored, tag=tag)
         return log_dir
 
 
@@ -273,7 +277,7 @@ def _score(model: PreTrainedModel, ids: list[int], sampling: Sampling) -> torch.
     return logprobs_from_logits(model(row, use_cache=False).logits, row, sampling=sampling)[0]
 
 
-def _write(folder: Path, step: KeptStep, rows: Rows, scored: list[torch.Tensor]) -> None:
+def _write(folder: Path, step: KeptStep, rows: Rows, scored: list[torch.Tensor], *, tag: int) -> None:
     lengths = torch.tensor([len(ids) for ids in rows.ids])
     is_response = [torch.arange(len(ids)) >= len(p) for ids, p in zip(rows.ids, rows.prompts, strict=True)]
     given = [
@@ -296,7 +300,7 @@ def _write(folder: Path, step: KeptStep, rows: Rows, scored: list[torch.Tensor])
         step.rows,
         keys=tuple(f"row{row}_g0" for row in range(count)),
         lengths=tuple(lengths.tolist()),
-        tags={"weight_version": (STEP - 1,) * count},
+        tags={"weight_version": (tag,) * count},
         rewards=(0.0,) * count,
         truncated=(False,) * count,
         response_lengths=tuple(len(response) for response in rows.responses),

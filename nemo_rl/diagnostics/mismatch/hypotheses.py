@@ -14,9 +14,10 @@ from nemo_rl.models.logprobs import Sampling
 
 __all__ = ["Stated", "refined", "sampling_changes", "stated_changes", "supposed_changes"]
 
-TEMPERATURES = tuple(math.exp(step / 5) for step in range(-7, 8) if step)
-"""Factors: from 0.25 to 4 in steps of 20 %."""
-TOP_PS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99)
+STEPS = (0.03, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.2, 1.4)
+TEMPERATURES = tuple(math.exp(sign * step) for step in STEPS for sign in (-1, 1))
+"""Factors, closer to one another near 1: a small fault must not lie between two of them."""
+TOP_PS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 0.995)
 TOP_KS = (1, 2, 3, 5, 8, 10, 20, 30, 40, 50, 64, 100, 200)
 ROPE_FACTORS = (0.01, 0.05, 0.1, 0.25, 0.5, 2.0, 4.0, 10.0, 20.0, 100.0)
 PRECISIONS = ("float32", "bfloat16", "float16")
@@ -107,7 +108,7 @@ def refined(best: Change, at: Setting, cost: Callable[[Sequence[Change]], Sequen
     """
     if best.cause not in ("temperature", "top_p", "rope"):
         return best
-    width = {"temperature": 0.2, "rope": math.log(2.5), "top_p": 0.05}[best.cause]
+    width = {"temperature": 0.1, "rope": math.log(2.5), "top_p": 0.05}[best.cause]
     lowest = cost([best])[0]
     for _ in range(REFINEMENTS):
         if lowest <= enough:

@@ -12,7 +12,7 @@ batching may be negative, for that change is always the first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,8 +44,9 @@ FIXED_SHARE = 0.3
 DONE_SHARE = 0.1
 """Of what is left: a change that leaves no more is taken before others are tried."""
 WORTH_SHARE = 0.2
-"""Of what is left: a fit that removes less on a coarse grid is not refined."""
-FITTED: tuple[Cause, ...] = ("temperature", "top_p", "top_k", "rope")
+"""Of what is left: another rope base that removes less on a coarse grid is not refined, for each is a pass."""
+FITTED_SAMPLINGS: tuple[Cause, ...] = ("temperature", "top_p", "top_k")
+FITTED: tuple[Cause, ...] = (*FITTED_SAMPLINGS, "rope")
 PRECISE_SHARE = 1e-3
 """Of what is left: a fit that leaves no more is exact enough."""
 MAX_CHANGES = 6
@@ -146,21 +147,25 @@ def find_trainer(scorer: Scorer, stated: Stated, as_run: Setting, trainer_M: tor
             at, lowest = other, kl
     if lowest <= enough:
         return at
-    plain = replace(at, sampling=Sampling())
-    unfiltered = replace(at, sampling=Sampling(temperature=at.sampling.temperature))
-    cold = replace(at, sampling=replace(at.sampling, temperature=1.0))
-    for group in ([plain, unfiltered, cold], None):
-        changes = sampling_changes(at)
-        settings = [change.setting for change in changes] if group is None else group
-        costs = apart(settings)
-        place = costs.index(min(costs))
-        found = settings[place]
-        if group is None:
-            best = refined(changes[place], at, lambda tried: apart([one.setting for one in tried]), enough=enough / 1000)
-            found = best.setting
-        if apart([found])[0] < DONE_SHARE * lowest:
-            return found
-    return at
+    plain = [Sampling(), Sampling(temperature=at.sampling.temperature), replace(at.sampling, temperature=1.0)]
+    found = _nearest([replace(at, sampling=sampling) for sampling in plain], apart)
+    if found[1] < DONE_SHARE * lowest:
+        return found[0]
+    changes = sampling_changes(at)
+    fitted = []
+    for cause in FITTED_SAMPLINGS:
+        alike = {change.setting: change for change in changes if change.cause == cause}
+        best, _ = _nearest(list(alike), apart)
+        exact = enough * PRECISE_SHARE
+        fitted.append(refined(alike[best], at, lambda tried: apart([one.setting for one in tried]), enough=exact))
+    found = _nearest([change.setting for change in fitted], apart)
+    return found[0] if found[1] < DONE_SHARE * lowest else at
+
+
+def _nearest(
+    settings: Sequence[Setting], apart: Callable[[Sequence[Setting]], Sequence[float]]
+) -> tuple[Setting, float]:
+    return min(zip(settings, apart(settings), strict=True), key=lambda pair: pair[1])
 
 
 def named_first(parts: Sequence[Part]) -> Part:
@@ -247,7 +252,7 @@ class _Search:
 
     def _fit(self, at: Setting, left: float, changes: Sequence[Change]) -> tuple[Change, float] | None:
         found = self._least(changes)
-        if found is None or found[1] > (1 - WORTH_SHARE) * left:
+        if found is None or (found[0].cause == "rope" and found[1] > (1 - WORTH_SHARE) * left):
             return found
         enough = max(self._floor, PRECISE_SHARE * left)
         best = refined(found[0], at, lambda tried: self._kls([one.setting for one in tried]), enough=enough)
