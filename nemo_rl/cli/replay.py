@@ -1,4 +1,4 @@
-"""`nemo-rl replay`: a kept step of a run once more through the optimizer, compared stage by stage."""
+"""`nemo-rl replay`: a kept step of a run once more, compared stage by stage; or its KL to the rollout explained."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.console import Console
 from nemo_rl.diagnostics.verdict import Verdict
 
 if TYPE_CHECKING:
+    from nemo_rl.diagnostics.mismatch.report import MismatchReport
     from nemo_rl.diagnostics.step_replay.report import ReplayReport
 
 __all__ = ["replay"]
@@ -47,13 +48,20 @@ def replay(
         str | None, typer.Option("--dump", metavar="SELECTOR", help="record sites in the passes of STEP")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="folder of these records")] = None,
+    explain: Annotated[
+        bool,
+        typer.Option("--explain-mismatch", help="split the KL between rollout and trainer of the step into its causes"),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False,
 ) -> None:
     """Runs kept steps from the last checkpoint to STEP again and names the first stage that differs.
 
+    With --explain-mismatch: what the KL between rollout and trainer of STEP comes from, by scoring its rows again.
+
     Exit code: 0 pass, 2 usage, 3 mismatch, 4 incomplete, 5 vacuous, 6 corrupt, 7 unsupported, 8 a rank failed.
     """
     # torch takes seconds to import, and other commands need none.
+    from nemo_rl.diagnostics.mismatch.explain import explain_mismatch  # noqa: PLC0415
     from nemo_rl.diagnostics.step_replay.replay import replay_step  # noqa: PLC0415
     from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest  # noqa: PLC0415
 
@@ -68,14 +76,14 @@ def replay(
         out=out,
     )
     try:
-        report = replay_step(request)
+        report = explain_mismatch(request) if explain else replay_step(request)
     except ReplayProblem as problem:
         raise _end(str(problem), problem.verdict) from problem
     _show(report, as_json=as_json)
     raise typer.Exit(report.verdict.value)
 
 
-def _show(report: ReplayReport, *, as_json: bool) -> None:
+def _show(report: ReplayReport | MismatchReport, *, as_json: bool) -> None:
     console = Console(soft_wrap=True, markup=False, highlight=False)
     if as_json:
         console.print_json(json.dumps(report.as_record()))

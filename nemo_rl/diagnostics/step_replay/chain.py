@@ -16,7 +16,7 @@ from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.errors import CheckpointError, SchemaMismatch, name_some
 from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager
 
-__all__ = ["Chain", "ChainLink", "checkpoints_of", "find_chain", "read_target"]
+__all__ = ["Chain", "ChainLink", "checkpoints_of", "find_chain", "read_link", "read_target"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +47,12 @@ class Chain:
 
 
 def read_target(run: Path, number: int) -> KeptStep:
-    """The record of the step that is asked for.
+    """The record of the step that is asked for; raises as `read_link`."""
+    return read_link(run, number).step
+
+
+def read_link(run: Path, number: int) -> ChainLink:
+    """The step that is asked for.
 
     Raises:
         ReplayProblem: it is not there, or damaged.
@@ -59,7 +64,7 @@ def read_target(run: Path, number: int) -> KeptStep:
             f"step {number} was not kept in {StepsFolder(run).path}; kept steps: {there}",
             verdict=Verdict.INCOMPLETE if kept else Verdict.USAGE,
         )
-    return _read(kept[number]).step
+    return _read(kept[number])
 
 
 def checkpoints_of(config: MasterConfig, run: Path) -> list[Checkpoint]:

@@ -6,7 +6,9 @@ the data plane gave it in the run: the same rows in the same order, the same col
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 
@@ -33,7 +35,11 @@ from nemo_rl.routes.shape import MISSING
 from nemo_rl.utils.checkpoint import Checkpoint
 from nemo_rl.utils.metrics import merge_metrics
 
-__all__ = ["Logprobs", "RankJob", "RankStep", "Routes", "replay_rank"]
+__all__ = ["Logprobs", "RankJob", "RankStep", "ReplayRank", "Routes", "Visit", "replay_rank"]
+
+
+Visit: TypeAlias = "Callable[[ReplayRank, int], None]"
+"""(collective) Given a rank and the version of its weights; pickled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,8 +53,10 @@ class RankJob:
     loss_fn: LossFunction
     stages: tuple[str, ...]
     train_fields: tuple[str, ...]
-    record: RecordSpec | None
+    record: RecordSpec | None = None
     """Of the passes of the last step; None: nothing."""
+    visit: Visit | None = None
+    """At the start, and after each step that has ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,12 +102,14 @@ def replay_rank(spec: RankSpec, job: RankJob) -> list[RankStep]:
     torch.set_num_threads(job.settings.config.cluster.threads_per_worker)
     worker = _worker(spec, job)
     try:
-        rank = _Rank(worker, job)
+        rank = ReplayRank(worker, job)
+        rank.visit(0 if job.checkpoint is None else job.checkpoint.step)
         found: list[RankStep] = []
         for work in job.steps:
             found.append(rank.run(work))
             if found[-1].error is not None:
                 break
+            rank.visit(work.step.number)
         return found
     finally:
         worker.shutdown()
@@ -137,17 +147,22 @@ def _worker(spec: RankSpec, job: RankJob) -> PolicyWorker:
     return worker
 
 
-class _Rank:
+class ReplayRank:
     """The steps of one rank."""
 
     def __init__(self, worker: PolicyWorker, job: RankJob) -> None:
-        self._worker, self._job = worker, job
+        self.worker, self._job = worker, job
         self._at = job.settings.layout.coordinates(worker.rank)
         tokenizer = job.settings.policy.tokenizer
         named = load_tokenizer(tokenizer.name or job.settings.policy.model_name, chat_template=tokenizer.chat_template)
         self._pad_token_id = int(named.pad_token_id)
         replay = job.settings.policy.router_replay
         self._records_routes = replay.enabled and not replay.records_at_rollout
+
+    def visit(self, version: int) -> None:
+        """(collective) The weights are those of this version: so many steps are done."""
+        if self._job.visit is not None:
+            self._job.visit(self, version)
 
     def run(self, work: StepWork) -> RankStep:
         """One step."""
@@ -158,7 +173,7 @@ class _Rank:
         fresh: dict[str, torch.Tensor] = {}
         stage = WorkerPass.PREV_LOGPROBS
         if self._job.record is not None and work is self._job.steps[-1]:
-            self._worker.begin_recording(work.step.number)
+            self.worker.begin_recording(work.step.number)
         try:
             for stage in (WorkerPass.PREV_LOGPROBS, WorkerPass.REFERENCE_LOGPROBS):
                 if stage.value in self._job.stages:
@@ -168,10 +183,21 @@ class _Rank:
         except NonFiniteError as error:
             found.error = KeptError(kind=type(error).__name__, text=str(error), stage=stage.value)
             return found
-        self._worker.end_recording()
+        self.worker.end_recording()
         if not work.is_subset:
-            found.weights = self._worker.weights_digest()
+            found.weights = self.worker.weights_digest()
         return found
+
+    def logprobs(self, stage: WorkerPass, work: StepWork, columns: KeptColumns) -> tuple[list[int], torch.Tensor]:
+        """(collective) The pass of a stage under the present weights: this rank's rows, and `[rows, T]`."""
+        assert work.logprob_plan is not None, "there are rows"
+        self.worker.life.enter(WorkerState.LOGPROBS)
+        rows, plan = self._share(work, work.logprob_plan)
+        batch = columns.batch(LP_SEED_FIELDS, rows, width=plan.pad_to, pad_token_id=self._pad_token_id)
+        if stage is WorkerPass.REFERENCE_LOGPROBS:
+            return rows, self.worker.get_reference_policy_logprobs(batch, plan=plan)
+        self._add_routes(batch, columns, rows)
+        return rows, self.worker.get_logprobs(batch, plan=plan)
 
     def _logprobs(
         self,
@@ -181,29 +207,32 @@ class _Rank:
         fresh: dict[str, torch.Tensor],
         found: RankStep,
     ) -> None:
-        assert work.logprob_plan is not None, "there are rows"
-        self._worker.life.enter(WorkerState.LOGPROBS)
-        rows, plan = self._share(work, work.logprob_plan)
-        batch = columns.batch(LP_SEED_FIELDS, rows, width=plan.pad_to, pad_token_id=self._pad_token_id)
-        if stage is WorkerPass.REFERENCE_LOGPROBS:
-            got_NT = self._worker.get_reference_policy_logprobs(batch, plan=plan)
-        elif self._records_routes:
-            recorded = self._worker.record_routes(batch, plan=plan)
-            got_NT = recorded.logprobs_NT
-            self._add_routes(batch, columns, rows)
-            found.routes = _compared_routes(recorded.routes_NTLK, batch)
+        if stage is WorkerPass.PREV_LOGPROBS and self._records_routes:
+            rows, got_NT = self._recorded_logprobs(work, columns, found)
         else:
-            self._add_routes(batch, columns, rows)
-            got_NT = self._worker.get_logprobs(batch, plan=plan)
+            rows, got_NT = self.logprobs(stage, work, columns)
         fresh[stage.column] = torch.zeros(len(columns.keys), got_NT.shape[1])
         fresh[stage.column][torch.tensor(rows)] = got_NT
-        if not self._job.settings.layout.is_writer(self._worker.rank):
+        if not self._job.settings.layout.is_writer(self.worker.rank):
             return
         compared = _compared(stage.column, got_NT, columns, rows)
         if stage is WorkerPass.PREV_LOGPROBS:
             found.prev = compared
         else:
             found.reference = compared
+
+    def _recorded_logprobs(
+        self, work: StepWork, columns: KeptColumns, found: RankStep
+    ) -> tuple[list[int], torch.Tensor]:
+        """As `logprobs`, with routes that the pass chooses and records."""
+        assert work.logprob_plan is not None, "there are rows"
+        self.worker.life.enter(WorkerState.LOGPROBS)
+        rows, plan = self._share(work, work.logprob_plan)
+        batch = columns.batch(LP_SEED_FIELDS, rows, width=plan.pad_to, pad_token_id=self._pad_token_id)
+        recorded = self.worker.record_routes(batch, plan=plan)
+        self._add_routes(batch, columns, rows)
+        found.routes = _compared_routes(recorded.routes_NTLK, batch)
+        return rows, recorded.logprobs_NT
 
     def _train(self, work: StepWork, columns: KeptColumns, fresh: dict[str, torch.Tensor]) -> TrainResult:
         assert work.plan is not None, "there are rows"
@@ -220,8 +249,8 @@ class _Rank:
                 batch[name] = _to_width(fresh[name][torch.tensor(rows)], plan.pad_to)
         self._add_routes(batch, columns, rows)
         if not work.is_subset:
-            self._worker.prepare_for_training()
-        result = self._worker.train(batch, self._job.loss_fn, plan=plan, eval_mode=work.is_subset)
+            self.worker.prepare_for_training()
+        result = self.worker.train(batch, self._job.loss_fn, plan=plan, eval_mode=work.is_subset)
         # The driver of a run gets the metrics of a rank as one, too.
         return replace(result, metrics=(merge_metrics(result.metrics),))
 
@@ -230,8 +259,8 @@ class _Rank:
         return [work.trained[place] for place in plan.rows_of_rank(self._at.dp)], plan.for_rank(self._at.dp)
 
     def _add_routes(self, batch: BatchedDataDict, columns: KeptColumns, rows: list[int]) -> None:
-        if isinstance(self._worker.replay, WorkerReplay):
-            columns.add_routes(batch, rows, self._worker.replay.shape)
+        if isinstance(self.worker.replay, WorkerReplay):
+            columns.add_routes(batch, rows, self.worker.replay.shape)
 
 
 def _to_width(column_NT: torch.Tensor, width: int) -> torch.Tensor:

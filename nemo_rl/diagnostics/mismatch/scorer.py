@@ -1,0 +1,179 @@
+"""`Scorer`: the rows of a step under any `Setting`, by the Hugging Face model in this process.
+
+Rows of one length make a pass: nothing is packed or padded. Invariant: a setting is scored once. Shapes: n rows of a
+pass, N all rows, T tokens, M sampled tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from nemo_rl.diagnostics.local_job import quiet_libraries
+from nemo_rl.diagnostics.mismatch.rope import has_rope, scaled_rope
+from nemo_rl.diagnostics.mismatch.setting import Setting
+from nemo_rl.diagnostics.mismatch.tokens import StepTokens
+from nemo_rl.models.hf_routers import HFRouters
+from nemo_rl.models.loading import DTYPES, load_causal_lm
+from nemo_rl.models.logprobs import Sampling, token_logprobs
+from nemo_rl.routes.shape import MISSING, RouteShape
+
+__all__ = ["RoutesOf", "Scorer"]
+
+PASS_TOKENS = 4096
+"""Of one pass: bounds its logits."""
+MODELS_HELD = 2
+"""In memory: greedy search goes back and forth between two."""
+RoutesOf = Callable[[RouteShape], torch.Tensor | None]
+"""Shape of the model's routes -> those of the rollout, `[N, T, L, K]`, -1 where one is missing; None: none kept."""
+
+
+class Scorer:
+    """Scores the rows of one step.
+
+    Args:
+        folders: version -> Hugging Face folder of its weights.
+        version: of the trainer.
+        routes_of: for a model with experts whose rollout has recorded routes; None elsewhere.
+    """
+
+    def __init__(
+        self,
+        tokens: StepTokens,
+        folders: Mapping[int, Path],
+        *,
+        version: int,
+        routes_of: RoutesOf | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.tokens = tokens
+        self._folders, self._version, self._device = folders, version, device
+        self._routes_of = routes_of
+        self._routes_NTLK: torch.Tensor | None = None
+        self._models: dict[tuple[int, str], tuple[PreTrainedModel, HFRouters | None]] = {}
+        self._scored: dict[tuple[tuple[object, ...], Sampling], torch.Tensor] = {}
+        # One token more: a shift wants the log-probability of the token before the first sampled one.
+        sampled = tokens.is_sampled_NT
+        self._wanted_NT = sampled | torch.nn.functional.pad(sampled[:, 1:], (0, 1))
+        self._wanted_NT[:, 0] = False
+
+    @property
+    def replays(self) -> bool:
+        """Whether routes can be replayed."""
+        return self._routes_of is not None
+
+    @property
+    def is_lagging(self) -> bool:
+        """Whether the tags name other weights than the trainer's, and they are there."""
+        return self._versions(0) != self._versions(None) and self.has_weights(0)
+
+    def has_weights(self, lag: int | None) -> bool:
+        """Whether the weights of every row are there."""
+        return all(version in self._folders for version in self._versions(lag))
+
+    def has_rope(self, setting: Setting) -> bool:
+        """Whether the model has rotary embeddings that can be changed."""
+        return has_rope(self._model(self._versions(setting.lag)[0], setting.precision)[0])
+
+    def logprobs(self, *settings: Setting) -> list[torch.Tensor]:
+        """`[M]` float32 of each; NaN where a shifted token has no counterpart."""
+        by_passes: dict[tuple[object, ...], list[Setting]] = {}
+        for setting in settings:
+            if (setting.passes, setting.sampling) not in self._scored:
+                by_passes.setdefault(setting.passes, []).append(setting)
+        for passes, alike in by_passes.items():
+            samplings = list(dict.fromkeys(setting.sampling for setting in alike))
+            for sampling, scored_NT in zip(samplings, self._score(alike[0], samplings), strict=True):
+                self._scored[passes, sampling] = scored_NT
+        return [self._placed(self._scored[setting.passes, setting.sampling], setting.shift) for setting in settings]
+
+    def one_by_one(self, setting: Setting, *, num_rows: int) -> torch.Tensor:
+        """As `logprobs`, of the first rows, each in a pass of its own; NaN of the others."""
+        rows = range(min(num_rows, len(self.tokens.rows)))
+        scored = self._score(setting, [setting.sampling], groups=[[row] for row in rows])
+        return self._placed(scored[0], setting.shift)
+
+    # Private parts.
+
+    def _versions(self, lag: int | None) -> list[int]:
+        return [self._version if lag is None else version + lag for version in self.tokens.versions]
+
+    def _placed(self, scored_NT: torch.Tensor, shift: int) -> torch.Tensor:
+        moved_NT = scored_NT.roll(shift, dims=1) if shift else scored_NT
+        if shift > 0:
+            moved_NT[:, :shift] = float("nan")
+        elif shift < 0:
+            moved_NT[:, shift:] = float("nan")
+        return moved_NT[self.tokens.is_sampled_NT]
+
+    @torch.inference_mode()
+    def _score(
+        self, setting: Setting, samplings: Sequence[Sampling], *, groups: Sequence[Sequence[int]] | None = None
+    ) -> list[torch.Tensor]:
+        """`[N, T]` for each sampling, NaN where nothing is wanted."""
+        ids_NT = self.tokens.ids_NT
+        found = [torch.full(ids_NT.shape, float("nan")) for _ in samplings]
+        versions = self._versions(setting.lag)
+        for version in sorted(set(versions)):
+            model, routers = self._model(version, setting.precision)
+            with quiet_libraries(), scaled_rope(model, setting.rope):
+                for rows in self._groups() if groups is None else groups:
+                    of_version = [row for row in rows if versions[row] == version]
+                    if not of_version:
+                        continue
+                    index = torch.tensor(of_version)
+                    length = self.tokens.lengths[of_version[0]]
+                    with self._routing(routers, setting, index, length):
+                        logits_nTV = model(ids_NT[index, :length].to(self._device), use_cache=False).logits
+                    row_m, column_m = self._wanted_NT[index, :length].nonzero(as_tuple=True)
+                    logits_mV = logits_nTV[row_m.to(self._device), column_m.to(self._device) - 1]
+                    targets_m = ids_NT[index[row_m], column_m].to(self._device)
+                    for sampling, scored_NT in zip(samplings, found, strict=True):
+                        logprobs_m = token_logprobs(logits_mV, targets_m, sampling=sampling)
+                        scored_NT[index[row_m], column_m] = logprobs_m.cpu()
+        return found
+
+    def _groups(self) -> Iterator[list[int]]:
+        """Rows of one length, as many as fit a pass."""
+        by_length: dict[int, list[int]] = {}
+        for row, length in enumerate(self.tokens.lengths):
+            by_length.setdefault(length, []).append(row)
+        for length, rows in by_length.items():
+            step = max(1, PASS_TOKENS // length)
+            yield from (rows[start : start + step] for start in range(0, len(rows), step))
+
+    def _model(self, version: int, precision: str) -> tuple[PreTrainedModel, HFRouters | None]:
+        found = self._models.pop((version, precision), None)
+        if found is None:
+            while len(self._models) >= MODELS_HELD:
+                self._models.pop(next(iter(self._models)))
+            with quiet_libraries():
+                model = load_causal_lm(self._folders[version], dtype=DTYPES[precision])
+            model.to(self._device)  # type: ignore[arg-type]
+            found = model, HFRouters(model) if self.replays else None
+        # The last one used is the last to go.
+        self._models[version, precision] = found
+        return found
+
+    def _routing(
+        self, routers: HFRouters | None, setting: Setting, index: torch.Tensor, length: int
+    ) -> AbstractContextManager[None]:
+        if routers is None or setting.routes == "own":
+            return nullcontext()
+        if self._routes_NTLK is None:
+            shape = RouteShape(layers=routers.layers, top_k=routers.top_k, num_experts=routers.num_experts)
+            assert self._routes_of is not None, "there are routers to replay"
+            self._routes_NTLK = self._routes_of(shape)
+            assert self._routes_NTLK is not None, "the columns were looked for"
+        routes_nTLK = self._routes_NTLK[index, :length]
+        columns = {layer: column for column, layer in enumerate(routers.layers)}
+
+        def choose(layer: int, own: torch.Tensor) -> torch.Tensor:
+            ids = routes_nTLK[:, :, columns[layer]].flatten(0, 1).to(own.device, own.dtype)
+            return torch.where(ids == MISSING, own, ids)
+
+        return routers.choosing(choose)

@@ -1,0 +1,127 @@
+"""`StepTokens`: the response tokens of a kept step with the log-probabilities of both sides.
+
+Invariant: the sampled tokens M are in the order of rows and positions, and every `[M]` of this package is of them.
+Shapes: N rows, T tokens of the longest one, L layers with experts, K experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nemo_rl.algorithms.kept_steps.folder import KeptFolder
+from nemo_rl.algorithms.kept_steps.record import KeptRows, KeptStep
+from nemo_rl.data_plane.chunks.ragged import materialize
+from nemo_rl.data_plane.schema import ROUTE_FIELDS
+from nemo_rl.diagnostics.step_replay.columns import KeptColumns
+from nemo_rl.diagnostics.step_replay.request import ReplayProblem
+from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.distributed.worker_pass import WorkerPass
+from nemo_rl.errors import name_some
+from nemo_rl.experience.sync_rollout_actor import WEIGHT_VERSION
+from nemo_rl.routes.columns import decode_routes
+from nemo_rl.routes.shape import MISSING, RouteShape
+
+__all__ = ["StepTokens", "read_tokens", "route_columns"]
+
+NEEDED = ("input_ids", "token_mask", "generation_logprobs")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTokens:
+    """The rows of a step that both sides have scored."""
+
+    rows: tuple[int, ...]
+    """Counted in the rollout's order."""
+    keys: tuple[str, ...]
+    versions: tuple[int, ...]
+    """Of the weights, by each row's tag."""
+    lengths: tuple[int, ...]
+    ids_NT: torch.Tensor
+    """int64, 0 in the padding."""
+    is_sampled_NT: torch.Tensor
+    rollout_M: torch.Tensor
+    """Float32 log-probabilities that the rollout gave."""
+    trainer_M: torch.Tensor | None
+    """The kept ones of the trainer; None where the run had no such stage."""
+
+    @property
+    def row_M(self) -> torch.Tensor:
+        return self.is_sampled_NT.nonzero(as_tuple=True)[0]
+
+    @property
+    def column_M(self) -> torch.Tensor:
+        """Position of each token in its row."""
+        return self.is_sampled_NT.nonzero(as_tuple=True)[1]
+
+
+def read_tokens(folder: KeptFolder, step: KeptStep, *, only: Sequence[str] = ()) -> StepTokens:
+    """
+    Args:
+        only: keys of rows; empty takes all that the trainer has scored.
+
+    Raises:
+        ReplayProblem: what is needed was not kept.
+        CheckpointError: a file is torn.
+    """
+    if step.rows is None:
+        raise ReplayProblem(f"step {step.number} ended before its rows were there", verdict=Verdict.INCOMPLETE)
+    columns = KeptColumns.read(folder, step)
+    rows = _chosen(step, columns, only)
+    missing = [name for name in NEEDED if not columns.has(name, rows)]
+    if missing:
+        raise ReplayProblem(
+            f"step {step.number}: column {name_some(missing)} was not kept: there is nothing to explain",
+            verdict=Verdict.INCOMPLETE,
+        )
+    prev = WorkerPass.PREV_LOGPROBS.column
+    has_prev = columns.has(prev, rows)
+    if not has_prev and WorkerPass.PREV_LOGPROBS.value in step.run.stages:
+        raise ReplayProblem(f"step {step.number} ended before its {prev} were kept", verdict=Verdict.INCOMPLETE)
+    names = [*NEEDED, *([prev] if has_prev else [])]
+    dense = materialize({name: columns.rows(name, rows) for name in names}, pad_values={})
+    is_sampled = dense.tensor("token_mask").bool()
+    # Nothing predicts the first token of a row.
+    is_sampled[:, 0] = False
+    return StepTokens(
+        rows=tuple(rows),
+        keys=tuple(columns.keys[row] for row in rows),
+        versions=_versions(step, step.rows, rows),
+        lengths=tuple(columns.lengths[row] for row in rows),
+        ids_NT=dense.tensor("input_ids").long(),
+        is_sampled_NT=is_sampled,
+        rollout_M=dense.tensor("generation_logprobs")[is_sampled],
+        trainer_M=dense.tensor(prev)[is_sampled] if has_prev else None,
+    )
+
+
+def route_columns(folder: KeptFolder, step: KeptStep, rows: Sequence[int], shape: RouteShape) -> torch.Tensor | None:
+    """`[N, T, L, K]` int16 with -1 where a route is missing; None where none were kept."""
+    columns = KeptColumns.read(folder, step)
+    names = [name for name in ROUTE_FIELDS if columns.has(name, rows)]
+    if not names:
+        return None
+    routes = decode_routes({name: columns.rows(name, rows) for name in names}, shape)
+    return materialize({"routes": routes}, pad_values={"routes": float(MISSING)}).tensor("routes")
+
+
+def _versions(step: KeptStep, kept: KeptRows, rows: Sequence[int]) -> tuple[int, ...]:
+    tags = kept.tags.get(WEIGHT_VERSION)
+    found = [step.policy_version if tags is None else tags[row] for row in rows]
+    return tuple(version for version in found if isinstance(version, int))
+
+
+def _chosen(step: KeptStep, columns: KeptColumns, only: Sequence[str]) -> list[int]:
+    everywhere = list(range(len(columns.keys)))
+    if only:
+        places = {key: row for row, key in enumerate(columns.keys)}
+        unknown = [key for key in only if key not in places]
+        if unknown:
+            raise ReplayProblem(
+                f"step {step.number} has no row {name_some(unknown)}; rows: {name_some(columns.keys)}",
+                verdict=Verdict.USAGE,
+            )
+        return [places[key] for key in only]
+    return sorted(step.trained) if step.trained else everywhere

@@ -1,0 +1,173 @@
+"""Where the weights of each version are: the initial model, checkpoints of the run, or the replay of kept steps.
+
+Invariant: version v are the weights after v steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from nemo_rl.algorithms.kept_steps.record import StepStatus
+from nemo_rl.algorithms.setup import build_loss
+from nemo_rl.diagnostics.local_job import run_job
+from nemo_rl.diagnostics.mismatch.tokens import StepTokens
+from nemo_rl.diagnostics.step_replay.chain import Chain, ChainLink, checkpoints_of, find_chain, read_link
+from nemo_rl.diagnostics.step_replay.columns import KeptColumns
+from nemo_rl.diagnostics.step_replay.rank import RankJob, ReplayRank, replay_rank
+from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
+from nemo_rl.diagnostics.step_replay.settings import ReplaySettings
+from nemo_rl.diagnostics.step_replay.work import StepWork, make_work
+from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.distributed.worker_pass import WorkerPass
+from nemo_rl.errors import name_some
+from nemo_rl.utils.checkpoint import Checkpoint
+
+__all__ = ["Versions", "find_versions"]
+
+ROWS, LOGPROBS, PASS = "rows", "logprobs", "pass_{rank}.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Versions:
+    """What is there."""
+
+    folders: dict[int, Path]
+    """Version -> Hugging Face folder."""
+    trainer_M: torch.Tensor | None = None
+    """Log-probabilities of the trainer's pass, run again; None where the kept ones are taken."""
+    notes: tuple[str, ...] = field(default=())
+
+
+def find_versions(
+    request: ReplayRequest,
+    settings: ReplaySettings,
+    target: ChainLink,
+    tokens: StepTokens,
+    *,
+    scratch: Path,
+) -> Versions:
+    """The trainer's weights, those that the tags name, and the ones next to them, as far as they can be had.
+
+    Args:
+        scratch: folder for what the replay makes.
+
+    Raises:
+        ReplayProblem: the trainer's weights, or those of the tags, cannot be had.
+    """
+    checkpoints = checkpoints_of(settings.config, request.run)
+    here = {0: Path(settings.policy.model_name)}
+    here |= {found.step: found.weights for found in checkpoints}
+    trainer = target.step.policy_version
+    needed = {trainer, *tokens.versions}
+    around = {version + by for version in tokens.versions for by in (-1, 1) if 0 <= version + by <= trainer}
+    wants_pass = tokens.trainer_M is None
+    plan = _Plan(request=request, target=target, checkpoints=checkpoints, settings=settings, wants_pass=wants_pass)
+    notes: list[str] = []
+    missing = (needed | around) - here.keys()
+    try:
+        chain = plan.chain(missing)
+    except ReplayProblem as problem:
+        notes.append(f"weights of version {name_some(sorted(missing - needed))} cannot be tried: {problem}")
+        missing = needed - here.keys()
+        chain = plan.chain(missing)
+    if chain is not None:
+        _replay(chain, settings, _Keep(folder=scratch, versions=tuple(missing), target=plan.target_pass()))
+        here |= {version: scratch / _name(version) for version in missing}
+    return Versions(
+        folders={version: here[version] for version in sorted((needed | around) & here.keys())},
+        trainer_M=_trainer_pass(scratch, tokens) if wants_pass else None,
+        notes=tuple(notes),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Keep:
+    """What every rank does between the steps of a replay."""
+
+    folder: Path
+    versions: tuple[int, ...]
+    target: StepWork | None
+    """The step whose pass is run again; None where it was kept."""
+
+    def __call__(self, rank: ReplayRank, version: int) -> None:
+        """(collective) Writes weights, and the log-probabilities of this rank's rows."""
+        if version in self.versions:
+            rank.worker.save_checkpoint(weights=self.folder / _name(version), optimizer=None, tokenizer=None)
+        if self.target is None or version != self.target.step.policy_version:
+            return
+        columns = KeptColumns.read(self.target.folder, self.target.step)
+        rows, got_NT = rank.logprobs(WorkerPass.PREV_LOGPROBS, self.target, columns)
+        path = self.folder / PASS.format(rank=rank.worker.rank)
+        save_file({ROWS: torch.tensor(rows, dtype=torch.int64), LOGPROBS: got_NT.contiguous()}, path)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Plan:
+    """What has to be replayed."""
+
+    request: ReplayRequest
+    target: ChainLink
+    checkpoints: list[Checkpoint]
+    settings: ReplaySettings
+    wants_pass: bool
+
+    def chain(self, missing: Collection[int]) -> Chain | None:
+        """The steps from before the first missing version to the last one; None where nothing is to be run."""
+        trainer = self.target.step.policy_version
+        if not missing:
+            loaded = next((found for found in self.checkpoints if found.step == trainer), None)
+            return Chain(links=(), checkpoint=loaded, with_optimizer=False) if self.wants_pass else None
+        start = self._to(min(missing))
+        links = list(start.links)
+        for number in range(min(missing) + 1, (trainer if self.wants_pass else max(missing)) + 1):
+            links.append(self._to(number).links[-1])
+        unfinished = [link.step.number for link in links if link.step.status is not StepStatus.COMPLETE]
+        if unfinished:
+            raise ReplayProblem(f"step {name_some(unfinished)} did not end", verdict=Verdict.INCOMPLETE)
+        return Chain(links=tuple(links), checkpoint=start.checkpoint, with_optimizer=start.with_optimizer)
+
+    def target_pass(self) -> StepWork | None:
+        """The step whose pass is run again."""
+        return make_work(self.target, self.settings, only=self.request.rows) if self.wants_pass else None
+
+    def _to(self, number: int) -> Chain:
+        read_link(self.request.run, number)
+        reads_optimizer = not self.settings.is_other_worker
+        return find_chain(self.request.run, number, self.checkpoints, reads_optimizer=reads_optimizer)
+
+
+def _replay(chain: Chain, settings: ReplaySettings, keep: _Keep) -> None:
+    run = chain.links[-1].step.run if chain.links else None
+    job = RankJob(
+        settings=settings,
+        checkpoint=chain.checkpoint,
+        with_optimizer=chain.with_optimizer,
+        steps=tuple(make_work(link, settings) for link in chain.links),
+        loss_fn=build_loss(settings.config),
+        # The kept columns are taken; only what the loss itself computes is run again.
+        stages=(),
+        train_fields=run.train_fields if run is not None else (),
+        visit=keep,
+    )
+    run_job(settings.layout.world_size, replay_rank, job, timeout_s=settings.config.cluster.stage_timeout_s)
+
+
+def _trainer_pass(scratch: Path, tokens: StepTokens) -> torch.Tensor:
+    """`[M]`, from what all ranks wrote."""
+    places = {row: place for place, row in enumerate(tokens.rows)}
+    found_NT = torch.full(tokens.is_sampled_NT.shape, float("nan"))
+    for path in sorted(scratch.glob(PASS.format(rank="*"))):
+        parts = load_file(path)
+        width = min(found_NT.shape[1], parts[LOGPROBS].shape[1])
+        for row, scored in zip(parts[ROWS].tolist(), parts[LOGPROBS], strict=True):
+            found_NT[places[row], :width] = scored[:width]
+    return found_NT[tokens.is_sampled_NT]
+
+
+def _name(version: int) -> str:
+    return f"version_{version}"
