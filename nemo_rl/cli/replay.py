@@ -61,6 +61,7 @@ def replay(
     Exit code: 0 pass, 2 usage, 3 mismatch, 4 incomplete, 5 vacuous, 6 corrupt, 7 unsupported, 8 a rank failed.
     """
     # torch takes seconds to import, and other commands need none.
+    from nemo_rl.diagnostics.local_job import quiet_libraries  # noqa: PLC0415
     from nemo_rl.diagnostics.mismatch.explain import explain_mismatch  # noqa: PLC0415
     from nemo_rl.diagnostics.step_replay.replay import replay_step  # noqa: PLC0415
     from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest  # noqa: PLC0415
@@ -76,7 +77,8 @@ def replay(
         out=out,
     )
     try:
-        report = explain_mismatch(request) if explain else replay_step(request)
+        with quiet_libraries():
+            report = explain_mismatch(request) if explain else replay_step(request)
     except ReplayProblem as problem:
         raise _end(str(problem), problem.verdict) from problem
     _show(report, as_json=as_json)

@@ -34,7 +34,7 @@ from nemo_rl.diagnostics.step_replay.request import ReplayRequest
 from nemo_rl.jagged import nest
 from nemo_rl.models.generation.interfaces import GenerationRequest, RecordedRoutes, SamplingParams
 from nemo_rl.models.generation.torch_engine import TorchEngine
-from nemo_rl.models.hf_routers import ROUTER_FAMILIES
+from nemo_rl.models.hf_routers import ROUTER_KINDS
 from nemo_rl.models.loading import load_causal_lm
 from nemo_rl.models.logprobs import Sampling, logprobs_from_logits
 from nemo_rl.routes.columns import encode_routes
@@ -160,10 +160,10 @@ def routes_off(base: Base, folder: Path) -> Path:
         logits, _weights, own = output
         noisy = logits + torch.randn(logits.shape, generator=generator) * 0.3 * logits.std()
         ids = noisy.topk(own.shape[1], dim=-1).indices
-        return logits, ROUTER_FAMILIES[type(router).__name__](router, logits, ids), ids
+        return logits, ROUTER_KINDS[type(router).__name__](router, logits, ids), ids
 
     for module in model.modules():
-        if type(module).__name__ in ROUTER_FAMILIES:
+        if type(module).__name__ in ROUTER_KINDS:
             module.register_forward_hook(reroute)
     return base.keep(folder, base.sample(model))
 

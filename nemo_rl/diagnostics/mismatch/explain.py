@@ -49,6 +49,11 @@ def explain_mismatch(request: ReplayRequest) -> MismatchReport:
         tokens = read_tokens(target.folder, target.step, only=request.rows)
         if not len(tokens.rollout_M):
             raise ReplayProblem(f"step {request.step} has no sampled token", verdict=Verdict.VACUOUS)
+        if not target.step.trained:
+            raise ReplayProblem(
+                f"step {request.step} trained no row, so its trainer scored none: every group had equal rewards",
+                verdict=Verdict.VACUOUS,
+            )
         with tempfile.TemporaryDirectory(prefix="nemo_rl_mismatch_") as scratch:
             versions = find_versions(request, settings, target, tokens, scratch=Path(scratch))
             return _explain(request, settings, target, tokens, versions, started=started)
