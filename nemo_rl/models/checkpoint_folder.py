@@ -11,6 +11,7 @@ import pickle
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
@@ -206,10 +207,20 @@ def refuse_code(folder: Path) -> None:
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str, /) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            # Python 3.11.0 to 3.11.3 pickle a member of an Enum as an attribute of its class.
+            return _member
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if not is_dtype and (module, name) not in _INDEX_PARTS:
             raise pickle.UnpicklingError(f"{module}.{name} has no place in the index of a checkpoint")
         return super().find_class(module, name)
+
+
+def _member(kind: object, name: object) -> Enum:
+    """The member of an Enum; no other attribute of anything."""
+    if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
+        return kind[str(name)]
+    raise pickle.UnpicklingError(f"attribute {name!r} has no place in the index of a checkpoint")
 
 
 def _part(folder: Path) -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group
 from nemo_rl.errors import CheckpointError
@@ -88,6 +89,29 @@ def test_pickles_of_anything_else_are_refused_unread(tmp_path: Path, place: str)
     with pytest.raises(CheckpointError, match="the optimizer state cannot be read"):
         refuse_code(folder)
     assert not trace.exists()
+
+
+class Attribute:
+    """Pickled as early versions of Python 3.11 pickle a member of an Enum."""
+
+    def __init__(self, kind: type, name: str) -> None:
+        self.parts = kind, name
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return getattr, self.parts
+
+
+def test_members_of_enums_are_read_in_the_form_of_every_python(tmp_path: Path) -> None:
+    state_dict_saver.save({"lr": 0.1}, checkpoint_id=tmp_path)
+    index = pickle.loads((tmp_path / ".metadata").read_bytes())
+    index.storage_meta = Attribute(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
+    refuse_code(tmp_path)
+    for kind, name in ((_MEM_FORMAT_ENCODING, "mro"), (Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "__class__")):
+        index.storage_meta = Attribute(kind, name)
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
+        with pytest.raises(CheckpointError, match="has no place in the index"):
+            refuse_code(tmp_path)
 
 
 def test_random_state_is_set_again() -> None:
