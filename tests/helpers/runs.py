@@ -112,7 +112,8 @@ def start_cli(recipe: Path, *overrides: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "examples/run_grpo.py", "--config", str(recipe), *overrides],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        # Parts of the tests' own are found from here.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
