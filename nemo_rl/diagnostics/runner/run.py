@@ -31,6 +31,7 @@ from nemo_rl.models.hub import local_folders
 from nemo_rl.models.loading import load_model_config
 from nemo_rl.models.policy.fit import check_policy_fits
 from nemo_rl.models.policy.recording.identity import model_identity, record_spec
+from nemo_rl.records.reader import read_folder
 from nemo_rl.records.selector import Selector
 from nemo_rl.utils.files import write_text
 
@@ -71,6 +72,8 @@ class ProbeResult:
     found: RankResult
     layout: str
     world_size: int
+    unobserved: Mapping[str, str] = field(default_factory=dict)
+    """Sites that were to be recorded and that this model does not give -> why."""
     is_first_rank: bool = True
     """Whether this process speaks for the job."""
 
@@ -96,6 +99,7 @@ class ProbeResult:
             "world_size": self.world_size,
             "loss": self.found.loss,
             "grad_norm": self.found.grad_norm,
+            "unobserved": dict(self.unobserved),
             "rows": rows,
         }
 
@@ -115,7 +119,7 @@ class ProbeResult:
                 lines += self._top_k_lines(number)
         if self.found.loss is not None and self.found.grad_norm is not None:
             lines.append(f"loss {self.found.loss:.9g}, gradient norm {self.found.grad_norm:.9g}")
-        return lines
+        return lines + [f"not observed: {site}: {why}" for site, why in self.unobserved.items()]
 
     def _top_k_lines(self, number: int) -> list[str]:
         lines = []
@@ -161,6 +165,7 @@ def run_probe(spec: ProbeSpec, environment: Mapping[str, str] = os.environ) -> P
         found=found,
         layout=_layout_words(work),
         world_size=world_size,
+        unobserved=_unobserved(work) if rank.rank == 0 else {},
         is_first_rank=rank.rank == 0,
     )
     if spec.out is not None and rank.rank == 0:
@@ -261,6 +266,10 @@ def _layout_words(work: RankWork) -> str:
     words += ["sp"] if sizes.sequence_parallel else []
     words += ["packed"] if policy.sequence_packing.enabled else []
     return " ".join(["megatron" if policy.megatron_cfg.enabled else "dtensor", *words, policy.precision])
+
+
+def _unobserved(work: RankWork) -> Mapping[str, str]:
+    return {} if work.record is None else read_folder(work.record.folder).manifest.unobserved
 
 
 def _write(path: Path, result: ProbeResult) -> None:

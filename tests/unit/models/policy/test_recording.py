@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Phi3Config
 
 from nemo_rl.algorithms.loss_functions import ClippedPGLoss
 from nemo_rl.config.schema import LossConfig
@@ -17,7 +18,7 @@ from nemo_rl.models.policy.recording.recording import RecordSpec
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.records.reader import read_folder
 from nemo_rl.records.sites import SITES, Direction, SiteKind
-from tests.helpers.families import write_family
+from tests.helpers.families import COMMON, write_family, write_with_tokenizer
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker
 
 ENGINES = {
@@ -139,6 +140,18 @@ def test_nothing_is_written_between_steps_or_in_other_phases(folder: Path, tmp_p
     worker.shutdown()
     found = read_folder(tmp_path / "of 7 'x'")
     assert {record.place.phase for record in found.records} == {"train"} and not found.problems
+
+
+def test_what_a_model_cannot_give_is_said_with_the_reason(tmp_path: Path) -> None:
+    fused = write_with_tokenizer(tmp_path / "phi3", AutoModelForCausalLM.from_config(Phi3Config(**COMMON)))
+    worker = tiny_worker(tiny_policy(fused), record=RecordSpec(folder=tmp_path / "records", sites="attn.*"))
+    worker.begin_recording(1)
+    worker.get_logprobs(tiny_batch(2))
+    worker.end_recording()
+    worker.shutdown()
+    manifest = read_folder(tmp_path / "records").manifest
+    assert manifest.unobserved["attn.k"] == "attention has no part named k_proj"
+    assert {site["kind"] for site in manifest.sites} == {"attn.context", "attn.out"}
 
 
 @pytest.fixture
