@@ -208,7 +208,7 @@ def refuse_code(folder: Path) -> None:
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str, /) -> Any:
         if (module, name) == ("builtins", "getattr"):
-            # Early versions of Python 3.11 (3.11.2 of Debian 12) pickle a member of an Enum as an attribute of its class.
+            # Early versions of Python 3.11 (Debian 12 has one) pickle a member of an Enum as an attribute of its class.
             return _member
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if not is_dtype and (module, name) not in _INDEX_PARTS:
