@@ -20,10 +20,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from nemo_rl.algorithms.kept_steps.keeper import StepKeeper
+from nemo_rl.algorithms.kept_steps.keeper import Keeper
 from nemo_rl.algorithms.run_folder import ROLLOUTS
 from nemo_rl.algorithms.stages.bodies import clear_untrained
 from nemo_rl.algorithms.stages.columns import declare_partition
@@ -64,8 +64,8 @@ class TrainerParts:
     logger: Logger
     panel: Panel
     resume_from: Checkpoint | None = None
-    keeper: StepKeeper | None = None
-    """With `diagnostics.keep_steps`."""
+    keeper: Keeper = field(default_factory=Keeper)
+    """A `StepKeeper` with `diagnostics.keep_steps`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,11 +122,10 @@ class SyncGRPOTrainer:
         parts, started = self._parts, time.monotonic()
         step = self._begin_step()
         with open_step(parts.client, step.partition, step.keys), self._recording(step.number):
-            step = self._run_stages(step) if parts.keeper is None else self._run_kept_stages(step, parts.keeper)
+            step = self._run_stages(step)
             clear_untrained(parts.client, step)
         parts.policy.end_step()
-        if parts.keeper is not None:
-            parts.keeper.finish(step, last_checkpoint=self._last_saved_step)
+        parts.keeper.finish(step, last_checkpoint=self._last_saved_step)
         self._step = step.number
         return replace(step, seconds=time.monotonic() - started)
 
@@ -141,14 +140,8 @@ class SyncGRPOTrainer:
             self._parts.policy.end_recording()
 
     def _run_stages(self, step: StepState) -> StepState:
-        for stage in self._parts.stages:
-            self._parts.panel.stage(stage.name)
-            step = stage.run(step)
-        return step
-
-    def _run_kept_stages(self, step: StepState, keeper: StepKeeper) -> StepState:
-        """As `_run_stages`, writing the step to disk meanwhile; when it fails, as far as it came."""
-        at = ""
+        """All stages; a step that fails is kept as far as it came."""
+        keeper, at = self._parts.keeper, ""
         try:
             for stage in self._parts.stages:
                 at = stage.name
@@ -224,8 +217,7 @@ class SyncGRPOTrainer:
         )
         metrics.update({f"timing/{name}_s": value for name, value in stage_seconds.items()})
         metrics.update(traffic.metrics)
-        if self._parts.keeper is not None:
-            metrics.update(self._parts.keeper.metrics())
+        metrics.update(self._parts.keeper.metrics())
         self._timer.reset()
         self._parts.logger.log_metrics(metrics, step=self._step)
         self._parts.panel.step(self._report(step, metrics, stage_seconds, traffic.stage_bytes))

@@ -18,7 +18,7 @@ from rich.console import Console
 from nemo_rl.algorithms.cpu_needs import ROLLOUT_CPUS, cpus_per_bundle, other_cpus
 from nemo_rl.algorithms.grpo_sync import SyncGRPOTrainer, TrainerParts
 from nemo_rl.algorithms.kept_steps.folder import StepsFolder
-from nemo_rl.algorithms.kept_steps.keeper import StepKeeper, package_versions
+from nemo_rl.algorithms.kept_steps.keeper import Keeper, StepKeeper
 from nemo_rl.algorithms.kept_steps.record import RunFacts
 from nemo_rl.algorithms.preflight.checks import preflight
 from nemo_rl.algorithms.run_folder import CONFIG_FILE, RECORDS, cut_rollouts, open_run_folders
@@ -60,6 +60,7 @@ from nemo_rl.utils.flops import TransformerShape, sequence_cost
 from nemo_rl.utils.logger import Logger, build_logger
 from nemo_rl.utils.panel import Panel
 from nemo_rl.utils.start_up import StartUp
+from nemo_rl.utils.versions import package_versions
 
 __all__ = ["build_loss", "open_parts", "open_trainer", "write_resolved_config"]
 
@@ -149,7 +150,7 @@ def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | Non
             logger=run_logger,
             panel=panel,
             resume_from=resume_from,
-            keeper=_keeper(tools, columns, config, resume_from) if config.diagnostics.keep_steps.enabled else None,
+            keeper=_keeper(tools, columns, config, resume_from) if config.diagnostics.keep_steps.enabled else Keeper(),
         )
 
 

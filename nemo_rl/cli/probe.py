@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from nemo_rl.cli.probe_run import ab, run
 from nemo_rl.errors import UserError
+from nemo_rl.records.sites import SITES
 
 __all__ = ["app"]
 
@@ -47,6 +49,16 @@ def compare(
         a, b, limits=limits, noise=noise or (), propose=propose, html=html, show_all=show_all, as_json=as_json
     )
     raise typer.Exit(verdict.value)
+
+
+@app.command(short_help="what can be recorded, and what it means")
+def sites() -> None:
+    """Lists the sites that selectors name: their dims (R tokens) and meaning; `*` marks those with gradients, too."""
+    console = Console(soft_wrap=True, markup=False, highlight=False)
+    for kind, meaning in SITES.items():
+        mark = "*" if meaning.has_backward else " "
+        where = "each layer" if meaning.in_layers else "the model"
+        console.print(f"{kind.value:<17}{mark} {meaning.dims:<23} {where:<11} {meaning.text}")
 
 
 app.command(short_help="one worker on given rows")(run)

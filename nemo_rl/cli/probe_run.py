@@ -36,7 +36,9 @@ NumRows = Annotated[int, typer.Option("--rows", min=1, max=4096, help="rows of t
 Unequal = Annotated[bool, typer.Option("--unequal", help="each row 17 tokens shorter than the one before it")]
 Chat = Annotated[bool, typer.Option("--chat", help="put the text through the chat template")]
 Backward = Annotated[bool, typer.Option("--backward", help="loss, gradient norm and gradients, too")]
-Timeout = Annotated[float, typer.Option("--timeout", min=1, metavar="SECONDS", help="deadline of all ranks together")]
+Timeout = Annotated[
+    float, typer.Option("--timeout", min=1, metavar="SECONDS", help="deadline of several ranks together")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 
 

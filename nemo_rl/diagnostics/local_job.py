@@ -1,7 +1,7 @@
 """`run_job`: a function on several ranks of one job, each a process of its own on this machine; no Ray, no shell.
 
-Ranks are forked off a server that has imported what they need once. Invariant: when `run_job` returns or raises, no
-process that it started is left; ranks end by themselves when the process that asked for them dies.
+Ranks are forked off a server that has imported what they need once, and that ends with this process. Invariant: when
+`run_job` returns or raises, no rank is left; ranks end by themselves when the process that asked for them dies.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def run_job(world_size: int, target: Target, *args: object, timeout_s: float) ->
 
     Args:
         target: a function of a module; arguments and result can be pickled.
-        timeout_s: from the start of the first rank to the end of the last one.
+        timeout_s: of several ranks, from the start of the first one to the end of the last one. A single one waits for
+            nobody, and has no deadline.
 
     Raises:
         NemoRLError: what the first failing rank raised, when it is one of ours.

@@ -22,6 +22,8 @@ from nemo_rl.records.sites import SITES, Direction, SiteKind
 __all__ = ["Selector"]
 
 LAYERS = re.compile(r"layer\s+in\s+(.+)")
+LAYER_OF_NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+"""In the name of a parameter."""
 SPAN = re.compile(r"(\d+)\s*(?:\.\.\s*(\d+))?")
 MAX_TEXT = 10_000
 """Characters; more is no selection that somebody wrote."""
@@ -37,8 +39,11 @@ class _Selection:
     name: str = "*"
     direction: Direction | None = None
 
-    def takes(self, kind: SiteKind, layer: int | None, direction: Direction) -> bool:
-        if kind not in self.kinds or self.direction not in (None, direction):
+    def takes(self, kind: SiteKind, layer: int | None, direction: Direction | None = None) -> bool:
+        """Args:
+        direction: None takes any.
+        """
+        if kind not in self.kinds or (direction is not None and self.direction not in (None, direction)):
             return False
         # A site outside the layers is in none of them.
         return not self.layers or (layer is not None and any(a <= layer <= b for a, b in self.layers))
@@ -72,7 +77,9 @@ class Selector:
 
     def takes_parameter(self, name: str) -> bool:
         """Whether the gradient of the parameter of this Hugging Face name is recorded."""
-        return any(SiteKind.GRAD in part.kinds and fnmatchcase(name, part.name) for part in self.selections)
+        match = LAYER_OF_NAME.search(name)
+        layer = int(match[1]) if match is not None else None
+        return any(part.takes(SiteKind.GRAD, layer) and fnmatchcase(name, part.name) for part in self.selections)
 
     def kinds(self) -> tuple[SiteKind, ...]:
         """Every kind that is recorded somewhere, in the order of the catalogue."""
@@ -95,6 +102,13 @@ def _selection(text: str) -> _Selection:
             raise UserError(
                 f"selector: expected 'layer in 0..3', 'name=PATTERN', 'forward' or 'backward' after '&', got {term!r}"
             )
+    if name != "*" and kinds != {SiteKind.GRAD}:
+        raise UserError(
+            f"selector: {text!r}: 'name=' chooses among gradients of parameters: write 'grad & name={name}'"
+        )
+    if direction is Direction.BACKWARD and not any(SITES[kind].has_backward for kind in kinds - {SiteKind.GRAD}):
+        known = ", ".join(kind for kind, meaning in SITES.items() if meaning.has_backward)
+        raise UserError(f"selector: {text!r}: no gradient is recorded at these sites, only at {known}, and as grad")
     return _Selection(kinds=kinds, layers=layers, name=name, direction=direction)
 
 

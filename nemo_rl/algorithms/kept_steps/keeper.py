@@ -16,10 +16,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, STEP_FILE, UPDATE_FILE, StepsFolder
@@ -44,16 +42,35 @@ from nemo_rl.utils.files import write_text
 from nemo_rl.utils.last_resort import machine_problem
 from nemo_rl.utils.metrics import values
 
-__all__ = ["StepKeeper", "package_versions"]
+__all__ = ["Keeper", "StepKeeper"]
 
 logger = logging.getLogger(__name__)
 
 FAILED_STEP_S = 30.0
 """For keeping a step that has failed: its workers may be gone, and somebody waits for the error."""
-PACKAGES = ("torch", "transformers", "megatron-core", "numpy", "nemo-rl")
 
 
-class StepKeeper:
+class Keeper:
+    """Keeps no step."""
+
+    def after(self, stage: str, step: StepState) -> None:
+        """A stage has run."""
+
+    def rows_written(self, step: StepState) -> None:
+        """All stages have run; the rows are cleared next."""
+
+    def finish(self, step: StepState, *, last_checkpoint: int) -> None:
+        """The step has ended."""
+
+    def fail(self, step: StepState, error: BaseException, *, stage: str) -> None:
+        """The step has failed; its rows are cleared next."""
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last step."""
+        return {}
+
+
+class StepKeeper(Keeper):
     """Keeps the steps of one run.
 
     Args:
@@ -254,15 +271,3 @@ def _kept_error(error: BaseException, stage: str) -> KeptError:
     if isinstance(error, WorkerError):
         stage = error.stage or stage
     return KeptError(kind=type(error).__name__, text=str(error), stage=stage)
-
-
-@cache
-def package_versions() -> Mapping[str, str]:
-    """Of what computes the numbers."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

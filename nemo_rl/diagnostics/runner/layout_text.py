@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
+from nemo_rl.config.parallel import ParallelSizes
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.router_replay import RouterReplayConfig
 from nemo_rl.errors import UserError
 
-__all__ = ["LayoutText"]
+__all__ = ["LayoutText", "smallest_world"]
 
 SIZES = ("tp", "cp", "pp", "ep", "etp", "dp")
 SWITCHES = ("sp", "packed", "recompute")
@@ -79,9 +80,7 @@ class LayoutText:
     @property
     def data(self) -> int:
         """Data-parallel shards."""
-        if self.dp is not None:
-            return self.dp
-        return -(-self.ep * self.expert_tensor // (self.tp * self.cp))
+        return self.dp or _data_for_experts(self.ep * self.expert_tensor, self.tp * self.cp)
 
     @property
     def world_size(self) -> int:
@@ -131,3 +130,14 @@ class LayoutText:
             "expert_model_parallel_size": self.ep,
             "expert_tensor_parallel_size": self.expert_tensor if self.ep > 1 else self.etp,
         }
+
+
+def smallest_world(sizes: ParallelSizes) -> int:
+    """Ranks that hold one model: where its experts need more of them than its dense weights, several data shards."""
+    stage = sizes.tensor * sizes.context
+    experts = sizes.expert * sizes.expert_tensor if sizes.expert > 1 else 1
+    return sizes.pipeline * stage * _data_for_experts(experts, stage)
+
+
+def _data_for_experts(experts: int, stage: int) -> int:
+    return -(-experts // stage)

@@ -20,7 +20,7 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.diagnostics.local_job import quiet_libraries, run_job
-from nemo_rl.diagnostics.runner.layout_text import LayoutText
+from nemo_rl.diagnostics.runner.layout_text import LayoutText, smallest_world
 from nemo_rl.diagnostics.runner.prompts import PromptSpec, Rows, make_rows
 from nemo_rl.diagnostics.runner.rank import RankResult, RankWork, probe_rank
 from nemo_rl.distributed.collectives import RankSpec
@@ -189,8 +189,7 @@ def _placed(policy: PolicyConfig, spec: ProbeSpec, rows: Rows) -> tuple[PolicyCo
     """The policy in its layout, and the number of its ranks."""
     has_routes = spec.routes_from is not None or spec.routes_to is not None
     if spec.layout is None:
-        sizes = policy.parallel_sizes
-        world_size = sizes.replica_size
+        world_size = smallest_world(policy.parallel_sizes)
         changes = {"train_global_batch_size": len(rows.ids), "logprob_batch_size": None}
         placed = policy.model_copy(update=changes)
         if has_routes and not policy.router_replay.enabled:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from nemo_rl.algorithms.kept_steps.keeper import package_versions
 from nemo_rl.algorithms.kept_steps.record import KeptStep
 from nemo_rl.config.compose import compose
 from nemo_rl.config.load import load_config
@@ -25,6 +24,7 @@ from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.errors import ConfigError
+from nemo_rl.utils.versions import package_versions
 
 __all__ = ["ReplaySettings", "replay_settings"]
 

@@ -14,9 +14,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
+from nemo_rl.config.parallel import ParallelSizes
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.diagnostics.local_job import ChildFailed, run_job
-from nemo_rl.diagnostics.runner.layout_text import LayoutText
+from nemo_rl.diagnostics.runner.layout_text import LayoutText, smallest_world
 from nemo_rl.diagnostics.runner.prompts import PromptSpec, Rows, batch_of, make_rows
 from nemo_rl.diagnostics.runner.routes_file import FORMAT, read_routes, write_routes
 from nemo_rl.distributed.collectives import RankSpec
@@ -80,6 +81,13 @@ def test_a_layout_that_is_none_is_refused(text: str) -> None:
 def test_the_dtensor_worker_has_no_pipeline(folder: Path) -> None:
     with pytest.raises(UserError, match="worker=megatron"):
         LayoutText.parse("worker=dtensor pp=2").put_into(tiny_policy(folder), num_rows=2, replays_routes=False)
+
+
+def test_the_layout_of_a_recipe_has_as_many_ranks_as_its_experts_need() -> None:
+    assert smallest_world(ParallelSizes(expert=2, expert_tensor=1)) == 2
+    assert smallest_world(ParallelSizes(tensor=2, pipeline=2, expert=2, expert_tensor=1)) == 4
+    assert smallest_world(ParallelSizes(tensor=2, expert=2, expert_tensor=2)) == 4
+    assert smallest_world(ParallelSizes(context=2, expert_tensor=1)) == 2
 
 
 # ---- rows
@@ -251,11 +259,25 @@ def test_terms_narrow_the_kinds_before_them() -> None:
     assert not chosen.takes(SiteKind.LAYER_OUT, 0, Direction.BACKWARD) and chosen.takes(SiteKind.LOGITS)
     assert chosen.takes_parameter("model.layers.0.mlp.gate.weight") and not chosen.takes_parameter("lm_head.weight")
     assert Selector.parse("*").kinds() == tuple(SiteKind)
+    of_two = Selector.parse("grad & layer in 1..2")
+    assert of_two.takes_parameter("model.layers.2.mlp.gate.weight")
+    assert not of_two.takes_parameter("model.layers.0.mlp.gate.weight") and not of_two.takes_parameter("lm_head.weight")
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "  ", "layers", "layer.out & layer in x", "logits & step=3", "__import__('os')", "a" * 20_000, "grad & name="],
+    [
+        "",
+        "  ",
+        "layers",
+        "layer.out & layer in x",
+        "logits & step=3",
+        "__import__('os')",
+        "a" * 20_000,
+        "grad & name=",
+        "layer.out & name=x",
+        "attn.q & backward",
+    ],
 )
 def test_a_selector_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="selector"):

@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol
 
@@ -29,13 +28,13 @@ from nemo_rl.records.record import Manifest
 from nemo_rl.records.selector import Selector
 from nemo_rl.records.sites import SITES, Direction, SiteKind
 from nemo_rl.records.writer import RecordWriter, new_folder
+from nemo_rl.utils.versions import package_versions
 
 __all__ = ["NO_RECORDING", "RecordSpec", "Recording", "SiteRecording"]
 
 logger = logging.getLogger(__name__)
 
 STEP_IN_NAME = "{step}"
-PACKAGES = ("torch", "transformers", "megatron-core", "nemo-rl")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,7 +181,7 @@ class SiteRecording:
             unobserved={kind: why for kind, why in self._unobserved.items() if kind in kinds},
             tokenizer=spec.tokenizer,
             weights=spec.weights,
-            versions={name: version(name) for name in PACKAGES},
+            versions=package_versions(),
             settings=json.loads(json.dumps(dict(spec.settings), default=str)),
         )
 
