@@ -157,7 +157,7 @@ def test_what_is_no_noise_proposes_nothing(tmp_path: Path) -> None:
 
 
 def test_many_layers_fit_a_file_of_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    longest = {"sites": "moe.topk_weights", "layers": "999", "direction": "backward"}
+    longest = {"sites": "moe.topk_weights", "layers": "999", "direction": "forward"}
     rule = {**longest, "metric": "differing_fraction", "max": 1.2e-10}
     assert len(limits_of(tmp_path / "long", limits_text([rule] * noise.MAX_RULES)).rules) == noise.MAX_RULES
     monkeypatch.setattr(noise, "MAX_RULES", 3)
