@@ -2,8 +2,8 @@
 
 Engines attach to sites (`SiteTap` in `nemo_rl.models.policy.recording`), `nemo_rl.diagnostics` compares them.
 Invariant: one site means one quantity in every model, engine and layout; what an engine cannot give in this meaning it
-does not record, and says why. Shapes: R tokens, h hidden size, H query heads and G key heads of dimension D, E experts,
-K chosen ones, V vocabulary.
+does not record, and says why. Shapes: R tokens, h hidden size, f of the MLP, H query heads and G key heads of dimension
+D, E experts, K chosen ones, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ __all__ = ["ORDER_IN_LAYER", "SITES", "Direction", "SiteKind", "SiteMeaning", "e
 class SiteKind(StrEnum):
     """Names of the sites, in the order of a forward pass."""
 
+    TOKENS = "tokens"
     EMBED = "embed"
     LAYER_IN = "layer.in"
     ATTN_Q = "attn.q"
@@ -29,12 +30,17 @@ class SiteKind(StrEnum):
     ROUTER_LOGITS = "moe.logits"
     ROUTER_IDS = "moe.topk_ids"
     ROUTER_WEIGHTS = "moe.topk_weights"
+    MLP_GATE = "mlp.gate"
+    MLP_UP = "mlp.up"
+    MLP_ACT = "mlp.act"
     MLP_OUT = "mlp.out"
     LAYER_OUT = "layer.out"
     LOGITS = "logits"
     LOGPROB = "logprob"
+    TOKEN_LOSS = "token_loss"
     LOSS = "loss"
     GRAD = "grad"
+    PARAM = "param"
 
 
 class Direction(StrEnum):
@@ -58,6 +64,7 @@ class SiteMeaning:
 
 
 SITES: Mapping[SiteKind, SiteMeaning] = {
+    SiteKind.TOKENS: SiteMeaning(text="ids of the input tokens", dims="[R]", in_layers=False),
     SiteKind.EMBED: SiteMeaning(
         text="token embeddings, before the first layer", dims="[R, h]", in_layers=False, has_backward=True
     ),
@@ -75,6 +82,9 @@ SITES: Mapping[SiteKind, SiteMeaning] = {
     SiteKind.ROUTER_LOGITS: SiteMeaning(text="scores of the router before softmax or sigmoid", dims="[R, E]"),
     SiteKind.ROUTER_IDS: SiteMeaning(text="experts that are used, ascending ids", dims="[R, K]"),
     SiteKind.ROUTER_WEIGHTS: SiteMeaning(text="weights of these experts, in the order of their ids", dims="[R, K]"),
+    SiteKind.MLP_GATE: SiteMeaning(text="first product of a gated MLP, before its activation", dims="[R, f]"),
+    SiteKind.MLP_UP: SiteMeaning(text="first product of the MLP; in a gated one the factor of the gate", dims="[R, f]"),
+    SiteKind.MLP_ACT: SiteMeaning(text="what enters the last product of the MLP", dims="[R, f]"),
     SiteKind.MLP_OUT: SiteMeaning(
         text="output of the MLP or of the experts, before it is added to the residual stream",
         dims="[R, h]",
@@ -92,11 +102,21 @@ SITES: Mapping[SiteKind, SiteMeaning] = {
         in_layers=False,
         has_backward=True,
     ),
+    SiteKind.TOKEN_LOSS: SiteMeaning(
+        text="what each trained token adds to the loss, before it is divided by the size of the batch",
+        dims="[R]",
+        in_layers=False,
+    ),
     SiteKind.LOSS: SiteMeaning(
         text="loss of one microbatch, its share of the global batch", dims="[]", in_layers=False
     ),
     SiteKind.GRAD: SiteMeaning(
         text="gradient of a parameter over the whole batch, before clipping, by its Hugging Face name",
+        dims="shape of the parameter",
+        in_layers=False,
+    ),
+    SiteKind.PARAM: SiteMeaning(
+        text="a parameter as the passes of the step used it, by its Hugging Face name",
         dims="shape of the parameter",
         in_layers=False,
     ),
@@ -115,7 +135,10 @@ def execution_order(kind: SiteKind, layer: int | None, direction: Direction) -> 
         True
     """
     place = ORDER_IN_LAYER[kind]
-    at = layer if layer is not None else _BEFORE if kind is SiteKind.EMBED else _AFTER
+    at = layer if layer is not None else _BEFORE if kind in (SiteKind.TOKENS, SiteKind.EMBED) else _AFTER
     if kind is SiteKind.GRAD:
         return (2, at, place)
+    if kind is SiteKind.PARAM:
+        # Parameters come before what is computed with them.
+        return (-1, at, place)
     return (0, at, place) if direction == Direction.FORWARD else (1, -at, -place)

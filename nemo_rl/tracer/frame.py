@@ -1,0 +1,361 @@
+"""Frames: how parts, results and tables of tokens travel and lie on disk.
+
+    4 bytes  NRT1
+    4 bytes  length of the header, little-endian
+    header   JSON, filled up with spaces so that the payload starts at a multiple of 8
+    payload  little-endian numbers as `dtype` and `shape` of the header say; the rest of the message
+
+Ranks send a `Table` per pass where tokens are shown one by one, and `Part`s; the hub makes `Frame`s and `Table`s of
+them, which viewers get and recordings hold. Invariant: decoding trusts nothing: a message that is no frame raises
+`BadFrame`, and nothing larger than the message is ever allocated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from nemo_rl.errors import UserError
+from nemo_rl.records.sites import Direction, SiteKind, execution_order
+from nemo_rl.tracer.reducer import Reducer, Span, parse_reducer
+
+__all__ = ["MAGIC", "MAX_HEADER_BYTES", "BadFrame", "Frame", "Part", "Site", "Table", "Where", "decode"]
+
+MAGIC = b"NRT1"
+LENGTH = struct.Struct("<I")
+ALIGNMENT = 8
+MAX_HEADER_BYTES = 1 << 20
+DTYPES: Mapping[str, np.dtype[Any]] = {
+    name: np.dtype(name).newbyteorder("<") for name in ("float32", "float64", "int32", "int64")
+}
+
+
+class BadFrame(ValueError):
+    """A message that is no frame."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A place of the model in one direction of a pass."""
+
+    kind: SiteKind
+    layer: int | None = None
+    """Counted from 0 over the whole model; None outside the layers."""
+    name: str | None = None
+    """Of a parameter."""
+    direction: Direction = Direction.FORWARD
+    is_recomputed: bool = False
+
+    @property
+    def text(self) -> str:
+        """For people, such as `mlp.out[3] backward`."""
+        at = self.name if self.layer is None else self.layer
+        where = self.kind.value if at is None else f"{self.kind.value}[{at}]"
+        way = "" if self.direction is Direction.FORWARD else f" {self.direction.value}"
+        return f"{where}{way}{' recomputed' if self.is_recomputed else ''}"
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Sorts sites as a pass meets them."""
+        return execution_order(self.kind, self.layer, self.direction)
+
+    def as_record(self) -> dict[str, object]:
+        record: dict[str, object] = {"kind": self.kind.value, "layer": self.layer, "direction": self.direction.value}
+        record |= {"name": self.name} if self.name is not None else {}
+        return record | ({"recomputed": True} if self.is_recomputed else {})
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> Site:
+        layer, name = record.get("layer"), record.get("name")
+        if not (layer is None or (type(layer) is int and layer >= 0)) or not (name is None or isinstance(name, str)):
+            raise BadFrame(f"expected a site, got {str(record)[:200]}")
+        return cls(
+            kind=SiteKind(record["kind"]),
+            layer=layer,
+            name=name,
+            direction=Direction(record["direction"]),
+            is_recomputed=bool(record.get("recomputed", False)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """What a part or a frame is of: one of these is one picture."""
+
+    run: str
+    step: int
+    phase: str
+    site: Site
+    reducer: Reducer
+    update: int = 0
+    """Optimizer step within the phase."""
+
+    def as_record(self) -> dict[str, object]:
+        return {
+            "run": self.run,
+            "step": self.step,
+            "phase": self.phase,
+            "update": self.update,
+            "site": self.site.as_record(),
+            "reducer": str(self.reducer),
+        }
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> Where:
+        return cls(
+            run=_text(record, "run"),
+            step=_count(record, "step"),
+            phase=_text(record, "phase"),
+            site=Site.of_record(record["site"]),
+            reducer=parse_reducer(_text(record, "reducer")),
+            update=_count(record, "update"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Part:
+    """What one rank makes of what it holds in one microbatch."""
+
+    what: ClassVar[str] = "part"
+    where: Where
+    payload: np.ndarray
+    span: Span
+    """Its features."""
+    table: str | None = None
+    """Of the rank's tokens that the rows of the payload are; None for reducers of whole tensors."""
+    rows: np.ndarray | None = None
+    """`[r]` int32 which tokens of the table; None: all of them, in order. Sent after the payload."""
+    microbatch: int = 0
+    rank: int = 0
+    axes: Mapping[str, int] = field(default_factory=dict)
+    """Place of the rank on every axis."""
+    num_not_finite: int = 0
+    """Values that are NaN or infinite among those reduced."""
+    dropped_before: int = 0
+    """Frames that this rank has dropped so far, since the run began."""
+
+    def header(self) -> dict[str, object]:
+        return {
+            **self.where.as_record(),
+            "span": [self.span.start, self.span.stop, self.span.whole],
+            "table": self.table,
+            "num_rows": None if self.rows is None else len(self.rows),
+            "microbatch": self.microbatch,
+            "rank": self.rank,
+            "axes": dict(self.axes),
+            "num_not_finite": self.num_not_finite,
+            "dropped_before": self.dropped_before,
+        }
+
+    def encode(self) -> bytes:
+        """The message."""
+        tail = b"" if self.rows is None else self.rows.astype("<i4").tobytes()
+        return _encode(self.what, self.header(), self.payload) + tail
+
+    @classmethod
+    def of(cls, header: Mapping[str, Any], payload: np.ndarray, tail: bytes) -> Part:
+        """Raises:
+        BadFrame, KeyError, TypeError, ValueError: no such part.
+        """
+        num_rows = header.get("num_rows")
+        if len(tail) != 4 * (num_rows or 0):
+            raise BadFrame(f"expected {4 * (num_rows or 0)} bytes of row numbers, got {len(tail)}")
+        start, stop, whole = (_whole(number) for number in header["span"])
+        if not 0 <= start <= stop <= whole:
+            raise BadFrame(f"expected features within the whole, got {header['span']}")
+        return cls(
+            where=Where.of_record(header),
+            payload=payload,
+            span=Span(start, stop, whole),
+            table=_optional_text(header, "table"),
+            rows=None if num_rows is None else np.frombuffer(tail, dtype="<i4"),
+            microbatch=_count(header, "microbatch"),
+            rank=_count(header, "rank"),
+            axes={str(axis): _whole(place) for axis, place in header["axes"].items()},
+            num_not_finite=_count(header, "num_not_finite"),
+            dropped_before=_count(header, "dropped_before"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Frame:
+    """One picture: what all ranks and microbatches give together."""
+
+    what: ClassVar[str] = "frame"
+    where: Where
+    payload: np.ndarray
+    """Per token: rows in the order of the table."""
+    table: str | None = None
+    num_features: int = 0
+    num_parts: int = 1
+    num_not_finite: int = 0
+    missing: tuple[int, ...] = ()
+    """Ranks that have not said that they are done: the picture may lack parts."""
+    dropped: int = 0
+    """Frames dropped by ranks within this phase of this step: the picture may lack parts."""
+    wall_s: float = 0.0
+    """Unix time at which it was put together."""
+
+    def encode(self) -> bytes:
+        """The message."""
+        header: dict[str, object] = {
+            **self.where.as_record(),
+            "table": self.table,
+            "num_features": self.num_features,
+            "num_parts": self.num_parts,
+            "num_not_finite": self.num_not_finite,
+            "missing": list(self.missing),
+            "dropped": self.dropped,
+            "wall_s": self.wall_s,
+        }
+        return _encode(self.what, header, self.payload)
+
+    @classmethod
+    def of(cls, header: Mapping[str, Any], payload: np.ndarray, tail: bytes) -> Frame:
+        """Raises:
+        BadFrame, KeyError, TypeError, ValueError: no such frame.
+        """
+        _no_tail(tail)
+        return cls(
+            where=Where.of_record(header),
+            payload=payload,
+            table=_optional_text(header, "table"),
+            num_features=_count(header, "num_features"),
+            num_parts=_count(header, "num_parts"),
+            num_not_finite=_count(header, "num_not_finite"),
+            missing=tuple(_whole(rank) for rank in header["missing"]),
+            dropped=_count(header, "dropped"),
+            wall_s=float(header["wall_s"]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Table:
+    """Tokens, in the order of the rows of what refers to them.
+
+    From a rank: those of one pass; from the hub: those of all ranks, sorted by row and position, with their texts.
+    """
+
+    what: ClassVar[str] = "table"
+    run: str
+    name: str
+    """Unique within a rank, or within a run."""
+    step: int
+    keys: tuple[str, ...]
+    """Of the rows."""
+    tokens: np.ndarray
+    """`[3, R]` int32: index into `keys`, position in the row, token id."""
+    texts: Mapping[str, str] = field(default_factory=dict)
+    """Token id -> text, as far as known."""
+
+    def encode(self) -> bytes:
+        """The message."""
+        header: dict[str, object] = {
+            "run": self.run,
+            "name": self.name,
+            "step": self.step,
+            "keys": list(self.keys),
+            "texts": dict(self.texts),
+        }
+        return _encode(self.what, header, self.tokens)
+
+    @classmethod
+    def of(cls, header: Mapping[str, Any], payload: np.ndarray, tail: bytes) -> Table:
+        """Raises:
+        BadFrame, KeyError, TypeError, ValueError: no such table.
+        """
+        _no_tail(tail)
+        keys = tuple(str(key) for key in header["keys"])
+        is_table = payload.ndim == 2 and len(payload) == 3 and payload.dtype == np.int32
+        if not is_table or (payload.size and not (payload[0].min() >= 0 and payload[0].max() < len(keys))):
+            raise BadFrame(f"expected [3, R] int32 row numbers below {len(keys)}, positions and ids")
+        texts = {str(token): str(text) for token, text in header["texts"].items()}
+        return cls(
+            run=_text(header, "run"),
+            name=_text(header, "name"),
+            step=_count(header, "step"),
+            keys=keys,
+            tokens=payload,
+            texts=texts,
+        )
+
+
+KINDS: Mapping[str, type[Part | Frame | Table]] = {kind.what: kind for kind in (Part, Frame, Table)}
+
+
+def decode(message: bytes) -> Part | Frame | Table:
+    """Reads one message.
+
+    Raises:
+        BadFrame: it is none.
+    """
+    header, payload = _open(message)
+    try:
+        kind = KINDS[header["what"]]
+        dtype, shape = DTYPES[header["dtype"]], [_whole(size) for size in header["shape"]]
+        num_bytes = dtype.itemsize * math.prod(shape)
+        if any(size < 0 for size in shape) or len(shape) > ALIGNMENT or num_bytes > len(payload):
+            raise BadFrame(f"expected a shape of at most {len(payload)} bytes, got {shape} of {dtype}")
+        values = np.frombuffer(payload, dtype=dtype, count=math.prod(shape)).reshape(shape)
+        return kind.of(header, values, bytes(payload[num_bytes:]))
+    except (KeyError, TypeError, ValueError, AttributeError, UserError) as error:
+        raise BadFrame(f"no frame: {type(error).__name__}: {str(error)[:300]}") from error
+
+
+def _open(message: bytes) -> tuple[Mapping[str, Any], memoryview]:
+    start = len(MAGIC) + LENGTH.size
+    if len(message) < start or message[: len(MAGIC)] != MAGIC:
+        raise BadFrame(f"expected a message that begins with {MAGIC!r}, got {bytes(message[:16])!r}")
+    length = LENGTH.unpack_from(message, len(MAGIC))[0]
+    if length > min(MAX_HEADER_BYTES, len(message) - start):
+        raise BadFrame(f"expected a header of at most {MAX_HEADER_BYTES} bytes within the message, got {length}")
+    try:
+        header = json.loads(bytes(message[start : start + length]))
+    except (ValueError, RecursionError) as error:
+        raise BadFrame(f"expected a JSON header: {error}") from error
+    if not isinstance(header, dict):
+        raise BadFrame("expected a JSON object as header")
+    return header, memoryview(message)[start + length :]
+
+
+def _encode(what: str, header: Mapping[str, object], payload: np.ndarray) -> bytes:
+    dtype = payload.dtype.name
+    text = json.dumps({"what": what, **header, "dtype": dtype, "shape": payload.shape}, allow_nan=False).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    values = np.ascontiguousarray(payload, dtype=DTYPES[dtype])
+    return b"".join((MAGIC, LENGTH.pack(len(text)), text, values.tobytes()))
+
+
+def _text(record: Mapping[str, Any], name: str) -> str:
+    value = record[name]
+    if not isinstance(value, str):
+        raise BadFrame(f"{name}: expected a text, got {str(value)[:100]}")
+    return value
+
+
+def _optional_text(record: Mapping[str, Any], name: str) -> str | None:
+    return None if record.get(name) is None else _text(record, name)
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int:
+        raise BadFrame(f"expected a whole number, got {str(value)[:100]}")
+    return value
+
+
+def _count(record: Mapping[str, Any], name: str) -> int:
+    value = _whole(record[name])
+    if value < 0:
+        raise BadFrame(f"{name}: expected a number that is not negative, got {value}")
+    return value
+
+
+def _no_tail(tail: bytes) -> None:
+    if tail:
+        raise BadFrame(f"expected nothing after the payload, got {len(tail)} bytes")

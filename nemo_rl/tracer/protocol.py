@@ -1,0 +1,95 @@
+"""What ranks, driver and viewers say to the hub, and what it answers: JSON texts beside the binary frames.
+
+One WebSocket at `/live`; the first message is `hello`, within `HANDSHAKE_S`. Every message is an object with `type`.
+
+    from              type       fields                                            answer
+    anyone            hello      v, role, token; of a rank also run, rank, world   welcome, or error and the end
+    rank              begin      step, phase                                       -
+    rank              end        step, phase, sent, dropped (so far)               -
+    driver            run        run (id), name, model, layout, tokenizer,         -
+                                 unobserved {kind: why}
+    driver            step       step, keys (rows whose tokens are shown)          -
+    driver            metrics    step, metrics {name: number}                      -
+    driver            finish     reason (`completed`, `failed`, `interrupted`),    -
+                                 text
+    driver            applied    step, digest                                      -
+    viewer            history    id, run, first, last (steps)                      the frames again, then done {id}
+    viewer            pause, resume                                                -; paused viewers get no frames
+    controller        watch      watches [text]                                    plan; the driver gets it, too
+    controller        mark       label                                             mark to all
+
+    to viewers: welcome {v, role, runs, watches, digest, effective_step, sites, reducers, limits}
+                runs [{run, name, model, layout, unobserved, state, text, step, world, first_non_finite}]
+                run {one of these, when it changes}; metrics {run, step, metrics}; plan {watches, digest,
+                effective_step}; stats {sent, dropped, queued}; mark {label, step}; problem {text}; done {id};
+                demoted {}; error {code, text}
+    to the driver: plan {watches, digest}
+
+States of a run: `running`, `lost` (its driver went without a word), `ended`, `recorded` (played back). Roles: `rank`
+and `driver` share the job's token; `viewer` and `controller` have one each, and a controller's is good for viewing.
+At most one controller: a second is refused, unless its hello says `takeover: true`; the first is then told, a viewer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+__all__ = ["HANDSHAKE_S", "LIVE_PATH", "PROTOCOL_VERSION", "ErrorCode", "Limits", "Role", "RunState"]
+
+PROTOCOL_VERSION = 1
+LIVE_PATH = "/live"
+HANDSHAKE_S = 5.0
+
+
+class Role(StrEnum):
+    """Who is at the other end."""
+
+    RANK = "rank"
+    DRIVER = "driver"
+    VIEWER = "viewer"
+    CONTROLLER = "controller"
+
+
+class RunState(StrEnum):
+    """How a run is."""
+
+    RUNNING = "running"
+    LOST = "lost"
+    ENDED = "ended"
+    RECORDED = "recorded"
+
+
+class ErrorCode(StrEnum):
+    """Why something was refused."""
+
+    VERSION = "version"
+    UNAUTHORIZED = "unauthorized"
+    FORBIDDEN = "forbidden"
+    BUSY = "busy"
+    BAD_MESSAGE = "bad_message"
+    BAD_WATCH = "bad_watch"
+    TOO_LARGE = "too_large"
+    TOO_MANY = "too_many"
+    SLOW = "slow"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What bounds the hub."""
+
+    max_viewers: int = 16
+    max_waiting: int = 32
+    """Connections that have not said hello yet."""
+    max_text_bytes: int = 64 << 10
+    """Of a message from a viewer."""
+    max_frame_bytes: int = 64 << 20
+    """Of a message from a rank."""
+    viewer_bytes: int = 16 << 20
+    """Waiting for one viewer; beyond it the oldest frame of a site gives way to the newest."""
+    history_bytes: int = 256 << 20
+    """Frames kept in memory for viewers that come later or step back."""
+    slow_viewer_s: float = 60.0
+    """A viewer that takes nothing for so long is told and closed."""
+    assembly_s: float = 30.0
+    """After the first rank has ended a phase the others have so long; then the pictures are made without them."""
