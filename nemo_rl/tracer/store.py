@@ -42,6 +42,8 @@ class _Place:
 
     number: int
     at: int
+    content: int
+    """Hash of it."""
 
 
 def stream_files(folder: Path) -> dict[int, Path]:
@@ -112,8 +114,11 @@ class StreamWriter:
         header = header_of(encoded)
         run, step = str(header.get("run")), header.get("step")
         if header.get("what") == Table.what:
-            self._write(EntryKind.TABLE, encoded, step)
-            self._tables[run, str(header.get("name"))] = _Place(self._number, self._last)
+            key, content = (run, str(header.get("name"))), hash(encoded)
+            # The passes of a step mostly have the same tokens.
+            if key not in self._tables or self._tables[key].content != content:
+                self._write(EntryKind.TABLE, encoded, step)
+                self._tables[key] = _Place(self._number, self._last, content)
         elif header.get("what") == Frame.what:
             table = header.get("table")
             self._write(EntryKind.FRAME, encoded, step, table=None if table is None else (run, str(table)))
@@ -146,15 +151,15 @@ class StreamWriter:
     def _write(self, kind: EntryKind, body: bytes, step: object, *, table: tuple[str, str] | None = None) -> None:
         try:
             again = self._missing_table(table)
-            length = HEAD.size + len(body) + len(again)
-            full = self._descriptor is not None and self._sizes[self._number] + length > self._file_bytes
+            length = HEAD.size + len(body)
+            full = self._descriptor is not None and self._sizes[self._number] + length + len(again) > self._file_bytes
             if self._descriptor is None or (full and self._has_own):
                 self._begin_file()
                 again = again or self._missing_table(table)
-            self._make_room(HEAD.size + len(body) + len(again))
+            self._make_room(length + len(again))
             if again and table is not None:
                 self._append(again)
-                self._tables[table] = _Place(self._number, self._last)
+                self._tables[table] = _Place(self._number, self._last, hash(again[HEAD.size :]))
             self._append(pack_entry(kind, body, step=step))
             self._has_own = True
         except RecordingError:

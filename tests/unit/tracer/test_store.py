@@ -166,6 +166,14 @@ def test_what_files_repeat_is_read_once(tmp_path):
     assert len(read) == 3 + 1 + 3 * 400
 
 
+def test_a_table_that_comes_again_unchanged_is_written_once(tmp_path):
+    with StreamWriter(tmp_path, BIG) as writer:
+        for table in (token_table(1), token_table(1), token_table(2), token_table(1, num_tokens=4)):
+            writer.frame(table.encode())
+    found = [(entry.frame().step, entry.frame().tokens.shape[1]) for entry in StreamReader(tmp_path).entries()]
+    assert found == [(1, 3), (2, 3), (1, 4)]
+
+
 def test_an_entry_that_cannot_fit_is_refused_and_the_next_is_written(tmp_path):
     with StreamWriter(tmp_path, 64 << 10) as writer:
         with pytest.raises(RecordingError, match="does not fit into 65536 bytes"):
