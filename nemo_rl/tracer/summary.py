@@ -16,7 +16,7 @@ from typing import Any
 from nemo_rl.records.sites import Direction, SiteKind
 from nemo_rl.tracer.entry import Entry, EntryKind
 from nemo_rl.tracer.frame import BadFrame, Frame, Where
-from nemo_rl.tracer.non_finite import FirstNonFinite
+from nemo_rl.tracer.non_finite import FirstNonFinite, NonFinite
 from nemo_rl.tracer.protocol import RunState
 from nemo_rl.tracer.store import stream_files
 from nemo_rl.tracer.stream_reader import StreamReader
@@ -97,9 +97,8 @@ class RunSummary:
     def first_non_finite(self) -> Mapping[str, Any] | None:
         """Of the frames that are here, or, where these are later, of those that the hub has seen."""
         found, said = self.first.of(self.run), self.said.get("first_non_finite")
-        is_said = isinstance(said, Mapping) and type(said.get("step")) is int
-        if is_said and (found is None or said["step"] < found.where.step):
-            return dict(said)
+        if isinstance(said, Mapping) and _is_before(said, found):
+            return said
         return None if found is None else found.as_record()
 
     @property
@@ -167,6 +166,11 @@ def summarize(reader: StreamReader) -> RecordingSummary:
             newest = max(newest, state.st_mtime)
     summary.age_s = max(0.0, time.time() - newest)
     return summary
+
+
+def _is_before(said: Mapping[str, Any], found: NonFinite | None) -> bool:
+    step = said.get("step")
+    return type(step) is int and (found is None or step < found.where.step)
 
 
 def _site_key(where: Where) -> SiteKey:
