@@ -38,6 +38,8 @@ class Follow:
     stop: Event = field(default_factory=Event)
     """It ends when this is set."""
     poll_s: float = 0.1
+    caught_up: Event = field(default_factory=Event)
+    """Set when all is read that is there."""
 
 
 def find_recording(path: Path) -> Path:
@@ -190,6 +192,7 @@ class _Wait:
         follow = self._follow
         if follow is None or monotonic() - self._since > follow.idle_s:
             return False
+        follow.caught_up.set()
         return not follow.stop.wait(follow.poll_s)
 
 

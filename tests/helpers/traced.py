@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 
 import numpy as np
 from websockets.sync.client import connect
@@ -105,7 +106,9 @@ class FakePeer:
     """A rank or the driver of a job, as the hub knows them."""
 
     def __init__(self, address, token, role, **hello):
-        self.connection = connect(f"ws://{address}{LIVE_PATH}", compression=None, proxy=None, close_timeout=1)
+        self.opened = ExitStack()
+        connecting = connect(f"ws://{address}{LIVE_PATH}", compression=None, proxy=None, close_timeout=1)
+        self.connection = self.opened.enter_context(connecting)
         self.say(type="hello", v=PROTOCOL_VERSION, role=role, token=token, **hello)
         assert self.hear()["type"] == "welcome"
 
@@ -116,7 +119,7 @@ class FakePeer:
         return json.loads(self.connection.recv(timeout=10))
 
     def close(self):
-        self.connection.close()
+        self.opened.close()
 
     def __enter__(self):
         return self

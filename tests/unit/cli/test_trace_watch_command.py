@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl.cli.main import main
 from nemo_rl.errors import UserError
 from nemo_rl.tracer.client import HubGone, LiveClient, Refused
 from nemo_rl.tracer.entry import EntryKind
@@ -19,6 +20,7 @@ from nemo_rl.tracer.process import HubProcess, HubSpec
 from nemo_rl.tracer.protocol import Role
 from nemo_rl.tracer.stream_reader import StreamReader
 from nemo_rl.tracer.tokens import token_path
+from nemo_rl.utils import interrupt
 from tests.helpers.traced import RUN, FakeJob
 
 DEADLINE_S = 30
@@ -57,11 +59,22 @@ class Watching:
         return self.process.returncode, self.head + out, err
 
 
-def run(*args: object) -> tuple[int, str]:
-    command = [sys.executable, "-m", "nemo_rl.cli.main", "trace", "watch", *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert "Traceback" not in done.stderr
-    return done.returncode, done.stderr
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs the command in this process: exit code and errors."""
+    handlers = {number: signal.getsignal(number) for number in interrupt.SIGNALS}
+
+    def run(*args):
+        monkeypatch.setattr("sys.argv", ["nemo-rl", "trace", "watch", *map(str, args)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr().err
+        assert "Traceback" not in said
+        return ended.value.code, said
+
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def test_prints_and_records_what_comes_until_the_job_ends(tmp_path, job):
@@ -104,7 +117,7 @@ def test_ends_after_so_many_whole_steps(tmp_path, job):
     assert StreamReader(tmp_path / "to").steps() == [1, 2, 3]
 
 
-def test_changes_what_is_watched_and_refuses_what_cannot_be_read(tmp_path, hub, job):
+def test_changes_what_is_watched_and_refuses_what_cannot_be_read(tmp_path, hub, job, run):
     watching = Watching(tmp_path / "logs", "--watch", "mlp.out | norm", waits_for="mlp.out | norm")
     assert json.loads(job.driver.connection.recv(timeout=5))["watches"] == ["layer.out | stats"]
     assert job.driver.hear()["watches"] == ["mlp.out | norm"]
@@ -132,7 +145,7 @@ def test_a_job_that_dies_is_told_with_exit_code_1(tmp_path, job):
     assert code == 1 and "the job is lost" in errors and "run-1 (exp_001) lost" in shown
 
 
-def test_a_hub_that_dies_is_told_with_exit_code_1(tmp_path, hub):
+def test_a_hub_that_dies_is_told_with_exit_code_1(tmp_path, hub, run):
     watching = Watching(tmp_path / "logs")
     os.kill(hub.pid, signal.SIGKILL)
     code, _, errors = watching.end()
@@ -141,7 +154,7 @@ def test_a_hub_that_dies_is_told_with_exit_code_1(tmp_path, hub):
     assert code == 1 and "no hub answers at 127.0.0.1:" in said
 
 
-def test_what_the_user_can_mend_ends_with_exit_code_2(tmp_path, hub):
+def test_what_the_user_can_mend_ends_with_exit_code_2(tmp_path, hub, run):
     code, said = run(tmp_path / "nowhere")
     assert code == 2 and "expected the log folder of a run that is on" in said
     assert run(tmp_path / "logs", "--takeover")[0] == 2
