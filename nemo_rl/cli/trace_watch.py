@@ -35,6 +35,8 @@ POLL_S = 1.0
 """Between looks at whether it is over."""
 DRAIN_S = 10.0
 """For what a hub still sends after its run has ended."""
+QUIET_S = 0.3
+"""Without a word, of such a hub, which then has nothing more."""
 RECORD_BYTES = 10 << 30
 MAX_HUB_FILE = 65_536
 
@@ -160,7 +162,7 @@ class _Session:
         until: float | None = None
         while until is None or monotonic() < until:
             try:
-                received = client.receive(timeout_s=POLL_S)
+                received = client.receive(timeout_s=POLL_S if until is None else QUIET_S)
             except HubGone:
                 if self._is_over():
                     break

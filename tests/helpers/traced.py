@@ -80,7 +80,7 @@ def token_table(step, *, name="t", num_tokens=3, run=RUN):
     return Table(run=run, name=name, step=step, keys=("row-0",), tokens=tokens, texts=texts)
 
 
-def small_recording(folder, *, num_steps=3, num_layers=2, bad=None, state="ended", max_bytes=1 << 20):
+def small_recording(folder, *, num_steps=3, num_layers=2, bad=None, state="ended", max_bytes=1 << 20, step_s=1.0):
     """Steps 1, 2, ... of stats, with NaN in `mlp.out` of the layer and from the step on that `bad` names."""
     with StreamWriter(folder, max_bytes) as writer:
         writer.message(RUN_MESSAGE)
@@ -91,7 +91,9 @@ def small_recording(folder, *, num_steps=3, num_layers=2, bad=None, state="ended
                 is_bad = bad is not None and step >= bad[1] and layer >= bad[0]
                 values = (float("nan"), 1.0, float("inf")) if is_bad else (1.0, 2.0, 3.0 * step)
                 for kind in (SiteKind.MLP_OUT, SiteKind.LAYER_OUT):
-                    writer.frame(stats_frame(step, values, kind=kind, layer=layer, wall_s=100.0 + step).encode())
+                    writer.frame(
+                        stats_frame(step, values, kind=kind, layer=layer, wall_s=100.0 + step * step_s).encode()
+                    )
             writer.frame(token_frame(step, table=f"t{step}").encode())
             writer.message(
                 {"type": "metrics", "run": RUN, "step": step, "metrics": {"reward": 0.5, "kl": float("nan")}}
