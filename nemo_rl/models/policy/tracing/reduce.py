@@ -64,7 +64,9 @@ class Values:
     @cached_property
     def squares_R(self) -> torch.Tensor:
         """`[R]` float64: sum of squares of each token."""
-        return torch.linalg.vector_norm(self.floats, dim=-1).double().square()
+        squares_R = torch.linalg.vector_norm(self.floats, dim=-1).double().square()
+        # The squares of large values are beyond float32.
+        return squares_R if bool(squares_R.sum().isfinite()) else self.floats.double().square().sum(-1)
 
     @cached_property
     def num_not_finite(self) -> int:
@@ -87,8 +89,6 @@ def _stats(_: Reducer, values: Values) -> np.ndarray:
     zeros = np.count_nonzero(np.equal(array, 0))
     if np.isfinite(low) and np.isfinite(high):
         total, squares = float(values.floats.sum(-1).double().sum()), float(values.squares_R.sum())
-        if not np.isfinite(squares):
-            squares = float(values.floats.double().square().sum())
         return np.array([array.size, total, squares, low, high, max(-low, high), zeros, 0, 0, 0], dtype=np.float64)
     finite = array[np.isfinite(array)].astype(np.float64)
     extremes = (finite.min(), finite.max(), np.abs(finite).max()) if finite.size else (np.inf, -np.inf, -np.inf)
@@ -99,7 +99,7 @@ def _stats(_: Reducer, values: Values) -> np.ndarray:
 def _histogram(reducer: Reducer, values: Values) -> np.ndarray:
     assert isinstance(reducer, Histogram)
     array = values.array.reshape(-1)
-    if np.isnan(array.sum()):
+    if bool(values.floats.sum().isnan()):
         array = array[~np.isnan(array)]
     if reducer.bins:
         scale = reducer.bins / (reducer.high - reducer.low)
@@ -136,7 +136,8 @@ def _tiles(reducer: Reducer, values: Values) -> np.ndarray:
     assert isinstance(reducer, Tiles)
     span, floats = values.span, values.floats
     start = -np.inf if reducer.takes_maximum else 0.0
-    tiles = torch.full((len(floats), reducer.n), start)
+    dtype = torch.float64 if reducer.how == "rms" else torch.float32
+    tiles = torch.full((len(floats), reducer.n), start, dtype=dtype)
     bounds = reducer.bounds(span.whole).clip(span.start, span.stop) - span.start
     for number in np.flatnonzero(np.diff(bounds)):
         stretch = floats[:, bounds[number] : bounds[number + 1]]
@@ -148,7 +149,7 @@ _REDUCE: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mean": lambda part: part.sum(-1),
     "max": lambda part: part.amax(-1),
     "absmax": lambda part: part.abs().amax(-1),
-    "rms": lambda part: torch.linalg.vector_norm(part, dim=-1).square(),
+    "rms": lambda part: part.double().square().sum(-1),
 }
 
 
