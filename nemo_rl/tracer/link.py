@@ -69,8 +69,8 @@ class HubLink:
         self._state = threading.Condition()
         self._is_closing = False
         self._thread: threading.Thread | None = None
-        self.sent, self.dropped = 0, 0
-        """Messages that went out or wait to, and those that were dropped."""
+        self.sent, self.sent_bytes, self.dropped = 0, 0, 0
+        """Messages that went out or wait to, their bytes, and how many messages were dropped."""
 
     def open(self) -> None:
         """Connects in the background. Idempotent."""
@@ -104,6 +104,7 @@ class HubLink:
             self._waiting.append(message)
             self._bytes += num_bytes
             self.sent += 1
+            self.sent_bytes += num_bytes
             self._state.notify()
         self.open()
         return True
