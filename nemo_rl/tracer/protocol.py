@@ -94,3 +94,7 @@ class Limits:
     """A viewer that takes nothing for so long is told and closed."""
     assembly_s: float = 30.0
     """After the first rank has ended a phase the others have so long; then the pictures are made without them."""
+    assembly_bytes: int = 512 << 20
+    """Parts that wait for others, and tables of ranks; what comes beyond is dropped and counted."""
+    sink_bytes: int = 256 << 20
+    """Waiting to be recorded; what comes beyond is left out of the recording."""
