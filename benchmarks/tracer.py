@@ -36,7 +36,7 @@ from nemo_rl.algorithms.loss_functions import NLLLoss
 from nemo_rl.data.sort_digits import problems
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.models.policy.tracing.tracing import TraceSpec
+from nemo_rl.models.policy.tracing.tracing import SiteTracing, TraceSpec
 from nemo_rl.models.policy.workers.compose import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.tracer.link import HubAddress
@@ -113,7 +113,7 @@ def measure(case: Case, folder: Path, *, is_off: bool) -> list[Samples]:
     found = []
     for engine in ENGINES:
         with HubProcess(HubSpec(folder=folder / f"hub_{engine}", run="benchmark", watches=(), record=False)) as hub:
-            address = HubAddress(host=hub.connect_host, port=hub.port, token=hub.tokens.job)
+            address = HubAddress(host=hub.spec.host, port=hub.port, token=hub.tokens.job)
             spec = TraceSpec(address=address, run="benchmark", memory_bytes=64 << 20)
             found += measure_engine(model, engine, case, spec, is_off=is_off)
     return found
@@ -140,6 +140,7 @@ def pairs(
     watches: Sequence[str] | None,
 ) -> Samples:
     """Steps in turn, the order of which changes from pair to pair."""
+    assert isinstance(traced.tracing, SiteTracing), "a worker that can be traced"
     link = traced.tracing.link
     began, sent, sent_bytes = 0.0, 0, 0
     for pair in range(-WARMUP_PAIRS, case.num_pairs):
@@ -191,7 +192,7 @@ def batch_of(case: Case) -> BatchedDataDict:
     ids = torch.randint(0, 500, shape, generator=torch.Generator().manual_seed(SEED), dtype=torch.int32)
     mask = torch.ones(shape, dtype=torch.bool)
     mask[:, 0] = False
-    columns: dict[str, object] = {
+    columns: dict[str, torch.Tensor | list[object]] = {
         "input_ids": ids,
         "input_lengths": torch.full(shape[:1], case.row_tokens, dtype=torch.int32),
         "token_mask": mask,

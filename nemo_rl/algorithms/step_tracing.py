@@ -23,6 +23,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import ray
+
 from nemo_rl.algorithms.run_folder import TRACER
 from nemo_rl.algorithms.stages.state import StepState
 from nemo_rl.config.schema import MasterConfig
@@ -34,8 +36,9 @@ from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.policy.tracing.tracing import TraceSpec
 from nemo_rl.tracer.classical import CLASSICAL
 from nemo_rl.tracer.link import HubAddress, HubLink
-from nemo_rl.tracer.process import HubProcess, HubSpec
+from nemo_rl.tracer.process import OPEN_FILE, HubProcess, HubSpec
 from nemo_rl.tracer.protocol import Role
+from nemo_rl.tracer.tokens import token_path
 from nemo_rl.tracer.watch import Plan
 
 __all__ = ["LiveTracing", "StepTracing", "TracedRun", "open_tracing", "watches_of"]
@@ -43,6 +46,8 @@ __all__ = ["LiveTracing", "StepTracing", "TracedRun", "open_tracing", "watches_o
 logger = logging.getLogger(__name__)
 
 CLASSICAL_REDUCER = "tiles(96, mean)"
+EVERYWHERE = ("0.0.0.0", "::")
+"""Hosts that mean every address of this machine."""
 DRIVER_BYTES = 1 << 20
 """Most bytes of the driver's messages that wait: numbers and keys."""
 SCORE = "score"
@@ -148,6 +153,7 @@ def open_tracing(config: MasterConfig, *, layout: ParallelLayout) -> Iterator[Tr
         return
     watches, run_id = watches_of(section, config.policy.tracer), uuid.uuid4().hex[:12]
     tokenizer = Path(config.policy.tokenizer.name or config.policy.model_name).absolute()
+    artifacts = None if section.artifacts is None else section.artifacts.absolute()
     spec = HubSpec(
         folder=(config.logger.log_dir / TRACER).absolute(),
         run=run_id,
@@ -159,9 +165,10 @@ def open_tracing(config: MasterConfig, *, layout: ParallelLayout) -> Iterator[Tr
         record_bytes=section.record_bytes,
         compat=section.compatibility,
         tokenizer=tokenizer,
+        artifacts=artifacts,
     )
     with HubProcess(spec) as hub:
-        address = HubAddress(host=hub.connect_host, port=hub.port, token=hub.tokens.job)
+        address = HubAddress(host=_reached_at(section.host), port=hub.port, token=hub.tokens.job)
         watched = _Watched(watches)
         link = HubLink(address, Role.DRIVER, hello={}, memory_bytes=DRIVER_BYTES, on_message=watched.hear)
         link.say(
@@ -177,11 +184,8 @@ def open_tracing(config: MasterConfig, *, layout: ParallelLayout) -> Iterator[Tr
         )
         reason, text = "completed", ""
         try:
-            artifacts = None if section.artifacts is None else section.artifacts.absolute()
-            trace = TraceSpec(
-                address=address, run=run_id, memory_bytes=section.memory_bytes, artifacts=artifacts
-            )
-            yield TracedRun(config=section, spec=trace, link=link, watched=watched, note=hub.note)
+            trace = TraceSpec(address=address, run=run_id, memory_bytes=section.memory_bytes, artifacts=artifacts)
+            yield TracedRun(config=section, spec=trace, link=link, watched=watched, note=_where_to_look(hub))
         except BaseException as error:
             reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             text = str(error)[:1000]
@@ -189,6 +193,19 @@ def open_tracing(config: MasterConfig, *, layout: ParallelLayout) -> Iterator[Tr
         finally:
             link.say({"type": "finish", "reason": reason, "text": text})
             link.close()
+
+
+def _reached_at(host: str) -> str:
+    """Where the workers of the job find the hub."""
+    if host not in EVERYWHERE:
+        return host
+    address: str = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
+    return address
+
+
+def _where_to_look(hub: HubProcess) -> str:
+    page, token = hub.spec.folder / OPEN_FILE, token_path(hub.spec.folder, Role.CONTROLLER.value)
+    return f"tracer: http://{hub.address} (open {page}, or give the token of {token})"
 
 
 def watches_of(section: TracerConfig, switches: TracerSwitches) -> tuple[str, ...]:
