@@ -3,9 +3,10 @@
 One WebSocket at `/live`; the first message is `hello`, within `HANDSHAKE_S`. Every message is an object with `type`.
 
     from              type       fields                                            answer
-    anyone            hello      v, role, token; of a rank also run, rank, world   welcome, or error and the end
+    anyone            hello      v, role, token; of a rank also run, rank, world,  welcome, or error and the end
     rank              begin      step, phase                                       -
     rank              end        step, phase, sent, dropped (so far)               -
+    rank              problem    text                                              problem to all
     driver            run        run (id), name, model, layout, tokenizer,         -
                                  unobserved {kind: why}
     driver            step       step, keys (rows whose tokens are shown)          -
