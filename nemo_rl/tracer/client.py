@@ -96,7 +96,9 @@ class LiveClient:
             raise HubGone(f"no hub answers at {address} ({said}); has the job ended?") from error
         client = cls(connection, address)
         try:
-            client.send({"type": "hello", "v": PROTOCOL_VERSION, "role": role.value, "token": token} | _taking(takeover))
+            client.send(
+                {"type": "hello", "v": PROTOCOL_VERSION, "role": role.value, "token": token} | _taking(takeover)
+            )
             client.welcome = client.wait_for("welcome", timeout_s=max(0.1, until - time.monotonic()))
         except BaseException:
             client.close()
@@ -204,4 +206,6 @@ def _reason(error: ConnectionClosed) -> str:
     closed = error.rcvd
     if closed is None:
         return "the connection was lost"
-    return f"it closed the connection ({closed.code}{f' {printable(closed.reason, limit=200)}' if closed.reason else ''})"
+    return (
+        f"it closed the connection ({closed.code}{f' {printable(closed.reason, limit=200)}' if closed.reason else ''})"
+    )

@@ -70,8 +70,8 @@ def _record(hub: Hub, spec: HubSpec) -> None:
     from nemo_rl.tracer.store import StreamWriter  # noqa: PLC0415
 
     try:
-        writer = StreamWriter(spec.folder, max_bytes=spec.record_bytes)
-    except (OSError, UserError) as error:
+        writer = StreamWriter(spec.folder, spec.record_bytes)
+    except UserError as error:
         hub.problem(f"nothing is recorded: {error}")
         return
     hub.add_sink(SinkThread(writer, max_bytes=spec.limits.sink_bytes, problem=hub.problem))

@@ -13,7 +13,7 @@ from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
@@ -120,7 +120,8 @@ class HubServer:
             self.host,
             self.port,
             process_request=self._answer,
-            create_connection=partial(GatedConnection, self._gate),
+            # A class by its type, but any factory by its meaning.
+            create_connection=cast(type[ServerConnection], partial(GatedConnection, self._gate)),
             open_timeout=HANDSHAKE_S,
             ping_interval=PING_S,
             ping_timeout=max(PONG_S, limits.slow_viewer_s),
