@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from nemo_rl.errors import ResourceError
+from nemo_rl.errors import ResourceError, RunFolderError
 from nemo_rl.tracer.protocol import Limits
 from nemo_rl.tracer.tokens import Tokens, write_private
 from nemo_rl.utils.files import write_text
@@ -101,6 +101,9 @@ class HubProcess:
         """
         try:
             self._start()
+        except OSError as error:
+            self.close()
+            raise RunFolderError(f"the tracer's hub does not start: {error}; check {self.spec.folder}") from error
         except BaseException:
             self.close()
             raise

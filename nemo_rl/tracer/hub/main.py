@@ -49,7 +49,13 @@ async def _run(spec: HubSpec, tokens: Tokens) -> None:
     parent = os.getppid()
     hub = Hub(limits=spec.limits, plan=Plan.parse(spec.watches), artifacts=spec.artifacts)
     server = HubServer(
-        hub, tokens=tokens, host=spec.host, port=spec.port, origins=spec.origins, tokenizer=spec.tokenizer
+        hub,
+        tokens=tokens,
+        host=spec.host,
+        port=spec.port,
+        origins=spec.origins,
+        tokenizer=spec.tokenizer,
+        has_legacy=spec.compat,
     )
     async with server:
         _say({"port": server.port})
