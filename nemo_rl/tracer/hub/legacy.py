@@ -58,10 +58,6 @@ class LegacyViewer(Viewer):
         """Sends a message of this protocol."""
         super().message(dump(message))
 
-    def stats(self) -> str:
-        """Not of this protocol; the start again, which changes nothing."""
-        return dump(self._start())
-
     def ask(self, request: LegacyRequest) -> None:
         """Shows this from now on."""
         self._request, self._started = request, None
@@ -80,6 +76,9 @@ class LegacyViewer(Viewer):
             if where.site.kind.value in _kinds(flag) and reducer == where.reducer:
                 return flag
         return None
+
+    async def _send_stats(self) -> None:
+        """Not of this protocol."""
 
     async def _send_frame(self, kept: Kept, has: OrderedDict[tuple[str, str], None]) -> None:
         flag = self._flag(kept)

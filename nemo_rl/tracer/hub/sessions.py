@@ -111,15 +111,17 @@ class Sessions:
         await self._replace(self._rank_connections.get((run, rank)))
         self._rank_connections[run, rank] = connection
         self._ranks.connect(run, rank, world)
-        await connection.send(self._hub.welcome(Role.RANK))
+        has_said_goodbye = False
         try:
+            await connection.send(self._hub.welcome(Role.RANK))
             async for message in connection:
                 self._hear_rank(run, rank, message)
+            has_said_goodbye = True
         finally:
             if self._rank_connections.get((run, rank)) is connection:
                 del self._rank_connections[run, rank]
                 self._ranks.disconnect(run, rank)
-                if not self.has_finished:
+                if not self.has_finished and not has_said_goodbye:
                     self._hub.problem(f"rank {rank}: its connection ended; pictures lack its part")
 
     def _hear_rank(self, run: str, rank: int, message: str | bytes) -> None:
