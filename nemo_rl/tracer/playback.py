@@ -25,7 +25,7 @@ from nemo_rl.tracer.frame import BadFrame, Frame, Table
 from nemo_rl.tracer.hub.hub import Hub
 from nemo_rl.tracer.hub.server import HubServer
 from nemo_rl.tracer.protocol import Limits, RunState
-from nemo_rl.tracer.store import stream_files
+from nemo_rl.tracer.store import quiet_s
 from nemo_rl.tracer.stream_reader import Follow, StreamReader
 from nemo_rl.tracer.tokens import Tokens, token_path
 from nemo_rl.tracer.watch import Plan
@@ -216,7 +216,7 @@ class Serving:
         taken: set[str] = set()
         for folder in folders:
             follow = Follow(idle_s=FOLLOW_S, poll_s=POLL_S)
-            player = Player(self.server.hub, folder, is_live=_is_fresh(folder), taken=taken)
+            player = Player(self.server.hub, folder, is_live=quiet_s(folder) < LIVE_S, taken=taken)
             feed = Feed(player, StreamReader(folder).entries(follow), follow=follow)
             self.feeds.append(feed)
             await feed.caught_up()
@@ -263,14 +263,6 @@ async def serving(*, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[Se
             found = Serving(server, token_path(Path(folder), "viewer"))
             opened.push_async_callback(found.close)
             yield found
-
-
-def _is_fresh(folder: Path) -> bool:
-    newest = 0.0
-    for path in stream_files(folder).values():
-        with suppress(FileNotFoundError):
-            newest = max(newest, path.stat().st_mtime)
-    return time.time() - newest < LIVE_S
 
 
 def _wall_s(entry: Entry) -> float:

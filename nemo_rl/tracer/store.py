@@ -8,8 +8,10 @@ it begins with what is known of the runs and of the plan, and holds every table 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from nemo_rl.tracer.entry import HEAD, Entry, EntryKind, entry_at, pack_entry, p
 from nemo_rl.tracer.frame import BadFrame, Frame, Table, header_of
 from nemo_rl.utils.last_resort import machine_problem
 
-__all__ = ["VERSION", "StreamWriter", "stream_files"]
+__all__ = ["VERSION", "StreamWriter", "quiet_s", "stream_files"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,16 @@ def stream_files(folder: Path) -> dict[int, Path]:
             if (match := FILE.fullmatch(path.name)) is not None:
                 found[int(match[1])] = path
     return dict(sorted(found.items()))
+
+
+def quiet_s(folder: Path) -> float:
+    """Since something was written to a recording, in seconds; infinite where there is none."""
+    newest = -math.inf
+    for path in stream_files(folder).values():
+        # Old files fall out while a run is on.
+        with suppress(FileNotFoundError):
+            newest = max(newest, path.stat().st_mtime)
+    return max(0.0, time.time() - newest)
 
 
 class StreamWriter:
