@@ -243,7 +243,9 @@ def _start(
 ) -> tuple[_Groups, DataPlaneClient]:
     run_id = uuid.uuid4().hex[:12]
     worker = partial(_worker_spec, config, trace)
-    groups = _local_groups(config, worker, stack) if cluster is None else _ray_groups(config, worker, cluster, stack, start)
+    groups = (
+        _local_groups(config, worker, stack) if cluster is None else _ray_groups(config, worker, cluster, stack, start)
+    )
     # The workers build while the storage actors of the data plane start.
     client = build_data_plane_client(
         config.active_data_plane, run_id=run_id, role="owner", log_dir=config.logger.log_dir, start=start

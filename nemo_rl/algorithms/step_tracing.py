@@ -178,9 +178,7 @@ def open_tracing(config: MasterConfig, *, layout: ParallelLayout) -> Iterator[Tr
         reason, text = "completed", ""
         try:
             artifacts = None if section.artifacts is None else section.artifacts.absolute()
-            trace = TraceSpec(
-                address=address, run=run_id, memory_bytes=section.memory_bytes, artifacts=artifacts
-            )
+            trace = TraceSpec(address=address, run=run_id, memory_bytes=section.memory_bytes, artifacts=artifacts)
             yield TracedRun(config=section, spec=trace, link=link, watched=watched, note=hub.note)
         except BaseException as error:
             reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
