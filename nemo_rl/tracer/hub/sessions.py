@@ -112,7 +112,9 @@ class Sessions:
 
     async def _serve_rank(self, connection: ServerConnection, hello: Mapping[str, Any]) -> None:
         run, world = text_field(hello, "run"), number(hello, "world", limit=MAX_RANKS)
-        rank = number(hello, "rank", limit=max(0, world - 1))
+        if not world:
+            raise BadMessage("world: expected at least 1")
+        rank = number(hello, "rank", limit=world - 1)
         await self._replace(self._rank_connections.get((run, rank)))
         self._rank_connections[run, rank] = connection
         self._ranks.connect(run, rank, world)
