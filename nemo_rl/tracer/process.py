@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import select
+import socket
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from nemo_rl.errors import ResourceError
+from nemo_rl.errors import ResourceError, RunFolderError
 from nemo_rl.tracer.protocol import Limits
 from nemo_rl.tracer.tokens import Tokens, write_private
 from nemo_rl.utils.files import write_text
@@ -37,6 +38,8 @@ CLOSE_S = 30.0
 KILL_S = 5.0
 HUB_FILE, OPEN_FILE, LOG_FILE = "hub.json", "open.html", "hub.log"
 MAX_LINE = 65_536
+ANY_HOST = ("0.0.0.0", "::", "")
+"""All addresses of the machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +101,9 @@ class HubProcess:
         """
         try:
             self._start()
+        except OSError as error:
+            self.close()
+            raise RunFolderError(f"the tracer's hub does not start: {error}; check {self.spec.folder}") from error
         except BaseException:
             self.close()
             raise
@@ -111,8 +117,18 @@ class HubProcess:
     @property
     def address(self) -> str:
         """Such as `127.0.0.1:40123`."""
-        host = f"[{self.spec.host}]" if ":" in self.spec.host else self.spec.host
-        return f"{host}:{self.port}"
+        host = self.connect_host
+        return f"{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    @property
+    def connect_host(self) -> str:
+        """At which ranks reach it."""
+        return _own_address(self.spec.host) if self.spec.host in ANY_HOST else self.spec.host
+
+    @property
+    def note(self) -> str:
+        """Where to look, for people; without a token."""
+        return f"tracer at http://{self.address}/: open {self.spec.folder / OPEN_FILE} in a browser"
 
     @property
     def pid(self) -> int | None:
@@ -149,6 +165,8 @@ class HubProcess:
 
     def _start(self) -> None:
         folder = self.spec.folder
+        # Of its owner alone: prompts are texts of people.
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.tokens.write(folder)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         with (folder / LOG_FILE).open("ab") as log:
@@ -194,6 +212,16 @@ class HubProcess:
             f'<title>Tracer</title><meta http-equiv="refresh" content="0; url={target}">'
             f'<a href="{target}">Open the tracer</a>\n'
         )
+
+
+def _own_address(host: str) -> str:
+    """Of this machine in its network, where the hub listens at all of its addresses."""
+    family, elsewhere = (socket.AF_INET6, "2001:db8::1") if ":" in host else (socket.AF_INET, "192.0.2.1")
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # Sends nothing: it only asks which way packets to that network would go.
+        probe.connect((elsewhere, 9))
+        return str(probe.getsockname()[0])
+    return "::1" if ":" in host else "127.0.0.1"
 
 
 def _read_line(file: IO[bytes], deadline_s: float) -> bytes:

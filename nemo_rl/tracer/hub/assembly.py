@@ -210,7 +210,11 @@ class Assembly:
         if self._num_bytes + part.payload.nbytes > self._limits.assembly_bytes:
             phase.dropped[-1] += 1
             return
-        added = self._add(phase, rank, part) if isinstance(reducer, PerToken) else self._add_whole(phase, part)
+        try:
+            added = self._add(phase, rank, part) if isinstance(reducer, PerToken) else self._add_whole(phase, part)
+        except BadFrame:
+            phase.dropped[-1] += 1
+            raise
         phase.num_bytes += added
         self._num_bytes += added
 

@@ -144,9 +144,10 @@ class Hub:
         """
         plan = Plan.parse(texts)
         vectors = [each.vector for watch in plan.watches for each in watch.reducers if isinstance(each, Project)]
-        for vector in vectors if self._artifacts is not None else ():
-            if not (self._artifacts / f"{vector}.safetensors").is_file():
-                known = name_some(sorted(path.stem for path in self._artifacts.glob("*.safetensors"))) or "none"
+        folder = self._artifacts
+        for vector in vectors:
+            if folder is not None and not (folder / f"{vector}.safetensors").is_file():
+                known = name_some(sorted(path.stem for path in folder.glob("*.safetensors"))) or "none"
                 raise UserError(
                     f"reducer project: expected a vector of the folder of artifacts ({known}), got {vector!r}"
                 )
@@ -160,8 +161,8 @@ class Hub:
             self.driver.message(self.driver_plan())
 
     def applied(self, step: int, digest: str) -> None:
-        """The driver says that a plan counts from this step on."""
-        if digest == self.plan.digest:
+        """The driver says, in every step, what counts; the first step of a plan is the one it counts from."""
+        if digest == self.plan.digest and self.effective_step is None:
             self.effective_step = step
             self._tell_plan()
 

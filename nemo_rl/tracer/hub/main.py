@@ -49,7 +49,13 @@ async def _run(spec: HubSpec, tokens: Tokens) -> None:
     parent = os.getppid()
     hub = Hub(limits=spec.limits, plan=Plan.parse(spec.watches), artifacts=spec.artifacts)
     server = HubServer(
-        hub, tokens=tokens, host=spec.host, port=spec.port, origins=spec.origins, tokenizer=spec.tokenizer
+        hub,
+        tokens=tokens,
+        host=spec.host,
+        port=spec.port,
+        origins=spec.origins,
+        tokenizer=spec.tokenizer,
+        has_legacy=spec.compat,
     )
     async with server:
         _say({"port": server.port})
@@ -70,8 +76,8 @@ def _record(hub: Hub, spec: HubSpec) -> None:
     from nemo_rl.tracer.store import StreamWriter  # noqa: PLC0415
 
     try:
-        writer = StreamWriter(spec.folder, max_bytes=spec.record_bytes)
-    except (OSError, UserError) as error:
+        writer = StreamWriter(spec.folder, spec.record_bytes)
+    except UserError as error:
         hub.problem(f"nothing is recorded: {error}")
         return
     hub.add_sink(SinkThread(writer, max_bytes=spec.limits.sink_bytes, problem=hub.problem))

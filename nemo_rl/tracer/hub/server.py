@@ -13,17 +13,19 @@ from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
+from urllib.parse import parse_qs
 
 from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
 from nemo_rl.tracer.hub.hub import Hub
+from nemo_rl.tracer.hub.legacy import LEGACY_PATH, serve_legacy
 from nemo_rl.tracer.hub.pages import Pages, refuse
 from nemo_rl.tracer.hub.ranks import Ranks
 from nemo_rl.tracer.hub.sessions import Sessions
-from nemo_rl.tracer.protocol import HANDSHAKE_S, LIVE_PATH
+from nemo_rl.tracer.protocol import HANDSHAKE_S, LIVE_PATH, Role
 from nemo_rl.tracer.tokens import Tokens
 
 __all__ = ["HubServer"]
@@ -96,15 +98,21 @@ class HubServer:
         port: int = 0,
         origins: Sequence[str] = (),
         tokenizer: Path | None = None,
+        has_legacy: bool = False,
+        handshake_s: float = HANDSHAKE_S,
     ) -> None:
         """Args:
         port: 0: any that is free.
         origins: of pages, beside the hub's own, from which a browser may connect, such as `http://host:8080`.
         tokenizer: folder with `tokenizer.json`.
+        has_legacy: whether the compatibility endpoint is there.
+        handshake_s: for the request of a new connection, and then for its hello.
         """
         self.hub, self.host, self.port = hub, host, port
         self.ranks = Ranks(hub, tokenizer=tokenizer)
         self.sessions = Sessions(hub, self.ranks, tokens)
+        self._handshake_s = handshake_s
+        self._tokens, self._has_legacy = tokens, has_legacy
         self._origins, self._pages = frozenset(origins), Pages()
         self._gate = Gate(hub.limits.max_waiting)
         self._server: Server | None = None
@@ -120,8 +128,9 @@ class HubServer:
             self.host,
             self.port,
             process_request=self._answer,
-            create_connection=partial(GatedConnection, self._gate),
-            open_timeout=HANDSHAKE_S,
+            # A class by its type, but any factory by its meaning.
+            create_connection=cast(type[ServerConnection], partial(GatedConnection, self._gate)),
+            open_timeout=self._handshake_s,
             ping_interval=PING_S,
             ping_timeout=max(PONG_S, limits.slow_viewer_s),
             close_timeout=CLOSE_S,
@@ -151,11 +160,14 @@ class HubServer:
         return any(viewer.has_waiting for viewer in self.sessions.viewers)
 
     def _answer(self, connection: ServerConnection, request: Request) -> Response | None:
-        path = request.path.partition("?")[0]
-        if path != LIVE_PATH:
+        path, _, query = request.path.partition("?")
+        is_legacy = self._has_legacy and path == LEGACY_PATH
+        if path != LIVE_PATH and not is_legacy:
             return self._pages.answer(path)
         if not self._is_allowed(request):
             return refuse(HTTPStatus.FORBIDDEN, "pages of this origin may not connect; name it in the hub's origins")
+        if is_legacy and not self._tokens.allow(Role.CONTROLLER, parse_qs(query).get("token", [""])[0]):
+            return refuse(HTTPStatus.UNAUTHORIZED, f"expected {LEGACY_PATH}?token=TOKEN with the controller's token")
         return None
 
     def _is_allowed(self, request: Request) -> bool:
@@ -170,7 +182,12 @@ class HubServer:
 
     async def _serve(self, connection: ServerConnection) -> None:
         try:
-            known = await self.sessions.welcome(connection, frame_bytes=self.hub.limits.max_frame_bytes)
+            if connection.request is not None and connection.request.path.startswith(LEGACY_PATH):
+                self._gate.leave(connection)
+                await serve_legacy(connection, self.hub, self.sessions)
+                return
+            frame_bytes = self.hub.limits.max_frame_bytes
+            known = await self.sessions.welcome(connection, frame_bytes=frame_bytes, handshake_s=self._handshake_s)
             if known is not None:
                 self._gate.leave(connection)
                 await self.sessions.serve(connection, *known)

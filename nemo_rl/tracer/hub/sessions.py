@@ -25,7 +25,7 @@ from nemo_rl.tracer.hub.hub import Hub
 from nemo_rl.tracer.hub.ranks import Ranks
 from nemo_rl.tracer.hub.viewer import Viewer
 from nemo_rl.tracer.hub.wire import BadMessage, dump, error_text, number, parse, text_field, texts_field
-from nemo_rl.tracer.protocol import HANDSHAKE_S, PROTOCOL_VERSION, ErrorCode, Role, RunState
+from nemo_rl.tracer.protocol import PROTOCOL_VERSION, ErrorCode, Role, RunState
 from nemo_rl.tracer.tokens import Tokens
 
 __all__ = ["Sessions"]
@@ -33,7 +33,10 @@ __all__ = ["Sessions"]
 MAX_BAD_MESSAGES = 16
 """A viewer that says more of what is not allowed is closed."""
 MAX_RANKS = 1 << 16
+REFUSE_S = 5.0
+"""For the last words to a peer that may take nothing."""
 MAX_LABEL = 200
+MAX_PROBLEM = 2000
 POLICY_VIOLATION = 1008
 """WebSocket close code."""
 REPLACED = 1012
@@ -41,7 +44,6 @@ REPLACED = 1012
 CONTROLLER_WORDS = frozenset({"watch", "mark"})
 FOREIGN_WORDS = frozenset({"hello", "begin", "end", "run", "step", "metrics", "finish", "applied"})
 """Of other roles, or of another time."""
-STATES: Mapping[str, str] = {"completed": "completed", "failed": "failed", "interrupted": "interrupted"}
 
 
 class Sessions:
@@ -53,24 +55,27 @@ class Sessions:
         self.controller: Viewer | None = None
         self.run: str | None = None
         """Of the driver."""
-        self.has_finished = False
+        self.has_finished = self._is_lost = False
         self._rank_connections: dict[tuple[str, int], ServerConnection] = {}
         self._driver: Viewer | None = None
 
-    async def welcome(self, connection: ServerConnection, *, frame_bytes: int) -> tuple[Role, dict[str, Any]] | None:
+    async def welcome(
+        self, connection: ServerConnection, *, frame_bytes: int, handshake_s: float
+    ) -> tuple[Role, dict[str, Any]] | None:
         """Who it is; None: it was told why not, and closed.
 
         Args:
             frame_bytes: that messages of ranks and the driver may have from now on.
+            handshake_s: for hello.
         """
         try:
-            async with asyncio.timeout(HANDSHAKE_S):
+            async with asyncio.timeout(handshake_s):
                 text = await connection.recv()
             if not isinstance(text, str):
                 raise BadMessage("expected hello as a text")
             role, hello = self._read_hello(text)
         except TimeoutError:
-            await refuse(connection, ErrorCode.UNAUTHORIZED, f"expected hello within {HANDSHAKE_S:g} s")
+            await refuse(connection, ErrorCode.UNAUTHORIZED, f"expected hello within {handshake_s:g} s")
         except BadMessage as error:
             await refuse(connection, error.code, str(error))
         else:
@@ -111,15 +116,17 @@ class Sessions:
         await self._replace(self._rank_connections.get((run, rank)))
         self._rank_connections[run, rank] = connection
         self._ranks.connect(run, rank, world)
-        await connection.send(self._hub.welcome(Role.RANK))
+        has_said_goodbye = False
         try:
+            await connection.send(self._hub.welcome(Role.RANK))
             async for message in connection:
                 self._hear_rank(run, rank, message)
+            has_said_goodbye = True
         finally:
             if self._rank_connections.get((run, rank)) is connection:
                 del self._rank_connections[run, rank]
                 self._ranks.disconnect(run, rank)
-                if not self.has_finished:
+                if not self.has_finished and not has_said_goodbye:
                     self._hub.problem(f"rank {rank}: its connection ended; pictures lack its part")
 
     def _hear_rank(self, run: str, rank: int, message: str | bytes) -> None:
@@ -136,8 +143,11 @@ class Sessions:
             elif said["type"] == "end":
                 dropped = number(said, "dropped")
                 self._ranks.end(run, rank, number(said, "step"), text_field(said, "phase"), dropped)
+            elif said["type"] == "problem":
+                text = text_field(said, "text", limit=MAX_PROBLEM)
+                self._ranks.tell(run, rank, text, f"rank {rank}: {text}")
             else:
-                raise BadMessage(f"type: expected begin or end, got {said['type'][:40]!r}")
+                raise BadMessage(f"type: expected begin, end or problem, got {said['type'][:40]!r}")
         except (BadMessage, BadFrame) as error:
             self._ranks.tell(run, rank, "bad", f"rank {rank}: {error}")
 
@@ -164,17 +174,17 @@ class Sessions:
 
     async def driver_gone(self) -> None:
         """Its run is lost, unless it has finished."""
-        if self.run is None or self.has_finished:
+        if self.run is None or self.has_finished or self._is_lost:
             return
-        run, self.run = self.run, None
+        self._is_lost = True
         await self._ranks.flush()
-        self._hub.end_run(run, RunState.LOST, "the connection to the job has ended without a word")
+        self._hub.end_run(self.run, RunState.LOST, "the connection to the job has ended without a word")
         self._hub.problem("the connection to the job has ended without a word")
 
     async def _hear_driver(self, said: dict[str, Any]) -> None:
         kind = said["type"]
         if kind == "run":
-            self.run, self.has_finished = text_field(said, "run"), False
+            self.run, self.has_finished, self._is_lost = text_field(said, "run"), False, False
             if isinstance(folder := said.get("tokenizer"), str) and folder:
                 self._ranks.set_tokenizer(Path(folder))
             facts = {name: said.get(name) for name in ("run", "name", "model", "layout", "unobserved")}
@@ -182,13 +192,19 @@ class Sessions:
             return
         if self.run is None:
             raise BadMessage(f"expected 'run' before {kind[:40]!r}")
+        if self._is_lost:
+            # The connection was lost, not the driver.
+            self._is_lost = False
+            self._hub.set_run({"run": self.run, "state": RunState.RUNNING, "text": ""})
         if kind == "step":
             step = number(said, "step")
             self._ranks.set_keys(self.run, step, texts_field(said, "keys"))
             self._hub.set_run({"run": self.run, "step": step})
         elif kind == "metrics":
             given = said.get("metrics")
-            metrics = {name: value for name, value in given.items() if _is_number(value)} if _is_map(given) else {}
+            if not isinstance(given, Mapping):
+                raise BadMessage(f"metrics: expected numbers by name, got {str(given)[:100]}")
+            metrics = {name: value for name, value in given.items() if _is_number(value)}
             step = number(said, "step")
             self._hub.publish_message({"type": "metrics", "run": self.run, "step": step, "metrics": metrics})
         elif kind == "finish":
@@ -203,39 +219,44 @@ class Sessions:
             raise BadMessage(f"type: expected run, step, metrics, finish or applied, got {kind[:40]!r}")
 
     async def _serve_viewer(self, connection: ServerConnection, role: Role, *, is_taking_over: bool) -> None:
-        if len(self.viewers) >= self._hub.limits.max_viewers:
-            raise BadMessage(f"{len(self.viewers)} viewers are connected, which is the most", ErrorCode.TOO_MANY)
         viewer = Viewer(connection, role, self._hub.limits)
-        if role is Role.CONTROLLER:
-            self.take_control(viewer, is_taking_over=is_taking_over)
-        self.viewers.append(viewer)
-        viewer.message(self._hub.welcome(role))
-        self._hub.greet(viewer)
-        self._hub.add_subscriber(viewer)
+        self.enter(viewer, is_taking_over=is_taking_over)
         writing = asyncio.create_task(viewer.write())
         try:
             await self._listen(viewer)
         finally:
             writing.cancel()
-            self._hub.remove_subscriber(viewer)
-            self.viewers.remove(viewer)
-            self.release_control(viewer)
+            self.leave(viewer)
 
-    def take_control(self, viewer: Viewer, *, is_taking_over: bool) -> None:
-        """Raises:
-        BadMessage: another one has it.
+    def enter(self, viewer: Viewer, *, is_taking_over: bool) -> None:
+        """Gets what it has missed, and what is published from now on.
+
+        Raises:
+            BadMessage: too many are here, or another one is the controller.
         """
+        if len(self.viewers) >= self._hub.limits.max_viewers:
+            raise BadMessage(f"{len(self.viewers)} viewers are connected, which is the most", ErrorCode.TOO_MANY)
+        if viewer.role is Role.CONTROLLER:
+            self._take_control(viewer, is_taking_over=is_taking_over)
+        self.viewers.append(viewer)
+        viewer.message(self._hub.welcome(viewer.role))
+        self._hub.greet(viewer)
+        self._hub.add_subscriber(viewer)
+
+    def leave(self, viewer: Viewer) -> None:
+        """It gets no more."""
+        self._hub.remove_subscriber(viewer)
+        self.viewers.remove(viewer)
+        # Another one may have taken over since.
+        self.controller = None if self.controller is viewer else self.controller
+
+    def _take_control(self, viewer: Viewer, *, is_taking_over: bool) -> None:
         if self.controller is not None:
             if not is_taking_over:
                 raise BadMessage("there is a controller; take over, or view only", ErrorCode.BUSY)
             self.controller.role = Role.VIEWER
             self.controller.message(dump({"type": "demoted"}))
         self.controller = viewer
-
-    def release_control(self, viewer: Viewer) -> None:
-        """Of this one alone: another may have taken over since."""
-        if self.controller is viewer:
-            self.controller = None
 
     async def _listen(self, viewer: Viewer) -> None:
         num_bad = 0
@@ -294,13 +315,9 @@ class Sessions:
 async def refuse(connection: ServerConnection, code: ErrorCode, text: str) -> None:
     """Says why, and closes."""
     with suppress(ConnectionClosed):
-        async with asyncio.timeout(HANDSHAKE_S):
+        async with asyncio.timeout(REFUSE_S):
             await connection.send(error_text(code, text))
     await connection.close(POLICY_VIOLATION, code.value)
-
-
-def _is_map(value: object) -> bool:
-    return isinstance(value, Mapping)
 
 
 def _is_number(value: object) -> bool:

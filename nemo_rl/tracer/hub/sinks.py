@@ -21,7 +21,7 @@ CLOSE_S = 20.0
 
 
 class Sink(Protocol):
-    """Takes what viewers get; what it raises ends it."""
+    """Takes what viewers get; what raises is left out of it."""
 
     def frame(self, message: bytes) -> object:
         """A frame or a table."""
@@ -44,14 +44,12 @@ class SinkThread:
         self._sink, self._max_bytes, self._problem, self._name = sink, max_bytes, problem, name
         self._queue: queue.SimpleQueue[bytes | dict[str, Any] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._num_bytes, self._has_told, self._is_dead = 0, False, False
+        self._num_bytes, self._has_told = 0, False
         self._thread = threading.Thread(target=self._run, name=f"sink-{name}", daemon=True)
         self._thread.start()
 
     def frame(self, message: bytes) -> None:
         """Takes a frame or a table, unless too much waits."""
-        if self._is_dead:
-            return
         with self._lock:
             is_full = self._num_bytes + len(message) > self._max_bytes
             self._num_bytes += 0 if is_full else len(message)
@@ -62,8 +60,7 @@ class SinkThread:
 
     def message(self, message: Mapping[str, object]) -> None:
         """Takes a JSON message."""
-        if not self._is_dead:
-            self._queue.put(dict(message))
+        self._queue.put(dict(message))
 
     def close(self) -> None:
         """Writes what waits, within a deadline."""
@@ -73,21 +70,17 @@ class SinkThread:
             logger.warning("%s: not closed within %g s", self._name, CLOSE_S)
 
     def _run(self) -> None:
-        try:
-            while (item := self._queue.get()) is not None:
+        while (item := self._queue.get()) is not None:
+            try:
                 if isinstance(item, bytes):
                     with self._lock:
                         self._num_bytes -= len(item)
                     self._sink.frame(item)
                 else:
                     self._sink.message(item)
-        except Exception as error:
-            # Whatever a disk does: looking on goes on.
-            logger.exception("%s ended", self._name)
-            self._is_dead = True
-            self._tell(f"{self._name} ended: {type(error).__name__}: {str(error)[:300]}")
-        finally:
-            self._close_sink()
+            except Exception as error:  # noqa: BLE001 - whatever a disk does: looking on goes on
+                self._tell(f"{self._name}: some is left out of it: {type(error).__name__}: {str(error)[:300]}")
+        self._close_sink()
 
     def _close_sink(self) -> None:
         try:

@@ -26,7 +26,8 @@ class TokenTexts:
     """Texts of single tokens, each decoded once."""
 
     def __init__(self, folder: Path | None) -> None:
-        self._folder, self._tokenizer, self._is_loaded = folder, None, folder is None
+        self._folder, self._is_loaded = folder, folder is None
+        self._tokenizer: Any = None
         self._texts: dict[int, str] = {}
 
     def load(self) -> None:
@@ -44,13 +45,12 @@ class TokenTexts:
 
     def of(self, ids_R: np.ndarray) -> dict[str, str]:
         """Token id as a text -> text, of those that are known."""
-        tokenizer: Any = self._tokenizer
-        if tokenizer is None:
+        if self._tokenizer is None:
             return {}
         found, num_bytes = {}, 0
         for token in np.unique(ids_R).tolist():
             if token not in self._texts:
-                self._texts[token] = _decode(tokenizer, token)
+                self._texts[token] = _decode(self._tokenizer, token)
             text = self._texts[token]
             num_bytes += len(json.dumps(text)) + len(str(token)) + 6
             if num_bytes > MAX_TEXTS_BYTES:
