@@ -10,7 +10,8 @@ NemoRLError
 |   |-- RewardError           a reward function raised, hung or returned something that is no number
 |   |-- NonFiniteError        NaN or inf in a loss, a gradient norm or log-probabilities
 |   |-- CheckpointError       a checkpoint that cannot be written, read or resumed from
-|   `-- RunFolderError        a run folder that another run uses, or that holds one, or that cannot be written
+|   |-- RunFolderError        a run folder that another run uses, or that holds one, or that cannot be written
+|   `-- RecordingError        a recording of the tracer that cannot be written (any further)
 |-- DataPlaneError
 |   |-- KeysNotFound          rows that are not in the partition
 |   |-- FieldNotProduced      a field that is declared, but not written yet for every row asked for
@@ -53,6 +54,7 @@ __all__ = [
     "PartitionNotFound",
     "PayloadLost",
     "PreflightError",
+    "RecordingError",
     "ResourceError",
     "RewardError",
     "RunFolderError",
@@ -141,6 +143,10 @@ class CheckpointError(UserError):
 
 class RunFolderError(UserError):
     """A run folder that another run uses, or that holds one, or that cannot be written."""
+
+
+class RecordingError(UserError):
+    """A recording of the tracer that cannot be written (any further), such as on a full disk."""
 
 
 @contextmanager
@@ -251,6 +257,7 @@ _BY_NAME: Mapping[str, type[NemoRLError]] = {
         NonFiniteError,
         CheckpointError,
         RunFolderError,
+        RecordingError,
     )
 }
 

@@ -7,6 +7,7 @@
            |- begin      prompt numbers, keys of the rows to come          (PromptSampler.next, begin_step)
            |- open_step  these rows are cleared at its end, also after an error     (open_step)
            |    |- stages  rollout, score, logprobs, advantages, train, log; see stages/bodies.py   (Stage.run)
+           |    |- trace   with diagnostics.tracer: what the hub is shown       (StepTracing.after, StepTracing.end)
            |    |- keep    with diagnostics.keep_steps: written to disk meanwhile    (Keeper.after, Keeper.fail)
            |    `- clear   rows that were not trained, with the reason     (clear_untrained)
            `- end_step   workers forget what they fetched                  (TQPolicy.end_step)
@@ -29,6 +30,7 @@ from nemo_rl.algorithms.stages.bodies import clear_untrained
 from nemo_rl.algorithms.stages.columns import declare_partition
 from nemo_rl.algorithms.stages.stage import Stage
 from nemo_rl.algorithms.stages.state import StepState, begin_step
+from nemo_rl.algorithms.step_tracing import StepTracing
 from nemo_rl.algorithms.step_metrics import data_plane_metrics, step_metrics
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.sampler import PromptSampler
@@ -66,6 +68,8 @@ class TrainerParts:
     resume_from: Checkpoint | None = None
     keeper: Keeper = field(default_factory=Keeper)
     """A `StepKeeper` with `diagnostics.keep_steps`."""
+    tracing: StepTracing = field(default_factory=StepTracing)
+    """A `LiveTracing` with `diagnostics.tracer`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,13 +145,15 @@ class SyncGRPOTrainer:
 
     def _run_stages(self, step: StepState) -> StepState:
         """All stages; a step that fails is kept as far as it came."""
-        keeper, at = self._parts.keeper, ""
+        keeper, tracing, at = self._parts.keeper, self._parts.tracing, ""
         try:
             for stage in self._parts.stages:
                 at = stage.name
                 self._parts.panel.stage(at)
                 step = stage.run(step)
                 keeper.after(at, step)
+                tracing.after(at, step)
+            tracing.end()
             keeper.rows_written(step)
         except BaseException as error:
             keeper.fail(step, error, stage=at)
@@ -220,6 +226,7 @@ class SyncGRPOTrainer:
         metrics.update(self._parts.keeper.metrics())
         self._timer.reset()
         self._parts.logger.log_metrics(metrics, step=self._step)
+        self._parts.tracing.report(self._step, metrics)
         self._parts.panel.step(self._report(step, metrics, stage_seconds, traffic.stage_bytes))
         if self._checkpoint_is_due():
             with self._timer.time("checkpoint"):

@@ -82,6 +82,7 @@ class ClippedPGLoss:
         clipped_NT = ratio_NT.clamp(1 - config.ratio_clip_min, 1 + config.ratio_clip_max)
         actor_NT = -torch.minimum(ratio_NT * advantages_NT, clipped_NT * advantages_NT)
         loss = self._aggregate(actor_NT, weight_NT, scale)
+        token_losses_NT = _weighed(actor_NT, weight_NT)
         metrics = self._policy_metrics(token_logprobs, log_ratio_NT, batch, weight_NT)
         metrics["clip_fraction"] = _mean((clipped_NT != ratio_NT).float(), weight_NT)
         metrics["actor_loss"] = Sum(loss.item())
@@ -95,11 +96,12 @@ class ClippedPGLoss:
             )
             kl_loss = config.reference_policy_kl_penalty * self._aggregate(kl_NT, weight_NT, scale)
             loss = loss + kl_loss
+            token_losses_NT = token_losses_NT + config.reference_policy_kl_penalty * _weighed(kl_NT, weight_NT)
             metrics["kl_penalty"] = Sum(kl_loss.item())
             metrics["reference_kl"] = _mean(kl_NT, weight_NT)
             metrics["kl_clamped_tokens"] = Sum(_total(weight_NT[is_clamped_NT]))
         metrics["loss"] = Sum(loss.item())
-        return LossOutput(loss=loss, metrics=metrics)
+        return LossOutput(loss=loss, metrics=metrics, token_losses=token_losses_NT)
 
     def _aggregate(self, values_NT: torch.Tensor, weight_NT: torch.Tensor, scale: LossScale) -> torch.Tensor:
         mask_NT = weight_NT > 0
@@ -150,7 +152,13 @@ class NLLLoss:
     ) -> LossOutput:
         weight_NT = token_weights(batch)
         loss = negative_log_likelihood(token_logprobs, weight_NT, total=scale.valid_tokens or 1.0)
-        return LossOutput(loss=loss, metrics={"loss": Sum(loss.item()), "valid_tokens": Sum(_total(weight_NT))})
+        metrics: dict[str, Reduction] = {"loss": Sum(loss.item()), "valid_tokens": Sum(_total(weight_NT))}
+        return LossOutput(loss=loss, metrics=metrics, token_losses=_weighed(-token_logprobs, weight_NT))
+
+
+def _weighed(values_NT: torch.Tensor, weight_NT: torch.Tensor) -> torch.Tensor:
+    """What each token adds to a sum, 0 where it has no weight; without gradient."""
+    return torch.where(weight_NT > 0, values_NT.detach(), 0.0) * weight_NT
 
 
 def _mean(values_NT: torch.Tensor, weight_NT: torch.Tensor) -> Mean:

@@ -30,6 +30,7 @@ __all__ = [
     "RECORDS",
     "ROLLOUTS",
     "STEPS",
+    "TRACER",
     "cut_rollouts",
     "open_run_folders",
     "run_folders",
@@ -43,6 +44,8 @@ STEPS = "steps"
 """Folder of the steps that a run keeps."""
 RECORDS = "records"
 """Folder of the tensors that the policy workers have written."""
+TRACER = "tracer"
+"""Folder of the live tracer: address, tokens, and what its page has shown."""
 WRITTEN = (
     METRICS_FILE,
     CONFIG_FILE,

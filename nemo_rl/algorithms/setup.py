@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -22,6 +23,7 @@ from nemo_rl.algorithms.kept_steps.keeper import Keeper, StepKeeper
 from nemo_rl.algorithms.kept_steps.record import RunFacts
 from nemo_rl.algorithms.preflight.checks import preflight
 from nemo_rl.algorithms.run_folder import CONFIG_FILE, RECORDS, cut_rollouts, open_run_folders
+from nemo_rl.algorithms.step_tracing import LiveTracing, StepTracing, open_tracing
 from nemo_rl.algorithms.stages.bodies import build_stages
 from nemo_rl.algorithms.stages.columns import StageColumns, fetched_fields, stage_columns
 from nemo_rl.algorithms.stages.stage import StageTools
@@ -51,6 +53,7 @@ from nemo_rl.models.policy.interfaces import LossFunction
 from nemo_rl.models.policy.recording.identity import record_spec
 from nemo_rl.models.policy.recording.recording import RecordSpec
 from nemo_rl.models.policy.tq_policy import TQPolicy
+from nemo_rl.models.policy.tracing.tracing import TraceSpec
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
 from nemo_rl.models.weight_sync.base import RefitParties
 from nemo_rl.models.weight_sync.factory import build_weight_sync
@@ -116,11 +119,14 @@ def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | Non
         panel.note(_what_starts(config))
         start = StartUp(timeout_s=config.cluster.worker_start_timeout_s, report=panel.note)
         cluster = stack.enter_context(_cluster(config, start, forks)) if config.cluster.launcher == "ray" else None
-        groups, client = _start(config, cluster, stack, start)
+        layout = ParallelLayout.of_policy(config.policy, world_size=config.cluster.num_workers)
+        traced = stack.enter_context(open_tracing(config, layout=layout))
+        if traced is not None:
+            panel.note(traced.note)
+        groups, client = _start(config, cluster, stack, start, None if traced is None else traced.spec)
         timeout_s = config.cluster.stage_timeout_s
         rollout = RolloutHandle(groups.rollout, timeout_s=timeout_s, report=panel.note)
         rollout.setup_data_plane(client.address)
-        layout = ParallelLayout.of_policy(config.policy, world_size=groups.policy.world_size)
         policy = TQPolicy(groups.policy, address=client.address, timeout_s=timeout_s, layout=layout)
         tools = StageTools(
             grpo=config.grpo,
@@ -151,6 +157,7 @@ def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | Non
             panel=panel,
             resume_from=resume_from,
             keeper=_keeper(tools, columns, config, resume_from) if config.diagnostics.keep_steps.enabled else Keeper(),
+            tracing=StepTracing() if traced is None else LiveTracing(traced, policy),
         )
 
 
@@ -232,10 +239,11 @@ def _cluster(config: MasterConfig, start: StartUp, forks: ForkServer | None) -> 
 
 
 def _start(
-    config: MasterConfig, cluster: RayVirtualCluster | None, stack: ExitStack, start: StartUp
+    config: MasterConfig, cluster: RayVirtualCluster | None, stack: ExitStack, start: StartUp, trace: TraceSpec | None
 ) -> tuple[_Groups, DataPlaneClient]:
     run_id = uuid.uuid4().hex[:12]
-    groups = _local_groups(config, stack) if cluster is None else _ray_groups(config, cluster, stack, start)
+    worker = partial(_worker_spec, config, trace)
+    groups = _local_groups(config, worker, stack) if cluster is None else _ray_groups(config, worker, cluster, stack, start)
     # The workers build while the storage actors of the data plane start.
     client = build_data_plane_client(
         config.active_data_plane, run_id=run_id, role="owner", log_dir=config.logger.log_dir, start=start
@@ -248,8 +256,8 @@ def _start(
     return groups, client
 
 
-def _local_groups(config: MasterConfig, stack: ExitStack) -> _Groups:
-    spec = _worker_spec(config, RankSpec(rank=0, world_size=1))
+def _local_groups(config: MasterConfig, worker: Callable[[RankSpec], WorkerSpec], stack: ExitStack) -> _Groups:
+    spec = worker(RankSpec(rank=0, world_size=1))
     policy = LocalWorkerGroup(lambda: build_policy_worker(spec))
     stack.callback(policy.shutdown)
     engines = LocalWorkerGroup(lambda: _engine_builder(config)(spec=_engine_spec(config, 0)))
@@ -260,7 +268,13 @@ def _local_groups(config: MasterConfig, stack: ExitStack) -> _Groups:
     return _Groups(policy=policy, engines=engines, rollout=rollout)
 
 
-def _ray_groups(config: MasterConfig, cluster: RayVirtualCluster, stack: ExitStack, start: StartUp) -> _Groups:
+def _ray_groups(
+    config: MasterConfig,
+    worker: Callable[[RankSpec], WorkerSpec],
+    cluster: RayVirtualCluster,
+    stack: ExitStack,
+    start: StartUp,
+) -> _Groups:
     gpu_share, logs = GPU_SHARE if cluster.uses_gpu else 0.0, (config.logger.log_dir / WORKER_LOGS).absolute()
     policy = RayWorkerGroup(
         "policy",
@@ -283,7 +297,7 @@ def _ray_groups(config: MasterConfig, cluster: RayVirtualCluster, stack: ExitSta
     with start.waiting_for("the first policy worker"):
         address, port = policy.rendezvous(reserve_port, timeout_s=start.timeout_s)
     ranks = _rank_specs(cluster.num_workers, address, port)
-    policy.begin_start(build_policy_worker, [{"spec": _worker_spec(config, rank)} for rank in ranks])
+    policy.begin_start(build_policy_worker, [{"spec": worker(rank)} for rank in ranks])
     engines.begin_start(_engine_builder(config), [{"spec": _engine_spec(config, n)} for n in range(engines.world_size)])
     replicas = GenerationReplicas(engines, timeout_s=config.cluster.stage_timeout_s)
     rollout.begin_start(SyncRolloutActor, [{"spec": rollout_spec(config), "generation": replicas}])
@@ -296,7 +310,7 @@ def _rank_specs(world_size: int, address: str, port: int) -> list[RankSpec]:
     ]
 
 
-def _worker_spec(config: MasterConfig, rank: RankSpec) -> WorkerSpec:
+def _worker_spec(config: MasterConfig, trace: TraceSpec | None, rank: RankSpec) -> WorkerSpec:
     return WorkerSpec(
         policy=config.policy,
         rank=rank,
@@ -304,6 +318,7 @@ def _worker_spec(config: MasterConfig, rank: RankSpec) -> WorkerSpec:
         keep_reference=config.loss_fn.reference_policy_kl_penalty > 0,
         seed=config.grpo.seed,
         record=_record_spec(config),
+        trace=trace,
         use_gpu=config.cluster.gpus_per_node > 0,
         threads=config.cluster.threads_per_worker,
         collective_timeout_s=config.cluster.collective_timeout_s,

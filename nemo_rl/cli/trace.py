@@ -1,4 +1,4 @@
-"""`nemo-rl trace verify`: whether the routes of the rollout are those that training used."""
+"""`nemo-rl trace verify|ls|...`: routes of router replay, and the tracer's live pictures and recordings."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from nemo_rl.cli.trace_ls import ls
 from nemo_rl.diagnostics.route_chain.chain import verify_trace
 
 __all__ = ["app"]
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Check traces of router replay.")
+HELP = "Watch a model train, read recordings of it, check traces of router replay."
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=HELP)
 
 
 @app.callback()
 def _root() -> None:
-    """Check traces of router replay."""
+    """Watch a model train, read recordings of it, check traces of router replay."""
 
 
-@app.command()
+@app.command(short_help="whether training used the routes of the rollout")
 def verify(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="NRL_R3_TRACE_DIR of a run")],
     require_forward_verify: Annotated[
@@ -43,3 +46,6 @@ def verify(
         for line in report.lines():
             console.print(line)
     raise typer.Exit(report.verdict.value)
+
+
+app.command(short_help="what a recording holds")(ls)

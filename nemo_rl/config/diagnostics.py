@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt
 
 from nemo_rl.config.base import Section, Text
+from nemo_rl.config.tracer import TracerConfig
 
 __all__ = ["DiagnosticsConfig", "KeepStepsConfig", "RecordConfig"]
 
@@ -45,3 +46,5 @@ class DiagnosticsConfig(Section):
     record: RecordConfig = Field(default_factory=RecordConfig)
 
     keep_steps: KeepStepsConfig = Field(default_factory=KeepStepsConfig)
+
+    tracer: TracerConfig = Field(default_factory=TracerConfig)

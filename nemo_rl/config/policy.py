@@ -18,6 +18,7 @@ from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.parallel import ParallelSizes
 from nemo_rl.config.parts import ENGINES
 from nemo_rl.config.router_replay import RouterReplayConfig
+from nemo_rl.config.tracer import TracerSwitches
 
 __all__ = [
     "DTensorConfig",
@@ -225,6 +226,7 @@ class PolicyConfig(Section):
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
     generation: GenerationConfig = Field(default_factory=GenerationConfig)
     router_replay: RouterReplayConfig = Field(default_factory=RouterReplayConfig)
+    tracer: TracerSwitches = Field(default_factory=TracerSwitches)
 
     @model_validator(mode="before")
     @classmethod

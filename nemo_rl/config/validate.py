@@ -466,6 +466,15 @@ def rule_recorded_sites_need_steps(config: MasterConfig) -> list[str]:
     return would_be_ignored(section, prefix, ("sites", "phases"), switch=switch, because=f"{switch} names no step")
 
 
+def rule_the_tracer_needs_its_switch(config: MasterConfig) -> list[str]:
+    section, switches = config.diagnostics.tracer, config.policy.tracer
+    if section.enabled:
+        return []
+    because = {"switch": "diagnostics.tracer.enabled", "because": "diagnostics.tracer.enabled is false"}
+    lines = would_be_ignored(section, "diagnostics.tracer", tuple(type(section).model_fields), **because)
+    return lines + would_be_ignored(switches, "policy.tracer", tuple(type(switches).model_fields), **because)
+
+
 _ALL = rules_in(globals()) | validate_policy.RULES | validate_megatron.RULES | validate_router_replay.RULES
 
 RULES: tuple[Rule, ...] = tuple(_ALL[name] for name in sorted(_ALL))

@@ -4,7 +4,7 @@
     moe.* & layer in 0..3              only these layers, both ends included
     layer.out & layer in 0,5           only these two
     logits & forward                   without gradients with respect to it
-    grad & name=model.layers.0.*       gradients of these parameters
+    grad, param & name=model.layers.0.*      gradients and values of these parameters
 
 Terms after `&` narrow all kinds before them; `;` separates selections, and a site is recorded if any takes it.
 """
@@ -75,11 +75,11 @@ class Selector:
         """Whether a site is recorded."""
         return any(selection.takes(kind, layer, direction) for selection in self.selections)
 
-    def takes_parameter(self, name: str) -> bool:
-        """Whether the gradient of the parameter of this Hugging Face name is recorded."""
+    def takes_parameter(self, name: str, kind: SiteKind = SiteKind.GRAD) -> bool:
+        """Whether the parameter of this Hugging Face name is recorded, or its gradient."""
         match = LAYER_OF_NAME.search(name)
         layer = int(match[1]) if match is not None else None
-        return any(part.takes(SiteKind.GRAD, layer) and fnmatchcase(name, part.name) for part in self.selections)
+        return any(part.takes(kind, layer) and fnmatchcase(name, part.name) for part in self.selections)
 
     def kinds(self) -> tuple[SiteKind, ...]:
         """Every kind that is recorded somewhere, in the order of the catalogue."""
@@ -102,9 +102,9 @@ def _selection(text: str) -> _Selection:
             raise UserError(
                 f"selector: expected 'layer in 0..3', 'name=PATTERN', 'forward' or 'backward' after '&', got {term!r}"
             )
-    if name != "*" and kinds != {SiteKind.GRAD}:
+    if name != "*" and not kinds <= {SiteKind.GRAD, SiteKind.PARAM}:
         raise UserError(
-            f"selector: {text!r}: 'name=' chooses among gradients of parameters: write 'grad & name={name}'"
+            f"selector: {text!r}: 'name=' chooses among parameters and their gradients: write 'grad & name={name}'"
         )
     if direction is Direction.BACKWARD and not any(SITES[kind].has_backward for kind in kinds - {SiteKind.GRAD}):
         known = ", ".join(kind for kind, meaning in SITES.items() if meaning.has_backward)

@@ -25,7 +25,7 @@ from nemo_rl.errors import UserError
 from nemo_rl.records.sites import Direction, SiteKind, execution_order
 from nemo_rl.tracer.reducer import Reducer, Span, parse_reducer
 
-__all__ = ["MAGIC", "MAX_HEADER_BYTES", "BadFrame", "Frame", "Part", "Site", "Table", "Where", "decode"]
+__all__ = ["MAGIC", "MAX_HEADER_BYTES", "BadFrame", "Frame", "Part", "Site", "Table", "Where", "decode", "header_of"]
 
 MAGIC = b"NRT1"
 LENGTH = struct.Struct("<I")
@@ -306,6 +306,15 @@ def decode(message: bytes) -> Part | Frame | Table:
         return kind.of(header, values, bytes(payload[num_bytes:]))
     except (KeyError, TypeError, ValueError, AttributeError, UserError) as error:
         raise BadFrame(f"no frame: {type(error).__name__}: {str(error)[:300]}") from error
+
+
+def header_of(message: bytes) -> Mapping[str, Any]:
+    """What a message says of itself: `what` it is, then the fields of its kind; nothing of it is checked.
+
+    Raises:
+        BadFrame: it is none.
+    """
+    return _open(message)[0]
 
 
 def _open(message: bytes) -> tuple[Mapping[str, Any], memoryview]:

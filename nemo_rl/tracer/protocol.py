@@ -3,9 +3,10 @@
 One WebSocket at `/live`; the first message is `hello`, within `HANDSHAKE_S`. Every message is an object with `type`.
 
     from              type       fields                                            answer
-    anyone            hello      v, role, token; of a rank also run, rank, world   welcome, or error and the end
+    anyone            hello      v, role, token; of a rank also run, rank, world,  welcome, or error and the end
     rank              begin      step, phase                                       -
     rank              end        step, phase, sent, dropped (so far)               -
+    rank              problem    text                                              problem to all
     driver            run        run (id), name, model, layout, tokenizer,         -
                                  unobserved {kind: why}
     driver            step       step, keys (rows whose tokens are shown)          -
@@ -93,3 +94,7 @@ class Limits:
     """A viewer that takes nothing for so long is told and closed."""
     assembly_s: float = 30.0
     """After the first rank has ended a phase the others have so long; then the pictures are made without them."""
+    assembly_bytes: int = 512 << 20
+    """Parts that wait for others, and tables of ranks; what comes beyond is dropped and counted."""
+    sink_bytes: int = 256 << 20
+    """Waiting to be recorded; what comes beyond is left out of the recording."""

@@ -214,7 +214,8 @@ class Tiles(PerToken):
         return np.full((num_tokens, self.n), start, dtype=np.float64)
 
     def merge(self, so_far: np.ndarray, part: np.ndarray, span: Span) -> np.ndarray:
-        return np.maximum(so_far, part) if self.takes_maximum else so_far + part
+        with np.errstate(invalid="ignore"):
+            return np.maximum(so_far, part) if self.takes_maximum else so_far + part
 
     def finish(self, merged: np.ndarray, num_features: int) -> np.ndarray:
         widths = np.diff(self.bounds(num_features))
@@ -229,7 +230,9 @@ class Tiles(PerToken):
 
 @dataclass(frozen=True)
 class TopK(PerToken):
-    """`[R, k, 2]` float64: the k largest values of each token and the features they are at; -inf and -1 beyond F."""
+    """`[R, k, 2]` float64: the k largest values of each token and the features they are at; -inf and -1 beyond F.
+    Of equal values any.
+    """
 
     name: ClassVar[str] = "topk"
     text: ClassVar[str] = "the k largest values of each token and where they are: topk(K)"
@@ -244,9 +247,10 @@ class TopK(PerToken):
 
     def merge(self, so_far: np.ndarray, part: np.ndarray, span: Span) -> np.ndarray:
         both = np.concatenate((so_far, part), axis=1)
-        # Largest value first, then the smallest feature; NaN counts as larger than all.
+        # Largest value first, NaN as larger than all; then the smallest feature, and what is none last.
         values = np.where(np.isnan(both[..., 0]), np.inf, both[..., 0])
-        order = np.lexsort((both[..., 1], -values), axis=1)[:, : self.k]
+        features = np.where(both[..., 1] < 0, np.inf, both[..., 1])
+        order = np.lexsort((features, -values), axis=1)[:, : self.k]
         return np.take_along_axis(both, order[..., None], axis=1)
 
 
@@ -302,7 +306,8 @@ class Project(PerToken):
         return np.zeros((num_tokens, 1), dtype=np.float64)
 
     def merge(self, so_far: np.ndarray, part: np.ndarray, span: Span) -> np.ndarray:
-        return so_far + part
+        with np.errstate(invalid="ignore"):
+            return so_far + part
 
     def finish(self, merged: np.ndarray, num_features: int) -> np.ndarray:
         return merged.astype(np.float32)

@@ -18,9 +18,9 @@ from hashlib import blake2b
 from nemo_rl.errors import UserError
 from nemo_rl.records.selector import Selector
 from nemo_rl.records.sites import Direction, SiteKind
-from nemo_rl.tracer.reducer import PerToken, Reducer, parse_reducer
+from nemo_rl.tracer.reducer import Counts, PerToken, Reducer, parse_reducer
 
-__all__ = ["PHASES", "Plan", "Watch"]
+__all__ = ["PHASES", "Plan", "Watch", "applies"]
 
 PHASES = ("prev_logprobs", "reference_logprobs", "train", "forward", "generation")
 """Passes: of the policy workers, of `nemo-rl probe run`, and decoding of the embedded engine, which is only looked at
@@ -29,6 +29,16 @@ ON_REQUEST = frozenset({"generation"})
 EVERY = re.compile(r"every\s+(\d+)")
 RECOMPUTED = "recomputed"
 MAX_WATCHES = 64
+OF_PARAMETERS = frozenset({SiteKind.GRAD, SiteKind.PARAM})
+WITHOUT_TOKENS = OF_PARAMETERS | {SiteKind.LOSS}
+OF_WHOLE_NUMBERS = frozenset({SiteKind.TOKENS, SiteKind.ROUTER_IDS})
+
+
+def applies(reducer: Reducer, kind: SiteKind) -> bool:
+    """Whether a reducer can be used at a site; where several sites are chosen at once it is left out at the others."""
+    if isinstance(reducer, PerToken):
+        return kind not in WITHOUT_TOKENS
+    return kind in OF_WHOLE_NUMBERS or not isinstance(reducer, Counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +74,12 @@ class Watch:
             )
         phases, every, with_recomputed = _when(when)
         reducers = tuple(parse_reducer(part) for part in how.split(";") if part.strip())
-        return cls(" ".join(text.split()), Selector.parse(sites), reducers, phases, every, with_recomputed)
+        selector = Selector.parse(sites)
+        for reducer in reducers:
+            if not any(applies(reducer, kind) for kind in selector.kinds()):
+                what = "tokens, which only sites of tokens have" if isinstance(reducer, PerToken) else "whole numbers"
+                raise UserError(f"watch {text[:200]!r}: {reducer.name} is of {what}; choose other sites or reducers")
+        return cls(" ".join(text.split()), selector, reducers, phases, every, with_recomputed)
 
     def takes(self, kind: SiteKind, layer: int | None, direction: Direction, *, phase: str, step: int) -> bool:
         """Whether this site is looked at."""
@@ -100,10 +115,28 @@ class Plan:
         """Equal for equal plans."""
         return blake2b("\n".join(self.texts).encode(), digest_size=8).hexdigest()
 
-    @property
-    def has_tokens(self) -> bool:
-        """Whether tokens are shown one by one."""
-        return any(isinstance(reducer, PerToken) for watch in self.watches for reducer in watch.reducers)
+    def is_due(self, phase: str, step: int) -> bool:
+        """Whether anything is looked at in this phase of this step."""
+        return any(watch.is_due(phase, step) for watch in self.watches)
+
+    def looks_at(self, kind: SiteKind, layer: int | None, direction: Direction, *, phase: str, step: int) -> bool:
+        """Whether anything is kept of this site; of parameters, whether of any."""
+        return any(
+            watch.is_due(phase, step)
+            and (kind in watch.sites.kinds() if kind in OF_PARAMETERS else watch.sites.takes(kind, layer, direction))
+            for watch in self.watches
+        )
+
+    def reducers_of_parameter(self, kind: SiteKind, name: str, *, phase: str, step: int) -> tuple[Reducer, ...]:
+        """What is kept of this parameter, or of its gradient."""
+        found = (
+            reducer
+            for watch in self.watches
+            if watch.is_due(phase, step) and watch.sites.takes_parameter(name, kind)
+            for reducer in watch.reducers
+            if applies(reducer, kind)
+        )
+        return tuple(dict.fromkeys(found))
 
     def reducers_of(
         self,
@@ -121,6 +154,7 @@ class Plan:
             for watch in self.watches
             if watch.takes(kind, layer, direction, phase=phase, step=step) and (watch.with_recomputed or not recomputed)
             for reducer in watch.reducers
+            if applies(reducer, kind)
         )
         return tuple(dict.fromkeys(found))
 

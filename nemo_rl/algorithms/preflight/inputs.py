@@ -18,6 +18,7 @@ from nemo_rl.models.dtensor.learning_rate import LearningRate
 from nemo_rl.models.dtensor.optim import build_optimizer
 from nemo_rl.models.policy.fit import check_policy_fits
 from nemo_rl.records.selector import Selector
+from nemo_rl.tracer.watch import Watch
 from nemo_rl.utils.logger import check_trackers
 
 __all__ = [
@@ -148,10 +149,16 @@ def _unknown_tokens(subject: Subject, what: str, ids: tuple[int, ...]) -> list[s
 
 
 def check_records(subject: Subject) -> list[str]:
-    """The sites that are to be recorded exist."""
-    record = subject.config.diagnostics.record
+    """The sites that are to be recorded or watched exist."""
+    record, tracer = subject.config.diagnostics.record, subject.config.diagnostics.tracer
+    problems = []
     try:
         Selector.parse(record.sites)
     except UserError as error:
-        return [f"diagnostics.record.sites: {error}"]
-    return []
+        problems.append(f"diagnostics.record.sites: {error}")
+    for number, text in enumerate(tracer.selectors):
+        try:
+            Watch.parse(text)
+        except UserError as error:
+            problems.append(f"diagnostics.tracer.selectors[{number}]: {error}")
+    return problems

@@ -6,7 +6,7 @@ Called by `DTensorEngine.taps`. Under sequence parallelism what lies between the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,16 +26,28 @@ from nemo_rl.records.sites import SiteKind
 
 __all__ = ["taps_of"]
 
+Weights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)$")
 PROJECTIONS: Mapping[SiteKind, str] = {
     SiteKind.ATTN_Q: "q_proj",
     SiteKind.ATTN_K: "k_proj",
     SiteKind.ATTN_V: "v_proj",
 }
+MLP_PARTS: Mapping[SiteKind, str] = {
+    SiteKind.MLP_GATE: "gate_proj",
+    SiteKind.MLP_UP: "up_proj",
+    SiteKind.MLP_ACT: "down_proj",
+}
 
 
-def taps_of(model: PolicyModel, here: ThisRank, groups: ParallelGroups, scaler: LossScaler) -> Taps:
-    """The sites of this rank."""
+def taps_of(
+    model: PolicyModel, here: ThisRank, groups: ParallelGroups, scaler: LossScaler, *, weights: Weights
+) -> Taps:
+    """The sites of this rank.
+
+    Args:
+        weights: (collective) whole weights by name.
+    """
     found = _Finder(model, here)
     found.model()
     layers = [(int(match[1]), part) for name, part in model.hf.named_modules() if (match := LAYER.search(name))]
@@ -48,6 +60,8 @@ def taps_of(model: PolicyModel, here: ThisRank, groups: ParallelGroups, scaler: 
         # FSDP averages over its ranks, which the train step makes up for in the loss.
         loss_factor=lambda: groups.fsdp_mesh.size() * scaler.scale,
         gradients=partial(_gradients, model, scaler),
+        weights=weights,
+        place=here.coordinates,
     )
 
 
@@ -84,10 +98,11 @@ class _Finder(TapList):
         else:
             self._attention(number, attention)
         if mlp is None:
-            self.cannot("layers have no part named mlp", SiteKind.MLP_IN, SiteKind.MLP_OUT)
+            self.cannot("layers have no part named mlp", SiteKind.MLP_IN, *MLP_PARTS, SiteKind.MLP_OUT)
         else:
             self.add(SiteKind.MLP_IN, number, at_input(mlp), tokens=self._between)
             self._router(number, mlp)
+            self._products(number, mlp)
             self.add(SiteKind.MLP_OUT, number, at_output(mlp), tokens=self._between)
         self.add(SiteKind.LAYER_OUT, number, at_output(layer), tokens=self._between)
 
@@ -104,6 +119,17 @@ class _Finder(TapList):
         else:
             self.cannot("attention has no part named o_proj", SiteKind.ATTN_CONTEXT)
         self.add(SiteKind.ATTN_OUT, number, at_output(attention), tokens=self._between)
+
+    def _products(self, number: int, mlp: torch.nn.Module) -> None:
+        """What the MLP multiplies; a mixture's experts see the tokens that were sent to them, in no order of rows."""
+        children = dict(mlp.named_children())
+        for kind, name in MLP_PARTS.items():
+            if name not in children or not isinstance(children[name], torch.nn.Linear):
+                self.cannot(f"the MLP has no projection named {name}", kind)
+            elif kind is SiteKind.MLP_ACT:
+                self.add(kind, number, at_input(children[name]), split=self._split_of(children[name], dim=1))
+            else:
+                self.add(kind, number, at_output(children[name]), split=self._split_of(children[name], dim=0))
 
     def _router(self, number: int, mlp: torch.nn.Module) -> None:
         routers = [part for part in mlp.children() if type(part).__name__ in ROUTER_KINDS]

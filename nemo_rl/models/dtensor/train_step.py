@@ -162,7 +162,7 @@ class StepRunner:
                 else:
                     output = loss_fn(logprobs_nt, micro.columns, scale=scale)
                     loss = output.loss
-                    self._observer.loss(micro, loss)
+                    self._observer.loss(micro, output)
                     metrics.append(output.metrics)
                 value = float(loss.detach())
                 total += value

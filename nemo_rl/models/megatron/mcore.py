@@ -49,6 +49,7 @@ with importing(), warnings.catch_warnings():
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
     from megatron.core.transformer import ModuleSpec, TransformerConfig
+    from megatron.core.transformer.mlp import MLP
     from megatron.core.transformer.module import Float16Module, MegatronModule
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -58,6 +59,7 @@ with importing(), warnings.catch_warnings():
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 __all__ = [
+    "MLP",
     "USING_PYTORCH_OPTIMIZER",
     "CheckpointingConfig",
     "CheckpointingException",

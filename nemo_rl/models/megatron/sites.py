@@ -6,14 +6,14 @@ part of the positions. With Transformer Engine norms are computed inside the pro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
 from nemo_rl.models.megatron.convert import export_gradients
-from nemo_rl.models.megatron.mcore import TopKRouter
+from nemo_rl.models.megatron.mcore import MLP, TopKRouter
 from nemo_rl.models.megatron.setup import MegatronModel
 from nemo_rl.models.policy.recording.hooks import at_input, at_output
 from nemo_rl.models.policy.recording.taps import Deliver, Detach, Order, TapList, Taps, Tokens
@@ -26,8 +26,12 @@ __all__ = ["taps_of"]
 Pick = Callable[[Any], torch.Tensor]
 
 
-def taps_of(model: MegatronModel, here: ThisRank) -> Taps:
-    """The sites of this rank."""
+def taps_of(model: MegatronModel, here: ThisRank, *, weights: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> Taps:
+    """The sites of this rank.
+
+    Args:
+        weights: (collective) whole weights by name.
+    """
     found = _Finder(model, here)
     module = model.module
     if module.pre_process:
@@ -42,6 +46,8 @@ def taps_of(model: MegatronModel, here: ThisRank) -> Taps:
         taps=tuple(found.taps),
         unobserved=found.unobserved,
         chunk=(here.coordinates.tp, here.layout.tp) if here.layout.sequence_parallel else (0, 1),
+        place=here.coordinates,
+        weights=weights,
         gradients=partial(iter, ()) if SiteKind.GRAD in found.unobserved else partial(export_gradients, model),
     )
 
@@ -69,8 +75,27 @@ class _Finder(TapList):
             self.cannot("Transformer Engine computes the norm inside the projection behind it", SiteKind.MLP_IN)
         for router in (part for part in mlp.modules() if isinstance(part, TopKRouter)):
             self._router(number, router)
+        self._products(number, mlp)
         self.add(SiteKind.MLP_OUT, number, at_output(mlp), tokens=self.between)
         self.add(SiteKind.LAYER_OUT, number, at_output(layer), tokens=self.between)
+
+    def _products(self, number: int, mlp: Any) -> None:
+        """What the MLP multiplies; a mixture's experts see the tokens that were sent to them, in no order of rows."""
+        if not isinstance(mlp, MLP):
+            self.cannot(
+                "in layers with experts these see tokens in no order of rows",
+                SiteKind.MLP_GATE,
+                SiteKind.MLP_UP,
+                SiteKind.MLP_ACT,
+            )
+            return
+        if mlp.config.gated_linear_unit:
+            for kind, place in ((SiteKind.MLP_GATE, 0), (SiteKind.MLP_UP, 1)):
+                self.add(kind, number, at_output(mlp.linear_fc1, partial(_half, place)), split=self.part)
+        else:
+            self.cannot("the MLP has no gate", SiteKind.MLP_GATE)
+            self.add(SiteKind.MLP_UP, number, at_output(mlp.linear_fc1), split=self.part)
+        self.add(SiteKind.MLP_ACT, number, at_input(mlp.linear_fc2), split=self.part)
 
     def _projection(self, place: int) -> Pick:
         """Queries, keys or values of this tensor rank, out of groups that hold their queries, a key and a value."""
@@ -89,6 +114,12 @@ class _Finder(TapList):
         for kind, pick in ((SiteKind.ROUTER_IDS, _ids), (SiteKind.ROUTER_WEIGHTS, _weights)):
             attach = at_output(router, partial(pick, int(router.topk)))
             self.add(kind, number, attach, tokens=self.between, order=Order.POSITIONS_FLAT)
+
+
+def _half(place: int, output: Any) -> torch.Tensor:
+    """Gate or up, which lie one after the other on each tensor rank."""
+    half: torch.Tensor = output[0].chunk(2, dim=-1)[place]
+    return half
 
 
 def _ids(top_k: int, output: Any) -> torch.Tensor:

@@ -179,7 +179,7 @@ class PipelineRunner:
         self._observer.logprobs(micro, logprobs_nt)
         sums.bad += bad_rows(micro, logprobs_nt.detach())
         output = loss_fn(logprobs_nt, micro.columns, scale=scale)
-        self._observer.loss(micro, output.loss)
+        self._observer.loss(micro, output)
         value = float(output.loss.detach())
         sums.loss += value
         sums.metrics.append(output.metrics)

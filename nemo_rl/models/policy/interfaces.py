@@ -30,6 +30,9 @@ class LossOutput:
     loss: torch.Tensor
     """Scalar, already divided by the global count: the sum over microbatches and ranks is the loss."""
     metrics: dict[str, Reduction] = field(default_factory=dict)
+    token_losses: torch.Tensor | None = None
+    """`[N, T]` without gradient: what each token adds to the sum that is divided, 0 where none is trained; for those
+    who look on. None: this loss does not say."""
 
 
 class LossFunction(Protocol):

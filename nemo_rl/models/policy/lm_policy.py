@@ -127,6 +127,15 @@ class Policy:
         """The records of the step are complete."""
         self._run(ask(PolicyWorker.end_recording), "recording")
 
+    def begin_tracing(self, step: int, *, watches: Sequence[str], keys: Sequence[str]) -> None:
+        """The passes from here on show the tracer's hub what is watched, until `end_tracing`."""
+        request = ask(PolicyWorker.begin_tracing, step=step, watches=tuple(watches), keys=tuple(keys))
+        self._run(request, "tracing")
+
+    def end_tracing(self) -> None:
+        """Nothing of the step is shown from here on."""
+        self._run(ask(PolicyWorker.end_tracing), "tracing")
+
     def weights_digest(self) -> WeightsDigest:
         """Of the weights as they are now."""
         found = self._run(ask(PolicyWorker.weights_digest), "weights digest")[0]

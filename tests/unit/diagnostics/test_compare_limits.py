@@ -63,7 +63,7 @@ BAD_FILES = {
     "- {sites: logprob, max: 1}": "rule 1: metric is missing",
     "- {sites: logprob, metric: max_abz, max: 1}": "unknown 'max_abz'; did you mean 'max_abs'?; known are token_rel,",
     "- {sites: logprob, metric: [a], max: 1}": "metric: unknown ['a']",
-    "- {sites: logprobs, metric: max_abs, max: 1}": "no site is called 'logprobs'; known are embed, layer.in,",
+    "- {sites: logprobs, metric: max_abs, max: 1}": "no site is called 'logprobs'; known are tokens, embed, layer.in,",
     "- {sites: layer.out, layers: x, metric: max_abs, max: 1}": "expected layer numbers such as '0..3'",
     "- {sites: layer.out, direction: up, metric: max_abs, max: 1}": "'forward' or 'backward' after '&', got 'up'",
     "- {sites: embed; logits, metric: max_abs, max: 1}": "expected one selection",

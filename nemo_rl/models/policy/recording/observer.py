@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from nemo_rl.models.policy.interfaces import LossOutput
 from nemo_rl.models.policy.microbatch import Microbatch
 
 __all__ = ["NO_OBSERVER", "OnBackward", "PassObserver", "nothing_follows"]
@@ -21,6 +22,9 @@ OnBackward = Callable[[torch.Tensor], None]
 
 class PassObserver(Protocol):
     """Looks on while the microbatches of one call run on one rank."""
+
+    def parameters(self) -> None:
+        """(collective) No weight has changed yet in this call."""
 
     def update(self, number: int) -> None:
         """The microbatches of the next optimizer step follow."""
@@ -35,8 +39,8 @@ class PassObserver(Protocol):
     def logprobs(self, micro: Microbatch, logprobs_nt: torch.Tensor) -> None:
         """Log-probabilities of the selected tokens of a microbatch, the same on all ranks that have them."""
 
-    def loss(self, micro: Microbatch, loss: torch.Tensor) -> None:
-        """The loss of a microbatch, its share of the global batch."""
+    def loss(self, micro: Microbatch, output: LossOutput) -> None:
+        """What the loss says of a microbatch: its share of the global batch."""
 
     def gradients(self) -> None:
         """(collective) The gradients of a global batch are complete, and neither clipped nor used yet."""
@@ -47,6 +51,9 @@ def nothing_follows(output: torch.Tensor) -> None:
 
 
 class _NoObserver:
+    def parameters(self) -> None:
+        pass
+
     def update(self, number: int) -> None:
         pass
 
@@ -56,7 +63,7 @@ class _NoObserver:
     def logprobs(self, micro: Microbatch, logprobs_nt: torch.Tensor) -> None:
         pass
 
-    def loss(self, micro: Microbatch, loss: torch.Tensor) -> None:
+    def loss(self, micro: Microbatch, output: LossOutput) -> None:
         pass
 
     def gradients(self) -> None:

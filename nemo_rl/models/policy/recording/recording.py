@@ -1,7 +1,7 @@
-"""`Recording`: which calls of a worker are recorded, and where to. A part of the worker, made with it.
+"""`Recording`: which calls of a worker are recorded, and where to: one of its `Onlookers`, made with it.
 
-The driver says which step begins (`begin`, `end`); inside, the passes of the chosen phases get a `SiteRecorder`.
-Invariant: without a `RecordSpec` no hook exists, and an observer is asked for nothing.
+The driver says which step begins (`begin`, `end`); inside, calls of the chosen phases are seen by a `RecordSink`.
+Invariant: without a `RecordSpec` nothing is kept.
 """
 
 from __future__ import annotations
@@ -10,20 +10,19 @@ import json
 import logging
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import torch.distributed as dist
 
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import UserError
-from nemo_rl.models.policy.recording.observer import NO_OBSERVER, PassObserver
-from nemo_rl.models.policy.recording.recorder import SiteRecorder
+from nemo_rl.models.policy.recording.record_sink import RecordSink
+from nemo_rl.models.policy.recording.sight import SiteSink
 from nemo_rl.models.policy.recording.taps import Taps
-from nemo_rl.models.policy.steps import ThisRank, row_names
+from nemo_rl.models.policy.steps import ThisRank
 from nemo_rl.records.record import Manifest
 from nemo_rl.records.selector import Selector
 from nemo_rl.records.sites import SITES, Direction, SiteKind
@@ -69,8 +68,11 @@ class Recording(Protocol):
     def end(self, *, is_complete: bool = True) -> None:
         """No pass of the step follows. Idempotent."""
 
-    def phase(self, phase: WorkerPass, batch: BatchedDataDict) -> AbstractContextManager[PassObserver]:
-        """Around the passes of one call."""
+    def begin_call(self, phase: WorkerPass) -> SiteSink | None:
+        """As in `Onlooker`."""
+
+    def end_call(self, phase: WorkerPass) -> None:
+        """As in `Onlooker`."""
 
 
 class _NoRecording:
@@ -80,8 +82,11 @@ class _NoRecording:
     def end(self, *, is_complete: bool = True) -> None:
         pass
 
-    def phase(self, phase: WorkerPass, batch: BatchedDataDict) -> AbstractContextManager[PassObserver]:
-        return nullcontext(NO_OBSERVER)
+    def begin_call(self, phase: WorkerPass) -> SiteSink | None:
+        return None
+
+    def end_call(self, phase: WorkerPass) -> None:
+        pass
 
 
 NO_RECORDING: Recording = _NoRecording()
@@ -126,23 +131,14 @@ class SiteRecording:
         with self._excused():
             writer.close()
 
-    @contextmanager
-    def phase(self, phase: WorkerPass, batch: BatchedDataDict) -> Iterator[PassObserver]:
-        """As in `Recording`."""
+    def begin_call(self, phase: WorkerPass) -> SiteSink | None:
+        """As in `Onlooker`."""
         if self._writer is None or phase.value not in self._spec.phases:
-            yield NO_OBSERVER
-            return
-        recorder = SiteRecorder(
-            self._taps,
-            self._writer,
-            self._selector,
-            phase=phase.value,
-            keys=row_names(batch, range(batch.size)),
-            writes_gradients=self._here.rank == 0,
-            on_refusal=None if self._spec.must_succeed else self._stop,
-        )
-        with recorder.attached():
-            yield recorder
+            return None
+        return RecordSink(self._writer, self._selector, on_refusal=None if self._spec.must_succeed else self._stop)
+
+    def end_call(self, phase: WorkerPass) -> None:
+        """As in `Onlooker`."""
 
     @contextmanager
     def _excused(self) -> Iterator[None]:
@@ -189,7 +185,8 @@ class SiteRecording:
         """What a complete recording of this model holds."""
         trains = WorkerPass.TRAIN in self._spec.phases
         of_update = {SiteKind.LOSS, SiteKind.GRAD} if trains and self._spec.has_backward else set()
-        outside = {SiteKind.LOGPROB, *of_update, *({SiteKind.LOSS} if trains else ())} - self._unobserved.keys()
+        of_training = {SiteKind.LOSS, SiteKind.PARAM} if trains else set()
+        outside = {SiteKind.TOKENS, SiteKind.LOGPROB, *of_update, *of_training} - self._unobserved.keys()
         for kind, layer in (*self._sites, *((kind, None) for kind in SiteKind if kind in outside)):
             ways = [Direction.FORWARD]
             if of_update and SITES[kind].has_backward:

@@ -1,6 +1,6 @@
 """`Tap`: how one site of a model is reached on one rank, and how its tensor lies there.
 
-Made by the engines (`nemo_rl.models.dtensor.sites`, `nemo_rl.models.megatron.sites`), used by `SiteRecorder`.
+Made by the engines (`nemo_rl.models.dtensor.sites`, `nemo_rl.models.megatron.sites`), used by `SiteObserver`.
 Invariant: a tap delivers the tensor of one pass of this rank, and says how rows and positions lie in it.
 """
 
@@ -12,6 +12,7 @@ from enum import Enum, auto
 
 import torch
 
+from nemo_rl.distributed.layout import Coordinates
 from nemo_rl.records.record import Split
 from nemo_rl.records.sites import SiteKind
 
@@ -108,9 +109,35 @@ class Taps:
     taps: tuple[Tap, ...]
     unobserved: Mapping[SiteKind, str]
     """Sites that this model does not give -> why."""
+    place: Coordinates
+    """Of this rank."""
     chunk: tuple[int, int] = (0, 1)
     """Index and number of the equal parts of the positions, for `Tokens.CHUNK`."""
     loss_factor: Callable[[], float] = field(default=lambda: 1.0)
     """What the loss is multiplied by before its backward pass: gradients are divided by it."""
     gradients: Callable[[], Iterator[tuple[str, torch.Tensor]]]
     """(collective) Whole gradients of the loss by Hugging Face names, on every rank."""
+    weights: Callable[[], Iterator[tuple[str, torch.Tensor]]]
+    """(collective) Whole weights by Hugging Face names, on every rank."""
+
+    # Of the ranks that have the very same tensor, one shows it.
+
+    def shows(self, tap: Tap) -> bool:
+        """A site of the model; all have parts of their own where the tensor axis splits features or positions."""
+        is_split = (tap.split is not None and tap.split.count > 1) or (tap.tokens is Tokens.CHUNK and self.chunk[1] > 1)
+        return is_split or self.place.tp == 0
+
+    @property
+    def shows_inputs(self) -> bool:
+        """The tokens of a pass, which all stages and tensor ranks have."""
+        return self.place.tp == 0 and self.place.pp == 0
+
+    @property
+    def shows_outputs(self) -> bool:
+        """What is computed of log-probabilities, which tensor and context ranks have alike."""
+        return self.place.tp == 0 and self.place.cp == 0
+
+    @property
+    def shows_whole(self) -> bool:
+        """What every rank has whole."""
+        return self.place == Coordinates(dp=0, cp=0, tp=0, pp=0)

@@ -16,9 +16,11 @@ from nemo_rl.config.r3_trace_env import router_replay_validate_enabled
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group
 from nemo_rl.distributed.layout import ParallelLayout
+from nemo_rl.models.policy.recording.onlookers import Onlookers
 from nemo_rl.models.policy.recording.recording import NO_RECORDING, RecordSpec, SiteRecording
 from nemo_rl.models.policy.routes.worker_replay import NoReplay, Replay, WorkerReplay
 from nemo_rl.models.policy.steps import ThisRank
+from nemo_rl.models.policy.tracing.tracing import NO_TRACING, SiteTracing, TraceSpec
 from nemo_rl.models.policy.workers.base import DeviceSide
 from nemo_rl.models.policy.workers.engine import Engine, EngineFactory
 from nemo_rl.models.policy.workers.life_cycle import LifeCycle
@@ -41,6 +43,7 @@ def compose_worker(
     device: str | None = None,
     layout: ParallelLayout | None = None,
     record: RecordSpec | None = None,
+    trace: TraceSpec | None = None,
 ) -> PolicyWorker:
     """(collective) One rank of the policy, without a data plane; a single rank makes its own process group.
 
@@ -51,6 +54,7 @@ def compose_worker(
         device: None takes the current CUDA device where there is one.
         layout: of the ranks; None takes what the config says of so many.
         record: what the passes of the worker write; None: nothing.
+        trace: the hub to which they show what is watched; None: none.
 
     Raises:
         ModelFolderError: model or tokenizer folder is missing or incomplete.
@@ -72,6 +76,7 @@ def compose_worker(
             keep_reference=keep_reference,
             owns_group=owns_group,
             record=record,
+            trace=trace,
         )
         undo.pop_all()
     return PolicyWorker(parts)
@@ -87,6 +92,7 @@ def compose_parts(
     keep_reference: bool,
     owns_group: bool,
     record: RecordSpec | None = None,
+    trace: TraceSpec | None = None,
 ) -> WorkerParts:
     """(collective) The parts of one rank, in a process whose default process group exists.
 
@@ -100,7 +106,10 @@ def compose_parts(
     with ExitStack() as undo:
         undo.callback(engine.close)
         replay = _replay(config, engine, here)
-        recording = NO_RECORDING if record is None else SiteRecording(record, engine.taps(), here)
+        taps = engine.taps() if record is not None or trace is not None else None
+        recording = NO_RECORDING if record is None or taps is None else SiteRecording(record, taps, here)
+        tracing = NO_TRACING if trace is None or taps is None else SiteTracing(trace, taps, here)
+        undo.callback(tracing.close)
         life = LifeCycle(engine, device_side, rank=here.rank, keep_reference=keep_reference)
         undo.pop_all()
     return WorkerParts(
@@ -111,8 +120,9 @@ def compose_parts(
         engine=engine,
         replay=replay,
         life=life,
-        passes=Passes(config, here, engine, life, replay, recording),
+        passes=Passes(config, here, engine, life, replay, Onlookers(taps, (recording, tracing))),
         recording=recording,
+        tracing=tracing,
         refit=RefitSource(engine, life, device_side, rank=here.rank),
         owns_group=owns_group,
     )

@@ -70,7 +70,7 @@ class DTensorEngine(Engine):
         return StepRunner(self.model, layout, self._groups, step, routes, observer)
 
     def taps(self) -> Taps:
-        return taps_of(self.model, self._here, self._groups, self.scaler)
+        return taps_of(self.model, self._here, self._groups, self.scaler, weights=self.whole_weights)
 
     def routers(self, *, validates: bool) -> Routers:
         routers = HFRouters(self.model.hf)

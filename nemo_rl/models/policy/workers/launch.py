@@ -20,6 +20,7 @@ from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, ini
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.models.policy.recording.recording import RecordSpec
 from nemo_rl.models.policy.steps import ThisRank
+from nemo_rl.models.policy.tracing.tracing import TraceSpec
 from nemo_rl.models.policy.workers.compose import compose_parts
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
 
@@ -42,6 +43,8 @@ class WorkerSpec:
     collective_timeout_s: float = 120.0
     record: RecordSpec | None = None
     """What the passes write, in steps that the driver names; None: nothing."""
+    trace: TraceSpec | None = None
+    """Hub to which passes show what is watched; None: none."""
     start_timeout_s: float = START_TIMEOUT_S
     """How long the ranks wait for one another before the first collective."""
 
@@ -71,6 +74,7 @@ def build_policy_worker(spec: WorkerSpec) -> TQWorker:
             keep_reference=spec.keep_reference,
             owns_group=True,
             record=spec.record,
+            trace=spec.trace,
         )
         worker = TQWorker(parts, replica=ReplicaMember.build(spec.layout, rank=spec.rank.rank), watch=watch)
         dist.barrier()

@@ -73,7 +73,7 @@ class MegatronEngine(Engine):
         return PipelineRunner(self.model, layout, self._here, self.optimizer, routes, observer)
 
     def taps(self) -> Taps:
-        return taps_of(self.model, self._here)
+        return taps_of(self.model, self._here, weights=self.whole_weights)
 
     def routers(self, *, validates: bool) -> Routers:
         replayer = attach_replay(self.model, validates=validates)

@@ -17,7 +17,7 @@ from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.models.logprobs import Sampling
 from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
 from nemo_rl.models.policy.microbatch import PassShape, fixed_plan, steps_of
-from nemo_rl.models.policy.recording.recording import NO_RECORDING, Recording
+from nemo_rl.models.policy.recording.onlookers import NO_ONLOOKERS, Onlookers
 from nemo_rl.models.policy.routes.slices import RouteSlices
 from nemo_rl.models.policy.routes.worker_replay import OWN_ROUTES, ROUTES, PassRoutes, Replay
 from nemo_rl.models.policy.steps import BatchForm, ThisRank, check_same_plan, loss_scales
@@ -52,10 +52,10 @@ class Passes:
         engine: Engine,
         life: LifeCycle,
         replay: Replay,
-        recording: Recording = NO_RECORDING,
+        onlookers: Onlookers = NO_ONLOOKERS,
     ) -> None:
         self._config, self._here, self._engine, self._life = config, here, engine, life
-        self._replay, self._recording = replay, recording
+        self._replay, self._onlookers = replay, onlookers
 
     def train(
         self,
@@ -92,12 +92,13 @@ class Passes:
         layout = self.batch_layout(plan)
         with (
             self._replay.replaying(WorkerPass.TRAIN, batch, plan, layout.shape, routes) as pass_routes,
-            self._recording.phase(WorkerPass.TRAIN, batch) as observer,
+            self._onlookers.phase(WorkerPass.TRAIN, batch) as observer,
         ):
             batch = _without_routes(batch).to(self._here.device)
             learning_rate = self._engine.schedule.apply()
             scales = loss_scales(batch, steps, is_writer=self._here.is_writer, device=self._here.device)
             runner = self._engine.runner(layout, pass_routes, observer)
+            observer.parameters()
             outcomes = []
             for number, (microbatches, scale) in enumerate(zip(steps, scales, strict=True)):
                 observer.update(number)
@@ -169,7 +170,7 @@ class Passes:
             select_NT = batch.tensor(TOKEN_MASK).bool()
         else:
             select_NT = torch.ones_like(batch.tensor("input_ids"), dtype=torch.bool)
-        with self._recording.phase(phase, batch) as observer:
+        with self._onlookers.phase(phase, batch) as observer:
             runner = self._engine.runner(self.batch_layout(plan), routes, observer)
             return runner.logprobs(batch, microbatches, select_NT).cpu()
 

@@ -10,12 +10,13 @@ order.
       refit    RefitSource                      weights to the engines        -> engine, life
       replay   WorkerReplay | NoReplay          routes of each pass
       recording  Recording                      records of each pass
+      tracing  Tracing                          what the hub is shown
       engine   DTensorEngine | MegatronEngine   model, optimizer, runner
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ from nemo_rl.models.policy.recording.recording import Recording
 from nemo_rl.models.policy.routes.slices import RouteSlices
 from nemo_rl.models.policy.routes.worker_replay import Replay
 from nemo_rl.models.policy.steps import ThisRank
+from nemo_rl.models.policy.tracing.tracing import Tracing
 from nemo_rl.models.policy.workers.base import DeviceSide, WorkerState
 from nemo_rl.models.policy.workers.engine import Engine
 from nemo_rl.models.policy.workers.life_cycle import LifeCycle
@@ -60,6 +62,7 @@ class WorkerParts:
     life: LifeCycle
     passes: Passes
     recording: Recording
+    tracing: Tracing
     refit: RefitSource
     owns_group: bool
     """The default process group ends with the worker."""
@@ -79,7 +82,8 @@ class PolicyWorker:
         self.config, self.rank, self.device = parts.config, parts.here.rank, parts.here.device
         self.layout, self.world_size = parts.here.layout, parts.here.layout.world_size
         self.engine, self.replay, self.life = parts.engine, parts.replay, parts.life
-        self.passes, self.refit, self.recording = parts.passes, parts.refit, parts.recording
+        self.passes, self.refit = parts.passes, parts.refit
+        self.recording, self.tracing = parts.recording, parts.tracing
         self._tokenizer, self._device_side, self._owns_group = parts.tokenizer, parts.device_side, parts.owns_group
 
     # Training and log-probabilities.
@@ -136,6 +140,14 @@ class PolicyWorker:
     def end_recording(self) -> None:
         """The records of the step are complete. Idempotent."""
         self.recording.end()
+
+    def begin_tracing(self, step: int, watches: Sequence[str], keys: Sequence[str]) -> None:
+        """The passes from here on show the hub what is watched, until `end_tracing`; see `SiteTracing.begin`."""
+        self.tracing.begin(step, watches=watches, keys=keys)
+
+    def end_tracing(self) -> None:
+        """Nothing of the step is shown from here on. Idempotent."""
+        self.tracing.end()
 
     # States and memory.
 
@@ -259,6 +271,7 @@ class PolicyWorker:
             return
         self.life.shut_down()
         self.recording.end(is_complete=False)
+        self.tracing.close()
         self.engine.close()
         self.refit.close()
         self._device_side.stop_profiling()

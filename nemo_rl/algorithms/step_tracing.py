@@ -1,0 +1,202 @@
+"""`StepTracing`: the driver's side of the live tracer: hub, what is watched in each step, and the run's numbers.
+
+    open_tracing             the hub's process, the line to it               (HubProcess, HubLink)
+    SyncGRPOTrainer.step
+      |- after "score"       which rows are trained is known: begin          (StepTracing.after)
+      |- every worker pass shows its sites                                   (SiteTracing.begin_call)
+      `- at the end          end                                             (StepTracing.end)
+    then the numbers of the step                                             (StepTracing.report)
+
+What is watched may change while the run goes on: the latest word of the hub counts from the next step that begins, on
+all ranks, for the driver tells all of them. Invariant: no error of the hub or of the line to it reaches the trainer.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_rl.algorithms.run_folder import TRACER
+from nemo_rl.algorithms.stages.state import StepState
+from nemo_rl.config.schema import MasterConfig
+from nemo_rl.config.tracer import TracerConfig, TracerSwitches
+from nemo_rl.distributed.layout import ParallelLayout
+from nemo_rl.errors import UserError
+from nemo_rl.models.policy.recording.identity import model_identity
+from nemo_rl.models.policy.tq_policy import TQPolicy
+from nemo_rl.models.policy.tracing.tracing import TraceSpec
+from nemo_rl.tracer.classical import CLASSICAL
+from nemo_rl.tracer.link import HubAddress, HubLink
+from nemo_rl.tracer.process import HubProcess, HubSpec
+from nemo_rl.tracer.protocol import Role
+from nemo_rl.tracer.watch import Plan
+
+__all__ = ["LiveTracing", "StepTracing", "TracedRun", "open_tracing", "watches_of"]
+
+logger = logging.getLogger(__name__)
+
+CLASSICAL_REDUCER = "tiles(96, mean)"
+DRIVER_BYTES = 1 << 20
+"""Most bytes of the driver's messages that wait: numbers and keys."""
+SCORE = "score"
+"""Stage after which the rows of a step are known."""
+
+
+class StepTracing:
+    """Shows nothing."""
+
+    def after(self, stage: str, step: StepState) -> None:
+        """A stage has run."""
+
+    def end(self) -> None:
+        """All stages have run."""
+
+    def report(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The numbers of a step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracedRun:
+    """A run whose hub is there."""
+
+    config: TracerConfig
+    spec: TraceSpec
+    """For the workers."""
+    link: HubLink
+    watched: _Watched
+    note: str
+    """Where to look, for people."""
+
+
+class _Watched:
+    """What is watched, as the hub has said last."""
+
+    def __init__(self, watches: Sequence[str]) -> None:
+        self._lock = threading.Lock()
+        self._watches = tuple(watches)
+
+    def hear(self, message: Mapping[str, object]) -> None:
+        """Called by the thread of the line to the hub."""
+        given = message.get("watches")
+        if message.get("type") != "plan" or not isinstance(given, list):
+            return
+        try:
+            plan = Plan.parse(str(text) for text in given)
+        except UserError as error:
+            logger.warning("tracer: %s", error)
+            return
+        with self._lock:
+            self._watches = plan.texts
+
+    def now(self) -> tuple[str, ...]:
+        with self._lock:
+            return self._watches
+
+
+class LiveTracing(StepTracing):
+    """Tells workers and hub what is watched in each step."""
+
+    def __init__(self, run: TracedRun, policy: TQPolicy) -> None:
+        self._run, self._policy = run, policy
+        self._is_open = False
+        self._last = -math.inf
+
+    def after(self, stage: str, step: StepState) -> None:
+        """As in `StepTracing`."""
+        if stage != SCORE or step.chosen is None:
+            return
+        now = time.monotonic()
+        if now - self._last < 1.0 / self._run.config.max_hz:
+            return
+        self._last = now
+        watches, link = self._run.watched.now(), self._run.link
+        keys = list(step.chosen.meta.keys[: self._run.config.rows])
+        link.say({"type": "step", "step": step.number, "keys": keys})
+        link.say({"type": "applied", "step": step.number, "digest": Plan.parse(watches).digest})
+        self._policy.begin_tracing(step.number, watches=watches, keys=keys)
+        self._is_open = True
+
+    def end(self) -> None:
+        """As in `StepTracing`."""
+        if self._is_open:
+            self._is_open = False
+            self._policy.end_tracing()
+
+    def report(self, step: int, metrics: Mapping[str, float]) -> None:
+        """As in `StepTracing`."""
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        self._run.link.say({"type": "metrics", "step": step, "metrics": finite})
+
+
+@contextmanager
+def open_tracing(config: MasterConfig, *, layout: ParallelLayout) -> Iterator[TracedRun | None]:
+    """The hub of a run, until the run ends; None where none is asked for.
+
+    Raises:
+        UserError: the hub cannot start, for example because the port is taken.
+    """
+    section = config.diagnostics.tracer
+    if not section.enabled:
+        yield None
+        return
+    watches, run_id = watches_of(section, config.policy.tracer), uuid.uuid4().hex[:12]
+    tokenizer = Path(config.policy.tokenizer.name or config.policy.model_name).absolute()
+    spec = HubSpec(
+        folder=(config.logger.log_dir / TRACER).absolute(),
+        run=run_id,
+        host=section.host,
+        port=section.port,
+        origins=tuple(section.origins),
+        watches=watches,
+        record=section.record,
+        record_bytes=section.record_bytes,
+        compat=section.compatibility,
+        tokenizer=tokenizer,
+    )
+    with HubProcess(spec) as hub:
+        address = HubAddress(host=hub.connect_host, port=hub.port, token=hub.tokens.job)
+        watched = _Watched(watches)
+        link = HubLink(address, Role.DRIVER, hello={}, memory_bytes=DRIVER_BYTES, on_message=watched.hear)
+        link.say(
+            {
+                "type": "run",
+                "run": run_id,
+                "name": config.logger.log_dir.name,
+                "model": model_identity(config.policy),
+                "layout": {"dp": layout.dp, "cp": layout.cp, "tp": layout.tp, "pp": layout.pp},
+                "tokenizer": str(tokenizer),
+                "unobserved": {},
+            }
+        )
+        reason, text = "completed", ""
+        try:
+            artifacts = None if section.artifacts is None else section.artifacts.absolute()
+            trace = TraceSpec(
+                address=address, run=run_id, memory_bytes=section.memory_bytes, artifacts=artifacts
+            )
+            yield TracedRun(config=section, spec=trace, link=link, watched=watched, note=hub.note)
+        except BaseException as error:
+            reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            text = str(error)[:1000]
+            raise
+        finally:
+            link.say({"type": "finish", "reason": reason, "text": text})
+            link.close()
+
+
+def watches_of(section: TracerConfig, switches: TracerSwitches) -> tuple[str, ...]:
+    """What the recipe says is watched: the selectors, and those of the classical switches that are on.
+
+    Raises:
+        UserError: one of them cannot be read.
+    """
+    on = switches.model_dump()
+    classical = [f"{each.sites} | {CLASSICAL_REDUCER}" for each in CLASSICAL if on[each.switch]]
+    return Plan.parse([*section.selectors, *classical]).texts

@@ -1,0 +1,65 @@
+"""Settings of the live tensor tracer (`diagnostics.tracer`, and the switches of `policy.tracer`)."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from nemo_rl.config.base import FilePath, Section, Text
+
+__all__ = ["TracerConfig", "TracerSwitches"]
+
+
+class TracerConfig(Section):
+    """Shows the model at work on a page beside the run; see docs/tracer.md."""
+
+    enabled: bool = False
+    """Start a hub that serves the page; false costs nothing."""
+    host: Text = "127.0.0.1"
+    """Address that the hub listens at. Others than this machine's own let everybody on the network reach it, who still
+    needs a token; put a proxy with TLS in front of it."""
+    port: Annotated[int, Field(ge=0, le=65_535)] = 0
+    """Port of the page; 0 takes a free one."""
+    origins: list[Text] = Field(default_factory=list)
+    """Origins of pages besides the hub's own that may connect, such as `https://watch.example.org` of a proxy."""
+    selectors: list[Text] = Field(
+        default_factory=lambda: [
+            "layer.out, attn.out, mlp.out, moe.logits, logprob, loss | stats",
+            "layer.out | tiles(1, rms); histogram",
+            "moe.topk_ids | counts",
+        ]
+    )
+    """What is looked at: `SITES | REDUCERS | WHEN` each; the page can change it at any time."""
+    rows: NonNegativeInt = 4
+    """Rows of a step whose tokens are shown one by one, of those that are trained."""
+    max_hz: PositiveFloat = 10.0
+    """Most steps per second that are looked at."""
+    memory_bytes: PositiveInt = 64 << 20
+    """Most bytes of frames that wait in each rank; beyond it the newest are dropped and counted."""
+    artifacts: FilePath | None = None
+    """Folder of vectors for `project(NAME)`; null has none."""
+    record: bool = True
+    """Write what the page shows to `tracer/` of the log folder; `nemo-rl trace serve` shows it again."""
+    record_bytes: PositiveInt = 1 << 30
+    """Most bytes of that; the oldest fall out first."""
+    compatibility: bool = False
+    """Also serve `/legacy`, the text protocol of an older public tracer."""
+
+
+class TracerSwitches(Section):
+    """Six classical places of a model, each looked at as 96 means per token; `diagnostics.tracer.selectors` can say
+    more."""
+
+    qkv_mat_mul: bool = False
+    """Queries, keys and values as projected."""
+    context_layer_mat_mul: bool = False
+    """What attention gathers, before the output projection."""
+    mlp1_mat_mul: bool = False
+    """First product of the MLP."""
+    mlp2_mat_mul: bool = False
+    """Second product of the MLP, its output."""
+    attention_output_mat_mul: bool = False
+    """Output of attention."""
+    hidden_states: bool = False
+    """Residual stream out of each layer."""

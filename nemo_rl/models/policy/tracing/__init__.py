@@ -1,0 +1,1 @@
+"""What a policy worker shows to the tracer's hub."""

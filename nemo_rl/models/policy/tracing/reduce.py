@@ -1,0 +1,186 @@
+"""Parts: what one rank makes of a tensor for each reducer of `nemo_rl.tracer.reducer`.
+
+Called by `TraceSink`. Invariant: parts of any split of tokens and features merge to what the whole gives. On the CPU
+numpy does what it does faster than torch. Shapes: R tokens, F features of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from nemo_rl.tracer.reducer import (
+    EXPONENTS,
+    Counts,
+    Digest,
+    Full,
+    Histogram,
+    Norm,
+    Project,
+    Reducer,
+    Sample,
+    Span,
+    Stats,
+    Tiles,
+    TopK,
+)
+from nemo_rl.tracer.token_hash import mix
+
+__all__ = ["Values", "part_of"]
+
+MANTISSA_BITS, EXPONENT_BIAS = 23, 127
+"""Of float32."""
+MAX_COUNTED = 1 << 20
+"""Largest number that `counts` counts: a vocabulary, not a pointer."""
+
+
+@dataclass(eq=False)
+class Values:
+    """A tensor as reducers see it."""
+
+    given: torch.Tensor
+    """`[R, F]`, of any dtype and device."""
+    span: Span
+    vectors: Mapping[str, torch.Tensor]
+    """Name -> `[h]` float32 of the layer at hand, for `project`."""
+    hashes: Callable[[], np.ndarray]
+    """`[R]` uint64 of the tokens."""
+
+    @cached_property
+    def floats(self) -> torch.Tensor:
+        """`[R, F]` float32 on the CPU."""
+        return self.given.detach().to(device="cpu", dtype=torch.float32)
+
+    @cached_property
+    def array(self) -> np.ndarray:
+        """The same."""
+        found: np.ndarray = self.floats.numpy()
+        return found
+
+    @cached_property
+    def squares_R(self) -> torch.Tensor:
+        """`[R]` float64: sum of squares of each token."""
+        squares_R = torch.linalg.vector_norm(self.floats, dim=-1).double().square()
+        # The squares of large values are beyond float32.
+        return squares_R if bool(squares_R.sum().isfinite()) else self.floats.double().square().sum(-1)
+
+    @cached_property
+    def num_not_finite(self) -> int:
+        """How many values are NaN or infinite."""
+        if bool(self.squares_R.sum().isfinite()):
+            return 0
+        return int((~self.floats.isfinite()).sum())
+
+
+def part_of(reducer: Reducer, values: Values) -> np.ndarray:
+    """This rank's part."""
+    return _PARTS[type(reducer)](reducer, values)
+
+
+def _stats(_: Reducer, values: Values) -> np.ndarray:
+    array = values.array
+    if not array.size:
+        return np.array([0, 0, 0, np.inf, -np.inf, -np.inf, 0, 0, 0, 0], dtype=np.float64)
+    low, high = array.min(), array.max()
+    zeros = np.count_nonzero(np.equal(array, 0))
+    if np.isfinite(low) and np.isfinite(high):
+        total, squares = float(values.floats.sum(-1).double().sum()), float(values.squares_R.sum())
+        return np.array([array.size, total, squares, low, high, max(-low, high), zeros, 0, 0, 0], dtype=np.float64)
+    finite = array[np.isfinite(array)].astype(np.float64)
+    extremes = (finite.min(), finite.max(), np.abs(finite).max()) if finite.size else (np.inf, -np.inf, -np.inf)
+    bad = np.isnan(array).sum(), np.isposinf(array).sum(), np.isneginf(array).sum()
+    return np.array([array.size, finite.sum(), np.square(finite).sum(), *extremes, zeros, *bad], dtype=np.float64)
+
+
+def _histogram(reducer: Reducer, values: Values) -> np.ndarray:
+    assert isinstance(reducer, Histogram)
+    array = values.array.reshape(-1)
+    if bool(values.floats.sum().isnan()):
+        array = array[~np.isnan(array)]
+    if reducer.bins:
+        scale = reducer.bins / (reducer.high - reducer.low)
+        at = np.floor((array.astype(np.float64) - reducer.low) * scale).clip(-1, reducer.bins).astype(np.int64) + 1
+    else:
+        bits = np.ascontiguousarray(array).view(np.int32)
+        exponent = ((bits >> MANTISSA_BITS) & 0xFF) - EXPONENT_BIAS
+        first, last = EXPONENTS.start, EXPONENTS.stop - 1
+        # Negative values from large to small, then what is as good as zero, then positive values.
+        step = exponent.clip(first - 1, last) - first + 1
+        at = len(EXPONENTS) + np.where(bits < 0, -step, step)
+    return np.bincount(at, minlength=reducer.size).astype(np.int64)
+
+
+def _counts(_: Reducer, values: Values) -> np.ndarray:
+    numbers = values.given.detach().reshape(-1).to(device="cpu", dtype=torch.int64)
+    return np.bincount(numbers.clamp(0, MAX_COUNTED).numpy(), minlength=1).astype(np.int64)
+
+
+def _norm(_: Reducer, values: Values) -> np.ndarray:
+    return np.array([float(values.squares_R.sum())])
+
+
+def _digest(_: Reducer, values: Values) -> np.ndarray:
+    bits = np.ascontiguousarray(values.array).view(np.uint32).astype(np.uint64)
+    features = mix(np.arange(values.span.start, values.span.stop, dtype=np.uint64))
+    with np.errstate(over="ignore"):
+        hashed = mix(bits ^ mix(values.hashes()[:, None] + features[None]))
+        return hashed.sum(dtype=np.uint64, keepdims=True).reshape(1).view(np.int64)
+
+
+def _tiles(reducer: Reducer, values: Values) -> np.ndarray:
+    """Of each stretch what this rank has of it."""
+    assert isinstance(reducer, Tiles)
+    span, floats = values.span, values.floats
+    start = -np.inf if reducer.takes_maximum else 0.0
+    dtype = torch.float64 if reducer.how == "rms" else torch.float32
+    tiles = torch.full((len(floats), reducer.n), start, dtype=dtype)
+    bounds = reducer.bounds(span.whole).clip(span.start, span.stop) - span.start
+    for number in np.flatnonzero(np.diff(bounds)):
+        stretch = floats[:, bounds[number] : bounds[number + 1]]
+        tiles[:, number] = _REDUCE[reducer.how](stretch)
+    return tiles.numpy()
+
+
+_REDUCE: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mean": lambda part: part.sum(-1),
+    "max": lambda part: part.amax(-1),
+    "absmax": lambda part: part.abs().amax(-1),
+    "rms": lambda part: part.double().square().sum(-1),
+}
+
+
+def _top_k(reducer: Reducer, values: Values) -> np.ndarray:
+    assert isinstance(reducer, TopK)
+    k = min(reducer.k, values.floats.shape[1])
+    found = values.floats.topk(k, dim=-1)
+    part = np.tile(np.array([-np.inf, -1.0]), (len(values.floats), reducer.k, 1))
+    part[:, :k, 0], part[:, :k, 1] = found.values.numpy(), found.indices.numpy() + values.span.start
+    return part
+
+
+def _full(_: Reducer, values: Values) -> np.ndarray:
+    return values.array
+
+
+def _project(reducer: Reducer, values: Values) -> np.ndarray:
+    assert isinstance(reducer, Project)
+    vector = values.vectors[reducer.vector][values.span.start : values.span.stop]
+    return (values.floats @ vector)[:, None].numpy()
+
+
+_PARTS: Mapping[type[Reducer], Callable[[Reducer, Values], np.ndarray]] = {
+    Stats: _stats,
+    Histogram: _histogram,
+    Counts: _counts,
+    Norm: _norm,
+    Digest: _digest,
+    Tiles: _tiles,
+    TopK: _top_k,
+    Full: _full,
+    Sample: _full,
+    Project: _project,
+}

@@ -1,0 +1,182 @@
+"""`TraceSink`: reduces what is seen, and offers the parts to the hub.
+
+Invariant: nothing waits here, and no rank talks to another: of ranks that have the very same tensor one shows it, the
+others' parts are put together by the hub.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nemo_rl.errors import UserError
+from nemo_rl.models.policy.recording.sight import PassRows, Sight
+from nemo_rl.models.policy.tracing.reduce import Values, part_of
+from nemo_rl.models.policy.tracing.vectors import Vectors
+from nemo_rl.records.record import Place, Split
+from nemo_rl.records.sites import Direction, SiteKind
+from nemo_rl.tracer.frame import Part, Site, Table, Where
+from nemo_rl.tracer.link import HubLink
+from nemo_rl.tracer.reducer import PerToken, Project, Reducer, Sample, Span, Stats
+from nemo_rl.tracer.token_hash import token_hashes
+from nemo_rl.tracer.watch import Plan
+
+__all__ = ["TraceSink", "TracedStep"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracedStep:
+    """What is looked at in one step, the same on every rank."""
+
+    run: str
+    number: int
+    plan: Plan
+    keys: frozenset[str]
+    """Rows whose tokens are shown one by one."""
+
+
+class TraceSink:
+    """`SiteSink` of one call on one rank."""
+
+    def __init__(
+        self,
+        step: TracedStep,
+        *,
+        phase: str,
+        link: HubLink,
+        rank: int,
+        axes: Mapping[str, int],
+        vectors: Vectors,
+        on_problem: Callable[[str], None],
+    ) -> None:
+        self._step, self._phase, self._link = step, phase, link
+        self._rank, self._axes, self._vectors, self._on_problem = rank, axes, vectors, on_problem
+        self._reducers: dict[tuple[SiteKind, int | None, Direction, bool], tuple[Reducer, ...]] = {}
+        self._tables: dict[tuple[int, str], tuple[str, torch.Tensor]] = {}
+
+    def takes(self, kind: SiteKind, layer: int | None, direction: Direction) -> bool:
+        """As in `SiteSink`."""
+        return self._step.plan.looks_at(kind, layer, direction, phase=self._phase, step=self._step.number)
+
+    def see(self, sight: Sight) -> None:
+        """As in `SiteSink`."""
+        if not sight.is_first:
+            return
+        reducers = self._reducers_of(sight.place)
+        whole = [reducer for reducer in reducers if not isinstance(reducer, PerToken)]
+        if whole:
+            self._send_whole(sight, whole)
+        for reducer in reducers:
+            if isinstance(reducer, PerToken) and sight.rows is not None:
+                self._send_tokens(sight, sight.rows, reducer)
+
+    def _reducers_of(self, place: Place) -> tuple[Reducer, ...]:
+        plan, step = self._step.plan, self._step.number
+        if place.name is not None:
+            return plan.reducers_of_parameter(place.kind, place.name, phase=self._phase, step=step)
+        site = place.kind, place.layer, place.direction, place.is_recomputed
+        if site not in self._reducers:
+            self._reducers[site] = plan.reducers_of(
+                place.kind, place.layer, place.direction, phase=self._phase, step=step, recomputed=place.is_recomputed
+            )
+        return self._reducers[site]
+
+    def _send_whole(self, sight: Sight, reducers: Sequence[Reducer]) -> None:
+        rows = sight.rows
+        if rows is None:
+            flat = sight.value.detach().reshape(1, -1)
+            values = Values(flat, _span(None, flat.shape[1]), {}, lambda: np.zeros(1, "u8"))
+        else:
+            tokens = _two_dim(sight.tokens())
+            values = Values(tokens, _span(sight.split, tokens.shape[1]), {}, lambda: _hashes(rows))
+        parts = {reducer: part_of(reducer, values) for reducer in reducers}
+        stats = next((part for reducer, part in parts.items() if isinstance(reducer, Stats)), None)
+        bad = int(stats[-3:].sum()) if stats is not None else values.num_not_finite
+        for reducer, part in parts.items():
+            self._offer(sight, reducer, part, span=values.span, table=None, num_not_finite=bad)
+
+    def _send_tokens(self, sight: Sight, rows: PassRows, reducer: PerToken) -> None:
+        name, chosen_r = self._table(rows, reducer)
+        if not len(chosen_r):
+            return
+        tokens = _two_dim(sight.value[tuple(index[chosen_r] for index in rows.at)])
+        span = _span(sight.split, tokens.shape[1])
+        try:
+            vectors = self._vectors_of(reducer, sight.place, span)
+        except UserError as error:
+            self._on_problem(str(error))
+            return
+        values = Values(tokens, span, vectors, lambda: _hashes(rows)[chosen_r.numpy()])
+        part = part_of(reducer, values)
+        self._offer(sight, reducer, part, span=span, table=name, num_not_finite=values.num_not_finite)
+
+    def _vectors_of(self, reducer: Reducer, place: Place, span: Span) -> Mapping[str, torch.Tensor]:
+        if not isinstance(reducer, Project):
+            return {}
+        return {reducer.vector: self._vectors.of_layer(reducer.vector, place.layer, size=span.whole)}
+
+    def _table(self, rows: PassRows, reducer: PerToken) -> tuple[str, torch.Tensor]:
+        """Name of the table of the tokens that are shown, sent once, and which of the pass's they are."""
+        kind = str(reducer) if isinstance(reducer, Sample) else ""
+        if (rows.number, kind) not in self._tables:
+            table = rows.table
+            if isinstance(reducer, Sample):
+                chosen_r = torch.from_numpy(np.sort(np.argsort(_hashes(rows), kind="stable")[: reducer.n]))
+            else:
+                is_shown = torch.tensor([key in self._step.keys for key in table.keys], dtype=torch.bool)
+                chosen_r = is_shown[table.row_R].nonzero()[:, 0] if len(table.keys) else table.row_R
+            name = f"{self._step.number}.{self._phase}.{len(self._tables)}"
+            self._tables[rows.number, kind] = name, chosen_r
+            if len(chosen_r):
+                parts = (part[chosen_r] for part in (table.row_R, table.position_R, table.token_R))
+                tokens = torch.stack(tuple(parts)).to(torch.int32).numpy()
+                message = Table(
+                    run=self._step.run, name=name, step=self._step.number, keys=table.keys, tokens=tokens
+                ).encode()
+                self._link.offer(message)
+        return self._tables[rows.number, kind]
+
+    def _offer(
+        self, sight: Sight, reducer: Reducer, part: np.ndarray, *, span: Span, table: str | None, num_not_finite: int
+    ) -> None:
+        place = sight.place
+        message = Part(
+            where=Where(
+                run=self._step.run,
+                step=self._step.number,
+                phase=self._phase,
+                site=Site(place.kind, place.layer, place.name, place.direction, place.is_recomputed),
+                reducer=reducer,
+                update=place.update,
+            ),
+            payload=part,
+            span=span,
+            table=table,
+            microbatch=place.microbatch,
+            rank=self._rank,
+            axes=self._axes,
+            num_not_finite=num_not_finite,
+            dropped_before=self._link.dropped,
+        )
+        self._link.offer(message.encode())
+
+
+def _two_dim(tokens: torch.Tensor) -> torch.Tensor:
+    """`[R, F]`; one number per token is one feature."""
+    return tokens.detach().reshape(len(tokens), -1) if tokens.dim() != 1 else tokens.detach()[:, None]
+
+
+def _span(split: Split | None, num_features: int) -> Span:
+    """Which features of the whole these are; parts are equal."""
+    if split is None:
+        return Span(0, num_features, num_features)
+    start = split.index * num_features
+    return Span(start, start + num_features, split.count * num_features)
+
+
+def _hashes(rows: PassRows) -> np.ndarray:
+    table = rows.table
+    return token_hashes(table.keys, table.row_R.numpy(), table.position_R.numpy())

@@ -1,0 +1,1 @@
+"""The hub: one process per job that puts together what ranks send, keeps it for a while and shows it to viewers."""

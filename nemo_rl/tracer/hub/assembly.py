@@ -1,0 +1,307 @@
+"""`Assembly`: parts of all ranks and microbatches of one run, put together to frames when a phase is complete.
+
+    begin, end       of every rank; the n-th `begin` of a phase by a rank belongs to the n-th by the others
+    parts, tables    between them
+    closed phases    every rank has ended, or is gone; or `assembly_s` after the first end
+
+Invariant: no more than `assembly_bytes` wait; what is left out is counted in `Frame.dropped`. Nothing here does I/O.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from nemo_rl.tracer.frame import BadFrame, Frame, Part, Table, Where
+from nemo_rl.tracer.hub.parts import Rows, StepKeys, TokenParts, Tokens, WholeParts, check_part, draw_sample, table_of
+from nemo_rl.tracer.protocol import Limits
+from nemo_rl.tracer.reducer import PerToken, Sample, WholeTensor
+
+__all__ = ["Assembly", "Phase"]
+
+STEPS_OPEN = 8
+"""Steps that ranks may be apart; what comes for older ones is refused."""
+
+
+@dataclass(slots=True)
+class Phase:
+    """One phase of one step, once through: what has come of it."""
+
+    run: str
+    step: int
+    name: str
+    keys: StepKeys
+    begun: set[int] = field(default_factory=set)
+    ended: set[int] = field(default_factory=set)
+    dropped: Counter[int] = field(default_factory=Counter)
+    """By rank; those of the hub itself are under -1."""
+    wholes: dict[Where, WholeParts] = field(default_factory=dict)
+    tokens: dict[Where, TokenParts] = field(default_factory=dict)
+    num_bytes: int = 0
+    deadline_s: float | None = None
+    missing: tuple[int, ...] = ()
+    is_closed: bool = False
+
+    def frames(self, limit: int) -> Iterator[Table | Frame]:
+        """What it gives, a table before the frames that refer to it; the parts are let go.
+
+        Args:
+            limit: bytes that one picture may need; larger ones are left out.
+        """
+        tables: dict[bytes, Rows] = {}
+        for where in sorted((*self.wholes, *self.tokens), key=lambda where: (where.update, where.site.order)):
+            # Taken out one by one: what is sent on needs no parts any more.
+            if where in self.wholes:
+                yield self._of_whole(where, self.wholes.pop(where))
+            else:
+                yield from self._of_tokens(where, self.tokens.pop(where), tables, limit)
+
+    def _of_whole(self, where: Where, whole: WholeParts) -> Frame:
+        reducer = where.reducer
+        assert isinstance(reducer, WholeTensor), where
+        frame = Frame(
+            where=where,
+            payload=reducer.finish(whole.payload),
+            num_features=whole.num_features,
+            num_parts=whole.num_parts,
+            num_not_finite=whole.num_not_finite,
+        )
+        return self._signed(frame)
+
+    def _of_tokens(
+        self, where: Where, parts: TokenParts, tables: dict[bytes, Rows], limit: int
+    ) -> Iterator[Table | Frame]:
+        reducer, tokens = where.reducer, parts.tokens()
+        assert isinstance(reducer, PerToken), where
+        if not parts.fits(len(tokens.codes), reducer, limit):
+            self.dropped[-1] += 1
+            return
+        merged = parts.merge(tokens.codes, reducer)
+        if isinstance(reducer, Sample):
+            kept = draw_sample(tokens.codes, self.keys, reducer.n)
+            tokens, merged = Tokens(tokens.codes[kept], tokens.ids[kept]), merged[kept]
+        content = tokens.codes.tobytes() + tokens.ids.tobytes()
+        rows = tables.get(content)
+        if rows is None:
+            rows = tables[content] = table_of(tokens, self.keys, run=self.run, step=self.step)
+            yield rows.table
+        frame = Frame(
+            where=where,
+            payload=reducer.finish(merged[rows.order], parts.num_features),
+            table=rows.table.name,
+            num_features=parts.num_features,
+            num_parts=parts.num_parts,
+            num_not_finite=parts.num_not_finite,
+        )
+        yield self._signed(frame)
+
+    def _signed(self, frame: Frame) -> Frame:
+        return replace(frame, missing=self.missing, dropped=sum(self.dropped.values()), wall_s=time.time())
+
+
+class _Step:
+    """What is known of a step while ranks are in it."""
+
+    def __init__(self) -> None:
+        self.keys = StepKeys()
+        self.phases: dict[tuple[str, int], Phase] = {}
+        """By name and how many times it was begun before."""
+        self.begins: Counter[tuple[str, int]] = Counter()
+        """Of a phase by a rank."""
+
+
+class Assembly:
+    """Of one run."""
+
+    def __init__(self, run: str, *, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+        self.run, self.world = run, 0
+        self.num_late = 0
+        """Parts that came after their phase was closed, or without one."""
+        self._limits, self._clock = limits, clock
+        self._here: set[int] = set()
+        self._gone: set[int] = set()
+        self._steps: dict[int, _Step] = {}
+        self._current: dict[int, Phase] = {}
+        self._tables: dict[int, dict[str, tuple[int, Tokens]]] = {}
+        """By rank and name; with the step."""
+        self._told_dropped: Counter[int] = Counter()
+        self._num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """That wait."""
+        return self._num_bytes
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that are connected."""
+        return tuple(sorted(self._here))
+
+    def connect(self, rank: int, world: int) -> None:
+        """A rank is here (again)."""
+        self.world = world
+        self._here.add(rank)
+        self._gone.discard(rank)
+        self._forget_tables(rank)
+
+    def disconnect(self, rank: int) -> None:
+        """A rank is gone; it is not waited for."""
+        self._here.discard(rank)
+        self._gone.add(rank)
+        at = self._current.pop(rank, None)
+        if at is not None:
+            self._start_deadline(at)
+        self._forget_tables(rank)
+
+    def set_keys(self, step: int, keys: Sequence[str]) -> None:
+        """The order of the rows of a step."""
+        if (found := self._step(step)) is not None:
+            found.keys.set_order(keys)
+
+    def begin(self, rank: int, step: int, phase: str) -> None:
+        """A rank begins a phase."""
+        for name, (of_step, tokens) in [*self._tables.get(rank, {}).items()]:
+            if of_step < step:
+                del self._tables[rank][name]
+                self._num_bytes -= tokens.num_bytes
+        found = self._step(step)
+        if found is None:
+            self._current.pop(rank, None)
+            return
+        times = found.begins[phase, rank]
+        found.begins[phase, rank] += 1
+        at = found.phases.setdefault((phase, times), Phase(self.run, step, phase, found.keys))
+        at.begun.add(rank)
+        self._current[rank] = at
+
+    def add_table(self, rank: int, table: Table) -> None:
+        """Raises:
+        BadFrame: it cannot be used.
+        """
+        found = self._step(table.step)
+        if table.run != self.run or found is None:
+            raise BadFrame(
+                f"table of run {table.run[:80]!r}, step {table.step}: this run is {self.run!r}, or is further"
+            )
+        if self._num_bytes + 3 * table.tokens.nbytes > self._limits.assembly_bytes:
+            raise BadFrame("too many tables wait")
+        tokens = Tokens.of(table, found.keys)
+        mine = self._tables.setdefault(rank, {})
+        if table.name in mine:
+            self._num_bytes -= mine[table.name][1].num_bytes
+        mine[table.name] = (table.step, tokens)
+        self._num_bytes += tokens.num_bytes
+
+    def add_part(self, rank: int, part: Part) -> None:
+        """Raises:
+        BadFrame: it is none of this rank's phase, or does not fit its reducer.
+        """
+        where, reducer, phase = part.where, part.where.reducer, self._current.get(rank)
+        if part.rank != rank or where.run != self.run:
+            raise BadFrame(
+                f"expected a part of rank {rank} of run {self.run!r}, got rank {part.rank} of {where.run[:80]!r}"
+            )
+        if phase is None or phase.is_closed or (where.step, where.phase) != (phase.step, phase.name):
+            self.num_late += 1
+            return
+        self._note_dropped(phase, rank, part.dropped_before)
+        if self._num_bytes + part.payload.nbytes > self._limits.assembly_bytes:
+            phase.dropped[-1] += 1
+            return
+        try:
+            added = self._add(phase, rank, part) if isinstance(reducer, PerToken) else self._add_whole(phase, part)
+        except BadFrame:
+            phase.dropped[-1] += 1
+            raise
+        phase.num_bytes += added
+        self._num_bytes += added
+
+    def end(self, rank: int, step: int, phase: str, dropped: int) -> None:
+        """A rank has sent all of its phase.
+
+        Args:
+            dropped: frames that it has dropped since the run began.
+        """
+        at = self._current.pop(rank, None)
+        if at is None or (at.step, at.name) != (step, phase):
+            return
+        self._note_dropped(at, rank, dropped)
+        self._told_dropped[rank] = max(dropped, self._told_dropped[rank])
+        at.ended.add(rank)
+        self._start_deadline(at)
+
+    def take_closed(self, *, all_of_them: bool = False) -> list[Phase]:
+        """Phases that are complete or overdue, oldest first; they are the caller's now.
+
+        Args:
+            all_of_them: also those that still wait.
+        """
+        closed = []
+        for found in self._steps.values():
+            for at in found.phases.values():
+                if not at.is_closed and (all_of_them or self._is_done(at)):
+                    at.is_closed = True
+                    at.missing = tuple(sorted(set(range(self.world)) - at.ended))
+                    self._num_bytes -= at.num_bytes
+                    closed.append(at)
+        return closed
+
+    def seconds_left(self) -> float | None:
+        """Until a phase is overdue; None: none waits."""
+        open_phases = [at for found in self._steps.values() for at in found.phases.values() if not at.is_closed]
+        deadlines = [at.deadline_s for at in open_phases if at.deadline_s is not None]
+        return max(0.0, min(deadlines) - self._clock()) if deadlines else None
+
+    def _start_deadline(self, at: Phase) -> None:
+        if at.deadline_s is None:
+            at.deadline_s = self._clock() + self._limits.assembly_s
+
+    def _is_done(self, at: Phase) -> bool:
+        waits_for = at.begun | set(range(self.world)) if self.world else at.begun
+        is_overdue = at.deadline_s is not None and self._clock() >= at.deadline_s
+        return is_overdue or waits_for <= at.ended | self._gone
+
+    def _step(self, step: int) -> _Step | None:
+        """None: ranks are already further."""
+        if step in self._steps:
+            return self._steps[step]
+        if len(self._steps) >= STEPS_OPEN:
+            # One that no phase waits for goes first.
+            settled = [
+                number for number, found in self._steps.items() if all(at.is_closed for at in found.phases.values())
+            ]
+            oldest = min(settled, default=None)
+            if oldest is None or step < oldest:
+                return None
+            del self._steps[oldest]
+        return self._steps.setdefault(step, _Step())
+
+    def _forget_tables(self, rank: int) -> None:
+        self._num_bytes -= sum(tokens.num_bytes for _, tokens in self._tables.pop(rank, {}).values())
+
+    def _note_dropped(self, phase: Phase, rank: int, dropped: int) -> None:
+        phase.dropped[rank] = max(phase.dropped[rank], dropped - self._told_dropped[rank])
+
+    def _add(self, phase: Phase, rank: int, part: Part) -> int:
+        step_and_tokens = self._tables.get(rank, {}).get(part.table or "")
+        if step_and_tokens is None or step_and_tokens[0] != phase.step:
+            raise BadFrame(f"{part.where.reducer}: expected a table that was sent before, got {str(part.table)[:80]!r}")
+        tokens = step_and_tokens[1].take(part.rows)
+        check_part(part, len(tokens.codes))
+        reducer = part.where.reducer
+        assert isinstance(reducer, PerToken), part.where
+        parts = phase.tokens.get(part.where)
+        if parts is None:
+            parts = phase.tokens[part.where] = TokenParts(part.span.whole)
+        return parts.add(part, tokens, reducer)
+
+    def _add_whole(self, phase: Phase, part: Part) -> int:
+        check_part(part, None)
+        reducer = part.where.reducer
+        assert isinstance(reducer, WholeTensor), part.where
+        whole = phase.wholes.get(part.where)
+        if whole is None:
+            whole = phase.wholes[part.where] = WholeParts(part.payload, part.span.whole)
+        return whole.add(part, reducer)

@@ -1,0 +1,259 @@
+"""`Hub`: what is known of runs, what is watched, and who gets it; no sockets, no assembly.
+
+    nemo_rl.tracer.hub.ranks      assembled pictures         -> publish_table, publish_frame
+    nemo_rl.tracer.hub.sessions   words of driver, viewers   -> set_run, publish_message, set_plan, add_viewer
+    playback of a recording       what was published before  -> publish_*, set_run
+    to                            viewers, history, sinks
+
+Invariant: nothing here waits; all is called on one event loop, but `problem` may come from any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from nemo_rl.errors import UserError, name_some
+from nemo_rl.records.sites import SITES
+from nemo_rl.tracer.frame import Frame, Table
+from nemo_rl.tracer.hub.history import History, Kept
+from nemo_rl.tracer.hub.runs import RunFacts
+from nemo_rl.tracer.hub.sinks import SinkThread
+from nemo_rl.tracer.hub.wire import dump
+from nemo_rl.tracer.non_finite import FirstNonFinite
+from nemo_rl.tracer.protocol import PROTOCOL_VERSION, Limits, Role, RunState
+from nemo_rl.tracer.reducer import REDUCERS, Project
+from nemo_rl.tracer.watch import Plan
+
+__all__ = ["Hub", "Subscriber"]
+
+logger = logging.getLogger(__name__)
+
+MAX_RUNS = 64
+"""Runs whose facts are kept."""
+MAX_PROBLEMS = 20
+"""Last problems, for viewers that come later."""
+
+
+class Subscriber(Protocol):
+    """One that gets what is published; never waits."""
+
+    def message(self, text: str) -> None:
+        """A JSON message."""
+
+    def frame(self, kept: Kept) -> None:
+        """A frame, with its table."""
+
+
+class Hub:
+    """Of one job, or of recorded runs."""
+
+    def __init__(
+        self, *, limits: Limits | None = None, plan: Plan | None = None, artifacts: Path | None = None
+    ) -> None:
+        """Args:
+        artifacts: the folder that has the vectors of `project(NAME)`; None takes every name.
+        """
+        self.limits, self.plan = limits or Limits(), plan or Plan()
+        self.effective_step: int | None = None
+        """From which step on the plan counts; None: not yet."""
+        self.history = History(self.limits.history_bytes)
+        self.runs: dict[str, RunFacts] = {}
+        self.driver: Subscriber | None = None
+        self.problems: list[str] = []
+        self._artifacts, self._sinks = artifacts, list[SinkThread]()
+        self._subscribers: list[Subscriber] = []
+        self._first = FirstNonFinite()
+        self._loop = asyncio.get_running_loop()
+
+    # What is published.
+
+    def set_run(self, record: Mapping[str, Any]) -> RunFacts:
+        """Facts of a run (`run`, `name`, `model`, `layout`, `unobserved`, `state`, `text`, `step`, `world`,
+        `first_non_finite`; what is left out stays as it is), told to all.
+        """
+        run = str(record["run"])
+        is_new = run not in self.runs
+        if is_new:
+            if len(self.runs) >= MAX_RUNS:
+                self.runs.pop(next(iter(self.runs)))
+            self.runs[run] = RunFacts(run=run)
+        facts = self.runs[run]
+        before = facts.as_record()
+        facts.take(record)
+        if facts.as_record() != before or is_new:
+            self._tell_run(facts)
+        return facts
+
+    def publish_table(self, table: Table) -> None:
+        """A table, before the frames that refer to it."""
+        kept = self.history.add_table(table)
+        for sink in self._sinks:
+            sink.frame(kept.message)
+
+    def publish_frame(self, frame: Frame) -> None:
+        """A picture."""
+        kept = self.history.add_frame(frame)
+        for subscriber in self._subscribers:
+            subscriber.frame(kept)
+        for sink in self._sinks:
+            sink.frame(kept.message)
+        facts = self._facts(frame.where.run)
+        is_newer = facts.step is None or frame.where.step > facts.step
+        facts.step = frame.where.step if is_newer else facts.step
+        is_first = self._first.add(frame)
+        if is_first and (found := self._first.of(frame.where.run)) is not None:
+            facts.first_non_finite = found.as_record()
+        if is_newer or is_first:
+            self._tell_run(facts)
+
+    def publish_message(self, message: Mapping[str, Any]) -> None:
+        """A JSON message of the protocol: `metrics`, `mark`, `problem`, `plan`; `run` is as `set_run`."""
+        if message.get("type") == "run":
+            self.set_run(message)
+            return
+        if message.get("type") == "metrics" and "run" in message:
+            facts = self._facts(str(message["run"]))
+            facts.metrics.append(dict(message))
+            if type(step := message.get("step")) is int and (facts.step is None or step > facts.step):
+                facts.step = step
+        text = dump(message)
+        for subscriber in self._subscribers:
+            subscriber.message(text)
+        for sink in self._sinks:
+            sink.message(message)
+
+    def problem(self, text: str) -> None:
+        """Tells all that something is wrong; from any thread."""
+        self._loop.call_soon_threadsafe(self._tell_problem, text)
+
+    def mark(self, label: str) -> None:
+        """A word of the controller, at the newest step."""
+        steps = [facts.step for facts in self.runs.values() if facts.step is not None]
+        self.publish_message({"type": "mark", "label": label, "step": max(steps, default=0)})
+
+    # What is watched.
+
+    def read_plan(self, texts: list[str]) -> Plan:
+        """Raises:
+        UserError: a watch that cannot be read, or a vector that is not among the artifacts.
+        """
+        plan = Plan.parse(texts)
+        vectors = [each.vector for watch in plan.watches for each in watch.reducers if isinstance(each, Project)]
+        folder = self._artifacts
+        for vector in vectors:
+            if folder is not None and not (folder / f"{vector}.safetensors").is_file():
+                known = name_some(sorted(path.stem for path in folder.glob("*.safetensors"))) or "none"
+                raise UserError(
+                    f"reducer project: expected a vector of the folder of artifacts ({known}), got {vector!r}"
+                )
+        return plan
+
+    def set_plan(self, plan: Plan) -> None:
+        """Watches something else from the step on that the driver will name."""
+        self.plan, self.effective_step = plan, None
+        self._tell_plan()
+        if self.driver is not None:
+            self.driver.message(self.driver_plan())
+
+    def applied(self, step: int, digest: str) -> None:
+        """The driver says, in every step, what counts; the first step of a plan is the one it counts from."""
+        if digest == self.plan.digest and self.effective_step is None:
+            self.effective_step = step
+            self._tell_plan()
+
+    def driver_plan(self) -> str:
+        """The `plan` message to the driver."""
+        return dump({"type": "plan", "watches": list(self.plan.texts), "digest": self.plan.digest})
+
+    # Who gets it.
+
+    def add_subscriber(self, subscriber: Subscriber) -> None:
+        """Gets what is published from now on."""
+        self._subscribers.append(subscriber)
+
+    def remove_subscriber(self, subscriber: Subscriber) -> None:
+        """Gets nothing more."""
+        if subscriber in self._subscribers:
+            self._subscribers.remove(subscriber)
+
+    def add_sink(self, sink: SinkThread) -> None:
+        """Gets what is published from now on, and the plan."""
+        self._sinks.append(sink)
+        sink.message(self.plan_record())
+
+    def close_sinks(self) -> None:
+        """Waits until they have written; blocks."""
+        while self._sinks:
+            self._sinks.pop().close()
+
+    def welcome(self, role: Role) -> str:
+        """The `welcome` message."""
+        return dump(
+            {
+                "type": "welcome",
+                "v": PROTOCOL_VERSION,
+                "role": role.value,
+                "runs": [facts.as_record() for facts in self.runs.values()],
+                **{name: value for name, value in self.plan_record().items() if name != "type"},
+                "sites": [
+                    {
+                        "kind": kind.value,
+                        "text": site.text,
+                        "dims": site.dims,
+                        "in_layers": site.in_layers,
+                        "has_backward": site.has_backward,
+                    }
+                    for kind, site in SITES.items()
+                ],
+                "reducers": {name: kind.text for name, kind in REDUCERS.items()},
+                "limits": asdict(self.limits),
+            }
+        )
+
+    def greet(self, subscriber: Subscriber) -> None:
+        """What a viewer missed: metrics, problems and the last frame of each place."""
+        for facts in self.runs.values():
+            for message in facts.metrics:
+                subscriber.message(dump(message))
+        for text in self.problems:
+            subscriber.message(dump({"type": "problem", "text": text}))
+        for kept in self.history.latest():
+            subscriber.frame(kept)
+
+    def end_run(self, run: str, state: RunState, text: str) -> None:
+        """A run goes on no more."""
+        if run in self.runs:
+            self.set_run({"run": run, "state": state, "text": text})
+
+    def plan_record(self) -> dict[str, object]:
+        """The `plan` message to viewers."""
+        return {
+            "type": "plan",
+            "watches": list(self.plan.texts),
+            "digest": self.plan.digest,
+            "effective_step": self.effective_step,
+        }
+
+    def _facts(self, run: str) -> RunFacts:
+        return self.runs[run] if run in self.runs else self.set_run({"run": run})
+
+    def _tell_run(self, facts: RunFacts) -> None:
+        record = facts.as_record()
+        text = dump({"type": "run", **record})
+        for subscriber in self._subscribers:
+            subscriber.message(text)
+        for sink in self._sinks:
+            sink.message({"type": "run", **record})
+
+    def _tell_plan(self) -> None:
+        self.publish_message(self.plan_record())
+
+    def _tell_problem(self, text: str) -> None:
+        logger.warning("%s", text)
+        self.problems = [*self.problems, text][-MAX_PROBLEMS:]
+        self.publish_message({"type": "problem", "text": text})

@@ -1,0 +1,191 @@
+"""`LegacyViewer`: the text protocol of older public tensor tracers, at `/legacy`, where a recipe asks for it.
+
+    run_training_step    sets the watches (`LegacyRequest`)       -> start {micro_batch_size, seq_length, num_layers}
+    frames of these      by layer, numbers row by row             -> update {update_type, layer_id, args, result}
+
+The numbers are `[B, S, n]`: rows of the step, tokens of a row one after the other, null beyond its end and for what is
+not finite; several sites of one flag come together, feature behind feature. Invariant: a viewer here is a controller
+like any other: it has its token, its bounds and its one place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from websockets.asyncio.server import ServerConnection
+from websockets.exceptions import ConnectionClosed
+
+from nemo_rl.records.sites import Direction
+from nemo_rl.tracer.classical import Classical
+from nemo_rl.tracer.frame import Frame, Table, decode
+from nemo_rl.tracer.hub.history import Kept
+from nemo_rl.tracer.hub.hub import Hub
+from nemo_rl.tracer.hub.legacy_request import PHASE, LegacyRequest
+from nemo_rl.tracer.hub.sessions import MAX_BAD_MESSAGES, Sessions, refuse
+from nemo_rl.tracer.hub.viewer import Viewer
+from nemo_rl.tracer.hub.wire import BadMessage, dump, parse
+from nemo_rl.tracer.protocol import Limits, Role
+
+__all__ = ["LEGACY_PATH", "LegacyViewer", "serve_legacy"]
+
+LEGACY_PATH = "/legacy"
+MAX_NUMBERS = 1 << 20
+"""Of one update: about 20 MB of text."""
+NUM_LAYERS = ("num_layers", "num_hidden_layers")
+"""Names of the number of layers in what is known of a model."""
+
+
+class LegacyViewer(Viewer):
+    """Gets frames as `update` messages and nothing else of what viewers get."""
+
+    def __init__(self, connection: ServerConnection, limits: Limits, hub: Hub) -> None:
+        super().__init__(connection, Role.CONTROLLER, limits)
+        self._hub, self._request = hub, LegacyRequest(reducers={})
+        self._last: dict[str, np.ndarray] = {}
+        """Numbers of the sites of one flag that have come so far."""
+        self._last_of: tuple[object, ...] = ()
+        self._shape = (0, 0)
+        self._started: str | None = None
+
+    def message(self, text: str) -> None:
+        """What other viewers get is unknown here."""
+
+    def say(self, message: Mapping[str, object]) -> None:
+        """Sends a message of this protocol."""
+        super().message(dump(message))
+
+    def stats(self) -> str:
+        """Not of this protocol; the start again, which changes nothing."""
+        return dump(self._start())
+
+    def ask(self, request: LegacyRequest) -> None:
+        """Shows this from now on."""
+        self._request, self._started = request, None
+        self._tell_start()
+
+    def frame(self, kept: Kept) -> None:
+        """Takes frames that were asked for."""
+        if self._flag(kept) is not None:
+            super().frame(kept)
+
+    def _flag(self, kept: Kept) -> Classical | None:
+        where = kept.where
+        if where.phase != PHASE or where.site.direction is not Direction.FORWARD or where.site.is_recomputed:
+            return None
+        for flag, reducer in self._request.reducers.items():
+            if where.site.kind.value in _kinds(flag) and reducer == where.reducer:
+                return flag
+        return None
+
+    async def _send_frame(self, kept: Kept, has: OrderedDict[tuple[str, str], None]) -> None:
+        flag = self._flag(kept)
+        if flag is None or kept.table is None:
+            return
+        numbers = await asyncio.to_thread(_numbers, kept)
+        at, kind = (kept.where.step, kept.where.update, kept.where.site.layer, flag), kept.where.site.kind.value
+        if self._last_of != at:
+            self._last, self._last_of = {}, at
+        self._last[kind] = numbers
+        if kind != _kinds(flag)[-1]:
+            return
+        together = np.concatenate([self._last[each] for each in _kinds(flag) if each in self._last], axis=-1)
+        self._last = {}
+        self._shape = (together.shape[0], together.shape[1])
+        self._tell_start()
+        if together.size > MAX_NUMBERS:
+            text = f"{flag.flag}: {together.size} numbers are more than {MAX_NUMBERS}; choose a smaller compressor"
+            self.say({"type": "error", "text": text})
+            return
+        await self._send(await asyncio.to_thread(_update, flag, kept.where.site.layer or 0, together))
+        self.num_sent += 1
+
+    def _tell_start(self) -> None:
+        """When it is asked for, and when it is known better."""
+        text = dump(self._start())
+        if text != self._started:
+            self._started = text
+            super().message(text)
+
+    def _start(self) -> Mapping[str, object]:
+        models = [facts.model for facts in self._hub.runs.values()]
+        found = [model[name] for model in reversed(models) for name in NUM_LAYERS if type(model.get(name)) is int]
+        layers = found[0] if found else 0
+        rows, tokens = self._shape
+        return {"type": "start", "micro_batch_size": rows, "seq_length": tokens, "num_layers": layers}
+
+
+async def serve_legacy(connection: ServerConnection, hub: Hub, sessions: Sessions) -> None:
+    """Until the connection ends; its token was looked at before."""
+    viewer = LegacyViewer(connection, hub.limits, hub)
+    try:
+        sessions.enter(viewer, is_taking_over=False)
+    except BadMessage as error:
+        await refuse(connection, error.code, str(error))
+        return
+    writing = asyncio.create_task(viewer.write())
+    num_bad = 0
+    try:
+        async for message in connection:
+            try:
+                _hear(viewer, sessions, parse(message if isinstance(message, str) else ""))
+            except BadMessage as error:
+                num_bad += 1
+                viewer.say({"type": "error", "code": error.code.value, "text": str(error)})
+                if num_bad > MAX_BAD_MESSAGES:
+                    await refuse(connection, error.code, "too many messages that are not allowed")
+    except ConnectionClosed:
+        pass
+    finally:
+        writing.cancel()
+        sessions.leave(viewer)
+
+
+def _hear(viewer: LegacyViewer, sessions: Sessions, said: Mapping[str, Any]) -> None:
+    if said["type"] == "ping":
+        viewer.say({"type": "pong"})
+        return
+    if said["type"] != "run_training_step":
+        raise BadMessage(f"type: expected run_training_step, got {said['type'][:40]!r}")
+    if sessions.controller is not viewer:
+        raise BadMessage("another controller has taken over")
+    request = LegacyRequest.of(said)
+    sessions.watch(request.watches)
+    viewer.ask(request)
+
+
+def _kinds(flag: Classical) -> list[str]:
+    return [kind.strip() for kind in flag.sites.split(",")]
+
+
+def _numbers(kept: Kept) -> np.ndarray:
+    """`[B, S, n]` float64, NaN where a row has no token."""
+    assert kept.table is not None, "has one"
+    frame, table = decode(kept.message), decode(kept.table.message)
+    assert isinstance(frame, Frame) and isinstance(table, Table), "as the hub has made them"
+    row_R = table.tokens[0]
+    lengths = np.bincount(row_R, minlength=len(table.keys)) if len(row_R) else np.zeros(0, np.int64)
+    # Rows follow each other, so that a token's place is how far it is behind the first of its row.
+    place_R = np.arange(len(row_R)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    payload = frame.payload.reshape(len(row_R), -1)
+    numbers = np.full((len(lengths), int(lengths.max(initial=0)), payload.shape[1]), np.nan)
+    numbers[row_R, place_R] = payload
+    return numbers
+
+
+def _update(flag: Classical, layer: int, numbers: np.ndarray) -> str:
+    flat = numbers.reshape(-1)
+    finite = np.isfinite(flat)
+    result = [value if good else None for value, good in zip(flat.tolist(), finite.tolist(), strict=True)]
+    return dump(
+        {
+            "type": "update",
+            "update_type": flag.update_type,
+            "layer_id": layer + 1,
+            "args": list(numbers.shape),
+            "result": result,
+        }
+    )

@@ -1,0 +1,126 @@
+"""`Ranks`: what ranks send, assembled run by run; complete phases are published one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from nemo_rl.tracer.frame import BadFrame, Part, Table
+from nemo_rl.tracer.hub.assembly import Assembly, Phase
+from nemo_rl.tracer.hub.hub import Hub
+from nemo_rl.tracer.hub.texts import TokenTexts
+
+__all__ = ["Ranks"]
+
+logger = logging.getLogger(__name__)
+
+
+class Ranks:
+    """The ranks of a job."""
+
+    def __init__(self, hub: Hub, *, tokenizer: Path | None = None) -> None:
+        self._hub = hub
+        self._texts = TokenTexts(tokenizer)
+        self._has_tokenizer = tokenizer is not None
+        self._assemblies: dict[str, Assembly] = {}
+        self._told: set[tuple[str, int, str]] = set()
+        self._wake = asyncio.Event()
+        self._closed: deque[Phase] = deque()
+        self._publishing = asyncio.Lock()
+
+    def set_tokenizer(self, folder: Path) -> None:
+        """As the driver says; that of the hub's own configuration stays."""
+        if not self._has_tokenizer:
+            self._texts, self._has_tokenizer = TokenTexts(folder), True
+
+    def connect(self, run: str, rank: int, world: int) -> None:
+        """A rank is here."""
+        self._of(run).connect(rank, world)
+        self._hub.set_run({"run": run, "world": world})
+
+    def disconnect(self, run: str, rank: int) -> None:
+        """A rank is gone."""
+        self._of(run).disconnect(rank)
+        self._wake.set()
+
+    def set_keys(self, run: str, step: int, keys: Sequence[str]) -> None:
+        """The order of the rows of a step."""
+        self._of(run).set_keys(step, keys)
+
+    def begin(self, run: str, rank: int, step: int, phase: str) -> None:
+        """A rank begins a phase."""
+        self._of(run).begin(rank, step, phase)
+
+    def end(self, run: str, rank: int, step: int, phase: str, dropped: int) -> None:
+        """A rank has sent all of a phase."""
+        self._of(run).end(rank, step, phase, dropped)
+        self._wake.set()
+
+    def add(self, run: str, rank: int, sent: Part | Table) -> None:
+        """A part or a table; one that fits nothing is told once per rank and kind of trouble."""
+        assembly = self._of(run)
+        num_late = assembly.num_late
+        try:
+            if isinstance(sent, Table):
+                assembly.add_table(rank, sent)
+            else:
+                assembly.add_part(rank, sent)
+        except BadFrame as error:
+            self.tell(run, rank, type(sent).__name__, f"rank {rank}: a {sent.what} was left out: {error}")
+        if assembly.num_late > num_late:
+            self.tell(
+                run, rank, "late", f"rank {rank}: parts came outside of their phase, or too late; they are left out"
+            )
+
+    def tell(self, run: str, rank: int, kind: str, text: str) -> None:
+        """Tells a problem of a rank, once per kind."""
+        if (run, rank, kind) not in self._told:
+            self._told.add((run, rank, kind))
+            self._hub.problem(text)
+
+    async def publish(self) -> None:
+        """Publishes complete phases, until it is cancelled."""
+        while True:
+            left = [each.seconds_left() for each in self._assemblies.values()]
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min((seconds for seconds in left if seconds is not None), default=None)):
+                    await self._wake.wait()
+            self._wake.clear()
+            for assembly in self._assemblies.values():
+                self._closed += assembly.take_closed()
+            await self._publish_closed()
+
+    async def flush(self) -> None:
+        """Publishes all that waits, whole or not."""
+        for assembly in self._assemblies.values():
+            self._closed += assembly.take_closed(all_of_them=True)
+        await self._publish_closed()
+
+    async def _publish_closed(self) -> None:
+        async with self._publishing:
+            while self._closed:
+                # It stays where it is until it is done: what is left of it is not lost with a cancelled task.
+                await self._publish_phase(self._closed[0])
+                self._closed.popleft()
+
+    async def _publish_phase(self, phase: Phase) -> None:
+        """Lets others run between the pictures."""
+        if phase.missing:
+            logger.warning("step %d, %s: without ranks %s", phase.step, phase.name, phase.missing)
+        for made in phase.frames(self._hub.limits.assembly_bytes):
+            if isinstance(made, Table):
+                await asyncio.to_thread(self._texts.load)
+                self._hub.publish_table(replace(made, texts=self._texts.of(made.tokens[2])))
+            else:
+                self._hub.publish_frame(made)
+            await asyncio.sleep(0)
+
+    def _of(self, run: str) -> Assembly:
+        if run not in self._assemblies:
+            self._assemblies[run] = Assembly(run, limits=self._hub.limits)
+        return self._assemblies[run]

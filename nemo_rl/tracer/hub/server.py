@@ -1,0 +1,195 @@
+"""`HubServer`: the one port of a hub: the page over HTTP, viewers and ranks over WebSockets.
+
+Invariant: who has not proved who it is costs little: at most `max_waiting` such connections, each for a few seconds,
+with small messages; further ones are refused before a byte of them is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from functools import partial
+from http import HTTPStatus
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast
+from urllib.parse import parse_qs
+
+from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.exceptions import ConnectionClosed
+from websockets.http11 import Request, Response
+
+from nemo_rl.tracer.hub.hub import Hub
+from nemo_rl.tracer.hub.legacy import LEGACY_PATH, serve_legacy
+from nemo_rl.tracer.hub.pages import Pages, refuse
+from nemo_rl.tracer.hub.ranks import Ranks
+from nemo_rl.tracer.hub.sessions import Sessions
+from nemo_rl.tracer.protocol import HANDSHAKE_S, LIVE_PATH, Role
+from nemo_rl.tracer.tokens import Tokens
+
+__all__ = ["HubServer"]
+
+logger = logging.getLogger(__name__)
+
+PING_S = 20.0
+PONG_S = 60.0
+"""A peer that answers no ping for so long is gone; a rank that compiles a kernel may take a while."""
+CLOSE_S = 2.0
+"""For the peer's answer to a close."""
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+SILENT = logging.getLogger(f"{__name__}.wire")
+"""Of the library: whoever can connect could fill the disk with its lines."""
+SILENT.setLevel(logging.CRITICAL + 1)
+
+
+class Gate:
+    """Connections that have not said hello yet."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._waiting: set[ServerConnection] = set()
+
+    def enter(self, connection: ServerConnection) -> bool:
+        """False: too many wait."""
+        if len(self._waiting) >= self._limit:
+            return False
+        self._waiting.add(connection)
+        return True
+
+    def leave(self, connection: ServerConnection) -> None:
+        """It is known now, or gone."""
+        self._waiting.discard(connection)
+
+
+class GatedConnection(ServerConnection):
+    """Counted from its first moment on, before it sends anything."""
+
+    def __init__(self, gate: Gate, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._gate = gate
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A peer has connected."""
+        super().connection_made(transport)
+        if not self._gate.enter(self):
+            self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is gone."""
+        self._gate.leave(self)
+        super().connection_lost(exc)
+
+
+class HubServer:
+    """A hub that listens.
+
+    Example:
+        async with HubServer(hub, tokens=tokens) as server:
+            address = f"http://{server.host}:{server.port}/"
+    """
+
+    def __init__(
+        self,
+        hub: Hub,
+        *,
+        tokens: Tokens,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        origins: Sequence[str] = (),
+        tokenizer: Path | None = None,
+        has_legacy: bool = False,
+    ) -> None:
+        """Args:
+        port: 0: any that is free.
+        origins: of pages, beside the hub's own, from which a browser may connect, such as `http://host:8080`.
+        tokenizer: folder with `tokenizer.json`.
+        has_legacy: whether the compatibility endpoint is there.
+        """
+        self.hub, self.host, self.port = hub, host, port
+        self.ranks = Ranks(hub, tokenizer=tokenizer)
+        self.sessions = Sessions(hub, self.ranks, tokens)
+        self._tokens, self._has_legacy = tokens, has_legacy
+        self._origins, self._pages = frozenset(origins), Pages()
+        self._gate = Gate(hub.limits.max_waiting)
+        self._server: Server | None = None
+        self._publishing: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> HubServer:
+        """Raises:
+        OSError: the port is taken.
+        """
+        limits = self.hub.limits
+        self._server = await serve(
+            self._serve,
+            self.host,
+            self.port,
+            process_request=self._answer,
+            # A class by its type, but any factory by its meaning.
+            create_connection=cast(type[ServerConnection], partial(GatedConnection, self._gate)),
+            open_timeout=HANDSHAKE_S,
+            ping_interval=PING_S,
+            ping_timeout=max(PONG_S, limits.slow_viewer_s),
+            close_timeout=CLOSE_S,
+            # Compressed messages could be far larger than what travels.
+            compression=None,
+            max_size=limits.max_text_bytes,
+            max_queue=4,
+            server_header=None,
+            logger=SILENT,
+        )
+        self.port = next(iter(self._server.sockets)).getsockname()[1]
+        self._publishing = asyncio.create_task(self.ranks.publish())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._publishing is not None:
+            self._publishing.cancel()
+        if self._server is not None:
+            self._server.close()
+            await self._server.wait_closed()
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether anything waits for a viewer."""
+        return any(viewer.has_waiting for viewer in self.sessions.viewers)
+
+    def _answer(self, connection: ServerConnection, request: Request) -> Response | None:
+        path, _, query = request.path.partition("?")
+        is_legacy = self._has_legacy and path == LEGACY_PATH
+        if path != LIVE_PATH and not is_legacy:
+            return self._pages.answer(path)
+        if not self._is_allowed(request):
+            return refuse(HTTPStatus.FORBIDDEN, "pages of this origin may not connect; name it in the hub's origins")
+        if is_legacy and not self._tokens.allow(Role.CONTROLLER, parse_qs(query).get("token", [""])[0]):
+            return refuse(HTTPStatus.UNAUTHORIZED, f"expected {LEGACY_PATH}?token=TOKEN with the controller's token")
+        return None
+
+    def _is_allowed(self, request: Request) -> bool:
+        """Browsers say from which page they come; others need a token all the same."""
+        origins = request.headers.get_all("Origin")
+        if not origins:
+            return True
+        host = request.headers.get("Host", "")
+        # As the browser reached it: behind a forwarded port that is not the port here.
+        is_own = host.rpartition(":")[0] in (*LOOPBACK, self.host) and origins[0] == f"http://{host}"
+        return len(origins) == 1 and (is_own or origins[0] in self._origins)
+
+    async def _serve(self, connection: ServerConnection) -> None:
+        try:
+            if connection.request is not None and connection.request.path.startswith(LEGACY_PATH):
+                self._gate.leave(connection)
+                await serve_legacy(connection, self.hub, self.sessions)
+                return
+            known = await self.sessions.welcome(connection, frame_bytes=self.hub.limits.max_frame_bytes)
+            if known is not None:
+                self._gate.leave(connection)
+                await self.sessions.serve(connection, *known)
+        except ConnectionClosed:
+            pass
+        except Exception:
+            # A fault of ours ends one connection, not the hub.
+            logger.exception("a connection ended")
+            self.hub.problem("the hub made a mistake with one connection; see hub.log")

@@ -1,0 +1,317 @@
+"""`Sessions`: what is said on one connection after another: hello, then the words of its role.
+
+    unknown     hello within HANDSHAKE_S       -> rank | driver | viewer | controller, or error and the end
+    rank        parts and tables, begin, end   -> `Ranks`
+    driver      run, step, metrics, finish, applied
+    viewer      history, pause, resume; a controller also watch, mark
+
+Invariant: nothing that a viewer says can end anything but its own connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from websockets.asyncio.server import ServerConnection
+from websockets.exceptions import ConnectionClosed
+
+from nemo_rl.errors import UserError
+from nemo_rl.tracer.frame import BadFrame, Frame, decode
+from nemo_rl.tracer.hub.hub import Hub
+from nemo_rl.tracer.hub.ranks import Ranks
+from nemo_rl.tracer.hub.viewer import Viewer
+from nemo_rl.tracer.hub.wire import BadMessage, dump, error_text, number, parse, text_field, texts_field
+from nemo_rl.tracer.protocol import HANDSHAKE_S, PROTOCOL_VERSION, ErrorCode, Role, RunState
+from nemo_rl.tracer.tokens import Tokens
+
+__all__ = ["Sessions"]
+
+MAX_BAD_MESSAGES = 16
+"""A viewer that says more of what is not allowed is closed."""
+MAX_RANKS = 1 << 16
+MAX_LABEL = 200
+MAX_PROBLEM = 2000
+POLICY_VIOLATION = 1008
+"""WebSocket close code."""
+REPLACED = 1012
+"""WebSocket close code, `service restart`: the same rank or driver has connected again."""
+CONTROLLER_WORDS = frozenset({"watch", "mark"})
+FOREIGN_WORDS = frozenset({"hello", "begin", "end", "run", "step", "metrics", "finish", "applied"})
+"""Of other roles, or of another time."""
+
+
+class Sessions:
+    """All connections of a hub."""
+
+    def __init__(self, hub: Hub, ranks: Ranks, tokens: Tokens) -> None:
+        self._hub, self._ranks, self._tokens = hub, ranks, tokens
+        self.viewers: list[Viewer] = []
+        self.controller: Viewer | None = None
+        self.run: str | None = None
+        """Of the driver."""
+        self.has_finished = self._is_lost = False
+        self._rank_connections: dict[tuple[str, int], ServerConnection] = {}
+        self._driver: Viewer | None = None
+
+    async def welcome(self, connection: ServerConnection, *, frame_bytes: int) -> tuple[Role, dict[str, Any]] | None:
+        """Who it is; None: it was told why not, and closed.
+
+        Args:
+            frame_bytes: that messages of ranks and the driver may have from now on.
+        """
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                text = await connection.recv()
+            if not isinstance(text, str):
+                raise BadMessage("expected hello as a text")
+            role, hello = self._read_hello(text)
+        except TimeoutError:
+            await refuse(connection, ErrorCode.UNAUTHORIZED, f"expected hello within {HANDSHAKE_S:g} s")
+        except BadMessage as error:
+            await refuse(connection, error.code, str(error))
+        else:
+            if role in (Role.RANK, Role.DRIVER):
+                connection.protocol.max_message_size = frame_bytes
+            return role, hello
+        return None
+
+    async def serve(self, connection: ServerConnection, role: Role, hello: Mapping[str, Any]) -> None:
+        """Until the connection ends."""
+        with suppress(ConnectionClosed):
+            try:
+                if role is Role.RANK:
+                    await self._serve_rank(connection, hello)
+                elif role is Role.DRIVER:
+                    await self._serve_driver(connection)
+                else:
+                    await self._serve_viewer(connection, role, is_taking_over=hello.get("takeover") is True)
+            except BadMessage as error:
+                await refuse(connection, error.code, str(error))
+
+    def _read_hello(self, text: str) -> tuple[Role, dict[str, Any]]:
+        hello = parse(text)
+        if hello["type"] != "hello":
+            raise BadMessage("expected hello as the first message")
+        if hello.get("v") != PROTOCOL_VERSION:
+            raise BadMessage(f"v: expected {PROTOCOL_VERSION}, got {str(hello.get('v'))[:40]}", ErrorCode.VERSION)
+        if hello.get("role") not in list(Role):
+            raise BadMessage(f"role: expected one of {', '.join(Role)}, got {str(hello.get('role'))[:40]!r}")
+        role = Role(hello["role"])
+        if not self._tokens.allow(role, text_field(hello, "token")):
+            raise BadMessage(f"the token is not good for the role {role.value}", ErrorCode.UNAUTHORIZED)
+        return role, hello
+
+    async def _serve_rank(self, connection: ServerConnection, hello: Mapping[str, Any]) -> None:
+        run, world = text_field(hello, "run"), number(hello, "world", limit=MAX_RANKS)
+        rank = number(hello, "rank", limit=max(0, world - 1))
+        await self._replace(self._rank_connections.get((run, rank)))
+        self._rank_connections[run, rank] = connection
+        self._ranks.connect(run, rank, world)
+        await connection.send(self._hub.welcome(Role.RANK))
+        try:
+            async for message in connection:
+                self._hear_rank(run, rank, message)
+        finally:
+            if self._rank_connections.get((run, rank)) is connection:
+                del self._rank_connections[run, rank]
+                self._ranks.disconnect(run, rank)
+                if not self.has_finished:
+                    self._hub.problem(f"rank {rank}: its connection ended; pictures lack its part")
+
+    def _hear_rank(self, run: str, rank: int, message: str | bytes) -> None:
+        try:
+            if isinstance(message, bytes):
+                sent = decode(message)
+                if isinstance(sent, Frame):
+                    raise BadFrame("expected parts and tables of a rank, got a frame")
+                self._ranks.add(run, rank, sent)
+                return
+            said = parse(message)
+            if said["type"] == "begin":
+                self._ranks.begin(run, rank, number(said, "step"), text_field(said, "phase"))
+            elif said["type"] == "end":
+                dropped = number(said, "dropped")
+                self._ranks.end(run, rank, number(said, "step"), text_field(said, "phase"), dropped)
+            elif said["type"] == "problem":
+                text = text_field(said, "text", limit=MAX_PROBLEM)
+                self._ranks.tell(run, rank, text, f"rank {rank}: {text}")
+            else:
+                raise BadMessage(f"type: expected begin, end or problem, got {said['type'][:40]!r}")
+        except (BadMessage, BadFrame) as error:
+            self._ranks.tell(run, rank, "bad", f"rank {rank}: {error}")
+
+    async def _serve_driver(self, connection: ServerConnection) -> None:
+        link = Viewer(connection, Role.DRIVER, self._hub.limits)
+        await self._replace(None if self._driver is None else self._driver.connection)
+        self._driver = self._hub.driver = link
+        writing = asyncio.create_task(link.write())
+        link.message(self._hub.welcome(Role.DRIVER))
+        link.message(self._hub.driver_plan())
+        try:
+            async for message in connection:
+                try:
+                    if isinstance(message, bytes):
+                        raise BadMessage("expected texts of the driver")
+                    await self._hear_driver(parse(message))
+                except BadMessage as error:
+                    link.message(error_text(error.code, str(error)))
+        finally:
+            writing.cancel()
+            if self._driver is link:
+                self._driver = self._hub.driver = None
+                await self.driver_gone()
+
+    async def driver_gone(self) -> None:
+        """Its run is lost, unless it has finished."""
+        if self.run is None or self.has_finished or self._is_lost:
+            return
+        self._is_lost = True
+        await self._ranks.flush()
+        self._hub.end_run(self.run, RunState.LOST, "the connection to the job has ended without a word")
+        self._hub.problem("the connection to the job has ended without a word")
+
+    async def _hear_driver(self, said: dict[str, Any]) -> None:
+        kind = said["type"]
+        if kind == "run":
+            self.run, self.has_finished, self._is_lost = text_field(said, "run"), False, False
+            if isinstance(folder := said.get("tokenizer"), str) and folder:
+                self._ranks.set_tokenizer(Path(folder))
+            facts = {name: said.get(name) for name in ("run", "name", "model", "layout", "unobserved")}
+            self._hub.set_run({**facts, "state": RunState.RUNNING, "text": ""})
+            return
+        if self.run is None:
+            raise BadMessage(f"expected 'run' before {kind[:40]!r}")
+        if self._is_lost:
+            # The connection was lost, not the driver.
+            self._is_lost = False
+            self._hub.set_run({"run": self.run, "state": RunState.RUNNING, "text": ""})
+        if kind == "step":
+            step = number(said, "step")
+            self._ranks.set_keys(self.run, step, texts_field(said, "keys"))
+            self._hub.set_run({"run": self.run, "step": step})
+        elif kind == "metrics":
+            given = said.get("metrics")
+            if not isinstance(given, Mapping):
+                raise BadMessage(f"metrics: expected numbers by name, got {str(given)[:100]}")
+            metrics = {name: value for name, value in given.items() if _is_number(value)}
+            step = number(said, "step")
+            self._hub.publish_message({"type": "metrics", "run": self.run, "step": step, "metrics": metrics})
+        elif kind == "finish":
+            reason = text_field(said, "reason")
+            text = text_field(said, "text", limit=1 << 16, default="")
+            self.has_finished = True
+            await self._ranks.flush()
+            self._hub.end_run(self.run, RunState.ENDED, f"{reason}: {text}" if text else reason)
+        elif kind == "applied":
+            self._hub.applied(number(said, "step"), text_field(said, "digest"))
+        else:
+            raise BadMessage(f"type: expected run, step, metrics, finish or applied, got {kind[:40]!r}")
+
+    async def _serve_viewer(self, connection: ServerConnection, role: Role, *, is_taking_over: bool) -> None:
+        viewer = Viewer(connection, role, self._hub.limits)
+        self.enter(viewer, is_taking_over=is_taking_over)
+        writing = asyncio.create_task(viewer.write())
+        try:
+            await self._listen(viewer)
+        finally:
+            writing.cancel()
+            self.leave(viewer)
+
+    def enter(self, viewer: Viewer, *, is_taking_over: bool) -> None:
+        """Gets what it has missed, and what is published from now on.
+
+        Raises:
+            BadMessage: too many are here, or another one is the controller.
+        """
+        if len(self.viewers) >= self._hub.limits.max_viewers:
+            raise BadMessage(f"{len(self.viewers)} viewers are connected, which is the most", ErrorCode.TOO_MANY)
+        if viewer.role is Role.CONTROLLER:
+            self._take_control(viewer, is_taking_over=is_taking_over)
+        self.viewers.append(viewer)
+        viewer.message(self._hub.welcome(viewer.role))
+        self._hub.greet(viewer)
+        self._hub.add_subscriber(viewer)
+
+    def leave(self, viewer: Viewer) -> None:
+        """It gets no more."""
+        self._hub.remove_subscriber(viewer)
+        self.viewers.remove(viewer)
+        # Another one may have taken over since.
+        self.controller = None if self.controller is viewer else self.controller
+
+    def _take_control(self, viewer: Viewer, *, is_taking_over: bool) -> None:
+        if self.controller is not None:
+            if not is_taking_over:
+                raise BadMessage("there is a controller; take over, or view only", ErrorCode.BUSY)
+            self.controller.role = Role.VIEWER
+            self.controller.message(dump({"type": "demoted"}))
+        self.controller = viewer
+
+    async def _listen(self, viewer: Viewer) -> None:
+        num_bad = 0
+        async for message in viewer.connection:
+            try:
+                if isinstance(message, bytes):
+                    raise BadMessage("expected texts of a viewer", ErrorCode.FORBIDDEN)
+                self.hear_viewer(viewer, parse(message))
+            except BadMessage as error:
+                num_bad += 1
+                if num_bad > MAX_BAD_MESSAGES:
+                    await refuse(viewer.connection, error.code, f"too many messages that are not allowed: {error}")
+                    return
+                viewer.message(error_text(error.code, str(error)))
+
+    def hear_viewer(self, viewer: Viewer, said: Mapping[str, Any]) -> None:
+        """Raises:
+        BadMessage: it is not allowed, or cannot be read.
+        """
+        kind = said["type"]
+        if kind in FOREIGN_WORDS or (kind in CONTROLLER_WORDS and viewer is not self.controller):
+            raise BadMessage(f"{kind} is not for the role {viewer.role.value}", ErrorCode.FORBIDDEN)
+        if kind == "history":
+            run, first, last = text_field(said, "run"), number(said, "first"), number(said, "last")
+            name = text_field(said, "id", limit=MAX_LABEL)
+            if not viewer.replay(name, self._hub.history.of_steps(run, first, last)):
+                raise BadMessage("too many spans of steps wait to be sent", ErrorCode.TOO_MANY)
+        elif kind == "pause":
+            viewer.is_paused = True
+        elif kind == "resume" and viewer.is_paused:
+            viewer.is_paused = False
+            for kept in self._hub.history.latest():
+                viewer.frame(kept)
+        elif kind == "watch":
+            self.watch(texts_field(said, "watches"))
+        elif kind == "mark":
+            self._hub.mark(text_field(said, "label", limit=MAX_LABEL))
+        elif kind != "resume":
+            raise BadMessage(f"type: expected history, pause, resume, watch or mark, got {kind[:40]!r}")
+
+    def watch(self, texts: list[str]) -> None:
+        """Raises:
+        BadMessage: with the text of the parser.
+        """
+        try:
+            plan = self._hub.read_plan(texts)
+        except UserError as error:
+            raise BadMessage(str(error), ErrorCode.BAD_WATCH) from error
+        self._hub.set_plan(plan)
+
+    async def _replace(self, connection: ServerConnection | None) -> None:
+        if connection is not None:
+            await connection.close(REPLACED, "connected again")
+
+
+async def refuse(connection: ServerConnection, code: ErrorCode, text: str) -> None:
+    """Says why, and closes."""
+    with suppress(ConnectionClosed):
+        async with asyncio.timeout(HANDSHAKE_S):
+            await connection.send(error_text(code, text))
+    await connection.close(POLICY_VIOLATION, code.value)
+
+
+def _is_number(value: object) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))

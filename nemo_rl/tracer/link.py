@@ -1,0 +1,188 @@
+"""`HubLink`: one process's line to the hub: messages go out from a bounded store by a thread of their own.
+
+Used by the ranks of the policy and by the driver. Invariant: whoever offers a message never waits; when the store is
+full the newest message is dropped and counted; without a hub everything is dropped, and nothing else happens.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from websockets.exceptions import WebSocketException
+from websockets.sync.client import ClientConnection, connect
+
+from nemo_rl.tracer.protocol import HANDSHAKE_S, LIVE_PATH, PROTOCOL_VERSION, Role
+
+__all__ = ["HubAddress", "HubLink"]
+
+logger = logging.getLogger(__name__)
+
+OnMessage = Callable[[Mapping[str, object]], None]
+SEND_S = 10.0
+"""After a hub has taken nothing for so long, it counts as gone."""
+RETRY_S = 2.0
+MAX_MESSAGE_BYTES = 1 << 20
+"""From the hub."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HubAddress:
+    """Where the hub is, and how one may enter."""
+
+    host: str
+    port: int
+    token: str = field(repr=False)
+
+    @property
+    def uri(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"ws://{host}:{self.port}{LIVE_PATH}"
+
+
+class HubLink:
+    """The line of one process. Nothing is sent before the first message is offered.
+
+    Args:
+        hello: what the first message says besides version, role and token.
+        memory_bytes: most bytes that wait to be sent.
+        on_message: called by the link's thread with what the hub says.
+    """
+
+    def __init__(
+        self,
+        address: HubAddress,
+        role: Role,
+        *,
+        hello: Mapping[str, object],
+        memory_bytes: int,
+        on_message: OnMessage | None = None,
+    ) -> None:
+        self._address, self._memory_bytes, self._on_message = address, memory_bytes, on_message
+        self._hello = {"type": "hello", "v": PROTOCOL_VERSION, "role": role.value, "token": address.token, **hello}
+        self._waiting: deque[str | bytes] = deque()
+        self._bytes = 0
+        self._state = threading.Condition()
+        self._is_closing = False
+        self._thread: threading.Thread | None = None
+        self.sent, self.dropped = 0, 0
+        """Messages that went out or wait to, and those that were dropped."""
+
+    def open(self) -> None:
+        """Connects in the background. Idempotent."""
+        with self._state:
+            if self._thread is None and not self._is_closing:
+                self._thread = threading.Thread(target=self._work, name="tracer link", daemon=True)
+                self._thread.start()
+
+    def offer(self, message: bytes) -> bool:
+        """Takes a frame for sending; False if it was dropped."""
+        return self._take(message, len(message), limit=self._memory_bytes)
+
+    def say(self, record: Mapping[str, object]) -> bool:
+        """Takes a JSON message, which may be late but waits for no frame's space."""
+        text = json.dumps(record, allow_nan=False)
+        return self._take(text, len(text), limit=self._memory_bytes + MAX_MESSAGE_BYTES)
+
+    def close(self, *, timeout_s: float = 5.0) -> None:
+        """Sends what waits, for so long, and ends. Idempotent."""
+        with self._state:
+            self._is_closing = True
+            self._state.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _take(self, message: str | bytes, num_bytes: int, *, limit: int) -> bool:
+        with self._state:
+            if self._is_closing or self._bytes + num_bytes > limit:
+                self.dropped += 1
+                return False
+            self._waiting.append(message)
+            self._bytes += num_bytes
+            self.sent += 1
+            self._state.notify()
+        self.open()
+        return True
+
+    # The thread.
+
+    def _work(self) -> None:
+        has_warned = False
+        while not self._is_closing:
+            try:
+                with self._connected() as connection:
+                    self._listen(connection)
+                    self._send_all(connection)
+                return
+            except (OSError, WebSocketException, TimeoutError, ValueError) as error:
+                if not has_warned:
+                    logger.warning("no line to the tracer's hub, training goes on: %s", error)
+                    has_warned = True
+                self._forget()
+                with self._state:
+                    self._state.wait_for(lambda: self._is_closing, RETRY_S)
+
+    def _connected(self) -> ClientConnection:
+        connection = connect(
+            self._address.uri,
+            open_timeout=HANDSHAKE_S,
+            close_timeout=1.0,
+            ping_interval=SEND_S,
+            ping_timeout=SEND_S,
+            compression=None,
+            max_size=MAX_MESSAGE_BYTES,
+            # A proxy of the environment is none for the hub.
+            proxy=None,
+        )
+        try:
+            connection.send(json.dumps(self._hello))
+            answer = json.loads(connection.recv(HANDSHAKE_S))
+        except BaseException:
+            connection.close()
+            raise
+        if answer.get("type") != "welcome":
+            connection.close()
+            raise ValueError(f"the hub refused: {str(answer)[:300]}")
+        self._hear(answer)
+        return connection
+
+    def _listen(self, connection: ClientConnection) -> None:
+        def listen() -> None:
+            try:
+                for message in connection:
+                    self._hear(json.loads(message))
+            except (OSError, WebSocketException, ValueError) as error:
+                logger.debug("the hub has gone: %s", error)
+
+        threading.Thread(target=listen, name="tracer link ears", daemon=True).start()
+
+    def _hear(self, record: object) -> None:
+        if self._on_message is not None and isinstance(record, dict):
+            self._on_message(record)
+
+    def _send_all(self, connection: ClientConnection) -> None:
+        """Until the link is closed and nothing waits."""
+        while (message := self._next()) is not None:
+            connection.send(message)
+            with self._state:
+                self._bytes -= len(message)
+
+    def _next(self) -> str | bytes | None:
+        with self._state:
+            while not self._waiting:
+                if self._is_closing:
+                    return None
+                self._state.wait()
+            return self._waiting.popleft()
+
+    def _forget(self) -> None:
+        """What waits is of a hub that is gone."""
+        with self._state:
+            self.dropped += len(self._waiting)
+            self.sent -= len(self._waiting)
+            self._waiting.clear()
+            self._bytes = 0

@@ -1,0 +1,237 @@
+"""`HubProcess`: the hub in a process of its own, beside the job whose tensors it shows.
+
+Invariant: once it has started, nothing that becomes of the hub raises in the job or holds it up; and the hub does not
+outlive the job by more than a few seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from html import escape
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from nemo_rl.errors import ResourceError, RunFolderError
+from nemo_rl.tracer.protocol import Limits
+from nemo_rl.tracer.tokens import Tokens, write_private
+from nemo_rl.utils.files import write_text
+
+__all__ = ["HUB_FILE", "LOG_FILE", "OPEN_FILE", "HubProcess", "HubSpec"]
+
+logger = logging.getLogger(__name__)
+
+START_S = 30.0
+"""For the hub to listen; it takes less than a second where the machine is not busy."""
+CLOSE_S = 30.0
+"""For the hub to write what waits and to end."""
+KILL_S = 5.0
+HUB_FILE, OPEN_FILE, LOG_FILE = "hub.json", "open.html", "hub.log"
+MAX_LINE = 65_536
+ANY_HOST = ("0.0.0.0", "::", "")
+"""All addresses of the machine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HubSpec:
+    """What a hub does."""
+
+    folder: Path
+    """Of the tracer: `tracer` in the log folder of the run."""
+    run: str
+    """Id of the run."""
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0: any that is free."""
+    origins: tuple[str, ...] = ()
+    """Of pages, beside the hub's own, from which a browser may connect."""
+    watches: tuple[str, ...] = ()
+    """What is watched until a controller says otherwise."""
+    limits: Limits = field(default_factory=Limits)
+    record: bool = False
+    record_bytes: int = 10 << 30
+    """Of the recording."""
+    compat: bool = False
+    """Whether the compatibility endpoint is there."""
+    tokenizer: Path | None = None
+    """Folder with `tokenizer.json`; None: texts of tokens are unknown."""
+    artifacts: Path | None = None
+    """Folder with vectors to project on."""
+
+    def as_record(self) -> dict[str, object]:
+        """For JSON."""
+        return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> HubSpec:
+        """What `as_record` gave."""
+        paths = {name: None if record[name] is None else Path(record[name]) for name in ("tokenizer", "artifacts")}
+        texts = {name: tuple(record[name]) for name in ("origins", "watches")}
+        limits = Limits(**record["limits"])
+        return cls(**{**record, **paths, **texts, "folder": Path(record["folder"]), "limits": limits})
+
+
+class HubProcess:
+    """A hub that runs beside the job.
+
+    Example:
+        with HubProcess(HubSpec(folder=folder, run="a1")) as hub:
+            connect(hub.address, hub.tokens.job)
+    """
+
+    def __init__(self, spec: HubSpec) -> None:
+        self.spec, self.tokens = spec, Tokens.draw()
+        self.port = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> HubProcess:
+        """Raises:
+        ResourceError: the hub does not start, such as where its port is taken.
+        RunFolderError: its folder cannot be written.
+        """
+        try:
+            self._start()
+        except OSError as error:
+            self.close()
+            raise RunFolderError(f"the tracer's hub does not start: {error}; check {self.spec.folder}") from error
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def address(self) -> str:
+        """Such as `127.0.0.1:40123`."""
+        host = self.connect_host
+        return f"{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    @property
+    def connect_host(self) -> str:
+        """At which ranks reach it."""
+        return _own_address(self.spec.host) if self.spec.host in ANY_HOST else self.spec.host
+
+    @property
+    def note(self) -> str:
+        """Where to look, for people; without a token."""
+        return f"tracer at http://{self.address}/: open {self.spec.folder / OPEN_FILE} in a browser"
+
+    @property
+    def pid(self) -> int | None:
+        """None: it was not started."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process is there."""
+        return self._process is not None and self._process.poll() is None
+
+    def close(self) -> None:
+        """Ends the hub, which first writes what waits; raises nothing."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with suppress(OSError):
+            if process.stdin is not None:
+                process.stdin.close()
+        try:
+            process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("the tracer's hub (pid %d) did not end within %g s and is killed", process.pid, CLOSE_S)
+            process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(KILL_S)
+        if process.returncode:
+            logger.warning(
+                "the tracer's hub ended with code %s; see %s", process.returncode, self.spec.folder / LOG_FILE
+            )
+        for name in (HUB_FILE, OPEN_FILE):
+            with suppress(OSError):
+                (self.spec.folder / name).unlink(missing_ok=True)
+
+    def _start(self) -> None:
+        folder = self.spec.folder
+        # Of its owner alone: prompts are texts of people.
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.tokens.write(folder)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        with (folder / LOG_FILE).open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "nemo_rl.tracer.hub.main"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
+                # Ctrl-C in the terminal ends the job, which ends the hub.
+                start_new_session=True,
+            )
+        said = self._talk(self._process)
+        if "port" not in said:
+            raise ResourceError(
+                f"the tracer's hub does not start on {self.spec.host}:{self.spec.port}: "
+                f"{said.get('error', 'it ended')}; see {folder / LOG_FILE}, or choose another port"
+            )
+        self.port = int(said["port"])
+        facts = {"address": self.address, "port": self.port, "pid": self._process.pid, "run": self.spec.run}
+        write_text(folder / HUB_FILE, f"{json.dumps(facts)}\n")
+        write_private(folder / OPEN_FILE, self._open_page())
+
+    def _talk(self, process: subprocess.Popen[bytes]) -> Mapping[str, Any]:
+        """What to do goes in, the port comes out; empty: it ended."""
+        assert process.stdin is not None and process.stdout is not None
+        orders = json.dumps({"spec": self.spec.as_record(), "tokens": asdict(self.tokens)})
+        with suppress(OSError):
+            process.stdin.write(f"{orders}\n".encode())
+            process.stdin.flush()
+        with process.stdout as said:
+            line = _read_line(said, time.monotonic() + START_S)
+        try:
+            found = json.loads(line)
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _open_page(self) -> str:
+        target = escape(f"http://{self.address}/#token={self.tokens.controller}", quote=True)
+        return (
+            '<!doctype html><meta charset="utf-8"><meta name="referrer" content="no-referrer">'
+            f'<title>Tracer</title><meta http-equiv="refresh" content="0; url={target}">'
+            f'<a href="{target}">Open the tracer</a>\n'
+        )
+
+
+def _own_address(host: str) -> str:
+    """Of this machine in its network, where the hub listens at all of its addresses."""
+    family, elsewhere = (socket.AF_INET6, "2001:db8::1") if ":" in host else (socket.AF_INET, "192.0.2.1")
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # Sends nothing: it only asks which way packets to that network would go.
+        probe.connect((elsewhere, 9))
+        return str(probe.getsockname()[0])
+    return "::1" if ":" in host else "127.0.0.1"
+
+
+def _read_line(file: IO[bytes], deadline_s: float) -> bytes:
+    line = b""
+    while not line.endswith(b"\n") and len(line) < MAX_LINE:
+        left = deadline_s - time.monotonic()
+        if left <= 0 or not select.select([file], [], [], left)[0]:
+            break
+        part = os.read(file.fileno(), MAX_LINE)
+        if not part:
+            break
+        line += part
+    return line

@@ -1,0 +1,215 @@
+"""`StreamReader`: reads recordings of `nemo_rl.tracer.store`, finished or being written, whole or damaged.
+
+Invariant: damaged bytes cost the entries that they belong to and are counted, never an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event
+from time import monotonic
+from typing import TypeAlias
+
+from nemo_rl.errors import UserError
+from nemo_rl.tracer.entry import Entry, EntryKind, Problem, entry_at, find_entry, size_of
+from nemo_rl.tracer.store import VERSION, stream_files
+from nemo_rl.utils.plain_text import printable
+
+__all__ = ["RECORDING_FOLDER", "Follow", "StreamReader", "find_recording"]
+
+RECORDING_FOLDER = "tracer"
+"""Within the log folder of a run."""
+
+Seen: TypeAlias = tuple[EntryKind, int, int]
+"""Kind, length and hash of an entry."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Follow:
+    """How long a reader waits for what is still to be written."""
+
+    idle_s: float
+    """It ends when nothing has come for so long."""
+    stop: Event = field(default_factory=Event)
+    """It ends when this is set."""
+    poll_s: float = 0.1
+
+
+def find_recording(path: Path) -> Path:
+    """The folder of a recording: itself, or the one in the log folder of a run.
+
+    Raises:
+        UserError: there is none.
+    """
+    for folder in (path, path / RECORDING_FOLDER):
+        if stream_files(folder):
+            return folder
+    found = "no such folder" if not path.exists() else "a file" if path.is_file() else "a folder without these files"
+    raise UserError(
+        f"{path}: expected a recording (files stream_00001.nrt, ...) or the log folder of a run that has one in "
+        f"{RECORDING_FOLDER}/, got {found}; runs are recorded where their recipe says tracer.record: true, others by "
+        f"`nemo-rl trace watch RUN --to FOLDER`"
+    )
+
+
+class StreamReader:
+    """Reads one recording.
+
+    Example:
+        reader = StreamReader(find_recording(Path("logs/exp_001")))
+        for entry in reader.entries():
+            if entry.kind is EntryKind.FRAME:
+                print(entry.frame().where)
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.num_damaged = 0
+        """Stretches of bytes that were skipped by the last reading."""
+        self.num_torn = 0
+        """Files whose last entry was not written to its end."""
+
+    def entries(self, follow: Follow | None = None) -> Iterator[Entry]:
+        """All entries in the order in which they were written, each once.
+
+        Args:
+            follow: waits for more at the end, also for the first file; None: ends there.
+
+        Raises:
+            UserError: the recording was made by a newer version.
+        """
+        self.num_damaged = self.num_torn = 0
+        seen: set[Seen] = set()
+        wait = _Wait(follow)
+        last = 0
+        while True:
+            number, path = next((item for item in stream_files(self.folder).items() if item[0] > last), (0, None))
+            if path is not None:
+                # It may fall out between being listed and being opened.
+                with suppress(FileNotFoundError):
+                    yield from _unseen(self._of_file(number, path, wait), seen)
+                last = number
+            elif not wait.for_more():
+                return
+
+    def steps(self) -> list[int]:
+        """Steps that frames are of, ascending; reads heads alone."""
+        heads = (entry for _, entry in self._heads() if entry.kind is EntryKind.FRAME)
+        return sorted({entry.step for entry in heads if entry.step is not None})
+
+    def at_step(self, step: int) -> Iterator[Entry]:
+        """Frames of one step, and the tables that they need before them; reads no other bodies."""
+        yield from self._with_bodies(
+            lambda entry: entry.step == step and entry.kind in (EntryKind.FRAME, EntryKind.TABLE)
+        )
+
+    def messages(self) -> Iterator[Entry]:
+        """All messages, each once; reads no other bodies."""
+        yield from self._with_bodies(lambda entry: entry.kind is EntryKind.MESSAGE)
+
+    def _with_bodies(self, is_wanted: Callable[[Entry], bool]) -> Iterator[Entry]:
+        seen: set[Seen] = set()
+        wanted: dict[Path, list[int]] = {}
+        for path, entry in self._heads():
+            if is_wanted(entry):
+                wanted.setdefault(path, []).append(entry.at)
+        for path, places in wanted.items():
+            with suppress(FileNotFoundError), path.open("rb") as file:
+                size = size_of(file)
+                found = (entry_at(file, at, size=size) for at in places)
+                yield from _unseen((entry for entry in found if isinstance(entry, Entry)), seen)
+
+    def _heads(self) -> Iterator[tuple[Path, Entry]]:
+        """Heads of all entries with their file."""
+        for path in stream_files(self.folder).values():
+            with suppress(FileNotFoundError), path.open("rb") as file:
+                at, size = 0, size_of(file)
+                while at < size:
+                    found = entry_at(file, at, size=size, with_body=False)
+                    if isinstance(found, Entry):
+                        yield path, found
+                        at = found.end
+                    else:
+                        after = find_entry(file, at + 1, size=size)
+                        at = size if after is None else after
+
+    def _of_file(self, number: int, path: Path, wait: _Wait) -> Iterator[Entry]:
+        with path.open("rb") as file:
+            at, tried, is_complete = 0, -1, not wait.is_following
+            while True:
+                size = size_of(file)
+                found = entry_at(file, at, size=size)
+                if isinstance(found, Entry):
+                    _check_version(found, self.folder)
+                    wait.has_come()
+                    yield found
+                    at = found.end
+                    continue
+                if not is_complete and max(stream_files(self.folder), default=0) > number:
+                    # Nothing is added to a file once the next has begun; what came meanwhile is read once more.
+                    is_complete = True
+                    continue
+                if at < size and size != tried:
+                    tried = size
+                    after = find_entry(file, at + 1, size=size)
+                    if after is not None:
+                        self.num_damaged += 1
+                        at = after
+                        continue
+                if not is_complete and wait.for_more():
+                    continue
+                if at < size:
+                    self._count_end(found)
+                return
+
+    def _count_end(self, problem: Problem) -> None:
+        if problem is Problem.INCOMPLETE:
+            self.num_torn += 1
+        else:
+            self.num_damaged += 1
+
+
+class _Wait:
+    """For what is still to be written."""
+
+    def __init__(self, follow: Follow | None) -> None:
+        self._follow = follow
+        self._since = monotonic()
+
+    @property
+    def is_following(self) -> bool:
+        return self._follow is not None
+
+    def has_come(self) -> None:
+        self._since = monotonic()
+
+    def for_more(self) -> bool:
+        """Sleeps a little; False: it is not worth it any longer."""
+        follow = self._follow
+        if follow is None or monotonic() - self._since > follow.idle_s:
+            return False
+        return not follow.stop.wait(follow.poll_s)
+
+
+def _unseen(entries: Iterator[Entry], seen: set[Seen]) -> Iterator[Entry]:
+    """Without the beginnings of files, and without what earlier files have had already."""
+    for entry in entries:
+        if entry.kind is EntryKind.BEGIN:
+            continue
+        if entry.kind is not EntryKind.FRAME:
+            mark = (entry.kind, entry.length, hash(entry.body))
+            if entry.is_repeat and mark in seen:
+                continue
+            seen.add(mark)
+        yield entry
+
+
+def _check_version(entry: Entry, folder: Path) -> None:
+    if entry.kind is EntryKind.BEGIN and (version := entry.message().get("version")) != VERSION:
+        raise UserError(
+            f"recording {folder}: expected version {VERSION} of the files, got {printable(str(version), limit=40)}; "
+            f"read it with the version of nemo-rl that wrote it"
+        )

@@ -1,0 +1,97 @@
+"""Frames, tables and recordings of the tracer, made up for tests."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nemo_rl.records.sites import SiteKind
+from nemo_rl.tracer.frame import Frame, Site, Table, Where
+from nemo_rl.tracer.reducer import parse_reducer
+from nemo_rl.tracer.store import StreamWriter
+
+RUN = "run-1"
+RUN_MESSAGE = {
+    "type": "run",
+    "run": RUN,
+    "name": "exp_001",
+    "model": {"name": "Qwen3", "num_layers": 4},
+    "layout": {"dp": 2, "tp": 1},
+    "unobserved": {"moe.logits": "the model has no router"},
+    "state": "running",
+    "text": "",
+    "step": 1,
+    "world": 2,
+    "first_non_finite": None,
+}
+PLAN_MESSAGE = {"type": "plan", "watches": ["layer.out | stats"], "digest": "0" * 16, "effective_step": 1}
+
+
+def stats_of(values):
+    """Payload of `stats`."""
+    values = np.asarray(values, dtype=np.float64)
+    finite = values[np.isfinite(values)]
+    some = finite.size > 0
+    return np.array(
+        [
+            values.size,
+            finite.sum(),
+            (finite**2).sum(),
+            finite.min() if some else np.inf,
+            finite.max() if some else -np.inf,
+            np.abs(finite).max() if some else 0.0,
+            (values == 0).sum(),
+            np.isnan(values).sum(),
+            np.isposinf(values).sum(),
+            np.isneginf(values).sum(),
+        ]
+    )
+
+
+def where_of(step, *, kind=SiteKind.LAYER_OUT, layer=0, phase="train", reducer="stats", run=RUN, **more):
+    return Where(run, step, phase, Site(kind, layer=layer), parse_reducer(reducer), **more)
+
+
+def stats_frame(step, values=(1.0, 2.0, 3.0), *, wall_s=0.0, missing=(), dropped=0, **place):
+    payload = stats_of(values)
+    return Frame(
+        where=where_of(step, **place),
+        payload=payload,
+        num_features=len(values),
+        num_not_finite=int(payload[7:].sum()),
+        missing=missing,
+        dropped=dropped,
+        wall_s=wall_s,
+    )
+
+
+def token_frame(step, *, table="t", num_tokens=3, **place):
+    payload = np.full((num_tokens, 8), float(step), dtype=np.float32)
+    return Frame(where=where_of(step, reducer="tiles(8, mean)", **place), payload=payload, table=table, num_features=8)
+
+
+def token_table(step, *, name="t", num_tokens=3, run=RUN):
+    tokens = np.stack([np.zeros(num_tokens), np.arange(num_tokens), np.arange(num_tokens) + 65]).astype(np.int32)
+    texts = {str(65 + place): chr(65 + place) for place in range(num_tokens)}
+    return Table(run=run, name=name, step=step, keys=("row-0",), tokens=tokens, texts=texts)
+
+
+def small_recording(folder, *, num_steps=3, num_layers=2, bad=None, state="ended", max_bytes=1 << 20):
+    """Steps 1, 2, ... of stats, with NaN in `mlp.out` of the layer and from the step on that `bad` names."""
+    with StreamWriter(folder, max_bytes) as writer:
+        writer.message(RUN_MESSAGE)
+        writer.message(PLAN_MESSAGE)
+        for step in range(1, num_steps + 1):
+            writer.frame(token_table(step, name=f"t{step}").encode())
+            for layer in range(num_layers):
+                is_bad = bad is not None and step >= bad[1] and layer >= bad[0]
+                values = (float("nan"), 1.0, float("inf")) if is_bad else (1.0, 2.0, 3.0 * step)
+                for kind in (SiteKind.MLP_OUT, SiteKind.LAYER_OUT):
+                    writer.frame(stats_frame(step, values, kind=kind, layer=layer, wall_s=100.0 + step).encode())
+            writer.frame(token_frame(step, table=f"t{step}").encode())
+            writer.message(
+                {"type": "metrics", "run": RUN, "step": step, "metrics": {"reward": 0.5, "kl": float("nan")}}
+            )
+        writer.message({"type": "mark", "label": "look here", "step": num_steps})
+        if state != "running":
+            writer.message({**RUN_MESSAGE, "state": state, "step": num_steps, "text": "completed"})
+    return folder
