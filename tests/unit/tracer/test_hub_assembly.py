@@ -1,5 +1,7 @@
 """Parts of any split of rows, features, microbatches and ranks give what the whole gives."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,6 +14,7 @@ from nemo_rl.tracer.protocol import Limits
 from nemo_rl.tracer.reducer import Counts, Digest, Histogram, Norm, PerToken, Span, Stats, parse_reducer
 from nemo_rl.tracer.token_hash import token_hashes
 
+FOUR = Span(0, 4, 4)
 RUN, STEP, PHASE = "run", 7, "train"
 SITE = Site(SiteKind.LAYER_OUT, 3)
 KEYS = ("row-b", "row-a", "row-c")
@@ -56,7 +59,7 @@ def reduce_part(reducer, values_RF, span, codes_R):
         "max": lambda part: part.max(1, initial=-np.inf),
         "absmax": lambda part: np.abs(part).max(1, initial=-np.inf),
     }[reducer.how]
-    return np.stack([how(values_RF[:, a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True)], axis=1)
+    return np.stack([how(values_RF[:, a:b]) for a, b in pairwise(bounds)], axis=1)
 
 
 def expected(reducer, values_RF, codes_R):
@@ -71,7 +74,7 @@ def expected(reducer, values_RF, codes_R):
     if reducer.name == "tiles":
         bounds = [t * num_features // reducer.n for t in range(reducer.n + 1)]
         tiles = []
-        for a, b in zip(bounds[:-1], bounds[1:], strict=True):
+        for a, b in pairwise(bounds):
             part = values_RF[:, a:b]
             if a == b:
                 tiles.append(np.full(len(values_RF), np.nan))
@@ -107,7 +110,7 @@ class Sender:
         table = Table(run=RUN, name=name, step=self.step, keys=keys, tokens=np.asarray(tokens_3R, dtype=np.int32))
         self.assembly.add_table(rank, table)
 
-    def part(self, rank, text, payload, *, span=Span(0, 4, 4), table=None, rows=None, microbatch=0, **more):
+    def part(self, rank, text, payload, *, span=FOUR, table=None, rows=None, microbatch=0, **more):
         part = Part(
             where=Where(RUN, self.step, PHASE, SITE, parse_reducer(text)),
             payload=payload,

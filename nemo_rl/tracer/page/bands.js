@@ -1,0 +1,196 @@
+/** View: one site over steps, as bands, one small chart per layer. */
+
+import { SERIES } from "./color.js";
+import { Plot, fit } from "./chart.js";
+import { choice, h, say, setOptions, toggle } from "./dom.js";
+import { exact, short } from "./format.js";
+import { Picker, placesOf } from "./picker.js";
+import { STATS, histogramBins, parseReducer, quantiles, statsOf } from "./reducer.js";
+
+const SMALL_HEIGHT = 168;
+const SMALL_WIDTH = 290;
+
+/** Bands over steps. */
+export class BandsView {
+  constructor(app) {
+    this.app = app;
+    this.id = "steps";
+    this.title = "Over steps";
+    this.picker = new Picker((seen) => seen.reducer === "stats", () => app.changed(), ["layer.out", "mlp.out"]);
+    this.layer = choice("Layers", () => app.changed());
+    this.what = choice("Band", () => app.changed());
+    this.isLog = false;
+    this.isShared = true;
+    const log = toggle("logarithmic", false, (isOn) => this.set({ isLog: isOn }));
+    const shared = toggle("same scale", true, (isOn) => this.set({ isShared: isOn }));
+    this.tools = h("div", { className: "tools" }, this.picker.root,
+      h("div", { className: "fields" }, this.layer.root, this.what.root), h("div", { className: "toggles" }, log, shared));
+    this.key = h("p", { className: "key" });
+    this.grid = h("div", { className: "grid" });
+    this.nothing = h("div");
+    this.root = h("div", { className: "view" }, this.tools, this.nothing, this.key, this.grid);
+    this.charts = new Map(); // text of the site -> {root, canvas, title}
+  }
+
+  set(values) {
+    Object.assign(this, values);
+    this.app.changed();
+  }
+
+  choose(wanted) {
+    this.picker.choose(wanted);
+  }
+
+  isReady(run, step) {
+    const { chosen } = this.picker;
+    return chosen === undefined || placesOf(chosen).some((place) => this.app.store.frame(run, step, chosen, place.text));
+  }
+
+  prepare() {
+    this.picker.update(this.app.watchedOf(), this.app.order);
+  }
+
+  render() {
+    const { chosen } = this.picker;
+    this.nothing.replaceChildren();
+    [this.grid.hidden, this.key.hidden] = [chosen === undefined, chosen === undefined];
+    if (chosen === undefined) {
+      this.nothing.replaceChildren(this.app.nothingYet("No statistics are watched yet.", "layer.out | stats"));
+      return;
+    }
+    const places = placesOf(chosen);
+    const histogram = this.histogramOf(chosen);
+    setOptions(this.layer.select, [["", `all ${places.length}`], ...places.map((place) => [place.text, place.label])],
+      places.some((place) => place.text === this.layer.select.value) ? this.layer.select.value : "");
+    const bands = [["std", "mean ± standard deviation"], ...(histogram ? [["quartiles", "median, quartiles (histogram)"]] : [])];
+    setOptions(this.what.select, bands, histogram && this.what.select.value === "quartiles" ? "quartiles" : "std");
+    const shown = this.layer.select.value ? places.filter((place) => place.text === this.layer.select.value) : places;
+    this.series = shown.map((place) => this.app.sides().map((side) => this.pointsOf(side.run, chosen, place, histogram)));
+    this.sayKey();
+    this.paint(shown);
+  }
+
+  /** A histogram of the same site that could give quartiles. */
+  histogramOf(chosen) {
+    const same = (seen) => seen.phase === chosen.phase && seen.kind === chosen.kind && seen.way === chosen.way;
+    return [...this.app.watchedOf().values()].find((seen) => same(seen) && parseReducer(seen.reducer).name === "histogram");
+  }
+
+  sayKey() {
+    const middle = this.what.select.value === "quartiles" ? "dark band: quartiles, line: median" : "dark band: mean ± standard deviation, line: mean";
+    const two = this.app.sides().length > 1 ? "; blue: run A, orange: run B" : "";
+    say(this.key, `Light band: least to most; ${middle}; dashes: rms${two}. Finite values; NaN and infinities are marked at the foot. A click goes to the step.`);
+  }
+
+  pointsOf(run, chosen, place, histogram) {
+    const points = [];
+    const isQuartiles = this.what.select.value === "quartiles" && histogram;
+    const bins = isQuartiles ? histogramBins(histogram.reducer) : null;
+    for (const step of this.app.store.run(run).stepList) {
+      const frame = this.app.store.frame(run, step, chosen, place.text);
+      if (frame === undefined) continue;
+      const stats = statsOf(frame.values);
+      let [low, middle, high] = [stats.mean - stats.std, stats.mean, stats.mean + stats.std];
+      const counts = isQuartiles && this.app.store.frame(run, step, { ...histogram, update: chosen.update }, place.text);
+      if (isQuartiles) [low, middle, high] = counts ? quantiles(counts.values, bins.edges, [0.25, 0.5, 0.75]) : [NaN, NaN, NaN];
+      points.push({ step, stats, low, middle, high });
+    }
+    return points;
+  }
+
+  paint(places) {
+    const isOne = places.length === 1;
+    this.grid.classList.toggle("one", isOne);
+    const keep = new Set(places.map((place) => place.text));
+    for (const [text, chart] of this.charts) {
+      if (keep.has(text)) continue;
+      chart.root.remove();
+      this.charts.delete(text);
+    }
+    const steps = this.series.flat(2).map((point) => point.step);
+    const ends = [Math.min(...steps), Math.max(...steps)];
+    const ys = (series) => series.flatMap((points) => points.flatMap(({ stats, low, high }) => [stats.min, stats.max, stats.rms, low, high]));
+    const all = this.isShared ? ys(this.series.flat()) : null;
+    const width = isOne ? this.grid.clientWidth : Math.max(180, this.columnWidth());
+    const height = isOne ? Math.max(220, Math.min(460, this.app.main.clientHeight - 170)) : SMALL_HEIGHT;
+    places.forEach((place, i) => {
+      const chart = this.chart(place);
+      this.grid.append(chart.root);
+      say(chart.title, `${place.text}`);
+      this.draw(chart, this.series[i], { width: width - 26, height, ends, ys: all ?? ys(this.series[i]) });
+    });
+  }
+
+  columnWidth() {
+    const columns = Math.max(1, Math.floor((this.grid.clientWidth + 12) / (SMALL_WIDTH + 12)));
+    return (this.grid.clientWidth - 12 * (columns - 1)) / columns;
+  }
+
+  chart(place) {
+    if (this.charts.has(place.text)) return this.charts.get(place.text);
+    const title = h("h3");
+    const canvas = h("canvas", { role: "img" });
+    const chart = { title, canvas, root: h("figure", { className: "chart" }, title, canvas), place };
+    canvas.addEventListener("pointermove", (event) => this.hover(chart, event));
+    canvas.addEventListener("pointerleave", () => this.app.tooltip.hide());
+    canvas.addEventListener("click", (event) => this.app.time.go(this.nearest(chart, event)?.step));
+    this.charts.set(place.text, chart);
+    return chart;
+  }
+
+  draw(chart, series, { width, height, ends, ys }) {
+    const context = fit(chart.canvas, width, height);
+    const plot = new Plot(context, { left: 52, top: 8, right: width - 10, bottom: height - 22 }, ends, ys, this.isLog);
+    [chart.plot, chart.series] = [plot, series];
+    plot.axes(true);
+    series.forEach((points, side) => {
+      plot.band(points.map(({ step, stats }) => [step, stats.min, stats.max]), SERIES[side], 0.16);
+      plot.band(points.map(({ step, low, high }) => [step, low, high]), SERIES[side], 0.34);
+      plot.line(points.map(({ step, stats }) => [step, stats.rms]), SERIES[side], 1, [3, 3]);
+      plot.line(points.map(({ step, middle, stats }) => [step, stats.nan > 0 ? NaN : stats.posinf + stats.neginf > 0 ? Infinity : middle]), SERIES[side], 1.8);
+    });
+    plot.cursor(this.app.step);
+    const last = series[0].at(-1);
+    chart.canvas.setAttribute("aria-label", last ? `${chart.place.text} at step ${last.step}: mean ${short(last.stats.mean)}, rms ${short(last.stats.rms)}, from ${short(last.stats.min)} to ${short(last.stats.max)}` : chart.place.text);
+  }
+
+  nearest(chart, event) {
+    const step = chart.plot.stepAt(event.clientX - chart.canvas.getBoundingClientRect().left);
+    const points = chart.series.find((found) => found.length > 0) ?? [];
+    return points.reduce((best, point) => (best === undefined || Math.abs(point.step - step) < Math.abs(best.step - step) ? point : best), undefined);
+  }
+
+  hover(chart, event) {
+    const near = this.nearest(chart, event);
+    if (near === undefined) return;
+    const pairs = chart.series.flatMap((points, side) => {
+      const point = points.find((other) => other.step === near.step);
+      const head = chart.series.length > 1 ? [[`run ${"AB"[side]}`, point ? "" : "nothing"]] : [];
+      if (point === undefined) return head;
+      const names = ["mean", "std", "rms", "min", "max", "count", "zeros", "nan", "posinf", "neginf"];
+      const middle = this.what.select.value === "quartiles" ? [["quartiles", [point.low, point.middle, point.high].map(short).join(" | ")]] : [];
+      return [...head, ...names.map((name) => [name, exact(point.stats[name])]), ...middle];
+    });
+    this.app.tooltip.show(`${chart.place.text}, step ${near.step}`, pairs, event);
+  }
+
+  canvases() {
+    return [...this.charts.values()].map((chart) => ({ title: chart.title.textContent, canvas: chart.canvas }));
+  }
+
+  /** All ten numbers per step, and what is made of them. */
+  numbers() {
+    const { chosen } = this.picker;
+    const derived = ["mean", "std", "rms", ...(this.what.select.value === "quartiles" ? ["quartile_1", "median", "quartile_3"] : [])];
+    const columns = ["run", "step", "phase", "site", ...STATS, ...derived];
+    if (chosen === undefined) return { columns, rows: [] };
+    const rows = [...this.charts.values()].flatMap((chart) => chart.series.flatMap((points, side) => points.map((point) => {
+      const { stats, low, middle, high } = point;
+      const more = derived.length > 3 ? [low, middle, high] : [];
+      const frame = this.app.store.frame(this.app.sides()[side].run, point.step, chosen, chart.place.text);
+      const numbers = [...frame.values, stats.mean, stats.std, stats.rms, ...more];
+      return [this.app.sides()[side].run, point.step, chosen.phase, chart.place.text, ...numbers.map(exact)];
+    })));
+    return { columns, rows };
+  }
+}

@@ -1,0 +1,262 @@
+/** Draws one heat map: only what is in sight, so that long samples and deep models scroll well. */
+
+import { NOT_FINITE, colours, inkOn } from "./color.js";
+import { FONT, MONO, fit, hatch, ink, stroke } from "./chart.js";
+import { h } from "./dom.js";
+import { clip, short } from "./format.js";
+
+const READABLE = 20; // along the tokens
+const LAYER_SIZE = { across: [15, 46], down: [26, 120] };
+const SLANT = -Math.PI / 3;
+const LONGEST = 14; // characters of a token beside its cells
+
+/** A scrolling canvas. Calls `on.hover(cell, event)` and `on.pick(cell)`; a cell is `{row, column}` or null. */
+export class HeatPane {
+  constructor(on) {
+    this.canvas = h("canvas", { tabIndex: 0, role: "img" });
+    this.space = h("div", { className: "heat-space" });
+    this.scroll = h("div", { className: "heat-scroll" }, this.canvas, this.space);
+    this.title = h("h2", { className: "pane-title" });
+    this.root = h("section", { className: "pane" }, this.title, this.scroll);
+    this.on = on;
+    this.hovered = null;
+    this.scroll.addEventListener("scroll", () => this.draw());
+    this.canvas.addEventListener("pointermove", (event) => this.hover(event));
+    this.canvas.addEventListener("pointerleave", () => this.leave());
+    this.canvas.addEventListener("click", (event) => on.pick(this.cellAt(event)));
+    this.canvas.addEventListener("keydown", (event) => this.key(event));
+  }
+
+  /** Takes a picture and how it is shown: `{scales: function(row), isFit, isDown, pin, isDiverging}`. */
+  set(picture, how) {
+    [this.picture, this.how] = [picture, how];
+    this.draw();
+  }
+
+  layout() {
+    const { picture, how } = this;
+    const [width, height] = [this.scroll.clientWidth, this.scroll.clientHeight];
+    const left = how.isDown ? 132 : 66;
+    const along = (how.isDown ? height - 26 : width - left - 60) / Math.max(1, picture.tokens.length);
+    const size = how.isFit ? Math.max(1, Math.min(along, 40)) : Math.max(READABLE, Math.min(along, how.isDown ? 24 : 40));
+    const top = how.isDown ? 26 : size >= 11 ? 84 : 26;
+    const [least, most] = LAYER_SIZE[how.isDown ? "down" : "across"];
+    const room = (how.isDown ? width - left - 8 : height - top - 8) / Math.max(1, picture.places.length);
+    const deep = Math.max(least, Math.min(most, room));
+    const [cellWidth, cellHeight] = how.isDown ? [deep, size] : [size, deep];
+    const [columns, rows] = [picture.tokens.length, picture.places.length];
+    const [across, down] = how.isDown ? [rows, columns] : [columns, rows];
+    const total = [left + across * cellWidth + (how.isDown ? 4 : 60), top + down * cellHeight + 4];
+    return { width, height, left, top, cellWidth, cellHeight, across, down, total };
+  }
+
+  draw() {
+    if (!this.picture || this.scroll.clientWidth === 0) return;
+    const at = (this.at = this.layout());
+    this.space.style.width = `${at.total[0]}px`;
+    this.space.style.height = `${Math.max(0, at.total[1] - at.height)}px`;
+    const context = fit(this.canvas, at.width, at.height);
+    const { scrollLeft, scrollTop } = this.scroll;
+    const first = [Math.floor(scrollLeft / at.cellWidth), Math.floor(scrollTop / at.cellHeight)];
+    const last = [
+      Math.min(at.across, Math.ceil((scrollLeft + at.width - at.left) / at.cellWidth)),
+      Math.min(at.down, Math.ceil((scrollTop + at.height - at.top) / at.cellHeight)),
+    ];
+    context.save();
+    context.beginPath();
+    context.rect(at.left, at.top, at.width, at.height);
+    context.clip();
+    for (let y = first[1]; y < last[1]; y++) for (let x = first[0]; x < last[0]; x++) this.cell(context, x, y);
+    this.mark(context, this.how.pin, 2);
+    this.mark(context, this.hovered, 1.5);
+    context.restore();
+    this.labels(context, first, last);
+  }
+
+  /** Number of layer and token of a column and a line of the canvas. */
+  turned(x, y) {
+    return this.how.isDown ? [x, y] : [y, x];
+  }
+
+  corner(x, y) {
+    return [this.at.left + x * this.at.cellWidth - this.scroll.scrollLeft, this.at.top + y * this.at.cellHeight - this.scroll.scrollTop];
+  }
+
+  cell(context, x, y) {
+    const { picture, how, at } = this;
+    const [row, column] = this.turned(x, y);
+    const place = row * picture.tokens.length + column;
+    const [left, top] = this.corner(x, y);
+    const gap = Math.min(at.cellWidth, at.cellHeight) > 8 ? 1 : 0;
+    const [width, height] = [at.cellWidth - gap, at.cellHeight - gap];
+    if (picture.present[place] === 0) {
+      if (gap) hatch(context, left, top, width, height);
+      return;
+    }
+    const value = picture.values[place];
+    const colour = Number.isFinite(value) ? colours(how.isDiverging)[Math.round(255 * how.scales(row).place(value))] : NOT_FINITE;
+    context.fillStyle = colour;
+    context.fillRect(left, top, width + (gap ? 0 : 0.5), height + (gap ? 0 : 0.5));
+    const text = short(value);
+    if (at.cellHeight < 13 || at.cellWidth < (Number.isFinite(value) ? 46 : 24)) return;
+    context.font = FONT;
+    context.textAlign = "center";
+    context.textBaseline = "middle";
+    context.fillStyle = Number.isFinite(value) ? inkOn(colour) : "#fff";
+    context.fillText(text, left + width / 2, top + height / 2 + 0.5);
+  }
+
+  mark(context, cell, width) {
+    if (!cell) return;
+    const [x, y] = this.how.isDown ? [cell.row, cell.column] : [cell.column, cell.row];
+    const [left, top] = this.corner(x, y);
+    context.strokeStyle = ink("text");
+    context.lineWidth = width;
+    context.strokeRect(left - 0.5, top - 0.5, this.at.cellWidth, this.at.cellHeight);
+  }
+
+  labels(context, first, last) {
+    const { how } = this;
+    for (let x = first[0]; x < last[0]; x++) {
+      if (how.isDown) this.layerAbove(context, x);
+      else this.tokenAbove(context, x);
+    }
+    for (let y = first[1]; y < last[1]; y++) {
+      if (how.isDown) this.tokenBeside(context, y);
+      else this.layerBeside(context, y);
+    }
+  }
+
+  emphasis(context, isIt, font) {
+    context.fillStyle = ink(isIt ? "text" : "muted");
+    context.font = isIt ? `600 ${font}` : font;
+  }
+
+  tokenAbove(context, column) {
+    const { at, picture } = this;
+    const [left] = this.corner(column, 0);
+    if (left < at.left - 4) return;
+    const middle = left + at.cellWidth / 2;
+    const isIt = this.hovered?.column === column || this.how.pin?.column === column;
+    this.emphasis(context, isIt, MONO.replace("12px", "11px"));
+    if (at.cellWidth < 11) {
+      if (!isIt && column % Math.ceil(60 / at.cellWidth) !== 0) return;
+      context.textAlign = "center";
+      context.textBaseline = "bottom";
+      context.fillText(String(picture.tokens[column].position), middle, at.top - 6);
+      return;
+    }
+    context.save();
+    context.translate(middle, at.top - 6);
+    context.rotate(SLANT);
+    context.textAlign = "left";
+    context.textBaseline = "middle";
+    context.fillText(clip(picture.tokens[column].text, 11), 0, 0);
+    context.restore();
+  }
+
+  tokenBeside(context, column) {
+    const [, top] = this.corner(0, column);
+    if (top < this.at.top - 4 || (this.at.cellHeight < 10 && column % Math.ceil(14 / this.at.cellHeight) !== 0)) return;
+    this.emphasis(context, this.hovered?.column === column || this.how.pin?.column === column, MONO);
+    context.textAlign = "right";
+    context.textBaseline = "middle";
+    const text = clip(this.picture.tokens[column].text, LONGEST);
+    context.fillText(text, this.at.left - 8, top + this.at.cellHeight / 2);
+  }
+
+  layerBeside(context, row) {
+    const [, top] = this.corner(0, row);
+    if (top < this.at.top - 4) return;
+    this.emphasis(context, this.hovered?.row === row || this.how.pin?.row === row, FONT);
+    context.textAlign = "right";
+    context.textBaseline = "middle";
+    context.fillText(clip(this.picture.places[row].label, 10), this.at.left - 8, top + this.at.cellHeight / 2);
+  }
+
+  layerAbove(context, row) {
+    const [left] = this.corner(row, 0);
+    if (left < this.at.left - 4) return;
+    this.emphasis(context, this.hovered?.row === row || this.how.pin?.row === row, FONT);
+    context.textAlign = "center";
+    context.textBaseline = "bottom";
+    const { label, layer } = this.picture.places[row];
+    context.fillText(layer !== null && this.at.cellWidth < 60 ? `L${layer}` : clip(label, 14), left + this.at.cellWidth / 2, this.at.top - 6);
+  }
+
+  /** The cell under the pointer, or null. */
+  cellAt(event) {
+    if (!this.picture || !this.at) return null;
+    const box = this.canvas.getBoundingClientRect();
+    const [px, py] = [event.clientX - box.left, event.clientY - box.top];
+    if (px < this.at.left || py < this.at.top) return null;
+    const x = Math.floor((px - this.at.left + this.scroll.scrollLeft) / this.at.cellWidth);
+    const y = Math.floor((py - this.at.top + this.scroll.scrollTop) / this.at.cellHeight);
+    if (x >= this.at.across || y >= this.at.down) return null;
+    const [row, column] = this.turned(x, y);
+    return { row, column };
+  }
+
+  hover(event) {
+    const cell = this.cellAt(event);
+    const isSame = cell?.row === this.hovered?.row && cell?.column === this.hovered?.column;
+    this.hovered = cell;
+    if (!isSame) this.draw();
+    this.on.hover(cell, event);
+  }
+
+  leave() {
+    this.hovered = null;
+    this.draw();
+    this.on.hover(null);
+  }
+
+  /** Shift and arrows go from cell to cell. */
+  key(event) {
+    const move = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
+    if (!event.shiftKey || move === undefined || !this.picture) return;
+    event.preventDefault();
+    event.stopPropagation();
+    const [dRow, dColumn] = this.turned(...move);
+    const from = this.how.pin ?? { row: 0, column: 0 };
+    const within = (value, size) => Math.min(size - 1, Math.max(0, value));
+    const [rows, columns] = [this.picture.places.length, this.picture.tokens.length];
+    this.on.pick({ row: within(from.row + dRow, rows), column: within(from.column + dColumn, columns) });
+  }
+}
+
+/** A legend: the colour map with its ends, and what is in no map. */
+export function drawLegend(canvas, scale, flags, width, height) {
+  const context = fit(canvas, width, height);
+  const table = colours(scale.isDiverging);
+  const barWidth = Math.min(260, width - 20);
+  for (let i = 0; i < barWidth; i++) {
+    context.fillStyle = table[Math.round((255 * i) / barWidth)];
+    context.fillRect(i, 4, 1.5, 10);
+  }
+  context.fillStyle = ink("muted");
+  context.textBaseline = "top";
+  const marks = [0, 0.5, 1];
+  marks.forEach((share) => {
+    context.textAlign = { 0: "left", 0.5: "center", 1: "right" }[share];
+    context.fillText(flags.ends?.[share * 2] ?? short(scale.value(share)), share * barWidth, 19);
+  });
+  context.textAlign = "left";
+  let x = barWidth + 18;
+  for (const [text, isShown, colour] of [["NaN, ±∞", flags.notFinite, NOT_FINITE], ["nothing came", flags.missing, null]]) {
+    if (!isShown || x > width - 60) continue;
+    if (colour) {
+      context.fillStyle = colour;
+      context.fillRect(x, 4, 14, 10);
+    } else {
+      hatch(context, x, 4, 14, 10);
+      context.strokeStyle = ink("line");
+      context.lineWidth = 1;
+      stroke(context, [[x, 4], [x + 14, 4], [x + 14, 14], [x, 14], [x, 4]]);
+    }
+    context.fillStyle = ink("muted");
+    context.textBaseline = "middle";
+    context.fillText(text, x + 20, 9);
+    x += 34 + context.measureText(text).width;
+  }
+}

@@ -1,0 +1,69 @@
+/** `window.tracer`: read-only, for tests and scripts. */
+
+import { csvOf } from "./exporter.js";
+import { parseReducer } from "./reducer.js";
+import { connectionText, notices } from "./status.js";
+
+/** Numbers that JSON cannot hold become texts: `NaN`, `Infinity`, and whole numbers of 64 bits. */
+const plain = (value) => (typeof value === "bigint" || !Number.isFinite(value) ? String(value) : value);
+
+/**
+ * Puts the object in place.
+ * @param {Object} app
+ */
+export function expose(app) {
+  const find = ({ run = app.run, step = app.step, phase = "train", update = 0, site, reducer }) => app.store.frame(run, step, { phase, update, reducer }, site);
+  const tracer = {
+    /** `idle`, `connecting`, `connected`, `lost` or `refused`. */
+    get state() {
+      return app.live.state;
+    },
+    get role() {
+      return app.live.role;
+    },
+    get step() {
+      return app.step;
+    },
+    get isFollowing() {
+      return app.time.follow;
+    },
+    get view() {
+      return app.view.id;
+    },
+    /** What the status line and the notices say. */
+    get said() {
+      return { connection: connectionText(app).text, notices: notices(app).map(({ text }) => text) };
+    },
+    get runs() {
+      return [...app.store.runs.values()].map((run) => ({ ...run.info, steps: run.stepList }));
+    },
+    get bytes() {
+      return app.store.bytes;
+    },
+    get plan() {
+      return { ...app.plan };
+    },
+    /** Numbers of a picture with their shape, or null: `value({run, step, phase, update, site, reducer})`. */
+    value(of) {
+      const frame = find(of);
+      return frame ? { shape: [...frame.shape], values: Array.from(frame.values, plain), header: structuredClone(frame.header) } : null;
+    },
+    /** Name and parameters of a reducer. */
+    reducer: (text) => parseReducer(text),
+    /** Numbers that are shown, as the CSV has them. */
+    csv: () => csvOf(app.view.numbers()),
+    /** Shows another view: `tokens`, `steps`, `experts`, `histogram`, `next`, `metrics` or `health`. */
+    show: (id) => app.show(id),
+    /** Stays at a step. */
+    go: (step) => app.time.go(step),
+    /** Middle of a cell of the heat map in the window, for pointers of tests. */
+    cellPlace(row, column, side = 0) {
+      const pane = app.views[0].panes[side];
+      const [x, y] = pane.how.isDown ? [row, column] : [column, row];
+      const box = pane.canvas.getBoundingClientRect();
+      const [left, top] = pane.corner(x, y);
+      return { x: box.left + left + pane.at.cellWidth / 2, y: box.top + top + pane.at.cellHeight / 2 };
+    },
+  };
+  Object.defineProperty(window, "tracer", { value: Object.freeze(tracer) });
+}
