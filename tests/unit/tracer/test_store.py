@@ -320,6 +320,12 @@ def test_what_cannot_be_a_folder_is_one_clear_error(tmp_path):
         StreamWriter(tmp_path, 10)
 
 
+def test_a_folder_has_one_writer_at_a_time(tmp_path):
+    with StreamWriter(tmp_path, BIG), pytest.raises(RecordingError, match="another process writes it"):
+        StreamWriter(tmp_path, BIG)
+    StreamWriter(tmp_path, BIG).close()
+
+
 def test_frames_of_unknown_tables_are_kept(tmp_path):
     with StreamWriter(tmp_path, BIG) as writer:
         writer.frame(token_frame(1, table="never seen").encode())
