@@ -18,12 +18,13 @@ export class HealthView {
     this.bars.addEventListener("click", (event) => app.time.go(this.stepAt(event)));
     this.barText = h("p", { className: "key" });
     this.sites = h("div");
+    this.digests = h("div");
     this.gaps = h("div");
     this.unobserved = h("div");
     this.said = h("div");
     const card = (title, ...children) => h("section", { className: "pane" }, h("h2", { className: "pane-title", textContent: title }), ...children);
     this.root = h("div", { className: "view" },
-      card("NaN and infinities per step", this.bars, this.barText), card("Where, at this step", this.sites),
+      card("NaN and infinities per step", this.bars, this.barText), card("Where, at this step", this.sites), card("Digests at this step", this.digests),
       h("div", { className: "pair" }, card("Dropped and missing", this.gaps), card("Sites that cannot be observed", this.unobserved)),
       card("Marks and problems", this.said));
   }
@@ -53,6 +54,7 @@ export class HealthView {
     say(this.barText, total === 0 ? `All values were finite in ${count(this.series.length, "step")}, as far as watched.` : `${whole(total)} values in ${count(steps, "step")}. A click goes to the step.`);
     this.paint(width, total);
     this.sites.replaceChildren(this.siteTable());
+    this.digests.replaceChildren(this.digestTable());
     this.gaps.replaceChildren(this.gapTable());
     this.unobserved.replaceChildren(this.unobservedTable());
     this.said.replaceChildren(this.saidTable());
@@ -108,6 +110,19 @@ export class HealthView {
     return table(names, rows, 3);
   }
 
+  /** 64 bits per site; with two runs, whether they are equal. */
+  digestTable() {
+    const sides = this.app.sides();
+    const seen = [...this.app.watchedOf().values()].filter(({ reducer }) => reducer === "digest");
+    const rows = seen.flatMap((one) => [...one.places.keys()].map((text) => {
+      const found = sides.map(({ run, step }) => this.app.store.frame(run, step, { ...one, update: Math.max(...one.updates) }, text)?.values[0]);
+      const same = found.includes(undefined) ? "" : found[0] === found[1] ? "equal" : "different";
+      return [one.phase, text, ...found.map((bits) => h("code", { textContent: bits === undefined ? "nothing" : hex(bits) })), ...(sides.length > 1 ? [same] : [])];
+    }));
+    if (rows.length === 0) return h("p", { className: "key", textContent: "None is watched. With layer.out | digest two runs can be compared bit by bit." });
+    return table(["phase", "site", ...sides.map(({ letter }) => `run ${letter}`), ...(sides.length > 1 ? ["A and B"] : [])], rows, 9);
+  }
+
   gapTable() {
     const rows = this.app.sides().flatMap(({ run, letter }) => [...this.app.store.run(run).gaps].sort((a, b) => b[0] - a[0]).flatMap(([step, phases]) =>
       [...phases].map(([phase, gap]) => [letter, String(step), phase, whole(gap.dropped), gap.missing.join(", ") || "none"])));
@@ -138,6 +153,9 @@ export class HealthView {
     return { columns: ["run", "step", "phase", "site", "not_finite", "nan", "posinf", "neginf"], rows };
   }
 }
+
+/** Sixteen digits. */
+const hex = (bits) => BigInt.asUintN(64, bits).toString(16).padStart(16, "0");
 
 function table(names, rows, firstNumber) {
   const cell = (value, i) => h("td", { className: i >= firstNumber ? "number" : "" }, value);
