@@ -159,6 +159,6 @@ const hex = (bits) => BigInt.asUintN(64, bits).toString(16).padStart(16, "0");
 
 function table(names, rows, firstNumber) {
   const cell = (value, i) => h("td", { className: i >= firstNumber ? "number" : "" }, value);
-  const head = h("tr", {}, ...names.map((name) => h("th", { scope: "col", textContent: name })));
+  const head = h("tr", {}, ...names.map((name, i) => h("th", { scope: "col", className: i >= firstNumber ? "number" : "", textContent: name })));
   return h("div", { className: "scroll-x" }, h("table", {}, h("thead", {}, head), h("tbody", {}, ...rows.map((row) => h("tr", {}, ...row.map(cell))))));
 }

@@ -7,7 +7,7 @@ import { exact, short } from "./format.js";
 import { HeatPane, drawLegend } from "./heat_pane.js";
 import { difference, numbersOf, pictureOf } from "./heat_model.js";
 import { Picker, placesOf } from "./picker.js";
-import { isColour, isSigned, parseReducer } from "./reducer.js";
+import { isColour, isSigned } from "./reducer.js";
 
 const SCALES = [["log", "logarithmic"], ["linear", "linear"], ["middle", "middle 98 %"], ["layer", "each layer its own"]];
 
@@ -245,8 +245,8 @@ export class HeatView {
       if (!picture.present[at]) return [];
       const start = [of, step, chosen.phase, place.text, chosen.reducer, picture.key, token.position, token.id, token.text];
       if (picture.width === 1) return [[...start, 0, exact(picture.values[at])]];
-      const isWhole = parseReducer(chosen.reducer).name === "tiles" || this.shown === "mean";
-      const numbers = isWhole ? numbersOf(picture, row, column) : null;
+      const isOne = this.shown !== "mean" && this.shown !== "absmax";
+      const numbers = isOne ? null : numbersOf(picture, row, column);
       if (numbers === null) return [[...start, this.shown, exact(picture.values[at])]];
       return Array.from(numbers, (value, i) => [...start, i, exact(value)]);
     }));

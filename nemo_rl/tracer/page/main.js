@@ -102,8 +102,8 @@ class App {
     this.stats = null;
     this.watches.setCatalogue(this.catalogue);
     this.takePlan(message);
+    this.history.connected(message.runs);
     message.runs.forEach((info) => this.takeRun(info));
-    this.history.connected();
   }
 
   takePlan({ watches, digest, effective_step }) {
