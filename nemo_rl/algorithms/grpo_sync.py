@@ -30,8 +30,8 @@ from nemo_rl.algorithms.stages.bodies import clear_untrained
 from nemo_rl.algorithms.stages.columns import declare_partition
 from nemo_rl.algorithms.stages.stage import Stage
 from nemo_rl.algorithms.stages.state import StepState, begin_step
-from nemo_rl.algorithms.step_tracing import StepTracing
 from nemo_rl.algorithms.step_metrics import data_plane_metrics, step_metrics
+from nemo_rl.algorithms.step_tracing import StepTracing
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.sampler import PromptSampler
 from nemo_rl.data_plane.factory import check_empty, open_step

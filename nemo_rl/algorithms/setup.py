@@ -23,10 +23,10 @@ from nemo_rl.algorithms.kept_steps.keeper import Keeper, StepKeeper
 from nemo_rl.algorithms.kept_steps.record import RunFacts
 from nemo_rl.algorithms.preflight.checks import preflight
 from nemo_rl.algorithms.run_folder import CONFIG_FILE, RECORDS, cut_rollouts, open_run_folders
-from nemo_rl.algorithms.step_tracing import LiveTracing, StepTracing, open_tracing
 from nemo_rl.algorithms.stages.bodies import build_stages
 from nemo_rl.algorithms.stages.columns import StageColumns, fetched_fields, stage_columns
 from nemo_rl.algorithms.stages.stage import StageTools
+from nemo_rl.algorithms.step_tracing import LiveTracing, StepTracing, open_tracing
 from nemo_rl.config.parts import ENGINES, LOSSES
 from nemo_rl.config.r3_trace_env import trace_environment
 from nemo_rl.config.render import to_yaml
@@ -122,7 +122,7 @@ def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | Non
         layout = ParallelLayout.of_policy(config.policy, world_size=config.cluster.num_workers)
         traced = stack.enter_context(open_tracing(config, layout=layout))
         if traced is not None:
-            panel.note(traced.note)
+            panel.note(f"tracer: {traced.job.where}")
         groups, client = _start(config, cluster, stack, start, None if traced is None else traced.spec)
         timeout_s = config.cluster.stage_timeout_s
         rollout = RolloutHandle(groups.rollout, timeout_s=timeout_s, report=panel.note)
@@ -243,7 +243,9 @@ def _start(
 ) -> tuple[_Groups, DataPlaneClient]:
     run_id = uuid.uuid4().hex[:12]
     worker = partial(_worker_spec, config, trace)
-    groups = _local_groups(config, worker, stack) if cluster is None else _ray_groups(config, worker, cluster, stack, start)
+    groups = (
+        _local_groups(config, worker, stack) if cluster is None else _ray_groups(config, worker, cluster, stack, start)
+    )
     # The workers build while the storage actors of the data plane start.
     client = build_data_plane_client(
         config.active_data_plane, run_id=run_id, role="owner", log_dir=config.logger.log_dir, start=start

@@ -1,6 +1,6 @@
 """`StepTracing`: the driver's side of the live tracer: hub, what is watched in each step, and the run's numbers.
 
-    open_tracing             the hub's process, the line to it               (HubProcess, HubLink)
+    open_tracing             the hub's process, the line to it               (open_job)
     SyncGRPOTrainer.step
       |- after "score"       which rows are trained is known: begin          (StepTracing.after)
       |- every worker pass shows its sites                                   (SiteTracing.begin_call)
@@ -23,6 +23,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import ray
+
 from nemo_rl.algorithms.run_folder import TRACER
 from nemo_rl.algorithms.stages.state import StepState
 from nemo_rl.config.schema import MasterConfig
@@ -33,9 +35,8 @@ from nemo_rl.models.policy.recording.identity import model_identity
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.policy.tracing.tracing import TraceSpec
 from nemo_rl.tracer.classical import CLASSICAL
-from nemo_rl.tracer.link import HubAddress, HubLink
-from nemo_rl.tracer.process import HubProcess, HubSpec
-from nemo_rl.tracer.protocol import Role
+from nemo_rl.tracer.job import TracedJob, open_job
+from nemo_rl.tracer.process import HubSpec
 from nemo_rl.tracer.watch import Plan
 
 __all__ = ["LiveTracing", "StepTracing", "TracedRun", "open_tracing", "watches_of"]
@@ -43,8 +44,8 @@ __all__ = ["LiveTracing", "StepTracing", "TracedRun", "open_tracing", "watches_o
 logger = logging.getLogger(__name__)
 
 CLASSICAL_REDUCER = "tiles(96, mean)"
-DRIVER_BYTES = 1 << 20
-"""Most bytes of the driver's messages that wait: numbers and keys."""
+EVERYWHERE = ("0.0.0.0", "::")
+"""Hosts that mean every address of this machine."""
 SCORE = "score"
 """Stage after which the rows of a step are known."""
 
@@ -69,10 +70,8 @@ class TracedRun:
     config: TracerConfig
     spec: TraceSpec
     """For the workers."""
-    link: HubLink
+    job: TracedJob
     watched: _Watched
-    note: str
-    """Where to look, for people."""
 
 
 class _Watched:
@@ -116,7 +115,7 @@ class LiveTracing(StepTracing):
         if now - self._last < 1.0 / self._run.config.max_hz:
             return
         self._last = now
-        watches, link = self._run.watched.now(), self._run.link
+        watches, link = self._run.watched.now(), self._run.job.link
         keys = list(step.chosen.meta.keys[: self._run.config.rows])
         link.say({"type": "step", "step": step.number, "keys": keys})
         link.say({"type": "applied", "step": step.number, "digest": Plan.parse(watches).digest})
@@ -132,7 +131,7 @@ class LiveTracing(StepTracing):
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """As in `StepTracing`."""
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
-        self._run.link.say({"type": "metrics", "step": step, "metrics": finite})
+        self._run.job.link.say({"type": "metrics", "step": step, "metrics": finite})
 
 
 @contextmanager
@@ -148,6 +147,7 @@ def open_tracing(config: MasterConfig, *, layout: ParallelLayout) -> Iterator[Tr
         return
     watches, run_id = watches_of(section, config.policy.tracer), uuid.uuid4().hex[:12]
     tokenizer = Path(config.policy.tokenizer.name or config.policy.model_name).absolute()
+    artifacts = None if section.artifacts is None else section.artifacts.absolute()
     spec = HubSpec(
         folder=(config.logger.log_dir / TRACER).absolute(),
         run=run_id,
@@ -159,36 +159,27 @@ def open_tracing(config: MasterConfig, *, layout: ParallelLayout) -> Iterator[Tr
         record_bytes=section.record_bytes,
         compat=section.compatibility,
         tokenizer=tokenizer,
+        artifacts=artifacts,
     )
-    with HubProcess(spec) as hub:
-        address = HubAddress(host=hub.connect_host, port=hub.port, token=hub.tokens.job)
-        watched = _Watched(watches)
-        link = HubLink(address, Role.DRIVER, hello={}, memory_bytes=DRIVER_BYTES, on_message=watched.hear)
-        link.say(
-            {
-                "type": "run",
-                "run": run_id,
-                "name": config.logger.log_dir.name,
-                "model": model_identity(config.policy),
-                "layout": {"dp": layout.dp, "cp": layout.cp, "tp": layout.tp, "pp": layout.pp},
-                "tokenizer": str(tokenizer),
-                "unobserved": {},
-            }
-        )
-        reason, text = "completed", ""
-        try:
-            artifacts = None if section.artifacts is None else section.artifacts.absolute()
-            trace = TraceSpec(
-                address=address, run=run_id, memory_bytes=section.memory_bytes, artifacts=artifacts
-            )
-            yield TracedRun(config=section, spec=trace, link=link, watched=watched, note=hub.note)
-        except BaseException as error:
-            reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            text = str(error)[:1000]
-            raise
-        finally:
-            link.say({"type": "finish", "reason": reason, "text": text})
-            link.close()
+    facts = {
+        "name": config.logger.log_dir.name,
+        "model": model_identity(config.policy),
+        "layout": {"dp": layout.dp, "cp": layout.cp, "tp": layout.tp, "pp": layout.pp},
+        "tokenizer": str(tokenizer),
+        "unobserved": {},
+    }
+    watched = _Watched(watches)
+    with open_job(spec, facts, reached_at=_reached_at(section.host), on_message=watched.hear) as job:
+        trace = TraceSpec(address=job.address, run=run_id, memory_bytes=section.memory_bytes, artifacts=artifacts)
+        yield TracedRun(config=section, spec=trace, job=job, watched=watched)
+
+
+def _reached_at(host: str) -> str:
+    """Where the workers of the job find the hub."""
+    if host not in EVERYWHERE:
+        return host
+    address: str = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
+    return address
 
 
 def watches_of(section: TracerConfig, switches: TracerSwitches) -> tuple[str, ...]:

@@ -86,6 +86,12 @@ def run(
     dump: Annotated[
         str | None, typer.Option("--dump", metavar="SELECTOR", help="record sites, such as 'layer.out, logits'")
     ] = None,
+    watch: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--watch", metavar="WATCH", help="reduce sites, such as 'layer.out | stats', for trace ls|serve OUT"
+        ),
+    ] = None,
     record_routes: Annotated[
         Path | None, typer.Option("--record-routes", metavar="FILE", help="write the experts that the routers choose")
     ] = None,
@@ -93,7 +99,7 @@ def run(
         Path | None, typer.Option("--replay-routes", metavar="FILE", help="use the experts of a file")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="result.json, and records/ of --dump")
+        Path | None, typer.Option("--out", metavar="DIR", help="result.json, records/ of --dump, tracer/ of --watch")
     ] = None,
     timeout: Timeout = 600.0,
     as_json: AsJson = False,
@@ -121,6 +127,7 @@ def run(
         has_backward=backward,
         top_k=top_k,
         dump=dump,
+        watches=tuple(watch or ()),
         out=out,
         routes_to=record_routes,
         routes_from=replay_routes,

@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 
 from nemo_rl.cli.trace_ls import ls
+from nemo_rl.cli.trace_play import play, serve
+from nemo_rl.cli.trace_watch import watch
 from nemo_rl.diagnostics.route_chain.chain import verify_trace
 
 __all__ = ["app"]
@@ -49,3 +51,6 @@ def verify(
 
 
 app.command(short_help="what a recording holds")(ls)
+app.command(short_help="look on at a running job")(watch)
+app.command(short_help="recordings on the page again")(serve)
+app.command(short_help="a recording at the speed at which it was made")(play)

@@ -6,12 +6,14 @@ Called by `nemo-rl trace watch` and by tests. Invariant: no call waits longer th
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Self
 
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
+from websockets.exceptions import ConnectionClosed, InvalidHandshake
 from websockets.sync.client import ClientConnection, connect
 
 from nemo_rl.errors import NemoRLError, UserError, shorten
@@ -21,6 +23,7 @@ from nemo_rl.utils.plain_text import printable
 
 __all__ = ["HubGone", "LiveClient", "Refused"]
 
+ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):\d{1,5}")
 MAX_MESSAGE_BYTES = 256 << 20
 """Of what a hub may send at a time."""
 MAX_WAITING = 16
@@ -56,9 +59,9 @@ class LiveClient:
                 ...  # bytes: a frame or a table; a dict: a message
     """
 
-    def __init__(self, connection: ClientConnection, address: str) -> None:
+    def __init__(self, connection: ClientConnection, address: str, opened: ExitStack) -> None:
         self.welcome: Mapping[str, Any] = {}
-        self._connection, self._address = connection, address
+        self._connection, self._address, self._opened = connection, address, opened
         self._waiting: deque[bytes | dict[str, Any]] = deque()
 
     @classmethod
@@ -72,29 +75,32 @@ class LiveClient:
             takeover: as controller in place of another one.
 
         Raises:
+            UserError: this is no address.
             HubGone: nobody answers there.
             Refused: the token is not good for this role, or another controller is there.
         """
-        until = time.monotonic() + timeout_s
+        if ADDRESS.fullmatch(address) is None:
+            raise UserError(f"expected the address of a hub as HOST:PORT, got {shorten(address)!r}")
+        until, opened = time.monotonic() + timeout_s, ExitStack()
         try:
-            connection = connect(
-                f"ws://{address}{LIVE_PATH}",
-                open_timeout=timeout_s,
-                close_timeout=CLOSE_S,
-                ping_interval=PING_S,
-                ping_timeout=PING_S,
-                max_size=MAX_MESSAGE_BYTES,
-                max_queue=MAX_WAITING,
-                compression=None,
-                # A hub is on this machine or behind a tunnel that ends here.
-                proxy=None,
+            connection = opened.enter_context(
+                connect(
+                    f"ws://{address}{LIVE_PATH}",
+                    open_timeout=timeout_s,
+                    close_timeout=CLOSE_S,
+                    ping_interval=PING_S,
+                    ping_timeout=PING_S,
+                    max_size=MAX_MESSAGE_BYTES,
+                    max_queue=MAX_WAITING,
+                    compression=None,
+                    # A hub is on this machine or behind a tunnel that ends here.
+                    proxy=None,
+                )
             )
-        except InvalidURI as error:
-            raise UserError(f"expected the address of a hub as HOST:PORT, got {shorten(address)!r}") from error
-        except (OSError, TimeoutError, InvalidHandshake) as error:
+        except (OSError, InvalidHandshake) as error:
             said = printable(str(error), limit=200) or type(error).__name__
             raise HubGone(f"no hub answers at {address} ({said}); has the job ended?") from error
-        client = cls(connection, address)
+        client = cls(connection, address, opened)
         try:
             client.send(
                 {"type": "hello", "v": PROTOCOL_VERSION, "role": role.value, "token": token} | _taking(takeover)
@@ -160,7 +166,7 @@ class LiveClient:
 
     def close(self) -> None:
         """Ends the connection, within a deadline."""
-        self._connection.close()
+        self._opened.close()
 
     def __enter__(self) -> Self:
         return self

@@ -74,6 +74,10 @@ class Entry:
         """Where the next one begins."""
         return self.at + HEAD.size + self.length
 
+    @property
+    def is_table(self) -> bool:
+        return self.kind is EntryKind.TABLE
+
     def frame(self) -> Frame | Table:
         """
         Raises:

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from websockets.exceptions import WebSocketException
@@ -69,8 +70,8 @@ class HubLink:
         self._state = threading.Condition()
         self._is_closing = False
         self._thread: threading.Thread | None = None
-        self.sent, self.dropped = 0, 0
-        """Messages that went out or wait to, and those that were dropped."""
+        self.sent, self.sent_bytes, self.dropped = 0, 0, 0
+        """Messages that went out or wait to, their bytes, and how many messages were dropped."""
 
     def open(self) -> None:
         """Connects in the background. Idempotent."""
@@ -104,6 +105,7 @@ class HubLink:
             self._waiting.append(message)
             self._bytes += num_bytes
             self.sent += 1
+            self.sent_bytes += num_bytes
             self._state.notify()
         self.open()
         return True
@@ -114,7 +116,8 @@ class HubLink:
         has_warned = False
         while not self._is_closing:
             try:
-                with self._connected() as connection:
+                with self._connection() as connection:
+                    self._greet(connection)
                     self._listen(connection)
                     self._send_all(connection)
                 return
@@ -126,8 +129,8 @@ class HubLink:
                 with self._state:
                     self._state.wait_for(lambda: self._is_closing, RETRY_S)
 
-    def _connected(self) -> ClientConnection:
-        connection = connect(
+    def _connection(self) -> AbstractContextManager[ClientConnection]:
+        return connect(
             self._address.uri,
             open_timeout=HANDSHAKE_S,
             close_timeout=1.0,
@@ -138,17 +141,13 @@ class HubLink:
             # A proxy of the environment is none for the hub.
             proxy=None,
         )
-        try:
-            connection.send(json.dumps(self._hello))
-            answer = json.loads(connection.recv(HANDSHAKE_S))
-        except BaseException:
-            connection.close()
-            raise
+
+    def _greet(self, connection: ClientConnection) -> None:
+        connection.send(json.dumps(self._hello))
+        answer = json.loads(connection.recv(HANDSHAKE_S))
         if answer.get("type") != "welcome":
-            connection.close()
             raise ValueError(f"the hub refused: {str(answer)[:300]}")
         self._hear(answer)
-        return connection
 
     def _listen(self, connection: ClientConnection) -> None:
         def listen() -> None:

@@ -8,8 +8,10 @@ it begins with what is known of the runs and of the plan, and holds every table 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from nemo_rl.tracer.entry import HEAD, Entry, EntryKind, entry_at, pack_entry, p
 from nemo_rl.tracer.frame import BadFrame, Frame, Table, header_of
 from nemo_rl.utils.last_resort import machine_problem
 
-__all__ = ["VERSION", "StreamWriter", "stream_files"]
+__all__ = ["VERSION", "StreamWriter", "quiet_s", "stream_files"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +58,21 @@ def stream_files(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def quiet_s(folder: Path) -> float:
+    """Since something was written to a recording, in seconds; infinite where there is none."""
+    newest = -math.inf
+    for path in stream_files(folder).values():
+        # Old files fall out while a run is on.
+        with suppress(FileNotFoundError):
+            newest = max(newest, path.stat().st_mtime)
+    return max(0.0, time.time() - newest)
+
+
 class StreamWriter:
     """Writes one recording; of one thread. Each entry is with the operating system when the call returns.
 
-    A call that fails leaves what was written before whole; later calls try again.
+    A call that fails leaves what was written before whole; later calls try again. An entry that is too large for the
+    recording is left out, which is written into it once.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -82,6 +95,7 @@ class StreamWriter:
         self._file_bytes = min(MAX_FILE_BYTES, max_bytes // NUM_FILES)
         self._lasting: dict[tuple[str, str], bytes] = {}
         self._tables: dict[tuple[str, str], _Place] = {}
+        self._has_told = False
         self._descriptor: int | None = None
         self._number = 0
         self._last = 0
@@ -116,8 +130,8 @@ class StreamWriter:
         if header.get("what") == Table.what:
             key, content = (run, str(header.get("name"))), hash(encoded)
             # The passes of a step mostly have the same tokens.
-            if key not in self._tables or self._tables[key].content != content:
-                self._write(EntryKind.TABLE, encoded, step)
+            is_known = key in self._tables and self._tables[key].content == content
+            if not is_known and self._write(EntryKind.TABLE, encoded, step):
                 self._tables[key] = _Place(self._number, self._last, content)
         elif header.get("what") == Frame.what:
             table = header.get("table")
@@ -148,11 +162,15 @@ class StreamWriter:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _write(self, kind: EntryKind, body: bytes, step: object, *, table: tuple[str, str] | None = None) -> None:
+    def _write(self, kind: EntryKind, body: bytes, step: object, *, table: tuple[str, str] | None = None) -> bool:
+        """False: it is too large."""
         try:
             again = self._missing_table(table)
             length = HEAD.size + len(body)
             full = self._descriptor is not None and self._sizes[self._number] + length + len(again) > self._file_bytes
+            if length + len(again) > self._max_bytes - self._file_bytes:
+                self._tell_too_large(length + len(again))
+                return False
             if self._descriptor is None or (full and self._has_own):
                 self._begin_file()
                 again = again or self._missing_table(table)
@@ -165,6 +183,18 @@ class StreamWriter:
         except RecordingError:
             self.num_lost += 1
             raise
+        return True
+
+    def _tell_too_large(self, num_bytes: int) -> None:
+        self.num_lost += 1
+        if not self._has_told:
+            self._has_told = True
+            text = (
+                f"recording: an entry of {num_bytes} bytes does not fit into {self._max_bytes} bytes and is left out; "
+                f"watch less at a time, or let the recording be larger"
+            )
+            logger.warning("%s: %s", self.folder, text)
+            self.message({"type": "problem", "text": text})
 
     def _missing_table(self, key: tuple[str, str] | None) -> bytes:
         """Entry of the table, if it lies in an older file only."""
@@ -209,11 +239,6 @@ class StreamWriter:
                 return
             if number != self._number:
                 self._remove(number)
-        if self.num_bytes + num_bytes > self._max_bytes:
-            raise RecordingError(
-                f"recording {self.folder}: an entry of {num_bytes} bytes does not fit into {self._max_bytes} bytes; "
-                f"watch less, or let the recording be larger"
-            )
 
     def _remove(self, number: int) -> None:
         try:

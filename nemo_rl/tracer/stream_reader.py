@@ -5,9 +5,10 @@ Invariant: damaged bytes cost the entries that they belong to and are counted, n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from threading import Event
 from time import monotonic
@@ -15,6 +16,7 @@ from typing import TypeAlias
 
 from nemo_rl.errors import UserError
 from nemo_rl.tracer.entry import Entry, EntryKind, Problem, entry_at, find_entry, size_of
+from nemo_rl.tracer.frame import BadFrame, header_of
 from nemo_rl.tracer.store import VERSION, stream_files
 from nemo_rl.utils.plain_text import printable
 
@@ -36,6 +38,8 @@ class Follow:
     stop: Event = field(default_factory=Event)
     """It ends when this is set."""
     poll_s: float = 0.1
+    caught_up: Event = field(default_factory=Event)
+    """Set when all is read that is there."""
 
 
 def find_recording(path: Path) -> Path:
@@ -50,8 +54,8 @@ def find_recording(path: Path) -> Path:
     found = "no such folder" if not path.exists() else "a file" if path.is_file() else "a folder without these files"
     raise UserError(
         f"{path}: expected a recording (files stream_00001.nrt, ...) or the log folder of a run that has one in "
-        f"{RECORDING_FOLDER}/, got {found}; runs are recorded where their recipe says tracer.record: true, others by "
-        f"`nemo-rl trace watch RUN --to FOLDER`"
+        f"{RECORDING_FOLDER}/, got {found}; runs with diagnostics.tracer.enabled: true in their recipe are recorded, "
+        f"others by `nemo-rl trace watch RUN --to FOLDER`"
     )
 
 
@@ -101,26 +105,23 @@ class StreamReader:
         return sorted({entry.step for entry in heads if entry.step is not None})
 
     def at_step(self, step: int) -> Iterator[Entry]:
-        """Frames of one step, and the tables that they need before them; reads no other bodies."""
-        yield from self._with_bodies(
-            lambda entry: entry.step == step and entry.kind in (EntryKind.FRAME, EntryKind.TABLE)
-        )
+        """Frames of one step, and the tables that they need before them; reads no other frames."""
+        seen: set[Seen] = set()
+        for path, heads in self._heads_by_file():
+            last = max((head.at for head in heads if _is_frame_of(head, step)), default=-1)
+            wanted = [head.at for head in heads if head.at <= last and (head.is_table or _is_frame_of(head, step))]
+            yield from _unseen(_with_tables(_at_places(path, wanted)), seen)
 
     def messages(self) -> Iterator[Entry]:
         """All messages, each once; reads no other bodies."""
-        yield from self._with_bodies(lambda entry: entry.kind is EntryKind.MESSAGE)
-
-    def _with_bodies(self, is_wanted: Callable[[Entry], bool]) -> Iterator[Entry]:
         seen: set[Seen] = set()
-        wanted: dict[Path, list[int]] = {}
-        for path, entry in self._heads():
-            if is_wanted(entry):
-                wanted.setdefault(path, []).append(entry.at)
-        for path, places in wanted.items():
-            with suppress(FileNotFoundError), path.open("rb") as file:
-                size = size_of(file)
-                found = (entry_at(file, at, size=size) for at in places)
-                yield from _unseen((entry for entry in found if isinstance(entry, Entry)), seen)
+        for path, heads in self._heads_by_file():
+            wanted = [head.at for head in heads if head.kind is EntryKind.MESSAGE]
+            yield from _unseen(_at_places(path, wanted), seen)
+
+    def _heads_by_file(self) -> Iterator[tuple[Path, list[Entry]]]:
+        for path, found in groupby(self._heads(), key=lambda item: item[0]):
+            yield path, [head for _, head in found]
 
     def _heads(self) -> Iterator[tuple[Path, Entry]]:
         """Heads of all entries with their file."""
@@ -191,7 +192,36 @@ class _Wait:
         follow = self._follow
         if follow is None or monotonic() - self._since > follow.idle_s:
             return False
+        follow.caught_up.set()
         return not follow.stop.wait(follow.poll_s)
+
+
+def _is_frame_of(head: Entry, step: int) -> bool:
+    return head.kind is EntryKind.FRAME and head.step == step
+
+
+def _at_places(path: Path, places: Sequence[int]) -> Iterator[Entry]:
+    """What a file that may have fallen out has there."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        size = size_of(file)
+        found = (entry_at(file, at, size=size) for at in places)
+        yield from (entry for entry in found if isinstance(entry, Entry))
+
+
+def _with_tables(entries: Iterator[Entry]) -> Iterator[Entry]:
+    """Frames, each table before the first that refers to it; other tables are left out."""
+    tables: dict[tuple[object, object], Entry] = {}
+    for entry in entries:
+        with suppress(BadFrame):
+            header = header_of(entry.body)
+            if entry.is_table:
+                tables[header.get("run"), header.get("name")] = entry
+                continue
+            table = tables.pop((header.get("run"), header.get("table")), None)
+            if table is not None:
+                yield table
+        if not entry.is_table:
+            yield entry
 
 
 def _unseen(entries: Iterator[Entry], seen: set[Seen]) -> Iterator[Entry]:

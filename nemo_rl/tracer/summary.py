@@ -5,7 +5,6 @@ Called by `nemo-rl trace ls`.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,7 +17,7 @@ from nemo_rl.tracer.entry import Entry, EntryKind
 from nemo_rl.tracer.frame import BadFrame, Frame, Where
 from nemo_rl.tracer.non_finite import FirstNonFinite, NonFinite
 from nemo_rl.tracer.protocol import RunState
-from nemo_rl.tracer.store import stream_files
+from nemo_rl.tracer.store import quiet_s, stream_files
 from nemo_rl.tracer.stream_reader import StreamReader
 
 __all__ = ["RecordingSummary", "RunSummary", "SiteSummary", "summarize"]
@@ -157,14 +156,11 @@ def summarize(reader: StreamReader) -> RecordingSummary:
     for entry in reader.entries():
         summary.add(entry)
     summary.num_damaged, summary.num_torn = reader.num_damaged, reader.num_torn
-    newest = 0.0
     for path in stream_files(reader.folder).values():
         # Old files fall out while a run is on.
         with suppress(FileNotFoundError):
-            state = path.stat()
-            summary.num_bytes += state.st_size
-            newest = max(newest, state.st_mtime)
-    summary.age_s = max(0.0, time.time() - newest)
+            summary.num_bytes += path.stat().st_size
+    summary.age_s = quiet_s(reader.folder)
     return summary
 
 

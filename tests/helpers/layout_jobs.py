@@ -238,11 +238,11 @@ def plan_of(case: Case, layout: ParallelLayout) -> PackPlan:
     return plan(lengths, capacity=case.capacity, **common)
 
 
-def start(rank: int, world_size: int, case: Case, folder: Path) -> Job:
-    """(collective) A rank that is ready to train."""
+def start(rank: int, world_size: int, case: Case, folder: Path, **parts: object) -> Job:
+    """(collective) A rank that is ready to train; `parts` as `compose_worker` takes them."""
     policy = policy_of(case, folder)
     layout = ParallelLayout.of_policy(policy, world_size=world_size)
-    worker = tiny_worker(policy, rank=rank, world_size=world_size)
+    worker = tiny_worker(policy, rank=rank, world_size=world_size, **parts)
     plan, dp = plan_of(case, layout), layout.coordinates(rank).dp
     rows = plan.rows_of_rank(dp)
     batch = layout_batch()

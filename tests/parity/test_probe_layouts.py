@@ -1,6 +1,6 @@
 """One process and other layouts on the same rows: routes recorded in one are replayed in the other, on both workers.
 
-Every site of both is compared, forward and backward.
+Every site of both is compared, forward and backward; and what a tracer's hub puts together of their ranks' parts.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl.algorithms.run_folder import TRACER
 from nemo_rl.config.load import load_config
 from nemo_rl.diagnostics.compare.comparison import Comparison
 from nemo_rl.diagnostics.compare.folders import compare_folders
@@ -23,11 +24,22 @@ from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.records.sites import SiteKind
 from tests.helpers.families import write_family
 from tests.helpers.runs import ROOT
+from tests.helpers.traced_frames import differences, frames_of, tokens_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 LOGITS, LOGITS_ABSOLUTE = 2e-6, 3e-6
 """Relative to the logits of a token, and of each of them, which are up to 4: rounding depends on the processor."""
+TRACED, TRACED_BACKWARD = 2e-6, 2e-5
+"""Relative to the largest value of a site: what the hub makes of the ranks' parts, forward and of gradients."""
+WATCHES = (
+    "* | stats",
+    "layer.out, attn.q, attn.context, moe.logits | tiles(3, rms); tiles(5, mean)",
+    "moe.topk_ids | counts",
+    "logits | topk(4)",
+    "tokens, logprob, moe.topk_weights, attn.k | full",
+    "layer.in | sample(7)",
+)
 ONE = {"megatron": LayoutText.parse("worker=megatron"), "dtensor": LayoutText.parse("worker=dtensor")}
 LAYOUTS = [
     "worker=megatron tp=2 sp",
@@ -53,7 +65,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> ProbeSpec:
         [f"policy.model_name={folder}", "policy.max_total_sequence_length=100", "policy.generation.max_new_tokens=8"],
     )
     prompt = PromptSpec(num_rows=4, is_unequal=True, length=61)
-    return ProbeSpec(config=config, prompt=prompt, has_backward=True, dump="*")
+    return ProbeSpec(config=config, prompt=prompt, has_backward=True, dump="*", watches=WATCHES)
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +88,7 @@ def test_routes_of_one_process_give_its_logits_in_another_layout(
     run_probe(replace(base, layout=layout, out=tmp_path, routes_from=alone.routes_to))
     assert alone.out is not None
     _assert_same(compare_folders(alone.out / RECORDS, tmp_path / RECORDS))
+    _assert_same_pictures(alone.out / TRACER, tmp_path / TRACER)
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
@@ -85,6 +98,7 @@ def test_routes_of_another_layout_give_its_logits_in_one_process(text: str, base
     alone = replace(base, layout=ONE[layout.worker or ""], out=tmp_path / "one", routes_from=routes)
     run_probe(alone)
     _assert_same(compare_folders(tmp_path / "many" / RECORDS, tmp_path / "one" / RECORDS))
+    _assert_same_pictures(tmp_path / "many" / TRACER, tmp_path / "one" / TRACER)
 
 
 def test_both_workers_agree_at_every_site(base: ProbeSpec, one: dict[str, ProbeSpec]) -> None:
@@ -94,6 +108,7 @@ def test_both_workers_agree_at_every_site(base: ProbeSpec, one: dict[str, ProbeS
     _assert_same(found)
     kinds = {result.site.kind for result in found.sites}
     assert kinds == set(SiteKind), sorted(set(SiteKind) - kinds)
+    _assert_same_pictures(megatron / TRACER, dtensor / TRACER)
 
 
 def test_a_forward_pass_alone_is_a_complete_recording(base: ProbeSpec, tmp_path: Path) -> None:
@@ -117,6 +132,18 @@ def test_other_weights_differ_from_the_embedding_on(base: ProbeSpec, one: dict[s
     found = compare_folders(alone / RECORDS, tmp_path / RECORDS)
     assert found.verdict is Verdict.MISMATCH
     assert found.first is not None and found.first.result.site.kind is SiteKind.EMBED
+
+
+def _assert_same_pictures(one: Path, other: Path) -> None:
+    """The same frames of the same tokens, with the same numbers."""
+    (ours, our_tables), (theirs, their_tables) = frames_of(one), frames_of(other)
+    apart = differences(ours, theirs)
+    limits = {name: TRACED_BACKWARD if "backward" in name[1] or "grad" in name[1] else TRACED for name in apart}
+    assert not {name: found for name, found in apart.items() if found > limits[name]}
+    of_tokens = {name for name, frame in ours.items() if frame.table is not None}
+    assert {name[2] for name in of_tokens} == {"tiles(3, rms)", "tiles(5, mean)", "topk(4)", "full", "sample(7)"}
+    for name in of_tokens:
+        assert tokens_of(ours[name], our_tables) == tokens_of(theirs[name], their_tables), name
 
 
 def _assert_same(found: Comparison) -> None:

@@ -106,6 +106,9 @@ FLAGS = {
     },
     "benchmarks/grpo_step.py": {"--help", "--json", "--steps", "--rows", "--model", "--only"},
     "examples/make_starter.py": {"--help", "--out", "--task", "--experts", "--seed", "--threads"},
+    "examples/make_trait_vector.py": {
+        *("--help", "--with", "--without", "--model", "--out", "--tokens", "--batch", "--threads"),
+    },
 }
 """A new flag is a change to this list; settings of a run belong into the recipe."""
 
@@ -130,6 +133,7 @@ def test_the_wall_clock_is_written_down_and_never_waited_for() -> None:
         "nemo_rl/data_plane/ledger/event_log.py",
         "nemo_rl/utils/trackers/mlflow.py",
         "nemo_rl/utils/r3_trace_file.py",
+        "nemo_rl/tracer/store.py",
     }
     clocks = {"time.time", "time.time_ns", "datetime.now", "datetime.datetime.now", "datetime.utcnow"}
     found = {name_of(path) for path in LIBRARY for name, _ in calls(path) if name in clocks}

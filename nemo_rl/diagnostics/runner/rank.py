@@ -25,11 +25,12 @@ from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import WorkerError
 from nemo_rl.models.policy.recording.recording import RecordSpec
 from nemo_rl.models.policy.routes.worker_replay import ROUTES, WorkerReplay
+from nemo_rl.models.policy.tracing.tracing import TraceSpec
 from nemo_rl.models.policy.workers.compose import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.routes.shape import RouteShape
 
-__all__ = ["RankResult", "RankWork", "probe_rank"]
+__all__ = ["STEP", "RankResult", "RankWork", "probe_rank"]
 
 STEP = 0
 """Of the records."""
@@ -49,6 +50,9 @@ class RankWork:
     model: Mapping[str, object] = field(default_factory=dict)
     """What a file of routes says of the model that made it."""
     record: RecordSpec | None = None
+    trace: TraceSpec | None = None
+    watches: tuple[str, ...] = ()
+    """What the hub of `trace` is shown."""
     routes_from: Path | None = None
     routes_to: Path | None = None
     use_gpu: bool = False
@@ -83,6 +87,7 @@ def probe_rank(spec: RankSpec, work: RankWork) -> RankResult:
         part = batch.select_indices(mine)
         if work.record is not None:
             worker.begin_recording(STEP)
+        worker.begin_tracing(STEP, work.watches, work.rows.keys)
         logprobs_NT = _logprobs(work, worker, part, own, mine)
         top_k = _top_k(work, worker, part, mine)
         loss = grad_norm = None
@@ -90,6 +95,7 @@ def probe_rank(spec: RankSpec, work: RankWork) -> RankResult:
             trained = worker.train(part, NLLLoss(), plan=own)
             [loss], [grad_norm] = trained.loss, trained.grad_norm
         worker.end_recording()
+        worker.end_tracing()
     return RankResult(
         logprobs=tuple(tuple(logprobs_NT[number, : len(row)].tolist()) for number, row in enumerate(work.rows.ids)),
         loss=loss,
@@ -116,6 +122,7 @@ def _worker(spec: RankSpec, work: RankWork) -> Iterator[PolicyWorker]:
         device=str(device),
         layout=work.layout,
         record=work.record,
+        trace=work.trace,
     )
     try:
         yield worker

@@ -10,19 +10,20 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from nemo_rl.algorithms.run_folder import TRACER
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.diagnostics.local_job import quiet_libraries, run_job
 from nemo_rl.diagnostics.runner.layout_text import LayoutText, smallest_world
 from nemo_rl.diagnostics.runner.prompts import PromptSpec, Rows, make_rows
-from nemo_rl.diagnostics.runner.rank import RankResult, RankWork, probe_rank
+from nemo_rl.diagnostics.runner.rank import STEP, RankResult, RankWork, probe_rank
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.worker_pass import WorkerPass
@@ -31,8 +32,12 @@ from nemo_rl.models.hub import local_folders
 from nemo_rl.models.loading import load_model_config
 from nemo_rl.models.policy.fit import check_policy_fits
 from nemo_rl.models.policy.recording.identity import model_identity, record_spec
+from nemo_rl.models.policy.tracing.tracing import TraceSpec
 from nemo_rl.records.reader import read_folder
 from nemo_rl.records.selector import Selector
+from nemo_rl.tracer.job import open_job
+from nemo_rl.tracer.process import HubSpec
+from nemo_rl.tracer.watch import Plan
 from nemo_rl.utils.files import write_text
 
 __all__ = ["RECORDS", "RESULT", "ProbeResult", "ProbeSpec", "run_probe"]
@@ -40,6 +45,10 @@ __all__ = ["RECORDS", "RESULT", "ProbeResult", "ProbeSpec", "run_probe"]
 RECORDS, RESULT = "records", "result.json"
 """In the folder of a probe."""
 RANDOM = "random:"
+PROBE = "probe"
+"""Name of the run for the tracer."""
+TRACE_BYTES = 256 << 20
+"""Of frames that may wait in each rank: a probe is short, and may show much."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +64,8 @@ class ProbeSpec:
     top_k: int = 0
     dump: str | None = None
     """Sites to record, under `out`."""
+    watches: tuple[str, ...] = ()
+    """What is shown to a tracer's hub, which writes it to `tracer/` under `out`."""
     out: Path | None = None
     """Folder of the result and the records."""
     routes_to: Path | None = None
@@ -143,6 +154,9 @@ def run_probe(spec: ProbeSpec, environment: Mapping[str, str] = os.environ) -> P
         Selector.parse(spec.dump)
         if spec.out is None:
             raise UserError("a dump needs a folder for its records: give --out DIR")
+    plan = Plan.parse(spec.watches)
+    if spec.watches and (spec.out is None or "RANK" in environment):
+        raise UserError("what is watched is written by a hub of this process: give --out DIR, without torchrun")
     if spec.routes_from is not None and spec.routes_to is not None:
         raise UserError("routes are recorded or replayed, not both: give one file")
     with _weights(local_folders(spec.config.policy), spec) as (weighted, weights):
@@ -158,7 +172,8 @@ def run_probe(spec: ProbeSpec, environment: Mapping[str, str] = os.environ) -> P
                 found = probe_rank(rank, work)
         else:
             rank = RankSpec(rank=0, world_size=1)
-            found = run_job(world_size, probe_rank, work, timeout_s=spec.timeout_s)[0]  # type: ignore[assignment]
+            with _traced(work, spec, plan) as traced:
+                found = run_job(world_size, probe_rank, traced, timeout_s=spec.timeout_s)[0]  # type: ignore[assignment]
     result = ProbeResult(
         rows=rows,
         texts=texts,
@@ -225,6 +240,28 @@ def _work(policy: PolicyConfig, spec: ProbeSpec, rows: Rows, world_size: int, *,
         use_gpu=spec.config.cluster.gpus_per_node > 0,
         timeout_s=min(spec.config.cluster.collective_timeout_s, spec.timeout_s),
     )
+
+
+@contextmanager
+def _traced(work: RankWork, spec: ProbeSpec, plan: Plan) -> Iterator[RankWork]:
+    """The work with a hub to show it to, where something is watched."""
+    if not plan.watches or spec.out is None:
+        yield work
+        return
+    policy, layout = work.policy, work.layout
+    tokenizer = Path(policy.tokenizer.name or policy.model_name)
+    hub = HubSpec(folder=spec.out / TRACER, run=PROBE, watches=plan.texts, record=True, tokenizer=tokenizer)
+    facts = {
+        "name": spec.out.name,
+        "model": dict(work.model),
+        "layout": {"dp": layout.dp, "cp": layout.cp, "tp": layout.tp, "pp": layout.pp},
+        "tokenizer": str(tokenizer),
+        "unobserved": {},
+    }
+    with open_job(hub, facts) as job:
+        job.link.say({"type": "step", "step": STEP, "keys": list(work.rows.keys)})
+        trace = TraceSpec(address=job.address, run=PROBE, memory_bytes=TRACE_BYTES)
+        yield replace(work, trace=trace, watches=plan.texts)
 
 
 @contextmanager

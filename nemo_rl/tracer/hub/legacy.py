@@ -58,14 +58,10 @@ class LegacyViewer(Viewer):
         """Sends a message of this protocol."""
         super().message(dump(message))
 
-    def stats(self) -> str:
-        """Not of this protocol; the start again, which changes nothing."""
-        return dump(self._start())
-
     def ask(self, request: LegacyRequest) -> None:
         """Shows this from now on."""
-        self._request, self._started = request, None
-        self._tell_start()
+        self._request, self._started = request, dump(self._start())
+        super().message(self._started)
 
     def frame(self, kept: Kept) -> None:
         """Takes frames that were asked for."""
@@ -81,6 +77,9 @@ class LegacyViewer(Viewer):
                 return flag
         return None
 
+    async def _send_stats(self) -> None:
+        """Not of this protocol."""
+
     async def _send_frame(self, kept: Kept, has: OrderedDict[tuple[str, str], None]) -> None:
         flag = self._flag(kept)
         if flag is None or kept.table is None:
@@ -95,20 +94,16 @@ class LegacyViewer(Viewer):
         together = np.concatenate([self._last[each] for each in _kinds(flag) if each in self._last], axis=-1)
         self._last = {}
         self._shape = (together.shape[0], together.shape[1])
-        self._tell_start()
+        if (start := dump(self._start())) != self._started:
+            # Known better now, and before the numbers.
+            self._started = start
+            await self._send(start)
         if together.size > MAX_NUMBERS:
             text = f"{flag.flag}: {together.size} numbers are more than {MAX_NUMBERS}; choose a smaller compressor"
-            self.say({"type": "error", "text": text})
+            await self._send(dump({"type": "error", "text": text}))
             return
         await self._send(await asyncio.to_thread(_update, flag, kept.where.site.layer or 0, together))
         self.num_sent += 1
-
-    def _tell_start(self) -> None:
-        """When it is asked for, and when it is known better."""
-        text = dump(self._start())
-        if text != self._started:
-            self._started = text
-            super().message(text)
 
     def _start(self) -> Mapping[str, object]:
         models = [facts.model for facts in self._hub.runs.values()]

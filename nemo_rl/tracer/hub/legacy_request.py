@@ -95,7 +95,7 @@ def _tiles(flag: str, options: Mapping[str, Any]) -> Tiles:
     tiles, methods = options.get("tiles", NUM_TILES), []
     for name in ("method", "method_one_rank"):
         method = options.get(name, "data.mean(dim=-1)")
-        if method not in METHODS:
+        if not isinstance(method, str) or method not in METHODS:
             raise BadMessage(
                 f"{flag}: {name}: expected one of these texts: {'; '.join(METHODS)}; got {shorten(str(method))!r}",
                 ErrorCode.BAD_WATCH,

@@ -46,8 +46,10 @@ HEADERS: Mapping[str, str] = {
 class Pages:
     """The files of a folder, below it too."""
 
-    def __init__(self, folder: Path = FOLDER) -> None:
-        files = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix in CONTENT_TYPES)
+    def __init__(self, folder: Path | None = None) -> None:
+        folder = folder or FOLDER
+        found = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink())
+        files = [path for path in found if path.suffix in CONTENT_TYPES]
         self._files = {f"/{path.relative_to(folder).as_posix()}": path.read_bytes() for path in files}
         if f"/{INDEX}" in self._files:
             self._files["/"] = self._files[f"/{INDEX}"]

@@ -19,6 +19,9 @@ __all__ = ["Ranks"]
 
 logger = logging.getLogger(__name__)
 
+MAX_TOLD = 1000
+"""Problems that are told; who has seen so many needs no more."""
+
 
 class Ranks:
     """The ranks of a job."""
@@ -79,7 +82,7 @@ class Ranks:
 
     def tell(self, run: str, rank: int, kind: str, text: str) -> None:
         """Tells a problem of a rank, once per kind."""
-        if (run, rank, kind) not in self._told:
+        if (run, rank, kind) not in self._told and len(self._told) < MAX_TOLD:
             self._told.add((run, rank, kind))
             self._hub.problem(text)
 

@@ -99,16 +99,19 @@ class HubServer:
         origins: Sequence[str] = (),
         tokenizer: Path | None = None,
         has_legacy: bool = False,
+        handshake_s: float = HANDSHAKE_S,
     ) -> None:
         """Args:
         port: 0: any that is free.
         origins: of pages, beside the hub's own, from which a browser may connect, such as `http://host:8080`.
         tokenizer: folder with `tokenizer.json`.
         has_legacy: whether the compatibility endpoint is there.
+        handshake_s: for the request of a new connection, and then for its hello.
         """
         self.hub, self.host, self.port = hub, host, port
         self.ranks = Ranks(hub, tokenizer=tokenizer)
         self.sessions = Sessions(hub, self.ranks, tokens)
+        self._handshake_s = handshake_s
         self._tokens, self._has_legacy = tokens, has_legacy
         self._origins, self._pages = frozenset(origins), Pages()
         self._gate = Gate(hub.limits.max_waiting)
@@ -127,7 +130,7 @@ class HubServer:
             process_request=self._answer,
             # A class by its type, but any factory by its meaning.
             create_connection=cast(type[ServerConnection], partial(GatedConnection, self._gate)),
-            open_timeout=HANDSHAKE_S,
+            open_timeout=self._handshake_s,
             ping_interval=PING_S,
             ping_timeout=max(PONG_S, limits.slow_viewer_s),
             close_timeout=CLOSE_S,
@@ -183,7 +186,8 @@ class HubServer:
                 self._gate.leave(connection)
                 await serve_legacy(connection, self.hub, self.sessions)
                 return
-            known = await self.sessions.welcome(connection, frame_bytes=self.hub.limits.max_frame_bytes)
+            frame_bytes = self.hub.limits.max_frame_bytes
+            known = await self.sessions.welcome(connection, frame_bytes=frame_bytes, handshake_s=self._handshake_s)
             if known is not None:
                 self._gate.leave(connection)
                 await self.sessions.serve(connection, *known)

@@ -25,7 +25,7 @@ from nemo_rl.tracer.hub.hub import Hub
 from nemo_rl.tracer.hub.ranks import Ranks
 from nemo_rl.tracer.hub.viewer import Viewer
 from nemo_rl.tracer.hub.wire import BadMessage, dump, error_text, number, parse, text_field, texts_field
-from nemo_rl.tracer.protocol import HANDSHAKE_S, PROTOCOL_VERSION, ErrorCode, Role, RunState
+from nemo_rl.tracer.protocol import PROTOCOL_VERSION, ErrorCode, Role, RunState
 from nemo_rl.tracer.tokens import Tokens
 
 __all__ = ["Sessions"]
@@ -33,6 +33,8 @@ __all__ = ["Sessions"]
 MAX_BAD_MESSAGES = 16
 """A viewer that says more of what is not allowed is closed."""
 MAX_RANKS = 1 << 16
+REFUSE_S = 5.0
+"""For the last words to a peer that may take nothing."""
 MAX_LABEL = 200
 MAX_PROBLEM = 2000
 POLICY_VIOLATION = 1008
@@ -57,20 +59,23 @@ class Sessions:
         self._rank_connections: dict[tuple[str, int], ServerConnection] = {}
         self._driver: Viewer | None = None
 
-    async def welcome(self, connection: ServerConnection, *, frame_bytes: int) -> tuple[Role, dict[str, Any]] | None:
+    async def welcome(
+        self, connection: ServerConnection, *, frame_bytes: int, handshake_s: float
+    ) -> tuple[Role, dict[str, Any]] | None:
         """Who it is; None: it was told why not, and closed.
 
         Args:
             frame_bytes: that messages of ranks and the driver may have from now on.
+            handshake_s: for hello.
         """
         try:
-            async with asyncio.timeout(HANDSHAKE_S):
+            async with asyncio.timeout(handshake_s):
                 text = await connection.recv()
             if not isinstance(text, str):
                 raise BadMessage("expected hello as a text")
             role, hello = self._read_hello(text)
         except TimeoutError:
-            await refuse(connection, ErrorCode.UNAUTHORIZED, f"expected hello within {HANDSHAKE_S:g} s")
+            await refuse(connection, ErrorCode.UNAUTHORIZED, f"expected hello within {handshake_s:g} s")
         except BadMessage as error:
             await refuse(connection, error.code, str(error))
         else:
@@ -107,19 +112,23 @@ class Sessions:
 
     async def _serve_rank(self, connection: ServerConnection, hello: Mapping[str, Any]) -> None:
         run, world = text_field(hello, "run"), number(hello, "world", limit=MAX_RANKS)
-        rank = number(hello, "rank", limit=max(0, world - 1))
+        if not world:
+            raise BadMessage("world: expected at least 1")
+        rank = number(hello, "rank", limit=world - 1)
         await self._replace(self._rank_connections.get((run, rank)))
         self._rank_connections[run, rank] = connection
         self._ranks.connect(run, rank, world)
-        await connection.send(self._hub.welcome(Role.RANK))
+        has_said_goodbye = False
         try:
+            await connection.send(self._hub.welcome(Role.RANK))
             async for message in connection:
                 self._hear_rank(run, rank, message)
+            has_said_goodbye = True
         finally:
             if self._rank_connections.get((run, rank)) is connection:
                 del self._rank_connections[run, rank]
                 self._ranks.disconnect(run, rank)
-                if not self.has_finished:
+                if not self.has_finished and not has_said_goodbye:
                     self._hub.problem(f"rank {rank}: its connection ended; pictures lack its part")
 
     def _hear_rank(self, run: str, rank: int, message: str | bytes) -> None:
@@ -308,7 +317,7 @@ class Sessions:
 async def refuse(connection: ServerConnection, code: ErrorCode, text: str) -> None:
     """Says why, and closes."""
     with suppress(ConnectionClosed):
-        async with asyncio.timeout(HANDSHAKE_S):
+        async with asyncio.timeout(REFUSE_S):
             await connection.send(error_text(code, text))
     await connection.close(POLICY_VIOLATION, code.value)
 

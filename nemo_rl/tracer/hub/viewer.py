@@ -103,19 +103,13 @@ class Viewer:
                     continue
                 if self._told_dropped != self.num_dropped:
                     self._told_dropped = self.num_dropped
-                    await self._send(self.stats())
+                    await self._send_stats()
                 if self._queue:
                     await self._send_next()
                 if self._replays and not self._is_stalled:
                     await self._replay_next()
         if self._is_stalled:
             await self._close_slow()
-
-    def stats(self) -> str:
-        """The `stats` message."""
-        return dump(
-            {"type": "stats", "sent": self.num_sent, "dropped": self.num_dropped, "queued": len(self._queue)},
-        )
 
     def _put(self, item: str | Kept) -> int:
         self._next += 1
@@ -156,6 +150,10 @@ class Viewer:
         """Of a place that has several waiting frames, else of all."""
         several = [held[0] for held in self._of_place.values() if len(held) > 1]
         return min(several or [held[0] for held in self._of_place.values()])
+
+    async def _send_stats(self) -> None:
+        counts = {"sent": self.num_sent, "dropped": self.num_dropped, "queued": len(self._queue)}
+        await self._send(dump({"type": "stats", **counts}))
 
     async def _send_next(self) -> None:
         item = self._take(next(iter(self._queue)))

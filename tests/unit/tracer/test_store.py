@@ -174,13 +174,23 @@ def test_a_table_that_comes_again_unchanged_is_written_once(tmp_path):
     assert found == [(1, 3), (2, 3), (1, 4)]
 
 
-def test_an_entry_that_cannot_fit_is_refused_and_the_next_is_written(tmp_path):
+def test_an_entry_that_cannot_fit_is_left_out_and_the_next_is_written(tmp_path):
     with StreamWriter(tmp_path, 64 << 10) as writer:
-        with pytest.raises(RecordingError, match="does not fit into 65536 bytes"):
+        for _ in range(2):
             writer.frame(token_frame(1, num_tokens=10_000).encode())
         writer.frame(stats_frame(2).encode())
-        assert writer.num_lost == 1
-    assert bodies(tmp_path)[0] == [stats_frame(2).encode()]
+        assert writer.num_lost == 2
+    problem, frame = StreamReader(tmp_path).entries()
+    assert problem.message()["type"] == "problem" and "does not fit into 65536 bytes" in problem.message()["text"]
+    assert frame.body == stats_frame(2).encode()
+
+
+def test_frames_of_a_step_come_with_a_table_of_an_earlier_step(tmp_path):
+    with StreamWriter(tmp_path, BIG) as writer:
+        for frame in (token_table(1), token_frame(1), token_table(1, name="other"), token_frame(2), token_frame(2)):
+            writer.frame(frame.encode())
+    found = [entry.frame() for entry in StreamReader(tmp_path).at_step(2)]
+    assert [each.name if isinstance(each, Table) else each.table for each in found] == ["t", "t", "t"]
 
 
 def test_steps_are_found_and_read_alone(tmp_path):

@@ -65,6 +65,13 @@ class TraceSink:
         """As in `SiteSink`."""
         if not sight.is_first:
             return
+        try:
+            self._show(sight)
+        except Exception as error:  # noqa: BLE001 - what looks on must not end what it looks at
+            place = sight.place
+            self._on_problem(f"{place.kind.value}, layer {place.layer}: {type(error).__name__}: {error}")
+
+    def _show(self, sight: Sight) -> None:
         reducers = self._reducers_of(sight.place)
         whole = [reducer for reducer in reducers if not isinstance(reducer, PerToken)]
         if whole:
@@ -166,7 +173,7 @@ class TraceSink:
 
 def _two_dim(tokens: torch.Tensor) -> torch.Tensor:
     """`[R, F]`; one number per token is one feature."""
-    return tokens.detach().reshape(len(tokens), -1) if tokens.dim() != 1 else tokens.detach()[:, None]
+    return tokens.detach().flatten(1) if tokens.dim() > 1 else tokens.detach()[:, None]
 
 
 def _span(split: Split | None, num_features: int) -> Span:

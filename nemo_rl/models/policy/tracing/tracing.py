@@ -96,7 +96,7 @@ class SiteTracing:
         self._vectors = Vectors(spec.artifacts)
         self._step: TracedStep | None = None
         self._problems: set[str] = set()
-        self._link = HubLink(
+        self.link = HubLink(
             spec.address,
             Role.RANK,
             hello={
@@ -112,7 +112,7 @@ class SiteTracing:
         """As in `Tracing`."""
         plan = Plan.parse(watches)
         self._step = TracedStep(run=self._spec.run, number=step, plan=plan, keys=frozenset(keys))
-        self._link.open()
+        self.link.open()
 
     def end(self) -> None:
         """As in `Tracing`."""
@@ -121,18 +121,18 @@ class SiteTracing:
     def close(self) -> None:
         """As in `Tracing`."""
         self.end()
-        self._link.close(timeout_s=CLOSE_S)
+        self.link.close(timeout_s=CLOSE_S)
 
     def begin_call(self, phase: WorkerPass) -> SiteSink | None:
         """As in `Onlooker`."""
         step = self._step
         if step is None or not step.plan.is_due(phase.value, step.number):
             return None
-        self._link.say({"type": "begin", "step": step.number, "phase": phase.value})
+        self.link.say({"type": "begin", "step": step.number, "phase": phase.value})
         return TraceSink(
             step,
             phase=phase.value,
-            link=self._link,
+            link=self.link,
             rank=self._rank,
             axes=self._axes,
             vectors=self._vectors,
@@ -142,12 +142,12 @@ class SiteTracing:
     def end_call(self, phase: WorkerPass) -> None:
         """As in `Onlooker`."""
         if self._step is not None:
-            counts = {"sent": self._link.sent, "dropped": self._link.dropped}
-            self._link.say({"type": "end", "step": self._step.number, "phase": phase.value, **counts})
+            counts = {"sent": self.link.sent, "dropped": self.link.dropped}
+            self.link.say({"type": "end", "step": self._step.number, "phase": phase.value, **counts})
 
     def _report(self, text: str) -> None:
         """Once for each problem."""
         if text not in self._problems:
             self._problems.add(text)
             logger.warning("tracer: %s", text)
-            self._link.say({"type": "problem", "text": text})
+            self.link.say({"type": "problem", "text": text})

@@ -1,0 +1,236 @@
+"""`nemo-rl trace watch`: looks on at a running job from a terminal, and records it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from nemo_rl.errors import NemoRLError, UserError
+from nemo_rl.tracer.client import HubGone, LiveClient
+from nemo_rl.tracer.frame import BadFrame, Frame, decode
+from nemo_rl.tracer.process import HUB_FILE
+from nemo_rl.tracer.protocol import Role, RunState
+from nemo_rl.tracer.readings import Reading
+from nemo_rl.tracer.reducer import Stats
+from nemo_rl.tracer.store import StreamWriter
+from nemo_rl.tracer.stream_reader import RECORDING_FOLDER
+from nemo_rl.tracer.tokens import read_token, token_path
+from nemo_rl.utils import interrupt
+from nemo_rl.utils.console import make_console
+from nemo_rl.utils.plain_text import printable
+
+__all__ = ["Printer", "watch"]
+
+SHOWN = 300
+"""Characters of a text that somebody else wrote."""
+POLL_S = 1.0
+"""Between looks at whether it is over."""
+DRAIN_S = 10.0
+"""For what a hub still sends after its run has ended."""
+QUIET_S = 0.3
+"""Without a word, of such a hub, which then has nothing more."""
+RECORD_BYTES = 10 << 30
+MAX_HUB_FILE = 65_536
+
+
+def watch(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="log folder of a run that is on (logger.log_dir)")],
+    watches: Annotated[
+        list[str] | None,
+        typer.Option("--watch", metavar="WATCH", help="look at this instead, such as 'layer.out | stats'; repeatable"),
+    ] = None,
+    takeover: Annotated[bool, typer.Option("--takeover", help="with --watch: in place of another controller")] = False,
+    to: Annotated[Path | None, typer.Option("--to", metavar="FOLDER", help="record all that comes")] = None,
+    steps: Annotated[int | None, typer.Option("--steps", min=1, help="end after so many steps")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object per line")] = False,
+) -> None:
+    """Prints the stats of what is watched, as they come, until the job ends. Exit code: 0, 1 the job is gone, 2
+    usage."""
+    if takeover and not watches:
+        raise UserError("--takeover: expected --watch, too: without it nothing is changed, and any viewer may look on")
+    interrupt.install()
+    printer = Printer(make_console(), as_json=as_json)
+    try:
+        address, folder = _find_hub(run)
+        role = Role.CONTROLLER if watches else Role.VIEWER
+        token = read_token(token_path(folder, role.value))
+        with (
+            LiveClient.connect(address, token, role=role, takeover=takeover) as client,
+            nullcontext() if to is None else StreamWriter(to, RECORD_BYTES) as writer,
+        ):
+            session = _Session(printer, writer, num_steps=steps)
+            session.begin(client.welcome)
+            if watches:
+                session.take_message(client.watch(watches))
+            session.follow(client)
+    except KeyboardInterrupt:
+        printer.say("stopped")
+    printer.sum_up()
+
+
+class Printer:
+    """Lines of frames and messages, for people or as JSON."""
+
+    def __init__(self, console: Console, *, as_json: bool) -> None:
+        self.num_frames = self.num_stats = 0
+        self._console, self._as_json = console, as_json
+
+    def say(self, text: str) -> None:
+        """A line for people alone."""
+        if not self._as_json:
+            self._console.print(printable(text, limit=SHOWN))
+
+    def frame(self, frame: Frame) -> None:
+        """A line, if it is one of stats."""
+        self.num_frames += 1
+        if not isinstance(frame.where.reducer, Stats):
+            return
+        self.num_stats += 1
+        reading = Reading.of(frame)
+        if self._as_json:
+            self._console.print(json.dumps(reading.as_record()), soft_wrap=True)
+        else:
+            self._console.print(printable(reading.text, limit=SHOWN))
+
+    def message(self, said: Mapping[str, Any]) -> None:
+        """A line, if it says something that a person waits for."""
+        kind = said.get("type")
+        if kind == "problem":
+            self.say(f"problem: {said.get('text')}")
+        elif kind == "mark":
+            self.say(f"mark at step {said.get('step')}: {said.get('label')}")
+        elif kind == "plan":
+            since = said.get("effective_step")
+            when = "from the next step on" if since is None else f"since step {since}"
+            self.say(f"watched {when}: {', '.join(map(str, said.get('watches') or ())) or 'nothing'}")
+        elif kind == "demoted":
+            self.say("another controller has taken over; looking on")
+
+    def sum_up(self) -> None:
+        """The last line."""
+        self.say(f"{self.num_frames} frames, {self.num_stats} of stats")
+
+
+@dataclass(slots=True)
+class _Session:
+    """From the welcome to the end of the job, or of the steps that were asked for."""
+
+    printer: Printer
+    writer: StreamWriter | None
+    num_steps: int | None
+    states: dict[str, str] = field(default_factory=dict)
+    """Of runs."""
+    texts: dict[str, str] = field(default_factory=dict)
+    """How they ended; what is known of their NaN."""
+    known_step: int = -1
+    """Newest at the beginning: what comes of it may lack its first frames, so that it does not count."""
+    steps: set[int] = field(default_factory=set)
+
+    def begin(self, welcome: Mapping[str, Any]) -> None:
+        """Records and shows what was known already."""
+        runs = [run for run in welcome.get("runs") or () if isinstance(run, Mapping)]
+        for run in runs:
+            self.take_message({**run, "type": "run"})
+            if type(step := run.get("step")) is int:
+                self.known_step = max(self.known_step, step)
+        plan = {name: welcome.get(name) for name in ("watches", "digest", "effective_step")}
+        self.take_message({"type": "plan", **plan})
+
+    def follow(self, client: LiveClient) -> None:
+        """Until it is over.
+
+        Raises:
+            HubGone: the job went without a word.
+        """
+        for received in self._received(client):
+            if isinstance(received, bytes):
+                self.take_frame(received)
+            else:
+                self.take_message(received)
+            if self.num_steps is not None and len(self.steps) > self.num_steps:
+                return
+
+    def _received(self, client: LiveClient) -> Iterator[bytes | dict[str, Any]]:
+        until: float | None = None
+        while until is None or monotonic() < until:
+            try:
+                received = client.receive(timeout_s=POLL_S if until is None else QUIET_S)
+            except HubGone:
+                if self._is_over():
+                    break
+                raise
+            if received is not None:
+                yield received
+            elif until is not None:
+                break
+            if until is None and self._is_over():
+                until = monotonic() + DRAIN_S
+        if RunState.LOST in self.states.values():
+            raise HubGone("the job is lost: it ended without a word")
+
+    def _is_over(self) -> bool:
+        return bool(self.states) and RunState.RUNNING not in self.states.values()
+
+    def take_frame(self, encoded: bytes) -> None:
+        try:
+            found = decode(encoded)
+            if isinstance(found, Frame):
+                if found.where.step > self.known_step:
+                    self.steps.add(found.where.step)
+                # The first frame of a step too many says that the others are whole.
+                if self.num_steps is not None and len(self.steps) > self.num_steps:
+                    return
+                self.printer.frame(found)
+        except BadFrame as error:
+            raise NemoRLError(f"the hub sent what is no frame: {error}; is it of another version?") from error
+        if self.writer is not None:
+            self.writer.frame(encoded)
+
+    def take_message(self, said: dict[str, Any]) -> None:
+        if said.get("type") == "run":
+            self._take_run(said)
+        else:
+            self.printer.message(said)
+        if self.writer is not None and said.get("type") not in ("stats", "done", "demoted"):
+            self.writer.message(said)
+
+    def _take_run(self, said: Mapping[str, Any]) -> None:
+        run, state = str(said.get("run")), str(said.get("state"))
+        if self.states.get(run) != state:
+            self.states[run] = state
+            text = f": {said['text']}" if said.get("text") else ""
+            self.printer.say(f"run {run} ({said.get('name') or 'no name'}) {state}{text}")
+        first = said.get("first_non_finite")
+        if isinstance(first, Mapping) and self.texts.get(run) != (text := str(first.get("text"))):
+            self.texts[run] = text
+            self.printer.say(f"first NaN or inf: {text}")
+
+
+def _find_hub(run: Path) -> tuple[str, Path]:
+    """Address of the hub and folder of its tokens.
+
+    Raises:
+        UserError: no hub has written where it is.
+    """
+    for folder in (run, run / RECORDING_FOLDER):
+        path = folder / HUB_FILE
+        if not path.is_file():
+            continue
+        try:
+            with path.open(encoding="utf-8") as file:
+                return str(json.loads(file.read(MAX_HUB_FILE))["address"]), folder
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path}: expected JSON with the address of a hub: {error}") from error
+    raise UserError(
+        f"{run}: expected the log folder of a run that is on and is traced ({RECORDING_FOLDER}/{HUB_FILE}), found "
+        f"none; has it ended, or does its recipe lack diagnostics.tracer.enabled: true? `nemo-rl trace ls {run}` reads "
+        f"its recording"
+    )
