@@ -98,7 +98,7 @@ export class BandsView {
         points.push(normPoint(step, frame.values[0]));
         continue;
       }
-      const stats = statsOf(frame.values);
+      const stats = (frame.stats ??= statsOf(frame.values));
       let [low, middle, high] = [stats.mean - stats.std, stats.mean, stats.mean + stats.std];
       const counts = isQuartiles && this.app.store.frame(run, step, { ...histogram, update: chosen.update }, place.text);
       if (isQuartiles) [low, middle, high] = counts ? quantiles(counts.values, bins.edges, [0.25, 0.5, 0.75]) : [NaN, NaN, NaN];
@@ -152,7 +152,7 @@ export class BandsView {
       plot.line(points.filter(({ stats }) => Number.isFinite(stats.rms)).map(({ step, stats }) => [step, stats.rms]), seriesColour(side), 1, [3, 3]);
       plot.line(points.map(({ step, middle, stats }) => [step, stats.nan > 0 ? NaN : stats.posinf + stats.neginf > 0 ? Infinity : middle]), seriesColour(side), 1.8);
     });
-    plot.cursor(this.app.step);
+    plot.cursor(this.app.step, this.app.marks);
     const last = series[0].at(-1);
     chart.canvas.setAttribute("aria-label", last ? `${chart.place.text} at step ${last.step}: mean ${short(last.stats.mean)}, rms ${short(last.stats.rms)}, from ${short(last.stats.min)} to ${short(last.stats.max)}` : chart.place.text);
   }

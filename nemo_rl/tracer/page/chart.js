@@ -1,7 +1,7 @@
 /** Canvases that are sharp on every screen, axes and lines. */
 
 import { NOT_FINITE } from "./color.js";
-import { tick } from "./format.js";
+import { clip, tick } from "./format.js";
 
 export const FONT = "11px ui-sans-serif, system-ui, sans-serif";
 export const MONO = "12px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace";
@@ -172,13 +172,28 @@ export class Plot {
     context.globalAlpha = 1;
   }
 
-  /** Where the step is that is shown. */
-  cursor(step) {
+  /** Where the step is that is shown, and where somebody has set marks. */
+  cursor(step, marks = []) {
+    for (const mark of marks.filter((one) => one.step >= this.x0 && one.step <= this.x1)) this.mark(mark);
     if (step < this.x0 || step > this.x1) return;
     this.context.strokeStyle = ink("accent");
     this.context.lineWidth = 1;
     const x = Math.round(this.x(step)) + 0.5;
     stroke(this.context, [[x, this.box.top], [x, this.box.bottom]]);
+  }
+
+  mark({ step, label }) {
+    const { context, box } = this;
+    const x = Math.round(this.x(step)) + 0.5;
+    context.strokeStyle = ink("muted");
+    context.fillStyle = ink("muted");
+    context.setLineDash([2, 3]);
+    stroke(context, [[x, box.top], [x, box.bottom]]);
+    context.setLineDash([]);
+    context.font = FONT;
+    context.textBaseline = "top";
+    context.textAlign = x > (box.left + box.right) / 2 ? "right" : "left";
+    context.fillText(clip(label, 24), x + (context.textAlign === "right" ? -4 : 4), box.top);
   }
 }
 

@@ -77,7 +77,7 @@ export class ExpertsView {
     this.sides.forEach((side, i) => this.paintSide(side, i));
     const ends = this.isCount ? undefined : ["0", "even", `${short(this.scale.most)}×`];
     const missing = this.loads.flat().includes(undefined);
-    drawLegend(this.legend, this.scale, { missing, ends }, Math.min(520, this.body.clientWidth), 34);
+    drawLegend(this.legend, this.scale, { missing, ends }, Math.min(520, this.body.clientWidth - 24), 34);
     this.paintLines();
   }
 
@@ -170,7 +170,7 @@ export class ExpertsView {
       context.fillStyle = this.even.length > 1 ? ink("muted") : lineColour(row, this.places.length);
       context.fillText(this.places[row].label, width - RIGHT + 8, y);
     }
-    this.plot.cursor(this.app.step);
+    this.plot.cursor(this.app.step, this.app.marks);
   }
 
   stepAt(event) {

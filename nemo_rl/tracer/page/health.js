@@ -1,7 +1,7 @@
 /** View: what is wrong: NaN and infinities per step, what was dropped or is missing, what cannot be observed. */
 
 import { NOT_FINITE } from "./color.js";
-import { Plot, fit, ink } from "./chart.js";
+import { Plot, fit } from "./chart.js";
 import { h, say } from "./dom.js";
 import { clock, count, exact, whole } from "./format.js";
 import { siteText } from "./frame.js";
@@ -74,8 +74,7 @@ export class HealthView {
     for (const [step, number] of this.series) {
       if (number > 0) context.fillRect(plot.x(step) - size / 2, Math.min(plot.y(number), plot.box.bottom - 2), size, Math.max(2, plot.box.bottom - plot.y(number)));
     }
-    plot.cursor(this.app.step);
-    context.fillStyle = ink("muted");
+    plot.cursor(this.app.step, this.app.marks);
   }
 
   stepAt(event) {

@@ -236,7 +236,7 @@ function headOf(tokens) {
 export function drawLegend(canvas, scale, flags, width, height) {
   const context = fit(canvas, width, height);
   const table = colours(scale.isDiverging);
-  const barWidth = Math.min(260, width - 20);
+  const barWidth = Math.min(260, width * 0.5);
   for (let i = 0; i < barWidth; i++) {
     context.fillStyle = table[Math.round((255 * i) / barWidth)];
     context.fillRect(i, 4, 1.5, 10);

@@ -77,7 +77,7 @@ export class MetricsView {
     chart.plot = new Plot(context, { left: 50, top: 8, right: width - 8, bottom: HEIGHT - 20 }, [Math.min(...steps), Math.max(...steps)], values, this.isLog);
     chart.plot.axes(true);
     lines.forEach((line, side) => chart.plot.line(line, seriesColour(side), 1.6));
-    chart.plot.cursor(this.app.step);
+    chart.plot.cursor(this.app.step, this.app.marks);
     const at = lines.map((line) => short(line.findLast(([step]) => step <= this.app.step)?.[1]));
     say(chart.now, at.join("  |  "));
     chart.canvas.setAttribute("aria-label", `${name} over steps, now ${at.join(" and ")}`);
