@@ -62,6 +62,15 @@ $(VENV)/.mooncake: pyproject.toml constraints.txt $(VENV)/.dev
 	fi
 	touch $@
 
+# The page of the tracer is tested in a browser. Where we may not install one, its tests skip and say why.
+$(VENV)/.browser: $(VENV)/.mooncake
+	if ! command -v chromium chromium-browser google-chrome >/dev/null; then \
+	  as=; [ "$$(id -u)" = 0 ] || as='sudo -n'; \
+	  { $$as apt-get update --quiet && $$as apt-get install --quiet --yes --no-install-recommends chromium; } \
+	  || echo "Chromium could not be installed: the tests of the tracer's page skip"; \
+	fi
+	touch $@
+
 $(STARTER)/config.json: | $(VENV)/.base
 	$(BIN)/python examples/make_starter.py --out $(STARTER)
 
@@ -74,13 +83,13 @@ $(CHAIN_SUM_STARTER)/config.json: | $(VENV)/.dev
 demo: $(VENV)/.base $(STARTER)/config.json ## install, make the starter checkpoint, run GRPO on sorting digits
 	$(BIN)/python examples/run_grpo.py --config configs/grpo_sort_cpu.yaml $(RUN_ARGS)
 
-test: lint imports $(VENV)/.mooncake ## format, lint, types, import layers, tests
+test: lint imports $(VENV)/.browser ## format, lint, types, import layers, tests
 	$(BIN)/python tests/suite.py $(ARGS)
 
-test-fast: lint imports $(VENV)/.mooncake ## the same without the slow tests
+test-fast: lint imports $(VENV)/.browser ## the same without the slow tests
 	$(BIN)/python tests/suite.py --fast $(ARGS)
 
-test-full: lint imports $(VENV)/.mooncake ## the same with every store and layout
+test-full: lint imports $(VENV)/.browser ## the same with every store and layout
 	$(BIN)/python tests/suite.py --full $(ARGS)
 
 walk-docs: $(VENV)/.mooncake ## every command of README and docs, and every target, in a copy where nothing ran before

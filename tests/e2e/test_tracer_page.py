@@ -18,7 +18,9 @@ from tests.helpers.browser import Browser, chromium_path
 from tests.helpers.tracer_feed import Feed, PretendRun
 
 pytestmark = [
-    pytest.mark.skipif(not chromium_path(), reason="no Chromium is installed: chromium, chromium-browser, google-chrome"),
+    pytest.mark.skipif(
+        not chromium_path(), reason="no Chromium is installed: chromium, chromium-browser, google-chrome"
+    ),
     pytest.mark.timeout(120),
 ]
 IS_HERE = "count => window.tracer?.runs[0]?.steps.length >= count"
@@ -39,7 +41,9 @@ def feed(browser: Browser) -> Iterator[Feed]:
     with Feed() as feed:
         yield feed
         browser.close_pages()
-    hosts = {url.partition("//")[2].partition("/")[0] for url in browser.requests if not url.startswith(("blob:", "data:"))}
+    hosts = {
+        url.partition("//")[2].partition("/")[0] for url in browser.requests if not url.startswith(("blob:", "data:"))
+    }
     assert hosts <= {f"127.0.0.1:{feed.port}"}
     assert browser.complaints == []
 
@@ -109,7 +113,9 @@ def test_the_csv_holds_what_the_views_show(browser, feed):
     rows = [row for row in shown_numbers(page) if row["site"] == "layer.out[2]"]
     length = len(run.pieces[0])
     assert [row["token"] for row in rows[:3]] == ["Sort", "·these", "·numbers"]
-    assert np.array_equal(numbers([row["value"] for row in rows]), sent["layer.out[2]", "tiles(1, rms)"].payload[:length, 0])
+    assert np.array_equal(
+        numbers([row["value"] for row in rows]), sent["layer.out[2]", "tiles(1, rms)"].payload[:length, 0]
+    )
     page.keyboard.press("2")
     [row] = [row for row in shown_numbers(page) if row["site"] == "layer.out[2]"]
     stats = sent["layer.out[2]", "stats"].payload
@@ -376,7 +382,9 @@ def test_nothing_watched_yet_is_said_with_the_watch_that_helps(browser, feed):
     page.wait_for_function("() => window.tracer?.state === 'connected'")
     assert "Waiting for a run" in page.locator("main").text_content()
     feed.begin(PretendRun())
-    page.wait_for_function("() => document.querySelector('main').textContent.includes('Nothing is watched token by token')")
+    page.wait_for_function(
+        "() => document.querySelector('main').textContent.includes('Nothing is watched token by token')"
+    )
     page.get_by_role("button", name="Add it to the watches").click()
     assert page.locator(".watches textarea").last.input_value() == "layer.out | tiles(1, rms) | train"
 
@@ -387,7 +395,9 @@ def test_every_view_fits_the_screen_in_dark_and_light(browser, feed, tmp_path):
     for step in (1, 2):
         feed.step(run, step)
     page = opened(browser, feed, steps=2, width=390, color_scheme="dark", device_scale_factor=2)
-    ratio = page.evaluate("() => { const { width, clientWidth } = document.querySelector('canvas'); return width / clientWidth }")
+    ratio = page.evaluate(
+        "() => { const { width, clientWidth } = document.querySelector('canvas'); return width / clientWidth }"
+    )
     assert ratio == pytest.approx(2, abs=0.02)
     for scheme, width in (("dark", 390), ("light", 1280)):
         page.emulate_media(color_scheme=scheme)

@@ -17,6 +17,7 @@ from nemo_rl.config.schema_walk import iter_fields
 from nemo_rl.data_plane.schema import FIELDS, docs_table
 from nemo_rl.diagnostics.runner.layout_text import CHOICES, SIZES, SWITCHES
 from nemo_rl.records.sites import SiteKind
+from nemo_rl.tracer.reducer import REDUCERS
 from tests.repo import tree
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +41,7 @@ SUFFIXES = {".py", ".md", ".yaml", ".toml"}
 OUTSIDE = {
     # Files and folders of a run or a checkout.
     *("metrics.jsonl", "reward.log", "reward_curve.png", "training_info.json", "manifest.json", "latest", "step_N"),
+    "tracer/",
     # Values of settings, and words of the data plane that are strings in the code.
     *("sort", "noop", "math", "reasoning_gym", "transfer_queue", "train", "val", "reward", "answer"),
     # The package, an extra of pyproject.toml, torch's launcher.
@@ -85,7 +87,7 @@ def known_names() -> frozenset[str]:
         parts = key.split(".")
         names |= {".".join(parts[: end + 1]) for end in range(len(parts))} | {parts[-1]}
     layouts = {*SIZES, *SWITCHES, *(f"{name}={value}" for name, values in CHOICES.items() for value in values)}
-    return frozenset(names | set(FIELDS) | set(dir(builtins)) | OUTSIDE | set(SiteKind) | layouts)
+    return frozenset(names | set(FIELDS) | set(dir(builtins)) | OUTSIDE | set(SiteKind) | set(REDUCERS) | layouts)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
