@@ -20,7 +20,7 @@ from nemo_rl.tracer.protocol import RunState
 from nemo_rl.tracer.store import quiet_s, stream_files
 from nemo_rl.tracer.stream_reader import StreamReader
 
-__all__ = ["RecordingSummary", "RunSummary", "SiteSummary", "summarize"]
+__all__ = ["RecordingSummary", "RunSummary", "SiteKey", "SiteSummary", "summarize"]
 
 
 @dataclass(slots=True)
