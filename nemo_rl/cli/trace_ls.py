@@ -75,6 +75,10 @@ def _lines(summary: RecordingSummary) -> Iterator[str]:
     for run in summary.runs.values():
         yield ""
         yield from _run_lines(run, summary.age_s)
+    if summary.problems:
+        yield ""
+        yield "problems"
+        yield from (f"  {_plain(text)}" for text in summary.problems)
     if summary.watches:
         yield ""
         yield "watched"
@@ -169,6 +173,7 @@ def _record(summary: RecordingSummary) -> dict[str, object]:
         "torn": summary.num_torn,
         "unreadable": summary.num_unreadable,
         "watches": summary.watches,
+        "problems": summary.problems,
         "marks": [{"step": step, "label": label} for step, label in summary.marks],
         "runs": [_run_record(run) for run in summary.runs.values()],
     }
