@@ -15,13 +15,14 @@ import typer
 from rich.console import Console
 
 from nemo_rl.errors import UserError, name_some
+from nemo_rl.records.sites import execution_order
 from nemo_rl.tracer.entry import EntryKind
 from nemo_rl.tracer.frame import BadFrame, Frame
 from nemo_rl.tracer.non_finite import RUN_ORDER
 from nemo_rl.tracer.readings import Reading
 from nemo_rl.tracer.reducer import Stats
 from nemo_rl.tracer.stream_reader import StreamReader, find_recording
-from nemo_rl.tracer.summary import RecordingSummary, RunSummary, SiteSummary, summarize
+from nemo_rl.tracer.summary import RecordingSummary, RunSummary, SiteKey, SiteSummary, summarize
 from nemo_rl.utils.console import make_console
 from nemo_rl.utils.files import write_text
 from nemo_rl.utils.plain_text import printable
@@ -74,6 +75,10 @@ def _lines(summary: RecordingSummary) -> Iterator[str]:
     for run in summary.runs.values():
         yield ""
         yield from _run_lines(run, summary.age_s)
+    if summary.problems:
+        yield ""
+        yield "problems"
+        yield from (f"  {_plain(text)}" for text in summary.problems)
     if summary.watches:
         yield ""
         yield "watched"
@@ -102,13 +107,20 @@ def _run_lines(run: RunSummary, age_s: float) -> Iterator[str]:
         yield f"  unseen    {_plain(kind)}: {_plain(why)}"
     if run.sites:
         yield f"  {'site':<28} {'reducer':<20} {'frames':>7}  {'NaN, inf':>8}  steps; phases"
-    for (kind, direction, is_recomputed, reducer), found in sorted(run.sites.items()):
+    for (kind, direction, is_recomputed, reducer), found in _in_order(run):
         place = f"[{_ranges(found.layers)}]" if found.layers else ""
         way = ("" if direction == "forward" else f" {direction}") + (" recomputed" if is_recomputed else "")
         yield (
             f"  {kind.value + place + way:<28} {reducer:<20} {found.num_frames:>7}  {found.num_bad or '-':>8}  "
             f"{_ranges(found.steps)}; {_phases(found)}{_names(found)}"
         )
+
+
+def _in_order(run: RunSummary) -> list[tuple[SiteKey, SiteSummary]]:
+    """As a pass meets them."""
+    return sorted(
+        run.sites.items(), key=lambda item: (execution_order(item[0][0], None, item[0][1])[::2], *item[0][2:])
+    )
 
 
 def _state_detail(run: RunSummary, age_s: float) -> str:
@@ -161,6 +173,7 @@ def _record(summary: RecordingSummary) -> dict[str, object]:
         "torn": summary.num_torn,
         "unreadable": summary.num_unreadable,
         "watches": summary.watches,
+        "problems": summary.problems,
         "marks": [{"step": step, "label": label} for step, label in summary.marks],
         "runs": [_run_record(run) for run in summary.runs.values()],
     }
@@ -193,7 +206,7 @@ def _run_record(run: RunSummary) -> dict[str, object]:
                 "steps": sorted(found.steps),
                 "phases": sorted(found.phases),
             }
-            for (kind, direction, is_recomputed, reducer), found in sorted(run.sites.items())
+            for (kind, direction, is_recomputed, reducer), found in _in_order(run)
         ],
     }
 

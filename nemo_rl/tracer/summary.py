@@ -20,7 +20,7 @@ from nemo_rl.tracer.protocol import RunState
 from nemo_rl.tracer.store import quiet_s, stream_files
 from nemo_rl.tracer.stream_reader import StreamReader
 
-__all__ = ["RecordingSummary", "RunSummary", "SiteSummary", "summarize"]
+__all__ = ["RecordingSummary", "RunSummary", "SiteKey", "SiteSummary", "summarize"]
 
 
 @dataclass(slots=True)
@@ -114,6 +114,8 @@ class RecordingSummary:
     watches: list[str] = field(default_factory=list)
     marks: list[tuple[int | None, str]] = field(default_factory=list)
     """Step and label."""
+    problems: list[str] = field(default_factory=list)
+    """What the hub told to be wrong, each once."""
     num_entries: int = 0
     num_damaged: int = 0
     num_torn: int = 0
@@ -148,6 +150,8 @@ class RecordingSummary:
         elif kind == "mark":
             step = said.get("step")
             self.marks.append((step if type(step) is int else None, str(said.get("label", ""))))
+        elif kind == "problem" and (text := str(said.get("text"))) not in self.problems:
+            self.problems.append(text)
 
 
 def summarize(reader: StreamReader) -> RecordingSummary:

@@ -57,12 +57,15 @@ def test_dropped_frames_missing_ranks_and_damage_are_told(tmp_path: Path, capsys
         writer.message(RUN_MESSAGE)
         for layer in range(3):
             writer.frame(stats_frame(4, layer=layer, dropped=5, missing=(1, 3)).encode())
+        for _ in range(2):
+            writer.message({"type": "problem", "text": "rank 3: its connection ended"})
         writer.frame(stats_frame(5, dropped=2).encode())
     (path,) = stream_files(tmp_path).values()
     path.write_bytes(path.read_bytes()[:-1])
     shown = run(capsys, tmp_path)
     assert "dropped   5 frames by ranks, most in step 4, train" in shown
     assert "missing   rank 1 in 3 frames" in shown and "missing   rank 3 in 3 frames" in shown
+    assert shown.count("\n  rank 3: its connection ended\n") == 1
     assert "0 damaged stretches, 1 torn ends" in shown
     assert "state     running (no end is recorded)" in shown
 

@@ -112,9 +112,7 @@ class SiteObserver:
             self._show_selected(current, SiteKind.LOGPROB, logprobs_nt)
         if logprobs_nt.requires_grad and self._is_wanted(SiteKind.LOGPROB, way=Direction.BACKWARD):
             logprobs_nt.register_hook(
-                lambda grad: self._show_selected(
-                    current, SiteKind.LOGPROB, self._unscaled(grad), Direction.BACKWARD
-                )
+                lambda grad: self._show_selected(current, SiteKind.LOGPROB, self._unscaled(grad), Direction.BACKWARD)
             )
 
     def loss(self, micro: Microbatch, output: LossOutput) -> None:
