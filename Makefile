@@ -24,7 +24,7 @@ RUN_ARGS = $(if $(findstring checkpointing.resume=true,$(ARGS)),,logger.overwrit
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-fast test-full walk-docs lint types imports configs tree constraints learn-sort learn-sort-tp2 learn-sort-megatron learn-chain-sum learn-sort-moe same-numbers mutants resume-kills replay-draw chaos leaks stress-data-plane bench-step bench-data-plane bench-packing bench-router-replay gpu-wheels test-gpu clean
+.PHONY: help demo test test-fast test-full walk-docs lint types imports configs tree constraints learn-sort learn-sort-tp2 learn-sort-megatron learn-chain-sum learn-sort-moe same-numbers mutants resume-kills replay-draw chaos leaks stress-data-plane bench-step bench-data-plane bench-packing bench-router-replay bench-tracer watch-trait gpu-wheels test-gpu clean
 
 help:
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-22s %s\n", $$1, $$2}'
@@ -131,6 +131,11 @@ learn-sort-moe: $(VENV)/.base $(MOE_STARTER)/config.json ## learning run: the so
 	  $(BIN)/python examples/run_grpo.py --config configs/recipes/grpo_sort_moe_r3_$${worker}_cpu.yaml $(RUN_ARGS); \
 	done
 
+watch-trait: $(VENV)/.base $(STARTER)/config.json ## the sort demo with a trait of its hidden states on the tracer's page
+	$(BIN)/python examples/make_trait_vector.py --model $(STARTER) --with examples/trait/sorted.txt \
+	  --without examples/trait/unsorted.txt --out checkpoints/vectors/sorted.safetensors
+	$(BIN)/python examples/run_grpo.py --config configs/recipes/grpo_sort_trait_cpu.yaml $(RUN_ARGS)
+
 same-numbers: $(VENV)/.base $(STARTER)/config.json $(MOE_STARTER)/config.json ## six recipes at BASE=<revision> and here: every number equal to the last bit
 	$(BIN)/python -m tests.helpers.same_numbers --base $(BASE) $(ARGS)
 
@@ -163,6 +168,9 @@ bench-packing: $(VENV)/.base ## packing and balance over ranks, all algorithms; 
 
 bench-router-replay: $(VENV)/.base ## mismatch, overhead and bytes of router replay; writes results/bench_router_replay.json
 	$(BIN)/python benchmarks/router_replay.py --json results/bench_router_replay.json $(ARGS)
+
+bench-tracer: $(VENV)/.base ## what the live tracer costs a training step; writes results/bench_tracer.json
+	$(BIN)/python benchmarks/tracer.py --json results/bench_tracer.json $(ARGS)
 
 gpu-wheels: $(VENV)/.dev ## wheels that a GPU machine with torch and transformers lacks for tests/gpu; fails above 40 MiB
 	rm -rf $(GPU_WHEELS) && mkdir -p $(GPU_WHEELS)

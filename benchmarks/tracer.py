@@ -36,6 +36,7 @@ from nemo_rl.algorithms.loss_functions import NLLLoss
 from nemo_rl.data.sort_digits import problems
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.models.policy.recording.onlookers import NO_ONLOOKERS
 from nemo_rl.models.policy.tracing.tracing import SiteTracing, TraceSpec
 from nemo_rl.models.policy.workers.compose import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
@@ -68,7 +69,7 @@ class Case:
     """What one training step computes."""
 
     hidden: int = 512
-    num_layers: int = 4
+    num_layers: int = 2
     num_rows: int = 4
     row_tokens: int = 1024
     num_pairs: int = 30
@@ -120,13 +121,13 @@ def measure(case: Case, folder: Path, *, is_off: bool) -> list[Samples]:
 
 
 def measure_engine(model: Path, engine: Engine, case: Case, spec: TraceSpec, *, is_off: bool) -> list[Samples]:
-    """Pairs of steps of two workers with the same weights, one of which can be traced."""
+    """Pairs of steps of one worker."""
     batch = batch_of(case)
-    with worker_of(model, engine, case, trace=None) as plain, worker_of(model, engine, case, trace=spec) as traced:
-        found = [pairs(Samples(engine=engine, what="off"), case, batch, plain, traced, watches=None)]
+    with worker_of(model, engine, case, trace=spec) as worker:
+        found = [pairs(Samples(engine=engine, what="off"), case, batch, worker, watches=None)]
         for what, watches in WATCHES.items():
             watched = () if is_off else watches
-            found.append(pairs(Samples(engine=engine, what=what), case, batch, traced, traced, watches=watched))
+            found.append(pairs(Samples(engine=engine, what=what), case, batch, worker, watches=watched))
     return found
 
 
@@ -134,31 +135,37 @@ def pairs(
     samples: Samples,
     case: Case,
     batch: BatchedDataDict,
-    plain: PolicyWorker,
-    traced: PolicyWorker,
+    worker: PolicyWorker,
     *,
     watches: Sequence[str] | None,
 ) -> Samples:
-    """Steps in turn, the order of which changes from pair to pair."""
-    assert isinstance(traced.tracing, SiteTracing), "a worker that can be traced"
-    link = traced.tracing.link
-    began, sent, sent_bytes = 0.0, 0, 0
+    """Steps in turn, the order of which changes from pair to pair.
+
+    Args:
+        watches: of the step with the tracer; None: nothing, compared with a worker that was made without a tracer.
+    """
+    tracing, with_tracer = worker.tracing, worker.passes._onlookers
+    assert isinstance(tracing, SiteTracing), "a worker that can be traced"
+    link = tracing.link
+    traced_s, sent, sent_bytes = 0.0, 0, 0
     for pair in range(-WARMUP_PAIRS, case.num_pairs):
         if pair == 0:
-            began, sent, sent_bytes = 0.0, link.sent, link.sent_bytes
+            traced_s, sent, sent_bytes = 0.0, link.sent, link.sent_bytes
         for is_traced in (False, True) if pair % 2 else (True, False):
-            worker = traced if is_traced else plain
             if is_traced and watches is not None:
                 worker.begin_tracing(pair + WARMUP_PAIRS + 1, watches, KEYS)
-            wall_s = time.perf_counter()
+            # Megatron-core has room for one model in a process: this is what a worker without a tracer holds.
+            worker.passes._onlookers = with_tracer if is_traced or watches is not None else NO_ONLOOKERS
+            began = time.perf_counter()
             seconds = step_s(worker, batch)
-            wall_s = time.perf_counter() - wall_s
+            wall_s = time.perf_counter() - began
             worker.end_tracing()
             if pair >= 0:
                 (samples.with_s if is_traced else samples.without_s).append(seconds)
-                began += wall_s if is_traced else 0.0
-    samples.frames_per_s = (link.sent - sent) / began
-    samples.bytes_per_s = (link.sent_bytes - sent_bytes) / began
+                traced_s += wall_s if is_traced else 0.0
+    worker.passes._onlookers = with_tracer
+    samples.frames_per_s = (link.sent - sent) / traced_s
+    samples.bytes_per_s = (link.sent_bytes - sent_bytes) / traced_s
     logger.info("%s, %s: %+.2f %% over %d pairs", samples.engine, samples.what, samples.percent, case.num_pairs)
     return samples
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from typing import Any
 
 from nemo_rl.errors import NemoRLError, UserError
 from nemo_rl.tracer.entry import Entry, EntryKind
-from nemo_rl.tracer.frame import BadFrame, Frame, Table
+from nemo_rl.tracer.frame import BadFrame, Table, header_of
 from nemo_rl.tracer.hub.hub import Hub
 from nemo_rl.tracer.hub.server import HubServer
 from nemo_rl.tracer.protocol import Limits, RunState
@@ -41,6 +42,8 @@ LIVE_S = 600.0
 FOLLOW_S = 7 * 24 * 3600.0
 """A recording that does not grow for so long is not followed any longer."""
 POLL_S = 0.5
+MAX_GAP_S = 600.0
+"""Between two frames; longer ones, such as while a job was not on, are played as this one."""
 WAITING = 256
 """Entries on their way to the hub."""
 TURN_S = 0.2
@@ -59,13 +62,14 @@ def paced(entries: Iterator[Entry], *, speed: float, stop: Event) -> Iterator[En
     """
     if not 0 < speed < float("inf"):
         raise UserError(f"--speed: expected a positive number such as 2.0, got {speed}")
-    first: float | None = None
-    begun = time.monotonic()
+    before: float | None = None
+    due = time.monotonic()
     for entry in entries:
         wall_s = _wall_s(entry)
-        if wall_s > 0.0:
-            first = wall_s if first is None else first
-            if stop.wait(max(0.0, (wall_s - first) / speed - (time.monotonic() - begun))):
+        if wall_s is not None:
+            due += 0.0 if before is None else min(max(0.0, wall_s - before), MAX_GAP_S) / speed
+            before = wall_s
+            if stop.wait(max(0.0, due - time.monotonic())):
                 return
         yield entry
 
@@ -113,7 +117,8 @@ class Player:
     def _as_recorded(self, message: Mapping[str, Any]) -> dict[str, Any]:
         if message.get("state") == RunState.RUNNING and self._is_live:
             return dict(message)
-        how = f"{message.get('state')}: {message['text']}" if message.get("text") else str(message.get("state"))
+        how = "no end is recorded" if message.get("state") == RunState.RUNNING else str(message.get("state"))
+        how += f": {message['text']}" if message.get("text") else ""
         return {**message, "state": RunState.RECORDED.value, "text": f"{how}; {self._folder}"}
 
     def _name(self, run: str) -> str:
@@ -265,11 +270,12 @@ async def serving(*, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[Se
             yield found
 
 
-def _wall_s(entry: Entry) -> float:
+def _wall_s(entry: Entry) -> float | None:
+    """None: it is not dated."""
     if entry.kind is not EntryKind.FRAME:
-        return 0.0
+        return None
     try:
-        found = entry.frame()
+        found = header_of(entry.body).get("wall_s")
     except BadFrame:
-        return 0.0
-    return found.wall_s if isinstance(found, Frame) else 0.0
+        return None
+    return found if isinstance(found, float) and 0.0 < found < math.inf else None

@@ -7,6 +7,7 @@ it begins with what is known of the runs and of the plan, and holds every table 
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import math
 import os
@@ -84,7 +85,7 @@ class StreamWriter:
 
         Raises:
             UserError: `max_bytes` is too small for anything.
-            RecordingError: the folder cannot be written.
+            RecordingError: the folder cannot be written, or another writer has it.
         """
         if max_bytes < MIN_BYTES:
             raise UserError(f"recording {folder}: expected at least {MIN_BYTES} bytes, got {max_bytes}")
@@ -96,6 +97,7 @@ class StreamWriter:
         self._lasting: dict[tuple[str, str], bytes] = {}
         self._tables: dict[tuple[str, str], _Place] = {}
         self._has_told = False
+        self._lock: int | None = None
         self._descriptor: int | None = None
         self._number = 0
         self._last = 0
@@ -107,11 +109,16 @@ class StreamWriter:
             if not folder.is_dir():
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 folder.mkdir(mode=0o700)
+            self._lock = self._take_folder()
             self._sizes = {number: path.stat().st_size for number, path in stream_files(folder).items()}
         except OSError as error:
             raise self._problem(error) from error
         self._number = max(self._sizes, default=0)
-        self._begin_file()
+        try:
+            self._begin_file()
+        except RecordingError:
+            self.close()
+            raise
 
     @property
     def num_bytes(self) -> int:
@@ -152,9 +159,10 @@ class StreamWriter:
 
     def close(self) -> None:
         """No more is written."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        self._close_file()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def __enter__(self) -> Self:
         return self
@@ -210,8 +218,28 @@ class StreamWriter:
             return b""
         return pack_entry(found.kind, found.body, step=found.step, is_repeat=True)
 
+    def _take_folder(self) -> int:
+        """A descriptor that keeps other writers out as long as it is open."""
+        descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise RecordingError(
+                f"recording {self.folder}: another process writes it; choose another folder"
+            ) from error
+        except OSError:
+            # Some network file systems lock no folders.
+            logger.debug("%s cannot be locked", self.folder, exc_info=True)
+        return descriptor
+
+    def _close_file(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
     def _begin_file(self) -> None:
-        self.close()
+        self._close_file()
         number, path = self._number + 1, self._path(self._number + 1)
         entries = [pack_entry(EntryKind.BEGIN, pack_message({"version": VERSION}))]
         entries += [pack_entry(EntryKind.MESSAGE, body, is_repeat=True) for body in self._lasting.values()]
@@ -227,7 +255,7 @@ class StreamWriter:
             for entry in entries:
                 self._append(entry)
         except RecordingError:
-            self.close()
+            self._close_file()
             self._number = before
             self._remove(number)
             raise
@@ -261,7 +289,7 @@ class StreamWriter:
                 os.ftruncate(self._descriptor, self._last)
             except OSError:
                 # Readers skip what is left of the entry; what comes later goes to a new file.
-                self.close()
+                self._close_file()
             raise self._problem(error) from error
         self._sizes[self._number] += len(entry)
 

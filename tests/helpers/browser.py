@@ -44,6 +44,11 @@ class Browser:
         page.on("websocket", lambda socket: self.requests.append(socket.url))
         return page
 
+    def close_pages(self) -> None:
+        """Of all windows."""
+        for context in self._browser.contexts:
+            context.close()
+
     @staticmethod
     def settle(page: Any) -> None:
         """Waits until what has changed is drawn."""

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = (
     *("README.md", "docs/guide.md", "docs/parallel.md", "docs/data_plane.md", "docs/router_replay.md"),
     *("docs/extending.md", "docs/troubleshooting.md", "docs/one_step.md", "docs/architecture.md", "docs/tree.md"),
-    *("docs/contributing.md", "docs/coming_from_nemo_rl.md", "docs/debugging.md"),
+    *("docs/contributing.md", "docs/coming_from_nemo_rl.md", "docs/debugging.md", "docs/tracer.md"),
 )
 LANGUAGES = {"bash", "python", "yaml", "text"}
 WORDS = {"cheap", "bounds", "tests", "gpu", "cluster"}
@@ -60,6 +60,8 @@ TARGETS: Mapping[str, str] = {
     "bench-data-plane": "--turns 2",
     "bench-packing": "--quick",
     "bench-router-replay": "--quick",
+    "bench-tracer": "--quick",
+    "watch-trait": "grpo.max_num_steps=2",
     "clean": "",
 }
 """Targets that no page runs, with the ARGS that make them short."""

@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 MAX_RUNS = 64
 """Runs whose facts are kept."""
+MAX_MARKS = 1000
+"""Last marks, for viewers that come later."""
 MAX_PROBLEMS = 20
 """Last problems, for viewers that come later."""
 
@@ -69,6 +71,7 @@ class Hub:
         self.runs: dict[str, RunFacts] = {}
         self.driver: Subscriber | None = None
         self.problems: list[str] = []
+        self.marks: list[Mapping[str, Any]] = []
         self._artifacts, self._sinks = artifacts, list[SinkThread]()
         self._subscribers: list[Subscriber] = []
         self._first = FirstNonFinite()
@@ -125,6 +128,8 @@ class Hub:
             facts.metrics.append(dict(message))
             if type(step := message.get("step")) is int and (facts.step is None or step > facts.step):
                 facts.step = step
+        if message.get("type") == "mark":
+            self.marks = [*self.marks, dict(message)][-MAX_MARKS:]
         text = dump(message)
         for subscriber in self._subscribers:
             subscriber.message(text)
@@ -225,10 +230,12 @@ class Hub:
         )
 
     def greet(self, subscriber: Subscriber) -> None:
-        """What a viewer missed: metrics, problems and the last frame of each place."""
+        """What a viewer missed: metrics, marks, problems and the last frame of each place."""
         for facts in self.runs.values():
             for message in facts.metrics:
                 subscriber.message(dump(message))
+        for message in self.marks:
+            subscriber.message(dump(message))
         for text in self.problems:
             subscriber.message(dump({"type": "problem", "text": text}))
         for kept in self.history.latest():

@@ -1,6 +1,6 @@
 /** View: one site over steps, as bands, one small chart per layer. */
 
-import { SERIES } from "./color.js";
+import { seriesColour } from "./color.js";
 import { Plot, fit } from "./chart.js";
 import { choice, h, say, setOptions, toggle } from "./dom.js";
 import { exact, short } from "./format.js";
@@ -8,7 +8,6 @@ import { Picker, placesOf } from "./picker.js";
 import { STATS, histogramBins, parseReducer, quantiles, statsOf } from "./reducer.js";
 
 const SMALL_HEIGHT = 168;
-const SMALL_WIDTH = 290;
 
 /** Bands over steps. */
 export class BandsView {
@@ -16,12 +15,12 @@ export class BandsView {
     this.app = app;
     this.id = "steps";
     this.title = "Over steps";
-    this.picker = new Picker((seen) => seen.reducer === "stats", () => app.changed(), ["layer.out", "mlp.out"]);
+    this.picker = new Picker((seen) => seen.reducer === "stats" || seen.reducer === "norm", () => app.changed(), ["layer.out", "mlp.out"]);
     this.layer = choice("Layers", () => app.changed());
     this.what = choice("Band", () => app.changed());
-    this.isLog = false;
+    this.isLog = true;
     this.isShared = true;
-    const log = toggle("logarithmic", false, (isOn) => this.set({ isLog: isOn }));
+    const log = toggle("logarithmic", true, (isOn) => this.set({ isLog: isOn }));
     const shared = toggle("same scale", true, (isOn) => this.set({ isShared: isOn }));
     this.tools = h("div", { className: "tools" }, this.picker.root,
       h("div", { className: "fields" }, this.layer.root, this.what.root), h("div", { className: "toggles" }, log, shared));
@@ -65,6 +64,7 @@ export class BandsView {
     const bands = [["std", "mean ± standard deviation"], ...(histogram ? [["quartiles", "median, quartiles (histogram)"]] : [])];
     setOptions(this.what.select, bands, histogram && this.what.select.value === "quartiles" ? "quartiles" : "std");
     const shown = this.layer.select.value ? places.filter((place) => place.text === this.layer.select.value) : places;
+    this.what.root.hidden = chosen.reducer === "norm";
     this.series = shown.map((place) => this.app.sides().map((side) => this.pointsOf(side.run, chosen, place, histogram)));
     this.sayKey();
     this.paint(shown);
@@ -77,9 +77,14 @@ export class BandsView {
   }
 
   sayKey() {
+    if (this.picker.chosen.reducer === "norm") {
+      say(this.key, "Euclidean norm over all values. A click goes to the step.");
+      return;
+    }
     const middle = this.what.select.value === "quartiles" ? "dark band: quartiles, line: median" : "dark band: mean ± standard deviation, line: mean";
     const two = this.app.sides().length > 1 ? "; blue: run A, orange: run B" : "";
-    say(this.key, `Light band: least to most; ${middle}; dashes: rms${two}. Finite values; NaN and infinities are marked at the foot. A click goes to the step.`);
+    const outer = this.app.sides().length > 1 ? "Thin lines" : "Light band";
+    say(this.key, `${outer}: least to most; ${middle}; dashes: rms${two}. Finite values; NaN and infinities are marked at the foot. A click goes to the step.`);
   }
 
   pointsOf(run, chosen, place, histogram) {
@@ -89,7 +94,11 @@ export class BandsView {
     for (const step of this.app.store.run(run).stepList) {
       const frame = this.app.store.frame(run, step, chosen, place.text);
       if (frame === undefined) continue;
-      const stats = statsOf(frame.values);
+      if (chosen.reducer === "norm") {
+        points.push(normPoint(step, frame.values[0]));
+        continue;
+      }
+      const stats = (frame.stats ??= statsOf(frame.values));
       let [low, middle, high] = [stats.mean - stats.std, stats.mean, stats.mean + stats.std];
       const counts = isQuartiles && this.app.store.frame(run, step, { ...histogram, update: chosen.update }, place.text);
       if (isQuartiles) [low, middle, high] = counts ? quantiles(counts.values, bins.edges, [0.25, 0.5, 0.75]) : [NaN, NaN, NaN];
@@ -111,19 +120,14 @@ export class BandsView {
     const ends = [Math.min(...steps), Math.max(...steps)];
     const ys = (series) => series.flatMap((points) => points.flatMap(({ stats, low, high }) => [stats.min, stats.max, stats.rms, low, high]));
     const all = this.isShared ? ys(this.series.flat()) : null;
-    const width = isOne ? this.grid.clientWidth : Math.max(180, this.columnWidth());
     const height = isOne ? Math.max(220, Math.min(460, this.app.main.clientHeight - 170)) : SMALL_HEIGHT;
-    places.forEach((place, i) => {
-      const chart = this.chart(place);
-      this.grid.append(chart.root);
-      say(chart.title, `${place.text}`);
-      this.draw(chart, this.series[i], { width: width - 26, height, ends, ys: all ?? ys(this.series[i]) });
+    const charts = places.map((place) => this.chart(place));
+    if (charts.some((chart, i) => this.grid.children[i] !== chart.root)) this.grid.replaceChildren(...charts.map((chart) => chart.root));
+    const width = Math.max(160, charts[0].root.clientWidth - 26);
+    charts.forEach((chart, i) => {
+      say(chart.title, places[i].text);
+      this.draw(chart, this.series[i], { width, height, ends, ys: all ?? ys(this.series[i]) });
     });
-  }
-
-  columnWidth() {
-    const columns = Math.max(1, Math.floor((this.grid.clientWidth + 12) / (SMALL_WIDTH + 12)));
-    return (this.grid.clientWidth - 12 * (columns - 1)) / columns;
   }
 
   chart(place) {
@@ -144,14 +148,21 @@ export class BandsView {
     [chart.plot, chart.series] = [plot, series];
     plot.axes(true);
     series.forEach((points, side) => {
-      plot.band(points.map(({ step, stats }) => [step, stats.min, stats.max]), SERIES[side], 0.16);
-      plot.band(points.map(({ step, low, high }) => [step, low, high]), SERIES[side], 0.34);
-      plot.line(points.map(({ step, stats }) => [step, stats.rms]), SERIES[side], 1, [3, 3]);
-      plot.line(points.map(({ step, middle, stats }) => [step, stats.nan > 0 ? NaN : stats.posinf + stats.neginf > 0 ? Infinity : middle]), SERIES[side], 1.8);
+      this.drawBands(plot, points, seriesColour(side), series.length > 1);
+      plot.line(points.filter(({ stats }) => Number.isFinite(stats.rms)).map(({ step, stats }) => [step, stats.rms]), seriesColour(side), 1, [3, 3]);
+      plot.line(points.map(({ step, middle, stats }) => [step, stats.nan > 0 ? NaN : stats.posinf + stats.neginf > 0 ? Infinity : middle]), seriesColour(side), 1.8);
     });
-    plot.cursor(this.app.step);
+    plot.cursor(this.app.step, this.app.marks);
     const last = series[0].at(-1);
     chart.canvas.setAttribute("aria-label", last ? `${chart.place.text} at step ${last.step}: mean ${short(last.stats.mean)}, rms ${short(last.stats.rms)}, from ${short(last.stats.min)} to ${short(last.stats.max)}` : chart.place.text);
+  }
+
+  /** Of one run filled; of two the outer one is two lines, so that both are seen. */
+  drawBands(plot, points, colour, isTwo) {
+    if (!isTwo) plot.band(points.map(({ step, stats }) => [step, stats.min, stats.max]), colour, 0.16);
+    const seen = points.filter(({ stats }) => Number.isFinite(stats.min));
+    if (isTwo) for (const name of ["min", "max"]) plot.line(seen.map(({ step, stats }) => [step, stats[name]]), colour, 0.7);
+    plot.band(points.map(({ step, low, high }) => [step, low, high]), colour, isTwo ? 0.2 : 0.34);
   }
 
   nearest(chart, event) {
@@ -167,8 +178,13 @@ export class BandsView {
       const point = points.find((other) => other.step === near.step);
       const head = chart.series.length > 1 ? [[`run ${"AB"[side]}`, point ? "" : "nothing"]] : [];
       if (point === undefined) return head;
+      if (this.picker.chosen.reducer === "norm") return [...head, ["norm", exact(point.middle)]];
       const names = ["mean", "std", "rms", "min", "max", "count", "zeros", "nan", "posinf", "neginf"];
-      const middle = this.what.select.value === "quartiles" ? [["quartiles", [point.low, point.middle, point.high].map(short).join(" | ")]] : [];
+      if (this.picker.chosen.reducer === "norm") {
+      say(this.key, "Euclidean norm over all values. A click goes to the step.");
+      return;
+    }
+    const middle = this.what.select.value === "quartiles" ? [["quartiles", [point.low, point.middle, point.high].map(short).join(" | ")]] : [];
       return [...head, ...names.map((name) => [name, exact(point.stats[name])]), ...middle];
     });
     this.app.tooltip.show(`${chart.place.text}, step ${near.step}`, pairs, event);
@@ -182,15 +198,22 @@ export class BandsView {
   numbers() {
     const { chosen } = this.picker;
     const derived = ["mean", "std", "rms", ...(this.what.select.value === "quartiles" ? ["quartile_1", "median", "quartile_3"] : [])];
-    const columns = ["run", "step", "phase", "site", ...STATS, ...derived];
+    const isNorm = chosen?.reducer === "norm";
+    const columns = ["run", "step", "phase", "site", ...(isNorm ? ["norm"] : [...STATS, ...derived])];
     if (chosen === undefined) return { columns, rows: [] };
     const rows = [...this.charts.values()].flatMap((chart) => chart.series.flatMap((points, side) => points.map((point) => {
       const { stats, low, middle, high } = point;
       const more = derived.length > 3 ? [low, middle, high] : [];
       const frame = this.app.store.frame(this.app.sides()[side].run, point.step, chosen, chart.place.text);
-      const numbers = [...frame.values, stats.mean, stats.std, stats.rms, ...more];
-      return [this.app.sides()[side].run, point.step, chosen.phase, chart.place.text, ...numbers.map(exact)];
+      const numbers = isNorm ? frame.values : [...frame.values, stats.mean, stats.std, stats.rms, ...more];
+      return [this.app.sides()[side].run, point.step, chosen.phase, chart.place.text, ...Array.from(numbers, exact)];
     })));
     return { columns, rows };
   }
+}
+
+/** A norm drawn as stats are: a line alone. */
+function normPoint(step, value) {
+  const none = { min: NaN, max: NaN, rms: NaN, nan: Number.isNaN(value) ? 1 : 0, posinf: value === Infinity ? 1 : 0, neginf: 0, mean: value };
+  return { step, stats: none, low: NaN, middle: value, high: NaN };
 }

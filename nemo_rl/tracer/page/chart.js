@@ -1,7 +1,7 @@
 /** Canvases that are sharp on every screen, axes and lines. */
 
 import { NOT_FINITE } from "./color.js";
-import { short } from "./format.js";
+import { clip, tick } from "./format.js";
 
 export const FONT = "11px ui-sans-serif, system-ui, sans-serif";
 export const MONO = "12px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace";
@@ -25,6 +25,12 @@ export function fit(canvas, width, height) {
   context.clearRect(0, 0, width, height);
   context.font = FONT;
   return context;
+}
+
+/** Height that is left in a scrolling element below the top of another, within bounds. */
+export function roomBelow(main, element, least, most) {
+  const top = element.getBoundingClientRect().top - main.getBoundingClientRect().top + main.scrollTop;
+  return Math.max(least, Math.min(most, main.clientHeight - top - 26));
 }
 
 /** Round numbers between two ends, about so many. */
@@ -101,19 +107,19 @@ export class Plot {
     context.lineWidth = 1;
     context.textBaseline = "middle";
     context.textAlign = "right";
-    const wanted = Math.max(2, Math.floor((box.bottom - box.top) / (isSmall ? 30 : 44)));
+    const wanted = Math.max(2, Math.floor((box.bottom - box.top) / (isSmall ? 22 : 36)));
     const values = this.unit === undefined ? ticks(this.low, this.high, wanted) : logTicks(this.low, this.high, this.unit, wanted);
     let last = Infinity;
     for (const value of values) {
       const y = Math.round(this.y(value)) + 0.5;
       stroke(context, [[box.left, y], [box.right, y]]);
       if (last - y < 12) continue;
-      context.fillText(short(Math.abs(value) < 1e-15 * this.high ? 0 : value), box.left - 6, y);
+      context.fillText(tick(Math.abs(value) < 1e-15 * this.high ? 0 : value), box.left - 6, y);
       last = y;
     }
     context.textBaseline = "top";
     context.textAlign = "center";
-    const across = Math.max(2, Math.floor((box.right - box.left) / 70));
+    const across = Math.max(2, Math.floor((box.right - box.left) / (isSmall ? 44 : 72)));
     for (const step of ticks(this.x0, this.x1, across).filter(Number.isInteger)) {
       context.fillText(String(step), this.x(step), box.bottom + 5);
     }
@@ -166,13 +172,28 @@ export class Plot {
     context.globalAlpha = 1;
   }
 
-  /** Where the step is that is shown. */
-  cursor(step) {
+  /** Where the step is that is shown, and where somebody has set marks. */
+  cursor(step, marks = []) {
+    for (const mark of marks.filter((one) => one.step >= this.x0 && one.step <= this.x1)) this.mark(mark);
     if (step < this.x0 || step > this.x1) return;
     this.context.strokeStyle = ink("accent");
     this.context.lineWidth = 1;
     const x = Math.round(this.x(step)) + 0.5;
     stroke(this.context, [[x, this.box.top], [x, this.box.bottom]]);
+  }
+
+  mark({ step, label }) {
+    const { context, box } = this;
+    const x = Math.round(this.x(step)) + 0.5;
+    context.strokeStyle = ink("muted");
+    context.fillStyle = ink("muted");
+    context.setLineDash([2, 3]);
+    stroke(context, [[x, box.top], [x, box.bottom]]);
+    context.setLineDash([]);
+    context.font = FONT;
+    context.textBaseline = "top";
+    context.textAlign = x > (box.left + box.right) / 2 ? "right" : "left";
+    context.fillText(clip(label, 24), x + (context.textAlign === "right" ? -4 : 4), box.top);
   }
 }
 

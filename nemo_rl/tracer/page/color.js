@@ -7,13 +7,16 @@ const DIVERGING = {
 };
 /** Colour of NaN and infinities, in no map. */
 export const NOT_FINITE = "#e5008a";
-/** Colours of the two runs, and of lines; told apart by lightness, too. */
-export const SERIES = ["#2b6cb0", "#d9822b"];
+/** Colours of the two runs; told apart by lightness, too. */
+const SERIES = { light: ["#2b6cb0", "#d97706"], dark: ["#5ea0ef", "#f2a65a"] };
 
 const tables = new Map();
 
 /** Whether the page is dark. */
 export const isDark = () => document.documentElement.dataset.theme === "dark";
+
+/** Colour of run A (0) or run B (1). */
+export const seriesColour = (side) => SERIES[isDark() ? "dark" : "light"][side];
 
 /**
  * 256 colours as `rgb(...)`.

@@ -1,7 +1,7 @@
 /** View: load of experts: how many tokens each got in each layer, and how even that is over steps. */
 
-import { SERIES, colours, inkOn, lineColour, scaleOf } from "./color.js";
-import { FONT, Plot, fit, hatch, ink } from "./chart.js";
+import { colours, inkOn, lineColour, scaleOf, seriesColour } from "./color.js";
+import { FONT, Plot, fit, hatch, ink, roomBelow } from "./chart.js";
 import { h, say, toggle } from "./dom.js";
 import { exact, short, whole } from "./format.js";
 import { drawLegend } from "./heat_pane.js";
@@ -27,7 +27,7 @@ export class ExpertsView {
     this.tools = h("div", { className: "tools" }, this.picker.root, h("div", { className: "toggles" }, counts));
     this.nothing = h("div");
     this.sides = [0, 1].map((side) => this.makeSide(side));
-    this.legend = h("canvas", { role: "img", "aria-label": "Legend of the colours" });
+    this.legend = h("canvas", { className: "legend", role: "img", "aria-label": "Legend of the colours" });
     this.lineTitle = h("h2", { className: "pane-title", textContent: "Evenness of the load over steps (entropy, 1 is even)" });
     this.lines = h("canvas", { role: "img", "aria-label": "Evenness of the load over steps" });
     this.lines.addEventListener("pointermove", (event) => this.hoverLines(event));
@@ -72,10 +72,12 @@ export class ExpertsView {
     this.loads = this.app.sides().map((side) => this.places.map((place) => this.app.store.frame(side.run, side.step, chosen, place.text)));
     const shown = this.loads.flat().filter(Boolean).flatMap((frame) => this.shown(frame));
     this.scale = this.isCount ? scaleOf(shown, { kind: "linear", isSigned: false }) : shareScale(shown);
+    // Before anything is measured: what is hidden gives its room to the other.
+    this.sides.forEach((side, i) => (side.root.hidden = i >= this.loads.length));
     this.sides.forEach((side, i) => this.paintSide(side, i));
     const ends = this.isCount ? undefined : ["0", "even", `${short(this.scale.most)}×`];
     const missing = this.loads.flat().includes(undefined);
-    drawLegend(this.legend, this.scale, { missing, ends }, Math.min(520, this.body.clientWidth), 34);
+    drawLegend(this.legend, this.scale, { missing, ends }, Math.min(520, this.body.clientWidth - 24), 34);
     this.paintLines();
   }
 
@@ -97,13 +99,12 @@ export class ExpertsView {
   }
 
   paintSide(side, i) {
-    side.root.hidden = i >= this.loads.length;
     if (side.root.hidden) return;
     const layers = this.loads[i];
     say(side.title, `${this.app.sideText(i)}  ·  ${this.isCount ? "tokens per expert" : "share of each expert, 1 is an even share"}`);
     const width = side.root.clientWidth - 26;
     const cell = Math.max(4, (width - LEFT - RIGHT) / this.experts);
-    const deep = Math.max(14, Math.min(34, 260 / layers.length));
+    const deep = Math.max(14, Math.min(30, 200 / layers.length));
     const height = TOP + deep * layers.length + 6;
     const context = fit(side.canvas, width, height);
     side.at = { cell, deep };
@@ -145,7 +146,7 @@ export class ExpertsView {
 
   paintLines() {
     const width = this.body.clientWidth - 26;
-    const height = Math.max(180, Math.min(300, this.app.main.clientHeight - 460));
+    const height = roomBelow(this.app.main, this.lines, 150, 340);
     const context = fit(this.lines, width, height);
     const points = this.even.flat(2);
     if (points.length === 0) return;
@@ -153,21 +154,23 @@ export class ExpertsView {
     const box = { left: 52, top: 8, right: width - RIGHT, bottom: height - 22 };
     this.plot = new Plot(context, box, [Math.min(...steps), Math.max(...steps)], points.map(([, value]) => value), false);
     this.plot.axes();
-    let last = Infinity;
     this.even.forEach((layers, side) => layers.forEach((line, row) => {
-      const colour = this.even.length > 1 ? SERIES[side] : lineColour(row, layers.length);
+      const colour = this.even.length > 1 ? seriesColour(side) : lineColour(row, layers.length);
       this.plot.line(line, colour, 1.6, side === 1 ? [4, 3] : []);
     }));
     const ends = this.even[0].map((line, row) => [row, line.at(-1)?.[1]]).filter(([, value]) => Number.isFinite(value));
     context.textAlign = "left";
     context.textBaseline = "middle";
-    for (const [row, value] of ends.sort((a, b) => a[1] - b[1])) {
-      const y = Math.min(this.plot.y(value), last - 12);
-      last = y;
+    ends.sort((a, b) => b[1] - a[1]);
+    let last = -Infinity;
+    for (const [i, [row, value]] of ends.entries()) {
+      // Names do not overlap, and those below still have room.
+      const lowest = box.bottom - 12 * (ends.length - 1 - i);
+      const y = (last = Math.max(Math.min(this.plot.y(value), lowest), last + 12));
       context.fillStyle = this.even.length > 1 ? ink("muted") : lineColour(row, this.places.length);
       context.fillText(this.places[row].label, width - RIGHT + 8, y);
     }
-    this.plot.cursor(this.app.step);
+    this.plot.cursor(this.app.step, this.app.marks);
   }
 
   stepAt(event) {

@@ -3,6 +3,13 @@
 /** The exact number, as a program reads it back. */
 export const exact = (value) => String(value);
 
+/** A number beside an axis: four digits at most, no zeros behind. */
+export function tick(value) {
+  const size = Math.abs(value);
+  if (size !== 0 && (size >= 1e5 || size < 1e-3)) return value.toExponential(1).replace(".0", "").replace("e+", "e").replaceAll("-", "−");
+  return String(Number(value.toPrecision(4))).replace("-", "−");
+}
+
 /** A number in about four digits. */
 export function short(value) {
   if (typeof value === "bigint") value = Number(value);

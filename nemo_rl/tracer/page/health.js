@@ -1,7 +1,7 @@
 /** View: what is wrong: NaN and infinities per step, what was dropped or is missing, what cannot be observed. */
 
 import { NOT_FINITE } from "./color.js";
-import { Plot, fit, ink } from "./chart.js";
+import { Plot, fit } from "./chart.js";
 import { h, say } from "./dom.js";
 import { clock, count, exact, whole } from "./format.js";
 import { siteText } from "./frame.js";
@@ -18,12 +18,13 @@ export class HealthView {
     this.bars.addEventListener("click", (event) => app.time.go(this.stepAt(event)));
     this.barText = h("p", { className: "key" });
     this.sites = h("div");
+    this.digests = h("div");
     this.gaps = h("div");
     this.unobserved = h("div");
     this.said = h("div");
     const card = (title, ...children) => h("section", { className: "pane" }, h("h2", { className: "pane-title", textContent: title }), ...children);
     this.root = h("div", { className: "view" },
-      card("NaN and infinities per step", this.bars, this.barText), card("Where, at this step", this.sites),
+      card("NaN and infinities per step", this.bars, this.barText), card("Where, at this step", this.sites), card("Digests at this step", this.digests),
       h("div", { className: "pair" }, card("Dropped and missing", this.gaps), card("Sites that cannot be observed", this.unobserved)),
       card("Marks and problems", this.said));
   }
@@ -53,6 +54,7 @@ export class HealthView {
     say(this.barText, total === 0 ? `All values were finite in ${count(this.series.length, "step")}, as far as watched.` : `${whole(total)} values in ${count(steps, "step")}. A click goes to the step.`);
     this.paint(width, total);
     this.sites.replaceChildren(this.siteTable());
+    this.digests.replaceChildren(this.digestTable());
     this.gaps.replaceChildren(this.gapTable());
     this.unobserved.replaceChildren(this.unobservedTable());
     this.said.replaceChildren(this.saidTable());
@@ -72,8 +74,7 @@ export class HealthView {
     for (const [step, number] of this.series) {
       if (number > 0) context.fillRect(plot.x(step) - size / 2, Math.min(plot.y(number), plot.box.bottom - 2), size, Math.max(2, plot.box.bottom - plot.y(number)));
     }
-    plot.cursor(this.app.step);
-    context.fillStyle = ink("muted");
+    plot.cursor(this.app.step, this.app.marks);
   }
 
   stepAt(event) {
@@ -108,6 +109,19 @@ export class HealthView {
     return table(names, rows, 3);
   }
 
+  /** 64 bits per site; with two runs, whether they are equal. */
+  digestTable() {
+    const sides = this.app.sides();
+    const seen = [...this.app.watchedOf().values()].filter(({ reducer }) => reducer === "digest");
+    const rows = seen.flatMap((one) => [...one.places.keys()].map((text) => {
+      const found = sides.map(({ run, step }) => this.app.store.frame(run, step, { ...one, update: Math.max(...one.updates) }, text)?.values[0]);
+      const same = found.includes(undefined) ? "" : found[0] === found[1] ? "equal" : "different";
+      return [one.phase, text, ...found.map((bits) => h("code", { textContent: bits === undefined ? "nothing" : hex(bits) })), ...(sides.length > 1 ? [same] : [])];
+    }));
+    if (rows.length === 0) return h("p", { className: "key", textContent: "None is watched. With layer.out | digest two runs can be compared bit by bit." });
+    return table(["phase", "site", ...sides.map(({ letter }) => `run ${letter}`), ...(sides.length > 1 ? ["A and B"] : [])], rows, 9);
+  }
+
   gapTable() {
     const rows = this.app.sides().flatMap(({ run, letter }) => [...this.app.store.run(run).gaps].sort((a, b) => b[0] - a[0]).flatMap(([step, phases]) =>
       [...phases].map(([phase, gap]) => [letter, String(step), phase, whole(gap.dropped), gap.missing.join(", ") || "none"])));
@@ -139,8 +153,11 @@ export class HealthView {
   }
 }
 
+/** Sixteen digits. */
+const hex = (bits) => BigInt.asUintN(64, bits).toString(16).padStart(16, "0");
+
 function table(names, rows, firstNumber) {
   const cell = (value, i) => h("td", { className: i >= firstNumber ? "number" : "" }, value);
-  const head = h("tr", {}, ...names.map((name) => h("th", { scope: "col", textContent: name })));
+  const head = h("tr", {}, ...names.map((name, i) => h("th", { scope: "col", className: i >= firstNumber ? "number" : "", textContent: name })));
   return h("div", { className: "scroll-x" }, h("table", {}, h("thead", {}, head), h("tbody", {}, ...rows.map((row) => h("tr", {}, ...row.map(cell))))));
 }

@@ -7,9 +7,9 @@ import { exact, short } from "./format.js";
 import { HeatPane, drawLegend } from "./heat_pane.js";
 import { difference, numbersOf, pictureOf } from "./heat_model.js";
 import { Picker, placesOf } from "./picker.js";
-import { isColour, isSigned, parseReducer } from "./reducer.js";
+import { isColour, isSigned } from "./reducer.js";
 
-const SCALES = [["linear", "linear"], ["middle", "middle 98 %"], ["log", "logarithmic"], ["layer", "each layer its own"]];
+const SCALES = [["log", "logarithmic"], ["linear", "linear"], ["middle", "middle 98 %"], ["layer", "each layer its own"]];
 
 /** The heat map. */
 export class HeatView {
@@ -20,7 +20,7 @@ export class HeatView {
     const changed = () => app.changed();
     this.picker = new Picker((seen) => isColour(seen.reducer), changed, ["layer.out", "mlp.out"]);
     this.row = choice("Sample", (value) => this.set({ key: value }));
-    this.show = choice("Shown of each token", (value) => this.set({ show: value }));
+    this.stretch = choice("Shown of each token", (value) => this.set({ wantedStretch: value }));
     this.scale = choice("Colours", (value) => this.set({ scale: value }));
     this.isFit = false;
     this.isDifference = false;
@@ -29,7 +29,7 @@ export class HeatView {
     this.isDown = window.innerWidth < 640;
     this.diffToggle = toggle("A − B", false, (isOn) => this.set({ isDifference: isOn }));
     this.tools = h("div", { className: "tools" }, this.picker.root,
-      h("div", { className: "fields" }, this.row.root, this.show.root, this.scale.root),
+      h("div", { className: "fields" }, this.row.root, this.stretch.root, this.scale.root),
       h("div", { className: "toggles" }, this.fitToggle, this.downToggle, this.diffToggle));
     this.panes = [0, 1].map((side) => new HeatPane({
       hover: (cell, event) => this.hover(side, cell, event),
@@ -71,7 +71,7 @@ export class HeatView {
 
   prepare() {
     this.picker.update(this.app.watchedOf(), this.app.order);
-    setOptions(this.scale.select, SCALES, this.scaleKind ?? "linear");
+    setOptions(this.scale.select, SCALES, this.scaleKind);
   }
 
   render() {
@@ -95,11 +95,11 @@ export class HeatView {
   }
 
   get shown() {
-    return this.show.select.value || "mean";
+    return this.stretch.select.value || "mean";
   }
 
   get scaleKind() {
-    return this.scale.select.value || "linear";
+    return this.scale.select.value || "log";
   }
 
   showChoices(picture) {
@@ -108,9 +108,9 @@ export class HeatView {
     const width = picture?.width ?? 1;
     const numbers = Array.from({ length: Math.min(width, 4096) }, (_, i) => [String(i), `number ${i}`]);
     const all = width === 1 ? [["0", "its number"]] : [["mean", "mean of all"], ["absmax", "largest size"], ...numbers];
-    const wanted = this.show.select.value;
-    setOptions(this.show.select, all, all.some(([value]) => value === wanted) ? wanted : all[0][0]);
-    this.show.root.hidden = width === 1;
+    const wanted = this.wantedStretch;
+    setOptions(this.stretch.select, all, all.some(([value]) => value === wanted) ? wanted : all[0][0]);
+    this.stretch.root.hidden = width === 1;
     this.diffToggle.hidden = this.app.sides().length < 2;
     if (this.diffToggle.hidden) this.isDifference = false;
   }
@@ -190,10 +190,13 @@ export class HeatView {
     this.strip.hidden = numbers === null || numbers.length < 2;
     if (this.strip.hidden) return;
     const width = Math.max(120, Math.min(420, this.foot.clientWidth - 560));
-    const context = fit(this.strip, width, 52);
+    const context = fit(this.strip, width, 66);
+    context.fillStyle = ink("muted");
+    context.textBaseline = "top";
+    context.fillText(`its ${numbers.length} numbers, from left to right`, 0, 0);
     const finite = Array.from(numbers).filter(Number.isFinite);
     const [low, high] = [Math.min(0, ...finite), Math.max(0, ...finite)];
-    const y = (value) => 48 - ((value - low) / (high - low || 1)) * 44;
+    const y = (value) => 64 - ((value - low) / (high - low || 1)) * 46;
     context.fillStyle = ink("accent");
     const bar = width / numbers.length;
     numbers.forEach((value, i) => {
@@ -242,8 +245,8 @@ export class HeatView {
       if (!picture.present[at]) return [];
       const start = [of, step, chosen.phase, place.text, chosen.reducer, picture.key, token.position, token.id, token.text];
       if (picture.width === 1) return [[...start, 0, exact(picture.values[at])]];
-      const isWhole = parseReducer(chosen.reducer).name === "tiles" || this.shown === "mean";
-      const numbers = isWhole ? numbersOf(picture, row, column) : null;
+      const isOne = this.shown !== "mean" && this.shown !== "absmax";
+      const numbers = isOne ? null : numbersOf(picture, row, column);
       if (numbers === null) return [[...start, this.shown, exact(picture.values[at])]];
       return Array.from(numbers, (value, i) => [...start, i, exact(value)]);
     }));

@@ -3,12 +3,13 @@
 import { NOT_FINITE, colours, inkOn } from "./color.js";
 import { FONT, MONO, fit, hatch, ink, stroke } from "./chart.js";
 import { h } from "./dom.js";
-import { clip, short } from "./format.js";
+import { clip, short, tick } from "./format.js";
 
 const READABLE = 20; // along the tokens
-const LAYER_SIZE = { across: [15, 46], down: [26, 120] };
+const LAYER_SIZE = { across: [15, 64], down: [26, 120] };
 const SLANT = -Math.PI / 3;
 const LONGEST = 14; // characters of a token beside its cells
+const LONGEST_ABOVE = 11;
 
 /** A scrolling canvas. Calls `on.hover(cell, event)` and `on.pick(cell)`; a cell is `{row, column}` or null. */
 export class HeatPane {
@@ -39,7 +40,7 @@ export class HeatPane {
     const left = how.isDown ? 132 : 66;
     const along = (how.isDown ? height - 26 : width - left - 60) / Math.max(1, picture.tokens.length);
     const size = how.isFit ? Math.max(1, Math.min(along, 40)) : Math.max(READABLE, Math.min(along, how.isDown ? 24 : 40));
-    const top = how.isDown ? 26 : size >= 11 ? 84 : 26;
+    const top = how.isDown || size < 11 ? 26 : headOf(picture.tokens);
     const [least, most] = LAYER_SIZE[how.isDown ? "down" : "across"];
     const room = (how.isDown ? width - left - 8 : height - top - 8) / Math.max(1, picture.places.length);
     const deep = Math.max(least, Math.min(most, room));
@@ -151,7 +152,7 @@ export class HeatPane {
     context.rotate(SLANT);
     context.textAlign = "left";
     context.textBaseline = "middle";
-    context.fillText(clip(picture.tokens[column].text, 11), 0, 0);
+    context.fillText(clip(picture.tokens[column].text, LONGEST_ABOVE), 0, 0);
     context.restore();
   }
 
@@ -225,11 +226,17 @@ export class HeatPane {
   }
 }
 
+/** Room for slanted tokens. */
+function headOf(tokens) {
+  const longest = tokens.reduce((most, token) => Math.max(most, Math.min(LONGEST_ABOVE, token.text.length)), 2);
+  return Math.round(16 - Math.sin(SLANT) * 6.7 * longest);
+}
+
 /** A legend: the colour map with its ends, and what is in no map. */
 export function drawLegend(canvas, scale, flags, width, height) {
   const context = fit(canvas, width, height);
   const table = colours(scale.isDiverging);
-  const barWidth = Math.min(260, width - 20);
+  const barWidth = Math.min(260, width * 0.5);
   for (let i = 0; i < barWidth; i++) {
     context.fillStyle = table[Math.round((255 * i) / barWidth)];
     context.fillRect(i, 4, 1.5, 10);
@@ -239,7 +246,7 @@ export function drawLegend(canvas, scale, flags, width, height) {
   const marks = [0, 0.5, 1];
   marks.forEach((share) => {
     context.textAlign = { 0: "left", 0.5: "center", 1: "right" }[share];
-    context.fillText(flags.ends?.[share * 2] ?? short(scale.value(share)), share * barWidth, 19);
+    context.fillText(flags.ends?.[share * 2] ?? tick(scale.value(share)), share * barWidth, 19);
   });
   context.textAlign = "left";
   let x = barWidth + 18;

@@ -1,14 +1,14 @@
 /** View: the histogram of a site at a step, and all of them over steps. */
 
-import { SERIES, colours } from "./color.js";
-import { Plot, extremes, fit, ink, stroke } from "./chart.js";
+import { colours, seriesColour } from "./color.js";
+import { Plot, extremes, fit, ink, roomBelow, stroke } from "./chart.js";
 import { choice, h, say, setOptions, toggle } from "./dom.js";
 import { exact, short, whole } from "./format.js";
 import { Picker, placesOf } from "./picker.js";
+import { edgeText, groupsOf, sumOf } from "./histogram_bins.js";
 import { histogramBins, parseReducer } from "./reducer.js";
 
 const BOX = { left: 64, top: 10, right: 14, bottom: 26 };
-const EDGES = 2; // bins kept beside those with counts
 
 /** Bars of one step above a map over all steps. */
 export class HistogramView {
@@ -78,36 +78,32 @@ export class HistogramView {
     this.history = store.run(first.run).stepList.map((step) => [step, store.frame(first.run, step, chosen, text)])
       .filter(([, frame]) => frame !== undefined).map(([step, frame]) => [step, Array.from(frame.values, Number)]);
     const used = [...this.history.map(([, counts]) => counts), ...this.now.filter(Boolean).map((frame) => Array.from(frame.values, Number))];
-    const hasCounts = (bin) => used.some((counts) => counts[bin] > 0);
-    const all = this.bins.edges.slice(1).map((_, bin) => bin).filter(hasCounts);
-    const last = this.bins.edges.length - 2;
-    this.first = Math.max(0, (all[0] ?? 0) - EDGES);
-    this.last = Math.min(last, (all.at(-1) ?? last) + EDGES);
+    this.groups = groupsOf(used, this.bins);
+    this.history = this.history.map(([step, counts]) => [step, this.groups.map((group) => sumOf(counts, group))]);
   }
 
-  binText(bin) {
-    const [low, high] = [this.bins.edges[bin], this.bins.edges[bin + 1]];
-    if (!this.bins.isLinear && low < 0 && high > 0) return "smaller than 2^-32";
-    return `${short(low)} to ${short(high)}`;
+  groupText({ first, last }) {
+    const [low, high] = [this.bins.edges[first], this.bins.edges[last + 1]];
+    return `${edgeText(low, this.bins.isLinear)} to ${edgeText(high, this.bins.isLinear)}`;
   }
 
   paintBars(chosen) {
     const width = this.body.clientWidth - 26;
-    const height = Math.max(200, Math.min(340, this.app.main.clientHeight * 0.42));
+    const height = Math.max(200, Math.min(340, this.app.main.clientHeight * 0.38));
     const context = fit(this.bars, width, height);
     const names = this.app.sides().map((_, i) => this.app.sideText(i)).join("  and  ");
     const none = this.now[0] === undefined ? "  ·  nothing at this step" : "";
     say(this.barTitle, `${names}  ·  ${chosen.phase}  ·  ${this.place.select.value}  ·  ${chosen.reducer}${none}`);
-    const counts = this.now.map((frame) => (frame ? Array.from(frame.values, Number).slice(this.first, this.last + 1) : []));
+    const counts = this.now.map((frame) => (frame ? this.groups.map((group) => sumOf(frame.values, group)) : []));
     const most = Math.max(1, ...counts.flat());
     const plot = new Plot(context, { left: BOX.left, top: BOX.top, right: width - BOX.right, bottom: height - BOX.bottom }, [0, 1], [0, most], this.isLog);
     this.plot = plot;
     plot.axes();
     context.clearRect(BOX.left - 8, height - BOX.bottom + 2, width, BOX.bottom);
-    const size = (plot.box.right - plot.box.left) / (this.last - this.first + 1);
+    const size = (plot.box.right - plot.box.left) / this.groups.length;
     counts.forEach((numbers, side) => numbers.forEach((count, i) => {
       const share = counts.length > 1 ? 0.5 : 1;
-      context.fillStyle = SERIES[side];
+      context.fillStyle = seriesColour(side);
       const [y, foot] = [plot.y(count), plot.y(0)];
       context.fillRect(plot.box.left + i * size + side * size * 0.5, count > 0 ? Math.min(y, foot - 1) : foot, Math.max(1, size * share - 1), Math.max(count > 0 ? 1 : 0, foot - y));
     }));
@@ -121,19 +117,19 @@ export class HistogramView {
     context.lineWidth = 1;
     context.textAlign = "center";
     context.textBaseline = "top";
-    const each = Math.max(1, Math.ceil(58 / size));
-    for (let bin = this.first + 1; bin <= this.last; bin += each) {
-      const x = plot.box.left + (bin - this.first) * size;
+    const each = Math.max(1, Math.ceil(44 / size));
+    for (let at = 1; at < this.groups.length; at += each) {
+      const x = plot.box.left + at * size;
       stroke(context, [[x, plot.box.bottom], [x, plot.box.bottom + 4]]);
-      context.fillText(short(this.bins.edges[bin]), x, height - BOX.bottom + 8);
+      context.fillText(edgeText(this.bins.edges[this.groups[at].first], this.bins.isLinear), x, height - BOX.bottom + 8);
     }
   }
 
   paintMap() {
     say(this.mapTitle, "Run A over steps: logarithm of counts, from dark to light; values upwards");
     const width = this.body.clientWidth - 26;
-    const bins = this.last - this.first + 1;
-    const height = Math.max(150, Math.min(320, this.app.main.clientHeight * 0.34));
+    const bins = this.groups.length;
+    const height = roomBelow(this.app.main, this.map, 150, 360);
     const context = fit(this.map, width, height);
     if (this.history.length === 0) return;
     const box = { left: BOX.left, top: 6, right: width - BOX.right, bottom: height - 22 };
@@ -142,11 +138,11 @@ export class HistogramView {
     const most = Math.log1p(Math.max(1, extremes(this.history.flatMap(([, counts]) => counts))[1]));
     const table = colours(false);
     this.history.forEach(([, counts], i) => {
-      for (let bin = this.first; bin <= this.last; bin++) {
-        if (counts[bin] === 0) continue;
-        context.fillStyle = table[Math.round((255 * Math.log1p(counts[bin])) / most)];
-        context.fillRect(box.left + i * across, box.bottom - (bin - this.first + 1) * down, across + 0.5, down + 0.5);
-      }
+      counts.forEach((count, at) => {
+        if (count === 0) return;
+        context.fillStyle = table[Math.round((255 * Math.log1p(count)) / most)];
+        context.fillRect(box.left + i * across, box.bottom - (at + 1) * down, across + 0.5, down + 0.5);
+      });
     });
     this.mapLabels(context, box, across, down);
   }
@@ -156,8 +152,8 @@ export class HistogramView {
     context.textBaseline = "middle";
     context.textAlign = "right";
     const each = Math.max(1, Math.ceil(16 / down));
-    for (let bin = this.first + 1; bin <= this.last; bin += each) {
-      context.fillText(short(this.bins.edges[bin]), box.left - 8, box.bottom - (bin - this.first) * down);
+    for (let at = 1; at < this.groups.length; at += each) {
+      context.fillText(edgeText(this.bins.edges[this.groups[at].first], this.bins.isLinear), box.left - 8, box.bottom - at * down);
     }
     context.textAlign = "center";
     context.textBaseline = "top";
@@ -182,15 +178,16 @@ export class HistogramView {
     if (!this.plot) return;
     const { left, right } = this.plot.box;
     const x = event.clientX - this.bars.getBoundingClientRect().left;
-    const bin = this.first + Math.floor(((x - left) / (right - left)) * (this.last - this.first + 1));
-    if (bin < this.first || bin > this.last) return;
+    const group = this.groups[Math.floor(((x - left) / (right - left)) * this.groups.length)];
+    if (group === undefined) return;
     const pairs = this.now.flatMap((frame, side) => {
       if (frame === undefined) return [];
       const total = Array.from(frame.values, Number).reduce((sum, number) => sum + number, 0);
       const name = this.now.length > 1 ? `run ${"AB"[side]}` : "values";
-      return [[name, whole(frame.values[bin])], ["share", short(Number(frame.values[bin]) / total)]];
+      const count = sumOf(frame.values, group);
+      return [[name, whole(count)], ["share", short(count / total)]];
     });
-    this.app.tooltip.show(this.binText(bin), pairs, event);
+    this.app.tooltip.show(this.groupText(group), pairs, event);
   }
 
   canvases() {

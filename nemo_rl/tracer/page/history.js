@@ -14,14 +14,15 @@ export class History {
     this.isBusy = false;
   }
 
-  /** After each welcome: what came while nobody listened, and all that is older where that is not here yet. */
-  connected() {
+  /**
+   * After each welcome: what came while nobody listened; then what was still to come.
+   * @param {Array<{run: string, step: ?number}>} runs as the hub has them
+   */
+  connected(runs) {
     this.asked.clear();
-    for (const id of this.app.shownRuns()) {
-      const { stepList, info } = this.app.store.run(id);
-      const newest = info.step ?? stepList.at(-1);
-      if (newest === null || newest === undefined) continue;
-      if (this.started.has(id)) this.spans.unshift({ run: id, first: stepList.at(-1) ?? 0, last: newest });
+    for (const { run, step } of runs) {
+      const newest = this.app.store.run(run).stepList.at(-1);
+      if (this.started.has(run) && step >= newest) this.spans.unshift({ run, first: newest, last: step });
     }
     this.fill();
   }
@@ -47,7 +48,7 @@ export class History {
       // Where nothing is, larger pieces: a run may begin at a high step.
       chunk = this.app.store.run(span.run).known.size > known ? CHUNK : Math.min(chunk * 2, MOST_CHUNK);
       span.last = first - 1;
-      if (span.last < span.first) this.spans.shift();
+      if (span.last < span.first) this.spans = this.spans.filter((other) => other !== span);
       this.app.changed();
     }
     this.isBusy = false;

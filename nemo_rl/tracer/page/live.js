@@ -84,6 +84,7 @@ export class Live {
     const message = JSON.parse(data);
     if (message.type === "welcome") this.welcomed(message);
     else if (message.type === "error" && this.state !== "connected") this.refused = message;
+    else if (message.code === "too_many") this.waiting.forEach((resolve) => resolve(false));
     else if (message.type === "demoted") this.role = "viewer";
     else if (message.type === "done") this.waiting.get(message.id)?.(true);
     this.on.message(message);

@@ -19,6 +19,7 @@ import { TopKView } from "./topk.js";
 import { WatchPanel } from "./watches.js";
 
 const BUDGET_BYTES = 256 << 20;
+const BURST_MS = 80;
 const MOST_SAID = 200; // problems and marks that are kept
 
 /** All of it. */
@@ -65,7 +66,11 @@ class App {
   takeFrame(frame) {
     this.store.add(frame);
     this.chooseRun(frame.header.run);
-    this.changed();
+    // Frames come in bursts; people look at what all of them give.
+    this.soon ??= setTimeout(() => {
+      this.soon = undefined;
+      this.changed();
+    }, BURST_MS);
   }
 
   take(message) {
@@ -76,7 +81,7 @@ class App {
       metrics: () => this.store.addMetrics(message.run, message.step, message.metrics),
       plan: () => this.takePlan(message),
       stats: () => (this.stats = message),
-      mark: () => this.keep(this.marks, { label: message.label, step: message.step }),
+      mark: () => this.takeMark(message),
       problem: () => this.takeProblem(message.text),
       demoted: () => (this.wasDemoted = true),
       error: () => this.takeError(message),
@@ -91,6 +96,10 @@ class App {
   }
 
   /** A hub that greets again tells again what it told before. */
+  takeMark({ label, step }) {
+    if (!this.marks.some((mark) => mark.label === label && mark.step === step)) this.keep(this.marks, { label, step });
+  }
+
   takeProblem(text) {
     if (!this.problems.some((problem) => problem.text === text)) this.keep(this.problems, { text });
   }
@@ -102,8 +111,8 @@ class App {
     this.stats = null;
     this.watches.setCatalogue(this.catalogue);
     this.takePlan(message);
+    this.history.connected(message.runs);
     message.runs.forEach((info) => this.takeRun(info));
-    this.history.connected();
   }
 
   takePlan({ watches, digest, effective_step }) {

@@ -1,12 +1,11 @@
 /** View: metrics of the run, such as reward and loss, as small lines. */
 
-import { SERIES } from "./color.js";
+import { seriesColour } from "./color.js";
 import { Plot, fit } from "./chart.js";
 import { empty, h, say, toggle } from "./dom.js";
 import { exact, short } from "./format.js";
 
 const HEIGHT = 130;
-const WIDTH = 250;
 
 /** One small chart per metric. */
 export class MetricsView {
@@ -50,9 +49,10 @@ export class MetricsView {
       chart.root.remove();
       this.charts.delete(name);
     }
-    const columns = Math.max(1, Math.floor((this.grid.clientWidth + 12) / (WIDTH + 12)));
-    const width = (this.grid.clientWidth - 12 * (columns - 1)) / columns - 26;
-    for (const name of names) this.paint(this.chart(name), name, Math.max(150, width));
+    const charts = names.map((name) => this.chart(name));
+    if (charts.some((chart, i) => this.grid.children[i] !== chart.root)) this.grid.replaceChildren(...charts.map((chart) => chart.root));
+    const width = Math.max(150, (charts[0]?.root.clientWidth ?? 0) - 26);
+    charts.forEach((chart, i) => this.paint(chart, names[i], width));
   }
 
   chart(name) {
@@ -65,9 +65,7 @@ export class MetricsView {
       canvas.addEventListener("click", (event) => this.app.time.go(this.nearest(chart, event)));
       this.charts.set(name, chart);
     }
-    const chart = this.charts.get(name);
-    if (chart.root.parentNode === null) this.grid.append(chart.root);
-    return chart;
+    return this.charts.get(name);
   }
 
   paint(chart, name, width) {
@@ -78,8 +76,8 @@ export class MetricsView {
     const context = fit(chart.canvas, width, HEIGHT);
     chart.plot = new Plot(context, { left: 50, top: 8, right: width - 8, bottom: HEIGHT - 20 }, [Math.min(...steps), Math.max(...steps)], values, this.isLog);
     chart.plot.axes(true);
-    lines.forEach((line, side) => chart.plot.line(line, SERIES[side], 1.6));
-    chart.plot.cursor(this.app.step);
+    lines.forEach((line, side) => chart.plot.line(line, seriesColour(side), 1.6));
+    chart.plot.cursor(this.app.step, this.app.marks);
     const at = lines.map((line) => short(line.findLast(([step]) => step <= this.app.step)?.[1]));
     say(chart.now, at.join("  |  "));
     chart.canvas.setAttribute("aria-label", `${name} over steps, now ${at.join(" and ")}`);

@@ -2,7 +2,7 @@
 
 import { choice, h, say, setOptions } from "./dom.js";
 import { download, csvOf, fileName, pictureOf } from "./exporter.js";
-import { connectionText, notices } from "./status.js";
+import { connectionText, notices, quietText } from "./status.js";
 
 const TOKEN = "tracer.token";
 const THEME = "tracer.theme";
@@ -124,15 +124,15 @@ export class Shell {
 
   sayNotice(all) {
     const [worst, ...rest] = all;
-    const signature = JSON.stringify(all.map(({ text, action }) => [text, action]));
+    const signature = JSON.stringify([quietText(this.app), all.map(({ text, action }) => [text, action])]);
     if (signature === this.notice.dataset.shown) return;
     this.notice.dataset.shown = signature;
     this.notice.dataset.level = worst?.level ?? "none";
     if (worst === undefined) {
-      this.notice.replaceChildren(h("span", { className: "text", textContent: "All values are finite, and nothing is missing, as far as watched." }));
+      this.notice.replaceChildren(h("span", { className: "text", textContent: quietText(this.app) }));
       return;
     }
-    const parts = [h("span", { className: "text", textContent: worst.text, title: worst.text })];
+    const parts = [h("span", { className: "text", textContent: worst.text, title: worst.text, onclick: () => this.showAll(all) })];
     if (worst.action) parts.push(h("button", { type: "button", textContent: worst.action, onclick: worst.go }));
     for (const other of rest.filter(({ action }) => action)) parts.push(h("button", { type: "button", title: other.text, textContent: other.action, onclick: other.go }));
     if (rest.length > 0) parts.push(h("button", { type: "button", className: "more", title: rest.map(({ text }) => text).join("\n"), textContent: `${rest.length} more`, onclick: () => this.showAll(all) }));

@@ -28,7 +28,7 @@ export function connectionText(app) {
  * @returns {Array<{level: string, text: string, action?: string, go?: function(): void}>}
  */
 export function notices(app) {
-  return [...ofValues(app), ...ofRun(app), ...ofPictures(app), ...ofHub(app)];
+  return [...ofValues(app), ...ofRun(app), ...ofPictures(app), ...ofHub(app), ...ofWatches(app)];
 }
 
 function ofValues(app) {
@@ -59,6 +59,18 @@ function ofPictures(app) {
     }
   }
   return found;
+}
+
+function ofWatches(app) {
+  const isOn = app.live.state === "connected" && app.runInfo().state === "running";
+  if (!isOn || app.plan.watches.length > 0) return [];
+  return [{ level: "info", text: "Nothing is watched yet.", action: "Watches", go: () => app.watches.toggle(true) }];
+}
+
+/** What is said where nothing has to be known. */
+export function quietText(app) {
+  if (app.run === undefined || app.store.run(app.run).steps.size === 0) return "Nothing has come yet.";
+  return "All values are finite, and nothing is missing, as far as watched.";
 }
 
 function ofHub(app) {

@@ -18,8 +18,8 @@ export class TimeBar {
     this.range = h("span", { className: "range" });
     this.root = h("footer", { className: "time", "aria-label": "Time" },
       this.live,
-      h("div", { className: "buttons" }, button("first", "⏮", "First step (Home)", () => this.end(-1)), button("back", "◀", "Step back (←)", () => this.move(-1)),
-        button("forward", "▶", "Step forward (→)", () => this.move(1)), button("last", "⏭", "Newest step (End)", () => this.end(1))),
+      h("div", { className: "buttons" }, button("first", "|◀", "First step (Home)", () => this.end(-1)), button("back", "◀", "Step back (←)", () => this.move(-1)),
+        button("forward", "▶", "Step forward (→)", () => this.move(1)), button("last", "▶|", "Newest step (End)", () => this.end(1))),
       this.slider, h("div", { className: "where" }, this.label, this.range));
   }
 
@@ -78,7 +78,9 @@ export class TimeBar {
     this.slider.setAttribute("aria-valuetext", step === undefined ? "no step" : `step ${step}`);
     this.slider.disabled = steps.length < 2;
     say(this.label, step === undefined ? "–" : whole(step));
-    say(this.range, steps.length === 0 ? "no steps yet" : `of ${whole(steps[0])} … ${whole(steps.at(-1))}${this.app.history.isFilling ? ", older ones are coming" : ""}`);
+    say(this.range, steps.length === 0 ? "no steps yet" : `of ${whole(steps[0])} … ${whole(steps.at(-1))}`);
+    this.root.classList.toggle("filling", this.app.history.isFilling);
+    this.range.title = this.app.history.isFilling ? "Older steps are coming" : "Steps that are known";
     const isOn = this.app.runInfo().state === "running";
     say(this.live, this.follow ? (isOn ? "● Live" : "● Newest") : "Paused");
     this.live.classList.toggle("on", this.follow);

@@ -115,6 +115,7 @@ def test_ends_after_so_many_whole_steps(tmp_path, job):
     code, shown, _ = watching.end()
     assert code == 0 and "step 3 " in shown and "step 4 " not in shown
     assert StreamReader(tmp_path / "to").steps() == [1, 2, 3]
+    assert len(_frames(tmp_path / "to")) == 9
 
 
 def test_changes_what_is_watched_and_refuses_what_cannot_be_read(tmp_path, hub, job, run):

@@ -1,3 +1,5 @@
+"""`FirstNonFinite`: the first producer of NaN, whatever the order in which frames come."""
+
 import itertools
 import json
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -83,6 +84,7 @@ def test_every_step_of_a_recording_is_served_byte_for_byte(tmp_path) -> None:
         assert run["first_non_finite"]["text"].startswith("step 3, train, mlp.out[1]: 2 values")
         assert client.welcome["watches"] == ["layer.out | stats"]
         assert client.wait_for("metrics", step=2)["metrics"] == {"reward": 0.5, "kl": None}
+        assert client.wait_for("mark", step=4)["label"] == "look here"
         found = history(client, RUN, 1, 4)
         assert [each for each in found if isinstance(decode(each), Frame)] == recorded(folder)
         assert {each for each in found if isinstance(decode(each), Table)} == set(recorded(folder, EntryKind.TABLE))
@@ -98,6 +100,15 @@ def test_two_recordings_of_one_run_are_apart(tmp_path) -> None:
         frames = [decode(each) for each in history(client, f"{RUN} (2)", 1, 2)]
         assert {each.where.run for each in frames if isinstance(each, Frame)} == {f"{RUN} (2)"}
         assert sum(isinstance(each, Frame) for each in frames) == len(recorded(b))
+
+
+def test_a_run_whose_end_nobody_wrote_is_shown_as_recorded(tmp_path) -> None:
+    small_recording(tmp_path, state="running")
+    for path in tmp_path.iterdir():
+        os.utime(path, (0, 0))
+    with Serving("serve", tmp_path) as served, served.connect() as client:
+        (run,) = client.welcome["runs"]
+        assert (run["state"], run["text"]) == ("recorded", f"no end is recorded; {tmp_path}")
 
 
 def test_a_run_that_is_on_is_followed(tmp_path) -> None:

@@ -250,6 +250,7 @@ def test_a_live_recording_is_followed_to_its_end_across_files(tmp_path):
                 writer.frame(frame)
                 time.sleep(0.005)
 
+    begun = time.monotonic()
     thread = threading.Thread(target=write)
     thread.start()
     for entry in StreamReader(tmp_path / "r").entries(follow):
@@ -258,6 +259,19 @@ def test_a_live_recording_is_followed_to_its_end_across_files(tmp_path):
             follow.stop.set()
     thread.join(timeout=5)
     assert read == frames and len(stream_files(tmp_path / "r")) > 1
+    assert time.monotonic() - begun < follow.idle_s
+
+
+def test_following_goes_on_behind_a_torn_end(tmp_path):
+    folder = small_recording(tmp_path / "r", num_steps=1)
+    whole(folder).write_bytes(whole(folder).read_bytes()[:-5])
+    with StreamWriter(folder, BIG) as writer:
+        writer.frame(stats_frame(2).encode())
+    begun, follow, reader = time.monotonic(), Follow(idle_s=5.0, poll_s=0.01), StreamReader(folder)
+    for entry in reader.entries(follow):
+        if entry.body == stats_frame(2).encode():
+            follow.stop.set()
+    assert reader.num_torn == 1 and time.monotonic() - begun < follow.idle_s
 
 
 def test_following_waits_for_the_rest_of_an_entry(tmp_path):
@@ -318,6 +332,12 @@ def test_what_cannot_be_a_folder_is_one_clear_error(tmp_path):
             StreamWriter(folder, BIG)
     with pytest.raises(UserError, match="at least 65536 bytes, got 10"):
         StreamWriter(tmp_path, 10)
+
+
+def test_a_folder_has_one_writer_at_a_time(tmp_path):
+    with StreamWriter(tmp_path, BIG), pytest.raises(RecordingError, match="another process writes it"):
+        StreamWriter(tmp_path, BIG)
+    StreamWriter(tmp_path, BIG).close()
 
 
 def test_frames_of_unknown_tables_are_kept(tmp_path):

@@ -113,7 +113,7 @@ class SiteObserver:
         if logprobs_nt.requires_grad and self._is_wanted(SiteKind.LOGPROB, way=Direction.BACKWARD):
             logprobs_nt.register_hook(
                 lambda grad: self._show_selected(
-                    current, SiteKind.LOGPROB, grad / self._taps.loss_factor(), Direction.BACKWARD
+                    current, SiteKind.LOGPROB, self._unscaled(grad), Direction.BACKWARD
                 )
             )
 
@@ -188,7 +188,11 @@ class SiteObserver:
         if site not in current.with_gradient:
             current.with_gradient.add(site)
             place = replace(current.place, kind=tap.kind, layer=tap.layer, direction=Direction.BACKWARD)
-            self._show(self._sight(current, tap, place, gradient / self._taps.loss_factor()))
+            self._show(self._sight(current, tap, place, self._unscaled(gradient)))
+
+    def _unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
+        factor = self._taps.loss_factor()
+        return gradient if factor == 1.0 else gradient / factor
 
     def _sight(self, current: _Pass, tap: Tap, place: Place, value: torch.Tensor) -> Sight:
         by_rows = tap.order.by_rows(value.detach(), current.micro.inputs.input_ids.shape[0])

@@ -32,6 +32,10 @@ from nemo_rl.tracer.token_hash import mix
 
 __all__ = ["Values", "part_of"]
 
+NOTHING = np.array([0, 0, 0, np.inf, -np.inf, -np.inf, 0, 0, 0, 0], dtype=np.float64)
+"""`stats` of no value."""
+BLOCK = 1 << 18
+"""Values that fit into the cache of a core together."""
 MANTISSA_BITS, EXPONENT_BIAS = 23, 127
 """Of float32."""
 MAX_COUNTED = 1 << 20
@@ -82,13 +86,27 @@ def part_of(reducer: Reducer, values: Values) -> np.ndarray:
 
 
 def _stats(_: Reducer, values: Values) -> np.ndarray:
-    array = values.array
+    found = NOTHING
+    rows = max(1, BLOCK // max(1, values.floats.shape[1]))
+    # Block by block: what the first look has brought into the cache, the others find there.
+    for block in values.floats.split(rows):
+        found = Stats().merge(found, _stats_of(block))
+    return found
+
+
+def _stats_of(floats: torch.Tensor) -> np.ndarray:
+    """Of a block."""
+    array = floats.numpy()
     if not array.size:
-        return np.array([0, 0, 0, np.inf, -np.inf, -np.inf, 0, 0, 0, 0], dtype=np.float64)
+        return NOTHING
     low, high = array.min(), array.max()
     zeros = np.count_nonzero(np.equal(array, 0))
     if np.isfinite(low) and np.isfinite(high):
-        total, squares = float(values.floats.sum(-1).double().sum()), float(values.squares_R.sum())
+        total = float(floats.sum(-1).double().sum())
+        squares = float(torch.linalg.vector_norm(floats, dim=-1).double().square().sum())
+        if not np.isfinite(squares):
+            # The squares of large values are beyond float32.
+            squares = float(floats.double().square().sum())
         return np.array([array.size, total, squares, low, high, max(-low, high), zeros, 0, 0, 0], dtype=np.float64)
     finite = array[np.isfinite(array)].astype(np.float64)
     extremes = (finite.min(), finite.max(), np.abs(finite).max()) if finite.size else (np.inf, -np.inf, -np.inf)
