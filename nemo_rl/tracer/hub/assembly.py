@@ -233,7 +233,7 @@ class Assembly:
         self._start_deadline(at)
 
     def take_closed(self, *, all_of_them: bool = False) -> list[Phase]:
-        """Phases that are complete or overdue, oldest first; they are the caller's now.
+        """Phases that are complete or overdue, oldest first; they are the caller's now, until `release`.
 
         Args:
             all_of_them: also those that still wait.
@@ -244,9 +244,13 @@ class Assembly:
                 if not at.is_closed and (all_of_them or self._is_done(at)):
                     at.is_closed = True
                     at.missing = tuple(sorted(set(range(self.world)) - at.ended))
-                    self._num_bytes -= at.num_bytes
                     closed.append(at)
         return closed
+
+    def release(self, phase: Phase) -> None:
+        """A phase that was taken has given all its frames: its parts count no more."""
+        self._num_bytes -= phase.num_bytes
+        phase.num_bytes = 0
 
     def seconds_left(self) -> float | None:
         """Until a phase is overdue; None: none waits."""

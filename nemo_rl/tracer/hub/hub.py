@@ -50,6 +50,10 @@ class Subscriber(Protocol):
     def frame(self, kept: Kept) -> None:
         """A frame, with its table."""
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether much waits for it, and it takes what it gets."""
+
 
 class Hub:
     """Of one job, or of recorded runs."""
@@ -140,6 +144,11 @@ class Hub:
         """A word of the controller, at the newest step."""
         steps = [facts.step for facts in self.runs.values() if facts.step is not None]
         self.publish_message({"type": "mark", "label": label, "step": max(steps, default=0)})
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a viewer that reads has not yet taken what was published."""
+        return any(subscriber.is_behind for subscriber in self._subscribers)
 
     # What is watched.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,6 +20,8 @@ __all__ = ["Ranks"]
 
 logger = logging.getLogger(__name__)
 
+PACE_S = 2.0
+"""Pictures of a phase may come so much later, so that a viewer that reads all the time misses none of them."""
 MAX_TOLD = 1000
 """Problems that are told; who has seen so many needs no more."""
 
@@ -109,19 +112,27 @@ class Ranks:
             while self._closed:
                 # It stays where it is until it is done: what is left of it is not lost with a cancelled task.
                 await self._publish_phase(self._closed[0])
-                self._closed.popleft()
+                phase = self._closed.popleft()
+                self._assemblies[phase.run].release(phase)
 
     async def _publish_phase(self, phase: Phase) -> None:
         """Lets others run between the pictures."""
         if phase.missing:
             logger.warning("step %d, %s: without ranks %s", phase.step, phase.name, phase.missing)
+        until_s = time.monotonic() + PACE_S
         for made in phase.frames(self._hub.limits.assembly_bytes):
             if isinstance(made, Table):
                 await asyncio.to_thread(self._texts.load)
                 self._hub.publish_table(replace(made, texts=self._texts.of(made.tokens[2])))
             else:
                 self._hub.publish_frame(made)
-            await asyncio.sleep(0)
+            await self._let_viewers_read(until_s)
+
+    async def _let_viewers_read(self, until_s: float) -> None:
+        """Others run; and while nothing else is to be published, viewers that read get the time to."""
+        await asyncio.sleep(0)
+        while self._hub.is_ahead and len(self._closed) == 1 and time.monotonic() < until_s:
+            await asyncio.sleep(PACE_S / 1000)
 
     def _of(self, run: str) -> Assembly:
         if run not in self._assemblies:

@@ -7,6 +7,7 @@ what was left out is counted. Nothing here ever waits for a viewer but its own t
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -26,6 +27,8 @@ MAX_REPLAYS = 4
 """Spans of history that may wait."""
 TABLES_REMEMBERED = 4096
 """Tables that a viewer is known to have; older ones are sent again."""
+MOMENT_S = 1.0
+"""A viewer that has taken nothing for so long is not waited for."""
 CLOSING_S = 1.0
 """For the last words to a viewer that takes nothing."""
 TRY_LATER = 1013
@@ -49,11 +52,18 @@ class Viewer:
         self._replayed_tables: set[tuple[str, str]] = set()
         self._wake = asyncio.Event()
         self._is_stalled = False
+        self._last_s = time.monotonic()
+        """When it took something."""
 
     @property
     def num_bytes(self) -> int:
         """That wait."""
         return self._frame_bytes
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether much waits, and it has taken something a moment ago."""
+        return self._frame_bytes > self._limits.viewer_bytes // 2 and time.monotonic() - self._last_s < MOMENT_S
 
     @property
     def has_waiting(self) -> bool:
@@ -202,6 +212,7 @@ class Viewer:
                     return
                 waiting = now
             sending.result()
+            self._last_s = time.monotonic()
         finally:
             if not sending.done():
                 sending.cancel()

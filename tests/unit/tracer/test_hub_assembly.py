@@ -124,7 +124,11 @@ class Sender:
         self.assembly.add_part(rank, part)
 
     def made(self, *, limit=1 << 30):
-        return [each for phase in self.assembly.take_closed() for each in phase.frames(limit)]
+        made = []
+        for phase in self.assembly.take_closed():
+            made += phase.frames(limit)
+            self.assembly.release(phase)
+        return made
 
     def frame(self):
         (frame,) = [each for each in self.made() if isinstance(each, Frame)]
