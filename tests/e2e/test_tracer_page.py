@@ -18,7 +18,9 @@ from tests.helpers.browser import Browser, chromium_path
 from tests.helpers.tracer_feed import Feed, PretendRun
 
 pytestmark = [
-    pytest.mark.skipif(not chromium_path(), reason="no Chromium is installed: chromium, chromium-browser, google-chrome"),
+    pytest.mark.skipif(
+        not chromium_path(), reason="no Chromium is installed: chromium, chromium-browser, google-chrome"
+    ),
     pytest.mark.timeout(120),
 ]
 IS_HERE = "count => window.tracer?.runs[0]?.steps.length >= count"
@@ -39,7 +41,9 @@ def feed(browser: Browser) -> Iterator[Feed]:
     with Feed() as feed:
         yield feed
         browser.close_pages()
-    hosts = {url.partition("//")[2].partition("/")[0] for url in browser.requests if not url.startswith(("blob:", "data:"))}
+    hosts = {
+        url.partition("//")[2].partition("/")[0] for url in browser.requests if not url.startswith(("blob:", "data:"))
+    }
     assert hosts <= {f"127.0.0.1:{feed.port}"}
     assert browser.complaints == []
 
@@ -109,7 +113,9 @@ def test_the_csv_holds_what_the_views_show(browser, feed):
     rows = [row for row in shown_numbers(page) if row["site"] == "layer.out[2]"]
     length = len(run.pieces[0])
     assert [row["token"] for row in rows[:3]] == ["Sort", "·these", "·numbers"]
-    assert np.array_equal(numbers([row["value"] for row in rows]), sent["layer.out[2]", "tiles(1, rms)"].payload[:length, 0])
+    assert np.array_equal(
+        numbers([row["value"] for row in rows]), sent["layer.out[2]", "tiles(1, rms)"].payload[:length, 0]
+    )
     page.keyboard.press("2")
     [row] = [row for row in shown_numbers(page) if row["site"] == "layer.out[2]"]
     stats = sent["layer.out[2]", "stats"].payload
@@ -271,7 +277,7 @@ def test_two_runs_stand_side_by_side(browser, feed, tmp_path):
     sent = [next(found for found in run.frames(2) if "rms" in str(found.where.reducer)).payload[0, 0] for run in runs]
     rows = [row for row in shown_numbers(page) if row["site"] == "layer.out[0]" and row["position"] == "0"]
     assert [(row["run"], float(row["value"])) for row in rows] == [("run-a", sent[0]), ("run-b", sent[1])]
-    page.get_by_label("A − B").check()
+    page.get_by_label("A \N{MINUS SIGN} B").check()
     browser.settle(page)
     [row] = [row for row in shown_numbers(page) if row["site"] == "layer.out[0]" and row["position"] == "0"]
     assert float(row["value"]) == float(sent[0]) - float(sent[1])
@@ -370,13 +376,35 @@ def test_tokens_roles_and_taking_over(browser, feed):
     third.wait_for_function("() => window.tracer?.state === 'connected'")
 
 
+def test_messages_that_are_no_frames_are_refused(browser, feed):
+    run = PretendRun()
+    feed.begin(run)
+    feed.step(run, 1)
+    page = opened(browser, feed)
+    whole = next(run.frames(1)).encode()
+    broken = [b"", b"NRT1", b"NRT2" + whole[4:], whole[:-1], whole[:4] + b"\xff\xff\xff\x7f" + whole[8:],
+              whole.replace(b'"float64"', b'"float16"'), whole[:8] + b"x" + whole[9:]]  # fmt: skip
+    asked = """async messages => {
+        const { decode } = await import('/frame.js');
+        const tell = bytes => {
+            try { decode(new Uint8Array(bytes).buffer); return 'read'; } catch (error) { return String(error); }
+        };
+        return messages.map(tell);
+    }"""
+    found = page.evaluate(asked, [list(message) for message in [whole, *broken]])
+    assert found[0] == "read"
+    assert all("Error: " in text for text in found[1:]), found
+
+
 def test_nothing_watched_yet_is_said_with_the_watch_that_helps(browser, feed):
     page = browser.page()
     page.goto(feed.url())
     page.wait_for_function("() => window.tracer?.state === 'connected'")
     assert "Waiting for a run" in page.locator("main").text_content()
     feed.begin(PretendRun())
-    page.wait_for_function("() => document.querySelector('main').textContent.includes('Nothing is watched token by token')")
+    page.wait_for_function(
+        "() => document.querySelector('main').textContent.includes('Nothing is watched token by token')"
+    )
     page.get_by_role("button", name="Add it to the watches").click()
     assert page.locator(".watches textarea").last.input_value() == "layer.out | tiles(1, rms) | train"
 
@@ -387,7 +415,9 @@ def test_every_view_fits_the_screen_in_dark_and_light(browser, feed, tmp_path):
     for step in (1, 2):
         feed.step(run, step)
     page = opened(browser, feed, steps=2, width=390, color_scheme="dark", device_scale_factor=2)
-    ratio = page.evaluate("() => { const { width, clientWidth } = document.querySelector('canvas'); return width / clientWidth }")
+    ratio = page.evaluate(
+        "() => { const { width, clientWidth } = document.querySelector('canvas'); return width / clientWidth }"
+    )
     assert ratio == pytest.approx(2, abs=0.02)
     for scheme, width in (("dark", 390), ("light", 1280)):
         page.emulate_media(color_scheme=scheme)

@@ -1,7 +1,7 @@
 """A hub with runs that were made up: for tests of the tracer's page, and for its pictures in the documentation.
 
-    python -m tests.helpers.tracer_feed                 serves one that goes on, and says its address
-    python -m tests.helpers.tracer_feed --shots DIR     makes three screenshots, 1280x800
+python -m tests.helpers.tracer_feed                 serves one that goes on, and says its address
+python -m tests.helpers.tracer_feed --shots DIR     makes three screenshots, 1280x800
 """
 
 from __future__ import annotations
