@@ -1,4 +1,4 @@
-"""The page of the live tracer, in a headless Chromium, on a real hub: numbers, time, two runs, states, hostile texts."""
+"""The page of the live tracer in a headless Chromium, on a real hub: numbers, time, runs, states, hostile texts."""
 
 from __future__ import annotations
 
