@@ -1,4 +1,4 @@
-"""The page of the live tracer, in a headless Chromium, on a real hub: numbers, time, two runs, states, hostile texts."""
+"""The page of the live tracer in a headless Chromium, on a real hub: numbers, time, runs, states, hostile texts."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ def test_two_runs_stand_side_by_side(browser, feed, tmp_path):
     sent = [next(found for found in run.frames(2) if "rms" in str(found.where.reducer)).payload[0, 0] for run in runs]
     rows = [row for row in shown_numbers(page) if row["site"] == "layer.out[0]" and row["position"] == "0"]
     assert [(row["run"], float(row["value"])) for row in rows] == [("run-a", sent[0]), ("run-b", sent[1])]
-    page.get_by_label("A − B").check()
+    page.get_by_label("A \N{MINUS SIGN} B").check()
     browser.settle(page)
     [row] = [row for row in shown_numbers(page) if row["site"] == "layer.out[0]" and row["position"] == "0"]
     assert float(row["value"]) == float(sent[0]) - float(sent[1])
@@ -374,6 +374,26 @@ def test_tokens_roles_and_taking_over(browser, feed):
     third.wait_for_function("() => tracer.state === 'connected' && tracer.role === 'viewer'")
     third.reload()
     third.wait_for_function("() => window.tracer?.state === 'connected'")
+
+
+def test_messages_that_are_no_frames_are_refused(browser, feed):
+    run = PretendRun()
+    feed.begin(run)
+    feed.step(run, 1)
+    page = opened(browser, feed)
+    whole = next(run.frames(1)).encode()
+    broken = [b"", b"NRT1", b"NRT2" + whole[4:], whole[:-1], whole[:4] + b"\xff\xff\xff\x7f" + whole[8:],
+              whole.replace(b'"float64"', b'"float16"'), whole[:8] + b"x" + whole[9:]]  # fmt: skip
+    asked = """async messages => {
+        const { decode } = await import('/frame.js');
+        const tell = bytes => {
+            try { decode(new Uint8Array(bytes).buffer); return 'read'; } catch (error) { return String(error); }
+        };
+        return messages.map(tell);
+    }"""
+    found = page.evaluate(asked, [list(message) for message in [whole, *broken]])
+    assert found[0] == "read"
+    assert all("Error: " in text for text in found[1:]), found
 
 
 def test_nothing_watched_yet_is_said_with_the_watch_that_helps(browser, feed):

@@ -6,6 +6,8 @@ import { clip, tick } from "./format.js";
 export const FONT = "11px ui-sans-serif, system-ui, sans-serif";
 export const MONO = "12px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace";
 
+const MANY = 400; // steps in one line
+
 /** A colour of the style sheet. */
 export const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
@@ -34,7 +36,7 @@ export function roomBelow(main, element, least, most) {
 }
 
 /** Round numbers between two ends, about so many. */
-export function ticks(low, high, wanted) {
+function ticks(low, high, wanted) {
   const raw = (high - low) / Math.max(1, wanted);
   if (!(raw > 0) || !Number.isFinite(raw)) return [low];
   const power = 10 ** Math.floor(Math.log10(raw));
@@ -129,7 +131,8 @@ export class Plot {
   line(points, colour, width = 1.5, dash = []) {
     const { context } = this;
     context.strokeStyle = colour;
-    context.lineWidth = width;
+    // Of many steps a thick line would be a surface.
+    context.lineWidth = points.length > MANY ? Math.min(width, 0.8) : width;
     context.lineJoin = "round";
     context.setLineDash(dash);
     const pieces = [[]];

@@ -20,7 +20,7 @@ import { tokensOf } from "./store.js";
  * Numbers per token of a frame.
  * @param {Object} frame
  */
-export const widthOf = (frame) => frame.shape.slice(1).reduce((product, size) => product * size, 1);
+const widthOf = (frame) => frame.shape.slice(1).reduce((product, size) => product * size, 1);
 
 /**
  * One number for a token.
@@ -28,7 +28,7 @@ export const widthOf = (frame) => frame.shape.slice(1).reduce((product, size) =>
  * @param {number} place of the token in its table
  * @param {string} show `mean`, `absmax`, or which of its numbers
  */
-export function cellOf(frame, place, show) {
+function cellOf(frame, place, show) {
   const width = widthOf(frame);
   const start = place * width;
   if (width === 1) return Number(frame.values[start]);

@@ -41,7 +41,7 @@ export class HeatPane {
     const along = (how.isDown ? height - 26 : width - left - 60) / Math.max(1, picture.tokens.length);
     const size = how.isFit ? Math.max(1, Math.min(along, 40)) : Math.max(READABLE, Math.min(along, how.isDown ? 24 : 40));
     const top = how.isDown || size < 11 ? 26 : headOf(picture.tokens);
-    const [least, most] = LAYER_SIZE[how.isDown ? "down" : "across"];
+    const [least, most] = how.isFit ? [4, 120] : LAYER_SIZE[how.isDown ? "down" : "across"];
     const room = (how.isDown ? width - left - 8 : height - top - 8) / Math.max(1, picture.places.length);
     const deep = Math.max(least, Math.min(most, room));
     const [cellWidth, cellHeight] = how.isDown ? [deep, size] : [size, deep];
@@ -168,7 +168,8 @@ export class HeatPane {
 
   layerBeside(context, row) {
     const [, top] = this.corner(0, row);
-    if (top < this.at.top - 4) return;
+    const isThin = this.at.cellHeight < 12 && row % Math.ceil(14 / this.at.cellHeight) !== 0;
+    if (top < this.at.top - 4 || (isThin && this.hovered?.row !== row)) return;
     this.emphasis(context, this.hovered?.row === row || this.how.pin?.row === row, FONT);
     context.textAlign = "right";
     context.textBaseline = "middle";
@@ -177,12 +178,19 @@ export class HeatPane {
 
   layerAbove(context, row) {
     const [left] = this.corner(row, 0);
-    if (left < this.at.left - 4) return;
+    if (left < this.at.left - 4 || (this.at.cellWidth < 24 && row % Math.ceil(28 / this.at.cellWidth) !== 0)) return;
     this.emphasis(context, this.hovered?.row === row || this.how.pin?.row === row, FONT);
     context.textAlign = "center";
     context.textBaseline = "bottom";
     const { label, layer } = this.picture.places[row];
     context.fillText(layer !== null && this.at.cellWidth < 60 ? `L${layer}` : clip(label, 14), left + this.at.cellWidth / 2, this.at.top - 6);
+  }
+
+  /** Middle of a cell in the window. */
+  placeOf(row, column) {
+    const [left, top] = this.how.isDown ? this.corner(row, column) : this.corner(column, row);
+    const box = this.canvas.getBoundingClientRect();
+    return { x: box.left + left + this.at.cellWidth / 2, y: box.top + top + this.at.cellHeight / 2 };
   }
 
   /** The cell under the pointer, or null. */

@@ -53,6 +53,12 @@ class App {
     });
   }
 
+  /** Numbers that are shown, of what is known at this moment. */
+  numbers() {
+    this.render();
+    return this.view.numbers();
+  }
+
   render() {
     this.view.prepare();
     this.step = this.time.shown(this.view);

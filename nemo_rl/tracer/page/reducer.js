@@ -18,7 +18,7 @@ export function parseReducer(text) {
 }
 
 /** Whether a reducer keeps something of each token. */
-export const isPerToken = (text) => PER_TOKEN.has(parseReducer(text).name);
+const isPerToken = (text) => PER_TOKEN.has(parseReducer(text).name);
 
 /** Whether a reducer gives numbers per token that one colour can stand for. */
 export const isColour = (text) => isPerToken(text) && parseReducer(text).name !== "topk";

@@ -1,19 +1,22 @@
 /** `window.tracer`: read-only, for tests and scripts. */
 
 import { csvOf } from "./exporter.js";
-import { parseReducer } from "./reducer.js";
 import { connectionText, notices } from "./status.js";
 
 /** Numbers that JSON cannot hold become texts: `NaN`, `Infinity`, and whole numbers of 64 bits. */
 const plain = (value) => (typeof value === "bigint" || !Number.isFinite(value) ? String(value) : value);
 
 /**
- * Puts the object in place.
+ * Puts the object in place: what is known as properties, what can be asked and done as functions.
  * @param {Object} app
  */
 export function expose(app) {
-  const find = ({ run = app.run, step = app.step, phase = "train", update = 0, site, reducer }) => app.store.frame(run, step, { phase, update, reducer }, site);
-  const tracer = {
+  const tracer = Object.defineProperties(functionsOf(app), Object.getOwnPropertyDescriptors(stateOf(app)));
+  Object.defineProperty(window, "tracer", { value: Object.freeze(tracer) });
+}
+
+function stateOf(app) {
+  return {
     /** `idle`, `connecting`, `connected`, `lost` or `refused`. */
     get state() {
       return app.live.state;
@@ -35,35 +38,33 @@ export function expose(app) {
       return { connection: connectionText(app).text, notices: notices(app).map(({ text }) => text) };
     },
     get runs() {
-      return [...app.store.runs.values()].map((run) => ({ ...run.info, steps: run.stepList }));
+      return [...app.store.runs.values()].map((run) => ({ ...run.info, steps: [...run.stepList] }));
     },
+    /** In memory, of frames and tables. */
     get bytes() {
       return app.store.bytes;
     },
     get plan() {
-      return { ...app.plan };
+      return structuredClone(app.plan);
     },
+  };
+}
+
+function functionsOf(app) {
+  return {
     /** Numbers of a picture with their shape, or null: `value({run, step, phase, update, site, reducer})`. */
-    value(of) {
-      const frame = find(of);
-      return frame ? { shape: [...frame.shape], values: Array.from(frame.values, plain), header: structuredClone(frame.header) } : null;
+    value({ run = app.run, step = app.step, phase = "train", update = 0, site, reducer }) {
+      const frame = app.store.frame(run, step, { phase, update, reducer }, site);
+      if (frame === undefined) return null;
+      return { shape: [...frame.shape], values: Array.from(frame.values, plain), header: structuredClone(frame.header) };
     },
-    /** Name and parameters of a reducer. */
-    reducer: (text) => parseReducer(text),
     /** Numbers that are shown, as the CSV has them. */
-    csv: () => csvOf(app.view.numbers()),
+    csv: () => csvOf(app.numbers()),
     /** Shows another view: `tokens`, `steps`, `experts`, `histogram`, `next`, `metrics` or `health`. */
     show: (id) => app.show(id),
     /** Stays at a step. */
     go: (step) => app.time.go(step),
     /** Middle of a cell of the heat map in the window, for pointers of tests. */
-    cellPlace(row, column, side = 0) {
-      const pane = app.views[0].panes[side];
-      const [x, y] = pane.how.isDown ? [row, column] : [column, row];
-      const box = pane.canvas.getBoundingClientRect();
-      const [left, top] = pane.corner(x, y);
-      return { x: box.left + left + pane.at.cellWidth / 2, y: box.top + top + pane.at.cellHeight / 2 };
-    },
+    cellPlace: (row, column, side = 0) => app.views[0].panes[side].placeOf(row, column),
   };
-  Object.defineProperty(window, "tracer", { value: Object.freeze(tracer) });
 }

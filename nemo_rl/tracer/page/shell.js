@@ -157,11 +157,12 @@ export class Shell {
   }
 
   async png() {
+    this.app.render();
     download(this.name("png"), await pictureOf(this.app.view, this.heading()));
   }
 
   csv() {
-    download(this.name("csv"), new Blob([csvOf(this.app.view.numbers())], { type: "text/csv" }));
+    download(this.name("csv"), new Blob([csvOf(this.app.numbers())], { type: "text/csv" }));
   }
 
   key(event) {
