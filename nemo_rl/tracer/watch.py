@@ -22,9 +22,8 @@ from nemo_rl.tracer.reducer import Counts, PerToken, Reducer, parse_reducer
 
 __all__ = ["PHASES", "Plan", "Watch", "applies"]
 
-PHASES = ("prev_logprobs", "reference_logprobs", "train", "forward", "generation")
-"""Passes: of the policy workers, of `nemo-rl probe run`, and decoding of the embedded engine, which is only looked at
-where a watch names it."""
+PHASES = ("prev_logprobs", "reference_logprobs", "train", "generation")
+"""Passes of the policy workers, and decoding of the embedded engine, which is only looked at where a watch names it."""
 ON_REQUEST = frozenset({"generation"})
 EVERY = re.compile(r"every\s+(\d+)")
 RECOMPUTED = "recomputed"
