@@ -1,7 +1,7 @@
 /** View: one site over steps, as bands, one small chart per layer. */
 
 import { seriesColour } from "./color.js";
-import { Plot, fit } from "./chart.js";
+import { Plot, fit, roomBelow } from "./chart.js";
 import { choice, h, say, setOptions, toggle } from "./dom.js";
 import { exact, short } from "./format.js";
 import { Picker, placesOf } from "./picker.js";
@@ -120,10 +120,13 @@ export class BandsView {
     const ends = [Math.min(...steps), Math.max(...steps)];
     const ys = (series) => series.flatMap((points) => points.flatMap(({ stats, low, high }) => [stats.min, stats.max, stats.rms, low, high]));
     const all = this.isShared ? ys(this.series.flat()) : null;
-    const height = isOne ? Math.max(220, Math.min(460, this.app.main.clientHeight - 170)) : SMALL_HEIGHT;
     const charts = places.map((place) => this.chart(place));
     if (charts.some((chart, i) => this.grid.children[i] !== chart.root)) this.grid.replaceChildren(...charts.map((chart) => chart.root));
     const width = Math.max(160, charts[0].root.clientWidth - 26);
+    const columns = Math.max(1, Math.round(this.grid.clientWidth / (width + 38)));
+    const rows = Math.ceil(charts.length / columns);
+    const room = roomBelow(this.app.main, this.grid, 0, 460 * rows) / rows;
+    const height = Math.max(SMALL_HEIGHT, Math.min(isOne ? 460 : 240, room - 44));
     charts.forEach((chart, i) => {
       say(chart.title, places[i].text);
       this.draw(chart, this.series[i], { width, height, ends, ys: all ?? ys(this.series[i]) });
