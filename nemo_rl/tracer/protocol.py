@@ -3,12 +3,12 @@
 One WebSocket at `/live`; the first message is `hello`, within `HANDSHAKE_S`. Every message is an object with `type`.
 
     from              type       fields                                            answer
-    anyone            hello      v, role, token; of a rank also run, rank, world,  welcome, or error and the end
+    anyone            hello      v, role, token; of a rank also run, rank, world   welcome, or error and the end
+                                 and unobserved {kind of site: why}
     rank              begin      step, phase                                       -
     rank              end        step, phase, sent, dropped (so far)               -
     rank              problem    text                                              problem to all
-    driver            run        run (id), name, model, layout, tokenizer,         -
-                                 unobserved {kind: why}
+    driver            run        run (id), name, model, layout, tokenizer          -
     driver            step       step, keys (rows whose tokens are shown)          -
     driver            metrics    step, metrics {name: number}                      -
     driver            finish     reason (`completed`, `failed`, `interrupted`),    -
