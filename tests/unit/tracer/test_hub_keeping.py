@@ -13,6 +13,8 @@ from nemo_rl.tracer.frame import Frame, Site, Table, Where, decode
 from nemo_rl.tracer.hub.history import History
 from nemo_rl.tracer.hub.hub import Hub
 from nemo_rl.tracer.hub.sinks import SinkThread
+from nemo_rl.tracer.hub.viewer import Viewer
+from nemo_rl.tracer.protocol import Limits, Role
 from nemo_rl.tracer.reducer import Norm
 from tests.helpers.hub import RUN, WAIT_S, frame, open_hub, send_phase
 
@@ -167,3 +169,21 @@ def test_recorded_runs_are_shown_without_a_job():
                 assert (await viewer.frame()).table == "t"
 
     asyncio.run(go())
+
+
+def test_frames_of_the_same_place_give_way_first_then_those_of_places_with_several_then_the_oldest():
+    history = History(1 << 20)
+    sent = [history.add_frame(shown(step, layer, None, 4000)) for step, layer in enumerate((0, 1, 1, 2, 0, 3, 4))]
+    # Nothing is written: the queue alone.
+    viewer = Viewer(None, Role.VIEWER, Limits(viewer_bytes=4 * len(sent[0].message)))
+
+    def waiting():
+        return [kept.where.step for kept in viewer._queue.values()]
+
+    seen = []
+    for kept in sent:
+        viewer.frame(kept)
+        assert viewer.num_bytes <= 4 * len(sent[0].message)
+        seen.append(waiting())
+    assert seen[3:] == [[0, 1, 2, 3], [1, 2, 3, 4], [2, 3, 4, 5], [3, 4, 5, 6]]
+    assert viewer.num_dropped == 3
