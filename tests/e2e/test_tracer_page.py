@@ -52,6 +52,7 @@ def opened(browser, feed, *, steps=1, token=None, **how):
     page = browser.page(**how)
     page.goto(feed.url(token))
     page.wait_for_function(IS_HERE, arg=steps)
+    page.wait_for_function("() => tracer.isComplete")
     browser.settle(page)
     return page
 
