@@ -261,7 +261,10 @@ class App {
   /** What is said where a view has nothing, with the watch that would give it. */
   nothingYet(title, watch) {
     const can = this.watches.canEdit;
-    const text = can ? "Add this watch, and it comes with one of the next steps:" : "The controller can add this watch:";
+    const isRecorded = this.runInfo().state === "recorded";
+    const text = can
+      ? "Add this watch, and it comes with one of the next steps:"
+      : isRecorded ? "This watch would have given it:" : "The controller can add this watch:";
     const add = h(
       "button",
       {

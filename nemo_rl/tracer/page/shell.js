@@ -107,7 +107,7 @@ export class Shell {
         {
           className: "key",
           textContent: "It lies in the folder of the run: tracer/viewer.token to watch, " +
-            "tracer/controller.token to choose what is watched.",
+            "tracer/controller.token to choose what is watched; nemo-rl trace serve says where its own lies.",
         },
       ), this.tokenText,
       h("button", { type: "submit", className: "primary", textContent: "Connect" }));

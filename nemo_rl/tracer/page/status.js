@@ -54,6 +54,7 @@ function ofRun(app) {
   const info = app.runInfo();
   const why = info.text ? `: ${info.text}` : "";
   if (info.state === "lost") return [{ level: "warn", text: `The job was lost${why}. What is shown came before.` }];
+  if (info.state === "recorded") return [{ level: "info", text: `A recording${why}.` }];
   if (info.state === "ended") return [{ level: "info", text: `The job has ended${why}.` }];
   return [];
 }

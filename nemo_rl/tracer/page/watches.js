@@ -48,7 +48,8 @@ export class WatchPanel {
   }
 
   get canEdit() {
-    return this.app.live.role === "controller" && this.app.live.state === "connected";
+    const { live } = this.app;
+    return live.role === "controller" && live.state === "connected" && this.app.runInfo().state !== "recorded";
   }
 
   get texts() {
@@ -213,7 +214,8 @@ export class WatchPanel {
     const isOn = plan.effective_step !== null && plan.effective_step !== undefined;
     const from = isOn ? `in effect from step ${plan.effective_step}` : "not in effect yet: it will be from a step to come";
     const what = plan.watches.length === 0 ? "Nothing is watched" : "What is watched";
-    const who = this.canEdit ? "" : " Only the controller can change it.";
+    const isRecorded = this.app.runInfo().state === "recorded";
+    const who = this.canEdit ? "" : isRecorded ? " A recording cannot be changed." : " Only the controller can change it.";
     say(
       this.state,
       this.draft === undefined ? `${what}, ${from}.${who}` : "Changed here, not applied yet.",
