@@ -122,7 +122,7 @@ def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | Non
         layout = ParallelLayout.of_policy(config.policy, world_size=config.cluster.num_workers)
         traced = stack.enter_context(open_tracing(config, layout=layout))
         if traced is not None:
-            panel.note(f"tracer: {traced.job.where}")
+            panel.note(traced.job.note)
         groups, client = _start(config, cluster, stack, start, None if traced is None else traced.spec)
         timeout_s = config.cluster.stage_timeout_s
         rollout = RolloutHandle(groups.rollout, timeout_s=timeout_s, report=panel.note)

@@ -23,8 +23,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import ray
-
 from nemo_rl.algorithms.run_folder import TRACER
 from nemo_rl.algorithms.stages.state import StepState
 from nemo_rl.config.schema import MasterConfig
@@ -44,8 +42,6 @@ __all__ = ["LiveTracing", "StepTracing", "TracedRun", "open_tracing", "watches_o
 logger = logging.getLogger(__name__)
 
 CLASSICAL_REDUCER = "tiles(96, mean)"
-EVERYWHERE = ("0.0.0.0", "::")
-"""Hosts that mean every address of this machine."""
 SCORE = "score"
 """Stage after which the rows of a step are known."""
 
@@ -168,17 +164,9 @@ def open_tracing(config: MasterConfig, *, layout: ParallelLayout) -> Iterator[Tr
         "tokenizer": str(tokenizer),
     }
     watched = _Watched(watches)
-    with open_job(spec, facts, reached_at=_reached_at(section.host), on_message=watched.hear) as job:
+    with open_job(spec, facts, on_message=watched.hear) as job:
         trace = TraceSpec(address=job.address, run=run_id, memory_bytes=section.memory_bytes, artifacts=artifacts)
         yield TracedRun(config=section, spec=trace, job=job, watched=watched)
-
-
-def _reached_at(host: str) -> str:
-    """Where the workers of the job find the hub."""
-    if host not in EVERYWHERE:
-        return host
-    address: str = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
-    return address
 
 
 def watches_of(section: TracerConfig, switches: TracerSwitches) -> tuple[str, ...]:

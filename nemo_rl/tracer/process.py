@@ -22,8 +22,8 @@ from types import TracebackType
 from typing import IO, Any
 
 from nemo_rl.errors import ResourceError, RunFolderError
-from nemo_rl.tracer.protocol import Limits
-from nemo_rl.tracer.tokens import Tokens, write_private
+from nemo_rl.tracer.protocol import Limits, Role
+from nemo_rl.tracer.tokens import Tokens, token_path, write_private
 from nemo_rl.utils.files import write_text
 from nemo_rl.utils.readable import wait_readable
 
@@ -128,7 +128,8 @@ class HubProcess:
     @property
     def note(self) -> str:
         """Where to look, for people; without a token."""
-        return f"tracer at http://{self.address}/: open {self.spec.folder / OPEN_FILE} in a browser"
+        page, token = self.spec.folder / OPEN_FILE, token_path(self.spec.folder, Role.CONTROLLER.value)
+        return f"tracer: http://{self.address}/ (open {page}, or give the token of {token})"
 
     @property
     def pid(self) -> int | None:
