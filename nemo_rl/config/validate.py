@@ -475,6 +475,16 @@ def rule_the_tracer_needs_its_switch(config: MasterConfig) -> list[str]:
     return lines + would_be_ignored(switches, "policy.tracer", tuple(type(switches).model_fields), **because)
 
 
+def rule_every_node_reaches_the_hub(config: MasterConfig) -> list[str]:
+    section, num_nodes = config.diagnostics.tracer, config.cluster.num_nodes
+    if not section.enabled or num_nodes == 1 or not section.host.startswith(("127.", "localhost", "::1")):
+        return []
+    return [
+        f"diagnostics.tracer.host: {section.host!r} is reached from one node alone, and cluster.num_nodes is {num_nodes}; "
+        "set it to 0.0.0.0, which lets others on the network knock: they need a token"
+    ]
+
+
 _ALL = rules_in(globals()) | validate_policy.RULES | validate_megatron.RULES | validate_router_replay.RULES
 
 RULES: tuple[Rule, ...] = tuple(_ALL[name] for name in sorted(_ALL))
