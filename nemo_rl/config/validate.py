@@ -480,8 +480,8 @@ def rule_every_node_reaches_the_hub(config: MasterConfig) -> list[str]:
     if not section.enabled or num_nodes == 1 or not section.host.startswith(("127.", "localhost", "::1")):
         return []
     return [
-        f"diagnostics.tracer.host: {section.host!r} is reached from one node alone, and cluster.num_nodes is {num_nodes}; "
-        "set it to 0.0.0.0, which lets others on the network knock: they need a token"
+        f"diagnostics.tracer.host: {section.host!r} is reached from one node alone, and cluster.num_nodes is "
+        f"{num_nodes}; set it to 0.0.0.0: then others on the network reach it, too, who need a token"
     ]
 
 
