@@ -10,7 +10,7 @@ export class History {
     this.app = app;
     this.spans = []; // {run, first, last}
     this.started = new Set(); // runs
-    this.asked = new Set(); // `run|step` that the hub had no more of
+    this.asked = new Set(); // `run|step` on their way, or that the hub has no more
     this.isBusy = false;
   }
 
@@ -61,7 +61,8 @@ export class History {
     this.asked.add(key);
     const hasCome = await this.app.live.history(id, step, step);
     if (hasCome) this.app.store.run(id).thin.delete(step);
-    else this.asked.delete(key);
+    // What the hub has not is not asked for again; what goes once more, is.
+    if (!hasCome || !this.app.store.lacks(id, step)) this.asked.delete(key);
     this.app.changed();
   }
 
