@@ -3,8 +3,9 @@
     python benchmarks/tracer.py [--quick] --json FILE [--without-tracing]
 
 A worker trains on 4,096 tokens with hidden size 512, both engines; a real hub takes what it shows. Figures, medians
-over pairs, of the engine that pays more: `stats_pct` (`stats` of every site of all layers), `tiles_pct` (besides them
-eight tiles of each token of the first row after each layer), `off_pct` (a worker that could be traced, and is not,
+over pairs, of the engine that pays more: `stats_pct` (`stats` of all layers: residual stream, attention and MLP with
+their gradients, log-probabilities and loss), `tiles_pct` (besides them eight tiles of each token of the first row after
+each layer), `all_sites_pct` (`stats` of every site there is), `off_pct` (a worker that could be traced, and is not,
 against one that could not), `frames_per_s` and `bytes_per_s` (of `stats`, while the step runs). Exit code 1 when a
 bound is missed. `--without-tracing` plants the fault that the figures must find: nothing is watched.
 """
@@ -53,10 +54,12 @@ HOLDS: Mapping[str, Hold] = {
     "frames_per_s": Hold(least=1.0),
     "bytes_per_s": Hold(least=1.0),
 }
+LAYERS = "layer.out, attn.out, mlp.out, logprob, loss"
 SITES = "embed, layer.*, attn.*, mlp.*, logits, logprob, token_loss, loss"
 WATCHES: Mapping[str, tuple[str, ...]] = {
-    "stats": (f"{SITES} | stats",),
-    "tiles": (f"{SITES} | stats", "layer.out | tiles(8, rms)"),
+    "stats": (f"{LAYERS} | stats",),
+    "tiles": (f"{LAYERS} | stats", "layer.out | tiles(8, rms)"),
+    "all_sites": (f"{SITES} | stats",),
 }
 WARMUP_PAIRS = 2
 SEED, TIMEOUT_S = 0, 600.0
@@ -234,9 +237,7 @@ def write_dense_model(folder: Path, case: Case) -> Path:
 
 def figures_of(found: Sequence[Samples]) -> dict[str, float]:
     """Of the engine that pays more."""
-    figures = {
-        f"{what}_pct": max(each.percent for each in found if each.what == what) for what in ("stats", "tiles", "off")
-    }
+    figures = {f"{what}_pct": max(each.percent for each in found if each.what == what) for what in (*WATCHES, "off")}
     stats = [each for each in found if each.what == "stats"]
     figures["frames_per_s"] = min(each.frames_per_s for each in stats)
     figures["bytes_per_s"] = min(each.bytes_per_s for each in stats)

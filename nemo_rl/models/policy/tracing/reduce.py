@@ -99,7 +99,7 @@ def _stats_of(floats: torch.Tensor) -> np.ndarray:
     array = floats.numpy()
     if not array.size:
         return NOTHING
-    low, high = array.min(), array.max()
+    low, high = (float(extreme) for extreme in torch.aminmax(floats))
     zeros = np.count_nonzero(np.equal(array, 0))
     if np.isfinite(low) and np.isfinite(high):
         total = float(floats.sum(-1).double().sum())
