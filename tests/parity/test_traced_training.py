@@ -74,7 +74,8 @@ def train(job: Job, before: Callable[[Job, int], None]) -> Numbers:
     losses, norms = [], []
     for step in range(STEPS):
         before(job, step)
-        logprobs = job.worker.get_logprobs(job.all_tokens, plan=job.plan)
+        if step == STEPS - 1:
+            logprobs = job.worker.get_logprobs(job.all_tokens, plan=job.plan)
         result = job.worker.train(job.shard, LOSS, plan=job.plan)
         job.worker.end_tracing()
         losses += result.loss
