@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +29,7 @@ from nemo_rl.tracer.frame import Frame
 from nemo_rl.tracer.protocol import Role
 from nemo_rl.tracer.stream_reader import StreamReader
 from nemo_rl.tracer.tokens import read_token, token_path
-from tests.helpers.families import COMMON, write_with_tokenizer
+from tests.helpers.families import COMMON, write_family, write_with_tokenizer
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 
@@ -148,3 +149,12 @@ def test_sites_that_a_model_cannot_show_are_said_with_the_reason(tmp_path: Path)
     [found] = json.loads(listed.output)["runs"]
     assert found["unobserved"]["attn.k"] == "attention has no part named k_proj"
     assert "attn.out" not in found["unobserved"]
+
+
+def test_a_pass_for_comparison_alone_is_not_shown(tmp_path: Path) -> None:
+    replay = {"policy.router_replay.enabled": "true", "policy.router_replay.compare_microbatches": "1"}
+    replay["grpo.use_generation_logprobs_as_prev"] = "false"
+    with opened(tmp_path, write_family(tmp_path / "moe", "qwen3_moe"), replay) as trainer:
+        trainer.step()
+    shown = Counter(frame.where for frame in frames_of(tmp_path / "logs" / "tracer"))
+    assert {where.phase for where in shown} >= {"prev_logprobs", "train"} and set(shown.values()) == {1}

@@ -127,7 +127,7 @@ class Passes:
         plan: PackPlan | None = None,
         routes: RouteSlices | None = None,
         replay: bool = True,
-        phase: WorkerPass = WorkerPass.PREV_LOGPROBS,
+        phase: WorkerPass | None = WorkerPass.PREV_LOGPROBS,
     ) -> torch.Tensor:
         """(collective) `[N, T]` float32 on the CPU under the distribution that was sampled from.
 
@@ -136,7 +136,7 @@ class Passes:
         Args:
             routes: as in `train`.
             replay: False lets the routers choose for themselves.
-            phase: under which records of the pass are kept.
+            phase: as which onlookers see the pass; None: nobody looks on.
 
         Raises:
             FieldNotProduced: router replay is on, and there are no routes.
@@ -162,7 +162,9 @@ class Passes:
             routes_NTLK = stage.recorded(batch)
         return RecordedRoutes(logprobs_NT=logprobs_NT, routes_NTLK=routes_NTLK)
 
-    def _logprobs(self, batch: BatchedDataDict, plan: PackPlan, routes: PassRoutes, phase: WorkerPass) -> torch.Tensor:
+    def _logprobs(
+        self, batch: BatchedDataDict, plan: PackPlan, routes: PassRoutes, phase: WorkerPass | None
+    ) -> torch.Tensor:
         microbatches = [rows for step in steps_of(plan, num_rows=batch.size) for rows in step]
         check_same_plan([len(microbatches)], device=self._here.device)
         batch = _without_routes(batch).to(self._here.device)
@@ -170,7 +172,8 @@ class Passes:
             select_NT = batch.tensor(TOKEN_MASK).bool()
         else:
             select_NT = torch.ones_like(batch.tensor("input_ids"), dtype=torch.bool)
-        with self._onlookers.phase(phase, batch) as observer:
+        onlookers = self._onlookers if phase is not None else NO_ONLOOKERS
+        with onlookers.phase(phase or WorkerPass.PREV_LOGPROBS, batch) as observer:
             runner = self._engine.runner(self.batch_layout(plan), routes, observer)
             return runner.logprobs(batch, microbatches, select_NT).cpu()
 
