@@ -218,6 +218,9 @@ class Viewer:
                 sending.cancel()
                 with suppress(asyncio.CancelledError, ConnectionClosed):
                     await sending
+            elif not sending.cancelled():
+                # A viewer that left in mid-send is no news: asyncio would print what nobody has asked for.
+                sending.exception()
 
     def _unsent_bytes(self) -> int:
         return self.connection.transport.get_write_buffer_size()
