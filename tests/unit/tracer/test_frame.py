@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.records.sites import Direction, SiteKind
-from nemo_rl.tracer.frame import MAGIC, BadFrame, Frame, Part, Site, Table, Where, decode
+from nemo_rl.tracer.frame import MAGIC, MAX_HEADER_BYTES, BadFrame, Frame, Part, Site, Table, Where, decode
 from nemo_rl.tracer.reducer import Span, parse_reducer
 
 SITES = (
@@ -160,3 +160,12 @@ def test_texts_of_sites_are_for_people():
         "grad[lm_head.weight]",
         "layer.out[0] backward recomputed",
     ]
+
+
+def test_a_header_beyond_its_bound_is_refused_whatever_it_says():
+    table = Table(run="r", name="t", step=1, keys=("a",), tokens=np.zeros((3, 1), dtype=np.int32)).encode()
+    length = int.from_bytes(table[4:8], "little")
+    padded = table[8 : 8 + length] + b" " * MAX_HEADER_BYTES
+    message = table[:4] + len(padded).to_bytes(4, "little") + padded + table[8 + length :]
+    with pytest.raises(BadFrame, match="at most 1048576 bytes"):
+        decode(message)
