@@ -57,6 +57,7 @@ WRITTEN = (
     f"{ROLLOUTS}/*.jsonl",
     f"{STEPS}/step_[0-9]*",
     f"{RECORDS}/step_[0-9]*",
+    *(f"{TRACER}/{name}" for name in ("stream_[0-9]*.nrt", "*.token", "hub.json", "hub.log", "open.html")),
     f"{WORKER_LOGS}/*.log",
     "tensorboard/events.out.tfevents.*",
     *("wandb/run-*", "wandb/offline-run-*", "wandb/latest-run", "wandb/debug*.log"),

@@ -158,3 +158,10 @@ def test_a_pass_for_comparison_alone_is_not_shown(tmp_path: Path) -> None:
         trainer.step()
     shown = Counter(frame.where for frame in frames_of(tmp_path / "logs" / "tracer"))
     assert {where.phase for where in shown} >= {"prev_logprobs", "train"} and set(shown.values()) == {1}
+
+
+def test_a_run_that_starts_over_leaves_no_frame_of_the_one_before(tmp_path: Path, model: Path) -> None:
+    short = {**WATCHED, "grpo.max_num_steps": "1"}
+    trained(tmp_path, model, short)
+    trained(tmp_path, model, {**short, "logger.overwrite": "true"})
+    assert len({frame.where.run for frame in frames_of(tmp_path / "logs" / "tracer")}) == 1

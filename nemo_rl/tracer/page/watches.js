@@ -2,7 +2,7 @@
 
 import { choice, h, say, setOptions } from "./dom.js";
 
-const PHASES = ["train", "prev_logprobs", "reference_logprobs", "forward", "generation"];
+const PHASES = ["train", "prev_logprobs", "reference_logprobs", "generation"];
 const EXAMPLES = { tiles: "tiles(1, rms)", topk: "topk(5)", sample: "sample(4)", project: "project(NAME)" };
 const PRESETS = [
   ["Statistics of every layer", "layer.out, attn.out, mlp.out | stats", ["layer.out"]],
