@@ -20,12 +20,13 @@ from nemo_rl.records.selector import Selector
 from nemo_rl.records.sites import Direction, SiteKind
 from nemo_rl.tracer.reducer import Counts, PerToken, Reducer, parse_reducer
 
-__all__ = ["PHASES", "Plan", "Watch", "applies"]
+__all__ = ["GENERATION", "PHASES", "Plan", "Watch", "applies"]
 
-PHASES = ("prev_logprobs", "reference_logprobs", "train", "forward", "generation")
+GENERATION = "generation"
+PHASES = ("prev_logprobs", "reference_logprobs", "train", "forward", GENERATION)
 """Passes: of the policy workers, of `nemo-rl probe run`, and decoding of the embedded engine, which is only looked at
 where a watch names it."""
-ON_REQUEST = frozenset({"generation"})
+ON_REQUEST = frozenset({GENERATION})
 EVERY = re.compile(r"every\s+(\d+)")
 RECOMPUTED = "recomputed"
 MAX_WATCHES = 64
