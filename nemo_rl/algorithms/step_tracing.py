@@ -195,7 +195,6 @@ def open_tracing(config: MasterConfig, *, layout: ParallelLayout) -> Iterator[Tr
         "model": model_identity(config.policy),
         "layout": {"dp": layout.dp, "cp": layout.cp, "tp": layout.tp, "pp": layout.pp},
         "tokenizer": str(tokenizer),
-        "unobserved": {},
     }
     watched = _Watched(watches)
     with open_job(spec, facts, reached_at=_reached_at(section.host), on_message=watched.hear) as job:

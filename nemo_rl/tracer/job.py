@@ -41,7 +41,7 @@ def open_job(
     """Starts the hub, and tells it how the job ends.
 
     Args:
-        facts: what the hub is told of the run: `name`, `model`, `layout`, `tokenizer`, `unobserved`.
+        facts: what the hub is told of the run: `name`, `model`, `layout`, `tokenizer`.
         reached_at: host where the ranks find the hub; None: where it listens.
         on_message: called by a thread with what the hub says to the driver.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from nemo_rl.errors import ResourceError, RunFolderError
 from nemo_rl.tracer.protocol import Limits
 from nemo_rl.tracer.tokens import Tokens, write_private
 from nemo_rl.utils.files import write_text
+from nemo_rl.utils.readable import wait_readable
 
 __all__ = ["HUB_FILE", "LOG_FILE", "OPEN_FILE", "HubProcess", "HubSpec"]
 
@@ -228,7 +228,7 @@ def _read_line(file: IO[bytes], deadline_s: float) -> bytes:
     line = b""
     while not line.endswith(b"\n") and len(line) < MAX_LINE:
         left = deadline_s - time.monotonic()
-        if left <= 0 or not select.select([file], [], [], left)[0]:
+        if left <= 0 or not wait_readable(file.fileno(), timeout_s=left):
             break
         part = os.read(file.fileno(), MAX_LINE)
         if not part:

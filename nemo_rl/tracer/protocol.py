@@ -3,14 +3,13 @@
 One WebSocket at `/live`; the first message is `hello`, within `HANDSHAKE_S`. Every message is an object with `type`.
 
     from              type       fields                                            answer
-    anyone            hello      v, role, token; of a rank also run, rank, world,  welcome, or error and the end
-                                 group (`policy` if it is left out), unobserved
-                                 {kind: why}
+    anyone            hello      v, role, token; of a rank also run, rank, world   welcome, or error and the end
+                                 and unobserved {kind of site: why}, group
+                                 (`policy` if it is left out)
     rank              begin      step, phase                                       -
     rank              end        step, phase, sent, dropped (so far)               -
     rank              problem    text                                              problem to all
-    driver            run        run (id), name, model, layout, tokenizer,         -
-                                 unobserved {kind: why}
+    driver            run        run (id), name, model, layout, tokenizer          -
     driver            step       step, keys (rows whose tokens are shown), group   -
                                  (`policy` if it is left out)
     driver            problem    text                                              problem to all

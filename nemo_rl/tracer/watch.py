@@ -23,9 +23,8 @@ from nemo_rl.tracer.reducer import Counts, PerToken, Reducer, parse_reducer
 __all__ = ["GENERATION", "PHASES", "Plan", "Watch", "applies"]
 
 GENERATION = "generation"
-PHASES = ("prev_logprobs", "reference_logprobs", "train", "forward", GENERATION)
-"""Passes: of the policy workers, of `nemo-rl probe run`, and decoding of the embedded engine, which is only looked at
-where a watch names it."""
+PHASES = ("prev_logprobs", "reference_logprobs", "train", GENERATION)
+"""Passes of the policy workers, and decoding of the embedded engine, which is only looked at where a watch names it."""
 ON_REQUEST = frozenset({GENERATION})
 EVERY = re.compile(r"every\s+(\d+)")
 RECOMPUTED = "recomputed"

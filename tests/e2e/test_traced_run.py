@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from transformers import AutoModelForCausalLM, Phi3Config
 from typer.testing import CliRunner
 
 from nemo_rl.algorithms.grpo_sync import SyncGRPOTrainer
@@ -27,6 +28,7 @@ from nemo_rl.tracer.frame import Frame
 from nemo_rl.tracer.protocol import Role
 from nemo_rl.tracer.stream_reader import StreamReader
 from nemo_rl.tracer.tokens import read_token, token_path
+from tests.helpers.families import COMMON, write_with_tokenizer
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 
@@ -136,3 +138,13 @@ def test_what_cannot_be_watched_is_said_before_anything_starts(tmp_path: Path, m
         trained(tmp_path, model, wrong)
     assert "selectors[0]" in str(caught.value) and "selectors[1]" in str(caught.value)
     assert not (tmp_path / "logs" / "tracer").exists()
+
+
+def test_sites_that_a_model_cannot_show_are_said_with_the_reason(tmp_path: Path) -> None:
+    fused = write_with_tokenizer(tmp_path / "phi3", AutoModelForCausalLM.from_config(Phi3Config(**COMMON)))
+    with opened(tmp_path, fused, {}) as trainer:
+        trainer.step()
+    listed = CliRunner().invoke(app, ["trace", "ls", str(tmp_path / "logs"), "--json"])
+    [found] = json.loads(listed.output)["runs"]
+    assert found["unobserved"]["attn.k"] == "attention has no part named k_proj"
+    assert "attn.out" not in found["unobserved"]

@@ -52,6 +52,7 @@ def opened(browser, feed, *, steps=1, token=None, **how):
     page = browser.page(**how)
     page.goto(feed.url(token))
     page.wait_for_function(IS_HERE, arg=steps)
+    page.wait_for_function("() => tracer.isComplete")
     browser.settle(page)
     return page
 
@@ -260,6 +261,8 @@ def test_a_lost_job_drops_and_missing_ranks_are_said(browser, feed):
     feed.say({"type": "run", "run": run.run, "state": "lost", "text": "its driver went without a word"})
     page.wait_for_function("() => tracer.said.notices.some(text => text.includes('The job was lost: its driver'))")
     assert page.evaluate("() => tracer.said.connection") == "job lost, you control"
+    feed.say({"type": "run", "run": run.run, "state": "recorded", "text": "completed"})
+    page.wait_for_function("() => tracer.said.notices.includes('A recording: completed.')")
     page.keyboard.press("7")
     browser.settle(page)
     assert "queries and keys are one fused product" in page.locator("main").text_content()

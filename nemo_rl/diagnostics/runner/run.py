@@ -256,7 +256,6 @@ def _traced(work: RankWork, spec: ProbeSpec, plan: Plan) -> Iterator[RankWork]:
         "model": dict(work.model),
         "layout": {"dp": layout.dp, "cp": layout.cp, "tp": layout.tp, "pp": layout.pp},
         "tokenizer": str(tokenizer),
-        "unobserved": {},
     }
     with open_job(hub, facts) as job:
         job.link.say({"type": "step", "step": STEP, "keys": list(work.rows.keys)})

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ MAX_RANKS = 1 << 16
 REFUSE_S = 5.0
 """For the last words to a peer that may take nothing."""
 MAX_LABEL = 200
+MAX_KIND, MAX_KINDS = 64, 64
+"""Characters and number of the sites that a rank may say it cannot show."""
 MAX_PROBLEM = 2000
 POLICY_VIOLATION = 1008
 """WebSocket close code."""
@@ -118,6 +121,7 @@ class Sessions:
         await self._replace(self._rank_connections.get(peer))
         self._rank_connections[peer] = connection
         self._ranks.connect(peer, world)
+        self._note_unobserved(peer, hello.get("unobserved"))
         has_said_goodbye = False
         try:
             await connection.send(self._hub.welcome(Role.RANK))
@@ -130,6 +134,15 @@ class Sessions:
                 self._ranks.disconnect(peer)
                 if not self.has_finished and not has_said_goodbye:
                     self._hub.problem(f"{peer.text}: its connection ended; pictures lack its part")
+
+    def _note_unobserved(self, peer: Peer, given: object) -> None:
+        """What a rank cannot show, beside what others have said; groups other than the policy's are named."""
+        if isinstance(given, Mapping):
+            where = "" if peer.group is Group.POLICY else f" ({peer.group.value})"
+            texts = {str(kind)[:MAX_KIND]: str(why)[:MAX_PROBLEM] for kind, why in islice(given.items(), MAX_KINDS)}
+            known = self._hub.runs[peer.run].unobserved if peer.run in self._hub.runs else {}
+            found = {f"{kind}{where}": why for kind, why in texts.items()}
+            self._hub.set_run({"run": peer.run, "unobserved": {**known, **found}})
 
     def _hear_rank(self, peer: Peer, message: str | bytes) -> None:
         try:

@@ -110,7 +110,12 @@ export class Plot {
     context.textBaseline = "middle";
     context.textAlign = "right";
     const wanted = Math.max(2, Math.floor((box.bottom - box.top) / (isSmall ? 22 : 36)));
-    const values = this.unit === undefined ? ticks(this.low, this.high, wanted) : logTicks(this.low, this.high, this.unit, wanted);
+    const values = this.unit === undefined ? ticks(this.low, this.high, wanted) : logTicks(
+      this.low,
+      this.high,
+      this.unit,
+      wanted,
+    );
     let last = Infinity;
     for (const value of values) {
       const y = Math.round(this.y(value)) + 0.5;

@@ -51,6 +51,12 @@ export function toggle(text, isOn, onchange) {
   return h("label", { className: "toggle" }, input, h("span", {}, text));
 }
 
+/** Sets children where they differ, so that pointers and focus stay. */
+export function keepChildren(element, children) {
+  const isSame = element.children.length === children.length && children.every((child, i) => element.children[i] === child);
+  if (!isSame) element.replaceChildren(...children);
+}
+
 /** Sets a text where it differs, so that screen readers say it once. */
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;

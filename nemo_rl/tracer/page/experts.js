@@ -28,7 +28,10 @@ export class ExpertsView {
     this.nothing = h("div");
     this.sides = [0, 1].map((side) => this.makeSide(side));
     this.legend = h("canvas", { className: "legend", role: "img", "aria-label": "Legend of the colours" });
-    this.lineTitle = h("h2", { className: "pane-title", textContent: "Evenness of the load over steps (entropy, 1 is even)" });
+    this.lineTitle = h(
+      "h2",
+      { className: "pane-title", textContent: "Evenness of the load over steps (entropy, 1 is even)" },
+    );
     this.lines = h("canvas", { role: "img", "aria-label": "Evenness of the load over steps" });
     this.lines.addEventListener("pointermove", (event) => this.hoverLines(event));
     this.lines.addEventListener("pointerleave", () => app.tooltip.hide());
@@ -52,7 +55,9 @@ export class ExpertsView {
 
   isReady(run, step) {
     const { chosen } = this.picker;
-    return chosen === undefined || placesOf(chosen).some((place) => this.app.store.frame(run, step, chosen, place.text));
+    return chosen === undefined || placesOf(chosen).some(
+      (place) => this.app.store.frame(run, step, chosen, place.text)
+    );
   }
 
   prepare() {
@@ -64,12 +69,16 @@ export class ExpertsView {
     this.body.hidden = chosen === undefined;
     this.nothing.replaceChildren();
     if (chosen === undefined) {
-      this.nothing.replaceChildren(this.app.nothingYet("The load of experts is not watched, or the model has none.", "moe.topk_ids | counts"));
+      this.nothing.replaceChildren(
+        this.app.nothingYet("The load of experts is not watched, or the model has none.", "moe.topk_ids | counts")
+      );
       return;
     }
     this.places = placesOf(chosen);
     this.collect(chosen);
-    this.loads = this.app.sides().map((side) => this.places.map((place) => this.app.store.frame(side.run, side.step, chosen, place.text)));
+    this.loads = this.app.sides().map(
+      (side) => this.places.map((place) => this.app.store.frame(side.run, side.step, chosen, place.text))
+    );
     const shown = this.loads.flat().filter(Boolean).flatMap((frame) => this.shown(frame));
     this.scale = this.isCount ? scaleOf(shown, { kind: "linear", isSigned: false }) : shareScale(shown);
     // Before anything is measured: what is hidden gives its room to the other.
@@ -87,7 +96,9 @@ export class ExpertsView {
     const frames = this.app.sides().map(({ run }) => this.places.map((place) => store.run(run).stepList
       .map((step) => [step, store.frame(run, step, chosen, place.text)]).filter(([, frame]) => frame !== undefined)));
     this.experts = Math.max(1, ...frames.flat(2).map(([, frame]) => frame.values.length));
-    this.even = frames.map((layers) => layers.map((points) => points.map(([step, frame]) => [step, evenness(frame.values, this.experts)])));
+    this.even = frames.map(
+      (layers) => layers.map((points) => points.map(([step, frame]) => [step, evenness(frame.values, this.experts)]))
+    );
   }
 
   /** Loads of a layer: as counts, or as multiples of an even load. */
@@ -101,7 +112,10 @@ export class ExpertsView {
   paintSide(side, i) {
     if (side.root.hidden) return;
     const layers = this.loads[i];
-    say(side.title, `${this.app.sideText(i)}  ·  ${this.isCount ? "tokens per expert" : "share of each expert, 1 is an even share"}`);
+    say(
+      side.title,
+      `${this.app.sideText(i)}  ·  ${this.isCount ? "tokens per expert" : "share of each expert, 1 is an even share"}`,
+    );
     const width = side.root.clientWidth - 26;
     const cell = Math.max(4, (width - LEFT - RIGHT) / this.experts);
     const deep = Math.max(14, Math.min(30, 200 / layers.length));
@@ -113,10 +127,17 @@ export class ExpertsView {
     context.fillStyle = ink("muted");
     context.textAlign = "center";
     const each = Math.ceil(26 / cell);
-    for (let expert = 0; expert < this.experts; expert += each) context.fillText(String(expert), LEFT + (expert + 0.5) * cell, TOP - 12);
+    for (let expert = 0; expert < this.experts; expert += each) context.fillText(
+      String(expert),
+      LEFT + (expert + 0.5) * cell,
+      TOP - 12,
+    );
     context.textAlign = "right";
     context.fillText("evenness", width - 4, TOP - 12);
-    side.canvas.setAttribute("aria-label", `Load of ${this.experts} experts in ${layers.length} layers, ${this.app.sideText(i)}`);
+    side.canvas.setAttribute(
+      "aria-label",
+      `Load of ${this.experts} experts in ${layers.length} layers, ${this.app.sideText(i)}`,
+    );
   }
 
   paintRow(context, frame, row, { cell, deep }, width) {
@@ -152,7 +173,13 @@ export class ExpertsView {
     if (points.length === 0) return;
     const steps = points.map(([step]) => step);
     const box = { left: 52, top: 8, right: width - RIGHT, bottom: height - 22 };
-    this.plot = new Plot(context, box, [Math.min(...steps), Math.max(...steps)], points.map(([, value]) => value), false);
+    this.plot = new Plot(
+      context,
+      box,
+      [Math.min(...steps), Math.max(...steps)],
+      points.map(([, value]) => value),
+      false,
+    );
     this.plot.axes();
     this.even.forEach((layers, side) => layers.forEach((line, row) => {
       const colour = this.even.length > 1 ? seriesColour(side) : lineColour(row, layers.length);
@@ -207,7 +234,9 @@ export class ExpertsView {
   }
 
   canvases() {
-    const maps = this.sides.filter((side) => !side.root.hidden).map((side) => ({ title: side.title.textContent, canvas: side.canvas }));
+    const maps = this.sides.filter((side) => !side.root.hidden).map(
+      (side) => ({ title: side.title.textContent, canvas: side.canvas })
+    );
     return [...maps, { title: "", canvas: this.legend }, { title: this.lineTitle.textContent, canvas: this.lines }];
   }
 
@@ -218,7 +247,18 @@ export class ExpertsView {
       if (frame === undefined) return [];
       const { run, step } = this.app.sides()[side];
       const even = exact(evenness(frame.values, this.experts));
-      return Array.from({ length: this.experts }, (_, expert) => [run, step, this.picker.chosen.phase, this.places[row].text, expert, exact(frame.values[expert] ?? 0n), even]);
+      return Array.from(
+        { length: this.experts },
+        (_, expert) => [
+          run,
+          step,
+          this.picker.chosen.phase,
+          this.places[row].text,
+          expert,
+          exact(frame.values[expert] ?? 0n),
+          even,
+        ],
+      );
     }));
     return { columns, rows };
   }

@@ -9,7 +9,12 @@ import { difference, numbersOf, pictureOf } from "./heat_model.js";
 import { Picker, placesOf } from "./picker.js";
 import { isColour, isSigned } from "./reducer.js";
 
-const SCALES = [["log", "logarithmic"], ["linear", "linear"], ["middle", "middle 98 %"], ["layer", "each layer its own"]];
+const SCALES = [
+  ["log", "logarithmic"],
+  ["linear", "linear"],
+  ["middle", "middle 98 %"],
+  ["layer", "each layer its own"],
+];
 
 /** The heat map. */
 export class HeatView {
@@ -66,7 +71,9 @@ export class HeatView {
   /** Whether a step has something to show, so that the newest step is not shown before its pictures have come. */
   isReady(run, step) {
     const { chosen } = this.picker;
-    return chosen === undefined || placesOf(chosen).some((place) => this.app.store.frame(run, step, chosen, place.text));
+    return chosen === undefined || placesOf(chosen).some(
+      (place) => this.app.store.frame(run, step, chosen, place.text)
+    );
   }
 
   prepare() {
@@ -91,7 +98,10 @@ export class HeatView {
 
   pictureOf(side, chosen) {
     const places = placesOf(chosen);
-    return pictureOf(this.app.store, { run: side.run, step: side.step, chosen, places, key: this.key, show: this.shown });
+    return pictureOf(
+      this.app.store,
+      { run: side.run, step: side.step, chosen, places, key: this.key, show: this.shown },
+    );
   }
 
   get shown() {
@@ -128,7 +138,10 @@ export class HeatView {
       pane.root.hidden = side >= this.pictures.length;
       if (pane.root.hidden) return;
       const what = this.isDifference ? "A − B" : this.app.sideText(side);
-      say(pane.title, `${what}  ·  ${chosen.phase}  ·  ${chosen.kind}${chosen.way}  ·  ${chosen.reducer}${this.gapText(picture)}`);
+      say(
+        pane.title,
+        `${what}  ·  ${chosen.phase}  ·  ${chosen.kind}${chosen.way}  ·  ${chosen.reducer}${this.gapText(picture)}`,
+      );
       const pin = this.pinSide === side || this.pictures.length > 1 ? this.pin : this.pin ?? null;
       const shape = { isFit: this.isFit, isDown: this.isDown, pin, isDiverging };
       pane.canvas.setAttribute("aria-label", this.describe(picture, what));
@@ -163,7 +176,13 @@ export class HeatView {
     const notFinite = pictures.some((p) => p.values.some((value, i) => p.present[i] && !Number.isFinite(value)));
     const missing = pictures.some((picture) => picture.present.includes(0));
     const ends = isPerLayer ? ["least of its layer", "", "most"] : undefined;
-    drawLegend(this.legend, { ...this.overall, isDiverging }, { notFinite, missing, ends }, this.foot.clientWidth > 900 ? 520 : Math.min(520, this.foot.clientWidth - 24), 34);
+    drawLegend(
+      this.legend,
+      { ...this.overall, isDiverging },
+      { notFinite, missing, ends },
+      this.foot.clientWidth > 900 ? 520 : Math.min(520, this.foot.clientWidth - 24),
+      34,
+    );
     const picture = this.pictures[this.pinSide ?? 0] ?? this.pictures[0];
     this.say(picture, this.panes[0].hovered ?? this.pin);
     this.paintStrip(picture);
@@ -186,7 +205,11 @@ export class HeatView {
 
   /** All numbers of the kept cell, as bars. */
   paintStrip(picture) {
-    const numbers = this.pin && picture && !this.isDifference ? numbersOf(picture, this.pin.row, this.pin.column) : null;
+    const numbers = this.pin && picture && !this.isDifference ? numbersOf(
+      picture,
+      this.pin.row,
+      this.pin.column,
+    ) : null;
     this.strip.hidden = numbers === null || numbers.length < 2;
     if (this.strip.hidden) return;
     const width = Math.max(120, Math.min(420, this.foot.clientWidth - 560));
@@ -200,7 +223,12 @@ export class HeatView {
     context.fillStyle = ink("accent");
     const bar = width / numbers.length;
     numbers.forEach((value, i) => {
-      if (Number.isFinite(value)) context.fillRect(i * bar, Math.min(y(value), y(0)), Math.max(1, bar - 1), Math.max(1, Math.abs(y(value) - y(0))));
+      if (Number.isFinite(value)) context.fillRect(
+        i * bar,
+        Math.min(y(value), y(0)),
+        Math.max(1, bar - 1),
+        Math.max(1, Math.abs(y(value) - y(0))),
+      );
     });
   }
 
@@ -221,19 +249,42 @@ export class HeatView {
   }
 
   whyEmpty(chosen) {
-    if (chosen !== undefined) return empty("Nothing at this step", `${chosen.kind}, ${chosen.reducer} was not looked at in ${chosen.phase} of this step.`);
+    if (chosen !== undefined) return empty(
+      "Nothing at this step",
+      `${chosen.kind}, ${chosen.reducer} was not looked at in ${chosen.phase} of this step.`,
+    );
     return this.app.nothingYet("Nothing is watched token by token yet.", "layer.out | tiles(1, rms) | train");
   }
 
   canvases() {
     const titles = this.panes.map((pane) => pane.title.textContent);
-    return [...this.panes.flatMap((pane, i) => (pane.root.hidden ? [] : [{ title: titles[i], canvas: pane.canvas }])), { title: "", canvas: this.legend }];
+    return [
+      ...this.panes.flatMap((pane, i) => (pane.root.hidden ? [] : [{ title: titles[i], canvas: pane.canvas }])),
+      { title: "", canvas: this.legend },
+    ];
   }
 
   /** Every number of the maps, in columns. */
   numbers() {
-    const rows = (this.pictures ?? []).flatMap((picture, side) => (picture === null ? [] : this.numbersOfSide(picture, side)));
-    return { columns: ["run", "step", "phase", "site", "reducer", "sample", "position", "token_id", "token", "number", "value"], rows };
+    const rows = (this.pictures ?? []).flatMap(
+      (picture, side) => (picture === null ? [] : this.numbersOfSide(picture, side))
+    );
+    return {
+      columns: [
+        "run",
+        "step",
+        "phase",
+        "site",
+        "reducer",
+        "sample",
+        "position",
+        "token_id",
+        "token",
+        "number",
+        "value",
+      ],
+      rows,
+    };
   }
 
   numbersOfSide(picture, side) {
@@ -243,7 +294,17 @@ export class HeatView {
     return picture.places.flatMap((place, row) => picture.tokens.flatMap((token, column) => {
       const at = row * picture.tokens.length + column;
       if (!picture.present[at]) return [];
-      const start = [of, step, chosen.phase, place.text, chosen.reducer, picture.key, token.position, token.id, token.text];
+      const start = [
+        of,
+        step,
+        chosen.phase,
+        place.text,
+        chosen.reducer,
+        picture.key,
+        token.position,
+        token.id,
+        token.text,
+      ];
       if (picture.width === 1) return [[...start, 0, exact(picture.values[at])]];
       const isOne = this.shown !== "mean" && this.shown !== "absmax";
       const numbers = isOne ? null : numbersOf(picture, row, column);

@@ -39,7 +39,10 @@ export class HeatPane {
     const [width, height] = [this.scroll.clientWidth, this.scroll.clientHeight];
     const left = how.isDown ? 132 : 66;
     const along = (how.isDown ? height - 26 : width - left - 60) / Math.max(1, picture.tokens.length);
-    const size = how.isFit ? Math.max(1, Math.min(along, 40)) : Math.max(READABLE, Math.min(along, how.isDown ? 24 : 40));
+    const size = how.isFit ? Math.max(1, Math.min(along, 40)) : Math.max(
+      READABLE,
+      Math.min(along, how.isDown ? 24 : 40),
+    );
     const top = how.isDown || size < 11 ? 26 : headOf(picture.tokens);
     const [least, most] = how.isFit ? [4, 120] : LAYER_SIZE[how.isDown ? "down" : "across"];
     const room = (how.isDown ? width - left - 8 : height - top - 8) / Math.max(1, picture.places.length);
@@ -80,7 +83,10 @@ export class HeatPane {
   }
 
   corner(x, y) {
-    return [this.at.left + x * this.at.cellWidth - this.scroll.scrollLeft, this.at.top + y * this.at.cellHeight - this.scroll.scrollTop];
+    return [
+      this.at.left + x * this.at.cellWidth - this.scroll.scrollLeft,
+      this.at.top + y * this.at.cellHeight - this.scroll.scrollTop,
+    ];
   }
 
   cell(context, x, y) {
@@ -95,7 +101,9 @@ export class HeatPane {
       return;
     }
     const value = picture.values[place];
-    const colour = Number.isFinite(value) ? colours(how.isDiverging)[Math.round(255 * how.scales(row).place(value))] : NOT_FINITE;
+    const colour = Number.isFinite(value) ? colours(how.isDiverging)[
+      Math.round(255 * how.scales(row).place(value))
+    ] : NOT_FINITE;
     context.fillStyle = colour;
     context.fillRect(left, top, width + (gap ? 0 : 0.5), height + (gap ? 0 : 0.5));
     const text = short(value);
@@ -183,7 +191,11 @@ export class HeatPane {
     context.textAlign = "center";
     context.textBaseline = "bottom";
     const { label, layer } = this.picture.places[row];
-    context.fillText(layer !== null && this.at.cellWidth < 60 ? `L${layer}` : clip(label, 14), left + this.at.cellWidth / 2, this.at.top - 6);
+    context.fillText(
+      layer !== null && this.at.cellWidth < 60 ? `L${layer}` : clip(label, 14),
+      left + this.at.cellWidth / 2,
+      this.at.top - 6,
+    );
   }
 
   /** Middle of a cell in the window. */

@@ -16,7 +16,11 @@ export class HistogramView {
     this.app = app;
     this.id = "histogram";
     this.title = "Histogram";
-    this.picker = new Picker((seen) => parseReducer(seen.reducer).name === "histogram", () => app.changed(), ["layer.out", "mlp.out"]);
+    this.picker = new Picker(
+      (seen) => parseReducer(seen.reducer).name === "histogram",
+      () => app.changed(),
+      ["layer.out", "mlp.out"],
+    );
     this.place = choice("Layer", () => app.changed());
     this.isLog = false;
     const log = toggle("logarithmic counts", false, (isOn) => {
@@ -44,7 +48,9 @@ export class HistogramView {
 
   isReady(run, step) {
     const { chosen } = this.picker;
-    return chosen === undefined || placesOf(chosen).some((place) => this.app.store.frame(run, step, chosen, place.text));
+    return chosen === undefined || placesOf(chosen).some(
+      (place) => this.app.store.frame(run, step, chosen, place.text)
+    );
   }
 
   prepare() {
@@ -56,13 +62,19 @@ export class HistogramView {
     this.body.hidden = chosen === undefined;
     this.nothing.replaceChildren();
     if (chosen === undefined) {
-      this.nothing.replaceChildren(this.app.nothingYet("No histogram is watched yet.", "layer.out | histogram | train"));
+      this.nothing.replaceChildren(
+        this.app.nothingYet("No histogram is watched yet.", "layer.out | histogram | train")
+      );
       return;
     }
     const places = placesOf(chosen);
     const wanted = this.place.select.value;
     const middle = places[Math.floor(places.length / 2)].text;
-    setOptions(this.place.select, places.map((place) => [place.text, place.label]), places.some((place) => place.text === wanted) ? wanted : middle);
+    setOptions(
+      this.place.select,
+      places.map((place) => [place.text, place.label]),
+      places.some((place) => place.text === wanted) ? wanted : middle,
+    );
     this.bins = histogramBins(chosen.reducer);
     this.collect(chosen);
     this.paintBars(chosen);
@@ -77,7 +89,10 @@ export class HistogramView {
     const [first] = this.app.sides();
     this.history = store.run(first.run).stepList.map((step) => [step, store.frame(first.run, step, chosen, text)])
       .filter(([, frame]) => frame !== undefined).map(([step, frame]) => [step, Array.from(frame.values, Number)]);
-    const used = [...this.history.map(([, counts]) => counts), ...this.now.filter(Boolean).map((frame) => Array.from(frame.values, Number))];
+    const used = [
+      ...this.history.map(([, counts]) => counts),
+      ...this.now.filter(Boolean).map((frame) => Array.from(frame.values, Number)),
+    ];
     this.groups = groupsOf(used, this.bins);
     this.history = this.history.map(([step, counts]) => [step, this.groups.map((group) => sumOf(counts, group))]);
   }
@@ -96,7 +111,13 @@ export class HistogramView {
     say(this.barTitle, `${names}  ·  ${chosen.phase}  ·  ${this.place.select.value}  ·  ${chosen.reducer}${none}`);
     const counts = this.now.map((frame) => (frame ? this.groups.map((group) => sumOf(frame.values, group)) : []));
     const most = Math.max(1, ...counts.flat());
-    const plot = new Plot(context, { left: BOX.left, top: BOX.top, right: width - BOX.right, bottom: height - BOX.bottom }, [0, 1], [0, most], this.isLog);
+    const plot = new Plot(
+      context,
+      { left: BOX.left, top: BOX.top, right: width - BOX.right, bottom: height - BOX.bottom },
+      [0, 1],
+      [0, most],
+      this.isLog,
+    );
     this.plot = plot;
     plot.axes();
     context.clearRect(BOX.left - 8, height - BOX.bottom + 2, width, BOX.bottom);
@@ -105,7 +126,12 @@ export class HistogramView {
       const share = counts.length > 1 ? 0.5 : 1;
       context.fillStyle = seriesColour(side);
       const [y, foot] = [plot.y(count), plot.y(0)];
-      context.fillRect(plot.box.left + i * size + side * size * 0.5, count > 0 ? Math.min(y, foot - 1) : foot, Math.max(1, size * share - 1), Math.max(count > 0 ? 1 : 0, foot - y));
+      context.fillRect(
+        plot.box.left + i * size + side * size * 0.5,
+        count > 0 ? Math.min(y, foot - 1) : foot,
+        Math.max(1, size * share - 1),
+        Math.max(count > 0 ? 1 : 0, foot - y),
+      );
     }));
     this.binLabels(context, plot, size, height);
     this.bars.setAttribute("aria-label", `Histogram of ${this.place.select.value} at step ${this.app.step}`);
@@ -121,7 +147,11 @@ export class HistogramView {
     for (let at = 1; at < this.groups.length; at += each) {
       const x = plot.box.left + at * size;
       stroke(context, [[x, plot.box.bottom], [x, plot.box.bottom + 4]]);
-      context.fillText(edgeText(this.bins.edges[this.groups[at].first], this.bins.isLinear), x, height - BOX.bottom + 8);
+      context.fillText(
+        edgeText(this.bins.edges[this.groups[at].first], this.bins.isLinear),
+        x,
+        height - BOX.bottom + 8,
+      );
     }
   }
 
@@ -153,7 +183,11 @@ export class HistogramView {
     context.textAlign = "right";
     const each = Math.max(1, Math.ceil(16 / down));
     for (let at = 1; at < this.groups.length; at += each) {
-      context.fillText(edgeText(this.bins.edges[this.groups[at].first], this.bins.isLinear), box.left - 8, box.bottom - at * down);
+      context.fillText(
+        edgeText(this.bins.edges[this.groups[at].first], this.bins.isLinear),
+        box.left - 8,
+        box.bottom - at * down,
+      );
     }
     context.textAlign = "center";
     context.textBaseline = "top";
@@ -191,7 +225,10 @@ export class HistogramView {
   }
 
   canvases() {
-    return [{ title: this.barTitle.textContent, canvas: this.bars }, { title: this.mapTitle.textContent, canvas: this.map }];
+    return [
+      { title: this.barTitle.textContent, canvas: this.bars },
+      { title: this.mapTitle.textContent, canvas: this.map },
+    ];
   }
 
   /** Counts of every bin of the step. */
@@ -202,7 +239,19 @@ export class HistogramView {
       const { run, step } = this.app.sides()[side];
       const { phase, reducer } = this.picker.chosen;
       const { edges } = this.bins;
-      return Array.from(frame.values, (count, bin) => [run, step, phase, this.place.select.value, reducer, exact(edges[bin]), exact(edges[bin + 1]), exact(count)]);
+      return Array.from(
+        frame.values,
+        (count, bin) => [
+          run,
+          step,
+          phase,
+          this.place.select.value,
+          reducer,
+          exact(edges[bin]),
+          exact(edges[bin + 1]),
+          exact(count),
+        ],
+      );
     });
     return { columns, rows };
   }

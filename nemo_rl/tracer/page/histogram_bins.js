@@ -53,6 +53,9 @@ export function sumOf(counts, { first, last }) {
 export function edgeText(value, isLinear) {
   if (!Number.isFinite(value)) return value > 0 ? "+∞" : "−∞";
   if (isLinear || value === 0) return tick(value);
-  const power = String(Math.round(Math.log2(Math.abs(value)))).replace(/./g, (digit) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(digit)]);
+  const power = String(Math.round(Math.log2(Math.abs(value)))).replace(
+    /./g,
+    (digit) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(digit)],
+  );
   return `${value < 0 ? "−" : ""}2${power}`;
 }

@@ -65,6 +65,11 @@ export class History {
     this.app.changed();
   }
 
+  /** Whether all steps of these runs have been asked for, and have come. */
+  isComplete(runs) {
+    return !this.isBusy && this.spans.length === 0 && runs.length > 0 && runs.every((id) => this.started.has(id));
+  }
+
   /** Whether older steps may still come. */
   get isFilling() {
     return this.isBusy;

@@ -27,7 +27,9 @@ class App {
   constructor() {
     this.store = new Store(BUDGET_BYTES);
     this.store.pinned = (run, step) => this.sides().some((side) => side.run === run && side.step === step);
-    this.live = new Live({ message: (message) => this.take(message), frame: (frame) => this.takeFrame(frame), state: () => this.changed() });
+    this.live = new Live(
+      { message: (message) => this.take(message), frame: (frame) => this.takeFrame(frame), state: () => this.changed() }
+    );
     this.history = new History(this);
     this.catalogue = { sites: [], reducers: {} };
     this.order = {};
@@ -37,7 +39,15 @@ class App {
     this.tooltip = new Tooltip();
     this.time = new TimeBar(this);
     this.watches = new WatchPanel(this);
-    this.views = [HeatView, BandsView, ExpertsView, HistogramView, TopKView, MetricsView, HealthView].map((Kind) => new Kind(this));
+    this.views = [
+      HeatView,
+      BandsView,
+      ExpertsView,
+      HistogramView,
+      TopKView,
+      MetricsView,
+      HealthView,
+    ].map((Kind) => new Kind(this));
     this.view = this.views[0];
     this.shell = new Shell(this);
     this.main = this.shell.main;
@@ -181,7 +191,14 @@ class App {
     const both = new Map(first);
     for (const [id, seen] of second) {
       const there = both.get(id);
-      both.set(id, there ? { ...there, places: new Map([...there.places, ...seen.places]), updates: new Set([...there.updates, ...seen.updates]) } : seen);
+      both.set(
+        id,
+        there ? {
+          ...there,
+          places: new Map([...there.places, ...seen.places]),
+          updates: new Set([...there.updates, ...seen.updates]),
+        } : seen,
+      );
     }
     return both;
   }
@@ -199,7 +216,13 @@ class App {
       const place = this.order[site.kind] ?? 99;
       const layer = site.layer ?? (place <= 1 ? -1 : 1 << 20);
       const sign = site.direction === "backward" ? -1 : 1;
-      return [phase === "train" ? 1 : 0, phase, site.kind === "param" ? -1 : site.kind === "grad" ? 2 : sign < 0 ? 1 : 0, sign * layer, sign * place];
+      return [
+        phase === "train" ? 1 : 0,
+        phase,
+        site.kind === "param" ? -1 : site.kind === "grad" ? 2 : sign < 0 ? 1 : 0,
+        sign * layer,
+        sign * place,
+      ];
     };
     const [left, right] = [key(a), key(b)];
     const at = left.findIndex((value, i) => value !== right[i]);
@@ -225,7 +248,9 @@ class App {
   /** Shows a site at a step where it can be seen best. */
   showSite({ step, phase, site }) {
     const wanted = { phase, kind: site.kind, way: wayText(site) };
-    const seen = [...this.watchedOf().values()].filter((one) => one.phase === phase && one.kind === site.kind && one.way === wanted.way);
+    const seen = [...this.watchedOf().values()].filter(
+      (one) => one.phase === phase && one.kind === site.kind && one.way === wanted.way
+    );
     this.views.forEach((view) => view.choose(wanted));
     const [heat, bands] = [this.views[0], this.views[1]];
     if (seen.some(heat.picker.takes)) this.show("tokens");
@@ -236,10 +261,26 @@ class App {
   /** What is said where a view has nothing, with the watch that would give it. */
   nothingYet(title, watch) {
     const can = this.watches.canEdit;
-    const text = can ? "Add this watch, and it comes with one of the next steps:" : "The controller can add this watch:";
-    const add = h("button", { type: "button", className: "primary", textContent: "Add it to the watches", onclick: () => this.watches.add(watch) });
+    const isRecorded = this.runInfo().state === "recorded";
+    const text = can
+      ? "Add this watch, and it comes with one of the next steps:"
+      : isRecorded ? "This watch would have given it:" : "The controller can add this watch:";
+    const add = h(
+      "button",
+      {
+        type: "button",
+        className: "primary",
+        textContent: "Add it to the watches",
+        onclick: () => this.watches.add(watch),
+      },
+    );
     const waits = this.run === undefined ? "Waiting for a run" : title;
-    return empty(waits, this.run === undefined ? "It appears as soon as a job connects to the hub." : text, ...(this.run === undefined ? [] : [h("code", { textContent: watch })]), ...(can && this.run !== undefined ? [add] : []));
+    return empty(
+      waits,
+      this.run === undefined ? "It appears as soon as a job connects to the hub." : text,
+      ...(this.run === undefined ? [] : [h("code", { textContent: watch })]),
+      ...(can && this.run !== undefined ? [add] : []),
+    );
   }
 }
 

@@ -85,4 +85,6 @@ export function placesOf(chosen) {
   return places.sort((a, b) => (a.layer ?? -1) - (b.layer ?? -1) || (a.text < b.text ? -1 : 1));
 }
 
-const labelOf = (site) => (site.layer !== null && site.layer !== undefined ? `layer ${site.layer}` : site.name ?? site.kind);
+const labelOf = (site) => (
+  site.layer !== null && site.layer !== undefined ? `layer ${site.layer}` : site.name ?? site.kind
+);

@@ -40,6 +40,10 @@ function stateOf(app) {
     get runs() {
       return [...app.store.runs.values()].map((run) => ({ ...run.info, steps: [...run.stepList] }));
     },
+    /** Whether all steps that were before have come. */
+    get isComplete() {
+      return app.live.state === "connected" && app.history.isComplete(app.shownRuns());
+    },
     /** In memory, of frames and tables. */
     get bytes() {
       return app.store.bytes;
@@ -56,7 +60,11 @@ function functionsOf(app) {
     value({ run = app.run, step = app.step, phase = "train", update = 0, site, reducer }) {
       const frame = app.store.frame(run, step, { phase, update, reducer }, site);
       if (frame === undefined) return null;
-      return { shape: [...frame.shape], values: Array.from(frame.values, plain), header: structuredClone(frame.header) };
+      return {
+        shape: [...frame.shape],
+        values: Array.from(frame.values, plain),
+        header: structuredClone(frame.header),
+      };
     },
     /** Numbers that are shown, as the CSV has them. */
     csv: () => csvOf(app.numbers()),

@@ -16,7 +16,10 @@ const KEYS = [
 export class Shell {
   constructor(app) {
     this.app = app;
-    const button = (text, title, onclick, name = "") => h("button", { type: "button", className: name, textContent: text, title, onclick });
+    const button = (text, title, onclick, name = "") => h(
+      "button",
+      { type: "button", className: name, textContent: text, title, onclick },
+    );
     this.runA = choice("Run A", (value) => app.setRuns(value, app.other));
     this.runB = choice("Compare with", (value) => app.setRuns(app.run, value || undefined));
     this.dot = h("span", { className: "dot", "aria-hidden": "true" });
@@ -29,35 +32,94 @@ export class Shell {
     this.main = h("main", { id: "main", role: "tabpanel", tabIndex: -1 });
     this.help = this.makeHelp();
     this.form = this.makeForm();
-    const tools = h("div", { className: "head-tools" }, this.watchButton, button("PNG", "Picture as PNG (P)", () => this.png()), button("CSV", "Numbers as CSV (C)", () => this.csv()),
-      button("◐", "Dark, light (T)", () => this.flip(), "icon"), button("?", "Keys (?)", () => this.help.showModal(), "icon"));
-    const head = h("header", { className: "head" }, h("h1", { textContent: "Tensor tracer" }), h("div", { className: "runs" }, this.runA.root, this.runB.root), this.pill, tools);
+    const tools = h("div", { className: "head-tools" }, this.watchButton, button(
+      "PNG",
+      "Picture as PNG (P)",
+      () => this.png(),
+    ), button(
+      "CSV",
+      "Numbers as CSV (C)",
+      () => this.csv(),
+    ),
+      button("◐", "Dark, light (T)", () => this.flip(), "icon"), button(
+        "?",
+        "Keys (?)",
+        () => this.help.showModal(),
+        "icon",
+      ));
+    const head = h(
+      "header",
+      { className: "head" },
+      h("h1", { textContent: "Tensor tracer" }),
+      h("div", { className: "runs" }, this.runA.root, this.runB.root),
+      this.pill,
+      tools,
+    );
     this.middle = h("div", { className: "middle" }, this.main, app.watches.root);
-    document.body.append(h("div", { className: "app" }, head, this.tabs, this.notice, this.middle, app.time.root), this.help, this.form);
+    document.body.append(
+      h("div", { className: "app" }, head, this.tabs, this.notice, this.middle, app.time.root),
+      this.help,
+      this.form,
+    );
   }
 
   tab(view, i) {
     const onclick = () => this.app.show(view.id);
-    return h("button", { type: "button", role: "tab", "aria-controls": "main", title: `${view.title} (${i + 1})`, textContent: view.title, onclick });
+    return h(
+      "button",
+      {
+        type: "button",
+        role: "tab",
+        "aria-controls": "main",
+        title: `${view.title} (${i + 1})`,
+        textContent: view.title,
+        onclick,
+      },
+    );
   }
 
   makeHelp() {
-    const rows = KEYS.flatMap(([key, text]) => [h("dt", {}, h("kbd", { textContent: key })), h("dd", { textContent: text })]);
-    const close = h("button", { type: "button", className: "primary", textContent: "Close", onclick: () => this.help.close() });
-    return h("dialog", { className: "help", "aria-label": "Keys" }, h("h2", { textContent: "Keys" }), h("dl", {}, ...rows), close);
+    const rows = KEYS.flatMap(
+      ([key, text]) => [h("dt", {}, h("kbd", { textContent: key })), h("dd", { textContent: text })]
+    );
+    const close = h(
+      "button",
+      { type: "button", className: "primary", textContent: "Close", onclick: () => this.help.close() },
+    );
+    return h(
+      "dialog",
+      { className: "help", "aria-label": "Keys" },
+      h("h2", { textContent: "Keys" }),
+      h("dl", {}, ...rows),
+      close,
+    );
   }
 
   makeForm() {
     this.tokenField = h("input", { type: "password", autocomplete: "off", spellcheck: false, id: "token" });
     this.tokenText = h("p", { className: "error", role: "alert" });
-    const form = h("form", { method: "dialog" }, h("h2", { textContent: "Tensor tracer" }), h("label", { for: "token", textContent: "Token of the viewer or the controller" }), this.tokenField,
-      h("p", { className: "key", textContent: "It lies in the folder of the run: tracer/viewer.token to watch, tracer/controller.token to choose what is watched." }), this.tokenText,
+    const form = h("form", { method: "dialog" }, h("h2", { textContent: "Tensor tracer" }), h(
+      "label",
+      { for: "token", textContent: "Token of the viewer or the controller" },
+    ), this.tokenField,
+      h(
+        "p",
+        {
+          className: "key",
+          textContent: "It lies in the folder of the run: tracer/viewer.token to watch, " +
+            "tracer/controller.token to choose what is watched; nemo-rl trace serve says where its own lies.",
+        },
+      ), this.tokenText,
       h("button", { type: "submit", className: "primary", textContent: "Connect" }));
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       if (this.tokenField.value.trim()) this.connect(this.tokenField.value.trim());
     });
-    return h("dialog", { className: "token", "aria-label": "Token", oncancel: (event) => event.preventDefault() }, form);
+    return h(
+      "dialog",
+      { className: "token", "aria-label": "Token", oncancel: (event) => event.preventDefault() },
+      form,
+    );
   }
 
   /** Reads the token, takes it out of the address, and connects. */
@@ -71,7 +133,10 @@ export class Shell {
     else this.app.changed();
     addEventListener("resize", () => this.app.changed());
     addEventListener("keydown", (event) => this.key(event));
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.theme(sessionStorage.getItem(THEME)));
+    matchMedia("(prefers-color-scheme: dark)").addEventListener(
+      "change",
+      () => this.theme(sessionStorage.getItem(THEME)),
+    );
     new ResizeObserver(() => this.app.changed()).observe(this.main);
     setInterval(() => this.sayState(), 1000);
   }
@@ -98,7 +163,9 @@ export class Shell {
   mount() {
     this.main.replaceChildren(this.app.view.root);
     this.main.scrollTop = 0;
-    [...this.tabs.children].forEach((tab, i) => tab.setAttribute("aria-selected", String(this.app.views[i] === this.app.view)));
+    [...this.tabs.children].forEach(
+      (tab, i) => tab.setAttribute("aria-selected", String(this.app.views[i] === this.app.view))
+    );
   }
 
   render() {
@@ -132,16 +199,29 @@ export class Shell {
       this.notice.replaceChildren(h("span", { className: "text", textContent: quietText(this.app) }));
       return;
     }
-    const parts = [h("span", { className: "text", textContent: worst.text, title: worst.text, onclick: () => this.showAll(all) })];
+    const parts = [
+      h("span", { className: "text", textContent: worst.text, title: worst.text, onclick: () => this.showAll(all) })
+    ];
     if (worst.action) parts.push(h("button", { type: "button", textContent: worst.action, onclick: worst.go }));
-    for (const other of rest.filter(({ action }) => action)) parts.push(h("button", { type: "button", title: other.text, textContent: other.action, onclick: other.go }));
-    if (rest.length > 0) parts.push(h("button", { type: "button", className: "more", title: rest.map(({ text }) => text).join("\n"), textContent: `${rest.length} more`, onclick: () => this.showAll(all) }));
+    const button = (textContent, title, onclick) => parts.push(h("button", { type: "button", title, textContent, onclick }));
+    for (const other of rest.filter(({ action }) => action)) button(other.action, other.text, other.go);
+    const others = rest.map(({ text }) => text).join("\n");
+    if (rest.length > 0) button(`${rest.length} more`, others, () => this.showAll(all));
     this.notice.replaceChildren(...parts);
   }
 
   showAll(all) {
-    const close = h("button", { type: "button", className: "primary", textContent: "Close", onclick: () => dialog.remove() });
-    const dialog = h("dialog", { className: "help", "aria-label": "Notices" }, h("h2", { textContent: "Notices" }), h("ul", {}, ...all.map(({ text }) => h("li", { textContent: text }))), close);
+    const close = h(
+      "button",
+      { type: "button", className: "primary", textContent: "Close", onclick: () => dialog.remove() },
+    );
+    const dialog = h(
+      "dialog",
+      { className: "help", "aria-label": "Notices" },
+      h("h2", { textContent: "Notices" }),
+      h("ul", {}, ...all.map(({ text }) => h("li", { textContent: text }))),
+      close,
+    );
     document.body.append(dialog);
     dialog.showModal();
   }
@@ -170,8 +250,16 @@ export class Shell {
     const isTyping = event.target.closest?.("input:not([type=checkbox]), textarea, select, dialog");
     if (isTyping || event.ctrlKey || event.metaKey || event.altKey) return;
     const actions = {
-      ArrowLeft: () => app.time.move(-1), ArrowRight: () => app.time.move(1), Home: () => app.time.end(-1), End: () => app.time.end(1),
-      n: () => app.goToNonFinite(), w: () => app.watches.toggle(), p: () => this.png(), c: () => this.csv(), t: () => this.flip(), "?": () => this.help.showModal(),
+      ArrowLeft: () => app.time.move(-1),
+      ArrowRight: () => app.time.move(1),
+      Home: () => app.time.end(-1),
+      End: () => app.time.end(1),
+      n: () => app.goToNonFinite(),
+      w: () => app.watches.toggle(),
+      p: () => this.png(),
+      c: () => this.csv(),
+      t: () => this.flip(),
+      "?": () => this.help.showModal(),
       ...Object.fromEntries(app.views.map((view, i) => [String(i + 1), () => app.show(view.id)])),
     };
     if (event.key === " " && event.target.tagName !== "BUTTON" && event.target.type !== "checkbox") actions[" "] = () => app.time.toggle();

@@ -14,13 +14,21 @@ export function connectionText(app) {
   if (live.state === "lost") {
     const wait = Math.max(0, Math.ceil((live.retryAt - Date.now()) / 1000));
     const next = wait > 0 ? `next try in ${wait} s` : "trying again";
-    return { level: "bad", text: `lost since ${clock(live.lostAt)}, ${next}`, title: live.refusal || "The hub cannot be reached. Pictures stay; what comes meanwhile is asked for later." };
+    return {
+      level: "bad",
+      text: `lost since ${clock(live.lostAt)}, ${next}`,
+      title: live.refusal || "The hub cannot be reached. Pictures stay; what comes meanwhile is asked for later.",
+    };
   }
   if (live.state !== "connected") return { level: "quiet", text: "not connected", title: "" };
   const info = app.runInfo();
   const role = live.role === "controller" ? "you control" : "you watch";
   if (app.run === undefined) return { level: "good", text: `connected, ${role}`, title: "No run has come yet." };
-  return { level: info.state === "running" ? "good" : info.state === "lost" ? "bad" : "quiet", text: `${STATES[info.state] ?? info.state}, ${role}`, title: info.text ?? "" };
+  return {
+    level: info.state === "running" ? "good" : info.state === "lost" ? "bad" : "quiet",
+    text: `${STATES[info.state] ?? info.state}, ${role}`,
+    title: info.text ?? "",
+  };
 }
 
 /**
@@ -44,8 +52,10 @@ function ofValues(app) {
 
 function ofRun(app) {
   const info = app.runInfo();
-  if (info.state === "lost") return [{ level: "warn", text: `The job was lost${info.text ? `: ${info.text}` : ""}. What is shown is what came until then.` }];
-  if (info.state === "ended") return [{ level: "info", text: `The job has ended${info.text ? `: ${info.text}` : ""}.` }];
+  const why = info.text ? `: ${info.text}` : "";
+  if (info.state === "lost") return [{ level: "warn", text: `The job was lost${why}. What is shown came before.` }];
+  if (info.state === "recorded") return [{ level: "info", text: `A recording${why}.` }];
+  if (info.state === "ended") return [{ level: "info", text: `The job has ended${why}.` }];
   return [];
 }
 
@@ -53,9 +63,11 @@ function ofPictures(app) {
   const found = [];
   for (const { run, step, letter } of app.sides()) {
     for (const [phase, gap] of app.store.runs.get(run)?.gaps.get(step) ?? []) {
-      const which = app.sides().length > 1 ? ` of run ${letter}` : "";
-      if (gap.missing.length > 0) found.push({ level: "warn", text: `${gap.missing.length === 1 ? "Rank" : "Ranks"} ${gap.missing.join(", ")} missing in ${phase} at step ${step}${which}: pictures lack their part.` });
-      if (gap.dropped > 0) found.push({ level: "warn", text: `${count(gap.dropped, "frame")} dropped by ranks in ${phase} at step ${step}${which}: pictures may lack parts.` });
+      const where = `in ${phase} at step ${step}${app.sides().length > 1 ? ` of run ${letter}` : ""}`;
+      const ranks = `${gap.missing.length === 1 ? "Rank" : "Ranks"} ${gap.missing.join(", ")}`;
+      const dropped = `${count(gap.dropped, "frame")} dropped by ranks`;
+      if (gap.missing.length > 0) found.push({ level: "warn", text: `${ranks} missing ${where}: pictures lack their part.` });
+      if (gap.dropped > 0) found.push({ level: "warn", text: `${dropped} ${where}: pictures may lack parts.` });
     }
   }
   return found;
@@ -76,10 +88,23 @@ export function quietText(app) {
 function ofHub(app) {
   const found = [];
   if (app.live.role === "viewer" && app.live.busy) {
-    found.push({ level: "info", text: "Somebody else is the controller; you watch.", action: "Take over", go: () => app.live.takeOver() });
+    found.push(
+      {
+        level: "info",
+        text: "Somebody else is the controller; you watch.",
+        action: "Take over",
+        go: () => app.live.takeOver(),
+      }
+    );
   }
-  if (app.wasDemoted) found.push({ level: "info", text: "Somebody has taken over; you watch.", action: "Take it back", go: () => app.live.takeOver() });
-  if (app.stats?.dropped > 0) found.push({ level: "warn", text: `${count(app.stats.dropped, "frame")} dropped on the way to this page, which was slower than the run.` });
+  if (app.wasDemoted) {
+    const go = () => app.live.takeOver();
+    found.push({ level: "info", text: "Somebody has taken over; you watch.", action: "Take it back", go });
+  }
+  if (app.stats?.dropped > 0) {
+    const frames = count(app.stats.dropped, "frame");
+    found.push({ level: "warn", text: `${frames} dropped on the way to this page, which was slower than the run.` });
+  }
   const problem = app.problems.at(-1);
   if (problem !== undefined) found.push({ level: "warn", text: `${problem.text} (${clock(problem.at)})` });
   return found;

@@ -11,15 +11,31 @@ export class TimeBar {
     this.app = app;
     this.follow = true;
     this.step = undefined; // where it does not follow
-    const button = (name, text, title, onclick) => h("button", { type: "button", className: `icon ${name}`, textContent: text, title, "aria-label": title, onclick });
+    const button = (name, text, title, onclick) => h(
+      "button",
+      { type: "button", className: `icon ${name}`, textContent: text, title, "aria-label": title, onclick },
+    );
     this.live = h("button", { type: "button", className: "live", onclick: () => this.toggle() });
-    this.slider = h("input", { type: "range", min: "0", max: "0", value: "0", "aria-label": "Step", oninput: () => this.slide() });
+    this.slider = h(
+      "input",
+      { type: "range", min: "0", max: "0", value: "0", "aria-label": "Step", oninput: () => this.slide() },
+    );
     this.label = h("output", { className: "step" });
     this.range = h("span", { className: "range" });
     this.root = h("footer", { className: "time", "aria-label": "Time" },
       this.live,
-      h("div", { className: "buttons" }, button("first", "|◀", "First step (Home)", () => this.end(-1)), button("back", "◀", "Step back (←)", () => this.move(-1)),
-        button("forward", "▶", "Step forward (→)", () => this.move(1)), button("last", "▶|", "Newest step (End)", () => this.end(1))),
+      h("div", { className: "buttons" }, button(
+        "first",
+        "|◀",
+        "First step (Home)",
+        () => this.end(-1),
+      ), button("back", "◀", "Step back (←)", () => this.move(-1)),
+        button(
+          "forward",
+          "▶",
+          "Step forward (→)",
+          () => this.move(1),
+        ), button("last", "▶|", "Newest step (End)", () => this.end(1))),
       this.slider, h("div", { className: "where" }, this.label, this.range));
   }
 

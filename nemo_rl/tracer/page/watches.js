@@ -22,16 +22,34 @@ export class WatchPanel {
     this.list = h("ol", { className: "watches" });
     this.state = h("p", { className: "key", "aria-live": "polite" });
     this.problem = h("p", { className: "error", role: "alert" });
-    this.apply = h("button", { type: "button", className: "primary", textContent: "Apply", onclick: () => this.send() });
+    this.apply = h(
+      "button",
+      { type: "button", className: "primary", textContent: "Apply", onclick: () => this.send() },
+    );
     this.undo = h("button", { type: "button", textContent: "Discard", onclick: () => this.set(undefined) });
     this.edit = h("div", { className: "edit" }, this.makeBuilder(), this.makePresets(), this.makeMark());
     this.root = h("aside", { className: "panel", hidden: true, "aria-label": "Watches" },
-      h("header", {}, h("h2", { textContent: "Watches" }), h("button", { type: "button", className: "icon", textContent: "✕", "aria-label": "Close", onclick: () => this.toggle(false) })),
+      h(
+        "header",
+        {},
+        h("h2", { textContent: "Watches" }),
+        h(
+          "button",
+          {
+            type: "button",
+            className: "icon",
+            textContent: "✕",
+            "aria-label": "Close",
+            onclick: () => this.toggle(false),
+          },
+        ),
+      ),
       this.state, this.list, this.problem, h("div", { className: "actions" }, this.apply, this.undo), this.edit);
   }
 
   get canEdit() {
-    return this.app.live.role === "controller" && this.app.live.state === "connected";
+    const { live } = this.app;
+    return live.role === "controller" && live.state === "connected" && this.app.runInfo().state !== "recorded";
   }
 
   get texts() {
@@ -68,7 +86,11 @@ export class WatchPanel {
       const field = h("input", { type, placeholder, "aria-label": label, oninput: preview });
       return { field, root: h("label", { className: "field" }, h("span", {}, label), field) };
     };
-    const [layers, parameters, every] = [input("Layers", "all, or 0..3"), input("As", "stats"), input("Every … steps", "1", "number")];
+    const [layers, parameters, every] = [
+      input("Layers", "all, or 0..3"),
+      input("As", "stats"),
+      input("Every … steps", "1", "number"),
+    ];
     [this.layers, this.parameters, this.every] = [layers.field, parameters.field, every.field];
     this.every.min = "1";
     this.phase = choice("Phase", preview);
@@ -77,22 +99,42 @@ export class WatchPanel {
     this.preview = h("code", { className: "preview" });
     const add = h("button", { type: "button", textContent: "Add to the list", onclick: () => this.add(this.built()) });
     return h("fieldset", {}, h("legend", { textContent: "Add a watch" }),
-      h("div", { className: "fields" }, this.site.root, layers.root, this.reducer.root, parameters.root, this.phase.root, every.root),
+      h(
+        "div",
+        { className: "fields" },
+        this.site.root,
+        layers.root,
+        this.reducer.root,
+        parameters.root,
+        this.phase.root,
+        every.root,
+      ),
       this.meaning, this.preview, add);
   }
 
   built() {
     const layers = this.layers.value.trim();
-    const when = [this.phase.select.value, Number(this.every.value) > 1 ? `every ${Number(this.every.value)}` : ""].filter(Boolean);
+    const when = [
+      this.phase.select.value,
+      Number(this.every.value) > 1 ? `every ${Number(this.every.value)}` : "",
+    ].filter(Boolean);
     const site = layers && layers !== "all" ? `${this.site.select.value} & layer in ${layers}` : this.site.select.value;
-    return [site, this.parameters.value.trim() || this.reducer.select.value, ...(when.length ? [when.join("; ")] : [])].join(" | ");
+    return [
+      site,
+      this.parameters.value.trim() || this.reducer.select.value,
+      ...(when.length ? [when.join("; ")] : []),
+    ].join(" | ");
   }
 
   hint() {
     const site = this.app.catalogue.sites.find((one) => one.kind === this.site.select.value);
     const why = this.app.runInfo().unobserved?.[site?.kind];
+    const cannot = why ? `Cannot be observed here: ${why}. ` : "";
     const reducer = this.app.catalogue.reducers[this.reducer.select.value] ?? "";
-    say(this.meaning, site ? `${site.kind}: ${site.text}, ${site.dims}. ${why ? `Cannot be observed here: ${why}. ` : ""}${this.reducer.select.value}: ${reducer}.` : "");
+    say(
+      this.meaning,
+      site ? `${site.kind}: ${site.text}, ${site.dims}. ${cannot}${this.reducer.select.value}: ${reducer}.` : "",
+    );
     this.layers.disabled = site !== undefined && !site.in_layers;
     if (this.layers.disabled) this.layers.value = "";
     say(this.preview, this.built());
@@ -104,7 +146,10 @@ export class WatchPanel {
   }
 
   makeMark() {
-    const label = h("input", { type: "text", maxLength: 200, placeholder: "such as: lower learning rate", "aria-label": "Label of the mark" });
+    const label = h(
+      "input",
+      { type: "text", maxLength: 200, placeholder: "such as: lower learning rate", "aria-label": "Label of the mark" },
+    );
     const send = () => {
       if (label.value.trim()) this.app.live.send({ type: "mark", label: label.value.trim() });
       label.value = "";
@@ -112,16 +157,34 @@ export class WatchPanel {
     label.addEventListener("keydown", (event) => {
       if (event.key === "Enter") send();
     });
-    return h("fieldset", {}, h("legend", { textContent: "Mark this moment" }), h("div", { className: "row" }, label, h("button", { type: "button", textContent: "Mark", onclick: send })));
+    return h(
+      "fieldset",
+      {},
+      h("legend", { textContent: "Mark this moment" }),
+      h("div", { className: "row" }, label, h("button", { type: "button", textContent: "Mark", onclick: send })),
+    );
   }
 
   /** After each welcome: sites and reducers of the hub. */
   setCatalogue({ sites, reducers }) {
     setOptions(this.site.select, sites.map(({ kind }) => [kind, kind]), this.site.select.value || "layer.out");
-    setOptions(this.reducer.select, Object.keys(reducers).map((name) => [name, name]), this.reducer.select.value || "stats");
+    setOptions(
+      this.reducer.select,
+      Object.keys(reducers).map((name) => [name, name]),
+      this.reducer.select.value || "stats",
+    );
     const kinds = new Set(sites.map(({ kind }) => kind));
     const fits = PRESETS.filter(([, , needed]) => needed.every((kind) => kinds.has(kind)));
-    this.presets.replaceChildren(...fits.map(([title, text]) => h("button", { type: "button", onclick: () => this.add(text) }, h("strong", { textContent: title }), h("code", { textContent: text }))));
+    this.presets.replaceChildren(
+      ...fits.map(
+        ([title, text]) => h(
+          "button",
+          { type: "button", onclick: () => this.add(text) },
+          h("strong", { textContent: title }),
+          h("code", { textContent: text }),
+        )
+      )
+    );
     this.hint();
   }
 
@@ -148,9 +211,15 @@ export class WatchPanel {
   render() {
     if (this.root.hidden) return;
     const { plan } = this.app;
-    const from = plan.effective_step === null || plan.effective_step === undefined ? "not in effect yet: it will be from a step to come" : `in effect from step ${plan.effective_step}`;
-    const who = this.canEdit ? "" : " Only the controller can change it.";
-    say(this.state, this.draft === undefined ? `${plan.watches.length === 0 ? "Nothing is watched" : "What is watched"}, ${from}.${who}` : "Changed here, not applied yet.");
+    const isOn = plan.effective_step !== null && plan.effective_step !== undefined;
+    const from = isOn ? `in effect from step ${plan.effective_step}` : "not in effect yet: it will be from a step to come";
+    const what = plan.watches.length === 0 ? "Nothing is watched" : "What is watched";
+    const isRecorded = this.app.runInfo().state === "recorded";
+    const who = this.canEdit ? "" : isRecorded ? " A recording cannot be changed." : " Only the controller can change it.";
+    say(
+      this.state,
+      this.draft === undefined ? `${what}, ${from}.${who}` : "Changed here, not applied yet.",
+    );
     this.edit.hidden = !this.canEdit;
     this.apply.parentNode.hidden = !this.canEdit;
     this.apply.disabled = this.draft === undefined;
@@ -170,7 +239,9 @@ export class WatchPanel {
   /** Which text the hub complains about: the one whose words its error names; -1: none of them. */
   guilty() {
     if (!this.error) return -1;
-    const quoted = [...this.error.matchAll(/'((?:[^'\\]|\\.)*)'/g)].map((match) => match[1]).filter((word) => word.length > 1);
+    const quoted = [
+      ...this.error.matchAll(/'((?:[^'\\]|\\.)*)'/g)
+    ].map((match) => match[1]).filter((word) => word.length > 1);
     const given = quoted.at(-1) === undefined ? [] : quoted.reverse();
     for (const word of given) {
       const at = this.texts.findIndex((text) => text.includes(word) && !this.app.plan.watches.includes(text));
@@ -181,14 +252,39 @@ export class WatchPanel {
   }
 
   line(text, i, isGuilty) {
-    const area = h("textarea", { rows: 2, value: text, readOnly: !this.canEdit, spellcheck: false, "aria-label": `Watch ${i + 1}`, "aria-invalid": String(isGuilty) });
+    const area = h(
+      "textarea",
+      {
+        rows: 2,
+        value: text,
+        readOnly: !this.canEdit,
+        spellcheck: false,
+        "aria-label": `Watch ${i + 1}`,
+        "aria-invalid": String(isGuilty),
+      },
+    );
     area.addEventListener("input", () => {
       this.draft = this.texts.with(i, area.value);
       // What is being typed stays as it is.
       this.shown = JSON.stringify([this.draft, this.canEdit, this.error]);
       this.app.changed();
     });
-    const remove = h("button", { type: "button", className: "icon", textContent: "✕", "aria-label": `Remove watch ${i + 1}`, hidden: !this.canEdit, onclick: () => this.set(this.texts.toSpliced(i, 1)) });
-    return h("li", {}, h("div", { className: "row" }, area, remove), h("p", { className: "error", role: "alert", textContent: isGuilty ? this.error : "", hidden: !isGuilty }));
+    const remove = h(
+      "button",
+      {
+        type: "button",
+        className: "icon",
+        textContent: "✕",
+        "aria-label": `Remove watch ${i + 1}`,
+        hidden: !this.canEdit,
+        onclick: () => this.set(this.texts.toSpliced(i, 1)),
+      },
+    );
+    return h(
+      "li",
+      {},
+      h("div", { className: "row" }, area, remove),
+      h("p", { className: "error", role: "alert", textContent: isGuilty ? this.error : "", hidden: !isGuilty }),
+    );
   }
 }
