@@ -365,13 +365,13 @@ def _engine_builder(config: MasterConfig) -> Callable[..., object]:
     return ENGINES.load(config.policy.generation.backend, key="policy.generation.backend")
 
 
-def _engine_spec(config: MasterConfig, trace: TraceSpec | None, number: int, count: int) -> EngineSpec:
+def _engine_spec(config: MasterConfig, trace: TraceSpec | None, number: int, num_engines: int) -> EngineSpec:
     return EngineSpec(
         policy=config.policy,
         use_gpu=config.cluster.gpus_per_node > 0,
         threads=config.cluster.threads_per_worker,
         number=number,
-        count=count,
+        num_engines=num_engines,
         trace=trace,
     )
 

@@ -3,6 +3,7 @@
     layer.out, attn.* & layer in 0..3 | stats                   in every phase of every traced step
     layer.out | tiles(8, rms); histogram | train; every 10      in training passes, of every tenth step
     mlp.out | stats | train; recomputed                         recomputed passes too, shown apart
+    layer.out | stats | generation                              while the generation engine decodes, alone
 
 Sites are a `Selector`. Between the bars `;` separates. A `Plan` is all that is watched; its digest says whether two
 processes look at the same.

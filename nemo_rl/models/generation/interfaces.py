@@ -37,7 +37,7 @@ class EngineSpec:
     threads: int = 1
     number: int = 0
     """Of the replica."""
-    count: int = 1
+    num_engines: int = 1
     """Replicas of the run."""
     trace: TraceSpec | None = None
     """The tracer's hub; None: none."""

@@ -76,13 +76,13 @@ class TorchEngine(GenerationInterface):
         device: torch.device | str = "cpu",
         weight_version: int = -1,
         number: int = 0,
-        count: int = 1,
+        num_engines: int = 1,
         trace: TraceSpec | None = None,
     ) -> TorchEngine:
         """The engine of `policy.model_name` in `policy.generation.precision`.
 
         Args:
-            count: engines of the run.
+            num_engines: of the run.
             trace: the hub that is shown what is watched of the decoding; None: none.
 
         Raises:
@@ -97,7 +97,9 @@ class TorchEngine(GenerationInterface):
             max_batch_size=config.generation.max_batch_size,
             weight_version=weight_version,
             number=number,
-            tracing=NO_TRACING if trace is None else DecodeTracing(trace, model, number=number, count=count),
+            tracing=NO_TRACING
+            if trace is None
+            else DecodeTracing(trace, model, number=number, num_engines=num_engines),
         )
 
     @property

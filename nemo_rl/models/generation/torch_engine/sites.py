@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import count
 
 import torch
 
@@ -52,8 +51,8 @@ class RequestSites(ObservedRequest):
 
     Args:
         taps: of the model, all of it on this process.
-        place: of what is seen; kind and layer are those of the taps.
         name_of: name of a row by its number in the request.
+        numbers: of the tables of tokens; unique for the sink.
         between_passes: called before every forward pass.
     """
 
@@ -64,12 +63,12 @@ class RequestSites(ObservedRequest):
         *,
         phase: str,
         name_of: Callable[[int], str],
+        numbers: Iterator[int],
         between_passes: Callable[[], None],
     ) -> None:
         self._taps, self._sink, self._phase = tuple(taps), sink, phase
-        self._name_of, self._between_passes = name_of, between_passes
+        self._name_of, self._numbers, self._between_passes = name_of, numbers, between_passes
         self._current: _Pass | None = None
-        self._numbers = count()
 
     @contextmanager
     def attached(self) -> Iterator[RequestSites]:
@@ -103,7 +102,7 @@ class RequestSites(ObservedRequest):
             self._sink.see(Sight(place=place, value=ids, rows=every, is_first=True))
 
     def pass_rows(self, table: TokenTable, at: tuple[torch.Tensor, ...], *, is_whole: bool) -> PassRows:
-        """With a number that is unique in the request."""
+        """With a number of its own."""
         return PassRows(number=next(self._numbers), at=at, table=table, is_whole=is_whole)
 
     def _deliver_to(self, tap: Tap) -> Callable[[torch.Tensor], None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 
 from transformers import PreTrainedModel
 
@@ -58,21 +59,21 @@ class DecodeTracing(EngineTracing):
 
     Args:
         number: of the engine.
-        count: engines of the run.
+        num_engines: of the run.
     """
 
-    def __init__(self, spec: TraceSpec, model: PreTrainedModel, *, number: int, count: int) -> None:
+    def __init__(self, spec: TraceSpec, model: PreTrainedModel, *, number: int, num_engines: int) -> None:
         sites = HFSites(model)
         sites.cannot(
             NOT_IN_DECODING, SiteKind.LOGPROB, SiteKind.TOKEN_LOSS, SiteKind.LOSS, SiteKind.GRAD, SiteKind.PARAM
         )
         self._taps, self._number = tuple(sites.taps), number
-        place = GroupPlace(group=Group.GENERATION, rank=number, world=count, axes={"engine": number})
+        place = GroupPlace(group=Group.GENERATION, rank=number, world=num_engines, axes={"engine": number})
         self._phases = TracedPhases(spec, place, unobserved=sites.unobserved)
         self._sink: TraceSink | None = None
         self._gathered = Gathered(self._phases.link, name="")
-        self._num_rows = 0
-        """Of the requests of the step so far."""
+        self._num_rows, self._numbers = 0, count()
+        """Of the requests of the step so far, and of their tables of tokens."""
 
     def begin(self, step: int, *, watches: Sequence[str], keys: Sequence[str]) -> None:
         """As in `EngineTracing`."""
@@ -80,7 +81,7 @@ class DecodeTracing(EngineTracing):
         self._phases.begin(step, watches=watches, keys=keys)
         self._gathered = Gathered(self._phases.link, name=f"{step}.{GENERATION}")
         self._sink = self._phases.begin_phase(GENERATION, outlet=self._gathered)
-        self._num_rows = 0
+        self._num_rows, self._numbers = 0, count()
 
     def end(self) -> None:
         """As in `EngineTracing`."""
@@ -107,6 +108,7 @@ class DecodeTracing(EngineTracing):
             self._sink,
             phase=GENERATION,
             name_of=lambda row: traced_row(self._number, first + row),
+            numbers=self._numbers,
             between_passes=self._gathered.between_passes,
         )
         try:

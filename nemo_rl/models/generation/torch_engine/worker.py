@@ -41,7 +41,7 @@ def build_engine_worker(spec: EngineSpec) -> EngineWorker:
         spec.policy,
         device="cuda" if spec.use_gpu else "cpu",
         number=spec.number,
-        count=spec.count,
+        num_engines=spec.num_engines,
         trace=spec.trace,
     )
     assert isinstance(engine, EngineWorker)
