@@ -192,6 +192,8 @@ class TorchEngine(GenerationInterface):
 
     def shutdown(self) -> None:
         self._tracing.close()
+        # It holds the model's modules.
+        self._tracing = NO_TRACING
         self._model = None
         self._recorder = None
 
