@@ -7,7 +7,8 @@
            |- begin      prompt numbers, keys of the rows to come          (PromptSampler.next, begin_step)
            |- open_step  these rows are cleared at its end, also after an error     (open_step)
            |    |- stages  rollout, score, logprobs, advantages, train, log; see stages/bodies.py   (Stage.run)
-           |    |- trace   with diagnostics.tracer: what the hub is shown       (StepTracing.after, StepTracing.end)
+           |    |- trace   with diagnostics.tracer: what the hub is shown
+           |    |                                           (StepTracing.begin, StepTracing.after, StepTracing.end)
            |    |- keep    with diagnostics.keep_steps: written to disk meanwhile    (Keeper.after, Keeper.fail)
            |    `- clear   rows that were not trained, with the reason     (clear_untrained)
            `- end_step   workers forget what they fetched                  (TQPolicy.end_step)
@@ -147,6 +148,7 @@ class SyncGRPOTrainer:
         """All stages; a step that fails is kept as far as it came."""
         keeper, tracing, at = self._parts.keeper, self._parts.tracing, ""
         try:
+            tracing.begin(step.number)
             for stage in self._parts.stages:
                 at = stage.name
                 self._parts.panel.stage(at)

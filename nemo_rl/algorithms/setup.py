@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from nemo_rl.algorithms.cpu_needs import ROLLOUT_CPUS, cpus_per_bundle, other_cpus
+from nemo_rl.algorithms.engine_tracing import TracedEngines
 from nemo_rl.algorithms.grpo_sync import SyncGRPOTrainer, TrainerParts
 from nemo_rl.algorithms.kept_steps.folder import StepsFolder
 from nemo_rl.algorithms.kept_steps.keeper import Keeper, StepKeeper
@@ -82,6 +83,15 @@ class _Groups:
     rollout: WorkerGroup
     address: str = "127.0.0.1"
     """Of policy rank 0, as the other processes reach it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Specs:
+    """What each process is started with."""
+
+    worker: Callable[[RankSpec], WorkerSpec]
+    engine: Callable[[int, int], EngineSpec]
+    """(number, how many) -> of an engine."""
 
 
 @contextmanager
@@ -157,8 +167,14 @@ def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | Non
             panel=panel,
             resume_from=resume_from,
             keeper=_keeper(tools, columns, config, resume_from) if config.diagnostics.keep_steps.enabled else Keeper(),
-            tracing=StepTracing() if traced is None else LiveTracing(traced, policy),
+            tracing=StepTracing() if traced is None else LiveTracing(traced, policy, _traced_engines(config, groups)),
         )
+
+
+def _traced_engines(config: MasterConfig, groups: _Groups) -> TracedEngines:
+    """A user-defined engine need not be a `TracedEngine`: only the built-in one is asked."""
+    is_asked = ENGINES.is_builtin(config.policy.generation.backend)
+    return TracedEngines(groups.engines if is_asked else None, timeout_s=config.cluster.stage_timeout_s)
 
 
 def _keeper(
@@ -242,9 +258,9 @@ def _start(
     config: MasterConfig, cluster: RayVirtualCluster | None, stack: ExitStack, start: StartUp, trace: TraceSpec | None
 ) -> tuple[_Groups, DataPlaneClient]:
     run_id = uuid.uuid4().hex[:12]
-    worker = partial(_worker_spec, config, trace)
+    specs = _Specs(worker=partial(_worker_spec, config, trace), engine=partial(_engine_spec, config, trace))
     groups = (
-        _local_groups(config, worker, stack) if cluster is None else _ray_groups(config, worker, cluster, stack, start)
+        _local_groups(config, specs, stack) if cluster is None else _ray_groups(config, specs, cluster, stack, start)
     )
     # The workers build while the storage actors of the data plane start.
     client = build_data_plane_client(
@@ -258,11 +274,11 @@ def _start(
     return groups, client
 
 
-def _local_groups(config: MasterConfig, worker: Callable[[RankSpec], WorkerSpec], stack: ExitStack) -> _Groups:
-    spec = worker(RankSpec(rank=0, world_size=1))
+def _local_groups(config: MasterConfig, specs: _Specs, stack: ExitStack) -> _Groups:
+    spec = specs.worker(RankSpec(rank=0, world_size=1))
     policy = LocalWorkerGroup(lambda: build_policy_worker(spec))
     stack.callback(policy.shutdown)
-    engines = LocalWorkerGroup(lambda: _engine_builder(config)(spec=_engine_spec(config, 0)))
+    engines = LocalWorkerGroup(lambda: _engine_builder(config)(spec=specs.engine(0, 1)))
     stack.callback(engines.shutdown)
     replicas = GenerationReplicas(engines, timeout_s=config.cluster.stage_timeout_s)
     rollout = LocalWorkerGroup(lambda: SyncRolloutActor(rollout_spec(config), generation=replicas))
@@ -272,7 +288,7 @@ def _local_groups(config: MasterConfig, worker: Callable[[RankSpec], WorkerSpec]
 
 def _ray_groups(
     config: MasterConfig,
-    worker: Callable[[RankSpec], WorkerSpec],
+    specs: _Specs,
     cluster: RayVirtualCluster,
     stack: ExitStack,
     start: StartUp,
@@ -299,8 +315,9 @@ def _ray_groups(
     with start.waiting_for("the first policy worker"):
         address, port = policy.rendezvous(reserve_port, timeout_s=start.timeout_s)
     ranks = _rank_specs(cluster.num_workers, address, port)
-    policy.begin_start(build_policy_worker, [{"spec": worker(rank)} for rank in ranks])
-    engines.begin_start(_engine_builder(config), [{"spec": _engine_spec(config, n)} for n in range(engines.world_size)])
+    policy.begin_start(build_policy_worker, [{"spec": specs.worker(rank)} for rank in ranks])
+    count = engines.world_size
+    engines.begin_start(_engine_builder(config), [{"spec": specs.engine(number, count)} for number in range(count)])
     replicas = GenerationReplicas(engines, timeout_s=config.cluster.stage_timeout_s)
     rollout.begin_start(SyncRolloutActor, [{"spec": rollout_spec(config), "generation": replicas}])
     return _Groups(policy=policy, engines=engines, rollout=rollout, address=address)
@@ -348,12 +365,14 @@ def _engine_builder(config: MasterConfig) -> Callable[..., object]:
     return ENGINES.load(config.policy.generation.backend, key="policy.generation.backend")
 
 
-def _engine_spec(config: MasterConfig, number: int) -> EngineSpec:
+def _engine_spec(config: MasterConfig, trace: TraceSpec | None, number: int, num_engines: int) -> EngineSpec:
     return EngineSpec(
         policy=config.policy,
         use_gpu=config.cluster.gpus_per_node > 0,
         threads=config.cluster.threads_per_worker,
         number=number,
+        num_engines=num_engines,
+        trace=trace,
     )
 
 

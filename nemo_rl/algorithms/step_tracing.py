@@ -2,6 +2,8 @@
 
     open_tracing             the hub's process, the line to it               (open_job)
     SyncGRPOTrainer.step
+      |- at the start        what is watched in this step is settled         (StepTracing.begin)
+      |- during "rollout"    engines show decoding, where a watch names it   (TracedEngines.begin, DecodeTracing.begin)
       |- after "score"       which rows are trained is known: begin          (StepTracing.after)
       |- every worker pass shows its sites                                   (SiteTracing.begin_call)
       `- at the end          end                                             (StepTracing.end)
@@ -23,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemo_rl.algorithms.engine_tracing import TracedEngines
 from nemo_rl.algorithms.run_folder import TRACER
 from nemo_rl.algorithms.stages.state import StepState
 from nemo_rl.config.schema import MasterConfig
@@ -35,19 +38,27 @@ from nemo_rl.models.policy.tracing.tracing import TraceSpec
 from nemo_rl.tracer.classical import CLASSICAL
 from nemo_rl.tracer.job import TracedJob, open_job
 from nemo_rl.tracer.process import HubSpec
-from nemo_rl.tracer.watch import Plan
+from nemo_rl.tracer.protocol import Group
+from nemo_rl.tracer.watch import GENERATION, Plan
 
 __all__ = ["LiveTracing", "StepTracing", "TracedRun", "open_tracing", "watches_of"]
 
 logger = logging.getLogger(__name__)
 
 CLASSICAL_REDUCER = "tiles(96, mean)"
-SCORE = "score"
-"""Stage after which the rows of a step are known."""
+ROLLOUT, SCORE = "rollout", "score"
+"""Stage in which engines decode, and stage after which the rows of a step are known."""
+NO_DECODING = (
+    f"phase {GENERATION}: this run's generation engine shows nothing; only the built-in one "
+    "(policy.generation.backend: torch) can be watched while it decodes"
+)
 
 
 class StepTracing:
     """Shows nothing."""
+
+    def begin(self, step: int) -> None:
+        """No stage of this step has run."""
 
     def after(self, stage: str, step: StepState) -> None:
         """A stage has run."""
@@ -96,26 +107,44 @@ class _Watched:
 
 
 class LiveTracing(StepTracing):
-    """Tells workers and hub what is watched in each step."""
+    """Tells workers, engines and hub what is watched in each step."""
 
-    def __init__(self, run: TracedRun, policy: TQPolicy) -> None:
-        self._run, self._policy = run, policy
-        self._is_open = False
+    def __init__(self, run: TracedRun, policy: TQPolicy, engines: TracedEngines) -> None:
+        self._run, self._policy, self._engines = run, policy, engines
+        self._watches: tuple[str, ...] | None = None
+        """Of the step; None: nothing of it is looked at."""
+        self._is_open = self._has_told = False
         self._last = -math.inf
+
+    def begin(self, step: int) -> None:
+        """As in `StepTracing`."""
+        self._watches, now = None, time.monotonic()
+        if now - self._last < 1.0 / self._run.config.max_hz:
+            return
+        self._last, self._watches = now, self._run.watched.now()
+        plan = Plan.parse(self._watches)
+        self._run.job.link.say({"type": "applied", "step": step, "digest": plan.digest})
+        if plan.is_due(GENERATION, step):
+            self._begin_decoding(step, self._watches)
+
+    def _begin_decoding(self, step: int, watches: Sequence[str]) -> None:
+        if self._engines.can_show:
+            keys = self._engines.keys(self._run.config.rows)
+            self._run.job.link.say({"type": "step", "step": step, "keys": keys, "group": Group.GENERATION.value})
+            self._engines.begin(step, watches=watches, keys=keys)
+        elif not self._has_told:
+            self._has_told = True
+            self._run.job.link.say({"type": "problem", "text": NO_DECODING})
 
     def after(self, stage: str, step: StepState) -> None:
         """As in `StepTracing`."""
-        if stage != SCORE or step.chosen is None:
+        if stage == ROLLOUT:
+            self._engines.end()
+        if stage != SCORE or step.chosen is None or self._watches is None:
             return
-        now = time.monotonic()
-        if now - self._last < 1.0 / self._run.config.max_hz:
-            return
-        self._last = now
-        watches, link = self._run.watched.now(), self._run.job.link
         keys = list(step.chosen.meta.keys[: self._run.config.rows])
-        link.say({"type": "step", "step": step.number, "keys": keys})
-        link.say({"type": "applied", "step": step.number, "digest": Plan.parse(watches).digest})
-        self._policy.begin_tracing(step.number, watches=watches, keys=keys)
+        self._run.job.link.say({"type": "step", "step": step.number, "keys": keys})
+        self._policy.begin_tracing(step.number, watches=self._watches, keys=keys)
         self._is_open = True
 
     def end(self) -> None:

@@ -32,7 +32,7 @@ class TracerConfig(Section):
     )
     """What is looked at: `SITES | REDUCERS | WHEN` each; the page can change it at any time."""
     rows: NonNegativeInt = 4
-    """Rows of a step whose tokens are shown one by one, of those that are trained."""
+    """Rows of a step whose tokens are shown one by one, of those that are trained; while decoding, of each engine."""
     max_hz: PositiveFloat = 10.0
     """Most steps per second that are looked at."""
     memory_bytes: PositiveInt = 64 << 20

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 
 from nemo_rl.records.sites import SiteKind
 from nemo_rl.tracer.frame import Frame, Where
-from nemo_rl.tracer.watch import PHASES
+from nemo_rl.tracer.watch import GENERATION, PHASES
 
 __all__ = ["FirstNonFinite", "NonFinite"]
 
-GENERATION = "generation"
 RUN_ORDER: Mapping[str, int] = {
     phase: place for place, phase in enumerate((GENERATION, *(phase for phase in PHASES if phase != GENERATION)))
 }

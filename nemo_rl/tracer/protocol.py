@@ -4,12 +4,15 @@ One WebSocket at `/live`; the first message is `hello`, within `HANDSHAKE_S`. Ev
 
     from              type       fields                                            answer
     anyone            hello      v, role, token; of a rank also run, rank, world   welcome, or error and the end
-                                 and unobserved {kind of site: why}
+                                 and unobserved {kind of site: why}, group
+                                 (`policy` if it is left out)
     rank              begin      step, phase                                       -
     rank              end        step, phase, sent, dropped (so far)               -
     rank              problem    text                                              problem to all
     driver            run        run (id), name, model, layout, tokenizer          -
-    driver            step       step, keys (rows whose tokens are shown)          -
+    driver            step       step, keys (rows whose tokens are shown), group   -
+                                 (`policy` if it is left out)
+    driver            problem    text                                              problem to all
     driver            metrics    step, metrics {name: number}                      -
     driver            finish     reason (`completed`, `failed`, `interrupted`),    -
                                  text
@@ -26,6 +29,9 @@ One WebSocket at `/live`; the first message is `hello`, within `HANDSHAKE_S`. Ev
                 demoted {}; error {code, text}
     to the driver: plan {watches, digest}
 
+Ranks are of a group: the workers of the policy, or the generation engines. Each group counts its ranks from 0, has a
+world of its own, and shows other phases than the others: a phase is complete when all ranks of the group have ended it.
+
 States of a run: `running`, `lost` (its driver went without a word), `ended`, `recorded` (played back). Roles: `rank`
 and `driver` share the job's token; `viewer` and `controller` have one each, and a controller's is good for viewing.
 At most one controller: a second is refused, unless its hello says `takeover: true`; the first is then told, a viewer.
@@ -36,7 +42,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["HANDSHAKE_S", "LIVE_PATH", "PROTOCOL_VERSION", "ErrorCode", "Limits", "Role", "RunState"]
+__all__ = ["HANDSHAKE_S", "LIVE_PATH", "PROTOCOL_VERSION", "ErrorCode", "Group", "Limits", "Role", "RunState"]
 
 PROTOCOL_VERSION = 1
 LIVE_PATH = "/live"
@@ -50,6 +56,18 @@ class Role(StrEnum):
     DRIVER = "driver"
     VIEWER = "viewer"
     CONTROLLER = "controller"
+
+
+class Group(StrEnum):
+    """Ranks that show the same phases."""
+
+    POLICY = "policy"
+    GENERATION = "generation"
+
+    @property
+    def member(self) -> str:
+        """What one of them is called."""
+        return "engine" if self is Group.GENERATION else "rank"
 
 
 class RunState(StrEnum):
@@ -95,6 +113,6 @@ class Limits:
     assembly_s: float = 30.0
     """After the first rank has ended a phase the others have so long; then the pictures are made without them."""
     assembly_bytes: int = 512 << 20
-    """Parts that wait for others, and tables of ranks; what comes beyond is dropped and counted."""
+    """Parts that wait for others, and tables of ranks, of each group; what comes beyond is dropped and counted."""
     sink_bytes: int = 256 << 20
     """Waiting to be recorded; what comes beyond is left out of the recording."""

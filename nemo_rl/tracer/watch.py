@@ -3,6 +3,7 @@
     layer.out, attn.* & layer in 0..3 | stats                   in every phase of every traced step
     layer.out | tiles(8, rms); histogram | train; every 10      in training passes, of every tenth step
     mlp.out | stats | train; recomputed                         recomputed passes too, shown apart
+    layer.out | stats | generation                              while the generation engine decodes, alone
 
 Sites are a `Selector`. Between the bars `;` separates. A `Plan` is all that is watched; its digest says whether two
 processes look at the same.
@@ -20,11 +21,12 @@ from nemo_rl.records.selector import Selector
 from nemo_rl.records.sites import Direction, SiteKind
 from nemo_rl.tracer.reducer import Counts, PerToken, Reducer, parse_reducer
 
-__all__ = ["PHASES", "Plan", "Watch", "applies"]
+__all__ = ["GENERATION", "PHASES", "Plan", "Watch", "applies"]
 
-PHASES = ("prev_logprobs", "reference_logprobs", "train", "generation")
+GENERATION = "generation"
+PHASES = ("prev_logprobs", "reference_logprobs", "train", GENERATION)
 """Passes of the policy workers, and decoding of the embedded engine, which is only looked at where a watch names it."""
-ON_REQUEST = frozenset({"generation"})
+ON_REQUEST = frozenset({GENERATION})
 EVERY = re.compile(r"every\s+(\d+)")
 RECOMPUTED = "recomputed"
 MAX_WATCHES = 64

@@ -122,10 +122,10 @@ def frame(step=1, *, num_bytes=80, site=SITE, **more):
     return Frame(where=where(step, site=site), payload=np.zeros(num_bytes // 8), **more)
 
 
-async def send_phase(rank, step=1, *, value=9.0, number=0, ends=True, **more):
+async def send_phase(rank, step=1, *, value=9.0, number=0, ends=True, phase=PHASE, **more):
     """One norm, from begin to end."""
-    await rank.say("begin", step=step, phase=PHASE)
-    part = Part(where=where(step), payload=np.array([value]), span=Span(0, 4, 4), rank=number, **more)
+    await rank.say("begin", step=step, phase=phase)
+    part = Part(where=where(step, phase=phase), payload=np.array([value]), span=Span(0, 4, 4), rank=number, **more)
     await rank.socket.send(part.encode())
     if ends:
-        await rank.say("end", step=step, phase=PHASE, sent=1, dropped=0)
+        await rank.say("end", step=step, phase=phase, sent=1, dropped=0)

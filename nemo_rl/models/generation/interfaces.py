@@ -7,12 +7,13 @@ an `EngineSpec`, and returns a `GenerationInterface` that is a `RefitTarget` as 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.models.policy.tracing.phases import TraceSpec
 from nemo_rl.routes.places import RecordedRoutes
 
 __all__ = [
@@ -22,6 +23,8 @@ __all__ = [
     "GenerationRequest",
     "RecordedRoutes",
     "SamplingParams",
+    "TracedEngine",
+    "traced_row",
 ]
 
 
@@ -34,6 +37,10 @@ class EngineSpec:
     threads: int = 1
     number: int = 0
     """Of the replica."""
+    num_engines: int = 1
+    """Replicas of the run."""
+    trace: TraceSpec | None = None
+    """The tracer's hub; None: none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,3 +131,29 @@ class GenerationInterface(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Ends replicas. Idempotent."""
+
+
+class TracedEngine(ABC):
+    """An engine whose decoding the live tracer can show."""
+
+    @abstractmethod
+    def begin_tracing(self, step: int, watches: Sequence[str], keys: Sequence[str]) -> None:
+        """The requests from here on show the hub what is watched of them, until `end_tracing`.
+
+        Args:
+            watches: texts of a `Plan`.
+            keys: rows whose tokens are shown one by one, as `traced_row` names them.
+        """
+
+    @abstractmethod
+    def end_tracing(self) -> None:
+        """Nothing of the step is shown from here on. Idempotent."""
+
+
+def traced_row(engine: int, row: int) -> str:
+    """Name of a row in the tracer's pictures of decoding: where it is decoded its key is not known.
+
+    Args:
+        row: counted from 0 through all requests that the engine got in the step.
+    """
+    return f"engine {engine} row {row}"

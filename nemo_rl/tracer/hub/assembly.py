@@ -1,4 +1,4 @@
-"""`Assembly`: parts of all ranks and microbatches of one run, put together to frames when a phase is complete.
+"""`Assembly`: parts of all ranks and microbatches of one group, put together to frames when a phase is complete.
 
     begin, end       of every rank; the n-th `begin` of a phase by a rank belongs to the n-th by the others
     parts, tables    between them
@@ -113,7 +113,7 @@ class _Step:
 
 
 class Assembly:
-    """Of one run."""
+    """Of one run and group of ranks."""
 
     def __init__(self, run: str, *, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
         self.run, self.world = run, 0

@@ -1,4 +1,4 @@
-"""`Ranks`: what ranks send, assembled run by run; complete phases are published one after the other."""
+"""`Ranks`: what ranks send, assembled by run and group; complete phases are published one after the other."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemo_rl.tracer.frame import BadFrame, Part, Table
 from nemo_rl.tracer.hub.assembly import Assembly, Phase
 from nemo_rl.tracer.hub.hub import Hub
 from nemo_rl.tracer.hub.texts import TokenTexts
+from nemo_rl.tracer.protocol import Group
 
-__all__ = ["Ranks"]
+__all__ = ["Peer", "Ranks"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,20 @@ MAX_TOLD = 1000
 """Problems that are told; who has seen so many needs no more."""
 
 
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One rank: ranks of several groups have the same numbers."""
+
+    run: str
+    group: Group
+    rank: int
+
+    @property
+    def text(self) -> str:
+        """For people, such as `engine 0`."""
+        return f"{self.group.member} {self.rank}"
+
+
 class Ranks:
     """The ranks of a job."""
 
@@ -33,10 +48,10 @@ class Ranks:
         self._hub = hub
         self._texts = TokenTexts(tokenizer)
         self._has_tokenizer = tokenizer is not None
-        self._assemblies: dict[str, Assembly] = {}
-        self._told: set[tuple[str, int, str]] = set()
+        self._assemblies: dict[tuple[str, Group], Assembly] = {}
+        self._told: set[tuple[Peer, str]] = set()
         self._wake = asyncio.Event()
-        self._closed: deque[Phase] = deque()
+        self._closed: deque[tuple[Assembly, Phase]] = deque()
         self._publishing = asyncio.Lock()
 
     def set_tokenizer(self, folder: Path) -> None:
@@ -44,50 +59,48 @@ class Ranks:
         if not self._has_tokenizer:
             self._texts, self._has_tokenizer = TokenTexts(folder), True
 
-    def connect(self, run: str, rank: int, world: int) -> None:
-        """A rank is here."""
-        self._of(run).connect(rank, world)
-        self._hub.set_run({"run": run, "world": world})
+    def connect(self, peer: Peer, world: int) -> None:
+        """A rank is here; there are `world` in its group."""
+        self._of(peer.run, peer.group).connect(peer.rank, world)
+        self._hub.set_run({"run": peer.run, **({"world": world} if peer.group is Group.POLICY else {})})
 
-    def disconnect(self, run: str, rank: int) -> None:
+    def disconnect(self, peer: Peer) -> None:
         """A rank is gone."""
-        self._of(run).disconnect(rank)
+        self._of(peer.run, peer.group).disconnect(peer.rank)
         self._wake.set()
 
-    def set_keys(self, run: str, step: int, keys: Sequence[str]) -> None:
+    def set_keys(self, run: str, group: Group, step: int, keys: Sequence[str]) -> None:
         """The order of the rows of a step."""
-        self._of(run).set_keys(step, keys)
+        self._of(run, group).set_keys(step, keys)
 
-    def begin(self, run: str, rank: int, step: int, phase: str) -> None:
+    def begin(self, peer: Peer, step: int, phase: str) -> None:
         """A rank begins a phase."""
-        self._of(run).begin(rank, step, phase)
+        self._of(peer.run, peer.group).begin(peer.rank, step, phase)
 
-    def end(self, run: str, rank: int, step: int, phase: str, dropped: int) -> None:
+    def end(self, peer: Peer, step: int, phase: str, dropped: int) -> None:
         """A rank has sent all of a phase."""
-        self._of(run).end(rank, step, phase, dropped)
+        self._of(peer.run, peer.group).end(peer.rank, step, phase, dropped)
         self._wake.set()
 
-    def add(self, run: str, rank: int, sent: Part | Table) -> None:
+    def add(self, peer: Peer, sent: Part | Table) -> None:
         """A part or a table; one that fits nothing is told once per rank and kind of trouble."""
-        assembly = self._of(run)
+        assembly = self._of(peer.run, peer.group)
         num_late = assembly.num_late
         try:
             if isinstance(sent, Table):
-                assembly.add_table(rank, sent)
+                assembly.add_table(peer.rank, sent)
             else:
-                assembly.add_part(rank, sent)
+                assembly.add_part(peer.rank, sent)
         except BadFrame as error:
-            self.tell(run, rank, type(sent).__name__, f"rank {rank}: a {sent.what} was left out: {error}")
+            self.tell(peer, type(sent).__name__, f"a {sent.what} was left out: {error}")
         if assembly.num_late > num_late:
-            self.tell(
-                run, rank, "late", f"rank {rank}: parts came outside of their phase, or too late; they are left out"
-            )
+            self.tell(peer, "late", "parts came outside of their phase, or too late; they are left out")
 
-    def tell(self, run: str, rank: int, kind: str, text: str) -> None:
+    def tell(self, peer: Peer, kind: str, text: str) -> None:
         """Tells a problem of a rank, once per kind."""
-        if (run, rank, kind) not in self._told and len(self._told) < MAX_TOLD:
-            self._told.add((run, rank, kind))
-            self._hub.problem(text)
+        if (peer, kind) not in self._told and len(self._told) < MAX_TOLD:
+            self._told.add((peer, kind))
+            self._hub.problem(f"{peer.text}: {text}")
 
     async def publish(self) -> None:
         """Publishes complete phases, until it is cancelled."""
@@ -98,22 +111,22 @@ class Ranks:
                     await self._wake.wait()
             self._wake.clear()
             for assembly in self._assemblies.values():
-                self._closed += assembly.take_closed()
+                self._closed += [(assembly, phase) for phase in assembly.take_closed()]
             await self._publish_closed()
 
     async def flush(self) -> None:
         """Publishes all that waits, whole or not."""
         for assembly in self._assemblies.values():
-            self._closed += assembly.take_closed(all_of_them=True)
+            self._closed += [(assembly, phase) for phase in assembly.take_closed(all_of_them=True)]
         await self._publish_closed()
 
     async def _publish_closed(self) -> None:
         async with self._publishing:
             while self._closed:
                 # It stays where it is until it is done: what is left of it is not lost with a cancelled task.
-                await self._publish_phase(self._closed[0])
-                phase = self._closed.popleft()
-                self._assemblies[phase.run].release(phase)
+                await self._publish_phase(self._closed[0][1])
+                assembly, phase = self._closed.popleft()
+                assembly.release(phase)
 
     async def _publish_phase(self, phase: Phase) -> None:
         """Lets others run between the pictures."""
@@ -134,7 +147,7 @@ class Ranks:
         while self._hub.is_ahead and len(self._closed) == 1 and time.monotonic() < until_s:
             await asyncio.sleep(PACE_S / 1000)
 
-    def _of(self, run: str) -> Assembly:
-        if run not in self._assemblies:
-            self._assemblies[run] = Assembly(run, limits=self._hub.limits)
-        return self._assemblies[run]
+    def _of(self, run: str, group: Group) -> Assembly:
+        if (run, group) not in self._assemblies:
+            self._assemblies[run, group] = Assembly(run, limits=self._hub.limits)
+        return self._assemblies[run, group]

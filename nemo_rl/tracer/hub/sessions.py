@@ -2,7 +2,7 @@
 
     unknown     hello within HANDSHAKE_S       -> rank | driver | viewer | controller, or error and the end
     rank        parts and tables, begin, end   -> `Ranks`
-    driver      run, step, metrics, finish, applied
+    driver      run, step, metrics, finish, applied, problem
     viewer      history, pause, resume; a controller also watch, mark
 
 Invariant: nothing that a viewer says can end anything but its own connection.
@@ -23,10 +23,10 @@ from websockets.exceptions import ConnectionClosed
 from nemo_rl.errors import UserError
 from nemo_rl.tracer.frame import BadFrame, Frame, decode
 from nemo_rl.tracer.hub.hub import Hub
-from nemo_rl.tracer.hub.ranks import Ranks
+from nemo_rl.tracer.hub.ranks import Peer, Ranks
 from nemo_rl.tracer.hub.viewer import Viewer
 from nemo_rl.tracer.hub.wire import BadMessage, dump, error_text, number, parse, text_field, texts_field
-from nemo_rl.tracer.protocol import PROTOCOL_VERSION, ErrorCode, Role, RunState
+from nemo_rl.tracer.protocol import PROTOCOL_VERSION, ErrorCode, Group, Role, RunState
 from nemo_rl.tracer.tokens import Tokens
 
 __all__ = ["Sessions"]
@@ -59,7 +59,7 @@ class Sessions:
         self.run: str | None = None
         """Of the driver."""
         self.has_finished = self._is_lost = False
-        self._rank_connections: dict[tuple[str, int], ServerConnection] = {}
+        self._rank_connections: dict[Peer, ServerConnection] = {}
         self._driver: Viewer | None = None
 
     async def welcome(
@@ -117,52 +117,54 @@ class Sessions:
         run, world = text_field(hello, "run"), number(hello, "world", limit=MAX_RANKS)
         if not world:
             raise BadMessage("world: expected at least 1")
-        rank = number(hello, "rank", limit=world - 1)
-        await self._replace(self._rank_connections.get((run, rank)))
-        self._rank_connections[run, rank] = connection
-        self._ranks.connect(run, rank, world)
-        self._note_unobserved(run, hello.get("unobserved"))
+        peer = Peer(run, _group(hello), number(hello, "rank", limit=world - 1))
+        await self._replace(self._rank_connections.get(peer))
+        self._rank_connections[peer] = connection
+        self._ranks.connect(peer, world)
+        self._note_unobserved(peer, hello.get("unobserved"))
         has_said_goodbye = False
         try:
             await connection.send(self._hub.welcome(Role.RANK))
             async for message in connection:
-                self._hear_rank(run, rank, message)
+                self._hear_rank(peer, message)
             has_said_goodbye = True
         finally:
-            if self._rank_connections.get((run, rank)) is connection:
-                del self._rank_connections[run, rank]
-                self._ranks.disconnect(run, rank)
+            if self._rank_connections.get(peer) is connection:
+                del self._rank_connections[peer]
+                self._ranks.disconnect(peer)
                 if not self.has_finished and not has_said_goodbye:
-                    self._hub.problem(f"rank {rank}: its connection ended; pictures lack its part")
+                    self._hub.problem(f"{peer.text}: its connection ended; pictures lack its part")
 
-    def _note_unobserved(self, run: str, given: object) -> None:
-        """What a rank cannot show, beside what others have said."""
+    def _note_unobserved(self, peer: Peer, given: object) -> None:
+        """What a rank cannot show, beside what others have said; groups other than the policy's are named."""
         if isinstance(given, Mapping):
-            found = {str(kind)[:MAX_KIND]: str(why)[:MAX_PROBLEM] for kind, why in islice(given.items(), MAX_KINDS)}
-            known = self._hub.runs[run].unobserved if run in self._hub.runs else {}
-            self._hub.set_run({"run": run, "unobserved": {**known, **found}})
+            where = "" if peer.group is Group.POLICY else f" ({peer.group.value})"
+            texts = {str(kind)[:MAX_KIND]: str(why)[:MAX_PROBLEM] for kind, why in islice(given.items(), MAX_KINDS)}
+            known = self._hub.runs[peer.run].unobserved if peer.run in self._hub.runs else {}
+            found = {f"{kind}{where}": why for kind, why in texts.items()}
+            self._hub.set_run({"run": peer.run, "unobserved": {**known, **found}})
 
-    def _hear_rank(self, run: str, rank: int, message: str | bytes) -> None:
+    def _hear_rank(self, peer: Peer, message: str | bytes) -> None:
         try:
             if isinstance(message, bytes):
                 sent = decode(message)
                 if isinstance(sent, Frame):
                     raise BadFrame("expected parts and tables of a rank, got a frame")
-                self._ranks.add(run, rank, sent)
+                self._ranks.add(peer, sent)
                 return
             said = parse(message)
             if said["type"] == "begin":
-                self._ranks.begin(run, rank, number(said, "step"), text_field(said, "phase"))
+                self._ranks.begin(peer, number(said, "step"), text_field(said, "phase"))
             elif said["type"] == "end":
                 dropped = number(said, "dropped")
-                self._ranks.end(run, rank, number(said, "step"), text_field(said, "phase"), dropped)
+                self._ranks.end(peer, number(said, "step"), text_field(said, "phase"), dropped)
             elif said["type"] == "problem":
                 text = text_field(said, "text", limit=MAX_PROBLEM)
-                self._ranks.tell(run, rank, text, f"rank {rank}: {text}")
+                self._ranks.tell(peer, text, text)
             else:
                 raise BadMessage(f"type: expected begin, end or problem, got {said['type'][:40]!r}")
         except (BadMessage, BadFrame) as error:
-            self._ranks.tell(run, rank, "bad", f"rank {rank}: {error}")
+            self._ranks.tell(peer, "bad", str(error))
 
     async def _serve_driver(self, connection: ServerConnection) -> None:
         link = Viewer(connection, Role.DRIVER, self._hub.limits)
@@ -211,7 +213,7 @@ class Sessions:
             self._hub.set_run({"run": self.run, "state": RunState.RUNNING, "text": ""})
         if kind == "step":
             step = number(said, "step")
-            self._ranks.set_keys(self.run, step, texts_field(said, "keys"))
+            self._ranks.set_keys(self.run, _group(said), step, texts_field(said, "keys"))
             self._hub.set_run({"run": self.run, "step": step})
         elif kind == "metrics":
             given = said.get("metrics")
@@ -228,8 +230,10 @@ class Sessions:
             self._hub.end_run(self.run, RunState.ENDED, f"{reason}: {text}" if text else reason)
         elif kind == "applied":
             self._hub.applied(number(said, "step"), text_field(said, "digest"))
+        elif kind == "problem":
+            self._hub.problem(text_field(said, "text", limit=MAX_PROBLEM))
         else:
-            raise BadMessage(f"type: expected run, step, metrics, finish or applied, got {kind[:40]!r}")
+            raise BadMessage(f"type: expected run, step, metrics, finish, applied or problem, got {kind[:40]!r}")
 
     async def _serve_viewer(self, connection: ServerConnection, role: Role, *, is_taking_over: bool) -> None:
         viewer = Viewer(connection, role, self._hub.limits)
@@ -331,6 +335,16 @@ async def refuse(connection: ServerConnection, code: ErrorCode, text: str) -> No
         async with asyncio.timeout(REFUSE_S):
             await connection.send(error_text(code, text))
     await connection.close(POLICY_VIOLATION, code.value)
+
+
+def _group(message: Mapping[str, Any]) -> Group:
+    """Raises:
+    BadMessage: there is no such group.
+    """
+    group = message.get("group", Group.POLICY)
+    if group not in list(Group):
+        raise BadMessage(f"group: expected one of {', '.join(Group)}, got {str(group)[:40]!r}")
+    return Group(group)
 
 
 def _is_number(value: object) -> bool:

@@ -93,6 +93,37 @@ async def test_rank_that_says_goodbye_is_no_problem(hub):
 
 
 @in_hub()
+async def test_ranks_of_two_groups_have_the_same_numbers_and_complete_their_phases_apart(hub):
+    async with (
+        hub.driver(),
+        hub.rank(0, 2) as first,
+        hub.rank(1, 2) as second,
+        hub.rank(0, 1, group="generation", unobserved={"loss": "none"}) as engine,
+        hub.peer("viewer") as viewer,
+    ):
+        await send_phase(first, value=9.0)
+        await send_phase(engine, value=4.0, phase="generation")
+        found = await viewer.frame()
+        assert (found.where.phase, found.payload, found.missing) == ("generation", [2.0], ())
+        await send_phase(second, value=16.0, number=1)
+        found = await viewer.frame()
+        assert (found.where.phase, found.payload, found.missing) == (PHASE, [5.0], ())
+        facts = hub.hub.runs[RUN]
+        assert facts.world == 2 and facts.unobserved == {"loss (generation)": "none"}
+
+
+@in_hub()
+async def test_problems_of_an_engine_and_of_the_driver_say_whose_they_are(hub):
+    async with hub.driver() as driver, hub.rank(0, 1, group="generation") as engine, hub.peer("viewer") as viewer:
+        await engine.say("problem", text="no such vector")
+        assert (await viewer.wait_for("problem"))["text"] == "engine 0: no such vector"
+        await driver.say("problem", text="this engine shows nothing")
+        assert (await viewer.wait_for("problem"))["text"] == "this engine shows nothing"
+    async with hub.rank(group="nobody") as refused:
+        assert refused.first["type"] == "error" and "group" in refused.first["text"]
+
+
+@in_hub()
 async def test_ranks_may_tell_problems_and_what_is_no_message_is_told_once(hub):
     async with hub.rank() as rank, hub.peer("viewer") as viewer:
         await rank.say("problem", text="no such vector")

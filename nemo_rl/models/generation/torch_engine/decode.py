@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from nemo_rl.errors import NonFiniteError, name_some
 from nemo_rl.models.generation.interfaces import SamplingParams
+from nemo_rl.models.generation.torch_engine.observer import NO_OBSERVER, DecodeObserver
 from nemo_rl.models.generation.torch_engine.routes import RowRoutes
 from nemo_rl.models.generation.torch_engine.sampling import draw, seeds_to_tensor
 
@@ -73,11 +74,13 @@ def decode_rows(
     *,
     stop_strings: StopStrings | None,
     routes: RowRoutes | None = None,
+    observer: DecodeObserver = NO_OBSERVER,
 ) -> DecodedRows:
     """Samples every row until it meets a stop token, a stop string or its own token limit.
 
     Args:
         routes: of this batch, still empty, and the routers must be listened to; None records nothing.
+        observer: is told of every forward pass.
 
     Raises:
         NonFiniteError: logits are NaN or inf; nothing is drawn from them.
@@ -93,7 +96,7 @@ def decode_rows(
     stop_ids = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
 
     live_B = torch.arange(len(rows), device=device)
-    batch = _LiveBatch.prefill(model, [row.prompt for row in rows], routes)
+    batch = _LiveBatch.prefill(model, [row.prompt for row in rows], routes, observer)
     for turn in range(width):
         _check_finite(batch.logits_BV, rows, live_B, turn=turn)
         token_B, logprob_B = draw(batch.logits_BV, sampling, seeds_N[live_B], turn)
@@ -111,6 +114,7 @@ def decode_rows(
                 break
             live_B, token_B = live_B[kept], token_B[kept]
             batch.keep(kept)
+        observer.turn(token_B, live_B)
         batch.advance(model, token_B)
         if routes is not None:
             routes.add_turn(live_B)
@@ -138,7 +142,11 @@ class _LiveBatch:
 
     @classmethod
     def prefill(
-        cls, model: PreTrainedModel, prompts: Sequence[tuple[int, ...]], routes: RowRoutes | None
+        cls,
+        model: PreTrainedModel,
+        prompts: Sequence[tuple[int, ...]],
+        routes: RowRoutes | None,
+        observer: DecodeObserver,
     ) -> _LiveBatch:
         """Runs every distinct prompt once and copies its cache to the rows that share it."""
         slots: dict[tuple[int, ...], int] = {}
@@ -152,6 +160,7 @@ class _LiveBatch:
         ids_PS, mask_PS = ids_PS.to(model.device), mask_PS.to(model.device)
         position_PS = (mask_PS.cumsum(1) - 1).clamp(min=0)
         cache = DynamicCache(config=model.config)
+        observer.prompts(ids_PS, mask_PS, row_slot)
         output = model(
             input_ids=ids_PS,
             attention_mask=mask_PS,

@@ -25,7 +25,9 @@ from nemo_rl.models.generation.interfaces import (
 )
 from nemo_rl.models.generation.torch_engine.decode import DecodedRows, RowRequest, StopStrings, decode_rows
 from nemo_rl.models.generation.torch_engine.routes import RouteRecorder, RowRoutes
+from nemo_rl.models.generation.torch_engine.tracing import NO_TRACING, DecodeTracing, EngineTracing
 from nemo_rl.models.loading import DTYPES, load_causal_lm, named_weights
+from nemo_rl.models.policy.tracing.phases import TraceSpec
 from nemo_rl.routes.shape import RouteShape
 
 __all__ = ["TorchEngine"]
@@ -48,6 +50,7 @@ class TorchEngine(GenerationInterface):
         max_batch_size: int = 1024,
         weight_version: int = -1,
         number: int = 0,
+        tracing: EngineTracing = NO_TRACING,
     ) -> None:
         """Args:
         model: used as it is; it must not be trained while this engine generates.
@@ -55,8 +58,9 @@ class TorchEngine(GenerationInterface):
         max_total_length: prompt and response together, in tokens.
         weight_version: -1 when the weights are to be replaced before use, another number to use them at once.
         number: of this engine among those of a run; named in errors.
+        tracing: of this model.
         """
-        self._number = number
+        self._number, self._tracing = number, tracing
         self._model: PreTrainedModel | None = model.eval()
         self._tokenizer = tokenizer
         self._max_total_length = max_total_length
@@ -72,8 +76,14 @@ class TorchEngine(GenerationInterface):
         device: torch.device | str = "cpu",
         weight_version: int = -1,
         number: int = 0,
+        num_engines: int = 1,
+        trace: TraceSpec | None = None,
     ) -> TorchEngine:
         """The engine of `policy.model_name` in `policy.generation.precision`.
+
+        Args:
+            num_engines: of the run.
+            trace: the hub that is shown what is watched of the decoding; None: none.
 
         Raises:
             ModelFolderError: model or tokenizer folder is missing or incomplete.
@@ -87,6 +97,9 @@ class TorchEngine(GenerationInterface):
             max_batch_size=config.generation.max_batch_size,
             weight_version=weight_version,
             number=number,
+            tracing=NO_TRACING
+            if trace is None
+            else DecodeTracing(trace, model, number=number, num_engines=num_engines),
         )
 
     @property
@@ -110,7 +123,8 @@ class TorchEngine(GenerationInterface):
         order = sorted(range(len(rows)), key=lambda i: len(rows[i].prompt))
         batches = [order[start : start + self._max_batch_size] for start in range(0, len(order), self._max_batch_size)]
         routes = [RowRoutes(recorder) if recorder is not None else None for _ in batches]
-        with recorder.listening() if recorder is not None else nullcontext(), self._named_errors():
+        listening = recorder.listening() if recorder is not None else nullcontext()
+        with listening, self._named_errors(), self._tracing.request(len(rows)) as observed:
             parts = [
                 decode_rows(
                     self._loaded_model(),
@@ -118,6 +132,7 @@ class TorchEngine(GenerationInterface):
                     request.sampling,
                     stop_strings=stop_strings,
                     routes=recorded,
+                    observer=observed.batch([rows[i].number for i in batch]),
                 )
                 for batch, recorded in zip(batches, routes, strict=True)
             ]
@@ -176,6 +191,9 @@ class TorchEngine(GenerationInterface):
             torch.cuda.empty_cache()
 
     def shutdown(self) -> None:
+        self._tracing.close()
+        # It holds the model's modules.
+        self._tracing = NO_TRACING
         self._model = None
         self._recorder = None
 

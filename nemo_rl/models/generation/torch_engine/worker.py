@@ -1,18 +1,20 @@
-"""One embedded engine as a worker of a group: starts it, and takes new weights from a refit."""
+"""One embedded engine as a worker of a group: starts it, takes new weights from a refit, and is traced."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from nemo_rl.models.generation.interfaces import EngineSpec
+from nemo_rl.models.generation.interfaces import EngineSpec, TracedEngine
 from nemo_rl.models.generation.torch_engine.engine import TorchEngine
 from nemo_rl.models.weight_sync.target import ModuleRefitTarget
 
 __all__ = ["EngineWorker", "build_engine_worker"]
 
 
-class EngineWorker(ModuleRefitTarget, TorchEngine):
-    """`TorchEngine` that `WeightSync` brings new weights to."""
+class EngineWorker(ModuleRefitTarget, TracedEngine, TorchEngine):
+    """`TorchEngine` that `WeightSync` brings new weights to, and whose decoding the live tracer shows."""
 
     @property
     def refit_module(self) -> torch.nn.Module:
@@ -20,6 +22,12 @@ class EngineWorker(ModuleRefitTarget, TorchEngine):
 
     def hold_version(self, version: int) -> None:
         self._weight_version = version
+
+    def begin_tracing(self, step: int, watches: Sequence[str], keys: Sequence[str]) -> None:
+        self._tracing.begin(step, watches=watches, keys=keys)
+
+    def end_tracing(self) -> None:
+        self._tracing.end()
 
     def shutdown(self) -> None:
         self.leave_refit()
@@ -29,6 +37,12 @@ class EngineWorker(ModuleRefitTarget, TorchEngine):
 def build_engine_worker(spec: EngineSpec) -> EngineWorker:
     """Starts one replica; its first weights come by refit."""
     torch.set_num_threads(spec.threads)
-    engine = EngineWorker.from_config(spec.policy, device="cuda" if spec.use_gpu else "cpu", number=spec.number)
+    engine = EngineWorker.from_config(
+        spec.policy,
+        device="cuda" if spec.use_gpu else "cpu",
+        number=spec.number,
+        num_engines=spec.num_engines,
+        trace=spec.trace,
+    )
     assert isinstance(engine, EngineWorker)
     return engine

@@ -1,4 +1,4 @@
-"""`TraceSink`: reduces what is seen, and offers the parts to the hub.
+"""`TraceSink`: reduces what is seen, and puts the parts into an `Outlet` to the hub.
 
 Invariant: nothing waits here, and no rank talks to another: of ranks that have the very same tensor one shows it, the
 others' parts are put together by the hub.
@@ -14,12 +14,12 @@ import torch
 
 from nemo_rl.errors import UserError
 from nemo_rl.models.policy.recording.sight import PassRows, Sight
+from nemo_rl.models.policy.tracing.outlet import Outlet
 from nemo_rl.models.policy.tracing.reduce import Values, part_of
 from nemo_rl.models.policy.tracing.vectors import Vectors
 from nemo_rl.records.record import Place, Split
 from nemo_rl.records.sites import Direction, SiteKind
 from nemo_rl.tracer.frame import Part, Site, Table, Where
-from nemo_rl.tracer.link import HubLink
 from nemo_rl.tracer.reducer import PerToken, Project, Reducer, Sample, Span, Stats
 from nemo_rl.tracer.token_hash import token_hashes
 from nemo_rl.tracer.watch import Plan
@@ -46,13 +46,13 @@ class TraceSink:
         step: TracedStep,
         *,
         phase: str,
-        link: HubLink,
+        outlet: Outlet,
         rank: int,
         axes: Mapping[str, int],
         vectors: Vectors,
         on_problem: Callable[[str], None],
     ) -> None:
-        self._step, self._phase, self._link = step, phase, link
+        self._step, self._phase, self._outlet = step, phase, outlet
         self._rank, self._axes, self._vectors, self._on_problem = rank, axes, vectors, on_problem
         self._reducers: dict[tuple[SiteKind, int | None, Direction, bool], tuple[Reducer, ...]] = {}
         self._tables: dict[tuple[int, str], tuple[str, torch.Tensor]] = {}
@@ -140,10 +140,9 @@ class TraceSink:
             if len(chosen_r):
                 parts = (part[chosen_r] for part in (table.row_R, table.position_R, table.token_R))
                 tokens = torch.stack(tuple(parts)).to(torch.int32).numpy()
-                message = Table(
-                    run=self._step.run, name=name, step=self._step.number, keys=table.keys, tokens=tokens
-                ).encode()
-                self._link.offer(message)
+                self._outlet.table(
+                    Table(run=self._step.run, name=name, step=self._step.number, keys=table.keys, tokens=tokens)
+                )
         return self._tables[rows.number, kind]
 
     def _offer(
@@ -166,9 +165,8 @@ class TraceSink:
             rank=self._rank,
             axes=self._axes,
             num_not_finite=num_not_finite,
-            dropped_before=self._link.dropped,
         )
-        self._link.offer(message.encode())
+        self._outlet.part(message)
 
 
 def _two_dim(tokens: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from nemo_rl.errors import UserError
 from nemo_rl.models.policy.recording.sight import PassRows, Sight
+from nemo_rl.models.policy.tracing.outlet import Straight
 from nemo_rl.models.policy.tracing.trace_sink import TracedStep, TraceSink
 from nemo_rl.models.policy.tracing.vectors import Vectors
 from nemo_rl.records.record import Place, TokenTable
@@ -43,7 +44,13 @@ def seen(*watches: str, sight: Sight, keys: tuple[str, ...] = ("b",), folder: Pa
     line, problems = Line(), []
     step = TracedStep(run="r", number=10, plan=Plan.parse(watches), keys=frozenset(keys))
     sink = TraceSink(
-        step, phase="train", link=line, rank=1, axes={"dp": 1}, vectors=Vectors(folder), on_problem=problems.append
+        step,
+        phase="train",
+        outlet=Straight(line),
+        rank=1,
+        axes={"dp": 1},
+        vectors=Vectors(folder),
+        on_problem=problems.append,
     )
     place = sight.place
     if sink.takes(place.kind, place.layer, place.direction):
