@@ -116,7 +116,8 @@ def measure(case: Case, folder: Path, *, is_off: bool) -> list[Samples]:
     model = write_dense_model(folder / "model", case)
     found = []
     for engine in ENGINES:
-        with HubProcess(HubSpec(folder=folder / f"hub_{engine}", run="benchmark", watches=(), record=False)) as hub:
+        place = HubSpec(folder=folder / f"hub_{engine}", run="benchmark", start_timeout_s=TIMEOUT_S)
+        with HubProcess(place) as hub:
             address = HubAddress(host=hub.spec.host, port=hub.port, token=hub.tokens.job)
             spec = TraceSpec(address=address, run="benchmark", memory_bytes=64 << 20)
             found += measure_engine(model, engine, case, spec, is_off=is_off)

@@ -185,6 +185,7 @@ def open_tracing(config: MasterConfig, *, layout: ParallelLayout) -> Iterator[Tr
         compat=section.compatibility,
         tokenizer=tokenizer,
         artifacts=artifacts,
+        start_timeout_s=config.cluster.worker_start_timeout_s,
     )
     facts = {
         "name": config.logger.log_dir.name,

@@ -31,8 +31,6 @@ __all__ = ["HUB_FILE", "LOG_FILE", "OPEN_FILE", "HubProcess", "HubSpec"]
 
 logger = logging.getLogger(__name__)
 
-START_S = 30.0
-"""For the hub to listen; it takes less than a second where the machine is not busy."""
 CLOSE_S = 30.0
 """For the hub to write what waits and to end."""
 KILL_S = 5.0
@@ -50,6 +48,8 @@ class HubSpec:
     """Of the tracer: `tracer` in the log folder of the run."""
     run: str
     """Id of the run."""
+    start_timeout_s: float
+    """For the hub to listen; it takes less than a second where the machine is not busy."""
     host: str = "127.0.0.1"
     port: int = 0
     """0: any that is free."""
@@ -85,7 +85,7 @@ class HubProcess:
     """A hub that runs beside the job.
 
     Example:
-        with HubProcess(HubSpec(folder=folder, run="a1")) as hub:
+        with HubProcess(HubSpec(folder=folder, run="a1", start_timeout_s=60)) as hub:
             connect(hub.address, hub.tokens.job)
     """
 
@@ -199,7 +199,7 @@ class HubProcess:
             process.stdin.write(f"{orders}\n".encode())
             process.stdin.flush()
         with process.stdout as said:
-            line = _read_line(said, time.monotonic() + START_S)
+            line = _read_line(said, time.monotonic() + self.spec.start_timeout_s)
         try:
             found = json.loads(line)
         except ValueError:

@@ -86,7 +86,9 @@ def test_reasoning_gym_scores_its_own_items(tmp_path: Path) -> None:
     }
     model = write_talking_folder(tmp_path / "model", prompts=list(gold), responses=["Yes", "No"])
     data = {"train": source.model_dump(mode="json"), "validation": held_out.model_dump(mode="json")}
-    rollouts = train(tmp_path, model, data=data, env={"name": "reasoning_gym", "score_threshold": 1.0})
+    rollouts = train(
+        tmp_path, model, data=data, env={"name": "reasoning_gym", "score_threshold": 1.0, "timeout_s": 300}
+    )
     assert {said(r) for r in rollouts} >= {"Yes", "No"}
     assert [r["reward"] for r in rollouts] == [float(asked(r, gold) == said(r)) for r in rollouts]
 

@@ -93,7 +93,7 @@ def train(job: Job, before: Callable[[Job, int], None]) -> Numbers:
 @pytest.mark.timeout(900)
 def test_tracing_changes_no_bit_of_ten_steps(tmp_path: Path) -> None:
     folder = write_family(tmp_path / "model", "qwen3_moe")
-    with HubProcess(HubSpec(folder=tmp_path / "tracer", run="run", record=True)) as hub:
+    with HubProcess(HubSpec(folder=tmp_path / "tracer", run="run", start_timeout_s=300, record=True)) as hub:
         address = HubAddress(host="127.0.0.1", port=hub.port, token=hub.tokens.job)
         spec = TraceSpec(address=address, run="run", memory_bytes=256 << 20)
         ranks = run_ranks(2, train_all, folder, spec, timeout_s=300)

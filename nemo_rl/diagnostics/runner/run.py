@@ -250,7 +250,14 @@ def _traced(work: RankWork, spec: ProbeSpec, plan: Plan) -> Iterator[RankWork]:
         return
     policy, layout = work.policy, work.layout
     tokenizer = Path(policy.tokenizer.name or policy.model_name)
-    hub = HubSpec(folder=spec.out / TRACER, run=PROBE, watches=plan.texts, record=True, tokenizer=tokenizer)
+    hub = HubSpec(
+        folder=spec.out / TRACER,
+        run=PROBE,
+        start_timeout_s=spec.timeout_s,
+        watches=plan.texts,
+        record=True,
+        tokenizer=tokenizer,
+    )
     facts = {
         "name": spec.out.name,
         "model": dict(work.model),

@@ -29,7 +29,9 @@ NAN = (1.0, float("nan"), 3.0)
 
 @pytest.fixture
 def hub(tmp_path):
-    spec = HubSpec(folder=tmp_path / "logs" / "tracer", run=RUN, record=True, watches=("layer.out | stats",))
+    spec = HubSpec(
+        folder=tmp_path / "logs" / "tracer", run=RUN, start_timeout_s=300, record=True, watches=("layer.out | stats",)
+    )
     with HubProcess(spec) as hub:
         yield hub
 

@@ -61,7 +61,7 @@ def shown(
     max_batch_size: int = 1024,
 ) -> tuple[dict[tuple[str, str, str], Frame], dict[str, Table]]:
     """Frames and tables of a step in which two engines do what `body` says."""
-    with open_job(HubSpec(folder=folder, run="run", record=True), {"name": "test"}) as job:
+    with open_job(HubSpec(folder=folder, run="run", start_timeout_s=300, record=True), {"name": "test"}) as job:
         spec, engines = TraceSpec(address=job.address, run="run", memory_bytes=64 << 20), []
         for number in range(2):
             model = make()

@@ -28,7 +28,7 @@ from tests.helpers.hub import PHASE, RUN, WAIT_S, where
 
 
 def spec(tmp_path, **more):
-    return HubSpec(folder=tmp_path / "tracer", run=RUN, **more)
+    return HubSpec(folder=tmp_path / "tracer", run=RUN, start_timeout_s=300, **more)
 
 
 class Line:
@@ -152,7 +152,7 @@ DRIVER = """
     import json, os, sys, time
     from pathlib import Path
     from nemo_rl.tracer.process import HubProcess, HubSpec
-    hub = HubProcess(HubSpec(folder=Path(sys.argv[1]), run="run")).__enter__()
+    hub = HubProcess(HubSpec(folder=Path(sys.argv[1]), run="run", start_timeout_s=300)).__enter__()
     # A child that outlives its parent and holds all it was given.
     if os.fork() == 0:
         time.sleep(60)

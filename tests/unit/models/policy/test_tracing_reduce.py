@@ -89,8 +89,10 @@ def test_parts_of_tokens_merge(text: str, split: tuple[torch.Tensor, list[slice]
         parted, whole, expected = (np.nan_to_num(each, nan=np.inf, posinf=np.inf) for each in (parted, whole, expected))
     else:
         expected = reference(text, tensor.double().numpy())
-    np.testing.assert_allclose(parted, whole, rtol=2e-6, atol=1e-6)
-    np.testing.assert_allclose(whole, expected, rtol=2e-6, atol=1e-5)
+    # Sums of large values of both signs lose what they cancel.
+    largest = float(tensor[tensor.isfinite()].abs().max()) if bool(tensor.isfinite().any()) else 1.0
+    np.testing.assert_allclose(parted, whole, rtol=2e-6, atol=2e-6 * largest)
+    np.testing.assert_allclose(whole, expected, rtol=2e-6, atol=1e-5 * largest)
 
 
 def reference(text: str, array: np.ndarray) -> np.ndarray:
