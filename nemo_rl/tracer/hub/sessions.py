@@ -11,6 +11,8 @@ Invariant: nothing that a viewer says can end anything but its own connection.
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from itertools import islice
@@ -37,6 +39,8 @@ MAX_RANKS = 1 << 16
 REFUSE_S = 5.0
 """For the last words to a peer that may take nothing."""
 MAX_LABEL = 200
+LAST_WORDS_S, QUIET_S = 5.0, 0.2
+"""When a job has finished, ranks that are still connected have so long; silent for the second, they have said all."""
 MAX_KIND, MAX_KINDS = 64, 64
 """Characters and number of the sites that a rank may say it cannot show."""
 MAX_PROBLEM = 2000
@@ -60,6 +64,8 @@ class Sessions:
         """Of the driver."""
         self.has_finished = self._is_lost = False
         self._rank_connections: dict[Peer, ServerConnection] = {}
+        self._rank_spoke_s = -math.inf
+        """When the last message of a rank came, by the monotonic clock."""
         self._driver: Viewer | None = None
 
     async def welcome(
@@ -144,7 +150,19 @@ class Sessions:
             found = {f"{kind}{where}": why for kind, why in texts.items()}
             self._hub.set_run({"run": peer.run, "unobserved": {**known, **found}})
 
+    async def _last_words(self) -> None:
+        """Waits until ranks are gone, or quiet: what they have sent comes by other connections than the driver's."""
+        until_s = time.monotonic() + LAST_WORDS_S
+        while self._rank_connections and time.monotonic() < until_s:
+            if time.monotonic() - self._rank_spoke_s > QUIET_S:
+                # A message may lie in a socket that has not been read yet: all are read before this goes on.
+                await asyncio.sleep(QUIET_S)
+                if time.monotonic() - self._rank_spoke_s > QUIET_S:
+                    return
+            await asyncio.sleep(QUIET_S / 10)
+
     def _hear_rank(self, peer: Peer, message: str | bytes) -> None:
+        self._rank_spoke_s = time.monotonic()
         try:
             if isinstance(message, bytes):
                 sent = decode(message)
@@ -226,6 +244,7 @@ class Sessions:
             reason = text_field(said, "reason")
             text = text_field(said, "text", limit=1 << 16, default="")
             self.has_finished = True
+            await self._last_words()
             await self._ranks.flush()
             self._hub.end_run(self.run, RunState.ENDED, f"{reason}: {text}" if text else reason)
         elif kind == "applied":
