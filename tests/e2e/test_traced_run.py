@@ -83,6 +83,8 @@ def test_a_watched_run_has_the_numbers_of_one_that_is_not(tmp_path: Path, model:
     assert {frame.where.step for frame in frames} == {1, 2, 3}
     assert not any(frame.missing or frame.dropped or frame.num_not_finite for frame in frames)
     assert not (tmp_path / "plain" / "logs" / "tracer").exists()
+    listed = CliRunner().invoke(app, ["trace", "ls", str(tmp_path / "watched" / "logs"), "--json"])
+    assert json.loads(listed.output)["runs"][0]["state"].startswith("ended")
 
 
 def test_a_hub_that_is_killed_changes_nothing(tmp_path: Path, model: Path) -> None:

@@ -64,6 +64,7 @@ async def _run(spec: HubSpec, tokens: Tokens) -> None:
         logger.info("listening on port %d", server.port)
         await _job_ends(parent)
         logger.info("the job has ended")
+        await server.sessions.end_is_known()
         await server.sessions.driver_gone()
         await server.ranks.flush()
         # Off the loop: viewers get the last pictures meanwhile.

@@ -205,6 +205,13 @@ class Sessions:
                 self._driver = self._hub.driver = None
                 await self.driver_gone()
 
+    async def end_is_known(self) -> None:
+        """Waits until all is read that the driver has sent, and what it said of its end is told; within a deadline."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(2 * LAST_WORDS_S):
+                while self._driver is not None:
+                    await asyncio.sleep(QUIET_S / 10)
+
     async def driver_gone(self) -> None:
         """Its run is lost, unless it has finished."""
         if self.run is None or self.has_finished or self._is_lost:

@@ -19,11 +19,15 @@ from websockets.sync.client import connect
 
 from nemo_rl.errors import ResourceError
 from nemo_rl.tracer import process
+from nemo_rl.tracer.entry import EntryKind
 from nemo_rl.tracer.frame import Frame, Part, decode
+from nemo_rl.tracer.job import open_job
+from nemo_rl.tracer.link import HubLink
 from nemo_rl.tracer.process import HubProcess, HubSpec
-from nemo_rl.tracer.protocol import Limits
+from nemo_rl.tracer.protocol import Limits, Role
 from nemo_rl.tracer.reducer import Span
 from nemo_rl.tracer.store import stream_files
+from nemo_rl.tracer.stream_reader import StreamReader
 from tests.helpers.hub import PHASE, RUN, WAIT_S, where
 
 
@@ -199,3 +203,14 @@ def test_last_pictures_reach_viewers_after_the_job_has_ended(tmp_path):
     finally:
         hub.close()
     assert Path(hub.spec.folder).is_dir()
+
+
+def test_end_that_is_said_before_the_job_goes_is_recorded_though_ranks_are_still_there(tmp_path):
+    with open_job(spec(tmp_path, record=True), {"name": "n", "model": {}, "layout": {}, "tokenizer": ""}) as job:
+        rank = HubLink(job.address, Role.RANK, hello={"run": RUN, "rank": 0, "world": 1}, memory_bytes=1 << 20)
+        rank.say({"type": "begin", "step": 1, "phase": "train"})
+    messages = [
+        entry.message() for entry in StreamReader(tmp_path / "tracer").entries() if entry.kind is EntryKind.MESSAGE
+    ]
+    assert [said["state"] for said in messages if said["type"] == "run"][-1] == "ended"
+    rank.close()
