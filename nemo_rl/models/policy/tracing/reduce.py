@@ -1,7 +1,8 @@
 """Parts: what one rank makes of a tensor for each reducer of `nemo_rl.tracer.reducer`.
 
 Called by `TraceSink`. Invariant: parts of any split of tokens and features merge to what the whole gives. On the CPU
-numpy does what it does faster than torch. Shapes: R tokens, F features of this rank.
+numpy does what it does faster than torch; of a tensor on a GPU the part alone comes to the CPU, except for `histogram`,
+`digest` and `full`. Shapes: R tokens, F features of this rank.
 """
 
 from __future__ import annotations
@@ -56,13 +57,13 @@ class Values:
 
     @cached_property
     def floats(self) -> torch.Tensor:
-        """`[R, F]` float32 on the CPU."""
-        return self.given.detach().to(device="cpu", dtype=torch.float32)
+        """`[R, F]` float32, where the tensor is."""
+        return self.given.detach().float()
 
     @cached_property
     def array(self) -> np.ndarray:
-        """The same."""
-        found: np.ndarray = self.floats.numpy()
+        """The same on the CPU."""
+        found: np.ndarray = self.floats.cpu().numpy()
         return found
 
     @cached_property
@@ -86,6 +87,8 @@ def part_of(reducer: Reducer, values: Values) -> np.ndarray:
 
 
 def _stats(_: Reducer, values: Values) -> np.ndarray:
+    if values.floats.device.type != "cpu":
+        return _stats_on_device(values.floats)
     found = NOTHING
     rows = max(1, BLOCK // max(1, values.floats.shape[1]))
     # Block by block: what the first look has brought into the cache, the others find there.
@@ -112,6 +115,28 @@ def _stats_of(floats: torch.Tensor) -> np.ndarray:
     extremes = (finite.min(), finite.max(), np.abs(finite).max()) if finite.size else (np.inf, -np.inf, -np.inf)
     bad = np.isnan(array).sum(), np.isposinf(array).sum(), np.isneginf(array).sum()
     return np.array([array.size, finite.sum(), np.square(finite).sum(), *extremes, zeros, *bad], dtype=np.float64)
+
+
+def _stats_on_device(floats: torch.Tensor) -> np.ndarray:
+    """Without waiting for the device before the end: ten numbers come to the CPU at once."""
+    if not floats.numel():
+        return NOTHING
+    is_finite = floats.isfinite()
+    finite = torch.where(is_finite, floats, 0.0)
+    parts = (
+        torch.full((), floats.numel(), device=floats.device),
+        finite.sum(dtype=torch.float64),
+        torch.linalg.vector_norm(finite, dtype=torch.float64).square(),
+        torch.where(is_finite, floats, torch.inf).amin(),
+        torch.where(is_finite, floats, -torch.inf).amax(),
+        torch.where(is_finite, floats.abs(), -torch.inf).amax(),
+        (floats == 0).sum(),
+        floats.isnan().sum(),
+        floats.isposinf().sum(),
+        floats.isneginf().sum(),
+    )
+    found: np.ndarray = torch.stack([part.double() for part in parts]).cpu().numpy()
+    return found
 
 
 def _histogram(reducer: Reducer, values: Values) -> np.ndarray:
@@ -155,12 +180,12 @@ def _tiles(reducer: Reducer, values: Values) -> np.ndarray:
     span, floats = values.span, values.floats
     start = -np.inf if reducer.takes_maximum else 0.0
     dtype = torch.float64 if reducer.how == "rms" else torch.float32
-    tiles = torch.full((len(floats), reducer.n), start, dtype=dtype)
+    tiles = torch.full((len(floats), reducer.n), start, dtype=dtype, device=floats.device)
     bounds = reducer.bounds(span.whole).clip(span.start, span.stop) - span.start
     for number in np.flatnonzero(np.diff(bounds)):
         stretch = floats[:, bounds[number] : bounds[number + 1]]
         tiles[:, number] = _REDUCE[reducer.how](stretch)
-    return tiles.numpy()
+    return tiles.cpu().numpy()
 
 
 _REDUCE: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -176,7 +201,8 @@ def _top_k(reducer: Reducer, values: Values) -> np.ndarray:
     k = min(reducer.k, values.floats.shape[1])
     found = values.floats.topk(k, dim=-1)
     part = np.tile(np.array([-np.inf, -1.0]), (len(values.floats), reducer.k, 1))
-    part[:, :k, 0], part[:, :k, 1] = found.values.numpy(), found.indices.numpy() + values.span.start
+    part[:, :k, 0] = found.values.cpu().numpy()
+    part[:, :k, 1] = found.indices.cpu().numpy() + values.span.start
     return part
 
 
@@ -187,7 +213,7 @@ def _full(_: Reducer, values: Values) -> np.ndarray:
 def _project(reducer: Reducer, values: Values) -> np.ndarray:
     assert isinstance(reducer, Project)
     vector = values.vectors[reducer.vector][values.span.start : values.span.stop]
-    return (values.floats @ vector)[:, None].numpy()
+    return (values.floats @ vector.to(values.floats.device))[:, None].cpu().numpy()
 
 
 _PARTS: Mapping[type[Reducer], Callable[[Reducer, Values], np.ndarray]] = {

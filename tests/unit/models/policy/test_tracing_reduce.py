@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.models.policy.tracing.reduce import Values, part_of
+from nemo_rl.models.policy.tracing.reduce import Values, _stats_on_device, part_of
 from nemo_rl.tracer.reducer import STATS, PerToken, Span, WholeTensor, parse_reducer
 from nemo_rl.tracer.token_hash import token_hashes
 
@@ -128,6 +128,16 @@ def test_stats_are_those_of_the_finite_values() -> None:
     tensor = torch.tensor([[1.0, -3.0, 0.0], [torch.nan, torch.inf, -torch.inf]])
     found = dict(zip(STATS, part_of(parse_reducer("stats"), values_of(tensor, slice(0, 2), slice(0, 3))), strict=True))
     assert found == dict(count=6, sum=-2, sumsq=10, min=-3, max=1, absmax=3, zeros=1, nan=1, posinf=1, neginf=1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(split=splits())
+def test_a_device_gives_the_stats_of_the_cpu(split: tuple[torch.Tensor, list[slice], list[slice]]) -> None:
+    tensor, tokens, _ = split
+    for part in tokens:
+        values = values_of(tensor, part, slice(0, tensor.shape[1]))
+        of_cpu = part_of(parse_reducer("stats"), values)
+        np.testing.assert_allclose(_stats_on_device(values.floats), of_cpu, rtol=1e-6, atol=1e-5)
 
 
 def test_the_squares_of_large_values_do_not_overflow() -> None:
