@@ -24,7 +24,6 @@ COMMON = {"family": "qwen3_moe", "batching": "fixed", "capacity": 4}
 CASES = [
     Case(engine="dtensor", tp=2, sp=True, **COMMON),
     Case(engine="dtensor", cp=2, recompute=True, **COMMON),
-    Case(engine="dtensor", recompute=True, **COMMON),
     Case(engine="megatron", tp=2, sp=True, recompute=True, **COMMON),
     Case(engine="megatron", cp=2, **COMMON),
     Case(engine="megatron", pp=2, recompute=True, **COMMON),

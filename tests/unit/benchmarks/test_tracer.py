@@ -19,7 +19,7 @@ def one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_engine")
-@pytest.mark.parametrize("is_on", [True, False])
+@pytest.mark.parametrize("is_on", [pytest.param(True, marks=pytest.mark.full), False])
 def test_a_small_run_reports_what_a_tracer_shows_and_misses_one_that_shows_nothing(tmp_path: Path, is_on: bool) -> None:
     path = tmp_path / "report.json"
     main(["--quick", "--json", str(path), *([] if is_on else ["--without-tracing"])])

@@ -17,12 +17,14 @@ from nemo_rl.tracer.token_hash import token_hashes
 WHOLE = ["stats", "histogram", "histogram(-1, 1, 7)", "norm", "digest"]
 TOKENS = ["tiles(1, mean)", "tiles(3, mean)", "tiles(5, rms)", "tiles(4, max)", "tiles(7, absmax)", "tiles(40, rms)"]
 TOKENS += ["topk(3)", "topk(50)", "full", "project(v)"]
+VECTOR = (-1.0, 1.3)
+"""First and last component; none is zero, of whose product with infinity libraries make different things."""
 
 
 def values_of(tensor: torch.Tensor, tokens: slice, features: slice) -> Values:
     keys = [f"row {n}" for n in range(len(tensor))]
     hashes = token_hashes(keys, np.arange(len(tensor)), np.zeros(len(tensor), dtype=np.int64))[tokens]
-    vector = torch.linspace(-1, 1, tensor.shape[1])
+    vector = torch.linspace(*VECTOR, tensor.shape[1])
     span = Span(features.start, features.stop, tensor.shape[1])
     return Values(tensor[tokens, features], span, {"v": vector}, lambda: hashes)
 
@@ -102,7 +104,7 @@ def reference(text: str, array: np.ndarray) -> np.ndarray:
         return array
     if name == "project":
         with np.errstate(invalid="ignore"):
-            return (array.astype(np.float32) @ np.linspace(-1, 1, array.shape[1]).astype(np.float32))[:, None]
+            return (array.astype(np.float32) @ np.linspace(*VECTOR, array.shape[1]).astype(np.float32))[:, None]
     if name == "topk":
         k = int(parameters)
         found = np.tile(np.array([-np.inf, -1.0]), (len(array), k, 1))
