@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 from nemo_rl.errors import ModelFolderError, boundary, shorten
 
 __all__ = [
+    "CONFIG_FILE",
     "DTYPES",
     "check_model_folder",
     "empty_model",

@@ -1,0 +1,99 @@
+"""Shapes of public models, so that a recipe can be planned and shrunk before its weights are on this machine.
+
+Used by `plan` and `shrink`. Invariant: a model folder that is there decides; this table only stands in for a missing one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from transformers import AutoConfig, PretrainedConfig
+
+from nemo_rl.errors import ModelFolderError
+from nemo_rl.models.loading import CONFIG_FILE, load_model_config
+
+__all__ = ["KNOWN_MODELS", "planned_model_config"]
+
+_QWEN2 = {"model_type": "qwen2", "vocab_size": 151936, "max_position_embeddings": 32768, "rope_theta": 1e6}
+_QWEN3 = {
+    **{"model_type": "qwen3", "vocab_size": 151936, "max_position_embeddings": 40960, "rope_theta": 1e6},
+    **{"head_dim": 128, "num_key_value_heads": 8},
+}
+_QWEN3_MOE = {
+    **{**_QWEN3, "model_type": "qwen3_moe", "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8},
+    **{"decoder_sparse_step": 1, "norm_topk_prob": True, "tie_word_embeddings": False},
+}
+_LLAMA3 = {
+    **{"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 131072, "rope_theta": 5e5},
+    "num_key_value_heads": 8,
+}
+
+
+def _shape(
+    base: Mapping[str, object], layers: int, hidden: int, mlp: int, heads: int, **more: object
+) -> dict[str, object]:
+    return {
+        **base,
+        **{"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": mlp, "num_attention_heads": heads},
+        **more,
+    }
+
+
+KNOWN_MODELS: Mapping[str, Mapping[str, object]] = {
+    "Qwen2.5-0.5B": _shape(_QWEN2, 24, 896, 4864, 14, num_key_value_heads=2, tie_word_embeddings=True),
+    "Qwen2.5-1.5B": _shape(_QWEN2, 28, 1536, 8960, 12, num_key_value_heads=2, tie_word_embeddings=True),
+    "Qwen2.5-3B": _shape(_QWEN2, 36, 2048, 11008, 16, num_key_value_heads=2, tie_word_embeddings=True),
+    "Qwen2.5-7B": _shape({**_QWEN2, "vocab_size": 152064}, 28, 3584, 18944, 28, num_key_value_heads=4),
+    "Qwen2.5-32B": _shape({**_QWEN2, "vocab_size": 152064}, 64, 5120, 27648, 40, num_key_value_heads=8),
+    "Qwen3-0.6B": _shape(_QWEN3, 28, 1024, 3072, 16, tie_word_embeddings=True),
+    "Qwen3-1.7B": _shape(_QWEN3, 28, 2048, 6144, 16, tie_word_embeddings=True),
+    "Qwen3-4B": _shape(_QWEN3, 36, 2560, 9728, 32, tie_word_embeddings=True),
+    "Qwen3-8B": _shape(_QWEN3, 36, 4096, 12288, 32, tie_word_embeddings=False),
+    "Qwen3-14B": _shape(_QWEN3, 40, 5120, 17408, 40, tie_word_embeddings=False),
+    "Qwen3-32B": _shape(_QWEN3, 64, 5120, 25600, 64, tie_word_embeddings=False),
+    "Qwen3-30B-A3B": _shape(_QWEN3_MOE, 48, 2048, 6144, 32, moe_intermediate_size=768),
+    "Qwen3-235B-A22B": _shape(_QWEN3_MOE, 94, 4096, 12288, 64, moe_intermediate_size=1536),
+    "Llama-3.2-1B": _shape(_LLAMA3, 16, 2048, 8192, 32, head_dim=64, tie_word_embeddings=True),
+    "Llama-3.1-8B": _shape(_LLAMA3, 32, 4096, 14336, 32, head_dim=128, tie_word_embeddings=False),
+    "Llama-3.1-70B": _shape(_LLAMA3, 80, 8192, 28672, 64, head_dim=128, tie_word_embeddings=False),
+}
+"""By the name of the folder; values as in the `config.json` that the makers publish."""
+SUFFIXES = ("-Instruct", "-Base", "-Chat")
+"""Of names whose shapes are those of the model without it."""
+
+
+def planned_model_config(model_name: str, *, given: Path | None = None) -> PretrainedConfig:
+    """The architecture of a recipe's model: of its folder, of a known model with that name, or of `given`.
+
+    Args:
+        model_name: `policy.model_name`.
+        given: a `config.json`, or a folder with one, that decides whatever the name is.
+
+    Raises:
+        ModelFolderError: the folder cannot be read, or is not there and the name is not known.
+    """
+    if given is not None:
+        return _config_of_file(given)
+    if Path(model_name).is_dir():
+        return load_model_config(model_name)
+    name = Path(model_name).name
+    for suffix in SUFFIXES:
+        name = name.removesuffix(suffix)
+    if name not in KNOWN_MODELS:
+        raise ModelFolderError(
+            f"policy.model_name: {model_name!r} is neither a folder here nor a model whose shape is known "
+            f"({', '.join(KNOWN_MODELS)}); give its config.json with --model-config FILE"
+        )
+    return AutoConfig.for_model(**KNOWN_MODELS[name])
+
+
+def _config_of_file(given: Path) -> PretrainedConfig:
+    path = given / CONFIG_FILE if given.is_dir() else given
+    if not path.is_file():
+        raise ModelFolderError(f"--model-config: expected a config.json or a folder with one, got {str(given)!r}")
+    try:
+        return AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelFolderError(f"--model-config: {path} cannot be read: {first}") from error
