@@ -1,6 +1,6 @@
 """Shapes of public models, so that a recipe can be planned and shrunk before its weights are on this machine.
 
-Used by `plan` and `shrink`. Invariant: a model folder that is there decides; this table only stands in for a missing one.
+Used by `plan` and `shrink`. Invariant: a model folder that is there decides; this table stands in for a missing one.
 """
 
 from __future__ import annotations
