@@ -6,9 +6,10 @@ import io
 import json
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from nemo_rl.algorithms.setup import open_trainer
 from nemo_rl.cli.main import app
 from nemo_rl.errors import NonFiniteError, PreflightError, UserError
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
-from nemo_rl.tracer.client import LiveClient
+from nemo_rl.tracer.client import HubGone, LiveClient
 from nemo_rl.tracer.entry import EntryKind
 from nemo_rl.tracer.frame import Frame
 from nemo_rl.tracer.protocol import Role
@@ -105,10 +106,12 @@ def test_what_is_watched_can_be_changed_while_the_run_goes_on(tmp_path: Path, mo
         token = read_token(token_path(folder, Role.CONTROLLER.value))
         with LiveClient.connect(address, token, role=Role.CONTROLLER) as client:
             client.watch(["attn.q & layer in 1 | norm", "param & name=model.norm.weight | stats"])
-            heard = None
-            while heard is None or heard["effective_step"] is None:
+            heard, give_up = None, time.monotonic() + WAIT_S
+            while (heard is None or heard["effective_step"] is None) and time.monotonic() < give_up:
+                # On a busy machine the run may hear of it some steps later, and the hub says nothing in between.
                 trainer.step()
-                heard = client.wait_for("plan", timeout_s=WAIT_S)
+                with suppress(HubGone):
+                    heard = client.wait_for("plan", timeout_s=1.0)
             effective = heard["effective_step"]
             trainer.step()
     after = [frame.where for frame in frames_of(folder) if frame.where.step >= effective]
