@@ -17,6 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from nemo_rl.algorithms.process_environment import environment_lines
 from nemo_rl.config.load import load_config
 from nemo_rl.config.render import to_yaml
 from nemo_rl.config.schema import MasterConfig
@@ -33,7 +34,9 @@ NOT_LOOKED_AT = "model folder, data, reward, extras, hardware, memory, disk, fol
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="GRPO from a YAML recipe")
     parser.add_argument("--config", type=Path, required=True, help="recipe to run")
-    parser.add_argument("--print-config", action="store_true", help="print the resolved config and exit")
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the resolved config with variables, and exit"
+    )
     parser.add_argument("--validate-only", action="store_true", help="check the config alone and exit")
     parser.add_argument("--preflight", action="store_true", help="check all that a run needs, start nothing, and exit")
     parser.add_argument("--version", action="version", version=f"nemo-rl {version('nemo-rl')}")
@@ -90,6 +93,8 @@ def main(argv: list[str]) -> int:
         config = load_config(args.config, args.overrides)
         if args.print_config:
             console.print(to_yaml(config))
+            for line in environment_lines(config):
+                console.print(f"# {line}")
         if args.preflight:
             look(config, console, args.config)
         elif args.validate_only:

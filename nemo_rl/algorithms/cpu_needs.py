@@ -5,26 +5,33 @@ from __future__ import annotations
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.store_kinds import kind_named
 
-__all__ = ["ROLLOUT_CPUS", "cpus_per_bundle", "logical_cpus", "other_cpus", "too_few_cpus"]
+__all__ = ["ROLLOUT_CPUS", "cpus_per_bundle", "engines_apart", "logical_cpus", "other_cpus", "too_few_cpus"]
 
 ROLLOUT_CPUS = 1
 
 
+def engines_apart(config: MasterConfig) -> int:
+    """Engines with a bundle of their own."""
+    generation = config.policy.generation
+    return 0 if generation.colocated.enabled else generation.num_replicas
+
+
 def cpus_per_bundle(config: MasterConfig) -> int:
-    """Of a policy worker; on GPUs an engine shares its bundle."""
-    return 2 if config.cluster.gpus_per_node > 0 else 1
+    """Of a policy worker; on GPUs an engine shares its bundle, unless it stands apart."""
+    return 2 if config.cluster.gpus_per_node > 0 and config.policy.generation.colocated.enabled else 1
 
 
 def other_cpus(config: MasterConfig) -> int:
-    """Of rollout, storage, and on CPU of the engines, which stand on their own there."""
-    plane = config.active_data_plane
-    engines = 0 if config.cluster.gpus_per_node > 0 else config.policy.generation.num_replicas
+    """Of rollout, storage, and on CPU of the engines that Ray places."""
+    plane, generation = config.active_data_plane, config.policy.generation
+    is_placed_by_ray = config.cluster.gpus_per_node == 0 and generation.colocated.enabled
+    engines = generation.num_replicas if is_placed_by_ray else 0
     return engines + ROLLOUT_CPUS + kind_named(plane.impl or "noop").cpus(plane)
 
 
 def logical_cpus(config: MasterConfig) -> int:
     """Of the whole run."""
-    return config.cluster.num_workers * cpus_per_bundle(config) + other_cpus(config)
+    return config.cluster.num_workers * cpus_per_bundle(config) + engines_apart(config) + other_cpus(config)
 
 
 def too_few_cpus(config: MasterConfig, *, have: float) -> str:

@@ -16,24 +16,23 @@ from pathlib import Path
 
 from rich.console import Console
 
-from nemo_rl.algorithms.cpu_needs import ROLLOUT_CPUS, cpus_per_bundle, other_cpus
+from nemo_rl.algorithms.cpu_needs import ROLLOUT_CPUS, cpus_per_bundle, engines_apart, other_cpus
 from nemo_rl.algorithms.engine_tracing import TracedEngines
 from nemo_rl.algorithms.grpo_sync import SyncGRPOTrainer, TrainerParts
 from nemo_rl.algorithms.kept_steps.folder import StepsFolder
 from nemo_rl.algorithms.kept_steps.keeper import Keeper, StepKeeper
 from nemo_rl.algorithms.kept_steps.record import RunFacts
 from nemo_rl.algorithms.preflight.checks import preflight
+from nemo_rl.algorithms.process_environment import run_environment
 from nemo_rl.algorithms.run_folder import CONFIG_FILE, RECORDS, cut_rollouts, open_run_folders
 from nemo_rl.algorithms.stages.bodies import build_stages
 from nemo_rl.algorithms.stages.columns import StageColumns, fetched_fields, stage_columns
 from nemo_rl.algorithms.stages.stage import StageTools
 from nemo_rl.algorithms.step_tracing import LiveTracing, StepTracing, open_tracing
 from nemo_rl.config.parts import ENGINES, LOSSES
-from nemo_rl.config.r3_trace_env import trace_environment
 from nemo_rl.config.render import to_yaml
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.sampler import PromptSampler
-from nemo_rl.data_plane.environment import transport_environment
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.memory_plan import memory_plan
@@ -41,7 +40,7 @@ from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.job_store import reserve_port
 from nemo_rl.distributed.layout import ParallelLayout
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.distributed.virtual_cluster import EngineNodes, RayVirtualCluster
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup, RayPlacement, RayWorkerGroup, WorkerGroup
 from nemo_rl.distributed.worker_log import WORKER_LOGS
 from nemo_rl.distributed.worker_pass import WorkerPass
@@ -242,12 +241,13 @@ def _logger(config: MasterConfig, resume_from: Checkpoint | None) -> Logger:
 
 
 def _cluster(config: MasterConfig, start: StartUp, forks: ForkServer | None) -> RayVirtualCluster:
-    """On GPU an engine shares its GPU and its bundle with a policy worker; on CPU engines stand on their own."""
+    """On GPU an engine shares its GPU and its bundle with a policy worker, unless it stands apart."""
     return RayVirtualCluster(
         config.cluster,
         other_cpus=other_cpus(config),
         cpus_per_bundle=cpus_per_bundle(config),
-        environment={**transport_environment(config.active_data_plane), **trace_environment()},
+        engines=EngineNodes(num_engines=engines_apart(config), num_nodes=config.policy.generation.colocated.num_nodes),
+        environment=run_environment(config),
         start=start,
         forks=forks,
         logs_to=config.logger.log_dir / "ray_logs",
@@ -293,19 +293,30 @@ def _ray_groups(
     stack: ExitStack,
     start: StartUp,
 ) -> _Groups:
-    gpu_share, logs = GPU_SHARE if cluster.uses_gpu else 0.0, (config.logger.log_dir / WORKER_LOGS).absolute()
+    generation, logs = config.policy.generation, (config.logger.log_dir / WORKER_LOGS).absolute()
+    is_shared = generation.colocated.enabled
+    gpu_share = (GPU_SHARE if is_shared else 1.0) if cluster.uses_gpu else 0.0
+    in_bundles = cluster.uses_gpu or not is_shared
     policy = RayWorkerGroup(
         "policy",
         world_size=cluster.num_workers,
-        placement=RayPlacement(num_gpus=gpu_share, placement_group=cluster.placement_group),
+        placement=RayPlacement(
+            num_gpus=gpu_share,
+            placement_group=cluster.placement_group,
+            bundles=cluster.policy_bundles,
+            environment=config.policy.worker_env_vars,
+        ),
         log_dir=logs,
     )
     stack.callback(policy.shutdown)
     engines = RayWorkerGroup(
         "generation",
-        world_size=config.policy.generation.num_replicas,
+        world_size=generation.num_replicas,
         placement=RayPlacement(
-            num_gpus=gpu_share, placement_group=cluster.placement_group if cluster.uses_gpu else None
+            num_gpus=gpu_share,
+            placement_group=cluster.placement_group if in_bundles else None,
+            bundles=cluster.policy_bundles if is_shared else cluster.engine_bundles,
+            environment=generation.env_vars,
         ),
         log_dir=logs,
     )

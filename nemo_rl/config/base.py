@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-__all__ = ["START_TIMEOUT_S", "FilePath", "Options", "Section", "Text"]
+__all__ = ["START_TIMEOUT_S", "EnvVars", "FilePath", "Options", "Section", "Text"]
 
 START_TIMEOUT_S = 600.0
 """A quiet machine takes 15 s for a whole start; one with twenty times the work of its cores takes minutes."""
@@ -28,6 +28,18 @@ Text = Annotated[str, Field(min_length=1)]
 
 Options = dict[str, str | int | float | bool | None]
 """Settings of a part whose keys are not known here."""
+
+
+def _number_as_text(given: object) -> object:
+    """YAML reads `NCCL_DEBUG_LEVEL: 1` as a number."""
+    return str(given) if isinstance(given, int | float) and not isinstance(given, bool) else given
+
+
+EnvVars = dict[
+    Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")],
+    Annotated[str, BeforeValidator(_number_as_text)],
+]
+"""Environment variables of processes: name -> value."""
 
 
 class Section(BaseModel):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from nemo_rl.config.base import Section
+from nemo_rl.config.base import EnvVars, Section
 
 __all__ = [
     "MegatronConfig",
@@ -142,6 +142,8 @@ class MegatronConfig(Section):
     """Run the experts of a rank in one kernel of Transformer Engine; null: where it is installed."""
     apply_rope_fusion: bool = False
     """Rotate queries and keys in one kernel of Transformer Engine."""
+    env_vars: EnvVars = {}
+    """Variables of the policy workers' processes; they win over `cluster.env_vars`."""
     async_save: bool = False
     """Write the optimizer's state in processes of their own while the weights are exported; GPUs only."""
     optimizer: MegatronOptimizerConfig = Field(default_factory=MegatronOptimizerConfig)

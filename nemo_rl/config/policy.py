@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from nemo_rl.config.base import Options, Section, Text
+from nemo_rl.config.base import EnvVars, Options, Section, Text
 from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.parallel import ParallelSizes
 from nemo_rl.config.parts import ENGINES
@@ -21,6 +21,7 @@ from nemo_rl.config.router_replay import RouterReplayConfig
 from nemo_rl.config.tracer import TracerSwitches
 
 __all__ = [
+    "ColocatedConfig",
     "DTensorConfig",
     "DynamicBatchingConfig",
     "GenerationConfig",
@@ -103,6 +104,8 @@ class DTensorConfig(Section):
     """Keep weights, gradients and optimizer state on the CPU and move each layer to the GPU when it runs."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
+    env_vars: EnvVars = {}
+    """Variables of the policy workers' processes; they win over `cluster.env_vars`."""
 
 
 class OptimizerConfig(Section):
@@ -162,6 +165,18 @@ def _is_milestones(part: object) -> bool:
     return isinstance(part, dict) and set(part) == {"milestones"}
 
 
+class ColocatedConfig(Section):
+    """Whether engines share the GPUs of the policy workers, or where they stand instead."""
+
+    enabled: bool = True
+    """On GPUs an engine takes turns with a policy worker on the same one; on CPUs Ray places the engines. False:
+    engines stand apart, on GPUs or nodes of their own."""
+    num_nodes: NonNegativeInt = 0
+    """Nodes with engines alone, besides `cluster.num_nodes`; 0: on the policy's nodes. Only with `enabled: false`."""
+    gpus_per_node: NonNegativeInt = 0
+    """GPUs of each node with engines, one engine each, besides those of policy workers. Only with `enabled: false`."""
+
+
 class GenerationConfig(Section):
     """Rollouts."""
 
@@ -174,6 +189,9 @@ class GenerationConfig(Section):
     """Weights and computation of the engines; null uses `policy.precision`."""
     num_replicas: PositiveInt = 1
     """Engines that share the prompts of a step."""
+    colocated: ColocatedConfig = Field(default_factory=ColocatedConfig)
+    env_vars: EnvVars = {}
+    """Variables of the engines' processes; they win over `cluster.env_vars`."""
     max_new_tokens: PositiveInt = 512
     """Longest response in tokens, the stop token included."""
     temperature: NonNegativeFloat = 1.0
@@ -193,7 +211,8 @@ class GenerationConfig(Section):
     """Rows decoded together by one engine."""
     refit_transport: Literal["auto"] | RefitTransport = "auto"
     """How new weights reach the engines: `payload` through the run's object store, `ipc` through GPU memory that engine
-    and policy worker share, `broadcast` from policy rank 0 to all; `auto` takes `ipc` on GPUs, else `payload`."""
+    and policy worker share, `broadcast` from policy rank 0 to all; `auto`: on GPUs `ipc`, or `broadcast` to engines
+    that stand apart; else `payload`."""
     refit_buffer_ratio: Probability = 0.3
     """Most of the free memory (of the GPU with `ipc`, else RAM) that one bucket of weights takes in a refit."""
 
@@ -245,6 +264,11 @@ class PolicyConfig(Section):
     def parallel_section(self) -> str:
         """Dotted path of the section that `parallel_sizes` comes from, for messages."""
         return "policy.megatron_cfg" if self.megatron_cfg.enabled else "policy.dtensor_cfg"
+
+    @property
+    def worker_env_vars(self) -> dict[str, str]:
+        """Variables of the worker that is enabled."""
+        return self.megatron_cfg.env_vars if self.megatron_cfg.enabled else self.dtensor_cfg.env_vars
 
     @property
     def replica_keys(self) -> tuple[str, ...]:

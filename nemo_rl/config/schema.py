@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from nemo_rl.config.base import START_TIMEOUT_S, FilePath, Options, Section, Text
+from nemo_rl.config.base import START_TIMEOUT_S, EnvVars, FilePath, Options, Section, Text
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.config.diagnostics import DiagnosticsConfig
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, DATASETS, ENVIRONMENTS, LOSSES, TRACKERS
@@ -204,6 +204,9 @@ class ClusterConfig(Section):
     """Logical CPUs that Ray may hand out on this machine; null: as many as the actors need, at least the cores."""
     threads_per_worker: PositiveInt = 1
     """Torch threads in every process of the run."""
+    env_vars: EnvVars = {}
+    """Variables of all processes of the run, such as `NCCL_SOCKET_IFNAME`, `NCCL_IB_HCA` or `GLOO_SOCKET_IFNAME`; they
+    win over what was exported, and over what a run sets by itself. `--print-config` lists them."""
     worker_start_timeout_s: PositiveFloat = START_TIMEOUT_S
     """Deadline of each start at the beginning of a run (Ray, workers, stores, servers, ledger), in seconds."""
     collective_timeout_s: PositiveFloat = 120.0
@@ -318,4 +321,6 @@ class MasterConfig(Section):
         chosen = self.policy.generation.refit_transport
         if chosen != "auto":
             return chosen
-        return "ipc" if self.cluster.gpus_per_node > 0 and self.cluster.launcher == "ray" else "payload"
+        if self.cluster.gpus_per_node == 0 or self.cluster.launcher == "local":
+            return "payload"
+        return "ipc" if self.policy.generation.colocated.enabled else "broadcast"

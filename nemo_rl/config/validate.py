@@ -2,12 +2,13 @@
 
 Each rule is one function `rule_*(config) -> list[str]`; a line starts with the dotted path of the key to change. All
 rules run, so that all problems are reported at once. Called by the loader; add a rule by adding a function, here or
-where the policy's are: `validate_policy`, `validate_megatron` and `validate_router_replay`.
+where those of processes and of the policy are: `validate_cluster`, `validate_policy`, `validate_megatron` and
+`validate_router_replay`.
 """
 
 from __future__ import annotations
 
-from nemo_rl.config import validate_megatron, validate_policy, validate_router_replay
+from nemo_rl.config import validate_cluster, validate_megatron, validate_policy, validate_router_replay
 from nemo_rl.config.base import Section
 from nemo_rl.config.ignored import would_be_ignored
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, DATASETS, ENGINES, ENVIRONMENTS, LOSSES, STORES, PartKind
@@ -17,69 +18,7 @@ from nemo_rl.config.schema import DatasetConfig, GRPOConfig, MasterConfig
 __all__ = ["RULES"]
 
 
-# ---- processes
-
-
-def rule_cpu_workers_only_without_gpus(config: MasterConfig) -> list[str]:
-    cluster = config.cluster
-    if cluster.cpu_workers_per_node is not None and cluster.gpus_per_node > 0:
-        because = f"cluster.gpus_per_node is {cluster.gpus_per_node}"
-        return would_be_ignored(
-            cluster, "cluster", ["cpu_workers_per_node"], switch="cluster.gpus_per_node", because=because
-        )
-    return []
-
-
-def rule_local_launcher_is_one_process(config: MasterConfig) -> list[str]:
-    cluster = config.cluster
-    if cluster.launcher != "local":
-        return []
-    lines = []
-    if cluster.num_workers > 1:
-        lines.append(
-            f"cluster.launcher: 'local' runs one worker in this process, got {cluster.num_workers}; "
-            "set cluster.cpu_workers_per_node=1 (or gpus_per_node=1) and num_nodes=1, or launcher=ray"
-        )
-    replicas = config.policy.generation.num_replicas
-    if replicas > 1:
-        lines.append(f"policy.generation.num_replicas: one process holds one engine, got {replicas}; set it to 1")
-    names = ("address", "num_cpus")
-    because = "cluster.launcher is 'local'"
-    return lines + would_be_ignored(cluster, "cluster", names, switch="cluster.launcher", because=because)
-
-
-def rule_address_and_nodes_agree(config: MasterConfig) -> list[str]:
-    cluster = config.cluster
-    lines = []
-    if cluster.address is not None and cluster.num_cpus is not None:
-        lines.append(
-            "cluster.num_cpus: would be ignored, because cluster.address names a running Ray cluster; leave it out"
-        )
-    if cluster.launcher == "ray" and cluster.num_nodes > 1 and cluster.address is None:
-        lines.append(
-            f"cluster.num_nodes: {cluster.num_nodes} nodes need a running Ray cluster; set cluster.address=auto"
-        )
-    return lines
-
-
-def rule_engines_share_gpus_with_workers(config: MasterConfig) -> list[str]:
-    cluster, replicas = config.cluster, config.policy.generation.num_replicas
-    if cluster.launcher == "ray" and cluster.gpus_per_node > 0 and replicas > cluster.num_workers:
-        return [
-            f"policy.generation.num_replicas: an engine shares a GPU with a policy worker; expected at most "
-            f"{cluster.num_workers}, got {replicas}"
-        ]
-    return []
-
-
-def rule_refit_transport_fits_the_processes(config: MasterConfig) -> list[str]:
-    cluster, transport = config.cluster, config.policy.generation.refit_transport
-    key = f"policy.generation.refit_transport: {transport!r}"
-    if transport in ("ipc", "broadcast") and cluster.launcher == "local":
-        return [f"{key} moves weights between processes, but cluster.launcher is 'local'; set it to payload or auto"]
-    if transport == "ipc" and cluster.gpus_per_node == 0:
-        return [f"{key} shares GPU memory, but cluster.gpus_per_node is 0; set it to payload, broadcast or auto"]
-    return []
+# ---- data plane
 
 
 def rule_data_plane_fits_launcher(config: MasterConfig) -> list[str]:
@@ -485,7 +424,8 @@ def rule_every_node_reaches_the_hub(config: MasterConfig) -> list[str]:
     ]
 
 
-_ALL = rules_in(globals()) | validate_policy.RULES | validate_megatron.RULES | validate_router_replay.RULES
+_OF_POLICY = validate_policy.RULES | validate_megatron.RULES | validate_router_replay.RULES
+_ALL = rules_in(globals()) | validate_cluster.RULES | _OF_POLICY
 
 RULES: tuple[Rule, ...] = tuple(_ALL[name] for name in sorted(_ALL))
 """Every rule, by name."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nemo_rl.distributed.job_store import open_client, open_server, stay_on_loopback
+from nemo_rl.distributed.job_store import choose_interface, open_client, open_server
 from nemo_rl.errors import WorkerError, from_record, to_record
 from nemo_rl.torch_private import default_store, timeout_of
 
@@ -91,7 +91,7 @@ def init_process_group(
     if spec.world_size == 1:
         dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
-    stay_on_loopback(spec.master_addr)
+    choose_interface(spec.master_addr)
     store = _open_store(spec, timeout if start_timeout_s is None else timedelta(seconds=start_timeout_s))
     store.set_timeout(timeout)
     job = dist.PrefixStore(f"attempt_{spec.attempt}", store)

@@ -12,9 +12,10 @@ import socket
 from datetime import timedelta
 from ipaddress import ip_address
 
+import psutil
 import torch.distributed as dist
 
-__all__ = ["adopt_listener", "open_client", "open_server", "reserve_port", "stay_on_loopback"]
+__all__ = ["adopt_listener", "choose_interface", "open_client", "open_server", "reserve_port"]
 
 LOOPBACK_INTERFACE = "lo"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -57,11 +58,32 @@ def open_client(address: str, port: int, *, world_size: int, timeout: timedelta,
     return dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout, wait_for_workers=waits)
 
 
-def stay_on_loopback(address: str) -> None:
-    """Keeps the collectives of a job that meets on loopback there, unless an interface is named already."""
+def choose_interface(address: str) -> None:
+    """Keeps gloo on the interface by which this process reaches the job's store, unless one is named already.
+
+    By itself gloo takes whatever this machine's own name resolves to, which other machines often cannot reach. NCCL
+    looks for itself, but for a job that meets on loopback.
+    """
     if address.startswith("127."):
         for name in INTERFACE_VARIABLES:
             os.environ.setdefault(name, LOOPBACK_INTERFACE)
+    elif (found := _interface_towards(address)) is not None:
+        os.environ.setdefault(INTERFACE_VARIABLES[0], found)
+
+
+def _interface_towards(address: str) -> str | None:
+    """None where that cannot be found out; then gloo chooses."""
+    try:
+        ((family, _, _, _, place), *_) = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # nothing is sent
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    for name, given in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == own for each in given):
+            return name
+    return None
 
 
 def _listen(address: str, port: int) -> socket.socket:

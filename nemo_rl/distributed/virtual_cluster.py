@@ -1,7 +1,7 @@
 """The Ray cluster of a run: logical resources, placement, ordered teardown.
 
-`setup` opens it with a `with` statement; Ray is gone when the block ends, also after an error. Invariant: enough
-logical CPUs are checked before any actor is asked for, so that nothing waits for a resource that will never come.
+`setup` opens it with a `with` statement; Ray is gone when the block ends, also after an error. Invariant: enough nodes
+and logical CPUs are checked before any actor is asked for, so that nothing waits for what will never come.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -20,23 +21,36 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from nemo_rl.config.schema import ClusterConfig
 from nemo_rl.distributed.fork_server import ForkServer
+from nemo_rl.distributed.nodes import Node, Share, alive_nodes, choose_nodes, node_resource
 from nemo_rl.distributed.own_ray import OwnRay, keep_sigterm_handler
 from nemo_rl.distributed.worker_environment import worker_environment
 from nemo_rl.errors import ResourceError, UserError
 from nemo_rl.utils.start_up import StartUp
 
-__all__ = ["RayVirtualCluster"]
+__all__ = ["EngineNodes", "RayVirtualCluster"]
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineNodes:
+    """Engines with bundles of their own, which share neither GPU nor bundle with a policy worker."""
+
+    num_engines: int
+    num_nodes: int
+    """That hold engines alone; 0: they stand on the nodes of the policy, beside its workers."""
+
+
 class RayVirtualCluster:
-    """Ray for one run, with a placement group of one bundle per policy worker.
+    """Ray for one run, with a placement group of one bundle per policy worker, and per engine that stands apart.
+
+    Policy rank r is on node r // (workers per node), in bundle r; the engines' bundles follow.
 
     Args:
         config: the `cluster` section.
+        engines: None where engines share the policy's bundles, or need none.
         other_cpus: logical CPUs of the actors outside the bundles (rollout, storage; on CPU also generation).
         cpus_per_bundle: logical CPUs of a bundle: 1 for the policy worker, 1 more for an engine that shares its GPU.
         environment: variables for every process, besides those of `worker_environment`.
@@ -51,6 +65,7 @@ class RayVirtualCluster:
         *,
         other_cpus: int,
         cpus_per_bundle: int = 1,
+        engines: EngineNodes | None = None,
         environment: Mapping[str, str] | None = None,
         start: StartUp | None = None,
         forks: ForkServer | None = None,
@@ -61,6 +76,8 @@ class RayVirtualCluster:
         self._environment = {**worker_environment(config.threads_per_worker), **(environment or {})}
         self._other_cpus = other_cpus
         self._cpus_per_bundle = cpus_per_bundle
+        self._engines = engines or EngineNodes(num_engines=0, num_nodes=0)
+        self._nodes: list[list[Node]] = []
         self._group: PlacementGroup | None = None
         self._own: OwnRay | None = None
         self._joined = False
@@ -75,6 +92,16 @@ class RayVirtualCluster:
         return self._config.gpus_per_node > 0
 
     @property
+    def policy_bundles(self) -> range:
+        """Of the placement group, in the order of the ranks."""
+        return range(self.num_workers)
+
+    @property
+    def engine_bundles(self) -> range:
+        """Of the engines that stand apart; empty without such."""
+        return range(self.num_workers, self.num_workers + self._engines.num_engines)
+
+    @property
     def placement_group(self) -> PlacementGroup:
         if self._group is None:
             raise RuntimeError("the cluster is not open; use it in a with statement")
@@ -84,6 +111,7 @@ class RayVirtualCluster:
         try:
             self._start_ray()
             self._check_resources()
+            self._nodes = choose_nodes(alive_nodes(), self._shares(), first=ray.get_runtime_context().get_node_id())
             self._place()
         except BaseException:
             self.close()
@@ -144,11 +172,38 @@ class RayVirtualCluster:
         return max(self._cpus_needed(), os.cpu_count() or 1)
 
     def _cpus_needed(self) -> int:
-        return self.num_workers * self._cpus_per_bundle + self._other_cpus
+        return self.num_workers * self._cpus_per_bundle + self._engines.num_engines + self._other_cpus
+
+    def _gpus_needed(self) -> int:
+        return self.num_workers + self._engines.num_engines if self.uses_gpu else 0
+
+    def _shares(self) -> list[Share]:
+        """Of the policy's nodes, and of those that hold engines alone."""
+        config, engines = self._config, self._engines
+        workers = self.num_workers // config.num_nodes
+        beside = 0 if engines.num_nodes else -(-engines.num_engines // config.num_nodes)
+        policy = Share(
+            num_nodes=config.num_nodes,
+            num_cpus=workers * self._cpus_per_bundle + beside,
+            num_gpus=workers + beside if self.uses_gpu else 0,
+            what="cluster.num_nodes",
+        )
+        if not engines.num_nodes:
+            return [policy]
+        apart = engines.num_engines // engines.num_nodes
+        return [
+            policy,
+            Share(
+                num_nodes=engines.num_nodes,
+                num_cpus=apart,
+                num_gpus=apart if self.uses_gpu else 0,
+                what="policy.generation.colocated.num_nodes",
+            ),
+        ]
 
     def _check_resources(self) -> None:
         """Waits for what others are about to give back, but not for what the cluster does not have at all."""
-        needed = {"CPU": self._cpus_needed(), "GPU": self.num_workers if self.uses_gpu else 0}
+        needed = {"CPU": self._cpus_needed(), "GPU": self._gpus_needed()}
         give_up = time.monotonic() + self._start.timeout_s
         with self._start.waiting_for(f"{needed['CPU']} free CPUs and {needed['GPU']} free GPUs of Ray"):
             while True:
@@ -170,18 +225,38 @@ class RayVirtualCluster:
                 "cluster.num_cpus (or set it to null), or use fewer workers, replicas or storage units"
             )
         return (
-            f"cluster: {self.num_workers} GPUs are needed, Ray has {lacking['GPU']:.0f} free; lower "
+            f"cluster: {self._gpus_needed()} GPUs are needed, Ray has {lacking['GPU']:.0f} free; lower "
             "cluster.gpus_per_node, or set it to 0 with cluster.cpu_workers_per_node to train on CPU"
         )
 
     def _place(self) -> None:
-        bundle = {"CPU": float(self._cpus_per_bundle), **({"GPU": 1.0} if self.uses_gpu else {})}
-        self._group = placement_group([dict(bundle) for _ in range(self.num_workers)], strategy="PACK")
+        bundles = self._bundles()
+        self._group = placement_group(bundles, strategy="PACK")
         try:
             with self._start.waiting_for("Ray's placement group"):
                 ray.get(self._group.ready(), timeout=self._start.timeout_s)
         except GetTimeoutError as error:
             raise ResourceError(
-                f"{self._start.too_late(f'cluster: {self.num_workers} bundles of {bundle} could not be placed')}; "
+                f"{self._start.too_late(f'cluster: {len(bundles)} bundles such as {bundles[0]} could not be placed')}; "
                 f"Ray has {ray.available_resources()} free"
             ) from error
+
+    def _bundles(self) -> list[dict[str, float]]:
+        device = {"GPU": 1.0} if self.uses_gpu else {}
+        policy_nodes = self._nodes[0]
+        of_workers = _in_turn(policy_nodes, self.num_workers)
+        of_engines = _in_turn(self._nodes[-1], self._engines.num_engines)
+        return [
+            *({"CPU": float(self._cpus_per_bundle), **device, **self._pinned(node)} for node in of_workers),
+            *({"CPU": 1.0, **device, **self._pinned(node)} for node in of_engines),
+        ]
+
+    def _pinned(self, node: Node) -> dict[str, float]:
+        """A Ray that was started here has one node."""
+        return node_resource(node) if self._joined else {}
+
+
+def _in_turn(nodes: Sequence[Node], count: int) -> list[Node]:
+    """The same number for each, those of one node one after the other; what is left over goes to the first ones."""
+    each, more = divmod(count, len(nodes))
+    return [node for number, node in enumerate(nodes) for _ in range(each + (number < more))]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 import traceback
 from abc import ABC, abstractmethod
@@ -111,6 +112,14 @@ class LocalWorkerGroup(WorkerGroup):
             worker.shutdown()  # type: ignore[attr-defined]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Process:
+    """Where a worker is, for people."""
+
+    id: int
+    host: str
+
+
 class _Host:
     """The Ray actor: holds one worker and answers with records, so that no exception has to be unpickled."""
 
@@ -120,7 +129,8 @@ class _Host:
 
     def start(self, factory: Callable[..., object], stage: str, kwargs: Mapping[str, object]) -> dict[str, object]:
         """Builds the worker; separate from the actor's start so that its errors come back as records."""
-        return {**self._guard(stage, lambda: self._assign(factory(**kwargs)))[0], "process_id": os.getpid()}
+        reply = self._guard(stage, lambda: self._assign(factory(**kwargs)))[0]
+        return {**reply, "process": _Process(id=os.getpid(), host=socket.gethostname())}
 
     def call(self, method: str, stage: str, kwargs: Mapping[str, object]) -> dict[str, object]:
         """Result inside the record."""
@@ -177,7 +187,9 @@ class RayPlacement:
     num_cpus: float = 1.0
     num_gpus: float = 0.0
     placement_group: PlacementGroup | None = None
-    """Rank r runs in bundle r, counted around; None leaves placement to Ray."""
+    """None leaves placement to Ray."""
+    bundles: Sequence[int] = ()
+    """Of the placement group: rank r runs in number r of these, counted around; empty means all."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Further environment variables."""
 
@@ -198,7 +210,7 @@ class RayWorkerGroup(WorkerGroup):
             _new_actor(name, placement, rank, log_file=log_dir and log_dir / f"{name}_{rank}.log")
             for rank in range(world_size)
         ]
-        self._process_ids: list[int] = []
+        self._processes: list[_Process] = []
         """By rank, once all have started."""
         self._starting: list[ray.ObjectRef] = []
         self._start_stage = f"start of {name}"
@@ -220,7 +232,7 @@ class RayWorkerGroup(WorkerGroup):
             timeout_s=timeout_s,
             deadline=time.monotonic() + timeout_s,
         )
-        self._process_ids = [cast("int", reply["process_id"]) for reply in replies]
+        self._processes = [cast("_Process", reply["process"]) for reply in replies]
 
     def rendezvous(self, reserve: Callable[[str], int], *, timeout_s: float) -> tuple[str, int]:
         """Address of rank 0's node, and a port there that `reserve` has bound in the process of rank 0.
@@ -316,16 +328,19 @@ class RayWorkerGroup(WorkerGroup):
         for text in cast("list[str]", reply.get("warnings", [])):
             logger.warning("%s rank %d, stage %s: %s", self.name, rank, stage, text)
 
-    def _ids(self, ranks: Sequence[int]) -> list[int]:
-        return [self._process_ids[rank] for rank in ranks] if self._process_ids else []
+    def _places(self, ranks: Sequence[int]) -> str:
+        """Processes of these ranks; with several hosts also whose they are."""
+        is_one_host = len({process.host for process in self._processes}) < 2
+        found = (self._processes[rank] for rank in ranks if self._processes)
+        return ", ".join(str(each.id) if is_one_host else f"{each.id} on {each.host}" for each in found)
 
     def _who(self, rank: int) -> str:
-        return f"{self.name} worker, process {self._process_ids[rank]}" if self._process_ids else f"{self.name} worker"
+        return f"{self.name} worker, process {self._places([rank])}" if self._processes else f"{self.name} worker"
 
     def _too_late(self, late: Sequence[int], timeout_s: float, *, stage: str) -> WorkerError:
         key = "worker_start_timeout_s" if stage == self._start_stage else "stage_timeout_s"
         return CollectiveTimeout(
-            f"{self.name}: ranks {late} did not finish in {timeout_s:.0f} s (processes {self._ids(late)}); raise "
+            f"{self.name}: ranks {late} did not finish in {timeout_s:.0f} s (processes {self._places(late)}); raise "
             f"cluster.{key} if they are only slow",
             rank=late[0],
             stage=stage,
@@ -340,9 +355,9 @@ def _sent(call: Call[_T], rank: int) -> tuple[str, str, dict[str, object]]:
 def _new_actor(name: str, placement: RayPlacement, rank: int, *, log_file: Path | None) -> ActorHandle:
     options: dict[str, object] = {"num_cpus": placement.num_cpus, "num_gpus": placement.num_gpus, "max_restarts": 0}
     if placement.placement_group is not None:
+        bundles = placement.bundles or range(placement.placement_group.bundle_count)
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-            placement_group=placement.placement_group,
-            placement_group_bundle_index=rank % placement.placement_group.bundle_count,
+            placement_group=placement.placement_group, placement_group_bundle_index=bundles[rank % len(bundles)]
         )
     if placement.environment:
         options["runtime_env"] = {"env_vars": dict(placement.environment)}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from nemo_rl.algorithms.cpu_needs import logical_cpus, too_few_cpus
+from nemo_rl.algorithms.cpu_needs import engines_apart, logical_cpus, too_few_cpus
 from nemo_rl.algorithms.preflight.subject import Subject, nearest_folder
 from nemo_rl.algorithms.run_folder import run_folders, used_folder_problems
 from nemo_rl.config.policy import PolicyConfig
@@ -36,16 +36,16 @@ LOG_BYTES = 16 * 2**20
 
 
 def check_gpus(subject: Subject) -> list[str]:
-    """As many as policy workers."""
+    """As many as policy workers, and engines that stand apart."""
     cluster = subject.config.cluster
     if cluster.gpus_per_node == 0 or cluster.address is not None:
         return []
-    have = torch.cuda.device_count()
-    if have >= cluster.gpus_per_node:
+    have, asked = torch.cuda.device_count(), cluster.gpus_per_node + engines_apart(subject.config)
+    if have >= asked:
         return []
     return [
-        f"cluster.gpus_per_node: {cluster.gpus_per_node} GPUs are asked for, this machine has {have}; lower it, or set "
-        "it to 0 with cluster.cpu_workers_per_node to train on CPU"
+        f"cluster.gpus_per_node: {asked} GPUs are asked for, this machine has {have}; lower it, or set it to 0 with "
+        "cluster.cpu_workers_per_node to train on CPU"
     ]
 
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from nemo_rl.distributed.job_store import open_client, open_server, stay_on_loopback
+from nemo_rl.distributed.job_store import choose_interface, open_client, open_server
 from nemo_rl.errors import CollectiveTimeout, WorkerError
 from nemo_rl.torch_private import nccl_options
 
@@ -55,7 +55,7 @@ class RefitGroup:
         self._spec = spec
         self._timeout = timedelta(seconds=spec.timeout_s)
         self.device = device if spec.backend == "nccl" else torch.device("cpu")
-        stay_on_loopback(spec.address)
+        choose_interface(spec.address)
         if store is None:
             store = open_client(spec.address, spec.port, world_size=spec.world_size, timeout=self._timeout, waits=True)
         if spec.backend == "nccl":

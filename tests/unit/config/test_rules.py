@@ -11,19 +11,13 @@ from nemo_rl.config.load import load_config
 from nemo_rl.config.policy import OptimizerConfig, SchedulerConfig
 from nemo_rl.config.render import to_yaml
 from nemo_rl.errors import ConfigError
+from tests.helpers.refused_by_cluster import GPUS, LOCAL, REFUSED_BY_CLUSTER
 
 DEMO = "configs/grpo_sort_cpu.yaml"
 MEGATRON_TP2 = "configs/recipes/grpo_sort_megatron_tp2_cpu.yaml"
 MEGATRON_PP2 = "configs/recipes/grpo_sort_megatron_pp2_cpu.yaml"
-LOCAL = (
-    "cluster.launcher=local",
-    "cluster.cpu_workers_per_node=1",
-    "policy.generation.num_replicas=1",
-    "data_plane.impl=noop",
-)
 NO_VALIDATION = ("data.validation=null", "grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false")
 FIXED = ("policy.dynamic_batching.enabled=false",)
-GPUS = ("~cluster.cpu_workers_per_node", "cluster.gpus_per_node=2")
 JSONL = ("~data.train", "data.train.dataset_name=jsonl")
 GRADED = ("env.name=custom", "env.reward_function=a:b")
 REPLAY = "policy.router_replay.enabled=true"
@@ -32,14 +26,6 @@ NO_LOGPROBS = "grpo.use_generation_logprobs_as_prev=true"
 NAMES_OF_PARTS = ("loss_fn.name", "grpo.adv_estimator.name", "env.name", "policy.generation.backend", "data_plane.impl")
 
 REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
-    "rule_cpu_workers_only_without_gpus": [
-        (("cluster.gpus_per_node=1", "cluster.cpu_workers_per_node=2"), "cluster.cpu_workers_per_node: 2 would be")
-    ],
-    "rule_local_launcher_is_one_process": [
-        ((*LOCAL, "cluster.cpu_workers_per_node=2"), "cluster.launcher: 'local' runs one worker"),
-        ((*LOCAL, "policy.generation.num_replicas=2"), "policy.generation.num_replicas: one process holds one engine"),
-        ((*LOCAL, "cluster.address=auto"), "cluster.address: 'auto' would be ignored"),
-    ],
     "rule_parallel_sizes_divide_the_workers": [
         (("policy.dtensor_cfg.tensor_parallel_size=4",), "policy.dtensor_cfg.tensor_parallel_size: 4 x context"),
         (("policy.dtensor_cfg.context_parallel_size=3",), "policy.dtensor_cfg.tensor_parallel_size: 1 x context"),
@@ -64,21 +50,11 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
     "rule_cpu_offload_needs_a_gpu": [
         (("policy.dtensor_cfg.cpu_offload=true",), "policy.dtensor_cfg.cpu_offload: True")
     ],
-    "rule_engines_share_gpus_with_workers": [
-        (
-            ("~cluster.cpu_workers_per_node", "cluster.gpus_per_node=1", "policy.generation.num_replicas=2"),
-            "policy.generation.num_replicas: an engine shares a GPU",
-        ),
-    ],
     "rule_logprob_microbatches_are_not_smaller": [
         (
             ("policy.dynamic_batching.enabled=true", "policy.dynamic_batching.logprob_mb_tokens=100"),
             "policy.dynamic_batching.logprob_mb_tokens: expected at least train_mb_tokens",
         ),
-    ],
-    "rule_address_and_nodes_agree": [
-        (("cluster.num_nodes=2",), "cluster.num_nodes: 2 nodes need"),
-        (("cluster.address=auto", "cluster.num_cpus=8"), "cluster.num_cpus: would be ignored"),
     ],
     "rule_data_plane_fits_launcher": [
         (("data_plane.impl=noop",), "data_plane.impl: 'noop' keeps rows"),
@@ -199,13 +175,6 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
             ("policy.scheduler.phases=[{name: a.B}]", "policy.scheduler.warmup_steps=7"),
             "policy.scheduler.warmup_steps: 7 would be ignored",
         ),
-    ],
-    "rule_refit_transport_fits_the_processes": [
-        (
-            ("policy.generation.refit_transport=broadcast", "cluster.launcher=local"),
-            "policy.generation.refit_transport: 'broadcast' moves weights between processes",
-        ),
-        (("policy.generation.refit_transport=ipc",), "policy.generation.refit_transport: 'ipc' shares GPU memory"),
     ],
     "rule_milestones_part_the_phases": [
         (("policy.scheduler=[{name: a.B}, {name: a.C}]",), "policy.scheduler.milestones: expected 1"),
@@ -492,7 +461,10 @@ REFUSED_BY_MEGATRON: dict[str, list[tuple[tuple[str, ...], str]]] = {
 
 CASES = [
     pytest.param(recipe, overrides, fragment, id=f"{rule}-{index}{suffix}")
-    for recipe, table, suffix in ((DEMO, REFUSED, ""), (MEGATRON_TP2, REFUSED_BY_MEGATRON, "-megatron"))
+    for recipe, table, suffix in (
+        (DEMO, REFUSED | REFUSED_BY_CLUSTER, ""),
+        (MEGATRON_TP2, REFUSED_BY_MEGATRON, "-megatron"),
+    )
     for rule, cases in table.items()
     for index, (overrides, fragment) in enumerate(cases)
 ]
@@ -506,7 +478,7 @@ def test_rule_refuses(recipe: str, overrides: tuple[str, ...], fragment: str) ->
 
 
 def test_every_rule_is_exercised() -> None:
-    assert {rule.__name__ for rule in validate.RULES} == set(REFUSED) | set(REFUSED_BY_MEGATRON)
+    assert {rule.__name__ for rule in validate.RULES} == set(REFUSED | REFUSED_BY_CLUSTER | REFUSED_BY_MEGATRON)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from datetime import timedelta
 import psutil
 import pytest
 
-from nemo_rl.distributed.job_store import open_client, open_server, reserve_port, stay_on_loopback
+from nemo_rl.distributed.job_store import choose_interface, open_client, open_server, reserve_port
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -34,7 +34,22 @@ def test_a_store_of_this_machine_listens_on_loopback_alone(name: str) -> None:
 def test_collectives_stay_on_loopback_unless_an_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
-    stay_on_loopback("10.0.0.1")
+    choose_interface("nowhere.invalid")
     assert "GLOO_SOCKET_IFNAME" not in os.environ
-    stay_on_loopback("127.0.0.1")
+    choose_interface("127.0.0.1")
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "eth7")
+
+
+def test_gloo_takes_the_interface_that_reaches_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    reached = {
+        each.address: name
+        for name, given in psutil.net_if_addrs().items()
+        for each in given
+        if each.family == socket.AF_INET
+    }
+    own, interface = max(reached.items())
+    choose_interface(own)
+    assert os.environ["GLOO_SOCKET_IFNAME"] in (interface, "lo")
+    assert own.startswith("127.") or "NCCL_SOCKET_IFNAME" not in os.environ

@@ -1,0 +1,69 @@
+"""What the rules about processes and machines refuse: rule -> (overrides of the demo, start of the message)."""
+
+from __future__ import annotations
+
+LOCAL = (
+    "cluster.launcher=local",
+    "cluster.cpu_workers_per_node=1",
+    "policy.generation.num_replicas=1",
+    "data_plane.impl=noop",
+)
+GPUS = ("~cluster.cpu_workers_per_node", "cluster.gpus_per_node=2")
+APART = "policy.generation.colocated.enabled=false"
+
+REFUSED_BY_CLUSTER: dict[str, list[tuple[tuple[str, ...], str]]] = {
+    "rule_cpu_workers_only_without_gpus": [
+        (("cluster.gpus_per_node=1", "cluster.cpu_workers_per_node=2"), "cluster.cpu_workers_per_node: 2 would be")
+    ],
+    "rule_local_launcher_is_one_process": [
+        ((*LOCAL, "cluster.cpu_workers_per_node=2"), "cluster.launcher: 'local' runs one worker"),
+        ((*LOCAL, "policy.generation.num_replicas=2"), "policy.generation.num_replicas: one process holds one engine"),
+        ((*LOCAL, "cluster.address=auto"), "cluster.address: 'auto' would be ignored"),
+    ],
+    "rule_engines_share_gpus_with_workers": [
+        (
+            ("~cluster.cpu_workers_per_node", "cluster.gpus_per_node=1", "policy.generation.num_replicas=2"),
+            "policy.generation.num_replicas: an engine shares a GPU",
+        ),
+    ],
+    "rule_address_and_nodes_agree": [
+        (("cluster.num_nodes=2",), "cluster.num_nodes: 2 nodes need"),
+        (("cluster.address=auto", "cluster.num_cpus=8"), "cluster.num_cpus: would be ignored"),
+    ],
+    "rule_refit_transport_fits_the_processes": [
+        (
+            ("policy.generation.refit_transport=broadcast", "cluster.launcher=local"),
+            "policy.generation.refit_transport: 'broadcast' moves weights between processes",
+        ),
+        (("policy.generation.refit_transport=ipc",), "policy.generation.refit_transport: 'ipc' shares GPU memory"),
+        (
+            (APART, *GPUS, "policy.generation.colocated.gpus_per_node=2", "policy.generation.refit_transport=ipc"),
+            "policy.generation.refit_transport: 'ipc' needs engines on the workers' GPUs",
+        ),
+    ],
+    "rule_engines_stand_apart_only_when_asked": [
+        (("policy.generation.colocated.num_nodes=1",), "policy.generation.colocated.num_nodes: 1 would be ignored"),
+    ],
+    "rule_engines_that_stand_apart_have_a_place": [
+        ((*LOCAL, APART), "policy.generation.colocated.enabled: false needs processes"),
+        ((APART, "policy.generation.colocated.num_nodes=1"), "policy.generation.colocated.num_nodes: nodes of their"),
+        (
+            (APART, "policy.generation.colocated.gpus_per_node=1"),
+            "policy.generation.colocated.gpus_per_node: expected 0",
+        ),
+        ((APART, *GPUS), "policy.generation.colocated.gpus_per_node: expected at least 1"),
+        (
+            (APART, *GPUS, "policy.generation.colocated.gpus_per_node=3"),
+            "policy.generation.num_replicas: expected 3, one for each",
+        ),
+        (
+            (APART, "cluster.address=auto", "cluster.num_nodes=3", "cluster.cpu_workers_per_node=2"),
+            "policy.generation.num_replicas: expected a multiple of the 3 nodes",
+        ),
+    ],
+    "rule_variables_need_processes": [
+        ((*LOCAL, "cluster.env_vars={A_B: 1}"), "cluster.env_vars: would be ignored"),
+        ((*LOCAL, "policy.generation.env_vars={A: b}"), "policy.generation.env_vars: would be ignored"),
+        ((*LOCAL, "policy.dtensor_cfg.env_vars={A: b}"), "policy.dtensor_cfg.env_vars: would be ignored"),
+    ],
+}
