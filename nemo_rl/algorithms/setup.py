@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypedDict
 
 from rich.console import Console
 
@@ -82,6 +83,13 @@ class _Groups:
     rollout: WorkerGroup
     address: str = "127.0.0.1"
     """Of policy rank 0, as the other processes reach it."""
+
+
+class _LogPlace(TypedDict):
+    """Where the workers of a group log, as arguments of it."""
+
+    log_dir: Path
+    log_level: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,8 +228,9 @@ def _what_starts(config: MasterConfig) -> str:
     # Of a replica group the leader reads and the writer writes, which in a pipeline is another rank.
     clients = num_workers if plane.fetch_policy == "independent" else layout.dp * min(layout.pp, 2)
     plan = memory_plan(plane, num_processes=clients + 2)
+    ray = "starting Ray" if config.cluster.address is None else f"joining Ray at {config.cluster.address}"
     what = (
-        f"starting Ray, {config.cluster.num_workers} policy workers, {config.policy.generation.num_replicas} engines, "
+        f"{ray}, {config.cluster.num_workers} policy workers, {config.policy.generation.num_replicas} engines, "
         f"1 rollout worker, data plane {config.active_data_plane.impl}"
     )
     return "; ".join(filter(None, (what, plan)))
@@ -262,10 +271,11 @@ def _start(
     groups = (
         _local_groups(config, specs, stack) if cluster is None else _ray_groups(config, specs, cluster, stack, start)
     )
+    plane = config.active_data_plane
+    if plane.mooncake.host == "node" and cluster is not None:
+        plane = plane.model_copy(update={"mooncake": plane.mooncake.model_copy(update={"host": cluster.address})})
     # The workers build while the storage actors of the data plane start.
-    client = build_data_plane_client(
-        config.active_data_plane, run_id=run_id, role="owner", log_dir=config.logger.log_dir, start=start
-    )
+    client = build_data_plane_client(plane, run_id=run_id, role="owner", log_dir=config.logger.log_dir, start=start)
     stack.callback(client.close)
     for group in (groups.rollout, groups.engines, groups.policy):
         if isinstance(group, RayWorkerGroup):
@@ -293,7 +303,8 @@ def _ray_groups(
     stack: ExitStack,
     start: StartUp,
 ) -> _Groups:
-    generation, logs = config.policy.generation, (config.logger.log_dir / WORKER_LOGS).absolute()
+    generation = config.policy.generation
+    log = _LogPlace(log_dir=(config.logger.log_dir / WORKER_LOGS).absolute(), log_level=config.logger.worker_level)
     is_shared = generation.colocated.enabled
     gpu_share = (GPU_SHARE if is_shared else 1.0) if cluster.uses_gpu else 0.0
     in_bundles = cluster.uses_gpu or not is_shared
@@ -306,7 +317,7 @@ def _ray_groups(
             bundles=cluster.policy_bundles,
             environment=config.policy.worker_env_vars,
         ),
-        log_dir=logs,
+        **log,
     )
     stack.callback(policy.shutdown)
     engines = RayWorkerGroup(
@@ -318,10 +329,10 @@ def _ray_groups(
             bundles=cluster.policy_bundles if is_shared else cluster.engine_bundles,
             environment=generation.env_vars,
         ),
-        log_dir=logs,
+        **log,
     )
     stack.callback(engines.shutdown)
-    rollout = RayWorkerGroup("rollout", world_size=1, placement=RayPlacement(num_cpus=ROLLOUT_CPUS), log_dir=logs)
+    rollout = RayWorkerGroup("rollout", world_size=1, placement=RayPlacement(num_cpus=ROLLOUT_CPUS), **log)
     stack.callback(rollout.shutdown)
     with start.waiting_for("the first policy worker"):
         address, port = policy.rendezvous(reserve_port, timeout_s=start.timeout_s)

@@ -51,6 +51,8 @@ class SimpleBackendConfig(Section):
 
     num_storage_units: PositiveInt = 1
     """Storage actors; each reserves one logical CPU, the controller one more."""
+    placement: Literal["driver", "spread"] = "driver"
+    """Where they stand: on the driver's node, or in turn on all nodes of the Ray cluster."""
     send_recv_timeout_s: PositiveInt = 60
     """Limit of one transfer to a storage unit, in seconds (TransferQueue's own default is 200)."""
 
@@ -59,8 +61,8 @@ class MooncakeConfig(Section):
     """Mooncake's store (`impl: mooncake`, and `impl: transfer_queue` with `backend: mooncake_cpu`)."""
 
     host: str = "127.0.0.1"
-    """Address of this node where the run's master and holder listen. With several nodes: the owner node's address in
-    the trusted network, because Mooncake's ports have no authentication."""
+    """Address of this node where the run's master and holder listen. With several nodes: `node`, the driver's address
+    in the Ray cluster, or another one in a trusted network, because Mooncake's ports have no authentication."""
     master_address: str | None = None
     """`host:port` of a running master to use; null starts one for this run. Only for `impl: mooncake`."""
     segment_owner: Literal["holder", "producer"] = "holder"

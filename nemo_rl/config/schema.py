@@ -287,6 +287,9 @@ class LoggerConfig(Section):
     text, reward and its components, and of training rows the advantage."""
     reward_curve: bool = True
     """Write `reward_curve.png` at the end."""
+    worker_level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
+    """From which level on workers write to `workers/<kind>_<rank>.log`; warnings also appear with rank and stage on the
+    driver. Only under Ray."""
     live_panel: bool = True
     """A panel that redraws itself on a terminal; elsewhere, and when false, one plain line per step."""
 

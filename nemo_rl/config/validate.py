@@ -101,8 +101,8 @@ def rule_mooncake_fits_its_user(config: MasterConfig) -> list[str]:
     lines = []
     if nodes > 1 and plane.mooncake.host.startswith("127."):
         lines.append(
-            f"data_plane.mooncake.host: {nodes} nodes cannot reach {plane.mooncake.host}; set this node's address in "
-            "the trusted network"
+            f"data_plane.mooncake.host: {nodes} nodes cannot reach {plane.mooncake.host}; set `node`, the driver's "
+            "address in the Ray cluster, or another one in a trusted network"
         )
     if plane.is_queue_on_mooncake:
         names = ("master_address", "chunk_bytes")

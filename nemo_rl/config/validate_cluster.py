@@ -128,7 +128,9 @@ def rule_variables_need_processes(config: MasterConfig) -> list[str]:
         policy.parallel_section: policy.megatron_cfg if policy.megatron_cfg.enabled else policy.dtensor_cfg,
     }
     given = {"switch": "cluster.launcher", "because": "cluster.launcher is 'local': export them instead"}
-    return [line for name, each in sections.items() for line in would_be_ignored(each, name, ("env_vars",), **given)]
+    lines = [line for name, each in sections.items() for line in would_be_ignored(each, name, ("env_vars",), **given)]
+    given["because"] = "cluster.launcher is 'local'"
+    return lines + would_be_ignored(config.logger, "logger", ("worker_level",), **given)
 
 
 RULES = rules_in(globals())

@@ -102,6 +102,11 @@ class RayVirtualCluster:
         return range(self.num_workers, self.num_workers + self._engines.num_engines)
 
     @property
+    def address(self) -> str:
+        """Under which the nodes of the cluster reach this one."""
+        return str(ray.util.get_node_ip_address())
+
+    @property
     def placement_group(self) -> PlacementGroup:
         if self._group is None:
             raise RuntimeError("the cluster is not open; use it in a with statement")
@@ -163,7 +168,12 @@ class RayVirtualCluster:
             return
         logging.getLogger("ray").setLevel(logging.ERROR)
         with keep_sigterm_handler(), self._start.waiting_for(f"the Ray cluster at {self._config.address}"):
-            ray.init(address=self._config.address, runtime_env={"env_vars": self._environment}, log_to_driver=False)
+            ray.init(
+                address=self._config.address,
+                runtime_env={"env_vars": self._environment},
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
         self._joined = True
 
     def _logical_cpus(self) -> int:

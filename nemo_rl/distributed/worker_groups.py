@@ -28,6 +28,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl.distributed.calls import Call, Payload, Pending
 from nemo_rl.distributed.first_cause import FirstCause, GuardedWorker, is_symptom
+from nemo_rl.distributed.lifeline import Lifeline
 from nemo_rl.distributed.own_ray import check_own_ray
 from nemo_rl.distributed.worker_log import WorkerLog
 from nemo_rl.errors import CollectiveTimeout, NemoRLError, WorkerError
@@ -123,9 +124,13 @@ class _Process:
 class _Host:
     """The Ray actor: holds one worker and answers with records, so that no exception has to be unpickled."""
 
-    def __init__(self, log_file: Path | None = None) -> None:
+    def __init__(self, log_file: Path | None, log_level: str) -> None:
         self._worker: object | None = None
-        self._log = WorkerLog.open(log_file)
+        self._log = WorkerLog.open(log_file, level=log_level)
+        logger.info("process %d on %s", os.getpid(), socket.gethostname())
+        head = str(ray.get_runtime_context().gcs_address)
+        # On loopback the head is on this machine, and Ray hears of its end at once.
+        self._lifeline = None if head.startswith("127.") else Lifeline(head)
 
     def start(self, factory: Callable[..., object], stage: str, kwargs: Mapping[str, object]) -> dict[str, object]:
         """Builds the worker; separate from the actor's start so that its errors come back as records."""
@@ -202,13 +207,22 @@ class RayWorkerGroup(WorkerGroup):
         world_size: number of actors.
         placement: resources of each.
         log_dir: every rank's records go to `<name>_<rank>.log` there, on its own node; None writes no files.
+        log_level: from which on they do.
     """
 
-    def __init__(self, name: str, *, world_size: int, placement: RayPlacement, log_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        world_size: int,
+        placement: RayPlacement,
+        log_dir: Path | None = None,
+        log_level: str = "INFO",
+    ) -> None:
         self.name, self.world_size = name, world_size
+        files = [log_dir and log_dir / f"{name}_{rank}.log" for rank in range(world_size)]
         self._actors: list[ActorHandle] = [
-            _new_actor(name, placement, rank, log_file=log_dir and log_dir / f"{name}_{rank}.log")
-            for rank in range(world_size)
+            _new_actor(name, placement, rank, arguments=(file, log_level)) for rank, file in enumerate(files)
         ]
         self._processes: list[_Process] = []
         """By rank, once all have started."""
@@ -314,14 +328,14 @@ class RayWorkerGroup(WorkerGroup):
                     continue
                 if reply["is_first"]:
                     self.shutdown()
-                    raise failure
+                    raise self._located(failure)
                 if not failures:
                     deadline = min(deadline, time.monotonic() + FIRST_CAUSE_GRACE_S)
                 failures.append(failure)
         if failures or waiting:
             self.shutdown()
             late = sorted(ranks[refs.index(ref)] for ref in waiting)
-            raise _root_cause(failures) if failures else self._too_late(late, timeout_s, stage=stage)
+            raise self._located(_root_cause(failures) if failures else self._too_late(late, timeout_s, stage=stage))
         return [replies[ref] for ref in refs]
 
     def _show_warnings(self, reply: Mapping[str, object], rank: int, stage: str) -> None:
@@ -336,6 +350,13 @@ class RayWorkerGroup(WorkerGroup):
 
     def _who(self, rank: int) -> str:
         return f"{self.name} worker, process {self._places([rank])}" if self._processes else f"{self.name} worker"
+
+    def _located(self, error: NemoRLError) -> NemoRLError:
+        """With several hosts also says where the rank was."""
+        rank = error.rank if isinstance(error, WorkerError) else error.origin_rank
+        if rank is not None and len({process.host for process in self._processes}) > 1:
+            error.add_note(f"rank {rank} of {self.name}: process {self._places([rank])}")
+        return error
 
     def _too_late(self, late: Sequence[int], timeout_s: float, *, stage: str) -> WorkerError:
         key = "worker_start_timeout_s" if stage == self._start_stage else "stage_timeout_s"
@@ -352,7 +373,7 @@ def _sent(call: Call[_T], rank: int) -> tuple[str, str, dict[str, object]]:
     return request.method, call.stage, dict(request.arguments)
 
 
-def _new_actor(name: str, placement: RayPlacement, rank: int, *, log_file: Path | None) -> ActorHandle:
+def _new_actor(name: str, placement: RayPlacement, rank: int, *, arguments: Sequence[object]) -> ActorHandle:
     options: dict[str, object] = {"num_cpus": placement.num_cpus, "num_gpus": placement.num_gpus, "max_restarts": 0}
     if placement.placement_group is not None:
         bundles = placement.bundles or range(placement.placement_group.bundle_count)
@@ -363,7 +384,7 @@ def _new_actor(name: str, placement: RayPlacement, rank: int, *, log_file: Path 
         options["runtime_env"] = {"env_vars": dict(placement.environment)}
     # Ray names the process after the class, so that `ps` and Ray's logs distinguish the workers.
     host = type(f"{name.capitalize()}Worker", (_Host,), {"__module__": __name__})
-    return ray.remote(host).options(**options).remote(log_file)
+    return ray.remote(host).options(**options).remote(*arguments)
 
 
 def _reply(ref: ray.ObjectRef) -> dict[str, object]:

@@ -21,14 +21,14 @@ WARNING_LENGTH = 500
 
 
 class WorkerLog(logging.Handler):
-    """Records of this process: those of this package from INFO on, of others from WARNING on.
+    """Records of this process: those of this package from a level on, of others from WARNING on.
 
     Args:
         path: the file, appended to; its folder is made. None writes none.
     """
 
     def __init__(self, path: Path | None) -> None:
-        super().__init__(logging.INFO)
+        super().__init__(logging.NOTSET)
         self.stage = ""
         self._warnings: list[str] = []
         self._file: logging.FileHandler | None = None
@@ -38,11 +38,15 @@ class WorkerLog(logging.Handler):
             self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(stage)s: %(message)s"))
 
     @classmethod
-    def open(cls, path: Path | None) -> WorkerLog:
-        """The handler of everything that this process logs."""
+    def open(cls, path: Path | None, *, level: str = "INFO") -> WorkerLog:
+        """The handler of everything that this process logs.
+
+        Args:
+            level: of this package's records.
+        """
         handler = cls(path)
         logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-        logging.getLogger("nemo_rl").setLevel(logging.INFO)
+        logging.getLogger("nemo_rl").setLevel(level)
         logging.captureWarnings(True)
         return handler
 

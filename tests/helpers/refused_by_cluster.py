@@ -49,7 +49,7 @@ REFUSED_BY_CLUSTER: dict[str, list[tuple[tuple[str, ...], str]]] = {
         ((APART, "policy.generation.colocated.num_nodes=1"), "policy.generation.colocated.num_nodes: nodes of their"),
         (
             (APART, "policy.generation.colocated.gpus_per_node=1"),
-            "policy.generation.colocated.gpus_per_node: expected 0",
+            "policy.generation.colocated.gpus_per_node: expected",
         ),
         ((APART, *GPUS), "policy.generation.colocated.gpus_per_node: expected at least 1"),
         (
@@ -64,6 +64,7 @@ REFUSED_BY_CLUSTER: dict[str, list[tuple[tuple[str, ...], str]]] = {
     "rule_variables_need_processes": [
         ((*LOCAL, "cluster.env_vars={A_B: 1}"), "cluster.env_vars: would be ignored"),
         ((*LOCAL, "policy.generation.env_vars={A: b}"), "policy.generation.env_vars: would be ignored"),
+        ((*LOCAL, "logger.worker_level=DEBUG"), "logger.worker_level: 'DEBUG' would be ignored"),
         ((*LOCAL, "policy.dtensor_cfg.env_vars={A: b}"), "policy.dtensor_cfg.env_vars: would be ignored"),
     ],
 }

@@ -9,12 +9,14 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import ray
 from omegaconf import OmegaConf
 from ray import exceptions as ray_errors
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from transfer_queue import interface as tq_interface
 
 from nemo_rl.config.data_plane import DataPlaneConfig
@@ -58,9 +60,15 @@ def service_config(config: DataPlaneConfig, *, run_id: str, namespace: str, moon
         mooncake: address of the run's Mooncake servers; empty for backend `simple`.
     """
     units = num_storage_units(config)
+    is_spread = config.simple.placement == "spread"
     backend: dict[str, object] = {
         "storage_backend": "SimpleStorage",
-        "SimpleStorage": {"num_data_storage_units": units, "total_storage_size": None},
+        "SimpleStorage": {
+            "num_data_storage_units": units,
+            "total_storage_size": None,
+            # What each node has under its own address.
+            "required_node_resource": None if is_spread else f"node:{ray.util.get_node_ip_address()}",
+        },
     }
     if mooncake:
         section = config.mooncake
@@ -199,9 +207,32 @@ def start_actors(settings: Any) -> None:
         DataPlaneClosed: one of them died meanwhile.
     """
     try:
-        tq_interface.init(settings)
+        with _controller_near():
+            tq_interface.init(settings)
     except ray_errors.RayActorError as error:
         raise died_in_start(error) from error
+
+
+class _Near:
+    """An actor class whose actors stand on this process's node, where they have room."""
+
+    def __init__(self, actor_class: Any) -> None:
+        self._actor_class = actor_class
+
+    def options(self, **given: object) -> Any:
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        return self._actor_class.options(scheduling_strategy=here, **given)
+
+
+@contextmanager
+def _controller_near() -> Iterator[None]:
+    """TransferQueue leaves its controller to Ray: on a node that is lost, the run could not even be cleaned up."""
+    before = tq_interface.TransferQueueController
+    tq_interface.TransferQueueController = _Near(before)
+    try:
+        yield
+    finally:
+        tq_interface.TransferQueueController = before
 
 
 def died_in_start(error: ray_errors.RayActorError) -> DataPlaneClosed:
