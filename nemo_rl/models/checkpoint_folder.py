@@ -20,9 +20,10 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from nemo_rl.errors import CheckpointError, shorten
+from nemo_rl.models.hf_folder import write_folder
 from nemo_rl.utils.files import give_usual_modes
 from nemo_rl.utils.units import bytes_text
 
@@ -35,6 +36,7 @@ __all__ = [
     "raise_together",
     "random_state",
     "refuse_code",
+    "save_model",
     "save_tokenizer",
     "set_random_state",
 ]
@@ -84,6 +86,28 @@ def complete_or_nothing(folder: Path) -> Iterator[Path]:
     except WRITE_ERRORS as error:
         problem = cause_text(error)
     close_part(folder, problem)
+
+
+def save_model(
+    folder: Path,
+    config: PretrainedConfig,
+    weights: Iterator[tuple[str, torch.Tensor]],
+    *,
+    generation_config: GenerationConfig | None = None,
+) -> None:
+    """(collective) A Hugging Face folder, written by rank 0 one shard at a time.
+
+    Args:
+        weights: whole ones by name; every rank takes part in gathering them.
+
+    Raises:
+        CheckpointError: on every rank; what was in `folder` before is left as it was.
+    """
+    with complete_or_nothing(folder) as target:
+        if dist.get_rank() == 0:
+            write_folder(target, config, weights, generation_config=generation_config)
+        for _ in weights:
+            pass
 
 
 def open_part(folder: Path) -> Path:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from nemo_rl.utils.trackers.jsonl import read_metrics
-from tests.helpers.families import write_with_tokenizer
+from tests.helpers.families import write_family
 from tests.helpers.hosts import RayHosts, missing, ray_on_two_hosts
 from tests.helpers.runs import ROOT, logged_steps, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
@@ -131,7 +131,7 @@ def test_the_numbers_are_those_of_one_host(cluster: RayHosts, model: Path, tmp_p
 
 @pytest.mark.full
 def test_routes_are_replayed_across_hosts(cluster: RayHosts, tmp_path: Path) -> None:
-    model = write_with_tokenizer("qwen3_moe", tmp_path / "model")
+    model = write_family(tmp_path / "model", "qwen3_moe")
     for name, where in {"one": ONE_HOST, "two": TWO_HOSTS}.items():
         recipe = write_recipe(tmp_path / name, model)
         sections = yaml.safe_load(recipe.read_text())

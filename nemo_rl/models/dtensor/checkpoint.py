@@ -18,12 +18,15 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from nemo_rl.errors import CheckpointError, ModelFolderError, shorten
 from nemo_rl.models.checkpoint_folder import (
     complete_or_nothing,
+    raise_together,
     random_state,
     refuse_code,
+    save_model,
     set_random_state,
 )
-from nemo_rl.models.dtensor.parallelize import PolicyModel, copy_into_shard, full_weight
-from nemo_rl.models.loading import load_causal_lm, named_weights
+from nemo_rl.models.dtensor.parallelize import PolicyModel, full_weight
+from nemo_rl.models.dtensor.weights import fill_shards, name_differences, open_source
+from nemo_rl.models.loading import named_weights
 
 __all__ = ["export", "load_optimizer", "load_weights", "save_optimizer", "save_weights"]
 
@@ -44,11 +47,7 @@ def save_weights(model: PolicyModel, folder: Path) -> None:
     Raises:
         CheckpointError: on every rank; what was in `folder` before is left as it was.
     """
-    is_writer = dist.get_rank() == 0
-    weights = {name: weight for name, weight in export(model) if is_writer}
-    with complete_or_nothing(folder) as target:
-        if is_writer:
-            model.hf.save_pretrained(str(target), state_dict=weights)
+    save_model(folder, model.hf.config, export(model), generation_config=model.hf.generation_config)
 
 
 def save_optimizer(
@@ -73,19 +72,20 @@ def load_weights(model: PolicyModel, folder: Path) -> None:
     Raises:
         CheckpointError: the folder is missing, incomplete or of another architecture.
     """
+    problem = None
     try:
-        loaded = dict(named_weights(load_causal_lm(folder)))
+        source = open_source(folder, model.hf)
+        different = name_differences(model.hf, source)
+        if different:
+            problem = (
+                f"weights of another model, first difference at {different[0]!r}; set policy.model_name to the model "
+                "this checkpoint was trained from"
+            )
+        else:
+            fill_shards(model.hf, source)
     except ModelFolderError as error:
-        raise CheckpointError(f"checkpoint {str(folder)!r}: {error}") from error
-    own = dict(named_weights(model.hf))
-    if {n: w.shape for n, w in loaded.items()} != {n: w.shape for n, w in own.items()}:
-        different = sorted({*loaded.items()} ^ {*own.items()}, key=lambda item: item[0])
-        raise CheckpointError(
-            f"checkpoint {str(folder)!r}: weights of another model, first difference at {different[0][0]!r}; "
-            "set policy.model_name to the model this checkpoint was trained from"
-        )
-    for name, weight in own.items():
-        copy_into_shard(weight, loaded[name])
+        problem = str(error)
+    raise_together(problem, folder, doing="read")
 
 
 def load_optimizer(model: PolicyModel, optimizer: torch.optim.Optimizer, folder: Path) -> dict[str, float]:

@@ -11,8 +11,7 @@ from contextlib import nullcontext
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 from nemo_rl.config.policy import PolicyConfig
@@ -22,13 +21,12 @@ from nemo_rl.models.dtensor.rope import RowFrequencies, long_rope_start
 from nemo_rl.models.dtensor.tensor_parallel import TensorAxis, apply_plan
 from nemo_rl.models.dtensor.tensor_plans import plan_of
 from nemo_rl.models.loading import DTYPES, fit_experts
-from nemo_rl.models.local_shard import local_shard
 from nemo_rl.models.logprobs import Sampling, VocabShard
 from nemo_rl.models.policy.microbatch import ForwardInputs
 from nemo_rl.models.policy.outputs import selected_logprobs, top_k_logits
 from nemo_rl.models.varlen_attention import ATTENTION_NAME
 
-__all__ = ["PolicyModel", "copy_into_shard", "full_weight", "parallelize"]
+__all__ = ["PolicyModel", "full_weight", "parallelize"]
 
 
 class PolicyModel(torch.nn.Module):
@@ -71,7 +69,8 @@ class PolicyModel(torch.nn.Module):
 def parallelize(hf: PreTrainedModel, *, groups: ParallelGroups, config: PolicyConfig) -> PolicyModel:
     """Splits the model over the tensor axis and shards it over data x context ranks (collective).
 
-    Parameters stay float32; with another precision they are cast for computation and gradients are reduced in float32.
+    Parameters may be on the meta device, and stay there. They are float32; with another precision they are cast for
+    computation and gradients are reduced in float32.
 
     Raises:
         ConfigError: the model cannot run in this layout.
@@ -132,24 +131,3 @@ def full_weight(weight: torch.Tensor) -> torch.Tensor:
         kept = detached.placements[axis + 1 :]
         detached = detached.redistribute(placements=[*[Replicate()] * (axis + 1), *kept])
     return detached.to_local()
-
-
-def copy_into_shard(weight: torch.Tensor, full: torch.Tensor) -> None:
-    """Writes this rank's part of a whole tensor that every rank holds; no communication."""
-    with torch.no_grad():
-        local_shard(weight).copy_(_part_of(full, weight))
-
-
-def _part_of(full: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The tensor axis is the inner one: it splits first, and FSDP splits what is left."""
-    if not isinstance(weight, DTensor):
-        return full
-    mesh = weight.device_mesh
-    for axis in reversed(range(mesh.ndim)):
-        placement = weight.placements[axis]
-        if isinstance(placement, Shard | _StridedShard):
-            chunks = full.chunk(mesh.size(axis), dim=placement.dim)
-            place = mesh.get_local_rank(axis)
-            empty = full.narrow(placement.dim, 0, 0)
-            full = chunks[place] if place < len(chunks) else empty
-    return full

@@ -20,8 +20,9 @@ from nemo_rl.models.dtensor.optim import LossScaler, build_optimizer
 from nemo_rl.models.dtensor.parallelize import full_weight, parallelize
 from nemo_rl.models.dtensor.sites import taps_of
 from nemo_rl.models.dtensor.train_step import OptimizerStep, StepRunner
+from nemo_rl.models.dtensor.weights import fill_shards, make_room, open_source
 from nemo_rl.models.hf_routers import HFRouters
-from nemo_rl.models.loading import load_causal_lm, named_weights
+from nemo_rl.models.loading import named_weights
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.policy.recording.observer import NO_OBSERVER, PassObserver
 from nemo_rl.models.policy.recording.taps import Taps
@@ -38,6 +39,7 @@ from nemo_rl.models.policy.workers.base import (
     placement_of,
 )
 from nemo_rl.models.policy.workers.engine import Engine
+from nemo_rl.models.skeleton import build_skeleton
 from nemo_rl.routes.shape import RouteShape
 from nemo_rl.utils.flops import TransformerShape
 
@@ -52,13 +54,16 @@ class DTensorEngine(Engine):
     ) -> None:
         """(collective) As in `EngineFactory`; the groups have the deadline of the default one."""
         self._config, self._here, self._device = config, here, here.device
-        hf = load_causal_lm(config.model_name)
+        hf = build_skeleton(config.model_name)
+        source = open_source(config.model_name, hf)
         # Tensor parallel ranks hold the same activations, so they must drop the same ones.
         torch.manual_seed(seed + here.rank // here.layout.tp)
         self._groups = ParallelGroups.build(here.layout, rank=here.rank, device=here.device)
         self.context = self._groups.context
         self.flops_shape = TransformerShape.from_config(hf.config.to_dict())
         self.model = parallelize(hf, groups=self._groups, config=config)
+        make_room(self.model, torch.device("cpu") if config.dtensor_cfg.cpu_offload else here.device)
+        fill_shards(self.model.hf, source)
         self.optimizer = build_optimizer(config.optimizer, self.model.parameters())
         self.schedule: LearningRate = LearningRate(config.scheduler, self.optimizer, num_steps=num_steps)
         self.scaler = LossScaler(precision=config.precision)

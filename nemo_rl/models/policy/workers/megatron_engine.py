@@ -15,8 +15,8 @@ import torch
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ModelFolderError
-from nemo_rl.models.checkpoint_folder import complete_or_nothing, raise_together
-from nemo_rl.models.hf_folder import open_weights, write_folder
+from nemo_rl.models.checkpoint_folder import raise_together, save_model
+from nemo_rl.models.hf_folder import open_weights
 from nemo_rl.models.loading import DTYPES, load_model_config
 from nemo_rl.models.megatron import checkpoint
 from nemo_rl.models.megatron.architecture import Architecture, check_fits
@@ -154,7 +154,7 @@ class MegatronEngine(Engine):
                 optimizer,
                 is_async=self._config.megatron_cfg.async_save,
             )
-        self._save_weights(weights)
+        save_model(weights, self._hf_config, export_weights(self.model))
         if pending is not None:
             pending.finish()
 
@@ -171,15 +171,6 @@ class MegatronEngine(Engine):
             destroy_parallel()
 
     # Private parts.
-
-    def _save_weights(self, folder: Path) -> None:
-        with complete_or_nothing(folder) as target:
-            exported = export_weights(self.model)
-            if self._here.rank == 0:
-                write_folder(target, self._hf_config, exported)
-            for _ in exported:
-                # Every rank takes part in gathering what rank 0 writes.
-                pass
 
     def _load_weights(self, folder: Path) -> None:
         problem = None
