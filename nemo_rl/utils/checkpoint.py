@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from nemo_rl.errors import CheckpointError, NemoRLError
+from nemo_rl.errors import CheckpointError, NemoRLError, WorkerError
 from nemo_rl.utils import interrupt
 from nemo_rl.utils.files import write_text
 from nemo_rl.utils.manifest import Manifest
@@ -111,6 +111,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: a write failed, or `state` holds something else; earlier checkpoints and `latest` are
                 untouched.
+            WorkerError: a worker failed or died meanwhile; likewise.
             KeyboardInterrupt: an interrupt arrived, also where a library made another error of it.
         """
         text = self._state_text(step, state)
@@ -123,6 +124,10 @@ class CheckpointManager:
             Manifest.write(tmp)
             self._replace_folder(tmp, target)
             write_text(self._folder / LATEST_FILE, target.name)
+        except WorkerError:
+            # A worker that died, not a disk that refuses.
+            interrupt.raise_if_received()
+            raise
         except (OSError, NemoRLError) as error:
             interrupt.raise_if_received()
             kept = self.latest()

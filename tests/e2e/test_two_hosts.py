@@ -167,8 +167,7 @@ def test_a_host_that_is_cut_off_ends_the_run_which_names_it(
             time.sleep(0.5)
     finally:
         cluster.second.plug_cable()
-        cluster.nodes["host-b"].wait(END_S)
-        cluster.start_node(cluster.second)
+        cluster.restart_node(cluster.second)
     assert not [name for name in cluster.second.shared_memory() if "nemo" in name]
 
 

@@ -113,6 +113,14 @@ class RayHosts:
     def address(self) -> str:
         return f"{self.first.address}:6379"
 
+    def restart_node(self, host: Host) -> None:
+        """Ray anew on a host that was cut off, whether Ray has noticed that or not."""
+        for pid in host.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.nodes[host.name].wait(READY_S)
+        self.start_node(host)
+
     def start_node(self, host: Host) -> None:
         way = ["--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={self.folder / 'ray'}"]
         way = way if host is self.first else [f"--address={self.address}"]

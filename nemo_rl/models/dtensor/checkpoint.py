@@ -47,7 +47,9 @@ def save_weights(model: PolicyModel, folder: Path) -> None:
     Raises:
         CheckpointError: on every rank; what was in `folder` before is left as it was.
     """
-    save_model(folder, model.hf.config, export(model), generation_config=model.hf.generation_config)
+    # What gathers only is not copied: the writer's shards of files take copies, one weight at a time.
+    whole = ((name, full_weight(weight)) for name, weight in named_weights(model.hf))
+    save_model(folder, model.hf.config, whole, generation_config=model.hf.generation_config)
 
 
 def save_optimizer(

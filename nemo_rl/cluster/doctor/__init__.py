@@ -1,0 +1,1 @@
+"""`nemo-rl doctor`: whether this machine is in order for a run."""
