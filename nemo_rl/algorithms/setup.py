@@ -251,11 +251,16 @@ def _logger(config: MasterConfig, resume_from: Checkpoint | None) -> Logger:
 
 def _cluster(config: MasterConfig, start: StartUp, forks: ForkServer | None) -> RayVirtualCluster:
     """On GPU an engine shares its GPU and its bundle with a policy worker, unless it stands apart."""
+    colocated = config.policy.generation.colocated
     return RayVirtualCluster(
         config.cluster,
         other_cpus=other_cpus(config),
         cpus_per_bundle=cpus_per_bundle(config),
-        engines=EngineNodes(num_engines=engines_apart(config), num_nodes=config.policy.generation.colocated.num_nodes),
+        engines=EngineNodes(
+            num_engines=engines_apart(config),
+            num_nodes=colocated.num_nodes,
+            gpus_per_node=colocated.gpus_per_node,
+        ),
         environment=run_environment(config),
         start=start,
         forks=forks,

@@ -41,6 +41,8 @@ class EngineNodes:
     num_engines: int
     num_nodes: int
     """That hold engines alone; 0: they stand on the nodes of the policy, beside its workers."""
+    gpus_per_node: int = 0
+    """Of each of these nodes, one for an engine."""
 
 
 class RayVirtualCluster:
@@ -192,21 +194,21 @@ class RayVirtualCluster:
         config, engines = self._config, self._engines
         workers = self.num_workers // config.num_nodes
         beside = 0 if engines.num_nodes else -(-engines.num_engines // config.num_nodes)
+        gpus_beside = 0 if engines.num_nodes else engines.gpus_per_node
         policy = Share(
             num_nodes=config.num_nodes,
             num_cpus=workers * self._cpus_per_bundle + beside,
-            num_gpus=workers + beside if self.uses_gpu else 0,
+            num_gpus=workers + gpus_beside if self.uses_gpu else 0,
             what="cluster.num_nodes",
         )
         if not engines.num_nodes:
             return [policy]
-        apart = engines.num_engines // engines.num_nodes
         return [
             policy,
             Share(
                 num_nodes=engines.num_nodes,
-                num_cpus=apart,
-                num_gpus=apart if self.uses_gpu else 0,
+                num_cpus=engines.num_engines // engines.num_nodes,
+                num_gpus=engines.gpus_per_node,
                 what="policy.generation.colocated.num_nodes",
             ),
         ]

@@ -65,7 +65,7 @@ def test_the_worst_finding_decides_and_a_look_that_fails_is_one(monkeypatch: pyt
 @pytest.mark.slow
 def test_two_ranks_read_what_the_other_has_written(tmp_path: Path) -> None:
     assert named(look_at_self_test(), "self-test").state is State.GREEN
-    nowhere = DataPlaneConfig(impl="shm", shm=SharedMemoryConfig(folder=tmp_path / "none"))
+    nowhere = DataPlaneConfig(impl="shm", shm=SharedMemoryConfig(folder=str(tmp_path / "none")))
     assert named(look_at_self_test(nowhere), "self-test").state is State.RED
 
 
