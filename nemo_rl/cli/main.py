@@ -15,6 +15,7 @@ from rich.console import Console
 from nemo_rl.cli.data_plane import app as data_plane_app
 from nemo_rl.cli.probe import app as probe_app
 from nemo_rl.cli.replay import replay
+from nemo_rl.cli.shrink import shrink
 from nemo_rl.cli.trace import app as trace_app
 from nemo_rl.errors import NemoRLError, UserError
 from nemo_rl.utils.last_resort import crash_line, machine_problem
@@ -26,6 +27,7 @@ app.add_typer(data_plane_app, name="data-plane")
 app.add_typer(probe_app, name="probe")
 app.add_typer(trace_app, name="trace")
 app.command()(replay)
+app.command()(shrink)
 
 
 def _show_version(asked: bool) -> None:
