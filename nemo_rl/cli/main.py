@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from nemo_rl.cli.config import app as config_app
 from nemo_rl.cli.data_plane import app as data_plane_app
 from nemo_rl.cli.probe import app as probe_app
 from nemo_rl.cli.replay import replay
@@ -23,6 +24,7 @@ from nemo_rl.utils.last_resort import crash_line, machine_problem
 __all__ = ["app", "main"]
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None)
+app.add_typer(config_app, name="config")
 app.add_typer(data_plane_app, name="data-plane")
 app.add_typer(probe_app, name="probe")
 app.add_typer(trace_app, name="trace")
