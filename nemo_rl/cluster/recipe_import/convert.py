@@ -101,7 +101,7 @@ def _by_table(given: Given) -> Iterator[Outcome]:
 def _kept(key: str, value: object, rule: KeyRule) -> Outcome:
     to = rule.to or key
     if not place_of(to.split(".")).is_known:
-        if value in (None, True if key == SHARES else False, {}):
+        if value in (None, key == SHARES, {}):
             return Outcome(key=key, fate=Fate.SAME, why="nothing is asked for that is not so here")
         return Outcome(key=key, fate=Fate.NOT_SUPPORTED, why="there is no such key here yet")
     now = value if rule.convert is None else rule.convert(value)

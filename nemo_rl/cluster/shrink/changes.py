@@ -149,7 +149,7 @@ def _layout(changes: Changes, config: MasterConfig, layout: SmallLayout, num_lay
     changes.set(f"{section}.pipeline_model_parallel_size", sizes.pipeline, two)
     changes.set(f"{section}.context_parallel_size", sizes.context, two)
     changes.set(f"{section}.expert_model_parallel_size", sizes.expert, two)
-    if policy.megatron_cfg.expert_tensor_parallel_size is not None:
+    if policy.megatron_cfg.expert_tensor_parallel_size is not None or sizes.expert_tensor != sizes.tensor:
         changes.set(f"{section}.expert_tensor_parallel_size", sizes.expert_tensor, two)
     changes.set(f"{section}.sequence_parallel", sizes.sequence_parallel, two)
     _megatron(changes, config, layout, num_layers)

@@ -56,14 +56,19 @@ def small_layout(real: ParallelSizes, workers: int, *, max_workers: int) -> Smal
         expert_tensor=min(real.expert_tensor, KEPT),
         sequence_parallel=real.sequence_parallel,
     )
-    reduced: list[str] = []
+    kept, given_up = sizes, list[str]()
     for name in GIVEN_UP_IN_TURN:
-        if _fewest(sizes) <= max_workers:
-            break
-        without = _without(sizes, name)
-        if _fewest(without) < _fewest(sizes):
-            reduced.append(f"{name.replace('_', ' ')} parallel: {_fewest(sizes)} processes are more than {max_workers}")
-            sizes = without
+        if _fewest(sizes) > max_workers:
+            sizes = _without(sizes, name)
+            given_up.append(name)
+    # One that was given up before a larger one may fit after all.
+    for name in list(given_up):
+        others = [other for other in given_up if other != name]
+        if _fewest(_without(kept, *others)) <= max_workers:
+            sizes, given_up = _without(kept, *others), others
+    reduced = [
+        f"{name.replace('_', ' ')} parallel: {_fewest(kept)} processes are more than {max_workers}" for name in given_up
+    ]
     fewest = _fewest(sizes)
     real_data, data = workers // real.replica_size, fewest // sizes.replica_size
     if real_data > 1 and data == 1:
@@ -79,10 +84,10 @@ def _fewest(sizes: ParallelSizes) -> int:
     return math.lcm(sizes.replica_size, sizes.expert_tensor * sizes.expert * sizes.pipeline)
 
 
-def _without(sizes: ParallelSizes, name: str) -> ParallelSizes:
-    if name == "tensor":
-        return replace(sizes, tensor=1, sequence_parallel=False)
-    return replace(sizes, **{name: 1})  # type: ignore[arg-type]
+def _without(sizes: ParallelSizes, *names: str) -> ParallelSizes:
+    changes: dict[str, int] = dict.fromkeys(names, 1)
+    is_split = sizes.sequence_parallel and "tensor" not in names
+    return replace(sizes, **changes, sequence_parallel=is_split)  # type: ignore[arg-type]
 
 
 def _said(sizes: ParallelSizes, workers: int) -> str:

@@ -69,7 +69,14 @@ def small_model_config(
             "and cannot be made small here"
         )
     layers = _layers(given, sizes.pipeline)
-    small = {**given, "vocab_size": vocab_size, "num_hidden_layers": layers, "initializer_range": INIT}
+    # Classes have tokens of their own, which a small vocabulary lacks.
+    small = {
+        **given,
+        **dict.fromkeys(TOKENS),
+        "vocab_size": vocab_size,
+        "num_hidden_layers": layers,
+        "initializer_range": INIT,
+    }
     for name, cap in CAPS.items():
         if isinstance(given.get(name), int) and not isinstance(given[name], bool):
             small[name] = min(given[name], cap)
