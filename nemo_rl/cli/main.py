@@ -12,10 +12,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from nemo_rl.cli.config import app as config_app
 from nemo_rl.cli.data_plane import app as data_plane_app
 from nemo_rl.cli.doctor import doctor
 from nemo_rl.cli.probe import app as probe_app
 from nemo_rl.cli.replay import replay
+from nemo_rl.cli.shrink import shrink
 from nemo_rl.cli.trace import app as trace_app
 from nemo_rl.errors import NemoRLError, UserError
 from nemo_rl.utils.last_resort import crash_line, machine_problem
@@ -23,11 +25,13 @@ from nemo_rl.utils.last_resort import crash_line, machine_problem
 __all__ = ["app", "main"]
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None)
+app.add_typer(config_app, name="config")
 app.add_typer(data_plane_app, name="data-plane")
 app.add_typer(probe_app, name="probe")
 app.add_typer(trace_app, name="trace")
 app.command()(doctor)
 app.command()(replay)
+app.command()(shrink)
 
 
 def _show_version(asked: bool) -> None:

@@ -44,6 +44,8 @@ class Recipe:
     layers: dict[tuple[str, ...], Layer] = field(default_factory=dict)
     """Path of every value set -> who set it last."""
     num_files: int = 0
+    missing: list[str] = field(default_factory=list)
+    """Parents that are not there, where that is no error."""
 
     def layer_of(self, path: Sequence[str]) -> Layer | None:
         """Who set `path` or anything below it last, or else the nearest section above it; None for a default."""
@@ -85,8 +87,11 @@ class Recipe:
             self.layers[path] = layer
 
 
-def compose(path: Path) -> Recipe:
+def compose(path: Path, *, needs_parents: bool = True) -> Recipe:
     """The recipe at `path` over everything it inherits.
+
+    Args:
+        needs_parents: False notes parents that are not there in `missing`.
 
     Raises:
         ConfigError: a file is missing, is no YAML mapping, or inherits from itself.
@@ -95,12 +100,15 @@ def compose(path: Path) -> Recipe:
     if problem is not None:
         raise ConfigError(f"{str(path)!a}: expected the path of a YAML recipe, got a text that {problem}")
     recipe = Recipe(file=str(path))
-    _read_into(recipe, path, chain=())
+    _read_into(recipe, path, chain=(), needs_parents=needs_parents)
     return recipe
 
 
-def _read_into(recipe: Recipe, path: Path, *, chain: tuple[Path, ...]) -> None:
+def _read_into(recipe: Recipe, path: Path, *, chain: tuple[Path, ...], needs_parents: bool) -> None:
     real = path.resolve()
+    if chain and not needs_parents and not path.exists():
+        recipe.missing.append(str(path))
+        return
     if real in chain:
         circle = " -> ".join(str(p) for p in (*chain[chain.index(real) :], real))
         raise ConfigError(f"{path}: defaults: expected files that do not inherit from each other, got {circle}")
@@ -113,7 +121,7 @@ def _read_into(recipe: Recipe, path: Path, *, chain: tuple[Path, ...]) -> None:
     if not isinstance(parents, list) or not all(isinstance(p, str) for p in parents):
         raise ConfigError(f"{path}: defaults: expected a path or a list of paths, got {shorten(repr(parents))}")
     for parent in parents:
-        _read_into(recipe, path.parent / parent, chain=(*chain, real))
+        _read_into(recipe, path.parent / parent, chain=(*chain, real), needs_parents=needs_parents)
     recipe.num_files += 1
     _merge(recipe, recipe.tree, tree, prefix=(), layer=Layer(order=recipe.num_files, name=str(path)))
 

@@ -28,13 +28,17 @@ class _Unresolved(ValueError):
     """Why one text cannot be resolved."""
 
 
-def resolve_interpolations(recipe: Recipe) -> dict[tuple[str, ...], str]:
-    """Replaces interpolations by their values; returns path -> problem of those that cannot be resolved."""
+def resolve_interpolations(recipe: Recipe, *, defaults: Mapping[str, Any] | None = None) -> dict[tuple[str, ...], str]:
+    """Replaces interpolations by their values; returns path -> problem of those that cannot be resolved.
+
+    Args:
+        defaults: what a key that the recipe leaves alone resolves to; None takes the schema's.
+    """
     wanted = [(path, value) for path, value in recipe.leaves() if isinstance(value, str) and "${" in value]
     if not wanted:
         return {}
     problems: dict[tuple[str, ...], str] = {}
-    resolver = _Resolver(_overlay(default_tree(), recipe.tree))
+    resolver = _Resolver(_overlay(default_tree() if defaults is None else dict(defaults), recipe.tree))
     resolved: list[tuple[tuple[str, ...], Any]] = []
     for path, value in wanted:
         try:

@@ -21,10 +21,10 @@ __all__ = [
     "CONFIG_FILE",
     "DTYPES",
     "check_model_folder",
-    "empty_model",
     "fit_experts",
     "load_causal_lm",
     "load_model_config",
+    "model_without_weights",
     "named_weights",
 ]
 
@@ -112,13 +112,12 @@ def load_model_config(folder: str | Path) -> PretrainedConfig:
     return config
 
 
-def empty_model(folder: str | Path) -> PreTrainedModel:
-    """The model of a folder without its weights.
+def model_without_weights(config: PretrainedConfig, folder: str | Path) -> PreTrainedModel:
+    """The model of an architecture, which may be that of a folder.
 
     Raises:
-        ModelFolderError: the folder is missing or unreadable, or its config describes no causal language model.
+        ModelFolderError: the config describes no causal language model.
     """
-    config = load_model_config(folder)
     what = f"model folder {str(folder)!r}: {CONFIG_FILE} of {config.model_type!r} describes no causal language model"
     with boundary(ModelFolderError, what), torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)

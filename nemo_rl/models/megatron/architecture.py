@@ -14,11 +14,10 @@ from transformers import PretrainedConfig
 
 from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.errors import ConfigError, ModelFolderError, boundary
-from nemo_rl.models.loading import load_model_config
+from nemo_rl.errors import ConfigError
 from nemo_rl.models.megatron.rope import rotary_problems
 
-__all__ = ["SUPPORTED", "Architecture", "Mixture", "check_folder_fits"]
+__all__ = ["SUPPORTED", "Architecture", "Mixture", "check_fits"]
 
 SUPPORTED = ("glm4_moe", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """`model_type`s that the Megatron worker trains."""
@@ -142,18 +141,6 @@ class Architecture:
             mixture=mixture,
             expert_layers=expert_layers,
         )
-
-
-def check_folder_fits(config: PolicyConfig) -> None:
-    """Compares the model folder with `policy.megatron_cfg`; reads its config only.
-
-    Raises:
-        ModelFolderError: the folder is missing or unreadable.
-        ConfigError: the model cannot run as configured.
-    """
-    model_config = load_model_config(config.model_name)
-    with boundary(ModelFolderError, f"model folder {config.model_name!r}: config.json"):
-        check_fits(Architecture.of(model_config), config)
 
 
 def check_fits(shape: Architecture, config: PolicyConfig) -> None:

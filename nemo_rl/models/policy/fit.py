@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError, ModelFolderError, boundary
 from nemo_rl.models.dtensor import fit
 from nemo_rl.models.dtensor.rope import long_rope_start
 from nemo_rl.models.hf_routers import HFRouters
-from nemo_rl.models.loading import empty_model
+from nemo_rl.models.loading import load_model_config, model_without_weights
 from nemo_rl.models.megatron import architecture
 from nemo_rl.routes.shape import MAX_EXPERTS
 
-__all__ = ["check_policy_fits"]
+__all__ = ["check_planned_model_fits", "check_policy_fits"]
 
 
 def check_policy_fits(config: PolicyConfig) -> None:
@@ -25,11 +25,16 @@ def check_policy_fits(config: PolicyConfig) -> None:
         ModelFolderError: the folder is missing, unreadable or of another kind of model.
         ConfigError: the model cannot run as configured.
     """
-    model = empty_model(config.model_name)
-    if config.megatron_cfg.enabled:
-        architecture.check_folder_fits(config)
-    else:
-        with boundary(ModelFolderError, f"model folder {config.model_name!r}: config.json"):
+    check_planned_model_fits(load_model_config(config.model_name), config)
+
+
+def check_planned_model_fits(given: PretrainedConfig, config: PolicyConfig) -> None:
+    """The same for an architecture whose folder need not be here; raises as `check_policy_fits`."""
+    model = model_without_weights(given, config.model_name)
+    with boundary(ModelFolderError, f"model folder {config.model_name!r}: config.json"):
+        if config.megatron_cfg.enabled:
+            architecture.check_fits(architecture.Architecture.of(given), config)
+        else:
             fit.check_model_fits(model, config)
     _check_rollouts_have_one_rope(model, config)
     if config.router_replay.enabled:

@@ -1,0 +1,1 @@
+"""`nemo-rl config import`: recipes of NeMo-RL as recipes of ours."""

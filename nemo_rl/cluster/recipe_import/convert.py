@@ -1,0 +1,214 @@
+"""`import_recipe`: a NeMo-RL recipe as a tree of ours that loads, with what became of every key.
+
+import_recipe
+  |- read_recipe            defaults, overrides of sections, interpolations           (read)
+  |- _by_table              each key by its row; unknown ones with a suggestion       (table_*)
+  |- convert_sections       keys that belong together                                 (sections)
+  |- _typed                 what the schema does not take is left out, and named
+  `- _without_effect        what the rules call ignored is left out, and named
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from nemo_rl.cluster.recipe_import.key_rule import MANY, Fate, KeyRule, Outcome, Table
+from nemo_rl.cluster.recipe_import.read import Given, read_recipe
+from nemo_rl.cluster.recipe_import.sections import convert_sections
+from nemo_rl.cluster.recipe_import.table_algorithm import ALGORITHM
+from nemo_rl.cluster.recipe_import.table_policy import POLICY
+from nemo_rl.cluster.recipe_import.table_run import RUN
+from nemo_rl.config.ignored import Ignored
+from nemo_rl.config.schema import MasterConfig
+from nemo_rl.config.schema_walk import lookup, place_of, section_class, suggest
+from nemo_rl.config.validate import RULES
+
+__all__ = ["TABLE", "Imported", "import_recipe", "rule_of"]
+
+TABLE: Table = {**ALGORITHM, **POLICY, **RUN}
+"""Every key of a NeMo-RL GRPO recipe."""
+MAX_ROUNDS = 20
+"""Of leaving keys out: one may let another be seen."""
+DECIDE = "model_name"
+SHARES = "policy.generation.colocated.enabled"
+"""Engines share the GPUs of the workers, which they do here without being asked."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Imported:
+    """A recipe of ours, and where it comes from."""
+
+    given: Given
+    tree: dict[str, Any]
+    outcomes: tuple[Outcome, ...]
+    problems: tuple[str, ...]
+    """Rules that the recipe breaks as it is: somebody has to decide."""
+
+    def of(self, fate: Fate) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if outcome.fate is fate]
+
+
+def import_recipe(path: Path) -> Imported:
+    """
+    Raises:
+        ConfigError: the file is missing or is no recipe.
+    """
+    given = read_recipe(path)
+    converted = convert_sections(given)
+    said = {outcome.key for outcome in converted}
+    outcomes = [outcome for outcome in _by_table(given) if outcome.to or outcome.key not in said] + converted
+    tree: dict[str, Any] = {}
+    for outcome in outcomes:
+        if outcome.to:
+            _put(tree, outcome.to.split("."), outcome.value)
+    outcomes += _typed(tree)
+    outcomes, problems = _without_effect(tree, outcomes)
+    _drop_empty(tree)
+    return Imported(given=given, tree=tree, outcomes=tuple(outcomes), problems=tuple(problems))
+
+
+def rule_of(key: str) -> KeyRule | None:
+    """The row of a key; of several that stand for many, the longest."""
+    if key in TABLE:
+        return TABLE[key]
+    wide = [name for name in TABLE if name.endswith(MANY) and key.startswith(name.removesuffix(MANY))]
+    return TABLE[max(wide, key=len)] if wide else None
+
+
+def _by_table(given: Given) -> Iterator[Outcome]:
+    for key, value in _leaves(given.tree):
+        rule = rule_of(key)
+        if rule is None:
+            yield _unknown(key, value)
+        elif rule.is_with_others:
+            # What it becomes is said by its section; that it was seen, here.
+            yield Outcome(key=key, fate=rule.fate, why=rule.why)
+        elif rule.fate in (Fate.SAME, Fate.MAPPED):
+            yield _kept(key, value, rule)
+        elif rule.fate is Fate.NOT_SUPPORTED and any(value == off and type(value) is type(off) for off in rule.off):
+            yield Outcome(key=key, fate=Fate.SAME, why="switched off there, and not here")
+        else:
+            yield Outcome(key=key, fate=rule.fate, why=rule.why)
+
+
+def _kept(key: str, value: object, rule: KeyRule) -> Outcome:
+    to = rule.to or key
+    if not place_of(to.split(".")).is_known:
+        if value in (None, key == SHARES, {}):
+            return Outcome(key=key, fate=Fate.SAME, why="nothing is asked for that is not so here")
+        return Outcome(key=key, fate=Fate.NOT_SUPPORTED, why="there is no such key here yet")
+    now = value if rule.convert is None else rule.convert(value)
+    if now == value and to == key:
+        return Outcome(key=key, fate=Fate.SAME, to=to, value=now)
+    why = rule.why or ("" if now == value else f"{value!r} there")
+    return Outcome(key=key, fate=Fate.MAPPED, to=to, value=now, why=why)
+
+
+def _unknown(key: str, value: object) -> Outcome:
+    if place_of(key.split(".")).is_known:
+        return Outcome(key=key, fate=Fate.SAME, to=key, value=value, why="a key of ours")
+    section, _, name = key.rpartition(".")
+    near = {known.rsplit(".", 1)[-1] for known in TABLE if known.rsplit(".", 1)[0] == section}
+    hint = suggest(name, near) or suggest(key, TABLE)
+    return Outcome(key=key, fate=Fate.UNKNOWN, why=f"no key of NeMo-RL's that is known here{hint}")
+
+
+def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Values by dotted key; lists, empty sections and dictionaries of ours are values."""
+    for name, value in node.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value and not _is_dictionary(key):
+            yield from _leaves(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _is_dictionary(key: str) -> bool:
+    """Whether the key holds one value here, whose names are free."""
+    field = place_of((TABLE[key].to or key).split(".")).field if key in TABLE else None
+    return field is not None and section_class(field.annotation) is None
+
+
+def _put(tree: dict[str, Any], path: list[str], value: object) -> None:
+    for name in path[:-1]:
+        below = tree.get(name)
+        if not isinstance(below, dict):
+            below = {}
+            tree[name] = below
+        tree = below
+    tree[path[-1]] = copy.deepcopy(value)
+
+
+def _typed(tree: dict[str, Any]) -> list[Outcome]:
+    """Leaves out what the schema does not take."""
+    found: list[Outcome] = []
+    for _ in range(MAX_ROUNDS):
+        try:
+            MasterConfig.model_validate_json(json.dumps(tree), strict=True)
+        except ValidationError as error:
+            details = [detail for detail in error.errors() if detail["type"] != "missing"]
+            if not details:
+                _put(tree, ["policy", DECIDE], "???")
+                return found
+            for detail in details:
+                key, value = _cut(tree, [str(part) for part in detail["loc"]])
+                if key:
+                    what = f"{value!r} is not taken here: {detail['msg']}"
+                    found.append(Outcome(key=key, fate=Fate.NOT_SUPPORTED, why=what))
+        else:
+            return found
+    return found
+
+
+def _cut(tree: dict[str, Any], path: list[str]) -> tuple[str, object]:
+    """Removes the deepest part of a path that is in the tree."""
+    node, taken = tree, list[str]()
+    for name in path:
+        if name not in node:
+            continue
+        taken.append(name)
+        if not isinstance(node[name], dict) or name == path[-1]:
+            return ".".join(taken), node.pop(name)
+        node = node[name]
+    return "", None
+
+
+def _without_effect(tree: dict[str, Any], outcomes: list[Outcome]) -> tuple[list[Outcome], list[str]]:
+    """Leaves out what the rules call ignored; what else they say is left to somebody."""
+    problems: list[str] = []
+    for _ in range(MAX_ROUNDS):
+        whole = copy.deepcopy(tree)
+        if lookup(whole, ["policy", DECIDE]) == (False, None):
+            _put(whole, ["policy", DECIDE], "???")
+        config = MasterConfig.model_validate_json(json.dumps(whole), strict=True)
+        lines = [line for rule in RULES for line in rule(config)]
+        ignored = [line for line in lines if isinstance(line, Ignored)]
+        problems = [str(line) for line in lines if not isinstance(line, Ignored)]
+        removed = {key: line for line in ignored if (key := _cut(tree, line.key.split("."))[0])}
+        if not removed:
+            break
+        outcomes = [_ignored(outcome, removed) for outcome in outcomes]
+    return outcomes, problems
+
+
+def _ignored(outcome: Outcome, removed: Mapping[str, Ignored]) -> Outcome:
+    line = removed.get(outcome.to)
+    if line is None:
+        return outcome
+    because = str(line).partition("because ")[2].partition(";")[0]
+    return Outcome(key=outcome.key, fate=Fate.IGNORED, why=because)
+
+
+def _drop_empty(tree: dict[str, Any]) -> None:
+    for name, value in list(tree.items()):
+        if isinstance(value, dict):
+            _drop_empty(value)
+            if not value:
+                del tree[name]

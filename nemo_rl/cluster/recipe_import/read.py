@@ -1,0 +1,136 @@
+"""Reads a NeMo-RL recipe: its `defaults:`, `_override_` and interpolations are as ours, but parents may be missing.
+
+Where the exemplar recipe that everything inherits from is missing, its values of August 2026 stand in for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.config.compose import Layer, compose
+from nemo_rl.config.interpolate import resolve_interpolations
+from nemo_rl.config.schema_walk import lookup
+
+__all__ = ["EXEMPLAR", "EXEMPLAR_NAME", "Given", "read_recipe"]
+
+EXEMPLAR_NAME = "grpo_math_1B.yaml"
+MANDATORY = "???"
+MB_TOKENS = "${mul:${policy.max_total_sequence_length},${policy.train_micro_batch_size}}"
+EXEMPLAR: Mapping[str, object] = {
+    "grpo.num_prompts_per_step": 32,
+    "grpo.num_generations_per_prompt": 16,
+    "grpo.max_num_epochs": 1,
+    "grpo.max_num_steps": 1000000,
+    "grpo.normalize_rewards": True,
+    "grpo.use_leave_one_out_baseline": True,
+    "grpo.val_period": 10,
+    "grpo.val_at_start": False,
+    "grpo.val_at_end": False,
+    "grpo.max_val_samples": 256,
+    "grpo.seed": 42,
+    "loss_fn.reference_policy_kl_penalty": 0.01,
+    "loss_fn.reference_policy_kl_type": "k3",
+    "loss_fn.ratio_clip_min": 0.2,
+    "loss_fn.ratio_clip_max": 0.2,
+    "loss_fn.token_level_loss": True,
+    "policy.model_name": "Qwen/Qwen2.5-1.5B",
+    "policy.train_global_batch_size": 512,
+    "policy.train_micro_batch_size": 4,
+    "policy.max_total_sequence_length": 512,
+    "policy.precision": "bfloat16",
+    "policy.max_grad_norm": 1.0,
+    "policy.sequence_packing.enabled": True,
+    "policy.sequence_packing.train_mb_tokens": MB_TOKENS,
+    "policy.sequence_packing.logprob_mb_tokens": "${policy.sequence_packing.train_mb_tokens}",
+    "policy.sequence_packing.algorithm": "modified_first_fit_decreasing",
+    "policy.dynamic_batching.enabled": False,
+    "policy.dtensor_cfg.enabled": True,
+    "policy.megatron_cfg.enabled": False,
+    "policy.megatron_cfg.freeze_moe_router": True,
+    "policy.megatron_cfg.moe_router_dtype": "fp64",
+    "policy.generation.backend": "vllm",
+    "policy.generation.max_new_tokens": "${policy.max_total_sequence_length}",
+    "policy.generation.temperature": 1.0,
+    "policy.generation.top_p": 1.0,
+    "policy.generation.vllm_cfg.tensor_parallel_size": 1,
+    "data.max_input_seq_length": "${policy.max_total_sequence_length}",
+    "data.shuffle": True,
+    "data.train.dataset_name": "OpenMathInstruct-2",
+    "data.train.split_validation_size": 0.05,
+    "data.default.prompt_file": "examples/prompts/cot.txt",
+    "data.default.env_name": "math",
+    "env.math.num_workers": 8,
+    "checkpointing.enabled": True,
+    "checkpointing.metric_name": "val:accuracy",
+    "checkpointing.keep_top_k": 3,
+    "checkpointing.save_period": 10,
+    "data_plane.enabled": False,
+    "cluster.gpus_per_node": 1,
+    "cluster.num_nodes": 1,
+}
+"""Values of NeMo-RL's grpo_math_1B.yaml that decide numbers or layout."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Given:
+    """A NeMo-RL recipe as one tree."""
+
+    file: Path
+    tree: Mapping[str, Any]
+    missing: tuple[str, ...] = ()
+    """Parents that are not here."""
+    assumed: tuple[str, ...] = ()
+    """Keys that the recipe leaves to a missing exemplar."""
+    unresolved: Mapping[str, str] = field(default_factory=dict)
+    """Key -> why its interpolation has no value, or that it must be set."""
+
+    def get(self, key: str, default: object = None) -> Any:
+        is_set, value = lookup(self.tree, key.split("."))
+        return value if is_set else default
+
+    def has(self, key: str) -> bool:
+        return lookup(self.tree, key.split("."))[0]
+
+
+def read_recipe(path: Path) -> Given:
+    """
+    Raises:
+        ConfigError: the file is missing, is no YAML mapping, or inherits from itself.
+    """
+    recipe = compose(path, needs_parents=False)
+    assumed = []
+    if any(Path(parent).name == EXEMPLAR_NAME for parent in recipe.missing):
+        for key, value in EXEMPLAR.items():
+            if _is_left(recipe.tree, key.split(".")):
+                recipe.set(key.split("."), value, layer=Layer(order=0, name=EXEMPLAR_NAME))
+                assumed.append(key)
+    unresolved = {".".join(place): text for place, text in resolve_interpolations(recipe, defaults={}).items()}
+    unresolved |= {".".join(place): "must be set" for place, value in recipe.leaves() if value == MANDATORY}
+    for key in unresolved:
+        _remove(recipe.tree, key.split("."))
+    return Given(
+        file=path, tree=recipe.tree, missing=tuple(recipe.missing), assumed=tuple(assumed), unresolved=unresolved
+    )
+
+
+def _is_left(tree: Mapping[str, Any], path: list[str]) -> bool:
+    """Neither the key nor a section above it that is null or a value."""
+    node: Any = tree
+    for name in path[:-1]:
+        node = node.get(name, {})
+        if not isinstance(node, dict):
+            return False
+    return path[-1] not in node
+
+
+def _remove(tree: dict[str, Any], path: list[str]) -> None:
+    node: Any = tree
+    for name in path[:-1]:
+        if not isinstance(node, dict) or not isinstance(node.get(name), dict):
+            break
+        node = node[name]
+    if isinstance(node, dict):
+        node.pop(path[-1], None)

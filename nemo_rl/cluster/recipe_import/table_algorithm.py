@@ -1,0 +1,99 @@
+"""What becomes of `grpo`, `loss_fn`, `reward_penalties`, `on_policy_distillation` and `async_rl` of NeMo-RL."""
+
+from __future__ import annotations
+
+from nemo_rl.cluster.recipe_import.key_rule import Table, moved, no_effect, not_supported, same, with_others
+
+__all__ = ["ALGORITHM"]
+
+ASYNC = "rollouts and training take turns here; there is no asynchronous trainer"
+ONE_TRAINER = "a debugging switch of another trainer"
+OWN_REWARD = "write it into a reward of your own (env.reward_function)"
+OWN_LOSS = "write it as a loss of your own (loss_fn.name=module:Class)"
+OWN_ESTIMATOR = "write it as an estimator of your own (grpo.adv_estimator.name=module:Class)"
+GYM = "messages of tools and NeMo-Gym are not here"
+
+_GRPO: Table = {
+    **{
+        f"grpo.{name}": same()
+        for name in (
+            *("num_prompts_per_step", "num_generations_per_prompt", "max_num_epochs", "max_num_steps"),
+            *("normalize_rewards", "use_leave_one_out_baseline", "advantage_clip_low", "advantage_clip_high"),
+            *("val_at_start", "val_at_end", "seed", "overlong_filtering"),
+        )
+    },
+    "grpo.val_period": same(convert=lambda value: value or 0, why="0 turns it off"),
+    "grpo.max_val_samples": with_others("all prompts where it is null"),
+    "grpo.max_rollout_turns": not_supported("rollouts of several turns are not here", off=(None, 1)),
+    "grpo.val_start_at": not_supported("validation begins with val_at_start or val_period", off=(None, -1, 0)),
+    "grpo.val_batch_size": no_effect("validation decodes policy.generation.max_batch_size rows together"),
+    "grpo.val_num_generations_per_prompt": not_supported("one response of each validation prompt", off=(None, 1)),
+    "grpo.stop_at_validation_metric": with_others("becomes grpo.stop_at_validation_accuracy"),
+    "grpo.stop_at_validation_threshold": with_others("becomes grpo.stop_at_validation_accuracy"),
+    "grpo.use_dynamic_sampling": not_supported(
+        "no new prompts are drawn for groups whose rewards are all equal; they are left out by "
+        "grpo.drop_zero_advantage_groups"
+    ),
+    "grpo.dynamic_sampling_max_gen_batches": no_effect("belongs to use_dynamic_sampling"),
+    "grpo.batch_multiplier": not_supported("belongs to use_dynamic_sampling", off=(None, 1, 1.0)),
+    "grpo.reward_shaping.enabled": not_supported(OWN_REWARD),
+    "grpo.reward_shaping.*": no_effect("belongs to reward_shaping.enabled"),
+    "grpo.reward_scaling.enabled": not_supported(OWN_REWARD),
+    "grpo.reward_scaling.*": no_effect("belongs to reward_scaling.enabled"),
+    "grpo.adv_estimator.name": not_supported(OWN_ESTIMATOR, off=(None, "grpo")),
+    "grpo.adv_estimator.normalize_rewards": moved("grpo.normalize_rewards"),
+    "grpo.adv_estimator.use_leave_one_out_baseline": moved("grpo.use_leave_one_out_baseline"),
+    "grpo.adv_estimator.minus_baseline": not_supported(OWN_ESTIMATOR, off=(None, True)),
+    "grpo.adv_estimator.reward_weights": moved("env.reward_weights", why="weights of a reward's components"),
+    "grpo.seq_logprob_error_threshold": not_supported("rows are not masked by their log-probabilities"),
+    "grpo.invalid_tool_call_advantage": not_supported(GYM),
+    "grpo.malformed_thinking_advantage": not_supported(GYM),
+    "grpo.skip_reference_policy_logprobs_calculation": with_others(
+        "here loss_fn.reference_policy_kl_penalty=0 leaves the pass out"
+    ),
+    "grpo.calculate_advantages_on_gpu": no_effect("advantages are a few numbers per row"),
+    "grpo.deduplicate_multimodal_data": not_supported("prompts are text"),
+    "grpo.debug_payload_metrics": no_effect(ONE_TRAINER),
+    "grpo.async_grpo.enabled": not_supported(ASYNC),
+    "grpo.async_grpo.*": no_effect("belongs to async_grpo.enabled"),
+    "grpo.async_grpo": not_supported(ASYNC),
+}
+
+_LOSS: Table = {
+    **{
+        f"loss_fn.{name}": same()
+        for name in ("reference_policy_kl_penalty", "ratio_clip_min", "ratio_clip_max", "token_level_loss")
+    },
+    "loss_fn.reference_policy_kl_type": with_others("the gradient of k2 here is that of k3 there"),
+    "loss_fn.kl_input_clamp_value": same(
+        convert=lambda value: 80.0 if value is None else value, why="null is a number that no token reaches"
+    ),
+    "loss_fn.kl_output_clamp_value": same(
+        convert=lambda value: 1e30 if value is None else value, why="null is a number that no token reaches"
+    ),
+    "loss_fn.ratio_clip_c": not_supported(f"dual clip: {OWN_LOSS}"),
+    "loss_fn.use_on_policy_kl_approximation": not_supported(OWN_LOSS),
+    "loss_fn.use_importance_sampling_correction": not_supported(OWN_LOSS),
+    "loss_fn.truncated_importance_sampling_type": not_supported(OWN_LOSS),
+    "loss_fn.truncated_importance_sampling_ratio": no_effect("belongs to truncated_importance_sampling_type"),
+    "loss_fn.truncated_importance_sampling_ratio_min": no_effect("belongs to truncated_importance_sampling_type"),
+    "loss_fn.sequence_level_importance_ratios": not_supported(f"GSPO: {OWN_LOSS}"),
+    "loss_fn.force_on_policy_ratio": not_supported(OWN_LOSS),
+    "loss_fn.use_kl_in_reward": not_supported(OWN_LOSS),
+    "loss_fn.use_cispo": not_supported(f"CISPO: {OWN_LOSS}"),
+    "loss_fn.disable_ppo_ratio": not_supported(OWN_LOSS),
+    "loss_fn.positive_example_nll_weight": not_supported(OWN_LOSS, off=(None, 0, 0.0)),
+}
+
+_REST: Table = {
+    "reward_penalties.token_ids.*": no_effect("belongs to penalties of NeMo-Gym"),
+    "reward_penalties.*": not_supported(GYM),
+    "reward_penalties": not_supported(GYM, off=(None, {})),
+    "on_policy_distillation": not_supported("distillation is not here", off=(None, {})),
+    "on_policy_distillation.*": not_supported("distillation is not here"),
+    "async_rl": not_supported(ASYNC, off=(None, {})),
+    "async_rl.*": not_supported(ASYNC, off=()),
+}
+
+ALGORITHM: Table = {**_GRPO, **_LOSS, **_REST}
+"""By key; `.*` ends one that stands for all below it."""

@@ -1,0 +1,210 @@
+"""What becomes of `policy` of NeMo-RL: model, workers, batches, optimizers, generation."""
+
+from __future__ import annotations
+
+from nemo_rl.cluster.recipe_import.key_rule import Table, moved, no_effect, not_supported, same, with_others
+
+__all__ = ["POLICY"]
+
+VLLM = "the engine here is the embedded one"
+SPEED = "a matter of speed that has no switch here"
+MTP = "heads for several tokens (MTP) are not here"
+FP8 = "training and decoding in fp8 are not here"
+LORA = "adapters (LoRA) are not here"
+
+_MAIN: Table = {
+    **{
+        f"policy.{name}": same()
+        for name in (
+            *("model_name", "train_global_batch_size", "max_total_sequence_length", "precision", "max_grad_norm"),
+            *("train_micro_batch_size", "logprob_batch_size", "router_replay.enabled"),
+        )
+    },
+    "policy.make_sequence_length_divisible_by": same(why="a layout that needs more takes it"),
+    "policy.tokenizer.name": with_others("null where it is the model's own"),
+    "policy.tokenizer.chat_template": with_others("null is the tokenizer's own here, and none at all there"),
+    "policy.tokenizer.chat_template_kwargs": not_supported("write them into the template", off=(None, {})),
+    "policy.tokenizer.chat_template_kwargs.*": not_supported("write them into the template", off=(None,)),
+    "policy.tokenizer.use_fastokens": no_effect("tokenizers are the fast ones"),
+    "policy.hf_config_overrides": not_supported("change config.json in the model folder", off=(None, {})),
+    "policy.hf_config_overrides.*": not_supported("change config.json in the model folder", off=()),
+    "policy.generation_batch_size": moved(
+        "policy.generation.max_batch_size", why="rows that an engine decodes together"
+    ),
+    "policy.logprob_chunk_size": no_effect("log-probabilities always work through chunks"),
+    "policy.offload_optimizer_for_logprob": not_supported("policy.dtensor_cfg.cpu_offload keeps it on the CPU"),
+    "policy.refit_buffer_size_gb": no_effect("policy.generation.refit_buffer_ratio is a share of free memory"),
+    "policy.dynamic_batching.enabled": same(),
+    "policy.sequence_packing.enabled": same(),
+    **{
+        f"policy.{way}.{name}": with_others("at least the longest sequence")
+        for way in ("dynamic_batching", "sequence_packing")
+        for name in ("train_mb_tokens", "logprob_mb_tokens")
+    },
+    **{
+        f"policy.{way}.sequence_length_round": no_effect("lengths are not rounded: padding alone")
+        for way in ("dynamic_batching", "sequence_packing")
+    },
+    "policy.sequence_packing.algorithm": same(),
+    "policy.sequence_packing.microbatch_order": same(),
+    "policy.dynamic_batching.microbatch_order": same(),
+    "policy.draft.enabled": not_supported("drafters are not here"),
+    "policy.draft.*": no_effect("belongs to draft.enabled"),
+    "policy.draft": not_supported("drafters are not here", off=(None, {})),
+    "policy.optimizer": same(),
+    "policy.optimizer.name": same(),
+    "policy.optimizer.kwargs": same(),
+    "policy.optimizer.kwargs.*": same(),
+    "policy.scheduler": same(why="a list of torch schedulers is taken as it is"),
+    "policy.scheduler.name": same(),
+    "policy.scheduler.kwargs.*": same(),
+}
+
+_DTENSOR: Table = {
+    **{
+        f"policy.dtensor_cfg.{name}": same()
+        for name in (
+            *("enabled", "cpu_offload", "sequence_parallel", "activation_checkpointing", "tensor_parallel_size"),
+            *("context_parallel_size", "custom_parallel_plan"),
+        )
+    },
+    "policy.dtensor_cfg.custom_parallel_plan.*": same(),
+    "policy.dtensor_cfg._v2": no_effect("there is one DTensor worker"),
+    "policy.dtensor_cfg.automodel_kwargs": no_effect("the model is Hugging Face's"),
+    "policy.dtensor_cfg.automodel_kwargs.*": no_effect("the model is Hugging Face's"),
+    "policy.dtensor_cfg.lora_cfg.enabled": not_supported(LORA),
+    "policy.dtensor_cfg.lora_cfg.*": no_effect(LORA),
+    "policy.dtensor_cfg.lora_cfg": not_supported(LORA, off=(None, {})),
+    "policy.dtensor_cfg.env_vars": same(),
+    "policy.dtensor_cfg.env_vars.*": same(),
+    "policy.dtensor_cfg.expert_parallel_size": not_supported(
+        "the DTensor worker splits experts over its tensor axis; the Megatron worker has an expert axis", off=(None, 1)
+    ),
+    "policy.dtensor_cfg.dp_replicate_size": not_supported("FSDP2 shards over all data-parallel ranks", off=(None, 1)),
+    "policy.dtensor_cfg.defer_fsdp_grad_sync": no_effect("gradients are reduced once, after the last microbatch"),
+    "policy.dtensor_cfg.clear_cache_every_n_steps": no_effect(SPEED),
+}
+
+_MEGATRON: Table = {
+    **{
+        f"policy.megatron_cfg.{name}": same()
+        for name in (
+            *("enabled", "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+            *("expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"),
+            *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "activation_checkpointing"),
+            *("recompute_granularity", "recompute_method", "recompute_num_layers", "freeze_moe_router"),
+            *("moe_router_load_balancing_type", "moe_router_bias_update_rate", "moe_permute_fusion"),
+            *("apply_rope_fusion", "moe_aux_loss_coeff", "virtual_pipeline_model_parallel_size", "moe_grouped_gemm"),
+        )
+    },
+    "policy.megatron_cfg.recompute_modules": same(
+        convert=lambda value: value or ["core_attn"], why="null is core_attn"
+    ),
+    "policy.megatron_cfg.moe_router_dtype": same(
+        convert=lambda value: None if value in (None, "null", "bf16") else value, why="null: the model's"
+    ),
+    "policy.megatron_cfg.moe_token_dispatcher_type": same(
+        convert=lambda value: value if value in ("alltoall", "allgather") else "alltoall", why="alltoall or allgather"
+    ),
+    "policy.megatron_cfg.checkpoint.async_save": moved("policy.megatron_cfg.async_save"),
+    "policy.megatron_cfg.checkpoint.ckpt_assume_constant_structure": no_effect(SPEED),
+    "policy.megatron_cfg.model_overrides": not_supported("change config.json in the model folder", off=(None, {})),
+    "policy.megatron_cfg.model_overrides.*": not_supported("change config.json in the model folder", off=()),
+    "policy.megatron_cfg.pipeline_dtype": no_effect("activations travel in policy.precision"),
+    "policy.megatron_cfg.fine_grained_activation_offloading": not_supported(
+        "activations are recomputed, not offloaded"
+    ),
+    "policy.megatron_cfg.offload_modules": no_effect("belongs to fine_grained_activation_offloading"),
+    "policy.megatron_cfg.use_fused_linear_logprobs": no_effect("log-probabilities always work through chunks"),
+    "policy.megatron_cfg.fused_linear_logprobs_chunk_size": no_effect("log-probabilities always work through chunks"),
+    "policy.megatron_cfg.force_reconvert_from_hf": no_effect("weights are read from the Hugging Face folder each time"),
+    "policy.megatron_cfg.converter_type": no_effect("the model folder says which family it is"),
+    "policy.megatron_cfg.bias_activation_fusion": no_effect(SPEED),
+    **{
+        f"policy.megatron_cfg.{name}": no_effect(SPEED)
+        for name in (
+            *("empty_unused_memory_level", "cuda_graph_impl", "cuda_graph_modules", "cuda_graph_warmup_steps"),
+            *("cuda_graph_scope", "moe_enable_deepep", "moe_shared_expert_overlap", "defer_fp32_logits"),
+            *("gradient_accumulation_fusion", "moe_per_layer_logging", "layernorm_epsilon"),
+        )
+    },
+    "policy.megatron_cfg.mtp_num_layers": not_supported(MTP, off=(None, 0)),
+    "policy.megatron_cfg.mtp_*": no_effect(MTP),
+    "policy.megatron_cfg.peft.enabled": not_supported(LORA),
+    "policy.megatron_cfg.peft.*": no_effect(LORA),
+    "policy.megatron_cfg.peft": not_supported(LORA, off=(None, {})),
+    "policy.megatron_cfg.fp8_cfg.enabled": not_supported(FP8),
+    "policy.megatron_cfg.fp8_cfg.*": no_effect(FP8),
+    "policy.megatron_cfg.fp8_cfg": not_supported(FP8, off=(None, {})),
+    "policy.megatron_cfg.env_vars": same(),
+    "policy.megatron_cfg.env_vars.*": same(),
+    **{
+        f"policy.megatron_cfg.optimizer.{name}": same()
+        for name in (
+            *("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum"),
+            *("use_distributed_optimizer", "use_precision_aware_optimizer", "optimizer_cpu_offload"),
+            "optimizer_offload_fraction",
+        )
+    },
+    "policy.megatron_cfg.optimizer.clip_grad": moved("policy.max_grad_norm"),
+    **{
+        f"policy.megatron_cfg.optimizer.{name}": no_effect("policy.precision says it")
+        for name in ("bf16", "fp16", "params_dtype")
+    },
+    **{
+        f"policy.megatron_cfg.scheduler.{name}": same()
+        for name in (
+            *("start_weight_decay", "end_weight_decay", "weight_decay_incr_style", "lr_decay_iters"),
+            *("lr_warmup_iters", "lr_warmup_init"),
+        )
+    },
+    "policy.megatron_cfg.scheduler.lr_decay_style": same(),
+    **{
+        f"policy.megatron_cfg.distributed_data_parallel_config.{name}": same()
+        for name in ("grad_reduce_in_fp32", "overlap_grad_reduce", "overlap_param_gather")
+    },
+    "policy.megatron_cfg.distributed_data_parallel_config.use_custom_fsdp": not_supported(
+        "the DTensor worker shards by FSDP2"
+    ),
+    "policy.megatron_cfg.distributed_data_parallel_config.*": no_effect(SPEED),
+}
+
+_GENERATION: Table = {
+    "policy.generation.backend": with_others(VLLM),
+    "policy.generation.max_new_tokens": with_others("prompt and response together fit max_total_sequence_length"),
+    **{f"policy.generation.{name}": same() for name in ("temperature", "top_p", "val_temperature", "stop_token_ids")},
+    "policy.generation.top_k": same(convert=lambda value: None if value in (None, -1, 0) else value, why="null: all"),
+    "policy.generation.val_top_p": with_others("validation samples from the set of training"),
+    "policy.generation.val_top_k": with_others("validation samples from the set of training"),
+    "policy.generation.stop_strings": same(convert=lambda value: value or [], why="none is an empty list"),
+    "policy.generation.bad_words": not_supported("no token is forbidden", off=(None, [])),
+    "policy.generation.port_range_low": no_effect("engines have no ports"),
+    "policy.generation.port_range_high": no_effect("engines have no ports"),
+    "policy.generation.refit_transport": with_others("auto takes what fits"),
+    "policy.generation.refit_cfg": no_effect("policy.generation.refit_transport takes what fits"),
+    "policy.generation.refit_cfg.*": no_effect("policy.generation.refit_transport takes what fits"),
+    "policy.generation.real_quant_export_cpu_offload": not_supported(FP8),
+    "policy.generation.colocated.enabled": same(),
+    "policy.generation.colocated.resources.gpus_per_node": moved("policy.generation.colocated.gpus_per_node"),
+    "policy.generation.colocated.resources.num_nodes": moved("policy.generation.colocated.num_nodes"),
+    "policy.generation.vllm_cfg.precision": with_others("policy.generation.precision"),
+    "policy.generation.vllm_cfg.kv_cache_dtype": not_supported(FP8, off=(None, "auto", "bfloat16")),
+    "policy.generation.vllm_cfg.logprobs_mode": not_supported(
+        "log-probabilities are those of the sampling distribution", off=(None, "processed_logprobs")
+    ),
+    **{
+        f"policy.generation.vllm_cfg.{axis}_parallel_size": with_others("an engine holds the whole model on one GPU")
+        for axis in ("tensor", "pipeline", "expert")
+    },
+    "policy.generation.vllm_cfg.async_engine": no_effect("the rollout waits for all rows of a step"),
+    "policy.generation.vllm_cfg.*": no_effect(VLLM),
+    "policy.generation.vllm_kwargs": no_effect(VLLM),
+    "policy.generation.vllm_kwargs.*": no_effect(VLLM),
+    "policy.generation.sglang_cfg.*": no_effect(VLLM),
+    "policy.generation.trtllm_cfg.*": no_effect(VLLM),
+    "policy.generation.mcore_generation_config": no_effect(VLLM),
+    "policy.generation.mcore_generation_config.*": no_effect(VLLM),
+}
+
+POLICY: Table = {**_MAIN, **_DTENSOR, **_MEGATRON, **_GENERATION}
+"""By key; `.*` ends one that stands for all below it."""

@@ -1,0 +1,1 @@
+"""`nemo-rl shrink`: a recipe of a cluster, run for a few steps on this machine."""

@@ -1,0 +1,319 @@
+"""What is changed in a recipe so that its code runs on this machine: one `Change` per key, each with its reason.
+
+Invariant: what is not changed here is as in the recipe: stages, loss, advantages, store, batching, replay, refit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.cluster.shrink.layout import SmallLayout
+from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.config.schema import DatasetConfig, MasterConfig
+from nemo_rl.config.schema_walk import lookup
+from nemo_rl.data_plane.store_kinds import kind_named
+from nemo_rl.errors import UserError
+
+__all__ = ["Change", "Changes", "changes_of"]
+
+REWARD = "nemo_rl.cluster.shrink.reward:odd_share"
+PROMPT_TOKENS, NEW_TOKENS = 40, 16
+GROUP, ROWS = 4, 16
+"""Samples of a prompt, and about as many rows in a step."""
+VALIDATION_ROWS = 8
+BATCH_ROWS = 64
+CAP_SEQUENCES = 4
+"""Most longest sequences that a microbatch holds, so that a step has several microbatches."""
+STAGE_S, COLLECTIVE_S = 300.0, 60.0
+"""Deadlines of so small a run: a layout that hangs ends here."""
+RATE = 1e-3
+SEGMENT_BYTES = 1 << 26
+TRAIN_SEED, VALIDATION_SEED = 20_000_042, 777
+NO_GPU = "there is no GPU here"
+ONE_MACHINE = "one machine"
+SMALL_BATCH = "a small step"
+SMALL_ROWS = "short rows"
+ON_GPUS = (
+    *("apply_rope_fusion", "async_save", "moe_grouped_gemm", "moe_permute_fusion"),
+    "distributed_data_parallel_config.overlap_param_gather",
+    *("optimizer.optimizer_cpu_offload", "optimizer.use_distributed_optimizer"),
+    "optimizer.use_precision_aware_optimizer",
+)
+"""Switches of `policy.megatron_cfg` for GPUs alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """One key."""
+
+    key: str
+    was: object
+    now: object
+    why: str
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        return f"{self.key} {_shown(self.was)} -> {_shown(self.now)}"
+
+
+class Changes:
+    """Collects changes of one config; a value that is as before is none."""
+
+    def __init__(self, config: MasterConfig) -> None:
+        self._tree = config.model_dump(mode="json")
+        self.found: list[Change] = []
+
+    def set(self, key: str, now: object, why: str) -> None:
+        is_set, was = lookup(self._tree, key.split("."))
+        if not is_set or was != now:
+            self.found.append(Change(key=key, was=was, now=now, why=why))
+
+    def cap(self, key: str, most: float, why: str) -> None:
+        """At most so much; null stays."""
+        _, was = lookup(self._tree, key.split("."))
+        if isinstance(was, (int, float)) and was > most:
+            self.set(key, most, why)
+
+    def at_least(self, key: str, least: float, why: str) -> None:
+        """No less than so much."""
+        _, was = lookup(self._tree, key.split("."))
+        if isinstance(was, (int, float)) and was < least:
+            self.set(key, least, why)
+
+    def tree(self) -> dict[str, Any]:
+        """As a recipe that inherits from the real one."""
+        tree: dict[str, Any] = {}
+        for change in self.found:
+            *sections, name = change.key.split(".")
+            node = tree
+            for section in sections:
+                node = node.setdefault(section, {})
+            is_section = isinstance(change.now, Mapping)
+            node[name] = {"_override_": True, **change.now} if is_section else change.now  # type: ignore[dict-item]
+        return tree
+
+
+def changes_of(
+    config: MasterConfig, layout: SmallLayout, *, steps: int, out: Path, model: Path, num_layers: int
+) -> Changes:
+    """Everything that is other than in the recipe.
+
+    Args:
+        model: folder of the small model.
+        num_layers: of that model.
+    """
+    changes = Changes(config)
+    _model(changes, model)
+    _layout(changes, config, layout, num_layers)
+    _batches(changes, config, layout)
+    _lengths(changes, config, layout)
+    _prompts(changes, config)
+    _steps(changes, config, steps)
+    _store(changes, config)
+    _outputs(changes, out)
+    return changes
+
+
+def _model(changes: Changes, model: Path) -> None:
+    changes.set("policy.model_name", str(model), "a small random model of its family")
+    for name in ("tokenizer.name", "tokenizer.chat_template", "generation.stop_token_ids"):
+        changes.set(f"policy.{name}", None, "the tokenizer of the small model")
+    changes.set("policy.precision", "float32", "one process must give the same numbers")
+
+
+def _layout(changes: Changes, config: MasterConfig, layout: SmallLayout, num_layers: int) -> None:
+    policy, sizes = config.policy, layout.sizes
+    changes.set("cluster.num_nodes", 1, ONE_MACHINE)
+    changes.set("cluster.gpus_per_node", 0, NO_GPU)
+    if config.cluster.launcher == "ray":
+        changes.set("cluster.cpu_workers_per_node", layout.workers, "gloo ranks in place of GPUs")
+    for name, value in (("address", None), ("num_cpus", None), ("threads_per_worker", 1)):
+        changes.set(f"cluster.{name}", value, ONE_MACHINE)
+    changes.cap("cluster.stage_timeout_s", STAGE_S, "a layout that hangs ends")
+    changes.cap("cluster.collective_timeout_s", COLLECTIVE_S, "a layout that hangs ends")
+    two = "two ranks along each axis"
+    if not policy.megatron_cfg.enabled:
+        section = "policy.dtensor_cfg"
+        changes.set(f"{section}.tensor_parallel_size", sizes.tensor, two)
+        changes.set(f"{section}.context_parallel_size", sizes.context, two)
+        changes.set(f"{section}.sequence_parallel", sizes.sequence_parallel, two)
+        changes.set(f"{section}.cpu_offload", False, NO_GPU)
+        return
+    section = "policy.megatron_cfg"
+    changes.set(f"{section}.tensor_model_parallel_size", sizes.tensor, two)
+    changes.set(f"{section}.pipeline_model_parallel_size", sizes.pipeline, two)
+    changes.set(f"{section}.context_parallel_size", sizes.context, two)
+    changes.set(f"{section}.expert_model_parallel_size", sizes.expert, two)
+    if policy.megatron_cfg.expert_tensor_parallel_size is not None or sizes.expert_tensor != sizes.tensor:
+        changes.set(f"{section}.expert_tensor_parallel_size", sizes.expert_tensor, two)
+    changes.set(f"{section}.sequence_parallel", sizes.sequence_parallel, two)
+    _megatron(changes, config, layout, num_layers)
+
+
+def _megatron(changes: Changes, config: MasterConfig, layout: SmallLayout, num_layers: int) -> None:
+    megatron, section = config.policy.megatron_cfg, "policy.megatron_cfg"
+    first, last = megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage
+    is_piped = layout.sizes.pipeline > 1
+    # Unequal stages stay unequal; with two stages the other one has the rest.
+    fewer = max(1, num_layers // layout.sizes.pipeline - 1)
+    if first is not None:
+        changes.set(f"{section}.num_layers_in_first_pipeline_stage", fewer if is_piped else None, "few layers")
+    if last is not None:
+        rest = num_layers - fewer if first is not None else fewer
+        changes.set(f"{section}.num_layers_in_last_pipeline_stage", rest if is_piped else None, "few layers")
+    if megatron.activation_checkpointing and megatron.recompute_granularity == "full":
+        changes.set(f"{section}.recompute_num_layers", 1, "few layers")
+    tree = megatron.model_dump()
+    for name in ON_GPUS:
+        _, value = lookup(tree, name.split("."))
+        if value is True:
+            default = None if name in ("moe_grouped_gemm", "optimizer.use_distributed_optimizer") else False
+            changes.set(f"{section}.{name}", default, NO_GPU)
+    changes.set(f"{section}.optimizer.optimizer_offload_fraction", 0.0, NO_GPU)
+    if "moe_act" in megatron.recompute_modules:
+        modules = ["moe" if name == "moe_act" else name for name in megatron.recompute_modules]
+        changes.set(f"{section}.recompute_modules", list(dict.fromkeys(modules)), NO_GPU)
+
+
+def _batches(changes: Changes, config: MasterConfig, layout: SmallLayout) -> None:
+    grpo, policy = config.grpo, config.policy
+    group = min(grpo.num_generations_per_prompt, GROUP)
+    real_rows = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+    updates = min(real_rows // policy.train_global_batch_size, 2)
+    rows_per_pass = min(policy.train_micro_batch_size, 2)
+    # Each rank has two microbatches in each update, and updates begin with whole groups.
+    unit = math.lcm(layout.data * rows_per_pass * 2, group)
+    batch = unit * -(-ROWS // (updates * unit))
+    changes.set("grpo.num_generations_per_prompt", group, SMALL_BATCH)
+    changes.set("grpo.num_prompts_per_step", batch * updates // group, SMALL_BATCH)
+    changes.set("policy.train_global_batch_size", batch, SMALL_BATCH)
+    if not (policy.sequence_packing.enabled or policy.dynamic_batching.enabled):
+        changes.cap("policy.train_micro_batch_size", rows_per_pass, SMALL_BATCH)
+        changes.cap("policy.logprob_batch_size", 2 * rows_per_pass, SMALL_BATCH)
+    changes.cap("policy.generation.num_replicas", 2, ONE_MACHINE)
+    changes.cap("policy.generation.max_batch_size", BATCH_ROWS, SMALL_BATCH)
+    if policy.generation.refit_transport == "ipc":
+        changes.set("policy.generation.refit_transport", "payload", NO_GPU)
+
+
+def _lengths(changes: Changes, config: MasterConfig, layout: SmallLayout) -> None:
+    policy = config.policy
+    multiple = math.lcm(policy.make_sequence_length_divisible_by, layout.sizes.length_multiple)
+    if policy.make_sequence_length_divisible_by > 2 * layout.sizes.length_multiple:
+        changes.set("policy.make_sequence_length_divisible_by", 2 * layout.sizes.length_multiple, SMALL_ROWS)
+        multiple = 2 * layout.sizes.length_multiple
+    total = -(-(PROMPT_TOKENS + NEW_TOKENS) // multiple) * multiple
+    real_longest = policy.max_total_sequence_length
+    changes.set("policy.max_total_sequence_length", total, SMALL_ROWS)
+    changes.set("policy.generation.max_new_tokens", NEW_TOKENS, SMALL_ROWS)
+    changes.set("data.max_input_seq_length", PROMPT_TOKENS, SMALL_ROWS)
+    for name, section in (
+        ("sequence_packing", policy.sequence_packing),
+        ("dynamic_batching", policy.dynamic_batching),
+    ):
+        if section.enabled:
+            for key, cap in (
+                ("train_mb_tokens", section.train_mb_tokens),
+                ("logprob_mb_tokens", section.logprob_mb_tokens),
+            ):
+                sequences = max(1, min(cap // real_longest, CAP_SEQUENCES))
+                changes.set(f"policy.{name}.{key}", sequences * total, SMALL_ROWS)
+
+
+def _prompts(changes: Changes, config: MasterConfig) -> None:
+    why = "prompts that a small tokenizer can write"
+    sources: tuple[tuple[str, DatasetConfig | None, int, int], ...] = (
+        ("data.train", config.data.train, 256, TRAIN_SEED),
+        ("data.validation", config.data.validation, VALIDATION_ROWS, VALIDATION_SEED),
+    )
+    for key, source, size, seed in sources:
+        if source is not None:
+            options = {"min_digits": 4, "max_digits": 8}
+            generated = {"dataset_name": "sort_digits", "size": size, "seed": seed, "options": options}
+            changes.set(key, generated, why)
+    reward = {"name": "custom", "reward_function": REWARD}
+    changes.set("env", reward, "a reward that differs from sample to sample")
+    changes.set("grpo.stop_at_validation_accuracy", None, "all steps run")
+    if config.env.is_accuracy and config.checkpointing.metric_name.endswith(":accuracy"):
+        metric = config.checkpointing.metric_name.removesuffix("accuracy") + "reward"
+        changes.set("checkpointing.metric_name", metric, "another reward")
+
+
+def _steps(changes: Changes, config: MasterConfig, steps: int) -> None:
+    changes.set("grpo.max_num_steps", steps, "few steps")
+    changes.set("grpo.max_num_epochs", None, "few steps")
+    if config.data.validation is not None:
+        changes.cap("grpo.max_val_samples", VALIDATION_ROWS, SMALL_BATCH)
+        changes.cap("grpo.val_period", steps, "few steps")
+    if config.checkpointing.enabled:
+        changes.set("checkpointing.save_period", steps, "one checkpoint, of the last step")
+    for name, value in (("resume", False), ("load_optimizer", True), ("checkpoint_dir", None)):
+        changes.set(f"checkpointing.{name}", value, "a run of its own")
+    _rates(changes, config)
+
+
+def _rates(changes: Changes, config: MasterConfig) -> None:
+    """Rates at which three steps move the weights by more than rounding does."""
+    why = "an update that shows"
+    if config.policy.megatron_cfg.enabled:
+        changes.at_least("policy.megatron_cfg.optimizer.lr", RATE, why)
+        changes.cap("policy.megatron_cfg.scheduler.lr_warmup_iters", 1, "few steps")
+        changes.set("policy.megatron_cfg.scheduler.lr_decay_iters", None, "few steps")
+        return
+    if "lr" in config.policy.optimizer.kwargs:
+        changes.at_least("policy.optimizer.kwargs.lr", RATE, why)
+    if not config.policy.scheduler.phases:
+        changes.cap("policy.scheduler.warmup_steps", 1, "few steps")
+        changes.set("policy.scheduler.decay_steps", None, "few steps")
+
+
+def _store(changes: Changes, config: MasterConfig) -> None:
+    plane = config.active_data_plane
+    if plane.impl == "transfer_queue" and plane.backend == "simple":
+        changes.cap("data_plane.simple.num_storage_units", 2, ONE_MACHINE)
+    changes.set("data_plane.storage_capacity.bytes", None, SMALL_BATCH)
+    if not plane.uses_mooncake:
+        return
+    if not _is_installed(plane):
+        missing = "mooncake is not installed here"
+        if plane.is_queue_on_mooncake:
+            changes.set("data_plane.backend", "simple", missing)
+        else:
+            changes.set("data_plane.impl", "transfer_queue", missing)
+        return
+    for name, value in (("host", "127.0.0.1"), ("master_address", None), ("protocol", "tcp"), ("device_name", "")):
+        changes.set(f"data_plane.mooncake.{name}", value, ONE_MACHINE)
+    for name in ("segment_bytes", "local_buffer_bytes"):
+        changes.cap(f"data_plane.mooncake.{name}", SEGMENT_BYTES, SMALL_BATCH)
+
+
+def _is_installed(plane: DataPlaneConfig) -> bool:
+    try:
+        kind_named(plane.impl or "ray").check_installed(plane)
+    except UserError:
+        return False
+    return True
+
+
+def _outputs(changes: Changes, out: Path) -> None:
+    own = "a run of its own"
+    changes.set("logger.log_dir", str(out / "run"), own)
+    changes.set("logger.overwrite", True, own)
+    for name in ("tensorboard_enabled", "wandb_enabled", "mlflow_enabled", "reward_curve", "live_panel"):
+        changes.set(f"logger.{name}", False, own)
+    changes.set("logger.trackers", [], own)
+    changes.set("diagnostics.tracer.enabled", False, own)
+    changes.set("diagnostics.record.steps", [], own)
+    changes.set("diagnostics.keep_steps.enabled", True, "the steps are run again in one process")
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Mapping):
+        name = value.get("dataset_name") or value.get("reward_function") or value.get("name")
+        return str(name)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,131 @@
+"""What a shrunk run is asked after it: questions whose answers a wrong layout changes.
+
+Float32 on one machine leaves no other reason for a difference: the same rows in one process must give the same
+log-probabilities, loss, gradient norm and weights, engines must sample with the trainer's weights, and the checkpoint
+must hold them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from nemo_rl.algorithms.kept_steps.folder import StepsFolder
+from nemo_rl.cluster.shrink.report import Check
+from nemo_rl.config.schema import MasterConfig
+from nemo_rl.diagnostics.step_replay.chain import checkpoints_of
+from nemo_rl.diagnostics.step_replay.replay import replay_step
+from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
+from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.models.loading import load_causal_lm, named_weights
+from nemo_rl.models.weights_digest import digest_weights
+from nemo_rl.utils.trackers.jsonl import read_metrics
+
+__all__ = ["checks_of", "stages_of"]
+
+ENGINE_BOUNDS: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 0.25}
+"""Of the mean of exp(|log-probability of the trainer - of the engine|) above 1, by the engine's precision."""
+ERROR_METRIC, NORM_METRIC = "train/token_mult_prob_error", "train/grad_norm"
+
+
+def stages_of(config: MasterConfig) -> dict[str, float]:
+    """Seconds of every stage of the run, over all steps."""
+    seconds: dict[str, float] = {}
+    for row in _rows(config):
+        for name, value in row.items():
+            stage = name.removeprefix("timing/").removesuffix("_s")
+            if name.startswith("timing/") and stage not in ("step", "keep_step"):
+                seconds[stage] = seconds.get(stage, 0.0) + value
+    return seconds
+
+
+def checks_of(config: MasterConfig, *, steps: int) -> tuple[Check, ...]:
+    """All checks, in the order of what they look at."""
+    rows = _rows(config)
+    return (
+        _every_stage(config, rows, steps=steps),
+        _gradients(rows),
+        _one_process(config, steps=steps),
+        _engines(config, rows),
+        _checkpoint(config, steps=steps),
+    )
+
+
+def _rows(config: MasterConfig) -> list[dict[str, float]]:
+    return [row for row in read_metrics(config.logger.log_dir / "metrics.jsonl") if "timing/step_s" in row]
+
+
+def _every_stage(config: MasterConfig, rows: Sequence[Mapping[str, float]], *, steps: int) -> Check:
+    kept = StepsFolder(config.logger.log_dir).all()
+    expected = (*(kept[-1].read().run.stages if kept else ()), "refit")
+    missing = [
+        f"{stage} of step {number}"
+        for number, row in enumerate(rows, start=1)
+        for stage in expected
+        if f"timing/{stage}_s" not in row
+    ]
+    if len(rows) != steps:
+        missing.append(f"{steps - len(rows)} of {steps} steps")
+    text = f"missing: {', '.join(missing)}" if missing else f"{len(rows)} steps: {', '.join(expected)}"
+    return Check(name="every stage", holds=not missing, text=text)
+
+
+def _gradients(rows: Sequence[Mapping[str, float]]) -> Check:
+    norms = [row[NORM_METRIC] for row in rows if NORM_METRIC in row]
+    text = f"norms {', '.join(f'{norm:.3g}' for norm in norms)}" if norms else "no step trained a row"
+    return Check(name="gradients", holds=any(norm > 0 for norm in norms), text=text)
+
+
+def _one_process(config: MasterConfig, *, steps: int) -> Check:
+    """Every step again in one process, from the initial model."""
+    name = "one process"
+    workers = config.cluster.num_workers
+    if workers == 1:
+        return Check(name=name, holds=None, text="the run had one worker")
+    try:
+        report = replay_step(ReplayRequest(run=config.logger.log_dir, step=steps, in_one_process=True))
+    except ReplayProblem as problem:
+        return Check(name=name, holds=False, text=str(problem))
+    first = report.first_difference
+    if first is None and report.verdict in (Verdict.PASS, Verdict.INCOMPLETE):
+        return Check(name=name, holds=True, text=f"{workers} workers give its numbers in {steps} steps")
+    if first is None:
+        return Check(name=name, holds=False, text=f"the replay is {report.verdict.label}")
+    step = next(step for step in report.steps if step.number == first[0])
+    finding = next(finding for finding in step.findings if finding.agrees is False)
+    what = finding.difference or f"{finding.kept} -> {finding.replayed}"
+    return Check(name=name, holds=False, text=f"{finding.stage} of step {step.number} is another: {what}")
+
+
+def _engines(config: MasterConfig, rows: Sequence[Mapping[str, float]]) -> Check:
+    name = "engines"
+    if config.grpo.use_generation_logprobs_as_prev:
+        return Check(name=name, holds=None, text="grpo.use_generation_logprobs_as_prev: nothing to compare with")
+    errors = [row[ERROR_METRIC] - 1 for row in rows if ERROR_METRIC in row]
+    if not errors:
+        return Check(name=name, holds=None, text=f"no {ERROR_METRIC} was logged")
+    bound = ENGINE_BOUNDS[config.policy.generation.precision or config.policy.precision]
+    text = f"log-probabilities of their tokens are {max(errors):.2g} from the trainer's, at most {bound:g}"
+    return Check(name=name, holds=max(errors) <= bound, text=text)
+
+
+def _checkpoint(config: MasterConfig, *, steps: int) -> Check:
+    """That of the last step is whole, and its weights are those that the step ended with."""
+    name = "checkpoint"
+    if not config.checkpointing.enabled:
+        return Check(name=name, holds=None, text="checkpointing.enabled is false")
+    found = [checkpoint for checkpoint in checkpoints_of(config, config.logger.log_dir) if checkpoint.step == steps]
+    if not found:
+        return Check(name=name, holds=False, text=f"there is none of step {steps}")
+    damage = found[0].manifest.damage(found[0].path)
+    if damage is not None:
+        return Check(name=name, holds=False, text=damage)
+    outcome = StepsFolder(config.logger.log_dir).all()[-1].read().outcome
+    kept = None if outcome is None else outcome.weights
+    if kept is None:
+        return Check(name=name, holds=None, text="the last step kept no digest of its weights")
+    saved = digest_weights(named_weights(load_causal_lm(found[0].weights)))
+    apart = kept.distance(saved)
+    text = f"holds the weights of step {steps}"
+    if apart:
+        text = f"its weights are {apart:.2g} of their norm from those of step {steps}"
+    return Check(name=name, holds=apart == 0, text=text)

@@ -1,0 +1,111 @@
+"""`shrink`: a recipe for a cluster, made small and run on this machine; called by `nemo-rl shrink`.
+
+shrink
+  |- load_config                   every rule, on the real sizes                       (config)
+  |- check_planned_model_fits      the real model in the real layout                   (models.policy.fit)
+  |- small_layout                  two ranks along each axis                           (layout)
+  |- write_small_model             random weights of the family, a tokenizer           (model)
+  |- changes_of, write_recipe      what else is other here, as a recipe                (changes, recipe)
+  |- run                           the very same trainer                               (algorithms.run)
+  `- checks_of                     against one process, engines, the checkpoint        (checks)
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+from rich.console import Console
+
+from nemo_rl.algorithms.run import run
+from nemo_rl.cluster.known_models import planned_model_config
+from nemo_rl.cluster.shrink.changes import changes_of
+from nemo_rl.cluster.shrink.checks import checks_of, stages_of
+from nemo_rl.cluster.shrink.layout import small_layout
+from nemo_rl.cluster.shrink.model import write_small_model
+from nemo_rl.cluster.shrink.recipe import write_recipe
+from nemo_rl.cluster.shrink.report import ShrinkReport
+from nemo_rl.config.load import load_config
+from nemo_rl.config.schema import MasterConfig
+from nemo_rl.data.datasets import raw_prompts
+from nemo_rl.models.policy.fit import check_planned_model_fits
+
+__all__ = ["ShrinkRequest", "shrink"]
+
+WORKERS_PER_CPU, MAX_WORKERS = 4, 8
+"""Processes of the policy that a core bears in a run of so few numbers, and the most of them anywhere."""
+MODEL = "model"
+PROMPTS_READ = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShrinkRequest:
+    """What is to be made small, and where."""
+
+    recipe: Path
+    overrides: tuple[str, ...] = ()
+    cpus: int = 2
+    """Cores of this machine that the run may use."""
+    out: Path
+    """Folder of the small recipe, its model and its run."""
+    steps: int = 3
+    is_run: bool = True
+    model_config: Path | None = None
+    """`config.json` of the real model, in place of a folder or a known name."""
+
+
+def shrink(request: ShrinkRequest, *, console: Console) -> ShrinkReport:
+    """Checks the real recipe, writes a small one, runs it and looks at what it did.
+
+    Raises:
+        UserError: the recipe is at fault, as it is or made small; the message is that of the rule or the run.
+        NemoRLError: a worker or the data plane of the small run failed.
+    """
+    started = time.monotonic()
+    config = load_config(request.recipe, request.overrides)
+    real = planned_model_config(config.policy.model_name, given=request.model_config)
+    check_planned_model_fits(real, config.policy)
+    notes = _prompt_notes(config)
+    most = min(MAX_WORKERS, WORKERS_PER_CPU * request.cpus)
+    layout = small_layout(config.policy.parallel_sizes, config.cluster.num_workers, max_workers=most)
+    model = write_small_model(request.out / MODEL, real, layout.sizes, real_sizes=layout.real)
+    changes = changes_of(
+        config, layout, steps=request.steps, out=request.out, model=model.folder, num_layers=model.num_layers
+    )
+    small = write_recipe(request.out, request.recipe, request.overrides, changes)
+    report = ShrinkReport(
+        recipe=request.recipe,
+        out=request.out,
+        model=f"{config.policy.model_name} ({real.model_type}, {real.num_hidden_layers} layers) fits its layout; here "
+        f"{model.num_layers} layers, {model.num_parameters} parameters, random",
+        layout=layout.text,
+        reduced=layout.reduced,
+        changes=tuple(changes.found),
+        notes=notes,
+    )
+    if not request.is_run:
+        return report
+    run(small, console=console)
+    return replace(
+        report,
+        stages=stages_of(small),
+        steps=request.steps,
+        checks=checks_of(small, steps=request.steps),
+        seconds=time.monotonic() - started,
+    )
+
+
+def _prompt_notes(config: MasterConfig) -> tuple[str, ...]:
+    """Files of prompts that are here are opened, so that a wrong key shows; raises a DatasetError of theirs."""
+    notes = []
+    for key, source in (("data.train", config.data.train), ("data.validation", config.data.validation)):
+        if source is None or source.data_path is None:
+            continue
+        if source.data_path.exists():
+            list(islice(raw_prompts(source, key), PROMPTS_READ))
+            notes.append(f"{key}: {source.data_path} was opened, but is not what the small model reads")
+        else:
+            notes.append(f"{key}: {source.data_path} is not here and was not looked at")
+    return tuple(notes)
