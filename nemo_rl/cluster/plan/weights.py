@@ -16,7 +16,15 @@ from nemo_rl.models.dtensor.tensor_plans import plan_of
 from nemo_rl.models.loading import named_weights
 from nemo_rl.models.megatron.convert_table import Weight, weights_of
 
-__all__ = ["LocalWeight", "RestMemory", "local_weights", "rest_memory"]
+__all__ = [
+    "NOTHING_GATHERED",
+    "Gathered",
+    "LocalWeight",
+    "RestMemory",
+    "gathered_weights",
+    "local_weights",
+    "rest_memory",
+]
 
 ROOT = -1
 """Unit of the weights that belong to no layer: embedding, last norm, head."""
@@ -47,11 +55,31 @@ class RestMemory:
 
     weights: int
     gradients: int
-    """Whole ones, at the end of the last backward pass of a global batch."""
-    gathered_gradients: int
-    """What is added until then while several microbatches are summed up before their gradients are shared out."""
+    """Of a global batch, when the optimizer steps."""
+    summed_gradients: int
+    """What a pass finds of earlier microbatches: FSDP shares gradients out after the last one only."""
     optimizer: int
     optimizer_on_host: int
+
+    @property
+    def gradients_in_passes(self) -> int:
+        """The most while microbatches run."""
+        return max(self.gradients, self.summed_gradients)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gathered:
+    """Bytes that FSDP adds while a pass runs."""
+
+    root: int
+    """Embedding, last norm and head, for the whole pass."""
+    layer: int
+    """The largest layer; the next one is gathered while it runs."""
+    layer_gradients: int
+    """Of the largest layer, before and while they are shared out."""
+
+
+NOTHING_GATHERED = Gathered(root=0, layer=0, layer_gradients=0)
 
 
 def local_weights(setting: Setting, *, stage: int = 0) -> list[LocalWeight]:
@@ -67,16 +95,29 @@ def rest_memory(setting: Setting, weights: list[LocalWeight], *, num_microbatche
     """
     trained = [weight for weight in weights if weight.is_trained]
     gradient = _gradient_bytes(setting)
-    is_summed_whole = not setting.is_megatron and num_microbatches > 1
     whole = sum(weight.in_use for weight in trained) * gradient
     state = sum(_state_bytes(setting, weight) for weight in trained)
     on_host = math.floor(state * _offloaded(setting))
     return RestMemory(
         weights=sum(weight.at_rest * weight.bytes_at_rest for weight in weights),
         gradients=sum(weight.at_rest for weight in trained) * gradient,
-        gathered_gradients=whole if is_summed_whole and setting.layout.dp * setting.layout.cp > 1 else 0,
+        summed_gradients=whole if not setting.is_megatron and num_microbatches > 1 else 0,
         optimizer=state - on_host,
         optimizer_on_host=on_host,
+    )
+
+
+def gathered_weights(setting: Setting, weights: list[LocalWeight]) -> Gathered:
+    """Of a rank with these weights; nothing where no weight is shared between passes."""
+    if setting.is_megatron:
+        return NOTHING_GATHERED
+    units: dict[int, int] = {}
+    for weight in weights:
+        units[weight.unit] = units.get(weight.unit, 0) + weight.in_use
+    layer = max((count for unit, count in units.items() if unit != ROOT), default=0)
+    size = setting.element_bytes
+    return Gathered(
+        root=units.get(ROOT, 0) * size, layer=layer * size, layer_gradients=layer * (size + FLOAT32_BYTES)
     )
 
 
