@@ -14,7 +14,9 @@ __all__ = ["plan"]
 
 def plan(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="changes of the recipe")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="changes of the recipe")
+    ] = None,
     gpu: Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="such as H100-80G")] = None,
     nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="in place of cluster.num_nodes")] = None,
     model_config: Annotated[

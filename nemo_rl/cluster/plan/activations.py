@@ -1,7 +1,8 @@
 """What a pass of one rank needs besides weights: tensors kept for the backward pass, logits, and what comes and goes.
 
-Counted are the bytes of all tensors that a pass makes, as torch's allocator sees them, without whole gradients. Attention is that of torch's fused kernels, which keep no scores: so do the CPU's and, on a GPU, the one that
-is assumed; `scores_bytes` says what the plain one would add. Tokens are taken to spread evenly over the experts.
+Counted are the bytes of all tensors that a pass makes, as torch's allocator sees them, without whole gradients.
+Attention is that of torch's fused kernels, which keep no scores: the CPU's and, on a GPU, the one that is assumed.
+`scores_bytes` says what the plain one would add. Tokens are taken to spread evenly over the experts.
 Invariant: within 15 % of what a real rank allocates, in the layouts of `tests/unit/cluster/plan/test_measured.py`.
 """
 
@@ -17,8 +18,8 @@ from nemo_rl.models.logprobs import CHUNK_ELEMENTS
 __all__ = ["LayerBytes", "PassActivations", "PassTokens", "layer_bytes", "pass_activations", "scores_bytes"]
 
 OWN_GATED, OWN_GATED_MEGATRON, FUSED_GATED = 4, 5, 3
-"""Widths of a gated MLP that are kept: both halves, the activation, the product; megatron-core copies one half; Transformer
-Engine keeps the halves and the product."""
+"""Widths of a gated MLP that are kept: both halves, the activation, the product; megatron-core copies one half;
+Transformer Engine keeps the halves and the product."""
 EXPERT_BYTES = 5
 """Per token and expert, of the scores and the map of a router."""
 ROUTES_SORTED = 24

@@ -103,9 +103,7 @@ def pass_tokens(setting: Setting, *, tokens: int, width: int, predicted: int, is
     # Shorter rows may use the cap better than those of full length.
     local = tokens // rows // cp
     count = min(local, predicted)
-    return PassTokens(
-        rows=rows, width=local, predicted=count, selected=rows * count, sequence=width, is_packed=False
-    )
+    return PassTokens(rows=rows, width=local, predicted=count, selected=rows * count, sequence=width, is_packed=False)
 
 
 def passes_of(setting: Setting) -> tuple[WorkerPass, ...]:

@@ -9,7 +9,7 @@ from nemo_rl.cluster.known_models import planned_model_config
 from nemo_rl.cluster.plan.gpus import GPU, GPUS, gpu_named
 from nemo_rl.cluster.plan.plan import Plan, make_plan
 from nemo_rl.cluster.plan.report import refusal
-from nemo_rl.cluster.plan.search import cheapest_change
+from nemo_rl.cluster.plan.search import cheapest_change, nodes_overrides
 from nemo_rl.cluster.plan.setting import Model, Setting
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
@@ -36,9 +36,7 @@ def plan_recipe(request: PlanRequest) -> tuple[Plan, ResourceError | None]:
         ConfigError: the recipe is wrong, or cannot run in its layout; the GPU is not known.
         ModelFolderError: the model is neither here nor known.
     """
-    overrides = request.overrides
-    if request.nodes is not None:
-        overrides += (f"cluster.num_nodes={request.nodes}",)
+    overrides = request.overrides + (() if request.nodes is None else nodes_overrides(request.nodes))
     config = load_config(request.recipe, overrides)
     gpu = _gpu(request, config)
     model = Model(planned_model_config(config.policy.model_name, given=request.model_config))

@@ -60,7 +60,8 @@ def plan_slots(setting: Setting) -> list[WeightSlot]:
     """All weights as a refit sends them."""
     dtype = setting.policy.generation.precision or setting.policy.precision
     return [
-        WeightSlot(name=name, dtype=dtype, shape=tuple(weight.shape)) for name, weight in named_weights(setting.model.hf)
+        WeightSlot(name=name, dtype=dtype, shape=tuple(weight.shape))
+        for name, weight in named_weights(setting.model.hf)
     ]
 
 

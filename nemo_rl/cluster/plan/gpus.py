@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from nemo_rl.errors import ConfigError
 from nemo_rl.utils.flops import theoretical_tflops
 
-__all__ = ["GPUS", "GPU", "gpu_named"]
+__all__ = ["GPU", "GPUS", "gpu_named"]
 
 GB = 10**9
 MIB = 2**20

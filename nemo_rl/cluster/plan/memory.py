@@ -17,7 +17,7 @@ from nemo_rl.distributed.worker_pass import WorkerPass
 __all__ = ["PROCESS_BYTES", "RankMemory", "host_bytes", "rank_memory"]
 
 CONTEXT_BYTES = 768 << 20
-"""Of CUDA, cuBLAS and NCCL in one process, on its GPU: what such processes were seen to take before the first tensor."""
+"""Of CUDA, cuBLAS and NCCL in one process, on its GPU."""
 PROCESS_BYTES = 800 << 20
 """Of Python, torch and transformers in one process, on its node."""
 
@@ -133,4 +133,3 @@ def host_bytes(
     whole = 0 if setting.is_megatron else count * FLOAT32_BYTES * len(ranks)
     found["reading the model at the start"] = max(whole, count * size * engines)
     return found
-

@@ -68,9 +68,7 @@ def plan_nodes(setting: Setting) -> list[Node]:
             rank = number * per_node + local
             at = layout.coordinates(rank)
             engine = rank if has_gpus and rank < engines else None
-            devices.append(
-                Device(number=local, rank=rank, pp=at.pp, dp=at.dp, cp=at.cp, tp=at.tp, engine=engine)
-            )
+            devices.append(Device(number=local, rank=rank, pp=at.pp, dp=at.dp, cp=at.cp, tp=at.tp, engine=engine))
         on_gpus = tuple(device.engine for device in devices if device.engine is not None)
         is_first = number == 0
         nodes.append(

@@ -1,10 +1,10 @@
 """`make_plan`: everything that is known of a run before it starts, and what does not fit.
 
-    make_plan -> plan_batches   rows, global batches, microbatches         (the run's own planners)
-              -> rank_memory    per pipeline stage: weights ... activations (what the workers allocate)
-              -> plan_plane     columns of a step                           (what the stages declare)
-              -> plan_nodes     who runs where                              (the run's layout)
-              -> stage_bounds   seconds, as lower bounds
+make_plan -> plan_batches   rows, global batches, microbatches         (the run's own planners)
+          -> rank_memory    per pipeline stage: weights ... activations (what the workers allocate)
+          -> plan_plane     columns of a step                           (what the stages declare)
+          -> plan_nodes     who runs where                              (the run's layout)
+          -> stage_bounds   seconds, as lower bounds
 """
 
 from __future__ import annotations
@@ -99,9 +99,7 @@ class Plan:
             "ranks": [rank.as_json() for rank in self.ranks],
             "engine": asdict(self.engine),
             "data_plane": {**asdict(self.plane), "rows_bytes": self.plane.rows_bytes},
-            "nodes": [
-                {**asdict(node), "memory": host} for node, host in zip(self.nodes, self.hosts, strict=True)
-            ],
+            "nodes": [{**asdict(node), "memory": host} for node, host in zip(self.nodes, self.hosts, strict=True)],
             "ports": [asdict(port) for port in self.ports],
             "bounds": [
                 {**asdict(bound), "seconds": bound.seconds, "limited_by": bound.limited_by} for bound in self.bounds
@@ -156,9 +154,7 @@ def _device_problems(setting: Setting, ranks: tuple[RankMemory, ...]) -> list[st
     stages = worst.stages()
     stage = max(stages, key=lambda name: stages[name])
     where = f" of pipeline stage {worst.stage}" if len(ranks) > 1 else ""
-    return [
-        f"{stage}: a GPU{where} needs {bytes_text(worst.peak)}, {setting.gpu.name} has {bytes_text(room)} to use"
-    ]
+    return [f"{stage}: a GPU{where} needs {bytes_text(worst.peak)}, {setting.gpu.name} has {bytes_text(room)} to use"]
 
 
 def _host_problems(setting: Setting, hosts: tuple[dict[str, int], ...]) -> list[str]:

@@ -14,7 +14,7 @@ from nemo_rl.cluster.plan.plan import Plan
 from nemo_rl.cluster.plan.setting import Setting
 from nemo_rl.errors import ConfigError
 
-__all__ = ["Change", "changes_of", "cheapest_change"]
+__all__ = ["Change", "changes_of", "cheapest_change", "nodes_overrides"]
 
 FACTORS = (2, 4, 8)
 CPU_OFFLOADED = 1.0
@@ -56,7 +56,12 @@ def changes_of(setting: Setting) -> Iterator[Change]:
     yield from _more_room(setting)
     nodes = setting.config.cluster.num_nodes
     for factor in FACTORS:
-        yield Change(overrides=(f"cluster.num_nodes={nodes * factor}",), cost="more machines")
+        yield Change(overrides=nodes_overrides(nodes * factor), cost="more machines")
+
+
+def nodes_overrides(count: int) -> tuple[str, ...]:
+    """So many machines; several are those of a Ray that runs already."""
+    return (f"cluster.num_nodes={count}", *(["cluster.address=auto"] if count > 1 else []))
 
 
 def _smaller_batches(setting: Setting) -> Iterator[Change]:
@@ -105,7 +110,7 @@ def _splits(setting: Setting) -> Iterator[Change]:
             yield Change(overrides=one, cost="other communication")
     for name, size in axes:
         for factor in FACTORS:
-            more = (f"{section}.{name}={size * factor}",)
+            more: tuple[str, ...] = (f"{section}.{name}={size * factor}",)
             if name.startswith("tensor") and sizes.tensor == 1:
                 more += (sequence,)
             yield Change(overrides=more, cost="more communication")

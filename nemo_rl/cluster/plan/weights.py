@@ -116,9 +116,7 @@ def gathered_weights(setting: Setting, weights: list[LocalWeight]) -> Gathered:
         units[weight.unit] = units.get(weight.unit, 0) + weight.in_use
     layer = max((count for unit, count in units.items() if unit != ROOT), default=0)
     size = setting.element_bytes
-    return Gathered(
-        root=units.get(ROOT, 0) * size, layer=layer * size, layer_gradients=layer * (size + FLOAT32_BYTES)
-    )
+    return Gathered(root=units.get(ROOT, 0) * size, layer=layer * size, layer_gradients=layer * (size + FLOAT32_BYTES))
 
 
 # ---- DTensor
