@@ -214,7 +214,7 @@ def _attention_bytes(setting: Setting, tokens: PassTokens) -> tuple[int, int, in
     seen = (2 * layout.cp + 1) / 2 if is_split else 1.0
     core = size * (2 * queries + 2 * seen * (queries if repeats else keys)) + FLOAT32_BYTES * heads
     rest = 0.0
-    if _has_head_norms(setting):
+    if setting.model.has_head_norms:
         rest += (queries + keys) * (FLOAT32_BYTES + size) + FLOAT32_BYTES * (heads + groups)
         if setting.is_megatron and size == FLOAT32_BYTES:
             # The keys are a view of the projections' common output.
@@ -230,12 +230,6 @@ def _attention_bytes(setting: Setting, tokens: PassTokens) -> tuple[int, int, in
     return int(tokens.tokens * core) + mask, int(tokens.tokens * rest) + rotary, int(moving)
 
 
-def _has_head_norms(setting: Setting) -> bool:
-    if setting.is_megatron:
-        return setting.model.architecture.has_head_norms
-    return any(name.endswith("self_attn.q_norm") for name, _ in setting.model.hf.named_modules())
-
-
 def _mlp_bytes(setting: Setting, tokens: PassTokens, width: int) -> int:
     kept = FUSED_GATED if setting.has_kernels else OWN_GATED_MEGATRON if setting.is_megatron else OWN_GATED
     return tokens.tokens * width * kept * setting.element_bytes
@@ -245,7 +239,7 @@ def _experts_bytes(setting: Setting, tokens: PassTokens) -> int:
     """Of a mixture, with its router and the experts that see every token."""
     shape, layout, size = setting.model.flops_shape, setting.layout, setting.element_bytes
     sizes = setting.policy.parallel_sizes
-    top_k = int(setting.model.config.to_dict().get("num_experts_per_tok") or 1)
+    top_k = setting.model.top_k
     width = shape.mlp_size // top_k
     shared = _mlp_bytes(setting, tokens, shape.shared_mlp_size // layout.tp)
     if not setting.is_megatron:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from nemo_rl.cluster.plan.batches import Batches
 from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, Setting
 from nemo_rl.config.parts import ENGINES
-from nemo_rl.models.loading import named_weights
 from nemo_rl.models.weight_sync.buckets import MAX_BUCKET_BYTES, WeightSlot, bucket_bytes
 
 __all__ = ["EngineMemory", "engine_memory", "plan_slots", "refit_bytes"]
@@ -59,10 +58,7 @@ def engine_memory(setting: Setting, batches: Batches) -> EngineMemory:
 def plan_slots(setting: Setting) -> list[WeightSlot]:
     """All weights as a refit sends them."""
     dtype = setting.policy.generation.precision or setting.policy.precision
-    return [
-        WeightSlot(name=name, dtype=dtype, shape=tuple(weight.shape))
-        for name, weight in named_weights(setting.model.hf)
-    ]
+    return [WeightSlot(name=name, dtype=dtype, shape=shape) for name, shape in setting.model.whole_weights.items()]
 
 
 def refit_bytes(setting: Setting) -> int:

@@ -6,6 +6,7 @@ rows of the planned lengths.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ from nemo_rl.routes.shape import RouteShape, bits_per_id, route_dtype
 __all__ = ["PlaneMemory", "plan_plane", "row_bytes"]
 
 BITS = 8
+CHUNK_HEADER_BYTES, COLUMN_BYTES, LENGTH_BYTES = 36, 12, 4
+"""Of a chunk's header, of each column in it besides its name, of a row's length (`nemo_rl.data_plane.codec`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +36,8 @@ class PlaneMemory:
     clients: int
     columns: Mapping[str, int]
     """Bytes of each column over all rows."""
+    headers: int
+    """What chunks say of themselves."""
     reserved: int
     """What the store sets aside, in which rows lie; 0 for a store that takes memory as it needs it."""
     room: int | None
@@ -42,7 +47,7 @@ class PlaneMemory:
 
     @property
     def rows_bytes(self) -> int:
-        return sum(self.columns.values())
+        return sum(self.columns.values()) + self.headers
 
     @property
     def held(self) -> int:
@@ -60,10 +65,12 @@ def plan_plane(setting: Setting, batches: Batches) -> PlaneMemory:
         segments = owners * plane.mooncake.segment_bytes
         if room is None or segments < room:
             room, key = segments, "data_plane.mooncake.segment_bytes"
+    columns = {name: batches.rows * size for name, size in row_bytes(setting, batches.row_tokens).items()}
     return PlaneMemory(
         store=plane.impl or "noop",
         clients=clients,
-        columns={name: batches.rows * size for name, size in row_bytes(setting, batches.row_tokens).items()},
+        columns=columns,
+        headers=_header_bytes(columns, rows=batches.rows, chunk_bytes=plane.chunk_bytes),
         reserved=kind.reserved_bytes(plane, clients),
         room=room,
         limited_by=key if room is not None else "",
@@ -74,6 +81,20 @@ def row_bytes(setting: Setting, tokens: int) -> dict[str, int]:
     """Of a row of so many tokens, by column."""
     columns = stage_columns(setting.config, build_loss(setting.config))
     return {name: _column_bytes(setting, FIELDS[name], tokens) for name in written_fields(columns)}
+
+
+def _header_bytes(columns: Mapping[str, int], *, rows: int, chunk_bytes: int) -> int:
+    """Of all chunks: what each is, what its columns are, and the lengths of rows that differ."""
+    families: dict[str, list[FieldSpec]] = {}
+    for name in columns:
+        families.setdefault(FIELDS[name].family, []).append(FIELDS[name])
+    total = 0
+    for members in families.values():
+        chunks = math.ceil(sum(columns[spec.name] for spec in members) / chunk_bytes)
+        described = sum(len(spec.name) + len(spec.dtypes[0]) + COLUMN_BYTES for spec in members)
+        tables = len({spec.dims[0] for spec in members if spec.is_ragged})
+        total += chunks * (CHUNK_HEADER_BYTES + described) + rows * LENGTH_BYTES * tables
+    return total
 
 
 def _column_bytes(setting: Setting, spec: FieldSpec, tokens: int) -> int:
@@ -98,6 +119,5 @@ def _itemsize(dtype: str) -> int:
 
 def _route_shape(setting: Setting) -> RouteShape:
     shape = setting.model.flops_shape
-    top_k = int(setting.model.config.to_dict().get("num_experts_per_tok") or 1)
     layers = tuple(range(shape.num_dense_layers, shape.num_layers))
-    return RouteShape(layers=layers, top_k=top_k, num_experts=shape.num_experts)
+    return RouteShape(layers=layers, top_k=setting.model.top_k, num_experts=shape.num_experts)

@@ -159,6 +159,7 @@ def _plane(plan: Plan) -> Table:
     table = _table(f"Data plane: {plane.store}, {plane.clients} clients", "column", "bytes of a step")
     for name, count in plane.columns.items():
         table.add_row(name, bytes_text(count))
+    table.add_row("headers of chunks", bytes_text(plane.headers))
     table.add_row("together", bytes_text(plane.rows_bytes), style="bold")
     if plane.reserved:
         table.add_row("set aside by the store", bytes_text(plane.reserved))

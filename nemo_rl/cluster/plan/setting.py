@@ -14,7 +14,7 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.errors import ModelFolderError, boundary
-from nemo_rl.models.loading import DTYPES
+from nemo_rl.models.loading import DTYPES, named_weights
 from nemo_rl.models.megatron.architecture import Architecture, check_fits, layers_of_stages
 from nemo_rl.utils.flops import TransformerShape
 
@@ -28,7 +28,10 @@ class Model:
 
     def __init__(self, config: PretrainedConfig) -> None:
         self.config: PretrainedConfig = config.get_text_config()
-        self.flops_shape = TransformerShape.from_config(self.config.to_dict())
+        given = self.config.to_dict()
+        self.flops_shape = TransformerShape.from_config(given)
+        self.top_k = int(given.get("num_experts_per_tok") or 1)
+        """Experts that a token chooses; 1 without experts."""
 
     @cached_property
     def hf(self) -> PreTrainedModel:
@@ -42,6 +45,23 @@ class Model:
     @cached_property
     def num_parameters(self) -> int:
         return sum(weight.numel() for weight in self.hf.parameters())
+
+    @cached_property
+    def has_head_norms(self) -> bool:
+        """Whether queries and keys have norms of their own."""
+        return any(name.endswith(".q_norm") for name, _ in self.hf.named_modules())
+
+    @cached_property
+    def units(self) -> dict[str, int]:
+        """Number by the prefix of the names of each module that FSDP takes as a unit."""
+        kinds = set(self.hf._no_split_modules or ())
+        names = [name for name, module in self.hf.named_modules() if type(module).__name__ in kinds]
+        return {f"{name}.": number for number, name in enumerate(names)}
+
+    @cached_property
+    def whole_weights(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all weights and persistent buffers by their Hugging Face names; tied ones once."""
+        return {name: tuple(weight.shape) for name, weight in named_weights(self.hf)}
 
     @cached_property
     def architecture(self) -> Architecture:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
-from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, Setting
+from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, Model, Setting
 from nemo_rl.models.dtensor.tensor_parallel import split_dims
 from nemo_rl.models.dtensor.tensor_plans import plan_of
-from nemo_rl.models.loading import named_weights
 from nemo_rl.models.megatron.convert_table import Weight, weights_of
 
 __all__ = [
@@ -129,16 +129,16 @@ def _of_dtensor(setting: Setting) -> Iterator[LocalWeight]:
     if layout.tp > 1:
         custom = sizes.custom_parallel_plan
         plan = plan_of(model, custom=custom, tp=layout.tp, sequence_parallel=layout.sequence_parallel)
-        split = split_dims(model, plan)
-    units = _units_of_layers(setting)
-    for name, weight in named_weights(model):
-        shape, dim = list(weight.shape), split.get(name)
+        split = _splits(setting.model, tuple(plan.items()))
+    units = {name: unit for prefix, unit in setting.model.units.items() for name in _under(setting, prefix)}
+    for name, whole in setting.model.whole_weights.items():
+        shape, dim = list(whole), split.get(name)
         if dim is not None:
             shape[dim] //= layout.tp
         rows, rest = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
         yield LocalWeight(
             name=name,
-            unit=next((unit for prefix, unit in units.items() if name.startswith(prefix)), ROOT),
+            unit=units.get(name, ROOT),
             at_rest=math.ceil(rows / (layout.dp * layout.cp)) * rest,
             in_use=rows * rest,
             bytes_at_rest=FLOAT32_BYTES,
@@ -146,12 +146,14 @@ def _of_dtensor(setting: Setting) -> Iterator[LocalWeight]:
         )
 
 
-def _units_of_layers(setting: Setting) -> dict[str, int]:
-    """Prefix of the names of each module that FSDP takes as a unit."""
-    model = setting.model.hf
-    kinds = set(model._no_split_modules or ())
-    names = [name for name, module in model.named_modules() if type(module).__name__ in kinds]
-    return {f"{name}.": number for number, name in enumerate(names)}
+@lru_cache(maxsize=4)
+def _splits(model: Model, plan: tuple[tuple[str, str], ...]) -> Mapping[str, int | None]:
+    """A plan of styles names every layer, which takes seconds for a deep model."""
+    return split_dims(model.hf, dict(plan))
+
+
+def _under(setting: Setting, prefix: str) -> list[str]:
+    return [name for name in setting.model.whole_weights if name.startswith(prefix)]
 
 
 # ---- Megatron

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,12 +47,11 @@ class Case:
     """Of the engine's section."""
     is_packed: bool = False
     precision: str = "float32"
-    world_size: int = 1
 
     def __str__(self) -> str:
         words = [f"{name}={value}" for name, value in self.settings.items()]
         words += ["packed"] if self.is_packed else []
-        return "-".join([self.engine, self.family, self.precision, f"{self.world_size}ranks", *words])
+        return "-".join([self.engine, self.family, self.precision, *words])
 
 
 RECOMPUTED = {"activation_checkpointing": True}
@@ -62,8 +60,8 @@ MEGATRON_TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 MEGATRON_PP, MEGATRON_EP = {"pipeline_model_parallel_size": 2}, {"expert_model_parallel_size": 2}
 
 QUICK = [
-    Case(engine="dtensor", world_size=2, is_packed=True, precision="bfloat16", settings=RECOMPUTED),
-    Case(engine="megatron", world_size=2, settings=MEGATRON_PP),
+    Case(engine="dtensor", is_packed=True, precision="bfloat16", settings=RECOMPUTED),
+    Case(engine="megatron", settings=MEGATRON_PP),
 ]
 OF_ONE = [
     Case(engine="dtensor"),
