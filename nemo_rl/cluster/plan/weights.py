@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, Model, Setting
+from nemo_rl.errors import ConfigError
 from nemo_rl.models.dtensor.tensor_parallel import split_dims
 from nemo_rl.models.dtensor.tensor_plans import plan_of
 from nemo_rl.models.megatron.convert_table import Weight, weights_of
@@ -134,6 +135,7 @@ def _of_dtensor(setting: Setting) -> Iterator[LocalWeight]:
     for name, whole in setting.model.whole_weights.items():
         shape, dim = list(whole), split.get(name)
         if dim is not None:
+            _check_divides(name, shape[dim], layout.tp)
             shape[dim] //= layout.tp
         rows, rest = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
         yield LocalWeight(
@@ -143,6 +145,14 @@ def _of_dtensor(setting: Setting) -> Iterator[LocalWeight]:
             in_use=rows * rest,
             bytes_at_rest=FLOAT32_BYTES,
             is_expert=".experts." in name,
+        )
+
+
+def _check_divides(name: str, size: int, ranks: int) -> None:
+    if size % ranks:
+        raise ConfigError(
+            f"policy.dtensor_cfg.tensor_parallel_size: {size} of {name} do not divide by {ranks} ranks; use a divisor "
+            f"of {size}"
         )
 
 

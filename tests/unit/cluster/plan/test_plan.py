@@ -100,6 +100,7 @@ def test_settings_of_two_and_of_eight_nodes_are_accepted() -> None:
     assert mixture.plane.columns["routed_experts"] == mixture.batches.tokens * 48 * 8
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_with_the_cheapest_change() -> None:
     text = refused(MATH, "policy.dynamic_batching.logprob_mb_tokens=131072", gpu="A100-40G")
     assert "logprobs: a GPU needs" in text and "A100-40G has" in text
@@ -111,6 +112,7 @@ def test_what_does_not_fit_is_refused_with_the_cheapest_change() -> None:
     refused(MATH, "policy.dynamic_batching.logprob_mb_tokens=131072", *twice, gpu="A100-40G")
 
 
+@pytest.mark.slow
 def test_recomputation_or_nodes_are_found_where_batches_are_small_already() -> None:
     small = ("policy.dynamic_batching.train_mb_tokens=4096", "policy.dynamic_batching.logprob_mb_tokens=4096")
     given = (*LLAMA_8B[:4], *small, "policy.dtensor_cfg.activation_checkpointing=false")
@@ -118,6 +120,7 @@ def test_recomputation_or_nodes_are_found_where_batches_are_small_already() -> N
     assert re.search(r"The cheapest change that fits: policy\.dtensor_cfg\.", text), text
 
 
+@pytest.mark.slow
 def test_no_single_change_is_said_where_none_is_enough() -> None:
     text = refused(MATH, "policy.model_name=models/Llama-3.1-70B", gpu="A10-24G")
     assert "No single change that was tried fits" in text
@@ -132,12 +135,14 @@ def test_candidates_come_in_the_order_of_their_cost() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_store_without_room_for_a_step_is_refused() -> None:
     text = refused(DEMO, "data_plane.storage_capacity.bytes=100000")
     assert "data_plane.storage_capacity.bytes leaves room for" in text
     assert "The cheapest change that fits: data_plane.storage_capacity.bytes=" in text
 
 
+@pytest.mark.slow
 def test_recomputation_and_sharding_need_less() -> None:
     plain = planned(MATH, "policy.dtensor_cfg.activation_checkpointing=false", gpu="H200-141G")
     again = planned(MATH, gpu="H200-141G")
@@ -145,6 +150,8 @@ def test_recomputation_and_sharding_need_less() -> None:
     assert planned(MATH, gpu="H200-141G", nodes=1).ranks[0].weights == plain.ranks[0].weights
     split = planned(MATH, "policy.dtensor_cfg.tensor_parallel_size=2", gpu="H200-141G")
     assert split.ranks[0].train.logits == again.ranks[0].train.logits // 2
+    # All but the norms and a few biases are split.
+    assert split.ranks[0].summed_gradients == pytest.approx(again.ranks[0].summed_gradients / 2, rel=0.01)
 
 
 def test_a_pipeline_stage_holds_as_many_microbatches_as_are_under_way() -> None:
