@@ -1,11 +1,20 @@
-"""Logical CPUs that the actors of a run ask Ray for. Read by `setup`, which starts them, and by the preflight."""
+"""Logical CPUs and data plane clients of a run. Read by `setup`, which starts them, by preflight and plan."""
 
 from __future__ import annotations
 
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.store_kinds import kind_named
+from nemo_rl.distributed.layout import ParallelLayout
 
-__all__ = ["ROLLOUT_CPUS", "cpus_per_bundle", "engines_apart", "logical_cpus", "other_cpus", "too_few_cpus"]
+__all__ = [
+    "ROLLOUT_CPUS",
+    "cpus_per_bundle",
+    "engines_apart",
+    "logical_cpus",
+    "num_clients",
+    "other_cpus",
+    "too_few_cpus",
+]
 
 ROLLOUT_CPUS = 1
 
@@ -32,6 +41,16 @@ def other_cpus(config: MasterConfig) -> int:
 def logical_cpus(config: MasterConfig) -> int:
     """Of the whole run."""
     return config.cluster.num_workers * cpus_per_bundle(config) + engines_apart(config) + other_cpus(config)
+
+
+def num_clients(config: MasterConfig) -> int:
+    """Data plane clients: the driver, the rollout worker and the policy workers that read or write."""
+    if config.cluster.launcher == "local":
+        return 1
+    num_workers, plane = config.cluster.num_workers, config.active_data_plane
+    layout = ParallelLayout.of_policy(config.policy, world_size=num_workers)
+    # Of a replica group the leader reads and the writer writes, which in a pipeline is another rank.
+    return 2 + (num_workers if plane.fetch_policy == "independent" else layout.dp * min(layout.pp, 2))
 
 
 def too_few_cpus(config: MasterConfig, *, have: float) -> str:

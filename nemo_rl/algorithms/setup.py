@@ -17,7 +17,7 @@ from typing import TypedDict
 
 from rich.console import Console
 
-from nemo_rl.algorithms.cpu_needs import ROLLOUT_CPUS, cpus_per_bundle, engines_apart, other_cpus
+from nemo_rl.algorithms.cpu_needs import ROLLOUT_CPUS, cpus_per_bundle, engines_apart, num_clients, other_cpus
 from nemo_rl.algorithms.engine_tracing import TracedEngines
 from nemo_rl.algorithms.grpo_sync import SyncGRPOTrainer, TrainerParts
 from nemo_rl.algorithms.kept_steps.folder import StepsFolder
@@ -25,12 +25,13 @@ from nemo_rl.algorithms.kept_steps.keeper import Keeper, StepKeeper
 from nemo_rl.algorithms.kept_steps.record import RunFacts
 from nemo_rl.algorithms.preflight.checks import preflight
 from nemo_rl.algorithms.process_environment import run_environment
+from nemo_rl.algorithms.recipe_loss import build_loss
 from nemo_rl.algorithms.run_folder import CONFIG_FILE, RECORDS, cut_rollouts, open_run_folders
 from nemo_rl.algorithms.stages.bodies import build_stages
 from nemo_rl.algorithms.stages.columns import StageColumns, fetched_fields, stage_columns
 from nemo_rl.algorithms.stages.stage import StageTools
 from nemo_rl.algorithms.step_tracing import LiveTracing, StepTracing, open_tracing
-from nemo_rl.config.parts import ENGINES, LOSSES
+from nemo_rl.config.parts import ENGINES
 from nemo_rl.config.render import to_yaml
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.sampler import PromptSampler
@@ -50,7 +51,6 @@ from nemo_rl.experience.sync_rollout_actor import RolloutHandle, RolloutSpec, Sy
 from nemo_rl.models.generation.interfaces import EngineSpec
 from nemo_rl.models.generation.replicas import GenerationReplicas
 from nemo_rl.models.loading import load_model_config
-from nemo_rl.models.policy.interfaces import LossFunction
 from nemo_rl.models.policy.recording.identity import record_spec
 from nemo_rl.models.policy.recording.recording import RecordSpec
 from nemo_rl.models.policy.tq_policy import TQPolicy
@@ -66,7 +66,7 @@ from nemo_rl.utils.panel import Panel
 from nemo_rl.utils.start_up import StartUp
 from nemo_rl.utils.versions import package_versions
 
-__all__ = ["build_loss", "open_parts", "open_trainer", "write_resolved_config"]
+__all__ = ["open_parts", "open_trainer", "write_resolved_config"]
 
 logger = logging.getLogger(__name__)
 
@@ -208,26 +208,10 @@ def _keeper(
     )
 
 
-def build_loss(config: MasterConfig) -> LossFunction:
-    """The loss that the recipe names."""
-    is_from_sampler = config.grpo.use_generation_logprobs_as_prev
-    prev_field = "generation_logprobs" if is_from_sampler else WorkerPass.PREV_LOGPROBS.column
-    loss: LossFunction = LOSSES.load(config.loss_fn.name, key="loss_fn.name")(
-        config=config.loss_fn, prev_field=prev_field
-    )
-    return loss
-
-
 def _what_starts(config: MasterConfig) -> str:
+    plan = memory_plan(config.active_data_plane, num_processes=num_clients(config))
     if config.cluster.launcher == "local":
-        plan = memory_plan(config.active_data_plane, num_processes=1)
         return "; ".join(filter(None, ("starting policy, engine and rollout worker in this process", plan)))
-    # The driver, the rollout worker and the policy workers that read or write have clients.
-    num_workers, plane = config.cluster.num_workers, config.active_data_plane
-    layout = ParallelLayout.of_policy(config.policy, world_size=num_workers)
-    # Of a replica group the leader reads and the writer writes, which in a pipeline is another rank.
-    clients = num_workers if plane.fetch_policy == "independent" else layout.dp * min(layout.pp, 2)
-    plan = memory_plan(plane, num_processes=clients + 2)
     ray = "starting Ray" if config.cluster.address is None else f"joining Ray at {config.cluster.address}"
     what = (
         f"{ray}, {config.cluster.num_workers} policy workers, {config.policy.generation.num_replicas} engines, "

@@ -15,6 +15,7 @@ from rich.console import Console
 from nemo_rl.cli.config import app as config_app
 from nemo_rl.cli.data_plane import app as data_plane_app
 from nemo_rl.cli.doctor import doctor
+from nemo_rl.cli.plan import plan
 from nemo_rl.cli.probe import app as probe_app
 from nemo_rl.cli.replay import replay
 from nemo_rl.cli.shrink import shrink
@@ -30,6 +31,7 @@ app.add_typer(data_plane_app, name="data-plane")
 app.add_typer(probe_app, name="probe")
 app.add_typer(trace_app, name="trace")
 app.command()(doctor)
+app.command()(plan)
 app.command()(replay)
 app.command()(shrink)
 

@@ -28,6 +28,10 @@ _LLAMA3 = {
     **{"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 131072, "rope_theta": 5e5},
     "num_key_value_heads": 8,
 }
+_STARTER = {
+    **{"vocab_size": 320, "head_dim": 32, "num_key_value_heads": 2, "max_position_embeddings": 2048},
+    "tie_word_embeddings": True,
+}
 
 
 def _shape(
@@ -57,6 +61,13 @@ KNOWN_MODELS: Mapping[str, Mapping[str, object]] = {
     "Llama-3.2-1B": _shape(_LLAMA3, 16, 2048, 8192, 32, head_dim=64, tie_word_embeddings=True),
     "Llama-3.1-8B": _shape(_LLAMA3, 32, 4096, 14336, 32, head_dim=128, tie_word_embeddings=False),
     "Llama-3.1-70B": _shape(_LLAMA3, 80, 8192, 28672, 64, head_dim=128, tie_word_embeddings=False),
+    # The demo's starter checkpoints, as `nemo_rl.models.starter` makes them.
+    "starter_sort": _shape({**_STARTER, "model_type": "qwen3"}, 2, 128, 384, 4),
+    "starter_sort_moe": _shape(
+        {**_STARTER, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
+        *(4, 64, 64, 4),
+        moe_intermediate_size=64,
+    ),
 }
 """By the name of the folder; values as in the `config.json` that the makers publish."""
 SUFFIXES = ("-Instruct", "-Base", "-Chat")

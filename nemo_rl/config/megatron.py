@@ -52,6 +52,15 @@ class MegatronOptimizerConfig(Section):
     optimizer_offload_fraction: Fraction = 0.0
     """Part of the optimizer state that `optimizer_cpu_offload` moves; it must be above 0 then."""
 
+    def is_distributed(self, *, has_fused_adam: bool) -> bool:
+        """`use_distributed_optimizer`, with null decided.
+
+        Args:
+            has_fused_adam: on GPUs with Transformer Engine or apex, whose Adam alone can be restored then.
+        """
+        chosen = self.use_distributed_optimizer
+        return self.optimizer == "adam" and has_fused_adam if chosen is None else chosen
+
 
 class MegatronSchedulerConfig(Section):
     """Learning rate and weight decay of the Megatron worker, advanced once per GRPO step."""

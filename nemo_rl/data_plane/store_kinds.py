@@ -67,6 +67,8 @@ class StoreKind:
     """Logical CPUs that its actors ask Ray for."""
     memory_plan: Callable[[DataPlaneConfig, int | None], str] = lambda config, num_processes: ""
     """(config, clients in all or None) -> what it pins or reserves, in one line; empty for nothing."""
+    reserved_bytes: Callable[[DataPlaneConfig, int], int] = lambda config, num_processes: 0
+    """(config, clients in all) -> the same as a number: rows lie inside it."""
     check_installed: Callable[[DataPlaneConfig], object] = lambda config: None
     """Raises ResourceError when a package or library that it is made of is missing."""
     forked_modules: tuple[str, ...] = ()
@@ -217,10 +219,17 @@ def _mooncake_memory(config: DataPlaneConfig, num_processes: int | None) -> str:
     if num_processes is None:
         held = f"{segment} MiB of segments (one holder)" if is_held else f"{segment} MiB of segments per process"
         return f"Mooncake memory: {held}, up to {each} per process"
-    num_segments = 1 if is_held else num_processes
     held = f"{segment} MiB of segments (one holder)" if is_held else f"{num_processes} x {segment} MiB of segments"
-    total = num_segments * segment + num_processes * buffers
+    total = _mooncake_bytes(config, num_processes) // MIB
     return f"Mooncake memory: {held}, up to {num_processes} x {each}, {total} MiB in all"
+
+
+def _mooncake_bytes(config: DataPlaneConfig, num_processes: int) -> int:
+    if not config.uses_mooncake:
+        return 0
+    section = config.mooncake
+    num_segments = 1 if section.segment_owner == "holder" else num_processes
+    return num_segments * section.segment_bytes + num_processes * section.local_buffer_bytes
 
 
 def _check_mooncake(config: DataPlaneConfig) -> None:
@@ -276,6 +285,7 @@ _BUILTIN: Mapping[str, StoreKind] = {
         environment=_transfer_queue_environment,
         cpus=lambda config: CONTROLLER_CPUS + num_storage_units(config),
         memory_plan=_mooncake_memory,
+        reserved_bytes=_mooncake_bytes,
         check_installed=_check_mooncake,
         forked_modules=("tensordict",),
     ),
@@ -286,6 +296,7 @@ _BUILTIN: Mapping[str, StoreKind] = {
         has_processes=True,
         environment=_mooncake_environment,
         memory_plan=_mooncake_memory,
+        reserved_bytes=_mooncake_bytes,
         check_installed=_check_mooncake,
     ),
 }

@@ -23,7 +23,7 @@ from torch.nn.functional import embedding
 from nemo_rl.distributed.differentiable import copy_to, gather_along, reduce_from, scatter_along
 from nemo_rl.errors import ConfigError
 
-__all__ = ["STYLES", "TensorAxis", "apply_plan", "check_plan"]
+__all__ = ["STYLES", "TensorAxis", "apply_plan", "check_plan", "split_dims"]
 
 Forward = Callable[..., object]
 SEQUENCE_DIM = 1
@@ -141,7 +141,7 @@ def _final_norm(module: torch.nn.Module, axis: TensorAxis) -> None:
 
 def _column(module: Any, axis: TensorAxis) -> None:
     """A linear layer whose outputs are split; its block has brought the input in."""
-    _own_parameters(module, axis, dict.fromkeys(module._parameters, Shard(0)))
+    _own_parameters(module, axis, _split("column", module))
 
 
 def _colwise(module: torch.nn.Module, axis: TensorAxis) -> None:
@@ -153,7 +153,7 @@ def _colwise(module: torch.nn.Module, axis: TensorAxis) -> None:
 def _rowwise(module: Any, axis: TensorAxis) -> None:
     """A linear layer whose inputs are split; its outputs are summed."""
     # Each rank would add the bias; only the first one's counts.
-    _own_parameters(module, axis, {"weight": Shard(1)})
+    _own_parameters(module, axis, _split("rowwise", module))
     if module._parameters.get("bias") is not None:
         _own_parameters(module, axis, {"bias": Replicate()}, grad=Partial(), scale=1.0 if axis.rank == 0 else 0.0)
     _wrap(module, lambda forward, value: axis.leave(forward(value)))
@@ -178,7 +178,7 @@ def _experts(module: Any, axis: TensorAxis) -> None:
         # part in reducing their gradients.
         names = list(module._parameters)
         _wrap(module, lambda forward, *args: forward(*args) + sum(module.__dict__[name][:0].sum() for name in names))
-    _own_parameters(module, axis, dict.fromkeys(module._parameters, Shard(0)))
+    _own_parameters(module, axis, _split("experts", module))
     count = module.num_experts // axis.size
     first = axis.rank * count
     # What the experts' own code understands: an index of `num_experts` or more means "elsewhere".
@@ -207,7 +207,12 @@ def _vocab_embedding(module: Any, axis: TensorAxis) -> None:
         return axis.leave(values * is_here[..., None])
 
     _wrap(module, look_up)
-    _own_parameters(module, axis, {"weight": Shard(0)})
+    _own_parameters(module, axis, _split("vocab_embedding", module))
+
+
+def _split(style: str, module: torch.nn.Module) -> dict[str, Placement]:
+    """Placements of the parameters that a style splits."""
+    return {name: Shard(dim) for name in module._parameters if (dim := split_dim(style, name)) is not None}
 
 
 STYLES: Mapping[str, Callable[[torch.nn.Module, TensorAxis], None]] = {
@@ -231,6 +236,29 @@ SPLIT_SIZES: Mapping[str, tuple[str, Callable[[Any], int]]] = {
     "vocab_embedding": ("tokens of the vocabulary", lambda module: int(module.num_embeddings)),
 }
 """What of a module must divide by the number of ranks."""
+SPLIT_DIMS: Mapping[str, int] = {"column": 0, "colwise": 0, "rowwise": 1, "experts": 0, "vocab_embedding": 0}
+"""Dimension of the weights that the ranks share; styles that are not listed leave them whole."""
+
+
+def split_dim(style: str, parameter: str) -> int | None:
+    """The dimension of a module's parameter that the ranks share; None: every rank has the whole.
+
+    Example:
+        >>> split_dim("rowwise", "weight"), split_dim("rowwise", "bias"), split_dim("norm", "weight")
+        (1, None, None)
+    """
+    # The outputs of a row-wise layer are sums, to which its bias is added once.
+    return None if (style, parameter) == ("rowwise", "bias") else SPLIT_DIMS.get(style)
+
+
+def split_dims(model: torch.nn.Module, plan: Mapping[str, str]) -> dict[str, int | None]:
+    """By the name of each parameter of a model, with or without weights; tied ones under all their names."""
+    chosen = _styles_of_modules(model, plan)
+    return {
+        f"{name}.{parameter}" if name else parameter: split_dim(chosen.get(name, "replicated"), parameter)
+        for name, module in model.named_modules()
+        for parameter in module._parameters
+    }
 
 
 # ---- machinery

@@ -17,7 +17,7 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.megatron.rope import rotary_problems
 
-__all__ = ["SUPPORTED", "Architecture", "Mixture", "check_fits"]
+__all__ = ["SUPPORTED", "Architecture", "Mixture", "check_fits", "layers_of_stages"]
 
 SUPPORTED = ("glm4_moe", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """`model_type`s that the Megatron worker trains."""
@@ -187,7 +187,7 @@ def _division_problems(shape: Architecture, config: PolicyConfig) -> list[str]:
 
 def _pipeline_problems(shape: Architecture, config: PolicyConfig) -> list[str]:
     section, stages = config.megatron_cfg, config.parallel_sizes.pipeline
-    if _layers_of_stages(shape, config):
+    if layers_of_stages(shape, config):
         return []
     if (section.num_layers_in_first_pipeline_stage, section.num_layers_in_last_pipeline_stage) == (None, None):
         return [
@@ -205,7 +205,7 @@ def _pipeline_problems(shape: Architecture, config: PolicyConfig) -> list[str]:
     ]
 
 
-def _layers_of_stages(shape: Architecture, config: PolicyConfig) -> tuple[int, ...]:
+def layers_of_stages(shape: Architecture, config: PolicyConfig) -> tuple[int, ...]:
     """Layers of each pipeline stage; empty where they cannot be shared."""
     section, stages = config.megatron_cfg, config.parallel_sizes.pipeline
     first, last = section.num_layers_in_first_pipeline_stage, section.num_layers_in_last_pipeline_stage
@@ -218,7 +218,7 @@ def _layers_of_stages(shape: Architecture, config: PolicyConfig) -> tuple[int, .
 
 
 def _recompute_problems(shape: Architecture, config: PolicyConfig) -> list[str]:
-    section, stages = config.megatron_cfg, _layers_of_stages(shape, config)
+    section, stages = config.megatron_cfg, layers_of_stages(shape, config)
     if not section.activation_checkpointing or not stages:
         return []
     count, has_experts = section.recompute_num_layers, shape.mixture is not None

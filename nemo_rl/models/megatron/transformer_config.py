@@ -89,14 +89,9 @@ def transformer_config(
 
 
 def uses_distributed_optimizer(policy: PolicyConfig) -> bool:
-    """Whether each data-parallel rank keeps a part of the optimizer state.
-
-    Only the Adam of Transformer Engine or apex can be restored from a checkpoint then.
-    """
-    section = policy.megatron_cfg.optimizer
-    if section.use_distributed_optimizer is not None:
-        return section.use_distributed_optimizer
-    return section.optimizer == "adam" and torch.cuda.is_available() and not USING_PYTORCH_OPTIMIZER
+    """Whether each data-parallel rank keeps a part of the optimizer state."""
+    has_fused_adam = torch.cuda.is_available() and not USING_PYTORCH_OPTIMIZER
+    return policy.megatron_cfg.optimizer.is_distributed(has_fused_adam=has_fused_adam)
 
 
 def _recompute(policy: PolicyConfig) -> dict[str, Any]:

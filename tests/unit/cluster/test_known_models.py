@@ -29,6 +29,9 @@ PUBLISHED = {
     "Llama-3.2-1B": 1_235_814_400,
     "Llama-3.1-8B": 8_030_261_248,
     "Llama-3.1-70B": 70_553_706_496,
+    # Of the folders that `make demo` and `make learn-sort-moe` write.
+    "starter_sort": 434_944,
+    "starter_sort_moe": 514_880,
 }
 
 

@@ -1,0 +1,284 @@
+"""What a pass of one rank needs besides weights: tensors kept for the backward pass, logits, and what comes and goes.
+
+Counted are the bytes of all tensors that a pass makes, as torch's allocator sees them, without whole gradients.
+Attention is that of torch's fused kernels, which keep no scores: the CPU's and, on a GPU, the one that is assumed.
+`scores_bytes` says what the plain one would add. Tokens are taken to spread evenly over the experts.
+Invariant: within 15 % of what a real rank allocates, in the layouts of `tests/unit/cluster/plan/test_measured.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, Setting
+from nemo_rl.cluster.plan.weights import NOTHING_GATHERED, Gathered
+from nemo_rl.config.megatron import MegatronConfig
+from nemo_rl.models.logprobs import CHUNK_ELEMENTS
+
+__all__ = ["LayerBytes", "PassActivations", "PassTokens", "layer_bytes", "pass_activations", "scores_bytes"]
+
+OWN_GATED, OWN_GATED_MEGATRON, FUSED_GATED = 4, 5, 3
+"""Widths of a gated MLP that are kept: both halves, the activation, the product; megatron-core copies one half;
+Transformer Engine keeps the halves and the product."""
+EXPERT_BYTES = 5
+"""Per token and expert, of the scores and the map of a router."""
+ROUTES_SORTED = 24
+"""Per token and chosen expert: places in three orders, in int64."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassTokens:
+    """Sizes of one forward pass on one context rank."""
+
+    rows: int
+    """Rows of the pass: 1 when they are packed."""
+    width: int
+    """Positions of a row on this rank."""
+    predicted: int
+    """Positions of a row whose logits are computed."""
+    selected: int
+    """Tokens of all rows whose log-probabilities are computed."""
+    sequence: int
+    """Longest sequence over all context ranks."""
+    is_packed: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.width
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerBytes:
+    """What one layer keeps for the backward pass."""
+
+    norms: int
+    attention: int
+    """From the projections of queries, keys and values to the output projection's input."""
+    core: int
+    """Of `attention`: the part between the projections, which `core_attn` recomputes."""
+    mlp: int
+    entry: int
+    """The layer's input alone, which is what is kept of a recomputed layer."""
+    backward: int
+    """What its backward pass makes besides."""
+    forward: int
+    """The most that a forward pass without gradients makes."""
+
+    @property
+    def kept(self) -> int:
+        return self.norms + self.attention + self.mlp
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassActivations:
+    """Bytes of one rank."""
+
+    layers: int
+    """Kept by the layers of one microbatch."""
+    head: int
+    """Kept by the last norm and the head's input; 0 before the last stage."""
+    logits: int
+    """Of one microbatch, once."""
+    in_flight: int
+    """Microbatches that this pipeline stage holds at one time."""
+    peak: int
+    """Most at any time, weights that are gathered meanwhile included."""
+
+    @property
+    def kept(self) -> int:
+        """Of one microbatch when its loss is computed."""
+        return self.layers + self.head + self.logits
+
+
+def pass_activations(
+    setting: Setting,
+    tokens: PassTokens,
+    *,
+    stage: int,
+    gathered: Gathered = NOTHING_GATHERED,
+    num_microbatches: int,
+    with_gradients: bool,
+) -> PassActivations:
+    """Of a rank of a pipeline stage.
+
+    Args:
+        gathered: what FSDP gathers while the pass runs; it is in the peak.
+    """
+    layers = [layer_bytes(setting, tokens, layer) for layer in setting.layers_of(stage)]
+    is_last = stage == setting.layout.pp - 1
+    logits = tokens.rows * tokens.predicted * _columns(setting) * setting.element_bytes if is_last else 0
+    # At the seam the logits lie there twice, and one chunk of them in float32 twice.
+    chunk = min(tokens.selected * _columns(setting), CHUNK_ELEMENTS) if is_last else 0
+    half = setting.element_bytes if with_gradients and setting.element_bytes < FLOAT32_BYTES else 0
+    seam = 2 * logits + chunk * (2 * FLOAT32_BYTES + half) + gathered.root
+    inside = gathered.root + 2 * gathered.layer
+    if not with_gradients:
+        # A pipeline stage has what it got and what it sends.
+        streams = 2 if setting.layout.pp > 1 else 1
+        stream = streams * tokens.tokens * _stream_width(setting) * setting.element_bytes
+        peak = stream + max(seam, *(layer.forward + inside for layer in layers))
+        return PassActivations(layers=0, head=0, logits=logits, in_flight=1, peak=peak)
+    kept = [_kept(setting, layer, number) for number, layer in enumerate(layers)]
+    again = [layer.kept - held for layer, held in zip(layers, kept, strict=True)]
+    head = _head_bytes(setting, tokens) if is_last else 0
+    in_flight = min(setting.layout.pp - stage, num_microbatches)
+    # The last layer's weights are gathered while the logits still lie there.
+    seam, inside = seam + gathered.layer, inside + gathered.layer_gradients
+    passing = max(seam, *(missing + layer.backward + inside for missing, layer in zip(again, layers, strict=True)))
+    return PassActivations(
+        layers=sum(kept),
+        head=head,
+        logits=logits,
+        in_flight=in_flight,
+        peak=in_flight * (sum(kept) + head) + passing,
+    )
+
+
+def layer_bytes(setting: Setting, tokens: PassTokens, layer: int) -> LayerBytes:
+    """Of the layer with this number."""
+    count, size, stream = tokens.tokens, setting.element_bytes, _stream_width(setting)
+    norms = _norm_bytes(setting, tokens) * 2
+    core, projections, moving = _attention_bytes(setting, tokens)
+    has_experts = layer in _expert_layers(setting)
+    mlp = _experts_bytes(setting, tokens) if has_experts else _mlp_bytes(setting, tokens, _mlp_width(setting))
+    whole = count * _hidden(setting) * size
+    return LayerBytes(
+        norms=norms,
+        attention=core + projections,
+        core=core,
+        mlp=mlp,
+        entry=count * stream * size,
+        # The gradients of the widest part, the float32 sides of a norm and the input's gradient.
+        backward=max(mlp * 3 // 4, moving) + 2 * whole,
+        forward=max(mlp, moving) + 2 * whole,
+    )
+
+
+def scores_bytes(setting: Setting, tokens: PassTokens) -> int:
+    """What attention without a fused kernel keeps in one layer: a probability per head, query and key."""
+    heads = setting.model.flops_shape.num_heads // setting.layout.tp
+    return heads * tokens.tokens * tokens.sequence * setting.element_bytes
+
+
+# ---- widths of this rank
+
+
+def _hidden(setting: Setting) -> int:
+    return setting.model.flops_shape.hidden_size
+
+
+def _stream_width(setting: Setting) -> int:
+    """Of the activations between the blocks, per position of the pass."""
+    return _hidden(setting) // (setting.layout.tp if setting.layout.sequence_parallel else 1)
+
+
+def _columns(setting: Setting) -> int:
+    """Of the vocabulary."""
+    return setting.model.flops_shape.vocab_size // setting.layout.tp
+
+
+def _mlp_width(setting: Setting) -> int:
+    shape = setting.model.flops_shape
+    return (shape.dense_mlp_size if shape.num_experts else shape.mlp_size) // setting.layout.tp
+
+
+def _expert_layers(setting: Setting) -> frozenset[int]:
+    shape = setting.model.flops_shape
+    if not shape.num_experts:
+        return frozenset()
+    if setting.is_megatron:
+        return frozenset(i for i, has_experts in enumerate(setting.model.architecture.expert_layers) if has_experts)
+    return frozenset(range(shape.num_dense_layers, shape.num_layers))
+
+
+# ---- parts of a layer, in bytes
+
+
+def _norm_bytes(setting: Setting, tokens: PassTokens) -> int:
+    """Input in float32, the scaled input, and the output, which the block's first matrices keep."""
+    width, size = _stream_width(setting), setting.element_bytes
+    # A DTensor block keeps what it has gathered; megatron-core gathers again in the backward pass.
+    out = _hidden(setting) if not setting.is_megatron else width
+    if setting.has_kernels:
+        return tokens.tokens * (width * size + out * size + FLOAT32_BYTES)
+    return tokens.tokens * (width * (FLOAT32_BYTES + size) + out * size + FLOAT32_BYTES)
+
+
+def _attention_bytes(setting: Setting, tokens: PassTokens) -> tuple[int, int, int]:
+    """Of the part between the projections, of head norms and the output projection's input, and while it runs."""
+    shape, layout, size = setting.model.flops_shape, setting.layout, setting.element_bytes
+    heads, groups = shape.num_heads // layout.tp, max(1, shape.num_kv_heads // layout.tp)
+    queries, keys = heads * shape.head_dim, groups * shape.head_dim
+    is_split, repeats = layout.cp > 1, heads > groups
+    # Each rank attends from two chunks of a sequence to all that comes before them.
+    seen = (2 * layout.cp + 1) / 2 if is_split else 1.0
+    core = size * (2 * queries + 2 * seen * (queries if repeats else keys)) + FLOAT32_BYTES * heads
+    rest = 0.0
+    if setting.model.has_head_norms:
+        rest += (queries + keys) * (FLOAT32_BYTES + size) + FLOAT32_BYTES * (heads + groups)
+        if setting.is_megatron and size == FLOAT32_BYTES:
+            # The keys are a view of the projections' common output.
+            rest += size * (queries + keys)
+    if setting.is_megatron or tokens.is_packed or is_split:
+        rest += size * queries
+    rotary = tokens.width * 4 * shape.head_dim * size if setting.is_megatron else 0
+    mask = 0
+    if is_split and setting.gpu is None:
+        chunk = tokens.sequence // (2 * layout.cp)
+        mask = chunk * chunk * (2 * layout.cp + 1) * size
+    moving = tokens.tokens * size * (2 * queries + 2 * keys) + tokens.tokens * core
+    return int(tokens.tokens * core) + mask, int(tokens.tokens * rest) + rotary, int(moving)
+
+
+def _mlp_bytes(setting: Setting, tokens: PassTokens, width: int) -> int:
+    kept = FUSED_GATED if setting.has_kernels else OWN_GATED_MEGATRON if setting.is_megatron else OWN_GATED
+    return tokens.tokens * width * kept * setting.element_bytes
+
+
+def _experts_bytes(setting: Setting, tokens: PassTokens) -> int:
+    """Of a mixture, with its router and the experts that see every token."""
+    shape, layout, size = setting.model.flops_shape, setting.layout, setting.element_bytes
+    sizes = setting.policy.parallel_sizes
+    top_k = setting.model.top_k
+    width = shape.mlp_size // top_k
+    shared = _mlp_bytes(setting, tokens, shape.shared_mlp_size // layout.tp)
+    if not setting.is_megatron:
+        # Every tensor rank has a place for every choice, also of experts that are elsewhere.
+        per_choice = size * (2 * shape.hidden_size + 4 * width) + ROUTES_SORTED
+        return tokens.tokens * (top_k * per_choice + FLOAT32_BYTES * shape.num_experts) + shared
+    mine = tokens.tokens // (layout.tp if layout.sequence_parallel else 1)
+    kept = FUSED_GATED if setting.has_kernels else OWN_GATED_MEGATRON + 1
+    per_choice = size * (shape.hidden_size * sizes.expert_tensor + kept * width)
+    return mine * (top_k * per_choice + EXPERT_BYTES * shape.num_experts) + shared
+
+
+def _head_bytes(setting: Setting, tokens: PassTokens) -> int:
+    """The last norm, and its output at the positions that predict."""
+    width, size = _stream_width(setting), setting.element_bytes
+    norm = tokens.tokens * (width * (FLOAT32_BYTES + size) + FLOAT32_BYTES)
+    return norm + tokens.rows * tokens.predicted * _hidden(setting) * size
+
+
+# ---- recomputation
+
+
+def _kept(setting: Setting, layer: LayerBytes, number: int) -> int:
+    """What a layer keeps where parts of it, or all, are recomputed."""
+    if not setting.is_megatron:
+        return layer.entry if setting.policy.dtensor_cfg.activation_checkpointing else layer.kept
+    section = setting.policy.megatron_cfg
+    if not section.activation_checkpointing:
+        return layer.kept
+    if section.recompute_granularity == "selective":
+        return layer.kept - _selected(section, layer)
+    if section.recompute_method == "block":
+        return layer.entry if number < section.recompute_num_layers else layer.kept
+    return layer.entry if number % section.recompute_num_layers == 0 else 0
+
+
+def _selected(section: MegatronConfig, layer: LayerBytes) -> int:
+    """Of the parts that are named; none of the others is recomputed."""
+    modules = set(section.recompute_modules)
+    total = layer.core if "core_attn" in modules else 0
+    total += layer.mlp if modules & {"mlp", "moe"} else layer.mlp // 4 if "moe_act" in modules else 0
+    return total + (layer.norms // 3 if "layernorm" in modules else 0)

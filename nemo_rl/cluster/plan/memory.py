@@ -1,0 +1,135 @@
+"""What each GPU and each node must hold, stage by stage of a step.
+
+Invariant: stages take turns on a device, so what it must hold is the largest of them, not their sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from nemo_rl.cluster.plan.activations import PassActivations, pass_activations
+from nemo_rl.cluster.plan.batches import Batches, passes_of
+from nemo_rl.cluster.plan.generation import EngineMemory, engine_memory, refit_bytes
+from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, Setting
+from nemo_rl.cluster.plan.weights import Gathered, RestMemory, gathered_weights, local_weights, rest_memory
+from nemo_rl.distributed.worker_pass import WorkerPass
+
+__all__ = ["PROCESS_BYTES", "RankMemory", "host_bytes", "rank_memory"]
+
+CONTEXT_BYTES = 768 << 20
+"""Of CUDA, cuBLAS and NCCL in one process, on its GPU."""
+PROCESS_BYTES = 800 << 20
+"""Of Python, torch and transformers in one process, on its node."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankMemory:
+    """Bytes of the device of a policy worker, of one pipeline stage, and of the engine that shares the device."""
+
+    stage: int
+    weights: int
+    gradients: int
+    """At the optimizer's step."""
+    summed_gradients: int
+    """While microbatches run: FSDP keeps whole gradients until the last one."""
+    optimizer: int
+    optimizer_on_host: int
+    gathered: Gathered
+    train: PassActivations
+    logprob: PassActivations | None
+    """None for a recipe without log-probability passes."""
+    engine: EngineMemory | None
+    """None where no engine shares the device."""
+    refit: int
+    fixed: int
+    """Of the processes themselves."""
+    offloads: bool
+    """Weights, gradients and optimizer stay in the node's memory."""
+
+    def stages(self) -> dict[str, int]:
+        """Most bytes on the device in each stage of a step."""
+        engine = self.engine.weights if self.engine is not None else 0
+        base, weights = self.fixed + engine, 0 if self.offloads else self.weights
+        optimizer = 0 if self.offloads else self.optimizer
+        held = 0 if self.offloads else max(self.gradients, self.summed_gradients)
+        found = {"rollout": base + (self.engine.cache + self.engine.working if self.engine is not None else 0)}
+        if self.logprob is not None:
+            found["logprobs"] = base + weights + self.logprob.peak
+        found["train"] = base + weights + optimizer + held + self.train.peak
+        found["refit"] = base + weights + self.refit
+        return found
+
+    @property
+    def peak(self) -> int:
+        return max(self.stages().values())
+
+    def as_json(self) -> dict[str, object]:
+        return {**asdict(self), "stages": self.stages(), "peak": self.peak}
+
+
+def rank_memory(setting: Setting, batches: Batches, *, stage: int, with_engine: bool) -> RankMemory:
+    """Of the ranks of a pipeline stage.
+
+    Args:
+        with_engine: an engine shares the device.
+    """
+    weights = local_weights(setting, stage=stage)
+    rest: RestMemory = rest_memory(setting, weights, num_microbatches=batches.train_microbatches)
+    gathered = gathered_weights(setting, weights)
+    has_logprobs = passes_of(setting) != (WorkerPass.TRAIN,)
+    processes = 2 if with_engine else 1
+    return RankMemory(
+        stage=stage,
+        weights=rest.weights,
+        gradients=rest.gradients,
+        summed_gradients=rest.summed_gradients,
+        optimizer=rest.optimizer,
+        optimizer_on_host=rest.optimizer_on_host,
+        gathered=gathered,
+        train=pass_activations(
+            setting,
+            batches.train,
+            stage=stage,
+            gathered=gathered,
+            num_microbatches=batches.train_microbatches,
+            with_gradients=True,
+        ),
+        logprob=pass_activations(
+            setting, batches.logprob, stage=stage, gathered=gathered, num_microbatches=1, with_gradients=False
+        )
+        if has_logprobs
+        else None,
+        engine=engine_memory(setting, batches) if with_engine else None,
+        refit=refit_bytes(setting),
+        fixed=processes * CONTEXT_BYTES if setting.gpu is not None else 0,
+        offloads=setting.gpu is not None and not setting.is_megatron and setting.policy.dtensor_cfg.cpu_offload,
+    )
+
+
+def host_bytes(
+    setting: Setting, ranks: list[RankMemory], *, engine: EngineMemory, engines: int, others: int
+) -> dict[str, int]:
+    """Of one node, by what it is for.
+
+    Args:
+        ranks: of the node's policy workers.
+        engine: what each engine needs.
+        engines: on the node.
+        others: further processes of the run there.
+    """
+    size, count = setting.engine_element_bytes, setting.model.num_parameters
+    found = {"processes": (len(ranks) + engines + others) * PROCESS_BYTES}
+    if setting.config.loss_fn.reference_policy_kl_penalty > 0:
+        # The reference's weights, and the policy's while those are in place.
+        found["reference weights"] = 2 * sum(rank.weights for rank in ranks)
+    if setting.gpu is None:
+        found["policy workers"] = sum(max(rank.stages().values()) for rank in ranks)
+        found["engines"] = engines * (engine.weights + engine.cache + engine.working)
+        return found
+    found["optimizer"] = sum(rank.optimizer_on_host for rank in ranks)
+    resting = "offloaded" if any(rank.offloads for rank in ranks) else "policy during rollouts"
+    found[resting] = sum(rank.weights + rank.optimizer + (rank.gradients if rank.offloads else 0) for rank in ranks)
+    # Each process reads the whole model before it keeps its part.
+    whole = 0 if setting.is_megatron else count * FLOAT32_BYTES * len(ranks)
+    found["reading the model at the start"] = max(whole, count * size * engines)
+    return found

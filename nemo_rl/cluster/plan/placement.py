@@ -1,0 +1,137 @@
+"""Who runs where: policy ranks, engines, rollout, storage and what listens on a port, node by node.
+
+Ranks lie in the order of the run's layout, as many on a node as it has workers; engines share the first GPUs, one each;
+the driver's node has everything else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nemo_rl.algorithms.cpu_needs import cpus_per_bundle, logical_cpus, other_cpus
+from nemo_rl.cluster.plan.setting import Setting
+from nemo_rl.data_plane.store_kinds import kind_named, num_storage_units
+
+__all__ = ["Device", "Node", "Port", "plan_nodes", "plan_ports"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """A GPU, or the share of a CPU that one policy worker has."""
+
+    number: int
+    """On its node."""
+    rank: int
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+    engine: int | None
+    """Number of the engine that takes turns with the rank here."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """One machine."""
+
+    number: int
+    devices: tuple[Device, ...]
+    engines: tuple[int, ...]
+    """Numbers of all engines here."""
+    others: tuple[str, ...]
+    """Further processes."""
+    cpus: int
+    """Logical CPUs that its processes ask Ray for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Port:
+    """Something that listens."""
+
+    who: str
+    node: int
+    port: int | None
+    """None: a free one, taken when it starts."""
+    set_by: str
+    """The key that fixes it; empty where there is none."""
+
+
+def plan_nodes(setting: Setting) -> list[Node]:
+    """All machines of the run."""
+    cluster, layout = setting.config.cluster, setting.layout
+    per_node = cluster.num_workers // cluster.num_nodes
+    engines, has_gpus = setting.policy.generation.num_replicas, cluster.gpus_per_node > 0
+    nodes = []
+    for number in range(cluster.num_nodes):
+        devices = []
+        for local in range(per_node):
+            rank = number * per_node + local
+            at = layout.coordinates(rank)
+            engine = rank if has_gpus and rank < engines else None
+            devices.append(Device(number=local, rank=rank, pp=at.pp, dp=at.dp, cp=at.cp, tp=at.tp, engine=engine))
+        on_gpus = tuple(device.engine for device in devices if device.engine is not None)
+        is_first = number == 0
+        nodes.append(
+            Node(
+                number=number,
+                devices=tuple(devices),
+                engines=on_gpus if has_gpus else tuple(range(engines)) if is_first else (),
+                others=_others(setting) if is_first else (),
+                cpus=_cpus(setting, is_first=is_first),
+            )
+        )
+    return nodes
+
+
+def _cpus(setting: Setting, *, is_first: bool) -> int:
+    config = setting.config
+    if config.cluster.launcher == "local":
+        return 0
+    each = config.cluster.num_workers // config.cluster.num_nodes * cpus_per_bundle(config)
+    if config.cluster.num_nodes == 1:
+        return logical_cpus(config)
+    return each + (other_cpus(config) if is_first else 0)
+
+
+def _others(setting: Setting) -> tuple[str, ...]:
+    """Processes of the driver's node besides policy workers and engines."""
+    config = setting.config
+    if config.cluster.launcher == "local":
+        return ("driver",)
+    plane = config.active_data_plane
+    kind = kind_named(plane.impl or "noop")
+    found = ["driver", "rollout worker"]
+    host = plane.ledger_host or kind.ledger_host
+    found += ["ledger"] if host == "ray_actor" else []
+    if plane.impl == "transfer_queue":
+        found += ["TransferQueue controller", *["storage unit"] * num_storage_units(plane)]
+    if plane.uses_mooncake:
+        found += ["Mooncake master"] if plane.mooncake.master_address is None else []
+        found += ["Mooncake holder"] if plane.mooncake.segment_owner == "holder" else []
+    if config.env.name != "sort":
+        found += ["scoring process"] * config.env.num_workers
+    return tuple(found)
+
+
+def plan_ports(setting: Setting) -> list[Port]:
+    """What listens; a port without a number is free whenever the machine has one."""
+    config = setting.config
+    if config.cluster.launcher == "local":
+        return []
+    plane, found = config.active_data_plane, []
+    if config.cluster.address is None:
+        found.append(Port(who="Ray (metadata, object store, workers)", node=0, port=None, set_by=""))
+    found.append(Port(who="rendezvous of the policy ranks", node=0, port=None, set_by=""))
+    if config.refit_transport == "broadcast":
+        found.append(Port(who="rendezvous of the refit", node=0, port=None, set_by=""))
+    if plane.impl == "transfer_queue":
+        found.append(Port(who="TransferQueue controller and storage units", node=0, port=None, set_by=""))
+    if plane.uses_mooncake:
+        given = plane.mooncake.master_address
+        number = int(given.rpartition(":")[2]) if given else None
+        key = "data_plane.mooncake.master_address" if given else ""
+        found.append(Port(who="Mooncake master", node=0, port=number, set_by=key))
+    if config.diagnostics.tracer.enabled:
+        given_port = config.diagnostics.tracer.port
+        found.append(Port(who="tracer hub", node=0, port=given_port or None, set_by="diagnostics.tracer.port"))
+    return found

@@ -1,0 +1,174 @@
+"""`make_plan`: everything that is known of a run before it starts, and what does not fit.
+
+make_plan -> plan_batches   rows, global batches, microbatches         (the run's own planners)
+          -> rank_memory    per pipeline stage: weights ... activations (what the workers allocate)
+          -> plan_plane     columns of a step                           (what the stages declare)
+          -> plan_nodes     who runs where                              (the run's layout)
+          -> stage_bounds   seconds, as lower bounds
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from nemo_rl.cluster.plan.activations import layer_bytes, scores_bytes
+from nemo_rl.cluster.plan.batches import Batches, plan_batches
+from nemo_rl.cluster.plan.generation import EngineMemory, engine_memory
+from nemo_rl.cluster.plan.memory import RankMemory, host_bytes, rank_memory
+from nemo_rl.cluster.plan.placement import Node, Port, plan_nodes, plan_ports
+from nemo_rl.cluster.plan.plane import PlaneMemory, plan_plane
+from nemo_rl.cluster.plan.setting import Setting
+from nemo_rl.cluster.plan.times import StageBound, stage_bounds
+from nemo_rl.utils.memory import available_bytes
+from nemo_rl.utils.units import bytes_text
+
+__all__ = ["FORMAT_VERSION", "Plan", "make_plan"]
+
+FORMAT_VERSION = 1
+"""Of `--json`; raised when a key changes its meaning or goes."""
+USABLE = 0.96
+"""Of a GPU's memory: the rest is lost between blocks of torch's allocator."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Sizes in bytes, times in seconds."""
+
+    setting: Setting
+    batches: Batches
+    ranks: tuple[RankMemory, ...]
+    """One of each pipeline stage, with an engine where any rank of the stage shares its GPU with one."""
+    engine: EngineMemory
+    plane: PlaneMemory
+    nodes: tuple[Node, ...]
+    ports: tuple[Port, ...]
+    hosts: tuple[dict[str, int], ...]
+    """Memory of each node by what it is for."""
+    bounds: tuple[StageBound, ...]
+    problems: tuple[str, ...]
+    """What does not fit, a line each."""
+
+    @property
+    def device_bytes(self) -> int | None:
+        """Of a GPU that a run can use; None on CPUs."""
+        return int(self.setting.gpu.memory_bytes * USABLE) if self.setting.gpu is not None else None
+
+    @property
+    def fits(self) -> bool:
+        return not self.problems
+
+    @property
+    def shortfall(self) -> int:
+        """Bytes that the fullest device lacks; 0 where it has enough, or where there is no GPU."""
+        room = self.device_bytes
+        return 0 if room is None else max(0, max(rank.peak for rank in self.ranks) - room)
+
+    def assumptions(self) -> list[str]:
+        """What the numbers rest on, besides the recipe."""
+        lines = [
+            "all rows are as long as they may be, so a real step needs no more",
+            "tokens spread evenly over experts" if self.setting.model.flops_shape.num_experts else "",
+        ]
+        if self.setting.gpu is not None:
+            first = self.setting.layers_of(0)[0]
+            scores = scores_bytes(self.setting, self.batches.train)
+            layer = layer_bytes(self.setting, self.batches.train, first)
+            lines.append(
+                f"attention runs in a fused kernel, whose layer keeps {bytes_text(layer.attention)}; without one it "
+                f"would keep {bytes_text(scores)} of scores besides"
+            )
+        if self.setting.has_kernels:
+            lines.append("Transformer Engine is installed: fused MLPs and norms, and its Adam may be distributed")
+        if not self.engine.is_known:
+            lines.append("of an engine of your own nothing is known: it is counted as the embedded one")
+        return [line for line in lines if line]
+
+    def as_json(self) -> dict[str, object]:
+        """Every number."""
+        setting, gpu = self.setting, self.setting.gpu
+        return {
+            "version": FORMAT_VERSION,
+            "model": {
+                "name": setting.policy.model_name,
+                "type": setting.model.config.model_type,
+                "parameters": setting.model.num_parameters,
+            },
+            "gpu": None if gpu is None else {**asdict(gpu), "usable_bytes": self.device_bytes},
+            "layout": asdict(setting.layout) | {"world_size": setting.layout.world_size},
+            "batches": {**asdict(self.batches), "tokens": self.batches.tokens},
+            "ranks": [rank.as_json() for rank in self.ranks],
+            "engine": asdict(self.engine),
+            "data_plane": {**asdict(self.plane), "rows_bytes": self.plane.rows_bytes},
+            "nodes": [{**asdict(node), "memory": host} for node, host in zip(self.nodes, self.hosts, strict=True)],
+            "ports": [asdict(port) for port in self.ports],
+            "bounds": [
+                {**asdict(bound), "seconds": bound.seconds, "limited_by": bound.limited_by} for bound in self.bounds
+            ],
+            "assumptions": self.assumptions(),
+            "problems": list(self.problems),
+            "fits": self.fits,
+        }
+
+
+def make_plan(setting: Setting) -> Plan:
+    """Raises ConfigError where the recipe cannot run in its layout, whatever the memory."""
+    batches, nodes = plan_batches(setting), plan_nodes(setting)
+    engine, plane = engine_memory(setting, batches), plan_plane(setting, batches)
+    with_engine = {device.pp for node in nodes for device in node.devices if device.engine is not None}
+    ranks = tuple(
+        rank_memory(setting, batches, stage=stage, with_engine=stage in with_engine)
+        for stage in range(setting.layout.pp)
+    )
+    hosts = tuple(
+        host_bytes(
+            setting,
+            [ranks[device.pp] for device in node.devices],
+            engine=engine,
+            engines=len(node.engines),
+            others=len(node.others),
+        )
+        | ({"data plane": plane.held} if node.number == 0 else {})
+        for node in nodes
+    )
+    return Plan(
+        setting=setting,
+        batches=batches,
+        ranks=ranks,
+        engine=engine,
+        plane=plane,
+        nodes=tuple(nodes),
+        ports=tuple(plan_ports(setting)),
+        hosts=hosts,
+        bounds=tuple(stage_bounds(setting, batches, engine, plane)),
+        problems=tuple([*_device_problems(setting, ranks), *_host_problems(setting, hosts), *_plane_problems(plane)]),
+    )
+
+
+def _device_problems(setting: Setting, ranks: tuple[RankMemory, ...]) -> list[str]:
+    if setting.gpu is None:
+        return []
+    room = int(setting.gpu.memory_bytes * USABLE)
+    worst = max(ranks, key=lambda rank: rank.peak)
+    if worst.peak <= room:
+        return []
+    stages = worst.stages()
+    stage = max(stages, key=lambda name: stages[name])
+    where = f" of pipeline stage {worst.stage}" if len(ranks) > 1 else ""
+    return [f"{stage}: a GPU{where} needs {bytes_text(worst.peak)}, {setting.gpu.name} has {bytes_text(room)} to use"]
+
+
+def _host_problems(setting: Setting, hosts: tuple[dict[str, int], ...]) -> list[str]:
+    """Of CPU workers on this machine; of other machines nothing is known."""
+    if setting.gpu is not None or len(hosts) > 1 or setting.config.cluster.address is not None:
+        return []
+    needed, have = sum(hosts[0].values()), available_bytes()
+    return [] if needed <= have else [f"this machine needs {bytes_text(needed)} of memory, {bytes_text(have)} are free"]
+
+
+def _plane_problems(plane: PlaneMemory) -> list[str]:
+    if plane.room is None or plane.rows_bytes <= plane.room:
+        return []
+    return [
+        f"data plane: the rows of a step have {bytes_text(plane.rows_bytes)}, {plane.limited_by} leaves room for "
+        f"{bytes_text(plane.room)}"
+    ]

@@ -1,0 +1,234 @@
+"""Weights, gradients and optimizer state of one rank: what stays there between passes.
+
+Sizes and splits come from what the workers themselves split by: the style of each module (`models.dtensor`), the table
+of weights (`models.megatron`). Invariant: within 2 % of the unique storages of a real rank; counters are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, Model, Setting
+from nemo_rl.errors import ConfigError
+from nemo_rl.models.dtensor.tensor_parallel import split_dims
+from nemo_rl.models.dtensor.tensor_plans import plan_of
+from nemo_rl.models.megatron.convert_table import Weight, weights_of
+
+__all__ = [
+    "NOTHING_GATHERED",
+    "Gathered",
+    "LocalWeight",
+    "RestMemory",
+    "gathered_weights",
+    "local_weights",
+    "rest_memory",
+]
+
+ROOT = -1
+"""Unit of the weights that belong to no layer: embedding, last norm, head."""
+MOMENTS: Mapping[str, int] = {"adam": 2, "adamw": 2, "nadam": 2, "radam": 2, "adamax": 2, "sgd": 1, "rmsprop": 1}
+"""Values per weight that an optimizer of this name keeps; one that is not listed is taken to keep two."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalWeight:
+    """One rank's part of a weight."""
+
+    name: str
+    unit: int
+    """Number of its layer, or `ROOT`."""
+    at_rest: int
+    """Elements that the rank keeps between passes."""
+    in_use: int
+    """Elements that it computes with: FSDP gathers them layer by layer."""
+    bytes_at_rest: int
+    """Of an element."""
+    is_trained: bool = True
+    is_expert: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestMemory:
+    """Bytes of one rank between passes."""
+
+    weights: int
+    gradients: int
+    """Of a global batch, when the optimizer steps."""
+    summed_gradients: int
+    """What a pass finds of earlier microbatches: FSDP shares gradients out after the last one only."""
+    optimizer: int
+    optimizer_on_host: int
+
+    @property
+    def gradients_in_passes(self) -> int:
+        """The most while microbatches run."""
+        return max(self.gradients, self.summed_gradients)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gathered:
+    """Bytes that FSDP adds while a pass runs."""
+
+    root: int
+    """Embedding, last norm and head, for the whole pass."""
+    layer: int
+    """The largest layer; the next one is gathered while it runs."""
+    layer_gradients: int
+    """Of the largest layer, before and while they are shared out."""
+
+
+NOTHING_GATHERED = Gathered(root=0, layer=0, layer_gradients=0)
+
+
+def local_weights(setting: Setting, *, stage: int = 0) -> list[LocalWeight]:
+    """The parts of all weights that a rank of a pipeline stage has."""
+    return list(_of_megatron(setting, stage) if setting.is_megatron else _of_dtensor(setting))
+
+
+def rest_memory(setting: Setting, weights: list[LocalWeight], *, num_microbatches: int) -> RestMemory:
+    """Of a rank with these weights.
+
+    Args:
+        num_microbatches: of a global batch on one rank.
+    """
+    trained = [weight for weight in weights if weight.is_trained]
+    gradient = _gradient_bytes(setting)
+    whole = sum(weight.in_use for weight in trained) * gradient
+    state = sum(_state_bytes(setting, weight) for weight in trained)
+    on_host = math.floor(state * _offloaded(setting))
+    return RestMemory(
+        weights=sum(weight.at_rest * weight.bytes_at_rest for weight in weights),
+        gradients=sum(weight.at_rest for weight in trained) * gradient,
+        summed_gradients=whole if not setting.is_megatron and num_microbatches > 1 else 0,
+        optimizer=state - on_host,
+        optimizer_on_host=on_host,
+    )
+
+
+def gathered_weights(setting: Setting, weights: list[LocalWeight]) -> Gathered:
+    """Of a rank with these weights; nothing where no weight is shared between passes."""
+    if setting.is_megatron:
+        return NOTHING_GATHERED
+    units: dict[int, int] = {}
+    for weight in weights:
+        units[weight.unit] = units.get(weight.unit, 0) + weight.in_use
+    layer = max((count for unit, count in units.items() if unit != ROOT), default=0)
+    size = setting.element_bytes
+    return Gathered(root=units.get(ROOT, 0) * size, layer=layer * size, layer_gradients=layer * (size + FLOAT32_BYTES))
+
+
+# ---- DTensor
+
+
+def _of_dtensor(setting: Setting) -> Iterator[LocalWeight]:
+    """Split over the tensor axis, then shared by FSDP along the first dimension, each part padded to the largest."""
+    model, layout, sizes = setting.model.hf, setting.layout, setting.policy.dtensor_cfg
+    split: Mapping[str, int | None] = {}
+    if layout.tp > 1:
+        custom = sizes.custom_parallel_plan
+        plan = plan_of(model, custom=custom, tp=layout.tp, sequence_parallel=layout.sequence_parallel)
+        split = _splits(setting.model, tuple(plan.items()))
+    units = {name: unit for prefix, unit in setting.model.units.items() for name in _under(setting, prefix)}
+    for name, whole in setting.model.whole_weights.items():
+        shape, dim = list(whole), split.get(name)
+        if dim is not None:
+            _check_divides(name, shape[dim], layout.tp)
+            shape[dim] //= layout.tp
+        rows, rest = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+        yield LocalWeight(
+            name=name,
+            unit=units.get(name, ROOT),
+            at_rest=math.ceil(rows / (layout.dp * layout.cp)) * rest,
+            in_use=rows * rest,
+            bytes_at_rest=FLOAT32_BYTES,
+            is_expert=".experts." in name,
+        )
+
+
+def _check_divides(name: str, size: int, ranks: int) -> None:
+    if size % ranks:
+        raise ConfigError(
+            f"policy.dtensor_cfg.tensor_parallel_size: {size} of {name} do not divide by {ranks} ranks; use a divisor "
+            f"of {size}"
+        )
+
+
+@lru_cache(maxsize=4)
+def _splits(model: Model, plan: tuple[tuple[str, str], ...]) -> Mapping[str, int | None]:
+    """A plan of styles names every layer, which takes seconds for a deep model."""
+    return split_dims(model.hf, dict(plan))
+
+
+def _under(setting: Setting, prefix: str) -> list[str]:
+    return [name for name in setting.model.whole_weights if name.startswith(prefix)]
+
+
+# ---- Megatron
+
+
+def _of_megatron(setting: Setting, stage: int) -> Iterator[LocalWeight]:
+    shape, layers = setting.model.architecture, setting.layers_of(stage)
+    freezes = setting.policy.megatron_cfg.freeze_moe_router
+    for weight in weights_of(shape):
+        is_second = weight.is_copy and setting.layout.pp == 1
+        if weight.layer not in layers or is_second:
+            continue
+        is_bias = weight.local.endswith("expert_bias")
+        elements = _elements(setting, weight)
+        yield LocalWeight(
+            name=weight.local,
+            unit=weight.layer if weight.local.startswith("decoder.layers.") else ROOT,
+            at_rest=elements,
+            in_use=elements,
+            bytes_at_rest=FLOAT32_BYTES if weight.is_float32 else setting.element_bytes,
+            is_trained=not is_bias and not (freezes and ".router." in weight.local),
+            is_expert=weight.num_experts > 0,
+        )
+
+
+def _elements(setting: Setting, weight: Weight) -> int:
+    sizes = setting.policy.parallel_sizes
+    ranks = sizes.expert_tensor if weight.num_experts else sizes.tensor
+    elements = math.prod(weight.shape) // (ranks if weight.split.dim is not None else 1)
+    return elements // sizes.expert if weight.num_experts else elements
+
+
+# ---- both
+
+
+def _gradient_bytes(setting: Setting) -> int:
+    if not setting.is_megatron:
+        return FLOAT32_BYTES
+    in_float32 = setting.policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32
+    return FLOAT32_BYTES if in_float32 else setting.element_bytes
+
+
+def _state_bytes(setting: Setting, weight: LocalWeight) -> int:
+    """Moments in float32, and float32 weights where the model's are not."""
+    if not setting.is_megatron:
+        name = setting.policy.optimizer.name.rpartition(".")[2].lower()
+        kwargs = setting.policy.optimizer.kwargs
+        kept = 0 if name == "sgd" and not kwargs.get("momentum") else MOMENTS.get(name, 2)
+        return weight.at_rest * kept * FLOAT32_BYTES
+    section = setting.policy.megatron_cfg.optimizer
+    kept = MOMENTS[section.optimizer] if section.optimizer == "adam" or section.sgd_momentum else 0
+    kept += setting.element_bytes < FLOAT32_BYTES
+    return math.ceil(weight.at_rest / _optimizer_ranks(setting, is_expert=weight.is_expert)) * kept * FLOAT32_BYTES
+
+
+def _optimizer_ranks(setting: Setting, *, is_expert: bool) -> int:
+    """Ranks that share the optimizer state of one weight."""
+    optimizer, layout, sizes = setting.policy.megatron_cfg.optimizer, setting.layout, setting.policy.parallel_sizes
+    if not optimizer.is_distributed(has_fused_adam=setting.has_kernels):
+        return 1
+    if not is_expert:
+        return layout.dp * layout.cp
+    return layout.world_size // (layout.pp * sizes.expert * sizes.expert_tensor)
+
+
+def _offloaded(setting: Setting) -> float:
+    optimizer = setting.policy.megatron_cfg.optimizer
+    return optimizer.optimizer_offload_fraction if setting.is_megatron and optimizer.optimizer_cpu_offload else 0.0

@@ -1,0 +1,174 @@
+"""What a plan says of a worker's memory is what real workers allocate, in both engines and along every axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+
+from nemo_rl.algorithms.grpo import plan_train
+from nemo_rl.cluster.known_models import planned_model_config
+from nemo_rl.cluster.plan.activations import pass_activations
+from nemo_rl.cluster.plan.batches import pass_tokens
+from nemo_rl.cluster.plan.setting import Model, Setting
+from nemo_rl.cluster.plan.weights import gathered_weights, local_weights, rest_memory
+from nemo_rl.config.megatron import MegatronConfig
+from nemo_rl.config.policy import DTensorConfig, DynamicBatchingConfig, PolicyConfig, SequencePackingConfig
+from nemo_rl.config.schema import ClusterConfig, MasterConfig
+from tests.helpers.gloo import JOB_S, run_ranks
+from tests.helpers.tiny_model import tiny_policy, write_tiny_folder
+from tests.helpers.worker_memory import Measured, measure_table
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(JOB_S)]
+
+AT_REST, IN_PASSES = 0.02, 0.15
+"""Relative bounds."""
+ROWS, WIDTH, PROMPT, CAP = 4, 256, 64, 512
+COMMON = {
+    **{"vocab_size": 1280, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 16},
+    **{"num_key_value_heads": 2, "intermediate_size": 160, "max_position_embeddings": 512},
+    **{"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0},
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A worker in a layout."""
+
+    engine: str
+    """`dtensor` or `megatron`."""
+    family: str = "qwen3"
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """Of the engine's section."""
+    is_packed: bool = False
+    precision: str = "float32"
+
+    def __str__(self) -> str:
+        words = [f"{name}={value}" for name, value in self.settings.items()]
+        words += ["packed"] if self.is_packed else []
+        return "-".join([self.engine, self.family, self.precision, *words])
+
+
+RECOMPUTED = {"activation_checkpointing": True}
+DTENSOR_TP, DTENSOR_CP = {"tensor_parallel_size": 2, "sequence_parallel": True}, {"context_parallel_size": 2}
+MEGATRON_TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+MEGATRON_PP, MEGATRON_EP = {"pipeline_model_parallel_size": 2}, {"expert_model_parallel_size": 2}
+
+QUICK = [
+    Case(engine="dtensor", is_packed=True, precision="bfloat16", settings=RECOMPUTED),
+    Case(engine="megatron", settings=MEGATRON_PP),
+]
+OF_ONE = [
+    Case(engine="dtensor"),
+    Case(engine="dtensor", family="llama", is_packed=True),
+    Case(engine="dtensor", family="qwen3_moe", settings=RECOMPUTED),
+    Case(engine="dtensor", family="qwen3_moe", precision="bfloat16"),
+    Case(engine="megatron"),
+    Case(engine="megatron", family="llama", is_packed=True, precision="bfloat16"),
+    Case(engine="megatron", family="qwen3_moe", settings=RECOMPUTED),
+    Case(engine="megatron", settings={**RECOMPUTED, "recompute_granularity": "selective"}),
+    Case(engine="megatron", settings={**RECOMPUTED, "recompute_method": "block", "recompute_num_layers": 3}),
+]
+OF_TWO = [
+    Case(engine="dtensor"),
+    Case(engine="dtensor", settings=DTENSOR_TP),
+    Case(engine="dtensor", settings={**DTENSOR_TP, **RECOMPUTED}, is_packed=True, precision="bfloat16"),
+    Case(engine="dtensor", family="qwen3_moe", settings=DTENSOR_TP),
+    Case(engine="dtensor", settings=DTENSOR_CP),
+    Case(engine="dtensor", settings={**DTENSOR_CP, **RECOMPUTED}, is_packed=True),
+    Case(engine="megatron", settings=MEGATRON_TP),
+    Case(engine="megatron", settings={**MEGATRON_TP, **RECOMPUTED}, is_packed=True, precision="bfloat16"),
+    Case(engine="megatron", family="llama", settings=MEGATRON_PP, is_packed=True),
+    Case(engine="megatron", settings={**MEGATRON_PP, **RECOMPUTED}),
+    Case(engine="megatron", settings=DTENSOR_CP, is_packed=True),
+    Case(engine="megatron", family="qwen3_moe", settings=MEGATRON_EP),
+    Case(engine="megatron", family="qwen3_moe", settings={**MEGATRON_EP, **RECOMPUTED}, is_packed=True),
+    Case(
+        engine="megatron",
+        family="qwen3_moe",
+        settings={**MEGATRON_TP, **MEGATRON_EP, "expert_tensor_parallel_size": 1},
+    ),
+]
+
+
+def write_model(folder: Path, family: str) -> Path:
+    if folder.is_dir():
+        return folder
+    write_tiny_folder(folder)
+    kinds = {
+        "qwen3": lambda: Qwen3Config(**COMMON, tie_word_embeddings=True),
+        "llama": lambda: LlamaConfig(**COMMON, tie_word_embeddings=False),
+        "qwen3_moe": lambda: Qwen3MoeConfig(**COMMON, **EXPERTS, tie_word_embeddings=False),
+    }
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(kinds[family]()).save_pretrained(str(folder))
+    return folder
+
+
+def policy_of(case: Case, folder: Path) -> PolicyConfig:
+    caps = {"enabled": True, "train_mb_tokens": CAP, "logprob_mb_tokens": CAP}
+    batching: dict[str, object] = {"dynamic_batching": DynamicBatchingConfig(**caps)}
+    if case.is_packed:
+        batching = {"sequence_packing": SequencePackingConfig(**caps)}
+    is_megatron = case.engine == "megatron"
+    sections = {
+        "dtensor_cfg": DTensorConfig(enabled=not is_megatron, **({} if is_megatron else case.settings)),
+        "megatron_cfg": MegatronConfig(enabled=is_megatron, **(case.settings if is_megatron else {})),
+    }
+    model = write_model(folder / case.family, case.family)
+    return tiny_policy(model, precision=case.precision, max_total_sequence_length=WIDTH, **batching, **sections)
+
+
+def check(case: Case, policy: PolicyConfig, measured: list[Measured]) -> None:
+    """Each pipeline stage by its largest rank: that is what must fit."""
+    config = MasterConfig(policy=policy, cluster=ClusterConfig(cpu_workers_per_node=len(measured)))
+    setting = Setting(config=config, model=Model(planned_model_config(policy.model_name)), gpu=None)
+    number = len(plan_train([WIDTH] * ROWS, [ROWS], policy, layout=setting.layout).microbatches[0])
+    tokens = pass_tokens(setting, tokens=CAP, width=WIDTH, predicted=WIDTH - PROMPT, is_packed=case.is_packed)
+    for stage in range(setting.layout.pp):
+        found = [one for rank, one in enumerate(measured) if setting.layout.coordinates(rank).pp == stage]
+        weights = local_weights(setting, stage=stage)
+        rest, gathered = rest_memory(setting, weights, num_microbatches=number), gathered_weights(setting, weights)
+        expected = {"weights": rest.weights, "gradients": rest.gradients, "optimizer": rest.optimizer}
+        for name, count in expected.items():
+            largest = max(getattr(one, name) for one in found)
+            assert count == pytest.approx(largest, rel=AT_REST), f"{case}: stage {stage}: {name}"
+        for name, with_gradients in (("train_peak", True), ("logprob_peak", False)):
+            planned = pass_activations(
+                setting,
+                tokens,
+                stage=stage,
+                gathered=gathered,
+                num_microbatches=number,
+                with_gradients=with_gradients,
+            ).peak + (rest.summed_gradients if with_gradients else 0)
+            largest = max(getattr(one, name) for one in found)
+            print(f"{case}: stage {stage}: {name}: planned / measured = {planned / largest:.3f}")
+            assert planned == pytest.approx(largest, rel=IN_PASSES), f"{case}: stage {stage}: {name}"
+
+
+def compare(cases: list[Case], world_size: int, folder: Path) -> None:
+    policies = [policy_of(case, folder) for case in cases]
+    table = [(policy, (ROWS, WIDTH, PROMPT)) for policy in policies]
+    by_rank = run_ranks(world_size, measure_table, world_size, table, timeout_s=JOB_S / 3)
+    for number, (case, policy) in enumerate(zip(cases, policies, strict=True)):
+        check(case, policy, [of_rank[number] for of_rank in by_rank])
+
+
+def test_a_plan_gives_the_memory_of_two_ranks(tmp_path: Path) -> None:
+    compare(QUICK, 2, tmp_path)
+
+
+@pytest.mark.full
+def test_a_plan_gives_the_memory_of_one_rank_in_every_way_to_run(tmp_path: Path) -> None:
+    compare(OF_ONE, 1, tmp_path)
+
+
+@pytest.mark.full
+def test_a_plan_gives_the_memory_of_two_ranks_along_every_axis(tmp_path: Path) -> None:
+    compare(OF_TWO, 2, tmp_path)

@@ -1,0 +1,250 @@
+"""A plan's arithmetic, its refusals with the cheapest change, and its command, without any process of a run."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from nemo_rl.algorithms.recipe_loss import build_loss
+from nemo_rl.algorithms.stages.columns import PARTITION, declare_partition, stage_columns
+from nemo_rl.cli.main import app
+from nemo_rl.cluster.plan.activations import pass_activations
+from nemo_rl.cluster.plan.command import PlanRequest, plan_recipe
+from nemo_rl.cluster.plan.gpus import GPUS, gpu_named
+from nemo_rl.cluster.plan.plan import FORMAT_VERSION, Plan
+from nemo_rl.cluster.plan.search import changes_of
+from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.data_plane.column_io import kv_first_write
+from nemo_rl.data_plane.factory import build_data_plane_client
+from nemo_rl.data_plane.schema import FIELDS
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.errors import ConfigError, ModelFolderError, ResourceError
+from nemo_rl.routes.columns import encode_routes
+from nemo_rl.routes.shape import RouteShape
+from tests.repo.walk_docs import ROOT, blocks_of
+
+DEMO, MATH = ROOT / "configs" / "grpo_sort_cpu.yaml", ROOT / "configs" / "recipes" / "grpo_math_1b.yaml"
+MOE = ROOT / "configs" / "recipes" / "grpo_sort_moe_r3_megatron_cpu.yaml"
+LLAMA_8B = (
+    *("policy.model_name=models/Llama-3.1-8B-Instruct", "policy.generation.num_replicas=16"),
+    *("policy.max_total_sequence_length=4096", "policy.generation.max_new_tokens=3072"),
+    *("policy.dynamic_batching.train_mb_tokens=8192", "policy.dynamic_batching.logprob_mb_tokens=16384"),
+)
+MEGATRON = "policy.megatron_cfg"
+QWEN_30B = (
+    *("policy.model_name=models/Qwen3-30B-A3B", "policy.generation.num_replicas=64"),
+    *("policy.dtensor_cfg.enabled=false", "policy.dtensor_cfg.activation_checkpointing=false"),
+    *("~policy.optimizer", "~policy.scheduler", f"{MEGATRON}.enabled=true", f"{MEGATRON}.sequence_parallel=true"),
+    *(f"{MEGATRON}.tensor_model_parallel_size=4", f"{MEGATRON}.pipeline_model_parallel_size=2"),
+    *(f"{MEGATRON}.context_parallel_size=2", f"{MEGATRON}.expert_model_parallel_size=8"),
+    *(f"{MEGATRON}.expert_tensor_parallel_size=1", f"{MEGATRON}.activation_checkpointing=true"),
+    *("policy.dynamic_batching.enabled=false", "policy.sequence_packing.enabled=true"),
+    *("policy.sequence_packing.train_mb_tokens=16384", "policy.sequence_packing.logprob_mb_tokens=16384"),
+    *("policy.max_total_sequence_length=8192", "policy.generation.max_new_tokens=7168"),
+    *("policy.router_replay.enabled=true", "policy.generation.max_batch_size=16"),
+)
+
+
+def planned(recipe: Path, *overrides: str, gpu: str | None = None, nodes: int | None = None) -> Plan:
+    """Of a recipe that fits."""
+    plan, error = plan_recipe(PlanRequest(recipe=recipe, overrides=overrides, gpu=gpu, nodes=nodes))
+    assert error is None, error
+    assert plan.fits
+    return plan
+
+
+def refused(recipe: Path, *overrides: str, gpu: str | None = None, nodes: int | None = None) -> str:
+    plan, error = plan_recipe(PlanRequest(recipe=recipe, overrides=overrides, gpu=gpu, nodes=nodes))
+    assert isinstance(error, ResourceError) and not plan.fits
+    return str(error)
+
+
+def test_every_gpu_has_a_peak_and_its_name_is_found_in_any_case() -> None:
+    assert all(gpu.tflops("bfloat16") > 0 for gpu in GPUS.values())
+    assert gpu_named("h100-80g").tflops("bfloat16") == 989.0
+    assert gpu_named("H100-PCIE-80G").tflops("bfloat16") == 756.0
+    with pytest.raises(ConfigError, match=r"--gpu: expected one of A10-24G, .* got 'V100'"):
+        gpu_named("V100")
+
+
+def test_the_batches_are_those_that_the_run_plans() -> None:
+    batches = planned(MATH, gpu="H100-80G").batches
+    assert (batches.rows, batches.tokens, batches.global_batches) == (512, 512 * 1536, 1)
+    # 64 rows of 1,536 tokens on each of 8 ranks, 10 to a microbatch of 16,384.
+    assert (batches.rows_per_rank, batches.train_microbatches, batches.train.rows) == (64, 7, 10)
+    assert batches.logprob.rows == 21 and batches.train.predicted == 1024
+
+
+def test_ranks_and_engines_lie_as_the_run_places_them() -> None:
+    plan = planned(MATH, *LLAMA_8B, gpu="H100-80G", nodes=2)
+    assert [len(node.devices) for node in plan.nodes] == [8, 8]
+    assert plan.nodes[1].devices[0].rank == plan.nodes[1].engines[0] == 8
+    assert "rollout worker" in plan.nodes[0].others and plan.nodes[1].others == ()
+
+
+def test_settings_of_two_and_of_eight_nodes_are_accepted() -> None:
+    dense = planned(MATH, *LLAMA_8B, gpu="H100-80G", nodes=2)
+    # Sixteen ranks share 8.03e9 weights in float32, their gradients and two moments.
+    [rank] = dense.ranks
+    assert rank.weights == pytest.approx(8_030_261_248 * 4 / 16, rel=0.01)
+    assert (rank.gradients, rank.optimizer) == (rank.weights, 2 * rank.weights)
+    # Microbatches are summed up before FSDP shares gradients out.
+    assert rank.summed_gradients == 8_030_261_248 * 4
+    mixture = planned(MATH, *QWEN_30B, gpu="H100-80G", nodes=8)
+    assert len(mixture.ranks) == 2 and mixture.setting.layout.dp == 4
+    assert mixture.plane.columns["routed_experts"] == mixture.batches.tokens * 48 * 8
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_refused_with_the_cheapest_change() -> None:
+    text = refused(MATH, "policy.dynamic_batching.logprob_mb_tokens=131072", gpu="A100-40G")
+    assert "logprobs: a GPU needs" in text and "A100-40G has" in text
+    found = re.search(r"The cheapest change that fits: (.*) \((.*)\)$", text)
+    assert found is not None and found[2] == "more microbatches"
+    # It really fits, and the next cheaper candidate of its kind does not.
+    planned(MATH, "policy.dynamic_batching.logprob_mb_tokens=131072", *found[1].split(), gpu="A100-40G")
+    twice = [re.sub(r"\d+$", lambda number: str(2 * int(number[0])), part) for part in found[1].split()]
+    refused(MATH, "policy.dynamic_batching.logprob_mb_tokens=131072", *twice, gpu="A100-40G")
+
+
+@pytest.mark.slow
+def test_recomputation_or_nodes_are_found_where_batches_are_small_already() -> None:
+    small = ("policy.dynamic_batching.train_mb_tokens=4096", "policy.dynamic_batching.logprob_mb_tokens=4096")
+    given = (*LLAMA_8B[:4], *small, "policy.dtensor_cfg.activation_checkpointing=false")
+    text = refused(MATH, *given, "policy.generation.max_batch_size=1", gpu="A100-40G", nodes=2)
+    assert re.search(r"The cheapest change that fits: policy\.dtensor_cfg\.", text), text
+
+
+@pytest.mark.slow
+def test_no_single_change_is_said_where_none_is_enough() -> None:
+    text = refused(MATH, "policy.model_name=models/Llama-3.1-70B", gpu="A10-24G")
+    assert "No single change that was tried fits" in text
+
+
+def test_candidates_come_in_the_order_of_their_cost() -> None:
+    costs = [change.cost for change in changes_of(planned(MATH, gpu="H100-80G").setting)]
+    order = list(dict.fromkeys(costs))
+    assert order == [
+        *("more rounds of decoding", "more microbatches", "more communication"),
+        *("weights cross to the GPU each pass", "slower rollouts", "more machines"),
+    ]
+
+
+@pytest.mark.slow
+def test_a_store_without_room_for_a_step_is_refused() -> None:
+    text = refused(DEMO, "data_plane.storage_capacity.bytes=100000")
+    assert "data_plane.storage_capacity.bytes leaves room for" in text
+    assert "The cheapest change that fits: data_plane.storage_capacity.bytes=" in text
+
+
+@pytest.mark.slow
+def test_recomputation_and_sharding_need_less() -> None:
+    plain = planned(MATH, "policy.dtensor_cfg.activation_checkpointing=false", gpu="H200-141G")
+    again = planned(MATH, gpu="H200-141G")
+    assert again.ranks[0].train.layers < plain.ranks[0].train.layers / 5
+    assert planned(MATH, gpu="H200-141G", nodes=1).ranks[0].weights == plain.ranks[0].weights
+    split = planned(MATH, "policy.dtensor_cfg.tensor_parallel_size=2", gpu="H200-141G")
+    assert split.ranks[0].train.logits == again.ranks[0].train.logits // 2
+    # All but the norms and a few biases are split.
+    assert split.ranks[0].summed_gradients == pytest.approx(again.ranks[0].summed_gradients / 2, rel=0.01)
+
+
+def test_a_pipeline_stage_holds_as_many_microbatches_as_are_under_way() -> None:
+    setting = planned(MATH, *QWEN_30B, gpu="H100-80G", nodes=8)
+    first, last = (
+        pass_activations(
+            setting.setting, setting.batches.train, stage=stage, num_microbatches=8, with_gradients=True
+        ).in_flight
+        for stage in range(2)
+    )
+    assert (first, last) == (2, 1)
+
+
+@pytest.mark.parametrize("bit_packed", [False, True])
+def test_the_rows_of_a_step_take_the_planned_bytes_in_a_data_plane(bit_packed: bool) -> None:
+    plan = planned(
+        MOE,
+        *(
+            "policy.model_name=checkpoints/starter_sort_moe",
+            f"policy.router_replay.bit_packed={str(bit_packed).lower()}",
+        ),
+        *(
+            "grpo.num_prompts_per_step=4",
+            "policy.train_global_batch_size=32",
+            "loss_fn.reference_policy_kl_penalty=0.1",
+        ),
+    )
+    config, rows, width = plan.setting.config, plan.batches.rows, plan.batches.row_tokens
+    shape = RouteShape(layers=(0, 1, 2, 3), top_k=2, num_experts=8)
+    routes = torch.nested.nested_tensor(
+        [torch.tensor([0, 1]).repeat(width, 4, 1).to(torch.int16)] * rows, layout=torch.jagged
+    )
+    columns: dict[str, object] = dict(encode_routes(routes, shape, bit_packed=bit_packed))
+    for name in plan.plane.columns:
+        spec = FIELDS[name]
+        if name not in columns:
+            sizes = (rows, width) if spec.is_token_aligned else (rows,)
+            columns[name] = torch.zeros(sizes, dtype=vars(torch)[spec.dtypes[0]])
+    columns["input_lengths"] = torch.full((rows,), width, dtype=torch.int32)
+    client = build_data_plane_client(DataPlaneConfig(impl="noop"), run_id="planned")
+    try:
+        declare_partition(client, stage_columns(config, build_loss(config)), config.grpo)
+        keys = [f"uid{row // 8}_g{row % 8}" for row in range(rows)]
+        kv_first_write(client, BatchedDataDict(columns), keys, partition_id=PARTITION)
+        live = client.stats()["live_bytes"]
+    finally:
+        client.close()
+    assert plan.plane.rows_bytes == pytest.approx(live, rel=0.02)
+
+
+def test_bounds_follow_the_arithmetic() -> None:
+    plan = planned(MATH, gpu="H100-80G")
+    bounds = {bound.stage: bound for bound in plan.bounds}
+    # 6 operations per weight and token at the least, over 8 GPUs.
+    least = 6 * 1_310_000_000 * plan.batches.tokens / (8 * 989e12)
+    assert least < bounds["train"].arithmetic_s < 1.6 * least
+    assert bounds["prev_logprobs"].arithmetic_s == pytest.approx(bounds["train"].arithmetic_s / 3)
+    assert bounds["rollout"].limited_by == "memory"
+    assert planned(DEMO).bounds == ()
+
+
+def test_what_is_asked_for_wrongly_is_refused() -> None:
+    for request, expected in (
+        (PlanRequest(recipe=MATH), "expected the name of the GPU"),
+        (PlanRequest(recipe=DEMO, gpu="H100-80G"), "cluster.gpus_per_node is 0"),
+        (PlanRequest(recipe=MATH, gpu="H100-80G", overrides=("policy.dtensor_cfg.tensor_parallel_size=3",)), "divide"),
+    ):
+        with pytest.raises(ConfigError, match=expected):
+            plan_recipe(request)
+    with pytest.raises(ModelFolderError, match="--model-config FILE"):
+        plan_recipe(PlanRequest(recipe=MATH, gpu="H100-80G", overrides=("policy.model_name=models/Nobody-1B",)))
+
+
+def test_json_has_its_version_and_whole_numbers() -> None:
+    result = CliRunner().invoke(app, ["plan", str(DEMO), "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    assert found["version"] == FORMAT_VERSION and found["fits"] is True
+    [rank] = found["ranks"]
+    assert rank["peak"] == max(rank["stages"].values()) and isinstance(rank["weights"], int)
+    assert found["data_plane"]["columns"]["input_ids"] == 1024 * 48 * 4
+
+
+def test_the_examples_of_the_page_run() -> None:
+    commands = [
+        line.split()[1:]
+        for block in blocks_of("docs/cluster.md")
+        for line in block.body.splitlines()
+        if line.startswith("nemo-rl plan ")
+    ]
+    assert len(commands) >= 2
+    for command in commands:
+        words = [str(ROOT / word) if word.startswith("configs/") else word for word in command]
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0, result.output
+        assert result.output.rstrip().endswith("fits")
