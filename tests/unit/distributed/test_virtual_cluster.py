@@ -216,7 +216,7 @@ def test_a_server_of_ray_that_is_stopped_is_ended_and_said_so(opened, monkeypatc
 def test_a_raylet_that_dies_while_it_starts_is_started_again_and_nothing_of_it_stays(opened, monkeypatch):
     opened.cluster.close()
     before = children()
-    monkeypatch.setattr(own_ray, "DEAF_S", 10.0)
+    monkeypatch.setattr(ray_environment, "DEAF_S", 10.0)
     killed = threading.Thread(target=kill_the_first, args=("raylet",))
     killed.start()
     with RayVirtualCluster(ClusterConfig(cpu_workers_per_node=1), other_cpus=0):
