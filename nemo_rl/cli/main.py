@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from nemo_rl.cli.data_plane import app as data_plane_app
+from nemo_rl.cli.launch import app as launch_app
 from nemo_rl.cli.probe import app as probe_app
 from nemo_rl.cli.replay import replay
 from nemo_rl.cli.trace import app as trace_app
@@ -23,6 +24,7 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None)
 app.add_typer(data_plane_app, name="data-plane")
+app.add_typer(launch_app, name="launch")
 app.add_typer(probe_app, name="probe")
 app.add_typer(trace_app, name="trace")
 app.command()(replay)

@@ -17,7 +17,7 @@ from ray._private.parameter import RayParams
 __all__ = ["on_loopback", "started_by", "without_what_nobody_asks"]
 
 NOT_STARTED = ("start_api_server", "start_monitor", "start_log_monitor", "start_ray_client_server")
-"""Python processes with imports of their own: dashboard (which is waited for), autoscaler, log monitor, remote clients."""
+"""Python processes with imports of their own: dashboard (which is waited for), autoscaler, logs, remote clients."""
 
 
 @contextmanager

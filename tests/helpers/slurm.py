@@ -203,7 +203,10 @@ class Job:
     def wait(self, *states: str, timeout_s: float) -> str:
         """Waits for one of these states, or for any that is an end."""
         self._cluster.wait_for(
-            lambda: self.field("JobState") in (*states, *OVER), f"{states or 'end'}", timeout_s, lambda: self.log[-3000:]
+            lambda: self.field("JobState") in (*states, *OVER),
+            f"{states or 'end'}",
+            timeout_s,
+            lambda: self.log[-3000:],
         )
         return self.field("JobState")
 

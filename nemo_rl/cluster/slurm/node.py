@@ -1,8 +1,9 @@
 """One node of a Slurm job, from its first process to its last; `ray.sub` starts one of it on each.
 
     main -> Node.run
-      |- head     token, roll, Ray's head -> all nodes joined -> the command -> all nodes leave   (Node.head, Roll, RayChild, CommandChild)
-      `- others   report -> Ray joins -> wait until the head says leave                           (Node.member, Attendance, RayChild)
+      |- head     token, roll, Ray's head -> all nodes joined -> the command -> all nodes leave
+      |                                                            (Node.head, Roll, RayChild, CommandChild)
+      `- others   report -> Ray joins -> wait until the head says leave   (Node.member, Attendance, RayChild)
 
 Whatever ends first decides: the command, a node that is lost, Ray, a signal. Invariant: when this process ends, also
 after an error or a kill, nothing that it started is left, neither processes nor files outside the job's folder.
@@ -18,17 +19,19 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 from nemo_rl.cluster.slurm.child import CommandChild, RayChild
-from nemo_rl.utils.exit_codes import INTERRUPTED, NODE_LOST
 from nemo_rl.cluster.slurm.roll import Attendance, NodesMissing, Roll
 from nemo_rl.cluster.slurm.settings import HEAD_FILE, RESULT_FILE, TOKEN_FILE, NodeSettings, PortRange
+from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.ray_environment import ray_environment
 from nemo_rl.distributed.run_folder import RunFolder
+from nemo_rl.distributed.worker_environment import worker_environment
 from nemo_rl.errors import NemoRLError, UserError
+from nemo_rl.utils.exit_codes import INTERRUPTED, NODE_LOST
 from nemo_rl.utils.files import write_text
 
 __all__ = ["Node", "main"]
@@ -52,6 +55,7 @@ class Node:
     def __init__(self, settings: NodeSettings) -> None:
         self._settings = settings
         self._stop = asyncio.Event()
+        self._forks: Mapping[str, str] = {}
 
     async def run(self) -> int:
         """The exit code of this node's process."""
@@ -59,8 +63,7 @@ class Node:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
         async with AsyncExitStack() as stack:
-            folder = RunFolder()
-            stack.callback(folder.close)
+            folder = await self._open_folder(stack)
             logs = self._settings.folder / "nodes" / self._settings.name
             ray = RayChild(temp_dir=folder.path, logs=logs)
             stack.callback(ray.keep_logs)
@@ -68,6 +71,19 @@ class Node:
             with folder.marking():
                 await ray.begin(self._ray_variables())
                 return await (self.head(ray, stack) if self._settings.is_head else self.member(ray, stack))
+
+    async def _open_folder(self, stack: AsyncExitStack) -> RunFolder:
+        """Temporary, of Ray on this node; on a node without GPUs its workers begin with their imports done."""
+        settings = self._settings
+        if settings.num_gpus or not settings.preload:
+            folder = RunFolder()
+            stack.callback(folder.close)
+            return folder
+        variables = worker_environment(threads=1)
+        forks = ForkServer(settings.preload, environment=variables, deadline_s=settings.node_timeout_s)
+        stack.callback(forks.close)
+        self._forks = forks.environment
+        return forks.folder
 
     async def head(self, ray: RayChild, stack: AsyncExitStack) -> int:
         settings, address = self._settings, own_address(self._settings)
@@ -106,7 +122,7 @@ class Node:
         if isinstance(ended, str):
             logger.error("error: %s; the job's command is ended", ended)
             return NODE_LOST
-        return INTERRUPTED if ended is True else int(ended or 0)
+        return ended if isinstance(ended, int) and ended is not True else INTERRUPTED
 
     async def member(self, ray: RayChild, stack: AsyncExitStack) -> int:
         settings = self._settings
@@ -190,7 +206,7 @@ class Node:
 
     def _ray_variables(self) -> dict[str, str]:
         given = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
-        return {**ray_environment(self._settings.node_timeout_s), **given, **self._token_variables()}
+        return {**ray_environment(self._settings.node_timeout_s), **given, **self._token_variables(), **self._forks}
 
 
 def own_address(settings: NodeSettings) -> str:
@@ -202,7 +218,9 @@ def own_address(settings: NodeSettings) -> str:
     try:
         address = socket.getaddrinfo(record.address, None, socket.AF_INET)[0][4][0]
     except OSError as error:
-        raise UserError(f"node {record.name}: NodeAddr {record.address!r} of Slurm cannot be resolved: {error}") from error
+        raise UserError(
+            f"node {record.name}: NodeAddr {record.address!r} of Slurm cannot be resolved: {error}"
+        ) from error
     others = [node.address for node in settings.nodes if node.name != record.name]
     if str(address).startswith("127.") and address != record.address and others:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:

@@ -1,8 +1,8 @@
 """Who is there: every node of a job keeps one connection to the head, which says when to join and when to leave.
 
-The head holds a `Roll`, every other node an `Attendance`. A node that ends closes its connection at once; one that hangs,
-or whose machine is gone, is silent. Lines of JSON, and whoever connects proves that it knows the job's token. Invariant:
-no wait is without a deadline.
+The head holds a `Roll`, every other node an `Attendance`. A node that ends closes its connection at once; one that
+hangs, or whose machine is gone, is silent. Lines of JSON, and whoever connects proves that it knows the job's token.
+Invariant: no wait is without a deadline.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class Roll:
             missing = [member for member in self._members.values() if member.place is not Place.JOINED]
             listed = "; ".join(f"{member.name} ({member.host}) {member.place}" for member in missing)
             raise NodesMissing(
-                f"{len(missing)} of {len(self._members) + 1} nodes are missing after {timeout_s:g} s: {listed}. Look for "
-                "their lines above, exclude them (sbatch --exclude), or raise NODE_TIMEOUT"
+                f"{len(missing)} of {len(self._members) + 1} nodes are missing after {timeout_s:g} s: {listed}. Look "
+                "for their lines above, exclude them (sbatch --exclude), or raise NODE_TIMEOUT"
             ) from None
 
     def problem(self) -> str | None:

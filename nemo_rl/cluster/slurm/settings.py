@@ -21,6 +21,8 @@ NODES_FILE = "nodes.txt"
 HEAD_FILE, TOKEN_FILE, RESULT_FILE = "head.json", "token", "result"
 NODE_TIMEOUT_S = 300.0
 """Until all nodes have joined: pulling a container image takes minutes."""
+PRELOAD = "nemo_rl.models.policy.workers.launch transformers"
+"""What every policy worker imports."""
 FOLDER = "NEMO_RL_JOB_DIR"
 
 
@@ -80,6 +82,8 @@ class NodeSettings:
     """Of Ray's head; None: any that is free."""
     worker_ports: PortRange | None
     node_timeout_s: float
+    preload: tuple[str, ...]
+    """Modules that workers on a node without GPUs find imported; none: each imports by itself."""
 
     @property
     def is_head(self) -> bool:
@@ -117,6 +121,7 @@ class NodeSettings:
             head_ports=PortRange.parse("RAY_PORT", variables.get("RAY_PORT", "")),
             worker_ports=PortRange.parse("WORKER_PORTS", variables.get("WORKER_PORTS", "")),
             node_timeout_s=_seconds(variables, "NODE_TIMEOUT", NODE_TIMEOUT_S),
+            preload=tuple(variables.get("PRELOAD", PRELOAD).split()),
         )
 
     def ray_words(self, *, address: str, temp_dir: Path, head: str | None, port: int) -> list[str]:

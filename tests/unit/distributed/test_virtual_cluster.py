@@ -17,7 +17,7 @@ import torch
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl.config.schema import ClusterConfig
-from nemo_rl.distributed import own_ray
+from nemo_rl.distributed import own_ray, ray_environment
 from nemo_rl.distributed.calls import Call, ask
 from nemo_rl.distributed.own_ray import check_own_ray
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
