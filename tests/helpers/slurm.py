@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -53,13 +54,23 @@ class SlurmCluster:
         self.folder = folder
         self._options = options
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        # The path of munge's socket has 107 characters at most.
-        self._munge = Path(tempfile.mkdtemp(prefix="munge", dir="/tmp"))
+        # Sockets' paths have 107 characters at most.
+        self._munge = Path(tempfile.mkdtemp(prefix="m", dir="/tmp"))
+        self.temporary = Path(tempfile.mkdtemp(prefix="j", dir="/tmp"))
+        """`TMPDIR` of jobs."""
 
     @property
     def environment(self) -> dict[str, str]:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "RAY_"))}
-        return {**inherited, "SLURM_CONF": str(self.folder / "slurm.conf"), "PYTHONPATH": str(ROOT)}
+        return {
+            **inherited,
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+            "LOG_DIR": str(self.folder / "jobs"),
+            "TMPDIR": str(self.temporary),
+            "PYTHON": sys.executable,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+        }
 
     def __enter__(self) -> SlurmCluster:
         try:
@@ -86,6 +97,7 @@ class SlurmCluster:
         for name in reversed([*self._processes]):
             self.end(name, signal.SIGTERM)
         shutil.rmtree(self._munge, ignore_errors=True)
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
     def end(self, name: str, number: int) -> None:
         """Sends a daemon a signal and waits for its end."""
@@ -113,11 +125,24 @@ class SlurmCluster:
 
     def submit(self, *options: str, **variables: str) -> Job:
         """`sbatch ray.sub` with these options and variables."""
-        logs = self.folder / "jobs"
-        said = self.run(
-            *("sbatch", f"--output={self.folder}/slurm-%j.log", *options, "ray.sub"),
-            **{"LOG_DIR": str(logs), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **variables},
-        )
+        return self._job(self.run("sbatch", f"--output={self.jobs}/slurm-%j.log", *options, "ray.sub", **variables))
+
+    def launch(self, recipe: Path, *words: str, **variables: str) -> Job:
+        """`nemo-rl launch slurm RECIPE`."""
+        command = (sys.executable, "-m", "nemo_rl.cli.main", "launch", "slurm", str(recipe))
+        return self._job(self.run(*command, f"--log-dir={self.jobs}", *words, **variables))
+
+    @property
+    def jobs(self) -> Path:
+        folder = self.folder / "jobs"
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def leftovers(self) -> list[str]:
+        """Run folders of jobs."""
+        return [str(path) for path in self.temporary.glob("nemo_rl-*/*")]
+
+    def _job(self, said: str) -> Job:
         found = re.search(r"Submitted batch job (\d+)", said)
         assert found is not None, said
         return Job(self, found[1])
@@ -187,12 +212,12 @@ class Job:
 
     @property
     def log(self) -> str:
-        path = self._cluster.folder / f"slurm-{self.number}.log"
+        path = self._cluster.jobs / f"slurm-{self.number}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
     @property
     def folder(self) -> Path:
-        return self._cluster.folder / "jobs" / self.number
+        return self._cluster.jobs / self.number
 
     def field(self, name: str) -> str:
         """Of `scontrol show job`."""
@@ -217,13 +242,26 @@ class Job:
 
         self._cluster.wait_for(is_there, f"{text!r}", timeout_s, lambda: self.log[-3000:])
 
-    def processes(self) -> list[str]:
-        """Live processes whose environment names this job, with their commands."""
-        mark, found = f"SLURM_JOB_ID={self.number}".encode(), []
-        conf = f"SLURM_CONF={self._cluster.folder / 'slurm.conf'}".encode()
+    def processes(self, node: str | None = None) -> dict[int, str]:
+        """Live processes whose environment names this job (and node), with their commands."""
+        marks = {f"SLURM_JOB_ID={self.number}", f"SLURM_CONF={self._cluster.folder / 'slurm.conf'}"}
+        marks |= {f"SLURMD_NODENAME={node}"} if node else set()
+        found = {}
         for entry in Path("/proc").iterdir():
             with suppress(OSError):
-                variables = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdecimal() else []
-                if mark in variables and conf in variables:
-                    found.append(f"{entry.name} {(entry / 'cmdline').read_bytes().replace(bytes(1), b' ')!r}")
+                text = (entry / "environ").read_text(errors="replace") if entry.name.isdecimal() else ""
+                if marks <= set(text.split("\0")):
+                    found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")[:200]
         return found
+
+    def check_nothing_is_left(self) -> None:
+        """Processes, folders outside the job's own, and the two ports that the head has listened on."""
+        self._cluster.wait_for(lambda: not self.processes(), "end of all", 30, lambda: str(self.processes()))
+        assert self._cluster.leftovers() == []
+        for file in self.folder.glob("start_*/head.json"):
+            facts = json.loads(file.read_text())
+            ports = [facts["port"], *([int(facts["ray"].rpartition(":")[2])] if "ray" in facts else [])]
+            for port in ports:
+                with socket.socket() as probe:
+                    assert probe.connect_ex((facts["address"], port)), f"port {port} is open"
+        assert not [*self.folder.glob("start_*/token")]

@@ -26,6 +26,7 @@ from pathlib import Path
 from nemo_rl.cluster.slurm.child import CommandChild, RayChild
 from nemo_rl.cluster.slurm.roll import Attendance, NodesMissing, Roll
 from nemo_rl.cluster.slurm.settings import HEAD_FILE, RESULT_FILE, TOKEN_FILE, NodeSettings, PortRange
+from nemo_rl.config.base import START_TIMEOUT_S
 from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.ray_environment import ray_environment
 from nemo_rl.distributed.run_folder import RunFolder
@@ -97,7 +98,7 @@ class Node:
             address=address, temp_dir=ray.temp_dir, head=None, port=free_port(settings.head_ports, address)
         )
         stack.push_async_callback(self._dismiss, roll)
-        begun = await self._first(ray.start(words, timeout_s=settings.node_timeout_s), self._stop.wait())
+        begun = await self._first(ray.start(words, timeout_s=START_TIMEOUT_S), self._stop.wait())
         if not isinstance(begun, str):
             return INTERRUPTED
         roll.call(begun)
@@ -138,7 +139,7 @@ class Node:
                 if not isinstance(head, str):
                     return 0 if head is None else INTERRUPTED
                 words = settings.ray_words(address=own_address(settings), temp_dir=ray.temp_dir, head=head, port=0)
-                started = self._first(ray.start(words, timeout_s=settings.node_timeout_s), attendance.dismissed())
+                started = self._first(ray.start(words, timeout_s=START_TIMEOUT_S), attendance.dismissed())
                 if not isinstance(await started, str):
                     return 0
                 attendance.joined()
@@ -206,7 +207,7 @@ class Node:
 
     def _ray_variables(self) -> dict[str, str]:
         given = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
-        return {**ray_environment(self._settings.node_timeout_s), **given, **self._token_variables(), **self._forks}
+        return {**ray_environment(START_TIMEOUT_S), **given, **self._token_variables(), **self._forks}
 
 
 def own_address(settings: NodeSettings) -> str:
