@@ -91,8 +91,7 @@ def test_a_requeued_job_goes_on_to_the_numbers_of_one_left_alone(cluster, tmp_pa
     wait_for_step(job, 2, tmp_path / "job" / "logs")
     cluster.run("scontrol", "requeue", job.number)
     cluster.wait_for(lambda: job.field("Restarts") == "1", "restart", 60)
-    cluster.run("scontrol", "update", f"JobId={job.number}", "StartTime=now", check=False)
-    cluster.wait_for(lambda: "start 1" in job.log, "second start", 300, lambda: job.field("Reason"))
+    job.wait_for_restart(60)
     assert job.wait(timeout_s=START_S) == "COMPLETED", job.log
     assert "resuming after step" in job.log
     alone = write_recipe(tmp_path / "alone", model, **{**settings, "cluster": {"cpu_workers_per_node": 2}})
@@ -110,8 +109,8 @@ def test_a_job_saves_before_its_limit_and_is_requeued(cluster, tmp_path, model):
     job.wait_for_text("saved step", START_S)
     cluster.wait_for(lambda: job.field("Restarts") == "1", "restart", 60, lambda: job.log[-2000:])
     assert f"exit code {TIME_LIMIT}: job {job.number} is requeued" in job.log
-    cluster.run("scontrol", "update", f"JobId={job.number}", "StartTime=now", check=False)
-    cluster.wait_for(lambda: "resuming after step" in job.log, "resumed run", 300, lambda: job.log[-2000:])
+    job.wait_for_restart(60)
+    job.wait_for_text("resuming after step", START_S)
     cluster.run("scancel", job.number)
     assert job.wait(timeout_s=60) == "CANCELLED"
     job.check_nothing_is_left()

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -147,7 +147,9 @@ class SlurmCluster:
         assert found is not None, said
         return Job(self, found[1])
 
-    def wait_for(self, is_so, what: str, timeout_s: float, told=lambda: "") -> None:
+    def wait_for(
+        self, is_so: Callable[[], bool], what: str, timeout_s: float, told: Callable[[], str] = lambda: ""
+    ) -> None:
         give_up = time.monotonic() + timeout_s
         while not is_so():
             assert time.monotonic() < give_up, f"no {what} within {timeout_s} s; {self.states()}; {told()}"
@@ -234,6 +236,15 @@ class Job:
             lambda: self.log[-3000:],
         )
         return self.field("JobState")
+
+    def wait_for_restart(self, timeout_s: float) -> None:
+        """Slurm itself lets a requeued job wait for two minutes; a person with the right may shorten that."""
+
+        def has_begun() -> bool:
+            self._cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now", check=False)
+            return "start 1; logs" in self.log
+
+        self._cluster.wait_for(has_begun, "second start", timeout_s, lambda: self.log[-2000:])
 
     def wait_for_text(self, text: str, timeout_s: float, *, in_file: Path | None = None) -> None:
         def is_there() -> bool:

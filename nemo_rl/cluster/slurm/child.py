@@ -11,7 +11,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
 
 from nemo_rl.errors import NemoRLError
 
@@ -25,6 +24,7 @@ END_S = 8.0
 """For an orderly end, after which a child is killed; Slurm itself waits 30 s."""
 BY_ITSELF_S = 3.0
 """`scancel` signals every process of the job: a second signal would meet the first one's teardown."""
+PIECE_BYTES = 65536
 LAST_WORDS = 1500
 """Characters of a child's output in an error."""
 
@@ -120,6 +120,7 @@ class CommandChild:
     def __init__(self, command: str, *, log: Path) -> None:
         self._command, self._log = command, log
         self._process: asyncio.subprocess.Process | None = None
+        self._pump: asyncio.Task[None] | None = None
 
     async def run(self, environment: Mapping[str, str]) -> int:
         """Runs it to its end; its exit code, of a signal as a shell gives it."""
@@ -132,27 +133,30 @@ class CommandChild:
             process_group=0,
         )
         assert self._process.stdout is not None
-        with self._log.open("ab", buffering=0) as log:
-            pump = asyncio.create_task(_copy(self._process.stdout, [sys.stdout.buffer, log]))
-            code = await self._process.wait()
-            # What the command has left behind may hold the pipe open.
-            await asyncio.wait([pump], timeout=BY_ITSELF_S)
-            pump.cancel()
+        self._pump = asyncio.create_task(_copy(self._process.stdout, self._log))
+        code = await self._process.wait()
         return code if code >= 0 else 128 - code
 
     async def stop(self) -> None:
-        """Ends it and all of its process group. Idempotent."""
-        if self._process is None:
+        """Ends it and all of its process group, and copies the last of its output. Idempotent."""
+        if self._process is None or self._pump is None:
             return
-        await asyncio.wait([asyncio.ensure_future(self._process.wait())], timeout=BY_ITSELF_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(BY_ITSELF_S):
+                await self._process.wait()
         await _end(self._process, to_group=True)
+        # What the command has left behind may hold the pipe open.
+        await asyncio.wait([self._pump], timeout=BY_ITSELF_S)
+        self._pump.cancel()
+        await asyncio.gather(self._pump, return_exceptions=True)
 
 
-async def _copy(source: asyncio.StreamReader, targets: Sequence[BinaryIO]) -> None:
-    while piece := await source.read(LAST_WORDS * 16):
-        for target in targets:
-            target.write(piece)
-            target.flush()
+async def _copy(source: asyncio.StreamReader, target: Path) -> None:
+    with target.open("ab", buffering=0) as log:
+        while piece := await source.read(PIECE_BYTES):
+            log.write(piece)
+            sys.stdout.buffer.write(piece)
+            sys.stdout.buffer.flush()
 
 
 async def _end(process: asyncio.subprocess.Process, *, to_group: bool) -> None:

@@ -68,7 +68,7 @@ class Roll:
         self._changed = asyncio.Event()
         self._ray: str | None = None
         self._server: asyncio.Server | None = None
-        self._talks: set[asyncio.Task[None]] = set()
+        self._talks: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def open(self, address: str) -> int:
         """Listens on a free port of `address`, which it returns."""
@@ -132,8 +132,9 @@ class Roll:
         server, self._server = self._server, None
         if server is not None:
             server.close()
-        for talk in [*self._talks]:
-            talk.cancel()
+        # Ends them in order: each reads the end of its connection.
+        for writer in self._talks.values():
+            writer.close()
         await asyncio.gather(*self._talks, return_exceptions=True)
 
     async def _change(self) -> None:
@@ -145,7 +146,7 @@ class Roll:
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         talk = asyncio.current_task()
         assert talk is not None
-        self._talks.add(talk)
+        self._talks[talk] = writer
         try:
             async with asyncio.timeout(self._silence_s):
                 member = await self._greet(reader, writer)
@@ -154,8 +155,8 @@ class Roll:
         except (OSError, TimeoutError, ValueError) as error:
             logger.debug("a stranger was sent away: %s", error)
         finally:
-            self._talks.discard(talk)
-            writer.close()
+            await _close(writer)
+            self._talks.pop(talk, None)
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Member | None:
         nonce = secrets.token_hex(16)
@@ -247,14 +248,8 @@ class Attendance:
     async def leave(self) -> None:
         """The last word. Idempotent."""
         self._beats.cancel()
-        if self._writer.is_closing():
-            return
         _say(self._writer, place=Place.LEFT.name)
-        with suppress(OSError, TimeoutError):
-            async with asyncio.timeout(BEAT_S):
-                await self._writer.drain()
-                self._writer.close()
-                await self._writer.wait_closed()
+        await _close(self._writer)
 
     async def _hear(self) -> dict[str, object]:
         try:
@@ -268,6 +263,14 @@ class Attendance:
             raise NodesMissing("the head is lost: it has closed the connection")
         said = json.loads(line)
         return said if isinstance(said, dict) else {}
+
+
+async def _close(writer: asyncio.StreamWriter) -> None:
+    """What was said is sent first."""
+    writer.close()
+    with suppress(OSError, TimeoutError):
+        async with asyncio.timeout(BEAT_S):
+            await writer.wait_closed()
 
 
 async def _beat(writer: asyncio.StreamWriter | None) -> None:
