@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.utils.exit_codes import NODE_LOST, TIME_LIMIT
+from nemo_rl.utils.exit_codes import INTERRUPTED, NODE_LOST, TIME_LIMIT
 from tests.helpers.runs import logged_steps, run_cli, write_recipe
 from tests.helpers.slurm import NODES, Job, SlurmCluster, why_no_slurm
 from tests.helpers.tiny_model import write_tiny_folder
@@ -80,7 +80,7 @@ def test_a_cancelled_job_leaves_nothing(cluster, tmp_path, model):
     cluster.run("scancel", job.number)
     assert job.wait(timeout_s=60) == "CANCELLED"
     job.check_nothing_is_left()
-    assert "interrupted; everything this run started has been ended" in job.log
+    assert (job.folder / "start_0" / "result").read_text() == f"{INTERRUPTED}\n"
 
 
 @pytest.mark.full

@@ -20,10 +20,11 @@ READY_FILE = "ray_current_cluster"
 """Written by `ray start` into its temporary folder when all its processes are there; holds the head's address."""
 LOG_FILE, RAY_LOGS = "ray_start.log", "ray_logs"
 POLL_S = 0.1
-END_S = 8.0
-"""For an orderly end, after which a child is killed; Slurm itself waits 30 s."""
-BY_ITSELF_S = 3.0
-"""`scancel` signals every process of the job: a second signal would meet the first one's teardown."""
+END_S = 6.0
+"""For an orderly end of Ray, after which it is killed; Slurm itself waits 30 s for all of it."""
+COMMAND_END_S = 12.0
+"""The same for the command, which ends its workers first."""
+PIPE_END_S = 2.0
 PIECE_BYTES = 65536
 LAST_WORDS = 1500
 """Characters of a child's output in an error."""
@@ -88,7 +89,7 @@ class RayChild:
     async def stop(self) -> None:
         """Ends Ray's processes in order. Idempotent."""
         if self._process is not None:
-            await _end(self._process, to_group=False)
+            await _end(self._process, to_group=False, timeout_s=END_S)
 
     def keep_logs(self) -> None:
         """Copies Ray's own logs into the job's folder."""
@@ -137,16 +138,22 @@ class CommandChild:
         code = await self._process.wait()
         return code if code >= 0 else 128 - code
 
-    async def stop(self) -> None:
-        """Ends it and all of its process group, and copies the last of its output. Idempotent."""
+    async def stop(self, *, is_signalled: bool) -> None:
+        """Ends it and all of its process group, and copies the last of its output. Idempotent.
+
+        Args:
+            is_signalled: it has got a signal already (`scancel` reaches every process of a job); a second one would
+                meet its teardown.
+        """
         if self._process is None or self._pump is None:
             return
-        with suppress(TimeoutError):
-            async with asyncio.timeout(BY_ITSELF_S):
-                await self._process.wait()
-        await _end(self._process, to_group=True)
+        if is_signalled:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(COMMAND_END_S):
+                    await self._process.wait()
+        await _end(self._process, to_group=True, timeout_s=END_S if is_signalled else COMMAND_END_S)
         # What the command has left behind may hold the pipe open.
-        await asyncio.wait([self._pump], timeout=BY_ITSELF_S)
+        await asyncio.wait([self._pump], timeout=PIPE_END_S)
         self._pump.cancel()
         await asyncio.gather(self._pump, return_exceptions=True)
 
@@ -159,7 +166,7 @@ async def _copy(source: asyncio.StreamReader, target: Path) -> None:
             sys.stdout.buffer.flush()
 
 
-async def _end(process: asyncio.subprocess.Process, *, to_group: bool) -> None:
+async def _end(process: asyncio.subprocess.Process, *, to_group: bool, timeout_s: float) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.returncode is not None:
             break
@@ -169,5 +176,5 @@ async def _end(process: asyncio.subprocess.Process, *, to_group: bool) -> None:
             else:
                 process.send_signal(number)
         with suppress(TimeoutError):
-            async with asyncio.timeout(END_S):
+            async with asyncio.timeout(timeout_s):
                 await process.wait()

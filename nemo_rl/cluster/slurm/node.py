@@ -119,7 +119,7 @@ class Node:
                 ray.ended(),
             )
         finally:
-            await command.stop()
+            await command.stop(is_signalled=self._stop.is_set())
         if isinstance(ended, str):
             logger.error("error: %s; the job's command is ended", ended)
             return NODE_LOST
