@@ -90,8 +90,7 @@ def test_a_requeued_job_goes_on_to_the_numbers_of_one_left_alone(cluster, tmp_pa
     job = cluster.launch(recipe)
     wait_for_step(job, 2, tmp_path / "job" / "logs")
     cluster.run("scontrol", "requeue", job.number)
-    cluster.wait_for(lambda: job.field("Restarts") == "1", "restart", 60)
-    job.wait_for_restart(60)
+    job.wait_for_restart(START_S)
     assert job.wait(timeout_s=START_S) == "COMPLETED", job.log
     assert "resuming after step" in job.log
     alone = write_recipe(tmp_path / "alone", model, **{**settings, "cluster": {"cpu_workers_per_node": 2}})
@@ -107,9 +106,8 @@ def test_a_job_saves_before_its_limit_and_is_requeued(cluster, tmp_path, model):
     recipe = write_recipe(tmp_path, model, checkpointing=saving, grpo=ENDLESS, cluster=TWO_NODES)
     job = cluster.launch(recipe, "--time=2")
     job.wait_for_text("saved step", START_S)
-    cluster.wait_for(lambda: job.field("Restarts") == "1", "restart", 60, lambda: job.log[-2000:])
+    job.wait_for_restart(START_S)
     assert f"exit code {TIME_LIMIT}: job {job.number} is requeued" in job.log
-    job.wait_for_restart(60)
     job.wait_for_text("resuming after step", START_S)
     cluster.run("scancel", job.number)
     assert job.wait(timeout_s=60) == "CANCELLED"
@@ -128,8 +126,8 @@ def test_a_killed_node_is_named_and_ends_or_requeues_the_job(cluster, tmp_path, 
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if requeue:
-            cluster.wait_for(lambda: job.field("Restarts") == "1", "requeued job", LOST_S, lambda: job.log[-2000:])
-            assert f"exit code {NODE_LOST}: job {job.number} is requeued" in job.log
+            job.wait_for_text(f"exit code {NODE_LOST}: job {job.number} is requeued", LOST_S)
+            assert job.wait("PENDING", "COMPLETING", "REQUEUED", timeout_s=LOST_S) not in ("FAILED", "RUNNING")
             cluster.run("scancel", job.number)
         else:
             assert job.wait(timeout_s=LOST_S) in ("FAILED", "NODE_FAIL"), job.log
