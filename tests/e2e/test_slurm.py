@@ -42,7 +42,8 @@ def slurm(tmp_path_factory) -> Iterator[SlurmCluster]:
 
 @pytest.fixture
 def cluster(slurm: SlurmCluster) -> SlurmCluster:
-    """Both nodes are free."""
+    """Both nodes are free, also after a test that has failed."""
+    slurm.run("scancel", "--user=root")
     slurm.wait_for(lambda: slurm.states() == ["idle"] * len(NODES), "idle nodes", 60)
     return slurm
 
