@@ -18,7 +18,7 @@ from tests.helpers.slurm import NODES, Job, SlurmCluster, why_no_slurm
 from tests.helpers.tiny_model import write_tiny_folder
 
 reason = why_no_slurm()
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(reason is not None, reason=reason or "")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.skipif(reason is not None, reason=reason or "")]
 
 TWO_NODES = {"num_nodes": 2, "cpu_workers_per_node": 1}
 SAVING = {"enabled": True, "save_period": 1, "keep_top_k": None}
