@@ -38,6 +38,7 @@ from nemo_rl.data.sampler import PromptSampler
 from nemo_rl.data_plane.factory import check_empty, open_step
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.schema import ROUTE_FIELDS
+from nemo_rl.errors import UserError
 from nemo_rl.experience.sync_rollout_actor import RolloutHandle, ValidationResult
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.weight_sync.base import WeightSync
@@ -47,6 +48,7 @@ from nemo_rl.utils.logger import REWARD_METRIC, Logger
 from nemo_rl.utils.metrics import values
 from nemo_rl.utils.panel import Panel, StepReport
 from nemo_rl.utils.r3_trace import trace_plan
+from nemo_rl.utils.save_deadline import SaveDeadline
 from nemo_rl.utils.timer import Timer
 
 __all__ = ["RunSummary", "SyncGRPOTrainer", "TrainerParts"]
@@ -85,6 +87,8 @@ class RunSummary:
     last_checkpoint: Path | None
     best_checkpoint: Path | None
     """By `checkpointing.metric_name`, of those that are kept."""
+    is_out_of_time: bool = False
+    """Ended before its last step, to be saved by `checkpointing.must_save_by`."""
 
 
 class SyncGRPOTrainer:
@@ -96,6 +100,8 @@ class SyncGRPOTrainer:
 
     def __init__(self, parts: TrainerParts) -> None:
         self._parts = parts
+        self._deadline = SaveDeadline()
+        self._is_out_of_time = False
         self._config = parts.config
         self._timer = Timer(on_enter=parts.panel.stage)
         self._step = 0
@@ -105,14 +111,23 @@ class SyncGRPOTrainer:
         self._last_checkpoint: Path | None = None
         self._last_saved_step = 0
 
-    def fit(self) -> RunSummary:
-        """Trains to the last step, or to the accuracy that stops early."""
+    def fit(self, *, deadline: SaveDeadline | None = None) -> RunSummary:
+        """Trains to the last step, to the accuracy that stops early, or as long as it may.
+
+        Args:
+            deadline: when it must have saved.
+        """
         started = time.monotonic()
+        self._deadline = deadline or self._deadline
         self.open_run()
         self._parts.panel.begin()
-        while not self._is_done():
+        self._check_time()
+        while not self._is_done() and not self._is_out_of_time:
             interrupt.raise_if_received()
-            self._after_step(self.step())
+            began = time.monotonic()
+            metrics = self._after_step(self.step())
+            self._deadline.step_took(time.monotonic() - began)
+            self._save_if_due(metrics)
         return RunSummary(
             first_reward=self._first_val_reward,
             last_reward=self._val_reward,
@@ -120,6 +135,7 @@ class SyncGRPOTrainer:
             seconds=time.monotonic() - started,
             last_checkpoint=self._last_checkpoint,
             best_checkpoint=self._best_checkpoint(),
+            is_out_of_time=self._is_out_of_time and not self._is_done(),
         )
 
     def step(self) -> StepState:
@@ -198,8 +214,17 @@ class SyncGRPOTrainer:
             parts.panel.validation(0, result.reward, measure=config.env.measure)
         self._timer.reset()
 
-    def _after_step(self, step: StepState) -> None:
-        """Refit, validate, log, save, in that order: no kill leaves a checkpoint whose step has no line.
+    def _check_time(self) -> None:
+        """A job that is requeued at its limit would start for ever."""
+        left_s, reserve_s = self._deadline.left_s(), self._deadline.reserve_s
+        if left_s < reserve_s and not self._is_done():
+            raise UserError(
+                f"checkpointing.must_save_by: {left_s:.0f} s are left before the first step of this start, and the end "
+                f"of a run takes {reserve_s:.0f} s; give the job more time"
+            )
+
+    def _after_step(self, step: StepState) -> Mapping[str, float]:
+        """Refit, validate, log; the metrics. Saved is after it: no kill leaves a checkpoint whose step has no line.
 
         So the seconds of a save stand in the line of the next step.
         """
@@ -230,9 +255,23 @@ class SyncGRPOTrainer:
         self._parts.logger.log_metrics(metrics, step=self._step)
         self._parts.tracing.report(self._step, metrics)
         self._parts.panel.step(self._report(step, metrics, stage_seconds, traffic.stage_bytes))
-        if self._checkpoint_is_due():
-            with self._timer.time("checkpoint"):
-                self._save(metrics)
+        return metrics
+
+    def _save_if_due(self, metrics: Mapping[str, float]) -> None:
+        if not self._checkpoint_is_due() and not self._deadline.is_reached():
+            return
+        if self._parts.checkpoints is None:
+            return
+        began = time.monotonic()
+        with self._timer.time("checkpoint"):
+            self._save(metrics)
+        self._deadline.save_took(time.monotonic() - began)
+        self._is_out_of_time = self._deadline.is_reached()
+        if self._is_out_of_time and not self._is_done():
+            self._parts.panel.note(
+                f"saved step {self._step} and ending, {self._deadline.left_s():.0f} s before "
+                f"checkpointing.must_save_by: one more step needs {self._deadline.reserve_s:.0f} s"
+            )
 
     def _report(
         self,

@@ -18,6 +18,7 @@ from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.utils.memory import PeakMemory
 from nemo_rl.utils.panel import final_lines
 from nemo_rl.utils.reward_curve import write_reward_curve
+from nemo_rl.utils.save_deadline import SaveDeadline
 from nemo_rl.utils.trackers.jsonl import METRICS_FILE
 
 __all__ = ["run"]
@@ -35,7 +36,7 @@ def run(config: MasterConfig, *, console: Console, forks: ForkServer | None = No
         PeakMemory() as memory,
         open_trainer(config, console=console, forks=workers_from) as trainer,
     ):
-        summary = trainer.fit()
+        summary = trainer.fit(deadline=SaveDeadline.starting_at(started, config.checkpointing.must_save_by))
     lines = final_lines(
         first_reward=summary.first_reward,
         last_reward=summary.last_reward,

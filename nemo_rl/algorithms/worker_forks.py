@@ -13,7 +13,7 @@ from nemo_rl.data_plane.store_kinds import kind_named
 from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.worker_environment import worker_environment
 
-__all__ = ["worker_forks"]
+__all__ = ["forked_modules", "worker_forks"]
 
 LAUNCH = "nemo_rl.models.policy.workers.launch"
 """What every policy worker imports, whichever engine it has."""
@@ -29,13 +29,13 @@ def worker_forks(config: MasterConfig) -> AbstractContextManager[ForkServer | No
     if cluster.launcher != "ray" or cluster.address is not None or cluster.gpus_per_node or sys.platform != "linux":
         return nullcontext()
     return ForkServer(
-        _modules(config),
+        forked_modules(config),
         environment=worker_environment(cluster.threads_per_worker),
         deadline_s=cluster.worker_start_timeout_s,
     )
 
 
-def _modules(config: MasterConfig) -> tuple[str, ...]:
+def forked_modules(config: MasterConfig) -> tuple[str, ...]:
     """None of them may import Ray, whose library works only in the process that has imported it. Parts of the user's
     own are left to the workers.
     """

@@ -15,6 +15,7 @@ from rich.console import Console
 from nemo_rl.cli.config import app as config_app
 from nemo_rl.cli.data_plane import app as data_plane_app
 from nemo_rl.cli.doctor import doctor
+from nemo_rl.cli.launch import app as launch_app
 from nemo_rl.cli.plan import plan
 from nemo_rl.cli.probe import app as probe_app
 from nemo_rl.cli.replay import replay
@@ -28,6 +29,7 @@ __all__ = ["app", "main"]
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None)
 app.add_typer(config_app, name="config")
 app.add_typer(data_plane_app, name="data-plane")
+app.add_typer(launch_app, name="launch")
 app.add_typer(probe_app, name="probe")
 app.add_typer(trace_app, name="trace")
 app.command()(doctor)

@@ -14,6 +14,7 @@ from pydantic import Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, Posit
 from nemo_rl.config.base import START_TIMEOUT_S, EnvVars, FilePath, Options, Section, Text
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.config.diagnostics import DiagnosticsConfig
+from nemo_rl.config.duration import TimeLimit
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, DATASETS, ENVIRONMENTS, LOSSES, TRACKERS
 from nemo_rl.config.policy import PolicyConfig, RefitTransport
 
@@ -237,8 +238,12 @@ class CheckpointingConfig(Section):
     """Whether larger values of `metric_name` are better."""
     save_optimizer: bool = True
     """Save what exact resuming needs besides the weights; false halves the size and cannot be resumed from."""
-    resume: bool = False
-    """Continue from the latest intact checkpoint in `checkpoint_dir`; an error if there is none."""
+    resume: bool | Literal["auto"] = False
+    """Continue from the latest intact checkpoint in `checkpoint_dir`; an error if there is none. `auto`: continue where
+    there is one of this recipe's runs, start otherwise."""
+    must_save_by: TimeLimit | None = None
+    """Save and end before this: `HH:MM:SS` or `DD:HH:MM:SS` after the run's start, or `auto`, the end of the Slurm job.
+    Leaves room for the longest step and save so far; the exit code is 75 then. Null: no limit."""
     load_optimizer: bool = True
     """Resume with the checkpoint's optimizer state; false starts a fresh optimizer from its weights."""
 

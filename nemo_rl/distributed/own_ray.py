@@ -28,6 +28,7 @@ from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 from nemo_rl.distributed import fork_stub
 from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.liveness import ProcessIdentity
+from nemo_rl.distributed.ray_environment import ray_environment
 from nemo_rl.distributed.ray_private import on_loopback, started_by, without_what_nobody_asks
 from nemo_rl.distributed.ray_start_watch import end_servers, leave, watch_ray_start
 from nemo_rl.distributed.run_folder import RunFolder
@@ -41,12 +42,6 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 SLOW_START = ("timed out during startup", "Timed out waiting for", "Failed to connect to GCS")
 """What Ray says when its own processes did not come up in half a minute, which has no option."""
-DEAF_S = 30.0
-"""How long Ctrl-C, or the death of one of Ray's servers, may go unheard while Ray starts."""
-FAIR_SHARE = {"RAY_worker_niceness": "0"}
-"""Ray's default, 15, leaves workers 1.5% of a core that somebody else's process keeps busy, and no deadline holds."""
-NO_SPARE_WORKERS = {"RAY_enable_worker_prestart": "false", "RAY_prestart_worker_first_driver": "false"}
-"""Ray starts an idle worker per CPU in advance; ours bring an environment of their own and can use none of them."""
 TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 STOPPED_S = 15.0
 """Longer than a look with a debugger, shorter than Ray's own health checks take."""
@@ -86,12 +81,7 @@ class OwnRay:
         self._num_cpus, self._num_gpus = num_cpus, num_gpus
         self._object_store_bytes = object_store_bytes
         self._forks = forks
-        self._environment = {
-            **_patience(self._start.timeout_s),
-            **FAIR_SHARE,
-            **NO_SPARE_WORKERS,
-            **(environment or {}),
-        }
+        self._environment = {**ray_environment(self._start.timeout_s), **(environment or {})}
         self._folder: RunFolder | None = None
         self._is_closed = threading.Event()
 
@@ -276,13 +266,3 @@ def _bring_token(folder: Path) -> None:
         file.write(secrets.token_hex(32))
     os.environ[TOKEN_PATH] = str(path)
     AuthenticationTokenLoader.instance().reset_cache()
-
-
-def _patience(timeout_s: float) -> dict[str, str]:
-    """Ray's own deadlines for the start of its processes; in their place ours counts."""
-    return {
-        "RAY_worker_register_timeout_seconds": str(round(timeout_s)),
-        "RAY_agent_register_timeout_ms": str(round(timeout_s * 1000)),
-        # One call of Ray's that no signal reaches; it is repeated until our own deadline.
-        "RAY_raylet_start_wait_time_s": str(round(min(timeout_s, DEAF_S))),
-    }

@@ -16,8 +16,8 @@ from ray._private.parameter import RayParams
 
 __all__ = ["on_loopback", "started_by", "without_what_nobody_asks"]
 
-NOT_STARTED = ("start_api_server", "start_monitor", "start_log_monitor")
-"""Dashboard, autoscaler and log monitor: three Python processes with imports of their own, and a wait for the first."""
+NOT_STARTED = ("start_api_server", "start_monitor", "start_log_monitor", "start_ray_client_server")
+"""Python processes with imports of their own: dashboard (which is waited for), autoscaler, logs, remote clients."""
 
 
 @contextmanager

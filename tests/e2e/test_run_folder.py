@@ -14,7 +14,9 @@ import pytest
 from rich.console import Console
 
 from nemo_rl.algorithms.run import run
+from nemo_rl.algorithms.setup import open_trainer
 from nemo_rl.errors import CheckpointError, UserError
+from nemo_rl.utils.save_deadline import SaveDeadline
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, rollouts_of, start_cli, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 
@@ -72,6 +74,30 @@ def test_a_lost_optimizer_is_made_anew_only_when_asked_for(tmp_path, model):
         train(recipe, **resume)
     rows, _ = train(recipe, **resume, checkpointing__load_optimizer="false")
     assert [row["step"] for row in rows] == [1, 2, 3]
+
+
+def test_a_run_that_is_out_of_time_has_saved_and_goes_on_by_itself(tmp_path, model):
+    """Between two periodic saves; the numbers are those of a run that was left alone."""
+    saving = {**SAVING, "save_period": 3, "resume": "auto"}
+    recipe = write_recipe(tmp_path / "cut", model, checkpointing=saving, grpo={"max_num_steps": 5})
+    config = load_recipe(recipe, LOCAL)
+    with open_trainer(config, console=Console(file=io.StringIO())) as trainer:
+        summary = trainer.fit(deadline=SaveDeadline(100.0, clock=lambda: 0.0 if trainer._step < 2 else 99.0))
+    assert summary.is_out_of_time and summary.num_steps == 2
+    assert [path.name for path in sorted(config.checkpoint_dir.glob("step_*"))] == ["step_2"]
+    rows, text = train(recipe)
+    assert "resuming after step 2" in text
+    alone, _ = train(write_recipe(tmp_path / "alone", model, checkpointing=saving, grpo={"max_num_steps": 5}))
+    learned = [
+        [{k: v for k, v in row.items() if not k.startswith("data_plane/")} for row in run] for run in (rows, alone)
+    ]
+    assert learned[0] == learned[1] and len(rows) == 5
+
+    with (
+        open_trainer(load_recipe(recipe, {**LOCAL, "grpo.max_num_steps": "9"}), console=Console(quiet=True)) as trainer,
+        pytest.raises(UserError, match="1 s are left before the first step of this start"),
+    ):
+        trainer.fit(deadline=SaveDeadline(1.0, clock=lambda: 0.0))
 
 
 def wait_for(pattern: str, folder: Path, process: subprocess.Popen[str]) -> None:

@@ -45,6 +45,8 @@ OUTSIDE = {
     *("sort", "noop", "math", "reasoning_gym", "transfer_queue", "train", "val", "reward", "answer"),
     # The package, an extra of pyproject.toml, torch's launcher.
     *("nemo_rl", "envs", "torchrun"),
+    # Slurm's commands, the script of a job, its defaults.
+    *("sbatch", "scancel", "ray.sub", "slurm_logs", "python", "auto", "RAY_ADDRESS"),
 }
 """Names in backticks that no line of the library defines."""
 
@@ -86,6 +88,8 @@ def known_names() -> frozenset[str]:
         parts = key.split(".")
         names |= {".".join(parts[: end + 1]) for end in range(len(parts))} | {parts[-1]}
     layouts = {*SIZES, *SWITCHES, *(f"{name}={value}" for name, values in CHOICES.items() for value in values)}
+    for file in ("ray.sub", "nemo_rl/cluster/slurm/settings.py"):
+        names |= set(re.findall(r"\b[A-Z]+(?:_[A-Z]+)*\b", (ROOT / file).read_text(encoding="utf-8")))
     return frozenset(names | set(FIELDS) | set(dir(builtins)) | OUTSIDE | set(SiteKind) | set(REDUCERS) | layouts)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
+from nemo_rl.algorithms.auto_resume import decide_resume
 from nemo_rl.algorithms.preflight import inputs, machine
 from nemo_rl.algorithms.preflight.subject import Subject
 from nemo_rl.config.schema import MasterConfig
@@ -22,6 +23,7 @@ Check = Callable[[Subject], list[str]]
 CHECKS: Mapping[str, Check] = {
     "run folder": machine.check_run_folder,
     "checkpoint": machine.check_checkpoint,
+    "time limit": machine.check_time_limit,
     "folders": machine.check_folders,
     "model": inputs.check_model,
     "optimizer": inputs.check_optimizer,
@@ -44,12 +46,13 @@ ALONGSIDE = ("reward",)
 
 
 def preflight(config: MasterConfig) -> MasterConfig:
-    """Runs every check; returns the config with folders in place of names of models on the hub.
+    """Runs every check; returns the config with folders in place of names on the hub, and with `resume: auto` decided.
 
     Raises:
         UserError: the only one that a check has met.
         PreflightError: all of them, a line each.
     """
+    config = decide_resume(config)
     errors: list[UserError] = []
     wanted = dict(CHECKS)
     try:

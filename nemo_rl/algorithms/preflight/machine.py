@@ -16,6 +16,7 @@ from nemo_rl.data_plane.store_kinds import kind_named
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.memory import available_bytes
 from nemo_rl.utils.run_lock import lock_problem
+from nemo_rl.utils.save_deadline import seconds_left
 from nemo_rl.utils.units import bytes_text
 
 __all__ = [
@@ -132,6 +133,14 @@ def check_run_folder(subject: Subject) -> list[str]:
     """The folders hold no other run, neither a live one nor what one has left."""
     in_use = [problem for problem in map(lock_problem, run_folders(subject.config)) if problem is not None]
     return in_use or used_folder_problems(subject.config)
+
+
+def check_time_limit(subject: Subject) -> list[str]:
+    """Where the end of the job counts, it is known."""
+    limit = subject.config.checkpointing.must_save_by
+    if limit is not None:
+        seconds_left(limit)
+    return []
 
 
 def check_checkpoint(subject: Subject) -> list[str]:

@@ -16,7 +16,7 @@ RECIPES = ("configs/grpo_sort_cpu.yaml", "configs/recipes/grpo_sort_moe_r3_megat
 
 
 def modules(recipe: str, *overrides: str) -> tuple[str, ...]:
-    return worker_forks._modules(load_config(ROOT / recipe, overrides))
+    return worker_forks.forked_modules(load_config(ROOT / recipe, overrides))
 
 
 @pytest.mark.parametrize(

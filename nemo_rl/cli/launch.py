@@ -1,0 +1,135 @@
+"""`nemo-rl launch local|ray|slurm|attach`: one recipe on this machine, on a running Ray, or as a Slurm job."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nemo_rl.cli.run_recipe import run_recipe
+from nemo_rl.errors import UserError
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Run a recipe here, on a running Ray, or as a Slurm job."
+)
+
+AUTO = "auto"
+ANSWER_S = 5.0
+"""For a Ray on the same network."""
+
+Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML recipe")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="as run_grpo.py takes them")]
+
+
+@app.callback()
+def _root() -> None:
+    """Run a recipe here, on a running Ray, or as a Slurm job."""
+
+
+@app.command(short_help="on this machine, with a Ray of its own")
+def local(recipe: Recipe, overrides: Overrides = None) -> None:
+    """Runs RECIPE as `examples/run_grpo.py` does. Exit codes as there."""
+    given = overrides or []
+    _check_nodes(recipe, given)
+    raise typer.Exit(run_recipe(recipe, [*given, "cluster.address=null"]))
+
+
+@app.command(short_help="on a Ray cluster that is running")
+def ray(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    address: Annotated[
+        str, typer.Option("--address", help="HOST:PORT of its head; auto: RAY_ADDRESS, or found")
+    ] = AUTO,
+) -> None:
+    """Runs RECIPE on the nodes of a Ray cluster, which goes on afterwards. Exit codes as run_grpo.py."""
+    _check_answer(address)
+    raise typer.Exit(run_recipe(recipe, [*(overrides or []), f"cluster.address={address}"]))
+
+
+@app.command(short_help="as a Slurm job over several nodes")
+def slurm(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="default: cluster.num_nodes")] = None,
+    time: Annotated[str | None, typer.Option("--time", help="limit as Slurm writes it; saved before it")] = None,
+    account: Annotated[str | None, typer.Option("--account", help="of Slurm")] = None,
+    partition: Annotated[str | None, typer.Option("--partition", help="of Slurm")] = None,
+    job_name: Annotated[str | None, typer.Option("--job-name", help="in the queue; default: nemo_rl")] = None,
+    container: Annotated[str | None, typer.Option("--container", help="image, with pyxis; default: none")] = None,
+    mounts: Annotated[str | None, typer.Option("--mounts", help="A:B,C:D of the container")] = None,
+    setup: Annotated[str | None, typer.Option("--setup", help="shell command first on every node")] = None,
+    cpus_per_node: Annotated[
+        int | None, typer.Option("--cpus-per-node", min=1, help="default: what the recipe's actors need")
+    ] = None,
+    log_dir: Annotated[Path, typer.Option("--log-dir", help="on a file system that all nodes share")] = Path(
+        "slurm_logs"
+    ),
+    requeue: Annotated[
+        bool, typer.Option("--requeue/--no-requeue", help="start again after a lost node or at the limit, and resume")
+    ] = True,
+    sbatch: Annotated[list[str] | None, typer.Option("--sbatch", help="a further option of sbatch; repeatable")] = None,
+    render: Annotated[bool, typer.Option("--render", help="print the script instead; needs no Slurm")] = False,
+) -> None:
+    """Submits a job that runs RECIPE on a Ray cluster over its nodes (`ray.sub`)."""
+    # The planes' and engines' tables are read; other commands need none of them.
+    from nemo_rl.cluster.slurm.job import JobOptions, render_job, submit_job  # noqa: PLC0415
+
+    options = JobOptions(
+        nodes=nodes,
+        time=time,
+        account=account,
+        partition=partition,
+        job_name=job_name,
+        container=container,
+        mounts=mounts,
+        setup=setup,
+        cpus_per_node=cpus_per_node,
+        log_dir=log_dir,
+        requeue=requeue,
+        sbatch=sbatch or (),
+    )
+    script = render_job(recipe, overrides or [], options)
+    typer.echo(script if render else f"{submit_job(script)}; its log: {log_dir}/slurm-<job>.log", nl=not render)
+
+
+@app.command(short_help="a shell or a command inside a running Slurm job")
+def attach(
+    job: Annotated[str, typer.Argument(metavar="JOBID", help="of Slurm")],
+    command: Annotated[list[str] | None, typer.Argument(metavar="[-- COMMAND...]", help="default: a shell")] = None,
+) -> None:
+    """Runs COMMAND on the job's head, with RAY_ADDRESS and the token of its Ray set."""
+    from nemo_rl.cluster.slurm.attach import attach_words  # noqa: PLC0415
+
+    raise typer.Exit(subprocess.run(attach_words(job, command or ()), check=False).returncode)
+
+
+def _check_nodes(recipe: Path, overrides: list[str]) -> None:
+    from nemo_rl.config.load import load_config  # noqa: PLC0415
+
+    num_nodes = load_config(recipe, overrides).cluster.num_nodes
+    if num_nodes > 1:
+        raise UserError(
+            f"launch local: this is 1 node, and {recipe} asks for cluster.num_nodes={num_nodes}; use launch slurm or "
+            "launch ray, or set cluster.num_nodes=1"
+        )
+
+
+def _check_answer(address: str) -> None:
+    """Ray itself tries for half a minute."""
+    given = os.environ.get("RAY_ADDRESS", "") if address == AUTO else address
+    host, _, port = given.rpartition(":")
+    if not given:
+        return
+    if not host or not port.isdecimal():
+        raise UserError(f"--address: expected HOST:PORT of Ray's head, got {given!r}")
+    try:
+        socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(f"--address: no Ray answers at {given} ({error}); see that it runs, and its port") from error

@@ -1,0 +1,107 @@
+"""One run as a person starts it, with its messages and exit code; the same for every way to launch one.
+
+`examples/run_grpo.py` and `nemo-rl launch` call it. Exit codes are those of `nemo_rl.utils.exit_codes`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+
+from rich.console import Console
+
+from nemo_rl.algorithms.process_environment import environment_lines
+from nemo_rl.config.load import load_config
+from nemo_rl.config.render import to_yaml
+from nemo_rl.config.schema import MasterConfig
+from nemo_rl.errors import NemoRLError, UserError
+from nemo_rl.utils import interrupt
+from nemo_rl.utils.console import configure_logging, make_console
+from nemo_rl.utils.exit_codes import FAILURE, INTERRUPTED, TIME_LIMIT, USER_ERROR
+from nemo_rl.utils.last_resort import crash_line, machine_problem
+from nemo_rl.utils.resume_hint import resume_hint
+
+__all__ = ["Extent", "run_recipe"]
+
+NOT_LOOKED_AT = "model folder, data, reward, extras, hardware, memory, disk, folders"
+
+
+class Extent(StrEnum):
+    """How far a recipe is taken."""
+
+    PRINT = "print"
+    """Shown as it is resolved."""
+    VALIDATE = "validate"
+    PREFLIGHT = "preflight"
+    """All that a run needs is checked, nothing is started."""
+    RUN = "run"
+
+
+def run_recipe(
+    recipe: Path, overrides: Sequence[str], *, extent: Extent = Extent.RUN, print_config: bool = False
+) -> int:
+    """Runs it, or looks at it; returns the exit code."""
+    console, errors = make_console(), Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+    configure_logging(console, level=logging.WARNING)
+    interrupt.install()
+    running: MasterConfig | None = None
+    try:
+        config = load_config(recipe, overrides)
+        if print_config:
+            console.print(to_yaml(config))
+            for line in environment_lines(config):
+                console.print(f"# {line}")
+        if extent is Extent.PREFLIGHT:
+            _look(config, console, recipe)
+        elif extent is Extent.VALIDATE:
+            console.print(f"{recipe}: ok, the config only; not looked at: {NOT_LOOKED_AT} (see --preflight)")
+        elif extent is Extent.RUN:
+            running = config
+            return _train(config, console)
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  (the outermost place: reported as what it is)
+        return _report(error, running, errors)
+    return 0
+
+
+def _train(config: MasterConfig, console: Console) -> int:
+    """Imports torch and Ray only here, so that configs can be checked without them."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(config.cluster.threads_per_worker))
+    from nemo_rl.algorithms.worker_forks import worker_forks  # noqa: PLC0415
+
+    # The workers' imports begin before this process's own.
+    with worker_forks(config) as forks:
+        from nemo_rl.algorithms.run import run  # noqa: PLC0415
+
+        summary = run(config, console=console, forks=forks)
+    return TIME_LIMIT if summary.is_out_of_time else 0
+
+
+def _look(config: MasterConfig, console: Console, recipe: Path) -> None:
+    """Everything that can be known before a run."""
+    from nemo_rl.algorithms.preflight.checks import CHECKS, preflight  # noqa: PLC0415
+
+    preflight(config)
+    console.print(f"{recipe}: ok: {', '.join(CHECKS)}")
+
+
+def _report(error: BaseException, config: MasterConfig | None, errors: Console) -> int:
+    """Says how it ended, and for a run that had begun how to go on; returns the exit code."""
+    # Libraries make errors of their own of an interrupt.
+    is_interrupt = isinstance(error, KeyboardInterrupt) or interrupt.received()
+    if is_interrupt:
+        errors.print("interrupted; everything this run started has been ended")
+    elif isinstance(error, NemoRLError):
+        notes = "".join(f"\n  ({note})" for note in error.__notes__) if hasattr(error, "__notes__") else ""
+        errors.print(f"error: {error}{notes}", style="red")
+    else:
+        line = machine_problem(error) or crash_line(error, folder=config.logger.log_dir if config is not None else None)
+        errors.print(f"error: {line}", style="red")
+    if not is_interrupt and (isinstance(error, UserError) or machine_problem(error) is not None):
+        return USER_ERROR
+    if config is not None:
+        errors.print(resume_hint(config, sys.orig_argv))
+    return INTERRUPTED if is_interrupt else FAILURE

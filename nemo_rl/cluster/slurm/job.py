@@ -1,0 +1,152 @@
+"""A Slurm job out of a recipe: what `nemo-rl launch slurm` shows or submits. Imports neither torch nor Ray.
+
+Invariant: what is rendered is what is submitted: variables and one call of `sbatch`. Writing it needs no cluster.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_rl.algorithms.cpu_needs import cpus_per_bundle, other_cpus
+from nemo_rl.algorithms.worker_forks import forked_modules
+from nemo_rl.config.load import load_config
+from nemo_rl.config.schema import MasterConfig
+from nemo_rl.errors import UserError
+
+__all__ = ["JobOptions", "render_job", "submit_job"]
+
+SCRIPT = "ray.sub"
+SBATCH_S = 60.0
+"""A busy controller answers late."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobOptions:
+    """What is asked of Slurm; None leaves it to the recipe or to Slurm."""
+
+    nodes: int | None = None
+    time: str | None = None
+    """As Slurm writes it, for example `4:00:00`."""
+    account: str | None = None
+    partition: str | None = None
+    job_name: str | None = None
+    container: str | None = None
+    mounts: str | None = None
+    setup: str | None = None
+    cpus_per_node: int | None = None
+    log_dir: Path = Path("slurm_logs")
+    requeue: bool = True
+    sbatch: Sequence[str] = ()
+    """Further options, as they are."""
+
+
+def render_job(recipe: Path, overrides: Sequence[str], options: JobOptions) -> str:
+    """The script that submits the job; to be run in the repository's root.
+
+    Raises:
+        ConfigError: the recipe cannot be read, or not be run so.
+        UserError: the options do not fit it.
+    """
+    words = [*overrides, *_added(load_config(recipe, [*overrides, "cluster.address=auto"]), options)]
+    config = load_config(recipe, [*words, "cluster.address=auto"])
+    nodes = config.cluster.num_nodes if options.nodes is None else options.nodes
+    if nodes < config.cluster.num_nodes:
+        raise UserError(
+            f"--nodes: expected at least cluster.num_nodes={config.cluster.num_nodes} of {recipe}, got {nodes}; ask "
+            "for more nodes, or lower cluster.num_nodes"
+        )
+    if options.mounts and not options.container:
+        raise UserError(f"--mounts: {options.mounts!r} would be ignored without --container")
+    command = shlex.join(["-m", "nemo_rl.cli.main", "launch", "ray", str(recipe), "--address", "auto", *words])
+    exports = "\n".join(
+        f"export {name}={shlex.quote(value)}" for name, value in _variables(config, options, f'"$PYTHON" {command}')
+    )
+    call = shlex.join(["sbatch", *_sbatch_words(config, options, nodes), SCRIPT])
+    log_dir = shlex.quote(str(options.log_dir))
+    return (
+        "#!/usr/bin/env bash\n"
+        f"# {recipe} on {nodes} nodes; written by `nemo-rl launch slurm`, to be run in the repository's root.\n"
+        f"set -euo pipefail\n{exports}\nmkdir -p {log_dir}\n{call}\n"
+    )
+
+
+def submit_job(script: str) -> str:
+    """Runs what `render_job` gives; Slurm's answer.
+
+    Raises:
+        UserError: there is no Slurm here, or it refuses.
+    """
+    if shutil.which("sbatch") is None:
+        raise UserError(
+            "no Slurm here: sbatch is not on PATH; run this on a login node of the cluster, or take what "
+            "--render prints there"
+        )
+    if not Path(SCRIPT).is_file():
+        raise UserError(f"{SCRIPT} is not in {Path.cwd()}; run this in the repository's root")
+    try:
+        done = subprocess.run(
+            ["bash", "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=SBATCH_S,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise UserError(
+            f"sbatch has not answered within {SBATCH_S:g} s; look at Slurm with sinfo, then try again"
+        ) from error
+    if done.returncode:
+        raise UserError(
+            f"sbatch refuses the job: {(done.stderr or done.stdout).strip()}; change the options named there"
+        )
+    return done.stdout.strip()
+
+
+def _added(config: MasterConfig, options: JobOptions) -> Iterator[str]:
+    """What a job that is requeued needs, where neither the recipe nor the command line says otherwise."""
+    section = config.checkpointing
+    if not options.requeue or not section.enabled:
+        return
+    if section.resume is False and not config.logger.overwrite:
+        yield "checkpointing.resume=auto"
+    if options.time is not None and section.must_save_by is None:
+        yield "checkpointing.must_save_by=auto"
+
+
+def _variables(config: MasterConfig, options: JobOptions, command: str) -> Iterator[tuple[str, str]]:
+    yield "COMMAND", command
+    yield "LOG_DIR", str(options.log_dir)
+    yield "GPUS_PER_NODE", str(config.cluster.gpus_per_node)
+    yield "CPUS_PER_NODE", str(_cpus_per_node(config))
+    if options.requeue:
+        yield "REQUEUE", "1"
+    if not config.cluster.gpus_per_node:
+        yield "PRELOAD", " ".join(forked_modules(config))
+    given = {"CONTAINER": options.container, "MOUNTS": options.mounts, "SETUP_COMMAND": options.setup}
+    yield from ((name, value) for name, value in given.items() if value)
+
+
+def _sbatch_words(config: MasterConfig, options: JobOptions, nodes: int) -> list[str]:
+    cpus = options.cpus_per_node or _cpus_per_node(config)
+    words = [f"--nodes={nodes}", f"--cpus-per-task={cpus}"]
+    if config.cluster.gpus_per_node:
+        words.append(f"--gpus-per-node={config.cluster.gpus_per_node}")
+    words.append("--requeue" if options.requeue else "--no-requeue")
+    words.append(f"--output={options.log_dir}/slurm-%j.log")
+    given = {"time": options.time, "account": options.account, "partition": options.partition}
+    given["job-name"] = options.job_name
+    return [*words, *(f"--{name}={value}" for name, value in given.items() if value), *options.sbatch]
+
+
+def _cpus_per_node(config: MasterConfig) -> int:
+    """Each actor is on one node: what does not divide is rounded up for all."""
+    nodes = config.cluster.num_nodes
+    bundles = config.cluster.num_workers // nodes * cpus_per_bundle(config)
+    return bundles + math.ceil(other_cpus(config) / nodes)
