@@ -327,6 +327,7 @@ class RayWorkerGroup(WorkerGroup):
                     replies[ref] = reply
                     continue
                 if reply["is_first"]:
+                    self._note_silence(failure, {other: ranks[refs.index(other)] for other in waiting})
                     self.shutdown()
                     raise self._located(failure)
                 if not failures:
@@ -342,19 +343,31 @@ class RayWorkerGroup(WorkerGroup):
         for text in cast("list[str]", reply.get("warnings", [])):
             logger.warning("%s rank %d, stage %s: %s", self.name, rank, stage, text)
 
+    @property
+    def _is_one_host(self) -> bool:
+        return len({process.host for process in self._processes}) < 2
+
     def _places(self, ranks: Sequence[int]) -> str:
         """Processes of these ranks; with several hosts also whose they are."""
-        is_one_host = len({process.host for process in self._processes}) < 2
         found = (self._processes[rank] for rank in ranks if self._processes)
-        return ", ".join(str(each.id) if is_one_host else f"{each.id} on {each.host}" for each in found)
+        return ", ".join(str(each.id) if self._is_one_host else f"{each.id} on {each.host}" for each in found)
 
     def _who(self, rank: int) -> str:
         return f"{self.name} worker, process {self._places([rank])}" if self._processes else f"{self.name} worker"
 
+    def _note_silence(self, error: NemoRLError, waiting: Mapping[ray.ObjectRef, int]) -> None:
+        """With several hosts says which ranks do not even fail: their host may be cut off."""
+        if self._is_one_host or not waiting:
+            return
+        _, silent = ray.wait(list(waiting), num_returns=len(waiting), timeout=FIRST_CAUSE_GRACE_S)
+        if silent:
+            ranks = sorted(waiting[ref] for ref in silent)
+            error.add_note(f"no answer from {self.name} ranks {ranks}: processes {self._places(ranks)}")
+
     def _located(self, error: NemoRLError) -> NemoRLError:
         """With several hosts also says where the rank was."""
         rank = error.rank if isinstance(error, WorkerError) else error.origin_rank
-        if rank is not None and len({process.host for process in self._processes}) > 1:
+        if rank is not None and not self._is_one_host:
             error.add_note(f"rank {rank} of {self.name}: process {self._places([rank])}")
         return error
 
