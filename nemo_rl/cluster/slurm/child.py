@@ -80,6 +80,10 @@ class RayChild:
             raise RayFailed(f"Ray did not start within {timeout_s:g} s: {self._last_words()}") from None
         return ready.read_text().strip()
 
+    @property
+    def has_ended(self) -> bool:
+        return self._process is not None and self._process.returncode is not None
+
     async def ended(self) -> str:
         """Waits for its end, and says how it came."""
         assert self._process is not None

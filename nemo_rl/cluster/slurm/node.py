@@ -23,7 +23,7 @@ from collections.abc import Coroutine, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from nemo_rl.cluster.slurm.child import CommandChild, RayChild
+from nemo_rl.cluster.slurm.child import CommandChild, RayChild, RayFailed
 from nemo_rl.cluster.slurm.roll import Attendance, NodesMissing, Roll
 from nemo_rl.cluster.slurm.settings import HEAD_FILE, RESULT_FILE, TOKEN_FILE, NodeSettings, PortRange
 from nemo_rl.config.base import START_TIMEOUT_S
@@ -40,6 +40,7 @@ __all__ = ["Node", "main"]
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
+HEAD_ATTEMPTS = 3
 LEAVE_S = 12.0
 """For the other nodes to end their Ray, in order or not."""
 DISCARD_PORT = 9
@@ -94,11 +95,8 @@ class Node:
         port = await roll.open(address)
         facts = {"node": settings.name, "address": address, "port": port}
         write_text(settings.folder / HEAD_FILE, json.dumps(facts))
-        words = settings.ray_words(
-            address=address, temp_dir=ray.temp_dir, head=None, port=free_port(settings.head_ports, address)
-        )
         stack.push_async_callback(self._dismiss, roll)
-        begun = await self._first(ray.start(words, timeout_s=START_TIMEOUT_S), self._stop.wait())
+        begun = await self._first(self._start_head(ray, address), self._stop.wait())
         if not isinstance(begun, str):
             return INTERRUPTED
         roll.call(begun)
@@ -108,6 +106,21 @@ class Node:
             return INTERRUPTED
         logger.info("all %d nodes have joined Ray at %s", len(settings.nodes), begun)
         return await self._command(ray, roll, begun)
+
+    async def _start_head(self, ray: RayChild, address: str) -> str:
+        """Ray binds its port itself: on one that is free now, or is taken by then and another is tried."""
+        settings = self._settings
+        for attempt in range(1, HEAD_ATTEMPTS + 1):
+            port = free_port(settings.head_ports, address)
+            words = settings.ray_words(address=address, temp_dir=ray.temp_dir, head=None, port=port)
+            try:
+                return await ray.start(words, timeout_s=START_TIMEOUT_S)
+            except RayFailed as error:
+                if not ray.has_ended or attempt == HEAD_ATTEMPTS:
+                    raise
+                logger.warning("%s; trying again", str(error).splitlines()[0])
+                await ray.begin(self._ray_variables())
+        raise AssertionError("unreachable")
 
     async def _command(self, ray: RayChild, roll: Roll, address: str) -> int:
         command = CommandChild(self._settings.command, log=self._settings.folder / "command.log")

@@ -66,7 +66,8 @@ def test_every_key_has_the_fate_that_the_table_says(tmp_path: Path) -> None:
     assert imported.of(Fate.UNKNOWN) == []
     wrong = {}
     for key, (word, _) in KEYS.items():
-        found = fates_of(imported, key)
+        # A dictionary of ours is one value.
+        found = fates_of(imported, key) or fates_of(imported, key.rpartition(".")[0])
         if word in FATES:
             expected = FATES[word]
         else:

@@ -59,10 +59,15 @@ def command(monkeypatch, capsys):
     return run
 
 
+def without_model(script: str) -> str:
+    """The module of the model is only known where its folder has been made."""
+    return script.replace("transformers.models.qwen3.modeling_qwen3 ", "")
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_scripts_are_the_golden_ones(name):
     """GOLDEN=1 writes them."""
-    text = render_job(*CASES[name])
+    text = without_model(render_job(*CASES[name]))
     path = GOLDEN / f"{name}.sh"
     if os.environ.get("GOLDEN"):
         path.write_text(text)
@@ -74,7 +79,7 @@ def test_the_command_line_prints_what_is_rendered(command):
     code, shown, _ = command(
         "slurm", str(DEMO), "grpo.max_num_steps=3", "--nodes", "2", "--time", "1:00:00", "--render"
     )
-    assert not code and shown == (GOLDEN / "demo_two_nodes.sh").read_text()
+    assert not code and without_model(shown) == (GOLDEN / "demo_two_nodes.sh").read_text()
 
 
 @pytest.mark.parametrize(
