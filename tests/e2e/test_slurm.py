@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.skipif(rea
 TWO_NODES = {"num_nodes": 2, "cpu_workers_per_node": 1}
 SAVING = {"enabled": True, "save_period": 1, "keep_top_k": None}
 ENDLESS = {"max_num_steps": 100_000}
-START_S = 150.0
+START_S = 450.0
 """Of a job, on a machine that does much else."""
 LOST_S = 60.0
 """What must hold for a lost node."""

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass
 from nemo_rl.cluster.plan.activations import PassActivations, pass_activations
 from nemo_rl.cluster.plan.batches import Batches, passes_of
 from nemo_rl.cluster.plan.generation import EngineMemory, engine_memory, refit_bytes
-from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, Setting
+from nemo_rl.cluster.plan.setting import Setting
 from nemo_rl.cluster.plan.weights import Gathered, RestMemory, gathered_weights, local_weights, rest_memory
 from nemo_rl.distributed.worker_pass import WorkerPass
 
-__all__ = ["PROCESS_BYTES", "RankMemory", "host_bytes", "rank_memory"]
+__all__ = ["PROCESS_BYTES", "RankMemory", "engine_peak", "host_bytes", "rank_memory"]
 
 CONTEXT_BYTES = 768 << 20
 """Of CUDA, cuBLAS and NCCL in one process, on its GPU."""
@@ -106,6 +106,11 @@ def rank_memory(setting: Setting, batches: Batches, *, stage: int, with_engine: 
     )
 
 
+def engine_peak(setting: Setting, engine: EngineMemory) -> int:
+    """Of the GPU of an engine that stands apart; it takes buckets of new weights when it does not decode."""
+    return CONTEXT_BYTES + engine.weights + max(engine.cache + engine.working, refit_bytes(setting))
+
+
 def host_bytes(
     setting: Setting, ranks: list[RankMemory], *, engine: EngineMemory, engines: int, others: int
 ) -> dict[str, int]:
@@ -129,7 +134,6 @@ def host_bytes(
     found["optimizer"] = sum(rank.optimizer_on_host for rank in ranks)
     resting = "offloaded" if any(rank.offloads for rank in ranks) else "policy during rollouts"
     found[resting] = sum(rank.weights + rank.optimizer + (rank.gradients if rank.offloads else 0) for rank in ranks)
-    # Each process reads the whole model before it keeps its part.
-    whole = 0 if setting.is_megatron else count * FLOAT32_BYTES * len(ranks)
-    found["reading the model at the start"] = max(whole, count * size * engines)
+    # Policy workers read their parts tensor by tensor; an engine holds the whole model before it moves to its GPU.
+    found["reading the model at the start"] = count * size * engines
     return found

@@ -1,14 +1,14 @@
 """Who runs where: policy ranks, engines, rollout, storage and what listens on a port, node by node.
 
-Ranks lie in the order of the run's layout, as many on a node as it has workers; engines share the first GPUs, one each;
-the driver's node has everything else.
+Ranks lie in the order of the run's layout, as many on a node as it has workers; engines share the first GPUs, one each,
+or stand apart on GPUs or nodes of their own; the driver's node has everything else.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nemo_rl.algorithms.cpu_needs import cpus_per_bundle, logical_cpus, other_cpus
+from nemo_rl.algorithms.cpu_needs import cpus_per_bundle, engines_apart, logical_cpus, other_cpus
 from nemo_rl.cluster.plan.setting import Setting
 from nemo_rl.data_plane.store_kinds import kind_named, num_storage_units
 
@@ -37,7 +37,7 @@ class Node:
     number: int
     devices: tuple[Device, ...]
     engines: tuple[int, ...]
-    """Numbers of all engines here."""
+    """Numbers of all engines here, those on GPUs of their own included."""
     others: tuple[str, ...]
     """Further processes."""
     cpus: int
@@ -61,26 +61,44 @@ def plan_nodes(setting: Setting) -> list[Node]:
     cluster, layout = setting.config.cluster, setting.layout
     per_node = cluster.num_workers // cluster.num_nodes
     engines, has_gpus = setting.policy.generation.num_replicas, cluster.gpus_per_node > 0
+    apart = _engines_apart(setting)
     nodes = []
     for number in range(cluster.num_nodes):
         devices = []
         for local in range(per_node):
             rank = number * per_node + local
             at = layout.coordinates(rank)
-            engine = rank if has_gpus and rank < engines else None
+            engine = rank if has_gpus and not apart and rank < engines else None
             devices.append(Device(number=local, rank=rank, pp=at.pp, dp=at.dp, cp=at.cp, tp=at.tp, engine=engine))
         on_gpus = tuple(device.engine for device in devices if device.engine is not None)
         is_first = number == 0
+        placed = on_gpus if has_gpus else tuple(range(engines)) if is_first else ()
         nodes.append(
             Node(
                 number=number,
                 devices=tuple(devices),
-                engines=on_gpus if has_gpus else tuple(range(engines)) if is_first else (),
+                engines=apart.get(number, ()) if apart else placed,
                 others=_others(setting) if is_first else (),
-                cpus=_cpus(setting, is_first=is_first),
+                cpus=_cpus(setting, is_first=is_first) + len(apart.get(number, ())),
             )
         )
+    alone = (number for number in sorted(apart) if number >= cluster.num_nodes)
+    nodes += [
+        Node(number=number, devices=(), engines=apart[number], others=(), cpus=len(apart[number])) for number in alone
+    ]
     return nodes
+
+
+def _engines_apart(setting: Setting) -> dict[int, tuple[int, ...]]:
+    """Numbers of the engines by node, where they share nothing with the policy workers; empty where they do."""
+    config = setting.config
+    count, colocated = engines_apart(config), config.policy.generation.colocated
+    if not count:
+        return {}
+    first = config.cluster.num_nodes if colocated.num_nodes else 0
+    nodes = colocated.num_nodes or config.cluster.num_nodes
+    each = count // nodes
+    return {first + place: tuple(range(place * each, (place + 1) * each)) for place in range(nodes)}
 
 
 def _cpus(setting: Setting, *, is_first: bool) -> int:
@@ -89,7 +107,7 @@ def _cpus(setting: Setting, *, is_first: bool) -> int:
         return 0
     each = config.cluster.num_workers // config.cluster.num_nodes * cpus_per_bundle(config)
     if config.cluster.num_nodes == 1:
-        return logical_cpus(config)
+        return logical_cpus(config) - engines_apart(config)
     return each + (other_cpus(config) if is_first else 0)
 
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from nemo_rl.algorithms.cpu_needs import engines_apart
 from nemo_rl.cluster.plan.activations import layer_bytes, scores_bytes
 from nemo_rl.cluster.plan.batches import Batches, plan_batches
 from nemo_rl.cluster.plan.generation import EngineMemory, engine_memory
-from nemo_rl.cluster.plan.memory import RankMemory, host_bytes, rank_memory
+from nemo_rl.cluster.plan.memory import RankMemory, engine_peak, host_bytes, rank_memory
 from nemo_rl.cluster.plan.placement import Node, Port, plan_nodes, plan_ports
 from nemo_rl.cluster.plan.plane import PlaneMemory, plan_plane
 from nemo_rl.cluster.plan.setting import Setting
@@ -140,7 +141,12 @@ def make_plan(setting: Setting) -> Plan:
         ports=tuple(plan_ports(setting)),
         hosts=hosts,
         bounds=tuple(stage_bounds(setting, batches, engine, plane)),
-        problems=tuple([*_device_problems(setting, ranks), *_host_problems(setting, hosts), *_plane_problems(plane)]),
+        problems=(
+            *_device_problems(setting, ranks),
+            *_engine_problems(setting, engine),
+            *_host_problems(setting, hosts),
+            *_plane_problems(plane),
+        ),
     )
 
 
@@ -155,6 +161,16 @@ def _device_problems(setting: Setting, ranks: tuple[RankMemory, ...]) -> list[st
     stage = max(stages, key=lambda name: stages[name])
     where = f" of pipeline stage {worst.stage}" if len(ranks) > 1 else ""
     return [f"{stage}: a GPU{where} needs {bytes_text(worst.peak)}, {setting.gpu.name} has {bytes_text(room)} to use"]
+
+
+def _engine_problems(setting: Setting, engine: EngineMemory) -> list[str]:
+    """Of engines with GPUs of their own."""
+    if setting.gpu is None or not engines_apart(setting.config):
+        return []
+    needed, room = engine_peak(setting, engine), int(setting.gpu.memory_bytes * USABLE)
+    if needed <= room:
+        return []
+    return [f"an engine's GPU needs {bytes_text(needed)}, {setting.gpu.name} has {bytes_text(room)} to use"]
 
 
 def _host_problems(setting: Setting, hosts: tuple[dict[str, int], ...]) -> list[str]:

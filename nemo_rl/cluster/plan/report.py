@@ -80,8 +80,8 @@ def _where(plan: Plan) -> Table:
     for _, same in groupby(range(len(plan.nodes)), key=likeness):
         numbers = list(same)
         first, last = plan.nodes[numbers[0]], plan.nodes[numbers[-1]]
-        ranks = f"{first.devices[0].rank}-{last.devices[-1].rank}"
-        ranks += f", {len(first.devices)} on each" if len(numbers) > 1 else ""
+        ranks = f"{first.devices[0].rank}-{last.devices[-1].rank}" if first.devices else "none"
+        ranks += f", {len(first.devices)} on each" if first.devices and len(numbers) > 1 else ""
         engines = f"{first.engines[0]}-{last.engines[-1]}" if first.engines else "none"
         names = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
         table.add_row(names, ranks, engines, ", ".join(_counted(first.others)) or "none")

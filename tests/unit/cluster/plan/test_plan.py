@@ -101,6 +101,24 @@ def test_settings_of_two_and_of_eight_nodes_are_accepted() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2.5_1.5b_1gpu", "llama3.1_8b_2n8g", "qwen3_30b_a3b_8n8g_r3"])
+def test_a_recipe_for_gpus_fits_them(name: str) -> None:
+    planned(ROOT / "configs" / "recipes" / f"grpo_{name}.yaml", gpu="H100-80G")
+
+
+def test_engines_apart_have_gpus_and_nodes_of_their_own() -> None:
+    apart = "policy.generation.colocated"
+    given = (f"{apart}.enabled=false", f"{apart}.num_nodes=1", f"{apart}.gpus_per_node=8", "cluster.address=auto")
+    plan = planned(MATH, *given, "policy.generation.num_replicas=8", gpu="H100-80G")
+    assert [(len(node.devices), node.engines, node.cpus > 0) for node in plan.nodes] == [
+        (8, (), True),
+        (0, tuple(range(8)), True),
+    ]
+    assert all(rank.engine is None for rank in plan.ranks)
+    whole = (*LLAMA_8B, *given, "policy.generation.num_replicas=8", "policy.dtensor_cfg.tensor_parallel_size=2")
+    assert "an engine's GPU needs" in refused(MATH, *whole, gpu="A10-24G")
+
+
 def test_what_does_not_fit_is_refused_with_the_cheapest_change() -> None:
     text = refused(MATH, "policy.dynamic_batching.logprob_mb_tokens=131072", gpu="A100-40G")
     assert "logprobs: a GPU needs" in text and "A100-40G has" in text
