@@ -118,8 +118,13 @@ types: $(VENV)/.dev ## types alone
 imports: $(VENV)/.dev ## import layers alone
 	$(BIN)/lint-imports
 
+# Packages whose version depends on Python's stay as they are: .venv knows one of them. Made with Python 3.11, whose
+# torch brings no libraries of its own.
 constraints: $(VENV)/.mooncake ## write constraints.txt from the packages in .venv
-	{ sed -n '/^#/p' constraints.txt; $(BIN)/pip freeze --exclude-editable | sed 's/+cpu$$//' | sort -f; } > constraints.new
+	by_python=$$(sed -nE 's/^([^;]+)==[^;]*; python_version.*/\1/p' constraints.txt | sort -u | paste -sd '|'); \
+	{ sed -n '/^#/p' constraints.txt; \
+	  { sed -n '/; python_version/p' constraints.txt; \
+	    $(BIN)/pip freeze --exclude-editable | sed 's/+cpu$$//' | grep -vE "^($$by_python)=="; } | sort -f; } > constraints.new
 	mv constraints.new constraints.txt
 
 configs: $(VENV)/.base ## write configs/grpo_base.yaml from the schema

@@ -40,7 +40,7 @@ from tests.helpers.layout_jobs import (
     relative_gap,
     save_after_a_step,
 )
-from tests.helpers.megatron_jobs import BUFFER, forget_models, moments, run_case
+from tests.helpers.megatron_jobs import BUFFER, forget_models, harmful, moments, run_case
 from tests.helpers.megatron_models import FAMILIES, hf_model
 from tests.helpers.tables import of_this_run, pairwise, params
 
@@ -340,13 +340,14 @@ def test_float32_alone_keeps_the_bounds_in_hugging_face(folders: Folders, expect
         compare([reference(folders.model(family))], expected(Megatron(family=family)))
 
 
-@pytest.mark.parametrize("case", FAULTS, ids=str)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=harmful(case.fault)) for case in FAULTS], ids=str)
 def test_a_planted_fault_fails_the_comparison(case: Case, two: list[dict[str, object]], expected: Expected) -> None:
     with pytest.raises(AssertionError):
         compare(outcomes_of(two, case), expected(case))
     compare(outcomes_of(two, replace(case, fault=None)), expected(case))
 
 
+@harmful("uninitialized")
 def test_without_its_marks_the_norm_counts_one_tensor_rank_only(
     two: list[dict[str, object]], expected: Expected
 ) -> None:
@@ -356,6 +357,7 @@ def test_without_its_marks_the_norm_counts_one_tensor_rank_only(
     compare_arrays(faulty.gradients, expected(Dense()).gradients, relative_gap, GRADIENTS)
 
 
+@harmful("unmarked")
 def test_unmarked_experts_have_the_gradients_of_some_tokens_only(
     two: list[dict[str, object]], expected: Expected
 ) -> None:

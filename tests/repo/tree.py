@@ -31,6 +31,8 @@ FILES = {
     "Makefile": "One environment in .venv, and every command.",
     "constraints.txt": "The versions that are tested together.",
     "pyproject.toml": "Dependencies, extras, and the settings of ruff, mypy, import layers and pytest.",
+    "Dockerfile": "An image without or with CUDA.",
+    ".dockerignore": "What of a checkout goes into that image.",
     ".ci/run": "What CI runs: `make test`.",
 }
 FOLDERS = {

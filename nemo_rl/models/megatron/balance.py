@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from nemo_rl.models.megatron.mcore import TopKRouter, moe_utils
+from nemo_rl.models.megatron.mcore import TopKRouter, clear_router_losses, router_losses
 from nemo_rl.models.megatron.transformer_config import DecoderConfig
 from nemo_rl.models.policy.microbatch import Microbatch
 from nemo_rl.models.policy.steps import all_reduce_sum
@@ -46,7 +46,7 @@ class AuxiliaryLoss:
         if not self.is_on:
             return
         self._num_losses = num_microbatches * (1 if self._is_global else self._num_shards)
-        moe_utils.clear_aux_losses_tracker()
+        clear_router_losses()
         # megatron-core scales both losses by this, the main one before its backward pass.
         self._config.grad_scale_func = lambda loss: loss / self._num_losses
 
@@ -72,8 +72,8 @@ class AuxiliaryLoss:
         if not self.is_on:
             return []
         # Every rank holds its layers' and its tokens' part of each loss.
-        records = moe_utils.get_moe_layer_wise_logging_tracker().values()
-        [total] = all_reduce_sum([sum(float(record["values"].sum()) for record in records)], device=self._device)
+        own = sum(float(values.sum()) for values in router_losses())
+        [total] = all_reduce_sum([own], device=self._device)
         return [{METRIC: Mean(total, sum(self._config.moe_layer_freq) * self._num_losses)}]
 
 

@@ -35,12 +35,13 @@ from nemo_rl.models.checkpoint_folder import (
 )
 from nemo_rl.models.megatron.cpu_compat import as_if_cuda
 from nemo_rl.models.megatron.mcore import (
+    COMMON_STATE_FNAME,
     CheckpointingConfig,
     CheckpointingException,
     LocalNonpersistentObject,
     ShardedBase,
     ShardedObject,
-    TorchCommonSaveStrategy,
+    async_save,
     async_utils,
     dist_checkpointing,
     get_cuda_rng_tracker,
@@ -115,8 +116,8 @@ def save_optimizer(
         shards, _ = save_preprocess(_Places.of(model, optimizer, is_loading=False).shards)
         if is_async:
             writers = async_utils.AsyncCallsQueue()
-            strategy = torch_strategy.TorchDistSaveShardedStrategy(FORMAT, FORMAT_VERSION)
-            writers.schedule_async_request(strategy.async_save(shards, str(target)))
+            request = async_save(shards, target, form=FORMAT, version=FORMAT_VERSION)
+            writers.schedule_async_request(request)
         else:
             _write(shards, target)
         _write_own(target, trainer_state, optimizer)
@@ -243,7 +244,8 @@ def _write_own(target: Path, trainer_state: dict[str, float], optimizer: PolicyO
     states = {"torch": random_state(), "megatron": get_cuda_rng_tracker().get_states()}
     torch.save(states, _random_file(target))
     if dist.get_rank() == 0:
-        TorchCommonSaveStrategy("torch", 1).save_common({}, target)
+        # megatron-core's own way to write what is no tensor differs between its releases; each reads this one.
+        torch.save({}, target / COMMON_STATE_FNAME)
         save_config(CheckpointingConfig(FORMAT, FORMAT_VERSION), str(target))
         document = {
             "trainer_state": trainer_state,

@@ -25,10 +25,10 @@ import torch.distributed as dist
 
 from nemo_rl.errors import ConfigError
 
-__all__ = ["SUPPORTED_VERSION", "as_if_cuda", "importing", "install"]
+__all__ = ["SUPPORTED_VERSIONS", "as_if_cuda", "importing", "install"]
 
-SUPPORTED_VERSION = "0.16.1"
-"""The patches were verified against this release of megatron-core."""
+SUPPORTED_VERSIONS = ("0.16.1", "0.19.2")
+"""The patches were verified against these releases of megatron-core: the first on Python 3.11, the last above."""
 PACKAGE = "megatron.core"
 FACTORIES = (
     "arange",
@@ -83,6 +83,7 @@ def install() -> int:
             vars(module)["torch"] = _STAND_IN
             changed += 1
     _use_cpu_random_state()
+    _restore_by_copy()
     _send_lists()
     _exchange_uneven_parts()
     _repair_wheel()
@@ -127,10 +128,11 @@ def _cuda_type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 def _check_version() -> None:
     package_info = _module("package_info")
-    if package_info.__version__ != SUPPORTED_VERSION:
+    if package_info.__version__ not in SUPPORTED_VERSIONS:
+        fitting = SUPPORTED_VERSIONS[0 if sys.version_info < (3, 12) else -1]
         raise ConfigError(
-            f"policy.megatron_cfg: without CUDA expected megatron-core {SUPPORTED_VERSION}, got "
-            f"{package_info.__version__}; install megatron-core=={SUPPORTED_VERSION}"
+            f"policy.megatron_cfg: without CUDA expected megatron-core {' or '.join(SUPPORTED_VERSIONS)}, got "
+            f"{package_info.__version__}; install megatron-core=={fitting}"
         )
 
 
@@ -147,6 +149,17 @@ def _use_cpu_random_state() -> None:
     random._get_cuda_rng_state, random._set_cuda_rng_state = get_state, set_state
     # The one random state of this process changes inside a fork, which on a GPU would be an error.
     logging.getLogger(random.__name__).addFilter(_is_no_fork_warning)
+
+
+def _restore_by_copy() -> None:
+    """An output that is recomputed shares memory by an extension that is compiled at first use (0.19). A copy needs no
+    compiler; 0.16 makes one by itself and does not ask for the name."""
+    vars(_module("tensor_parallel.random"))["_get_share_storage"] = lambda: _copy_storage
+
+
+def _copy_storage(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.untyped_storage().resize_(source.untyped_storage().size())
+    target.untyped_storage().copy_(source.untyped_storage())
 
 
 def _is_no_fork_warning(record: logging.LogRecord) -> bool:

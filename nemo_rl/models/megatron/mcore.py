@@ -5,7 +5,14 @@ Invariant: no other module imports `megatron`, so the adaptation of `cpu_compat`
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import logging
 import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from nemo_rl.models.megatron.cpu_compat import importing
 
@@ -24,7 +31,7 @@ with importing(), warnings.catch_warnings():
         state_dict_saver,
     )
     from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
-    from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+    from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -58,7 +65,16 @@ with importing(), warnings.catch_warnings():
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ModuleNotFoundError:  # 0.16 has a dict of dicts in `moe_utils` instead.
+        get_moe_metrics_tracker = None
+    else:
+        # `get_megatron_optimizer` would import it, after the adaptation.
+        importlib.import_module("megatron.core.models.mimo.optimizer")
+
 __all__ = [
+    "COMMON_STATE_FNAME",
     "MLP",
     "USING_PYTORCH_OPTIMIZER",
     "CheckpointingConfig",
@@ -79,10 +95,11 @@ __all__ = [
     "ShardedBase",
     "ShardedObject",
     "TopKRouter",
-    "TorchCommonSaveStrategy",
     "TransformerBlockSubmodules",
     "TransformerConfig",
+    "async_save",
     "async_utils",
+    "clear_router_losses",
     "clip_grad_by_total_norm_fp32",
     "dist_checkpointing",
     "exchange_utils",
@@ -98,11 +115,54 @@ __all__ = [
     "get_num_layers_to_build",
     "get_standard_config_overrides",
     "get_transformer_layer_offset",
+    "grads_for_norm",
     "model_parallel_cuda_manual_seed",
-    "moe_utils",
     "parallel_state",
+    "router_losses",
     "save_config",
     "save_preprocess",
     "state_dict_saver",
     "torch_strategy",
 ]
+
+ANNOUNCING = ("models.gpt.gpt_model", "dist_checkpointing.strategies.common", "dist_checkpointing.strategies.torch")
+"""Modules of megatron-core 0.19 that log what later releases will drop: nothing that a user can act on."""
+
+
+def _is_no_announcement(record: logging.LogRecord) -> bool:
+    return "deprecated" not in record.getMessage().lower()
+
+
+for _name in ANNOUNCING:
+    logging.getLogger(f"megatron.core.{_name}").addFilter(_is_no_announcement)
+
+
+def clear_router_losses() -> None:
+    """Sets the sums of `router_losses` to 0."""
+    if get_moe_metrics_tracker is None:
+        moe_utils.clear_aux_losses_tracker()
+    else:
+        get_moe_metrics_tracker().clear()
+
+
+def router_losses() -> list[torch.Tensor]:
+    """Per kind of loss `[layers of the model]`: what this rank's routers added up since the last clearing."""
+    if get_moe_metrics_tracker is None:
+        return [record["values"] for record in moe_utils.get_moe_layer_wise_logging_tracker().values()]
+    return [entry.values for entry in get_moe_metrics_tracker().metrics.values()]
+
+
+def async_save(shards: dict[str, Any], folder: Path, *, form: str, version: int) -> Any:
+    """(collective) The request that `async_utils.AsyncCallsQueue` takes: to write the tensors in a process of its own.
+
+    megatron-core's own writer: newer releases have a second one, in a package for machines with CUDA, as the default.
+    """
+    save = torch_strategy.TorchDistSaveShardedStrategy(form, version).async_save
+    choice = {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(save).parameters else {}
+    return save(shards, str(folder), **choice)
+
+
+def grads_for_norm(part: Any) -> list[torch.Tensor]:
+    """What of this rank counts for the gradient norm of an optimizer: no weight that another rank counts."""
+    named = "get_grads_for_grad_norm" if "get_grads_for_grad_norm" in dir(part) else "get_main_grads_for_grad_norm"
+    return getattr(part, named)()

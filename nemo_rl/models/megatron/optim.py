@@ -25,6 +25,7 @@ from nemo_rl.models.megatron.mcore import (
     clip_grad_by_total_norm_fp32,
     get_megatron_optimizer,
     get_standard_config_overrides,
+    grads_for_norm,
 )
 from nemo_rl.models.megatron.setup import MegatronModel
 from nemo_rl.torch_private import norms_of
@@ -146,7 +147,7 @@ class PolicyOptimizer:
         """
         total = 0.0
         for part in self._chain.chained_optimizers:
-            grads = part.get_main_grads_for_grad_norm()
+            grads = grads_for_norm(part)
             square = torch.zeros(1, dtype=torch.float64, device=self._device())
             if grads:
                 square += torch.stack(norms_of(grads)).double().square().sum()

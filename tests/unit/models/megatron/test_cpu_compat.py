@@ -110,7 +110,8 @@ def test_others_compile_and_see_that_there_is_no_cuda(fresh: dict[str, object]) 
     assert fresh["compiled"] == [2.0, 2.0]
     assert fresh["graphs"] == 1
     assert fresh["has_cuda"] is False
-    assert "CUDA" in str(fresh["device"])
+    # Of a build without CUDA and of one with it.
+    assert any(words in str(fresh["device"]) for words in ("not compiled with CUDA", "no NVIDIA driver"))
 
 
 def test_tensors_say_that_they_are_on_a_gpu_inside_the_block_only() -> None:
@@ -164,9 +165,11 @@ def test_the_random_state_of_the_stand_in_is_that_of_the_process() -> None:
 
 
 def test_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_compat, "SUPPORTED_VERSION", "0.15.0")
+    monkeypatch.setattr(cpu_compat, "SUPPORTED_VERSIONS", ("0.14.0", "0.15.0"))
+    fitting = "0.14.0" if sys.version_info < (3, 12) else "0.15.0"
+    message = rf"expected megatron-core 0\.14\.0 or 0\.15\.0, got 0\.1[69]\.\d; install megatron-core=={fitting}"
     with (
-        pytest.raises(ConfigError, match=r"expected megatron-core 0.15.0, got 0.16.1; install"),
+        pytest.raises(ConfigError, match=message),
         cpu_compat.importing(),
     ):
         pass
@@ -188,7 +191,7 @@ def test_decorators_are_plain_during_the_import_only() -> None:
 
 def test_with_cuda_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_compat, "has_cuda", lambda: True)
-    monkeypatch.setattr(cpu_compat, "SUPPORTED_VERSION", "0.15.0")
+    monkeypatch.setattr(cpu_compat, "SUPPORTED_VERSIONS", ("0.15.0",))
     late, compiler, asked = _late_module(monkeypatch), torch.compile, torch.Tensor.type
     with cpu_compat.importing():
         assert torch.compile is compiler
