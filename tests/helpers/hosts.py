@@ -20,7 +20,9 @@ import psutil
 
 PREFIX, NETWORK = "10.77.0.", "/24"
 FIRST = "mount -t tmpfs tmpfs /dev/shm && hostname {name} && ip link set lo up && exec sleep infinity"
-TOOLS = ("unshare", "nsenter", "ip")
+TOOLS = ("unshare", "nsenter", "setpriv", "ip")
+WITH_ITS_MAKER = ("setpriv", "--pdeathsig", "KILL")
+"""A command that ends when the process that started it does, also after a kill."""
 READY_S = 60.0
 
 
@@ -45,9 +47,9 @@ class Host:
     pid: int = field(init=False)
 
     def start(self) -> None:
-        spaces = ["--net", "--pid", "--mount", "--uts", "--ipc"]
+        made = ["unshare", "--net", "--pid", "--mount", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc"]
         self.holder = subprocess.Popen(
-            ["unshare", *spaces, "--fork", "--kill-child", "--mount-proc", "sh", "-c", FIRST.format(name=self.name)],
+            [*WITH_ITS_MAKER, *made, "sh", "-c", FIRST.format(name=self.name)],
             stdin=subprocess.DEVNULL,
         )
         give_up = time.monotonic() + READY_S
