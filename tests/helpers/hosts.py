@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ FIRST = "mount -t tmpfs tmpfs /dev/shm && hostname {name} && ip link set lo up &
 TOOLS = ("unshare", "nsenter", "setpriv", "ip")
 WITH_ITS_MAKER = ("setpriv", "--pdeathsig", "KILL")
 """A command that ends when the process that started it does, also after a kill."""
+RAY = Path(sys.executable).with_name("ray")
 READY_S = 60.0
 
 
@@ -127,7 +129,7 @@ class RayHosts:
         way = ["--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={self.folder / 'ray'}"]
         way = way if host is self.first else [f"--address={self.address}"]
         size = [f"--num-cpus={self.num_cpus}", "--num-gpus=0", "--object-store-memory=300000000"]
-        command = ["ray", "start", "--block", f"--node-ip-address={host.address}", *way, *size]
+        command = [str(RAY), "start", "--block", f"--node-ip-address={host.address}", *way, *size]
         log = self.folder / f"{host.name}.log"
         self.nodes[host.name] = host.popen(command, log=log, environment=self.environment)
         give_up = time.monotonic() + 3 * READY_S
