@@ -1,4 +1,4 @@
-"""The machines of a Ray cluster: which of them a run uses, in which order, and which have gone.
+"""The machines of a Ray cluster: which of them a run uses, and in which order.
 
 `RayVirtualCluster` asks before it places anything. Invariant: the choice depends on the cluster alone, so a run that is
 started again on the same machines has the same ranks on each.
@@ -6,7 +6,7 @@ started again on the same machines has the same ranks on each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 
@@ -14,7 +14,7 @@ import ray
 
 from nemo_rl.errors import ResourceError
 
-__all__ = ["Node", "Share", "alive_nodes", "choose_nodes", "gone_nodes", "node_resource"]
+__all__ = ["Node", "Share", "alive_nodes", "choose_nodes", "node_resource"]
 
 A_LITTLE = 0.001
 """Of the resource that each node has under its own address: asking for it means asking for that node."""
@@ -61,12 +61,6 @@ def alive_nodes() -> list[Node]:
         for found in ray.nodes()
         if found["Alive"]
     ]
-
-
-def gone_nodes(used: Iterable[Node]) -> list[Node]:
-    """Those of `used` that Ray no longer counts as alive."""
-    alive = {node.id for node in alive_nodes()}
-    return [node for node in used if node.id not in alive]
 
 
 def choose_nodes(nodes: Sequence[Node], shares: Sequence[Share], *, first: str) -> list[list[Node]]:
