@@ -54,7 +54,8 @@ def make_room(model: torch.nn.Module, device: torch.device) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
                 # A tied parameter is in two modules, and stays one.
-                made.setdefault(id(parameter), _with_memory(parameter, device))
+                if id(parameter) not in made:
+                    made[id(parameter)] = _with_memory(parameter, device)
                 module._parameters[name] = made[id(parameter)]
     # FSDP takes up the parameters of a module anew after every conversion.
     model._apply(lambda tensor: tensor)
