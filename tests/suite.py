@@ -32,6 +32,8 @@ FULL = "NEMO_RL_TEST_FULL"
 """Variable for what no mark can say; see `tests.helpers.examples`."""
 PART_TIMEOUT_S = 3600.0
 SLOWEST = 20
+CLUSTERS = ("test_two_hosts.py", "test_slurm.py", "test_cluster_page.py")
+"""Of `tests/e2e`: what waits for hosts, nodes and jobs more than it computes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,14 +51,16 @@ def pytest_parts(marks: str, *, is_fast: bool) -> list[Part]:
     Of the fast ones few tests are left, and what a part imports takes as long as they do: they are other parts, without
     jobs of several ranks.
     """
-    own = {"unit": ("tests/unit",), "e2e": ("tests/e2e",), "contract": ("tests/contract",)}
+    clusters = tuple(f"tests/e2e/{name}" for name in CLUSTERS)
+    runs = ("tests/e2e", *(f"--ignore={path}" for path in clusters))
+    own = {"unit": ("tests/unit",), "clusters": clusters, "e2e": runs, "contract": ("tests/contract",)}
     own |= {"parity": ("tests/parity",), "distributed": ("tests/distributed",)}
-    rest = ("tests", *(f"--ignore={path}" for paths in own.values() for path in paths))
+    rest = ("tests", *(f"--ignore={path}" for paths in own.values() for path in paths if path.startswith("tests/")))
     parts = {**own, "rest": rest}
     if is_fast:
         models = "tests/unit/models"
         parts = {"unit": (*own["unit"], f"--ignore={models}"), "models": (models,), "rest": rest}
-        parts["runs"] = (*own["contract"], *own["e2e"])
+        parts["runs"] = (*own["contract"], "tests/e2e")
     return [Part(name=name, command=(*PYTEST, *paths, "-m", f"not alone{marks}")) for name, paths in parts.items()]
 
 
@@ -128,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--fast", action="store_true", help="static checks, unit tests and a few runs in one process")
     size.add_argument("--full", action="store_true", help="every test over every store and layout")
-    parser.add_argument("--jobs", type=int, default=min(4, 1 + (os.cpu_count() or 1)), help="parts at a time")
+    parser.add_argument("--jobs", type=int, default=min(4, 2 + (os.cpu_count() or 1)), help="parts at a time")
     parser.add_argument("--only", nargs="+", default=[], help="only these parts")
     given = parser.parse_args(arguments)
     marks = "" if given.full else " and not full and not slow" if given.fast else " and not full"

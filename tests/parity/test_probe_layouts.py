@@ -57,6 +57,10 @@ LAYOUTS = [
 ]
 
 
+FULL_BACK = LAYOUTS[:2] + LAYOUTS[3:5] + LAYOUTS[6:7] + LAYOUTS[8:10] + LAYOUTS[11:]
+"""Whose routes are replayed in one process by `make test-full` alone."""
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> ProbeSpec:
     folder = write_family(tmp_path_factory.mktemp("moe"), "qwen3_moe")
@@ -91,7 +95,9 @@ def test_routes_of_one_process_give_its_logits_in_another_layout(
     _assert_same_pictures(alone.out / TRACER, tmp_path / TRACER)
 
 
-@pytest.mark.parametrize("text", LAYOUTS)
+@pytest.mark.parametrize(
+    "text", [pytest.param(text, marks=[pytest.mark.full] if text in FULL_BACK else []) for text in LAYOUTS]
+)
 def test_routes_of_another_layout_give_its_logits_in_one_process(text: str, base: ProbeSpec, tmp_path: Path) -> None:
     layout, routes = LayoutText.parse(text), tmp_path / "routes.safetensors"
     run_probe(replace(base, layout=layout, out=tmp_path / "many", routes_to=routes))
