@@ -102,6 +102,36 @@ class _Specs:
     """(number, how many) -> of an engine."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _EngineStarts:
+    """Starts engines, each a group of its own."""
+
+    config: MasterConfig
+    spec: Callable[[int, int], EngineSpec]
+    placement: RayPlacement
+    log: _LogPlace
+
+    def processes_of(self, number: int) -> RayWorkerGroup:
+        """The process of an engine, without the engine."""
+        return RayWorkerGroup("generation", world_size=1, placement=self.placement, first=number, **self.log)
+
+    def begin(self, number: int, group: RayWorkerGroup) -> None:
+        """Builds the engine, without waiting."""
+        count = self.config.policy.generation.num_replicas
+        group.begin_start(_engine_builder(self.config), [{"spec": self.spec(number, count)}])
+
+    def replacement(self, number: int, *, timeout_s: float) -> RayWorkerGroup:
+        """An engine in place of one that was lost; its weights come with the refit that asked for it."""
+        group = self.processes_of(number)
+        try:
+            self.begin(number, group)
+            group.finish_start(timeout_s=timeout_s)
+        except BaseException:
+            group.shutdown()
+            raise
+        return group
+
+
 @contextmanager
 def open_trainer(
     given: MasterConfig, *, console: Console, forks: ForkServer | None = None
@@ -311,27 +341,19 @@ def _ray_groups(
         **log,
     )
     stack.callback(policy.shutdown)
-    of_engines = RayPlacement(
-        num_gpus=gpu_share,
-        placement_group=cluster.placement_group if in_bundles else None,
-        bundles=cluster.policy_bundles if is_shared else cluster.engine_bundles,
-        environment=generation.env_vars,
+    starts = _EngineStarts(
+        config=config,
+        spec=specs.engine,
+        placement=RayPlacement(
+            num_gpus=gpu_share,
+            placement_group=cluster.placement_group if in_bundles else None,
+            bundles=cluster.policy_bundles if is_shared else cluster.engine_bundles,
+            environment=generation.env_vars,
+        ),
+        log=log,
     )
-
-    def engine(number: int) -> RayWorkerGroup:
-        return RayWorkerGroup("generation", world_size=1, placement=of_engines, first=number, **log)
-
-    def begin_engine(number: int, group: RayWorkerGroup) -> None:
-        group.begin_start(_engine_builder(config), [{"spec": specs.engine(number, generation.num_replicas)}])
-
-    def replace_engine(number: int) -> WorkerGroup:
-        group = engine(number)
-        begin_engine(number, group)
-        group.finish_start(timeout_s=start.timeout_s)
-        return group
-
-    members = [engine(number) for number in range(generation.num_replicas)]
-    engines = WorkerFleet(members, start=replace_engine)
+    members = [starts.processes_of(number) for number in range(generation.num_replicas)]
+    engines = WorkerFleet(members, start=partial(starts.replacement, timeout_s=start.timeout_s))
     stack.callback(engines.shutdown)
     rollout = RayWorkerGroup("rollout", world_size=1, placement=RayPlacement(num_cpus=ROLLOUT_CPUS), **log)
     stack.callback(rollout.shutdown)
@@ -340,7 +362,7 @@ def _ray_groups(
     ranks = _rank_specs(cluster.num_workers, address, port)
     policy.begin_start(build_policy_worker, [{"spec": specs.worker(rank)} for rank in ranks])
     for number, group in enumerate(members):
-        begin_engine(number, group)
+        starts.begin(number, group)
     replicas = _replicas(config, engines)
     rollout.begin_start(SyncRolloutActor, [{"spec": rollout_spec(config), "generation": replicas}])
     return _Groups(policy=policy, engines=engines, rollout=rollout, address=address)

@@ -67,7 +67,9 @@ def add(fleet: WorkerFleet) -> dict[int, int]:
 def test_a_dead_member_is_left_out_and_started_anew(fleet):
     other = fleet.copy()
     assert add(fleet) == {0: 10, 1: 11} and fleet.births == {0: 1, 1: 1}
-    with pytest.raises(WorkerLost, match=r"rank 1, stage dying: the worker process died \(member worker, process \d+\)"):
+    with pytest.raises(
+        WorkerLost, match=r"rank 1, stage dying: the worker process died \(member worker, process \d+\)"
+    ):
         fleet.run_one(1, Call(request=ask(Member.die), stage="dying", timeout_s=60))
     assert add(fleet) == {0: 10} and fleet.numbers == (0,)
     # Whoever else knows the process hears of its end by asking.
