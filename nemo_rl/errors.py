@@ -24,7 +24,9 @@ NemoRLError
 |   |-- PayloadLost           the process that held the bytes of these rows is gone; the data plane itself lives
 |   `-- DataPlaneClosed       the client, its ledger or its backend has ended
 `-- WorkerError               a worker failed: rank, stage and text of the first cause
-    `-- CollectiveTimeout     a collective did not finish in time
+    |-- CollectiveTimeout     a collective did not finish in time
+    `-- WorkerLost            the process of a worker has died, or does not answer
+        `-- WorkerLate        it does not answer in time (a CollectiveTimeout as well)
 
 Data plane errors cross process borders as records (`to_record` / `from_record`), never as pickles.
 """
@@ -62,6 +64,8 @@ __all__ = [
     "UserError",
     "VersionMismatch",
     "WorkerError",
+    "WorkerLate",
+    "WorkerLost",
     "boundary",
     "from_record",
     "name_some",
@@ -228,6 +232,14 @@ class WorkerError(NemoRLError):
 
 class CollectiveTimeout(WorkerError):
     """A collective did not finish in time: a peer has died or left the order of calls."""
+
+
+class WorkerLost(WorkerError):
+    """The process of a worker has died, or does not answer. What it was asked for can be asked of another one."""
+
+
+class WorkerLate(WorkerLost, CollectiveTimeout):
+    """A worker did not answer in time."""
 
 
 def _rebuild_worker_error(kind: type[WorkerError], text: str, rank: int | None, stage: str | None) -> WorkerError:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nemo_rl.distributed.calls import Call, Request, ask
-from nemo_rl.distributed.worker_groups import WorkerGroup
+from nemo_rl.distributed.calls import Request, ask
+from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.models.generation.interfaces import TracedEngine, traced_row
 
 __all__ = ["TracedEngines"]
@@ -24,7 +24,7 @@ class TracedEngines:
         timeout_s: deadline of one call.
     """
 
-    def __init__(self, engines: WorkerGroup | None, *, timeout_s: float) -> None:
+    def __init__(self, engines: WorkerFleet | None, *, timeout_s: float) -> None:
         self._engines, self._timeout_s = engines, timeout_s
         self._is_open = False
 
@@ -35,8 +35,8 @@ class TracedEngines:
 
     def keys(self, num_rows: int) -> list[str]:
         """Names of the first rows of each engine, engine by engine."""
-        count = 0 if self._engines is None else self._engines.world_size
-        return [traced_row(engine, row) for engine in range(count) for row in range(num_rows)]
+        numbers = () if self._engines is None else self._engines.numbers
+        return [traced_row(engine, row) for engine in numbers for row in range(num_rows)]
 
     def begin(self, step: int, *, watches: Sequence[str], keys: Sequence[str]) -> None:
         """The requests from here on show the tracer's hub what is watched, until `end`."""
@@ -51,4 +51,4 @@ class TracedEngines:
 
     def _run(self, request: Request[None]) -> None:
         assert self._engines is not None, "engines that show nothing are not asked"
-        self._engines.run(Call(request=request, stage=STAGE, timeout_s=self._timeout_s))
+        self._engines.run(request, stage=STAGE, timeout_s=self._timeout_s)

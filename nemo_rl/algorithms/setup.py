@@ -43,6 +43,7 @@ from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.job_store import reserve_port
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.virtual_cluster import EngineNodes, RayVirtualCluster
+from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup, RayPlacement, RayWorkerGroup, WorkerGroup
 from nemo_rl.distributed.worker_log import WORKER_LOGS
 from nemo_rl.distributed.worker_pass import WorkerPass
@@ -79,7 +80,7 @@ class _Groups:
     """The processes of a run."""
 
     policy: WorkerGroup
-    engines: WorkerGroup
+    engines: WorkerFleet
     rollout: WorkerGroup
     address: str = "127.0.0.1"
     """Of policy rank 0, as the other processes reach it."""
@@ -99,6 +100,36 @@ class _Specs:
     worker: Callable[[RankSpec], WorkerSpec]
     engine: Callable[[int, int], EngineSpec]
     """(number, how many) -> of an engine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _EngineStarts:
+    """Starts engines, each a group of its own."""
+
+    config: MasterConfig
+    spec: Callable[[int, int], EngineSpec]
+    placement: RayPlacement
+    log: _LogPlace
+
+    def processes_of(self, number: int) -> RayWorkerGroup:
+        """The process of an engine, without the engine."""
+        return RayWorkerGroup("generation", world_size=1, placement=self.placement, first=number, **self.log)
+
+    def begin(self, number: int, group: RayWorkerGroup) -> None:
+        """Builds the engine, without waiting."""
+        count = self.config.policy.generation.num_replicas
+        group.begin_start(_engine_builder(self.config), [{"spec": self.spec(number, count)}])
+
+    def replacement(self, number: int, *, timeout_s: float) -> RayWorkerGroup:
+        """An engine in place of one that was lost; its weights come with the refit that asked for it."""
+        group = self.processes_of(number)
+        try:
+            self.begin(number, group)
+            group.finish_start(timeout_s=timeout_s)
+        except BaseException:
+            group.shutdown()
+            raise
+        return group
 
 
 @contextmanager
@@ -160,6 +191,7 @@ def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | Non
             engines=groups.engines,
             timeout_s=timeout_s,
             buffer_ratio=config.policy.generation.refit_buffer_ratio,
+            on_new_engines=rollout.use_engines,
         )
         yield TrainerParts(
             config=config,
@@ -266,7 +298,7 @@ def _start(
     # The workers build while the storage actors of the data plane start.
     client = build_data_plane_client(plane, run_id=run_id, role="owner", log_dir=config.logger.log_dir, start=start)
     stack.callback(client.close)
-    for group in (groups.rollout, groups.engines, groups.policy):
+    for group in (groups.rollout, *groups.engines.members, groups.policy):
         if isinstance(group, RayWorkerGroup):
             with start.waiting_for(f"the {group.name} workers"):
                 group.finish_start(timeout_s=start.timeout_s)
@@ -277,9 +309,9 @@ def _local_groups(config: MasterConfig, specs: _Specs, stack: ExitStack) -> _Gro
     spec = specs.worker(RankSpec(rank=0, world_size=1))
     policy = LocalWorkerGroup(lambda: build_policy_worker(spec))
     stack.callback(policy.shutdown)
-    engines = LocalWorkerGroup(lambda: _engine_builder(config)(spec=specs.engine(0, 1)))
+    engines = WorkerFleet([LocalWorkerGroup(lambda: _engine_builder(config)(spec=specs.engine(0, 1)))])
     stack.callback(engines.shutdown)
-    replicas = GenerationReplicas(engines, timeout_s=config.cluster.stage_timeout_s)
+    replicas = _replicas(config, engines)
     rollout = LocalWorkerGroup(lambda: SyncRolloutActor(rollout_spec(config), generation=replicas))
     stack.callback(rollout.shutdown)
     return _Groups(policy=policy, engines=engines, rollout=rollout)
@@ -309,17 +341,19 @@ def _ray_groups(
         **log,
     )
     stack.callback(policy.shutdown)
-    engines = RayWorkerGroup(
-        "generation",
-        world_size=generation.num_replicas,
+    starts = _EngineStarts(
+        config=config,
+        spec=specs.engine,
         placement=RayPlacement(
             num_gpus=gpu_share,
             placement_group=cluster.placement_group if in_bundles else None,
             bundles=cluster.policy_bundles if is_shared else cluster.engine_bundles,
             environment=generation.env_vars,
         ),
-        **log,
+        log=log,
     )
+    members = [starts.processes_of(number) for number in range(generation.num_replicas)]
+    engines = WorkerFleet(members, start=partial(starts.replacement, timeout_s=start.timeout_s))
     stack.callback(engines.shutdown)
     rollout = RayWorkerGroup("rollout", world_size=1, placement=RayPlacement(num_cpus=ROLLOUT_CPUS), **log)
     stack.callback(rollout.shutdown)
@@ -327,11 +361,21 @@ def _ray_groups(
         address, port = policy.rendezvous(reserve_port, timeout_s=start.timeout_s)
     ranks = _rank_specs(cluster.num_workers, address, port)
     policy.begin_start(build_policy_worker, [{"spec": specs.worker(rank)} for rank in ranks])
-    count = engines.world_size
-    engines.begin_start(_engine_builder(config), [{"spec": specs.engine(number, count)} for number in range(count)])
-    replicas = GenerationReplicas(engines, timeout_s=config.cluster.stage_timeout_s)
+    for number, group in enumerate(members):
+        starts.begin(number, group)
+    replicas = _replicas(config, engines)
     rollout.begin_start(SyncRolloutActor, [{"spec": rollout_spec(config), "generation": replicas}])
     return _Groups(policy=policy, engines=engines, rollout=rollout, address=address)
+
+
+def _replicas(config: MasterConfig, engines: WorkerFleet) -> GenerationReplicas:
+    """The engines as the rollout worker sees them."""
+    generation = config.policy.generation
+    return GenerationReplicas(
+        engines.copy(),
+        batch_rows=generation.max_batch_size,
+        timeout_s=generation.engine_timeout_s or config.cluster.stage_timeout_s / 2,
+    )
 
 
 def _rank_specs(world_size: int, address: str, port: int) -> list[RankSpec]:

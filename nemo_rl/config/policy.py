@@ -187,6 +187,9 @@ class GenerationConfig(Section):
     """Settings of your own engine."""
     precision: Literal["float32", "bfloat16"] | None = None
     """Weights and computation of the engines; null uses `policy.precision`."""
+    engine_timeout_s: PositiveFloat | None = None
+    """An engine that needs longer for its share of the rows is given up, and another one samples them; None: half of
+    `cluster.stage_timeout_s`."""
     num_replicas: PositiveInt = 1
     """Engines that share the prompts of a step."""
     colocated: ColocatedConfig = Field(default_factory=ColocatedConfig)

@@ -133,4 +133,14 @@ def rule_variables_need_processes(config: MasterConfig) -> list[str]:
     return lines + would_be_ignored(config.logger, "logger", ("worker_level",), **given)
 
 
+def rule_engines_are_given_up_before_the_stage(config: MasterConfig) -> list[str]:
+    engine_s, stage_s = config.policy.generation.engine_timeout_s, config.cluster.stage_timeout_s
+    if engine_s is None or engine_s < stage_s:
+        return []
+    return [
+        f"policy.generation.engine_timeout_s: expected less than cluster.stage_timeout_s={stage_s:g}, so that another "
+        f"engine still has time for the rows, got {engine_s:g}"
+    ]
+
+
 RULES = rules_in(globals())

@@ -51,6 +51,8 @@ class Call(Generic[_T]):
     timeout_s: float
     ranks: Sequence[int] | None = None
     """Only these ranks; None means all."""
+    deadline_key: str = "cluster.stage_timeout_s"
+    """The config key that sets `timeout_s`, for messages."""
 
     def of_rank(self, rank: int) -> Request[_T]:
         return self.request if isinstance(self.request, Request) else self.request[rank]

@@ -10,12 +10,22 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Protocol, runtime_checkable
 
-from nemo_rl.errors import CollectiveTimeout, NemoRLError, UserError, WorkerError, from_record, to_record
+from nemo_rl.errors import (
+    CollectiveTimeout,
+    NemoRLError,
+    UserError,
+    WorkerError,
+    WorkerLate,
+    WorkerLost,
+    from_record,
+    to_record,
+)
 
 __all__ = ["FirstCause", "GuardedWorker", "is_symptom"]
 
 SYMPTOMS = ("connection closed", "connection reset", "timed out waiting", "gloo", "nccl", "broken pipe", "communicator")
 """Texts of errors that a peer's failure causes: something else is the first cause."""
+WORKER_ERRORS = {kind.__name__: kind for kind in (WorkerError, CollectiveTimeout, WorkerLost, WorkerLate)}
 
 
 def is_symptom(error: BaseException) -> bool:
@@ -53,10 +63,10 @@ class FirstCause:
             error.origin_rank = self.rank
             error.add_note(f"rank {self.rank}, stage {self.stage}")
             return error
-        if self.kind == CollectiveTimeout.__name__:
-            return CollectiveTimeout(self.text, rank=self.rank, stage=self.stage)
-        text = self.text if self.kind == WorkerError.__name__ else f"{self.kind}: {self.text}"
-        return WorkerError(text, rank=self.rank, stage=self.stage)
+        kind = WORKER_ERRORS.get(self.kind)
+        if kind is not None:
+            return kind(self.text, rank=self.rank, stage=self.stage)
+        return WorkerError(f"{self.kind}: {self.text}", rank=self.rank, stage=self.stage)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

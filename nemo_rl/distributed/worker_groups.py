@@ -31,7 +31,7 @@ from nemo_rl.distributed.first_cause import FirstCause, GuardedWorker, is_sympto
 from nemo_rl.distributed.lifeline import Lifeline
 from nemo_rl.distributed.own_ray import check_own_ray
 from nemo_rl.distributed.worker_log import WorkerLog
-from nemo_rl.errors import CollectiveTimeout, NemoRLError, WorkerError
+from nemo_rl.errors import NemoRLError, WorkerError, WorkerLate, WorkerLost
 
 __all__ = ["LocalWorkerGroup", "RayPlacement", "RayWorkerGroup", "WorkerGroup"]
 
@@ -41,6 +41,8 @@ _T = TypeVar("_T")
 
 UNKNOWN_RANK = -1
 """In the record of a worker that does not know its rank; the driver does."""
+START_KEY = "cluster.worker_start_timeout_s"
+"""Sets how long the start of workers may take."""
 RAY_LOOK_S = 1.0
 """Between two looks at the processes of a run's own Ray, whose death no call notices for a minute."""
 FIRST_CAUSE_GRACE_S = 2.0
@@ -206,6 +208,7 @@ class RayWorkerGroup(WorkerGroup):
         name: appears in errors and logs.
         world_size: number of actors.
         placement: resources of each.
+        first: number of the first rank, where several groups share one name: in errors, logs and placement.
         log_dir: every rank's records go to `<name>_<rank>.log` there, on its own node; None writes no files.
         log_level: from which on they do.
     """
@@ -218,11 +221,12 @@ class RayWorkerGroup(WorkerGroup):
         placement: RayPlacement,
         log_dir: Path | None = None,
         log_level: str = "INFO",
+        first: int = 0,
     ) -> None:
-        self.name, self.world_size = name, world_size
-        files = [log_dir and log_dir / f"{name}_{rank}.log" for rank in range(world_size)]
+        self.name, self.world_size, self._first = name, world_size, first
+        files = {rank: log_dir and log_dir / f"{name}_{rank}.log" for rank in range(first, first + world_size)}
         self._actors: list[ActorHandle] = [
-            _new_actor(name, placement, rank, arguments=(file, log_level)) for rank, file in enumerate(files)
+            _new_actor(name, placement, rank, arguments=(file, log_level)) for rank, file in files.items()
         ]
         self._processes: list[_Process] = []
         """By rank, once all have started."""
@@ -245,6 +249,7 @@ class RayWorkerGroup(WorkerGroup):
             stage=self._start_stage,
             timeout_s=timeout_s,
             deadline=time.monotonic() + timeout_s,
+            key=START_KEY,
         )
         self._processes = [cast("_Process", reply["process"]) for reply in replies]
 
@@ -257,7 +262,7 @@ class RayWorkerGroup(WorkerGroup):
         try:
             return cast("tuple[str, int]", ray.get(self._actors[0].reserve_port.remote(reserve), timeout=timeout_s))
         except GetTimeoutError as error:
-            raise self._too_late([0], timeout_s, stage=self._start_stage) from error
+            raise self._too_late([0], timeout_s, stage=self._start_stage, key=START_KEY) from error
         except RayError as error:
             self.shutdown()
             raise WorkerError(
@@ -270,7 +275,9 @@ class RayWorkerGroup(WorkerGroup):
         refs = [self._alive(rank, call.stage).call.remote(*_sent(call, rank)) for rank in ranks]
 
         def wait() -> list[_T]:
-            replies = self._collect(refs, ranks, stage=call.stage, timeout_s=call.timeout_s, deadline=deadline)
+            replies = self._collect(
+                refs, ranks, stage=call.stage, timeout_s=call.timeout_s, deadline=deadline, key=call.deadline_key
+            )
             return [cast("_T", reply["value"]) for reply in replies]
 
         return Pending(wait)
@@ -280,7 +287,9 @@ class RayWorkerGroup(WorkerGroup):
         ranks = self._ranks(call)
         pairs = [self._alive(rank, call.stage).call_for_payload.remote(*_sent(call, rank)) for rank in ranks]
         states = [state for state, _ in pairs]
-        self._collect(states, ranks, stage=call.stage, timeout_s=call.timeout_s, deadline=deadline)
+        self._collect(
+            states, ranks, stage=call.stage, timeout_s=call.timeout_s, deadline=deadline, key=call.deadline_key
+        )
         return Payload(pairs[0][1])
 
     def _ranks(self, call: Call[_T]) -> list[int]:
@@ -297,17 +306,25 @@ class RayWorkerGroup(WorkerGroup):
 
     def _alive(self, rank: int, stage: str) -> ActorHandle:
         if not self._actors:
-            raise WorkerError(f"{self.name} has been shut down", rank=rank, stage=stage)
+            raise WorkerLost(f"{self.name} has been shut down", rank=rank, stage=stage)
         return self._actors[rank]
 
     def _collect(
-        self, refs: Sequence[ray.ObjectRef], ranks: Sequence[int], *, stage: str, timeout_s: float, deadline: float
+        self,
+        refs: Sequence[ray.ObjectRef],
+        ranks: Sequence[int],
+        *,
+        stage: str,
+        timeout_s: float,
+        deadline: float,
+        key: str,
     ) -> list[dict[str, object]]:
         """Replies in the order of `refs`; on the first failure ends the group and raises the root cause.
 
         Args:
             timeout_s: for the error of ranks that are not done at `deadline`, on the monotonic clock. What has come by
                 then is taken, however late the driver looks.
+            key: of the config that sets it.
         """
         waiting = list(refs)
         replies: dict[ray.ObjectRef, dict[str, object]] = {}
@@ -322,7 +339,7 @@ class RayWorkerGroup(WorkerGroup):
                 rank = ranks[refs.index(ref)]
                 reply = _reply(ref)
                 self._show_warnings(reply, rank, stage)
-                failure = _failure(reply, rank=rank, stage=stage, who=self._who(rank))
+                failure = _failure(reply, rank=self._first + rank, stage=stage, who=self._who(rank))
                 if failure is None:
                     replies[ref] = reply
                     continue
@@ -336,12 +353,14 @@ class RayWorkerGroup(WorkerGroup):
         if failures or waiting:
             self.shutdown()
             late = sorted(ranks[refs.index(ref)] for ref in waiting)
-            raise self._located(_root_cause(failures) if failures else self._too_late(late, timeout_s, stage=stage))
+            raise self._located(
+                _root_cause(failures) if failures else self._too_late(late, timeout_s, stage=stage, key=key)
+            )
         return [replies[ref] for ref in refs]
 
     def _show_warnings(self, reply: Mapping[str, object], rank: int, stage: str) -> None:
         for text in cast("list[str]", reply.get("warnings", [])):
-            logger.warning("%s rank %d, stage %s: %s", self.name, rank, stage, text)
+            logger.warning("%s rank %d, stage %s: %s", self.name, self._first + rank, stage, text)
 
     @property
     def _is_one_host(self) -> bool:
@@ -362,21 +381,22 @@ class RayWorkerGroup(WorkerGroup):
         _, silent = ray.wait(list(waiting), num_returns=len(waiting), timeout=FIRST_CAUSE_GRACE_S)
         if silent:
             ranks = sorted(waiting[ref] for ref in silent)
-            error.add_note(f"no answer from {self.name} ranks {ranks}: processes {self._places(ranks)}")
+            shown = [self._first + rank for rank in ranks]
+            error.add_note(f"no answer from {self.name} ranks {shown}: processes {self._places(ranks)}")
 
     def _located(self, error: NemoRLError) -> NemoRLError:
         """With several hosts also says where the rank was."""
         rank = error.rank if isinstance(error, WorkerError) else error.origin_rank
         if rank is not None and not self._is_one_host:
-            error.add_note(f"rank {rank} of {self.name}: process {self._places([rank])}")
+            error.add_note(f"rank {rank} of {self.name}: process {self._places([rank - self._first])}")
         return error
 
-    def _too_late(self, late: Sequence[int], timeout_s: float, *, stage: str) -> WorkerError:
-        key = "worker_start_timeout_s" if stage == self._start_stage else "stage_timeout_s"
-        return CollectiveTimeout(
-            f"{self.name}: ranks {late} did not finish in {timeout_s:.0f} s (processes {self._places(late)}); raise "
-            f"cluster.{key} if they are only slow",
-            rank=late[0],
+    def _too_late(self, late: Sequence[int], timeout_s: float, *, stage: str, key: str) -> WorkerLate:
+        ranks = [self._first + rank for rank in late]
+        return WorkerLate(
+            f"{self.name}: ranks {ranks} did not finish in {timeout_s:.0f} s (processes {self._places(late)}); raise "
+            f"{key} if they are only slow",
+            rank=ranks[0],
             stage=stage,
         )
 
@@ -418,7 +438,7 @@ def _failure(reply: Mapping[str, object], *, rank: int, stage: str, who: str) ->
     if reply["ok"]:
         return None
     if "died" in reply:
-        return WorkerError(f"{reply['died']} ({who}): {reply['text']}", rank=rank, stage=stage)
+        return WorkerLost(f"{reply['died']} ({who}): {reply['text']}", rank=rank, stage=stage)
     logger.debug("rank %s, stage %s:\n%s", rank, stage, reply["trace"])
     cause = FirstCause.from_json(str(reply["cause"]))
     return (replace(cause, rank=rank) if cause.rank == UNKNOWN_RANK else cause).to_error()

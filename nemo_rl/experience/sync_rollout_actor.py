@@ -29,6 +29,7 @@ from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from nemo_rl.data_plane.keys import group_uid, keys_of_groups
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.calls import Call, Pending, Request, ask
+from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import WorkerGroup
 from nemo_rl.environments.factory import build_environment
 from nemo_rl.errors import DataPlaneClosed, ResourceError, WorkerError
@@ -36,6 +37,7 @@ from nemo_rl.experience.payload import RowScalars, build_columns, mean_of_scored
 from nemo_rl.experience.rollouts import Rollouts, SeedSource, run_rollouts, sampling_params
 from nemo_rl.experience.routes import RouteWriter
 from nemo_rl.models.generation.interfaces import GenerationInterface
+from nemo_rl.models.generation.replicas import GenerationReplicas
 from nemo_rl.utils.files import write_text
 from nemo_rl.utils.last_resort import machine_problem
 from nemo_rl.utils.logger import VAL_ACCURACY_METRIC, VAL_REWARD_METRIC
@@ -175,6 +177,11 @@ class SyncRolloutActor:
     def setup_data_plane(self, address: DataPlaneAddress) -> None:
         """Attaches this process's client."""
         self._client = attach_data_plane(address)
+
+    def use_engines(self, engines: WorkerFleet) -> None:
+        """Some of the engines were replaced."""
+        assert isinstance(self._generation, GenerationReplicas), "one engine alone is never replaced"
+        self._generation.use(engines)
 
     @property
     def client(self) -> DataPlaneClient:
@@ -364,6 +371,10 @@ class RolloutHandle:
     def setup_data_plane(self, address: DataPlaneAddress) -> None:
         self._run(ask(SyncRolloutActor.setup_data_plane, address=address), "data plane setup")
 
+    def use_engines(self, engines: WorkerFleet) -> None:
+        """From here on these engines are asked; see `SyncRolloutActor.use_engines`."""
+        self._run(ask(SyncRolloutActor.use_engines, engines=engines.copy()), "refit")
+
     def submit_rollout(
         self, prompt_numbers: Sequence[int], *, uids: Sequence[str], step: int, version: int | None, partition_id: str
     ) -> Pending[RolloutResult]:
@@ -426,6 +437,7 @@ def _rollout_metrics(rollouts: Rollouts) -> dict[str, Reduction]:
         "max_response_tokens": Max(float(lengths.max())),
         "mean_generation_logprob": Mean(float(rollouts.output.logprobs.sum()), float(lengths.sum())),
         "reward_timeouts": Sum(float(rollouts.report.num_timeouts)),
+        **rollouts.output.metrics,
     }
 
 

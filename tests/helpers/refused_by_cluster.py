@@ -26,6 +26,9 @@ REFUSED_BY_CLUSTER: dict[str, list[tuple[tuple[str, ...], str]]] = {
             "policy.generation.num_replicas: an engine shares a GPU",
         ),
     ],
+    "rule_engines_are_given_up_before_the_stage": [
+        (("policy.generation.engine_timeout_s=1800",), "policy.generation.engine_timeout_s: expected less than"),
+    ],
     "rule_address_and_nodes_agree": [
         (("cluster.num_nodes=2",), "cluster.num_nodes: 2 nodes need"),
         (("cluster.address=auto", "cluster.num_cpus=8"), "cluster.num_cpus: would be ignored"),

@@ -15,6 +15,7 @@ from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.calls import Call, ask
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.packing import plan_padded
+from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup
 from nemo_rl.errors import WorkerError
 from nemo_rl.experience.payload import build_columns
@@ -43,7 +44,7 @@ def config(tmp_path_factory) -> PolicyConfig:
 def parties(config) -> Iterator[RefitParties]:
     spec = WorkerSpec(policy=config, rank=RankSpec(rank=0, world_size=1), num_steps=4, keep_reference=False, seed=0)
     policy = LocalWorkerGroup(lambda: build_policy_worker(spec))
-    engines = LocalWorkerGroup(lambda: build_engine_worker(EngineSpec(policy=config)))
+    engines = fleet_of(build_engine_worker(EngineSpec(policy=config)))
     yield RefitParties(policy=policy, engines=engines, timeout_s=60, max_bucket_bytes=10_000)
     engines.shutdown()
     policy.shutdown()
@@ -51,7 +52,15 @@ def parties(config) -> Iterator[RefitParties]:
 
 @pytest.fixture(scope="module")
 def parts(parties) -> Iterator[tuple[Policy, GenerationReplicas]]:
-    yield Policy(parties.policy, timeout_s=60), GenerationReplicas(parties.engines, timeout_s=60)
+    yield Policy(parties.policy, timeout_s=60), replicas_of(parties.engines)
+
+
+def fleet_of(engine: EngineWorker) -> WorkerFleet:
+    return WorkerFleet([LocalWorkerGroup(lambda: engine)])
+
+
+def replicas_of(engines: WorkerFleet) -> GenerationReplicas:
+    return GenerationReplicas(engines, batch_rows=64, timeout_s=60)
 
 
 def gap(policy: Policy, engines: GenerationReplicas) -> float:
@@ -96,12 +105,12 @@ def test_engines_may_be_of_lower_precision_than_the_policy(parties, parts, confi
         # What is left of the folder's weights would be seen.
         for weight in engine._loaded_model().parameters():
             torch.nn.init.zeros_(weight)
-        PayloadWeightSync(replace(parties, engines=LocalWorkerGroup(lambda engine=engine: engine))).sync(3)
+        PayloadWeightSync(replace(parties, engines=fleet_of(engine))).sync(3)
     expected = dict(whole._loaded_model().named_parameters())
     for name, weight in half._loaded_model().named_parameters():
         assert weight.dtype == torch.bfloat16 and torch.equal(weight, expected[name].to(torch.bfloat16))
     # Eight bits of mantissa in two layers, on log-probabilities of up to 12.
-    assert 1e-4 < gap(parts[0], GenerationReplicas(LocalWorkerGroup(lambda: half), timeout_s=60)) < 0.5
+    assert 1e-4 < gap(parts[0], replicas_of(fleet_of(half))) < 0.5
 
 
 class Forgetful(EngineWorker):
@@ -113,7 +122,7 @@ class Forgetful(EngineWorker):
 
 def test_an_engine_with_another_version_stops_the_run(parties, config):
     forgetful = Forgetful.from_config(config)
-    sync = PayloadWeightSync(replace(parties, engines=LocalWorkerGroup(lambda: forgetful)))
+    sync = PayloadWeightSync(replace(parties, engines=fleet_of(forgetful)))
     with pytest.raises(WorkerError, match=r"expected weight version 7 in every engine, got \{0: 6\}"):
         sync.sync(7)
     assert sync.version == -1
@@ -133,7 +142,7 @@ class Deaf(EngineWorker):
 
 def test_an_engine_that_fails_half_way_holds_no_version(parties, config):
     deaf = Deaf.from_config(config, weight_version=3)
-    sync = PayloadWeightSync(replace(parties, engines=LocalWorkerGroup(lambda: deaf)))
+    sync = PayloadWeightSync(replace(parties, engines=fleet_of(deaf)))
     with pytest.raises(OSError, match="second bucket"):
         sync.sync(4)
     assert deaf.weight_version == -1 and sync.version == -1
@@ -143,7 +152,7 @@ def test_an_engine_that_fails_half_way_holds_no_version(parties, config):
 def test_an_engine_of_another_model_is_refused_before_anything_is_written(parties, config, tmp_path):
     tiny_model(num_layers=1).save_pretrained(str(tmp_path))
     other = EngineWorker(load_causal_lm(tmp_path), tokenizer=None, max_total_length=64, weight_version=3)
-    sync = PayloadWeightSync(replace(parties, engines=LocalWorkerGroup(lambda: other)))
+    sync = PayloadWeightSync(replace(parties, engines=fleet_of(other)))
     with pytest.raises(ValueError, match=r"do not fit this engine: model.layers.1.*unknown"):
         sync.sync(4)
     assert other.weight_version == 3, "the engine goes on with what it has"

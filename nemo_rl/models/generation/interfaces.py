@@ -7,14 +7,15 @@ an `EngineSpec`, and returns a `GenerationInterface` that is a `RefitTarget` as 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.models.policy.tracing.phases import TraceSpec
 from nemo_rl.routes.places import RecordedRoutes
+from nemo_rl.utils.metrics import Reduction
 
 __all__ = [
     "EngineSpec",
@@ -92,6 +93,8 @@ class GenerationOutput:
     """Version of the weights that produced a row: one number for all rows, or one per row."""
     routes: RecordedRoutes | None = None
     """Of prompts and responses; None unless the request asks for them."""
+    metrics: Mapping[str, Reduction] = field(default_factory=dict)
+    """What the engine tells of its work; a run logs it under `rollout/`."""
 
     @property
     def row_versions(self) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """`WeightSync`: what every transport of a refit has in common, seen from the driver.
 
 The trainer calls `sync` after each optimizer update. Invariant: when `sync` returns, every engine samples from exactly
-this version; an engine that reports another one stops the run.
+this version; an engine that reports another one stops the run. Engines that were lost are replaced here.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from nemo_rl.distributed.calls import Call, Request, ask
+from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import WorkerGroup
 from nemo_rl.errors import WorkerError
 from nemo_rl.models.generation.interfaces import GenerationInterface
@@ -36,19 +37,22 @@ class RefitParties:
     """Who takes part, and with how much memory."""
 
     policy: WorkerGroup
-    engines: WorkerGroup
+    engines: WorkerFleet
     timeout_s: float
     """Deadline of each call."""
     buffer_ratio: float = 0.3
     """Most of the free memory that a buffer takes."""
     max_bucket_bytes: int = MAX_BUCKET_BYTES
     """Most bytes of a bucket, however much memory is free."""
+    on_new_engines: Callable[[WorkerFleet], None] | None = None
+    """Told when engines were replaced, before anybody samples from them."""
 
     def run_policy(self, request: Request[_T], *, ranks: Sequence[int] | None = None) -> list[_T]:
         return self.policy.run(Call(request=request, stage=STAGE, timeout_s=self.timeout_s, ranks=ranks))
 
-    def run_engines(self, request: Request[_T] | Sequence[Request[_T]]) -> list[_T]:
-        return self.engines.run(Call(request=request, stage=STAGE, timeout_s=self.timeout_s))
+    def run_engines(self, request: Request[_T] | Mapping[int, Request[_T]]) -> dict[int, _T]:
+        """Results by the number of the engine; one that is lost has none."""
+        return self.engines.run(request, stage=STAGE, timeout_s=self.timeout_s)
 
 
 class WeightSync(ABC):
@@ -75,17 +79,20 @@ class WeightSync(ABC):
         started, parties = time.monotonic(), self._parties
         self._version = -1
         parties.run_engines(ask(GenerationInterface.finish_generation))
+        replaced = parties.engines.heal()
         parties.run_policy(ask(PolicyWorker.offload_before_refit))
         plan = self._negotiate()
         self._move(plan)
         held = parties.run_engines(ask(RefitTarget.finish_refit, version=version))
         parties.run_policy(ask(PolicyWorker.end_refit))
         parties.run_policy(ask(PolicyWorker.offload_after_refit))
-        wrong = {replica: got for replica, got in enumerate(held) if got != version}
+        wrong = {engine: got for engine, got in held.items() if got != version}
         if wrong:
             raise WorkerError(f"expected weight version {version} in every engine, got {wrong}", stage=STAGE)
         self._version = version
         parties.run_engines(ask(GenerationInterface.prepare_for_generation))
+        if replaced and parties.on_new_engines is not None:
+            parties.on_new_engines(parties.engines)
         logger.info(
             "refit to version %d: %.1f MiB in %d buckets by %s, %.2f s",
             version,
@@ -104,12 +111,12 @@ class WeightSync(ABC):
         parties, on_device = self._parties, self.buffer_is_on_device
         infos = parties.run_policy(ask(PolicyWorker.prepare_refit_info), ranks=[0])[0]
         offered = {name: info.shape for name, info in infos.items()}
-        answers = parties.run_engines(ask(RefitTarget.match_refit, offered=offered))
+        answers = list(parties.run_engines(ask(RefitTarget.match_refit, offered=offered)).values())
         if len(set(answers)) > 1:
             raise WorkerError("the engines hold weights of different dtypes; start them from one config", stage=STAGE)
         free = [
             *parties.run_policy(ask(PolicyWorker.refit_free_bytes, on_device=on_device)),
-            *parties.run_engines(ask(RefitTarget.refit_free_bytes, on_device=on_device)),
+            *parties.run_engines(ask(RefitTarget.refit_free_bytes, on_device=on_device)).values(),
         ]
         size = bucket_bytes(answers[0], free=min(free), ratio=parties.buffer_ratio, most=parties.max_bucket_bytes)
         return RefitPlan(slots=answers[0], bucket_bytes=size)

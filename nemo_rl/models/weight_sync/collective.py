@@ -5,7 +5,7 @@ Invariant: both sides are called at the same time, and when either fails the err
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from nemo_rl.distributed.calls import ask
@@ -22,7 +22,7 @@ LOST = "lost the others"
 
 
 class BroadcastWeightSync(WeightSync):
-    """The group is made at the first sync and lives as long as its members.
+    """The group is made at the first sync and lives as long as its members; when one was replaced, it is made anew.
 
     Args:
         address: of the machine of policy rank 0, as the engines reach it.
@@ -31,12 +31,13 @@ class BroadcastWeightSync(WeightSync):
     def __init__(self, parties: RefitParties, *, address: str) -> None:
         super().__init__(parties)
         self._address = address
-        self._backend: str | None = None
+        self._members: Mapping[int, int] = {}
 
     def _negotiate(self) -> RefitPlan:
-        if self._backend is None:
-            self._backend = self._join()
-            self.buffer_is_on_device = self._backend == "nccl"
+        members = self._parties.engines.births
+        if members != self._members:
+            self.buffer_is_on_device = self._join() == "nccl"
+            self._members = members
         return super()._negotiate()
 
     def _move(self, plan: RefitPlan) -> None:
@@ -51,8 +52,9 @@ class BroadcastWeightSync(WeightSync):
     def _join(self) -> str:
         parties = self._parties
         sender = parties.run_policy(ask(PolicyWorker.report_device_id), ranks=[0])
-        backend = choose_backend([*sender, *parties.run_engines(ask(RefitTarget.report_device_id))])
-        world_size = 1 + parties.engines.world_size
+        devices = parties.run_engines(ask(RefitTarget.report_device_id))
+        backend = choose_backend([*sender, *devices.values()])
+        world_size = 1 + len(devices)
         opening = ask(
             PolicyWorker.open_refit_store, address=self._address, world_size=world_size, timeout_s=parties.timeout_s
         )
@@ -68,7 +70,9 @@ class BroadcastWeightSync(WeightSync):
                 timeout_s=parties.timeout_s,
             )
 
-        engines = [ask(RefitTarget.join_refit_group, spec=member(1 + n)) for n in range(parties.engines.world_size)]
+        engines = {
+            engine: ask(RefitTarget.join_refit_group, spec=member(1 + place)) for place, engine in enumerate(devices)
+        }
         _both(
             lambda: parties.run_policy(ask(PolicyWorker.join_refit_group, spec=member(0)), ranks=[0]),
             lambda: parties.run_engines(engines),

@@ -38,14 +38,18 @@ class IpcWeightSync(WeightSync):
         num_buckets = parties.run_policy(ask(PolicyWorker.begin_refit, plan=plan, on_device=True))[0]
         by_device = {handle.device_id: handle for handle in parties.run_policy(ask(PolicyWorker.share_refit_buffer))}
         devices = parties.run_engines(ask(RefitTarget.report_device_id))
-        alone = [f"engine {engine} on {device}" for engine, device in enumerate(devices) if device not in by_device]
+        alone = [f"engine {engine} on {device}" for engine, device in devices.items() if device not in by_device]
         if alone:
             raise WorkerError(
                 f"no policy worker shares a GPU with {', '.join(alone)}; set policy.generation.refit_transport=payload",
                 stage=STAGE,
             )
-        own = [ask(RefitTarget.begin_refit, plan=plan, handle=by_device[device]) for device in devices]
-        parties.run_engines(own)
+        parties.run_engines(
+            {
+                engine: ask(RefitTarget.begin_refit, plan=plan, handle=by_device[device])
+                for engine, device in devices.items()
+            }
+        )
         for _ in range(num_buckets):
             parties.run_policy(ask(PolicyWorker.fill_bucket))
             parties.run_engines(ask(RefitTarget.load_bucket))

@@ -59,7 +59,9 @@ class RefitReceiver:
         torch.cuda.synchronize(self._device)
 
     def join(self, spec: RefitGroupSpec) -> None:
-        """(collective over the refit group)"""
+        """(collective over the refit group) Leaves the one before."""
+        if self._group is not None:
+            self._group.close()
         self._group = RefitGroup(spec, device=self._device)
 
     def receive(self) -> None:

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest, SamplingParams, traced_row
-from nemo_rl.models.generation.replicas import join_outputs, split_request
 from nemo_rl.models.generation.torch_engine.engine import TorchEngine
 from nemo_rl.models.generation.torch_engine.tracing import DecodeTracing
+from nemo_rl.models.generation.work import cut_request, join_outputs
 from nemo_rl.models.policy.tracing.phases import TraceSpec
 from nemo_rl.tracer.frame import Frame, Table
 from nemo_rl.tracer.job import open_job
@@ -48,8 +48,8 @@ def request(*lengths: int, seed: int = 100) -> GenerationRequest:
 
 
 def generate(engines: Engines, asked: GenerationRequest) -> GenerationOutput:
-    parts = split_request(asked, len(engines))
-    return join_outputs([engine.generate(part) for engine, part in zip(engines, parts, strict=True)])
+    parts = cut_request(asked, num_engines=len(engines), batch_rows=1024)
+    return join_outputs([engine.generate(part) for engine, part in zip(engines, parts, strict=False)])
 
 
 def shown(
@@ -96,8 +96,8 @@ def test_engines_give_one_picture_of_all_requests_of_a_step(tmp_path: Path) -> N
     for key, position, token in tokens_of(frames["generation", "tokens", "full"], tables):
         rows.setdefault(key, {})[position] = token
     assert list(rows) == [key for key in KEYS if key in rows]
-    # Two prompts for each engine, then one for the last of them.
-    places = [(0, 0), (0, 3), (1, 0), (1, 3), (1, 6)]
+    # Two prompts for each engine, then one for the first of them.
+    places = [(0, 0), (0, 3), (1, 0), (1, 3), (0, 6)]
     prompts = [prompt for each in asked for prompt in each.prompt_ids]
     responses = [row for output in sampled for row in output.token_ids.split(output.lengths.tolist())]
     fed = 0

@@ -84,7 +84,9 @@ class RefitSource:
         return int(store.port)
 
     def join_group(self, spec: RefitGroupSpec) -> None:
-        """(rank 0, while every engine joins) Makes the refit group, which lives as long as the worker."""
+        """(rank 0, while every engine joins) Makes the refit group, in place of the one before."""
+        if self._group is not None:
+            self._group.close()
         self._group = RefitGroup(spec, device=self._device_side.device, store=self._store)
 
     def broadcast(self) -> None:

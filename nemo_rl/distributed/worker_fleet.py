@@ -1,0 +1,156 @@
+"""`WorkerFleet`: workers that do not need each other, so that one may die or hang and be replaced.
+
+Made by the driver for the generation engines; the rollout worker has a copy that asks the same processes. Each member
+is a group of one worker and keeps its number. Invariant: a member that was lost is ended and never asked again; an
+error that a worker raises is no loss, and is raised here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from nemo_rl.distributed.calls import Call, Pending, Request
+from nemo_rl.distributed.worker_groups import WorkerGroup
+from nemo_rl.errors import NemoRLError, WorkerError, WorkerLost
+
+__all__ = ["WorkerFleet"]
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+MOST_STARTS = 2
+"""Starts of one number that may fail in a row; then it is left out for good."""
+
+
+class WorkerFleet:
+    """Numbered workers.
+
+    Args:
+        members: groups of one worker each; the number of each is its place.
+        start: starts the worker of a number anew, to its end; None: nobody is replaced.
+
+    Example:
+        >>> fleet = WorkerFleet([engine_0, engine_1])                                # doctest: +SKIP
+        >>> fleet.run(ask(Engine.load, path=path), stage="load", timeout_s=60)       # doctest: +SKIP
+        {0: 12, 1: 12}
+    """
+
+    def __init__(self, members: Sequence[WorkerGroup], *, start: Callable[[int], WorkerGroup] | None = None) -> None:
+        self.size = len(members)
+        """Of the fleet when all are there."""
+        self._members = dict(enumerate(members))
+        self._start = start
+        self._failed_starts = dict.fromkeys(self._members, 0)
+        self._births = dict.fromkeys(self._members, 1)
+        self._cause: WorkerLost | None = None
+
+    @property
+    def members(self) -> tuple[WorkerGroup, ...]:
+        """Those that are there, by number."""
+        return tuple(self._members[number] for number in self.numbers)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Of the members that are there."""
+        return tuple(sorted(self._members))
+
+    @property
+    def births(self) -> Mapping[int, int]:
+        """How often the worker of each number that is there has been started: another count is another process."""
+        return {number: self._births[number] for number in self.numbers}
+
+    def copy(self) -> WorkerFleet:
+        """The same processes for another caller, who replaces nobody."""
+        twin = WorkerFleet([])
+        twin.size, twin._members, twin._births = self.size, dict(self._members), dict(self._births)
+        return twin
+
+    def run(self, request: Request[_T] | Mapping[int, Request[_T]], *, stage: str, timeout_s: float) -> dict[int, _T]:
+        """Asks all members at the same time, or those that have a request of their own; results by number.
+
+        A member that is lost has no result.
+
+        Raises:
+            UserError: a worker refused its input. WorkerError: a worker failed, or none is left.
+        """
+        asked = dict.fromkeys(self.numbers, request) if isinstance(request, Request) else request
+        pending: dict[int, Pending[list[_T]]] = {}
+        results: dict[int, _T] = {}
+        for number in sorted(asked.keys() & self._members.keys()):
+            with self._losing(number):
+                pending[number] = self._members[number].submit(
+                    Call(request=asked[number], stage=stage, timeout_s=timeout_s)
+                )
+        for number, answer in pending.items():
+            with self._losing(number):
+                results[number] = answer.result()[0]
+        if not results:
+            raise self.none_left(stage)
+        return results
+
+    def run_one(self, number: int, call: Call[_T]) -> _T:
+        """Asks one member.
+
+        Raises:
+            WorkerLost: it is lost, and no member any more; whoever asked says what becomes of the work.
+        """
+        try:
+            return self._members[number].run(call)[0]
+        except WorkerLost as error:
+            self.lose(number, error)
+            raise
+
+    def lose(self, number: int, cause: WorkerLost) -> None:
+        """Ends a member that does not answer. Idempotent."""
+        member = self._members.pop(number, None)
+        if member is None:
+            return
+        self._cause = self._cause or cause
+        member.shutdown()
+        logger.warning("goes on without worker %d, %d of %d are left: %s", number, len(self), self.size, cause)
+
+    @contextmanager
+    def _losing(self, number: int) -> Iterator[None]:
+        """Inside it the loss of a member ends the member alone."""
+        try:
+            yield
+        except WorkerLost as error:
+            self.lose(number, error)
+
+    def none_left(self, stage: str) -> WorkerError:
+        """What ends a run whose members are all lost: the first loss."""
+        return self._cause or WorkerError("no worker is left", stage=stage)
+
+    def heal(self) -> tuple[int, ...]:
+        """Starts those anew that were lost; returns their numbers. One that does not start is left out."""
+        if self._start is None:
+            return ()
+        missing = [number for number in range(self.size) if number not in self._members]
+        healed = []
+        for number in missing:
+            if self._failed_starts[number] >= MOST_STARTS:
+                continue
+            try:
+                self._members[number] = self._start(number)
+            except NemoRLError as error:
+                self._failed_starts[number] += 1
+                logger.warning("worker %d does not start again: %s", number, error)
+                continue
+            self._failed_starts[number] = 0
+            self._births[number] += 1
+            healed.append(number)
+            logger.warning("worker %d has been replaced, %d of %d are there", number, len(self), self.size)
+        return tuple(healed)
+
+    def shutdown(self) -> None:
+        """Ends all members. Idempotent."""
+        members, self._members = self._members, {}
+        for member in members.values():
+            member.shutdown()
+
+    def __len__(self) -> int:
+        return len(self._members)
