@@ -90,9 +90,9 @@ class OptimizerSnapshot:
             copies: in memory of its own; else it is good until the next step.
         """
         shards, _ = save_preprocess(_Places.of(model, optimizer, is_loading=False).shards)
-        if copies:
-            shards = _mapped(shards, lambda _, leaf: _with_own_copy(leaf))
         named, _, _ = torch_strategy._replace_state_dict_keys_with_sharded_keys(shards, keep_only_main_replica=True)
+        if copies:
+            named = _mapped(named, lambda _, leaf: _with_own_copy(leaf))
         return cls(
             tensors=torch_strategy.mcore_to_pyt_state_dict(named),
             random_states={"torch": random_state(), "megatron": dict(get_cuda_rng_tracker().get_states())},
