@@ -48,7 +48,7 @@ def _written(worker: PolicyWorker, folder: Path) -> None:
     for name in ("shares", "whole"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    share = snapshot.weights if hasattr(snapshot, "weights") else snapshot.share
+    share = snapshot.weights if worker.config.megatron_cfg.enabled else snapshot.share
     write_shares(folder / "shares", snapshot.model, share, group=group, max_shard_bytes=SHARD_BYTES)
     whole = worker.export_weights()
     if worker.rank == 0:
