@@ -12,7 +12,7 @@
            |    |- keep    with diagnostics.keep_steps: written to disk meanwhile    (Keeper.after, Keeper.fail)
            |    `- clear   rows that were not trained, with the reason     (clear_untrained)
            `- end_step   workers forget what they fetched                  (TQPolicy.end_step)
-         then refit, validate, report, save                                (step_metrics, CheckpointManager.save)
+         then refit, validate, report, save                                (step_metrics, Saver.save)
 
 What is known of a step is in its `StepState`; the trainer holds what outlives a step.
 """
@@ -27,6 +27,7 @@ from pathlib import Path
 
 from nemo_rl.algorithms.kept_steps.keeper import Keeper
 from nemo_rl.algorithms.run_folder import ROLLOUTS
+from nemo_rl.algorithms.saver import Saver
 from nemo_rl.algorithms.stages.bodies import clear_untrained
 from nemo_rl.algorithms.stages.columns import declare_partition
 from nemo_rl.algorithms.stages.stage import Stage
@@ -102,14 +103,18 @@ class SyncGRPOTrainer:
         self._parts = parts
         self._deadline = SaveDeadline()
         self._is_out_of_time = False
+        self._saver = Saver(
+            parts.checkpoints,
+            parts.policy,
+            parts.config.checkpointing,
+            timeout_s=parts.config.cluster.stage_timeout_s,
+        )
         self._config = parts.config
         self._timer = Timer(on_enter=parts.panel.stage)
         self._step = 0
         self._reported_bytes = 0
         self._first_val_reward: float | None = None
         self._val_reward: float | None = None
-        self._last_checkpoint: Path | None = None
-        self._last_saved_step = 0
 
     def fit(self, *, deadline: SaveDeadline | None = None) -> RunSummary:
         """Trains to the last step, to the accuracy that stops early, or as long as it may.
@@ -118,22 +123,23 @@ class SyncGRPOTrainer:
             deadline: when it must have saved.
         """
         started = time.monotonic()
-        self._deadline = deadline or self._deadline
-        self.open_run()
-        self._parts.panel.begin()
-        self._check_time()
-        while not self._is_done() and not self._is_out_of_time:
-            interrupt.raise_if_received()
-            began = time.monotonic()
-            metrics = self._after_step(self.step())
-            self._deadline.step_took(time.monotonic() - began)
-            self._save_if_due(metrics)
+        self._deadline = self._saver.deadline = deadline or self._deadline
+        with self._saver.waited_for():
+            self.open_run()
+            self._parts.panel.begin()
+            self._check_time()
+            while not self._is_done() and not self._is_out_of_time:
+                interrupt.raise_if_received()
+                began = time.monotonic()
+                metrics = self._after_step(self.step())
+                self._deadline.step_took(time.monotonic() - began)
+                self._save_if_due(metrics)
         return RunSummary(
             first_reward=self._first_val_reward,
             last_reward=self._val_reward,
             num_steps=self._step,
             seconds=time.monotonic() - started,
-            last_checkpoint=self._last_checkpoint,
+            last_checkpoint=self._saver.last_path,
             best_checkpoint=self._best_checkpoint(),
             is_out_of_time=self._is_out_of_time and not self._is_done(),
         )
@@ -146,7 +152,7 @@ class SyncGRPOTrainer:
             step = self._run_stages(step)
             clear_untrained(parts.client, step)
         parts.policy.end_step()
-        parts.keeper.finish(step, last_checkpoint=self._last_saved_step)
+        parts.keeper.finish(step, last_checkpoint=self._saver.last_step)
         self._step = step.number
         return replace(step, seconds=time.monotonic() - started)
 
@@ -258,14 +264,14 @@ class SyncGRPOTrainer:
         return metrics
 
     def _save_if_due(self, metrics: Mapping[str, float]) -> None:
-        if not self._checkpoint_is_due() and not self._deadline.is_reached():
-            return
         if self._parts.checkpoints is None:
             return
-        began = time.monotonic()
         with self._timer.time("checkpoint"):
-            self._save(metrics)
-        self._deadline.save_took(time.monotonic() - began)
+            self._saver.look()
+            is_last = self._is_done() or self._deadline.is_reached()
+            if not is_last and self._step % self._config.checkpointing.save_period:
+                return
+            self._save(metrics, waits=is_last)
         self._is_out_of_time = self._deadline.is_reached()
         if self._is_out_of_time and not self._is_done():
             self._parts.panel.note(
@@ -310,27 +316,12 @@ class SyncGRPOTrainer:
         is_last = self._step >= config.max_num_steps or self._parts.sampler.is_exhausted
         return (config.val_period > 0 and self._step % config.val_period == 0) or (config.val_at_end and is_last)
 
-    def _checkpoint_is_due(self) -> bool:
-        if self._parts.checkpoints is None:
-            return False
-        return self._step % self._config.checkpointing.save_period == 0 or self._is_done()
-
     def _is_done(self) -> bool:
         limit = self._config.grpo.stop_at_validation_accuracy
         is_good_enough = limit is not None and self._val_reward is not None and self._val_reward >= limit
         return self._step >= self._config.grpo.max_num_steps or self._parts.sampler.is_exhausted or is_good_enough
 
-    def _save(self, metrics: Mapping[str, float]) -> None:
-        assert self._parts.checkpoints is not None
-        save_optimizer = self._config.checkpointing.save_optimizer
-
-        def write(folder: Path) -> None:
-            self._parts.policy.save_checkpoint(
-                weights=folder / "policy" / "weights",
-                optimizer=folder / "policy" / "optimizer" if save_optimizer else None,
-                tokenizer=folder / "policy" / "weights",
-            )
-
+    def _save(self, metrics: Mapping[str, float], *, waits: bool) -> None:
         state = {
             "step": self._step,
             "sampler": self._parts.sampler.state_dict(),
@@ -338,8 +329,7 @@ class SyncGRPOTrainer:
             "val_reward": self._val_reward,
             "first_val_reward": self._first_val_reward,
         }
-        self._last_checkpoint = self._parts.checkpoints.save(self._step, write=write, state=state)
-        self._last_saved_step = self._step
+        self._saver.save(self._step, state=state, waits=waits)
 
     def _best_checkpoint(self) -> Path | None:
         best = None if self._parts.checkpoints is None else self._parts.checkpoints.best()
@@ -350,10 +340,10 @@ class SyncGRPOTrainer:
         optimizer = checkpoint.optimizer if self._config.checkpointing.load_optimizer else None
         self._parts.policy.load_checkpoint(weights=checkpoint.weights, optimizer=optimizer)
         self._parts.sampler.load_state_dict(_mapping(state["sampler"]))
-        self._step = self._last_saved_step = checkpoint.step
+        self._step = checkpoint.step
+        self._saver.resumed(checkpoint)
         self._val_reward = _number(state.get("val_reward"))
         self._first_val_reward = _number(state.get("first_val_reward"))
-        self._last_checkpoint = checkpoint.path
 
 
 def _mapping(value: object) -> Mapping[str, object]:

@@ -153,8 +153,6 @@ class MegatronConfig(Section):
     """Rotate queries and keys in one kernel of Transformer Engine."""
     env_vars: EnvVars = {}
     """Variables of the policy workers' processes; they win over `cluster.env_vars`."""
-    async_save: bool = False
-    """Write the optimizer's state in processes of their own while the weights are exported; GPUs only."""
     optimizer: MegatronOptimizerConfig = Field(default_factory=MegatronOptimizerConfig)
     scheduler: MegatronSchedulerConfig = Field(default_factory=MegatronSchedulerConfig)
     distributed_data_parallel_config: MegatronDDPConfig = Field(default_factory=MegatronDDPConfig)

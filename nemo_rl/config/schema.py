@@ -238,6 +238,9 @@ class CheckpointingConfig(Section):
     """Whether larger values of `metric_name` are better."""
     save_optimizer: bool = True
     """Save what exact resuming needs besides the weights; false halves the size and cannot be resumed from."""
+    async_save: bool = False
+    """Copy what is saved (weights, and optimizer with `save_optimizer`) into the nodes' memory, and write it while the
+    training goes on; the last save of a run is waited for. A checkpoint appears when all of it is written."""
     resume: bool | Literal["auto"] = False
     """Continue from the latest intact checkpoint in `checkpoint_dir`; an error if there is none. `auto`: continue where
     there is one of this recipe's runs, start otherwise."""

@@ -334,7 +334,8 @@ def rule_checkpoint_keys_need_checkpoints(config: MasterConfig) -> list[str]:
         return []
     if checkpointing.resume:
         return ["checkpointing.resume: needs checkpointing.enabled=true"]
-    names = ("save_period", "keep_top_k", "metric_name", "higher_is_better", "save_optimizer", "must_save_by")
+    ranking = ("keep_top_k", "metric_name", "higher_is_better")
+    names = ("save_period", *ranking, "save_optimizer", "async_save", "must_save_by")
     switch = "checkpointing.enabled"
     return would_be_ignored(checkpointing, "checkpointing", names, switch=switch, because=f"{switch} is false")
 

@@ -25,7 +25,6 @@ def rule_megatron_fits_the_machine(config: MasterConfig) -> list[str]:
     optimizer = megatron.optimizer
     needs_gpus = {
         "apply_rope_fusion": megatron.apply_rope_fusion,
-        "async_save": megatron.async_save,
         "moe_grouped_gemm": megatron.moe_grouped_gemm,
         "moe_permute_fusion": megatron.moe_permute_fusion,
         "distributed_data_parallel_config.overlap_param_gather": (
@@ -47,13 +46,6 @@ def rule_megatron_precision_is_not_half(config: MasterConfig) -> list[str]:
     if policy.megatron_cfg.enabled and policy.precision == "float16":
         return ["policy.precision: the Megatron worker has no loss scaling for 'float16'; set bfloat16 or float32"]
     return []
-
-
-def rule_megatron_async_save_needs_checkpoints(config: MasterConfig) -> list[str]:
-    megatron, switch = config.policy.megatron_cfg, "checkpointing.enabled"
-    if not megatron.enabled or config.checkpointing.enabled:
-        return []
-    return would_be_ignored(megatron, _SECTION, ["async_save"], switch=switch, because=f"{switch} is false")
 
 
 # ---- parallel sizes

@@ -139,14 +139,17 @@ def replica_group_of(rank: int, buckets: list[list[int]]) -> dist.ProcessGroup |
     return mine
 
 
-def new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+def new_group(ranks: Sequence[int], *, backend: str | None = None) -> dist.ProcessGroup | None:
     """(collective over all ranks of the job) A group with the deadline of the default one; None for ranks outside.
 
     torch would give it half an hour, whatever the default group has.
+
+    Args:
+        backend: None: that of the default group.
     """
     world = dist.group.WORLD
     assert world is not None, "initialise the default process group first"
-    group = dist.new_group(list(ranks), timeout=timeout_of(world, torch.device("cpu")))
+    group = dist.new_group(list(ranks), timeout=timeout_of(world, torch.device("cpu")), backend=backend)
     return group if isinstance(group, dist.ProcessGroup) else None
 
 

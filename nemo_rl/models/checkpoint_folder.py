@@ -1,6 +1,7 @@
 """What the checkpoints of all policy workers share: folders that are whole or absent, and safe to read.
 
-All functions but `refuse_code` and the random state's are collective: every rank calls them in the same order.
+All functions but `refuse_code`, `own_copy` and the random state's are collective: every rank calls them in the same
+order. Those that write take the group that they talk in, for they may run beside the training; None is the default one.
 Invariant: a folder appears under its name only when it is complete; a failure on any rank is raised on every rank.
 """
 
@@ -20,23 +21,20 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.errors import CheckpointError, shorten
-from nemo_rl.models.hf_folder import write_folder
 from nemo_rl.utils.files import give_usual_modes
 from nemo_rl.utils.units import bytes_text
 
 __all__ = [
     "WRITE_ERRORS",
     "cause_text",
-    "close_part",
     "complete_or_nothing",
-    "open_part",
+    "own_copy",
     "raise_together",
     "random_state",
     "refuse_code",
-    "save_model",
     "save_tokenizer",
     "set_random_state",
 ]
@@ -73,82 +71,24 @@ _INDEX_PARTS = frozenset(
 
 
 @contextmanager
-def complete_or_nothing(folder: Path) -> Iterator[Path]:
+def complete_or_nothing(folder: Path, *, group: dist.ProcessGroup | None = None) -> Iterator[Path]:
     """A folder next to `folder` that takes its name when every rank is done; all ranks enter and leave together.
 
     Raises:
         CheckpointError: on every rank; what was in `folder` before is left as it was.
     """
-    target = open_part(folder)
+    target = _open_part(folder, group)
     problem = None
     try:
         yield target
     except WRITE_ERRORS as error:
         problem = cause_text(error)
-    close_part(folder, problem)
+    _close_part(folder, problem, group)
 
 
-def save_model(
-    folder: Path,
-    config: PretrainedConfig,
-    weights: Iterator[tuple[str, torch.Tensor]],
-    *,
-    generation_config: GenerationConfig | None = None,
+def raise_together(
+    problem: str | None, folder: Path, *, doing: Literal["write", "read"], group: dist.ProcessGroup | None = None
 ) -> None:
-    """(collective) A Hugging Face folder, written by rank 0 one shard at a time.
-
-    Args:
-        weights: whole ones by name; every rank takes part in gathering them.
-
-    Raises:
-        CheckpointError: on every rank; what was in `folder` before is left as it was.
-    """
-    with complete_or_nothing(folder) as target:
-        if dist.get_rank() == 0:
-            write_folder(target, config, weights, generation_config=generation_config)
-        for _ in weights:
-            pass
-
-
-def open_part(folder: Path) -> Path:
-    """An empty folder next to `folder`, where its content is written.
-
-    Raises:
-        CheckpointError: on every rank.
-    """
-    target = _part(folder)
-    problem = None
-    if dist.get_rank() == 0:
-        try:
-            shutil.rmtree(target, ignore_errors=True)
-            target.mkdir(parents=True)
-        except OSError as error:
-            problem = str(error)
-    raise_together(problem, folder, doing="write")
-    return target
-
-
-def close_part(folder: Path, problem: str | None) -> None:
-    """Gives what was written its name, or removes it when any rank had a problem.
-
-    Raises:
-        CheckpointError: on every rank; what was in `folder` before is left as it was.
-    """
-    target = _part(folder)
-    is_writer = dist.get_rank() == 0
-    try:
-        raise_together(problem, folder, doing="write")
-        if is_writer:
-            give_usual_modes(target)
-            shutil.rmtree(folder, ignore_errors=True)
-            target.rename(folder)
-    finally:
-        if is_writer:
-            shutil.rmtree(target, ignore_errors=True)
-    dist.barrier()
-
-
-def raise_together(problem: str | None, folder: Path, *, doing: Literal["write", "read"]) -> None:
     """Compares notes.
 
     Args:
@@ -158,7 +98,7 @@ def raise_together(problem: str | None, folder: Path, *, doing: Literal["write",
         CheckpointError: on every rank, when any has a problem; names the first.
     """
     problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
+    dist.all_gather_object(problems, problem, group=group)
     advice = "resume from another checkpoint, or start afresh in another checkpointing.checkpoint_dir"
     if doing == "write":
         free = shutil.disk_usage(next(parent for parent in folder.absolute().parents if parent.exists())).free
@@ -177,7 +117,7 @@ def cause_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {shorten(' '.join(str(error).split()), limit=MAX_CAUSE_CHARACTERS)}"
 
 
-def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, *, group: dist.ProcessGroup | None = None) -> None:
     """Adds the tokenizer's files to `folder`, which may be the one of the weights; rank 0 writes.
 
     Raises:
@@ -189,7 +129,12 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
             tokenizer.save_pretrained(str(folder))
         except OSError as error:
             problem = str(error)
-    raise_together(problem, folder, doing="write")
+    raise_together(problem, folder, doing="write", group=group)
+
+
+def own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """On the CPU, sharing no memory; of a tensor that is split, this rank's part."""
+    return tensor.detach().to("cpu", copy=True)
 
 
 def random_state() -> dict[str, torch.Tensor]:
@@ -245,6 +190,44 @@ def _member(kind: object, name: object) -> Enum:
     if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
         return kind[str(name)]
     raise pickle.UnpicklingError(f"attribute {name!r} has no place in the index of a checkpoint")
+
+
+def _open_part(folder: Path, group: dist.ProcessGroup | None) -> Path:
+    """An empty folder next to `folder`, where its content is written.
+
+    Raises:
+        CheckpointError: on every rank.
+    """
+    target = _part(folder)
+    problem = None
+    if dist.get_rank() == 0:
+        try:
+            shutil.rmtree(target, ignore_errors=True)
+            target.mkdir(parents=True)
+        except OSError as error:
+            problem = str(error)
+    raise_together(problem, folder, doing="write", group=group)
+    return target
+
+
+def _close_part(folder: Path, problem: str | None, group: dist.ProcessGroup | None) -> None:
+    """Gives what was written its name, or removes it when any rank had a problem.
+
+    Raises:
+        CheckpointError: on every rank; what was in `folder` before is left as it was.
+    """
+    target = _part(folder)
+    is_writer = dist.get_rank() == 0
+    try:
+        raise_together(problem, folder, doing="write", group=group)
+        if is_writer:
+            give_usual_modes(target)
+            shutil.rmtree(folder, ignore_errors=True)
+            target.rename(folder)
+    finally:
+        if is_writer:
+            shutil.rmtree(target, ignore_errors=True)
+    dist.barrier(group)
 
 
 def _part(folder: Path) -> Path:

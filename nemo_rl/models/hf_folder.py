@@ -1,65 +1,36 @@
-"""Weights in a Hugging Face folder: read one at a time, written in shards.
+"""Weights of a Hugging Face folder, read one at a time.
 
-Called by the loader and the checkpoints of the Megatron worker. Names here are those of the module's state dict, where
-the experts of a layer are one tensor; files hold every expert by itself, under the names of its model type. Invariant:
-what `write_folder` writes, `open_weights` and transformers both read without a missing or an unexpected weight.
+Called by the loader and the checkpoints of the policy workers. Names here are those of the module's state dict, where
+the experts of a layer are one tensor; files hold every expert by itself, under the names of its model type.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from transformers import GenerationConfig, PretrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import PretrainedConfig
 
 from nemo_rl.errors import ModelFolderError, boundary, name_some
+from nemo_rl.models.hf_files import INDEX_FILE, SINGLE_FILE, expert_names
 from nemo_rl.models.loading import check_model_folder, named_weights
 
 __all__ = [
     "ALL_ROWS",
-    "MAX_SHARD_BYTES",
     "FolderWeights",
     "ModelWeights",
     "WeightSource",
     "open_weights",
-    "write_folder",
 ]
 
-MAX_SHARD_BYTES = 5_000_000_000
-"""Of a weight file: what transformers writes, too."""
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 ALL_ROWS = slice(None)
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertNames:
-    """How the files of a model type name what a module calls `mlp.gate` and `mlp.experts`."""
-
-    block: str
-    """In place of `mlp`, in layers with experts."""
-    gate_up_proj: tuple[str, str]
-    down_proj: tuple[str]
-
-    def pieces(self) -> dict[str, tuple[str, ...]]:
-        """Names of an expert's weights in the files, in the order in which their rows make up the module's."""
-        return {"gate_up_proj": self.gate_up_proj, "down_proj": self.down_proj}
-
-
-EXPERT_NAMES = {
-    "mixtral": ExpertNames(block="block_sparse_moe", gate_up_proj=("w1", "w3"), down_proj=("w2",)),
-}
-COMMON_EXPERT_NAMES = ExpertNames(block="mlp", gate_up_proj=("gate_proj", "up_proj"), down_proj=("down_proj",))
 
 
 class WeightSource(Protocol):
@@ -126,7 +97,7 @@ class FolderWeights:
         """
         self.where = f"model folder {str(folder)!r}"
         self._folder = folder
-        self._expert_names = EXPERT_NAMES.get(config.model_type, COMMON_EXPERT_NAMES)
+        self._expert_names = expert_names(config)
         self._files: dict[str, Any] = {}
         self._file_of = self._find_names()
         unused = _unused_names(config)
@@ -248,42 +219,6 @@ def open_weights(folder: str | Path, config: PretrainedConfig) -> WeightSource:
     return FolderWeights(check_model_folder(folder), config)
 
 
-def write_folder(
-    folder: Path,
-    config: PretrainedConfig,
-    weights: Iterable[tuple[str, torch.Tensor]],
-    *,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    generation_config: GenerationConfig | None = None,
-) -> None:
-    """Writes what `from_pretrained` reads, with one shard in memory at a time.
-
-    Files appear one by one: a caller that must not leave half a folder writes into one that it renames. `weights` is
-    read to its end even after an error, because other ranks may take part in making them.
-
-    Args:
-        weights: as `named_weights` names them, on any device; each may change when the next is asked for.
-
-    Raises:
-        OSError: a file cannot be written. SafetensorError: likewise.
-    """
-    stream = iter(weights)
-    shards = _Shards(folder, max_bytes=max_shard_bytes)
-    names = EXPERT_NAMES.get(config.model_type, COMMON_EXPERT_NAMES)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, weight in stream:
-            for stored_name, tensor in _as_stored(name, weight, names):
-                shards.add(stored_name, tensor)
-        shards.finish()
-        _write_config(folder, config, dtype=shards.dtype)
-        if generation_config is not None:
-            generation_config.save_pretrained(str(folder))
-    finally:
-        for _ in stream:
-            pass
-
-
 def _unused_names(config: PretrainedConfig) -> re.Pattern[str]:
     """Weights that a folder may hold besides those of the module."""
     given = config.to_dict()
@@ -295,66 +230,3 @@ def _unused_names(config: PretrainedConfig) -> re.Pattern[str]:
         layers = "|".join(str(layer) for layer in range(first, first + predictors))
         patterns.append(rf"model\.layers\.({layers})\..*")
     return re.compile("|".join(patterns))
-
-
-def _as_stored(name: str, weight: torch.Tensor, names: ExpertNames) -> Iterator[tuple[str, torch.Tensor]]:
-    layer, experts, kind = name.rpartition(".mlp.experts.")
-    if not experts:
-        # Only the block with experts has a `gate`; that of other layers has a `gate_proj`.
-        yield name.replace(".mlp.gate.", f".{names.block}.gate."), weight
-        return
-    pieces = names.pieces()[kind]
-    for number, expert in enumerate(weight):
-        for piece, tensor in zip(pieces, expert.chunk(len(pieces)), strict=True):
-            yield f"{layer}.{names.block}.experts.{number}.{piece}.weight", tensor
-
-
-def _write_config(folder: Path, config: PretrainedConfig, *, dtype: torch.dtype) -> None:
-    written = copy.deepcopy(config)
-    written.dtype = dtype
-    written.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-    written.save_pretrained(str(folder))
-
-
-class _Shards:
-    """Weight files of bounded size; their number is known at the end only, and so are their names."""
-
-    def __init__(self, folder: Path, *, max_bytes: int) -> None:
-        self.dtype = torch.float32
-        """Of the first weight."""
-        self._folder, self._max_bytes = folder, max_bytes
-        self._held: dict[str, torch.Tensor] = {}
-        self._held_bytes = self._total_bytes = 0
-        self._written: list[Sequence[str]] = []
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Takes a copy."""
-        if not self._total_bytes:
-            self.dtype = tensor.dtype
-        size = tensor.numel() * tensor.element_size()
-        if self._held and self._held_bytes + size > self._max_bytes:
-            self._flush()
-        self._held[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        self._held_bytes += size
-        self._total_bytes += size
-
-    def finish(self) -> None:
-        """Writes the last shard, names the files and writes their index."""
-        self._flush()
-        count = len(self._written)
-        file_of: dict[str, str] = {}
-        for number, names in enumerate(self._written):
-            file = SINGLE_FILE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-            self._part(number).rename(self._folder / file)
-            file_of.update(dict.fromkeys(names, file))
-        if count > 1:
-            index: Mapping[str, Any] = {"metadata": {"total_size": self._total_bytes}, "weight_map": file_of}
-            (self._folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-
-    def _flush(self) -> None:
-        save_file(self._held, str(self._part(len(self._written))), metadata={"format": "pt"})
-        self._written.append(tuple(self._held))
-        self._held, self._held_bytes = {}, 0
-
-    def _part(self, number: int) -> Path:
-        return self._folder / f"{SINGLE_FILE}.part{number}"

@@ -1,8 +1,9 @@
 """Step folders that are either complete or absent, which of them to keep, and which to resume from.
 
 A checkpoint is written into `tmp_step_N.TOKEN`, gets a manifest, and is renamed to `step_N`; a crash or a full disk
-leaves the previous one as it was. The trainer calls `save`; `setup` calls `clean` and `choose`. Invariant: a folder
-named `step_N` is removed only when it is intact and others are better, or when its step is saved again.
+leaves the previous one as it was. The trainer's `Saver` calls the parts of `save`; `setup` calls `clean` and `choose`.
+Invariant: a folder named `step_N` is removed only when it is intact and others are better, or when its step is saved
+again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -24,7 +26,7 @@ from nemo_rl.utils import interrupt
 from nemo_rl.utils.files import write_text
 from nemo_rl.utils.manifest import Manifest
 
-__all__ = ["Checkpoint", "CheckpointManager", "Choice", "Damaged", "checkpoint_paths"]
+__all__ = ["Checkpoint", "CheckpointManager", "Choice", "Damaged", "Unfinished", "checkpoint_paths"]
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +79,18 @@ class Choice:
     """In words: why this one."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unfinished:
+    """A checkpoint that is being written."""
+
+    step: int
+    folder: Path
+    """Where its content is written."""
+    target: Path
+    """What the folder will be called."""
+    state_text: str
+
+
 @runtime_checkable
 class _Listed(Protocol):
     """A number or an array of numpy or torch."""
@@ -105,41 +119,71 @@ class CheckpointManager:
     def save(self, step: int, *, write: Callable[[Path], None], state: Mapping[str, object]) -> Path:
         """Runs `write(tmp folder)`, adds `state` and a manifest, renames, updates `latest`, prunes.
 
+        Raises:
+            CheckpointError: as in `begin` and `guarded`. WorkerError, KeyboardInterrupt: as in `guarded`.
+        """
+        unfinished = self.begin(step, state=state)
+        with self.guarded(unfinished):
+            write(unfinished.folder)
+        return self.complete(unfinished)
+
+    def begin(self, step: int, *, state: Mapping[str, object]) -> Unfinished:
+        """A folder for what belongs to the checkpoint, to be written and then completed.
+
         Args:
-            state: JSON values; numbers and arrays of numpy and torch are saved as plain ones.
+            state: JSON values; numbers and arrays of numpy and torch are saved as plain ones, as they are now.
 
         Raises:
-            CheckpointError: a write failed, or `state` holds something else; earlier checkpoints and `latest` are
-                untouched.
-            WorkerError: a worker failed or died meanwhile; likewise.
-            KeyboardInterrupt: an interrupt arrived, also where a library made another error of it.
+            CheckpointError: `state` holds something else, or there can be no folder.
         """
         text = self._state_text(step, state)
         target = self._folder / f"step_{step}"
-        tmp = self._aside(UNFINISHED, target)
+        unfinished = Unfinished(step=step, folder=self._aside(UNFINISHED, target), target=target, state_text=text)
+        with self.guarded(unfinished):
+            unfinished.folder.mkdir(parents=True)
+        return unfinished
+
+    def complete(self, unfinished: Unfinished) -> Path:
+        """Adds state and manifest, renames, updates `latest`, prunes; the folder under its name.
+
+        May run in a thread beside the training, where nothing else is done with this manager's folder.
+
+        Raises:
+            CheckpointError, KeyboardInterrupt: as in `guarded`.
+        """
+        with self.guarded(unfinished):
+            write_text(unfinished.folder / STATE_FILE, unfinished.state_text)
+            Manifest.write(unfinished.folder)
+            self._replace_folder(unfinished.folder, unfinished.target)
+            write_text(self._folder / LATEST_FILE, unfinished.target.name)
+        self._prune(latest=unfinished.step)
+        return unfinished.target
+
+    @contextmanager
+    def guarded(self, unfinished: Unfinished) -> Iterator[None]:
+        """What is done for a checkpoint; after an error what was written of it is removed.
+
+        Raises:
+            CheckpointError: a write failed; earlier checkpoints and `latest` are untouched.
+            WorkerError: a worker failed or died meanwhile; likewise.
+            KeyboardInterrupt: an interrupt arrived, also where a library made another error of it.
+        """
         try:
-            tmp.mkdir(parents=True)
-            write(tmp)
-            write_text(tmp / STATE_FILE, text)
-            Manifest.write(tmp)
-            self._replace_folder(tmp, target)
-            write_text(self._folder / LATEST_FILE, target.name)
-        except WorkerError:
-            # A worker that died, not a disk that refuses.
+            yield
+        except BaseException as error:
+            shutil.rmtree(unfinished.folder, ignore_errors=True)
+            if not isinstance(error, OSError | NemoRLError):
+                raise
             interrupt.raise_if_received()
-            raise
-        except (OSError, NemoRLError) as error:
-            interrupt.raise_if_received()
+            if isinstance(error, WorkerError):
+                # A worker that died, not a disk that refuses.
+                raise
             kept = self.latest()
             rest = f"the latest valid checkpoint is {kept.path}" if kept else "there is no earlier checkpoint"
             raise CheckpointError(
-                f"checkpoint of step {step} in {self._folder}: {error}; {rest}. Free some space or change "
+                f"checkpoint of step {unfinished.step} in {self._folder}: {error}; {rest}. Free some space or change "
                 "checkpointing.checkpoint_dir, then run again with checkpointing.resume=true"
             ) from error
-        finally:
-            shutil.rmtree(tmp, ignore_errors=True)
-        self._prune(latest=step)
-        return target
 
     def latest(self) -> Checkpoint | None:
         """The one named by `latest`, or the newest when that file is missing or stale; contents are not compared."""

@@ -50,6 +50,7 @@ class SaveDeadline:
     def __init__(self, limit: float | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._clock = limit, clock
         self._step_s = self._save_s = 0.0
+        self._is_saving = False
 
     @classmethod
     def starting_at(cls, started: float, must_save_by: str | None) -> SaveDeadline:
@@ -65,13 +66,19 @@ class SaveDeadline:
     def step_took(self, seconds: float) -> None:
         self._step_s = max(self._step_s, seconds)
 
+    def save_began(self) -> None:
+        """One runs beside the training from here on, and the next has to wait for it."""
+        self._is_saving = True
+
     def save_took(self, seconds: float) -> None:
         self._save_s = max(self._save_s, seconds)
+        self._is_saving = False
 
     @property
     def reserve_s(self) -> float:
-        """What one more step needs, with its save; a save that was never seen counts as long as a step."""
-        return (1 + MARGIN) * (self._step_s + (self._save_s or self._step_s)) + END_S
+        """What one more step needs, with its save and one that runs; as long as a step each where none was seen."""
+        saves = 2 if self._is_saving else 1
+        return (1 + MARGIN) * (self._step_s + saves * (self._save_s or self._step_s)) + END_S
 
     def left_s(self) -> float:
         """Until the limit."""

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import CheckpointError
-from nemo_rl.models.megatron.checkpoint import load_optimizer, save_optimizer
+from nemo_rl.models.megatron.checkpoint import OptimizerSnapshot, load_optimizer
 from nemo_rl.models.megatron.mcore import get_cuda_rng_tracker
 from nemo_rl.models.megatron.optim import PolicyOptimizer
 from nemo_rl.models.megatron.setup import MegatronModel
@@ -79,6 +80,13 @@ class Run:
     """Training calls and updates at the checkpoint."""
     draws: list[float]
     """Of this rank right after the checkpoint: torch's, then megatron-core's."""
+
+
+def save_optimizer(
+    model: MegatronModel, optimizer: PolicyOptimizer, trainer_state: dict[str, float], folder: Path
+) -> None:
+    snapshot = OptimizerSnapshot.of(model, optimizer, trainer_state, copies=False)
+    snapshot.write(folder, group=dist.group.WORLD)
 
 
 def _save(case: Case, folder: Path) -> Run:
@@ -313,18 +321,13 @@ def test_settings_follow_the_run_that_resumes(one_rank: None, tmp_path: Path) ->
         torch.testing.assert_close(weight.detach(), old * (1 - 0.5 * 0.3))
 
 
-def test_an_asynchronous_save_has_no_name_until_it_is_finished(one_rank: None, tmp_path: Path) -> None:
+def test_a_copy_is_of_its_moment(one_rank: None, tmp_path: Path) -> None:
     model, optimizer, _ = _small(tmp_path)
     expected = state_of(model, optimizer)
-    folder = tmp_path / "later"
-    pending = save_optimizer(model, optimizer, optimizer.state_dict(), folder, is_async=True)
-    assert pending is not None
-    # The tensors were copied when the save began.
+    snapshot = OptimizerSnapshot.of(model, optimizer, optimizer.state_dict(), copies=True)
     step(model, optimizer, 1)
-    assert not folder.exists()
-    pending.finish()
-    assert not list(tmp_path.glob("*.part"))
-    load_optimizer(model, optimizer, folder)
+    snapshot.write(tmp_path / "later", group=dist.group.WORLD)
+    load_optimizer(model, optimizer, tmp_path / "later")
     restored = state_of(model, optimizer)
     assert all(torch.equal(expected[kind][name], restored[kind][name]) for kind in expected for name in expected[kind])
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from nemo_rl.errors import ModelFolderError
-from nemo_rl.models.hf_folder import ALL_ROWS, ModelWeights, open_weights, write_folder
+from nemo_rl.models.hf_folder import ALL_ROWS, ModelWeights, open_weights
+from nemo_rl.models.hf_writing import ModelDescription, write_folder
 from nemo_rl.models.loading import named_weights
 from nemo_rl.models.megatron.convert import export_weights, load_weights, weight_infos
 from nemo_rl.models.megatron.convert_table import table_name
@@ -169,7 +170,8 @@ def _rewrite(rank: int, source: Path, target: Path) -> None:
     load_weights(model, open_weights(source, config))
     exported = export_weights(model)
     if rank == 0:
-        write_folder(target, config, exported, max_shard_bytes=40_000)
+        described = ModelDescription(config=config, infos=weight_infos(config, torch.float32))
+        write_folder(target, described, exported, max_shard_bytes=40_000)
     else:
         assert all(weight.numel() for _, weight in exported)
 

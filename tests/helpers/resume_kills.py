@@ -1,6 +1,6 @@
 """A run that is killed again and again and resumed each time, besides one that is left alone.
 
-    python -m tests.helpers.resume_kills [--kills 50] [--saves 20] [--seed 0] [--launcher ray]
+    python -m tests.helpers.resume_kills [--kills 50] [--saves 20] [--seed 0] [--launcher ray] [--async-save]
 
 The driver gets SIGKILL at random moments of its life, so many of them while it writes a checkpoint: those kills are
 counted only when they left an unfinished one. After every kill no step that has a checkpoint lacks its line, and at
@@ -60,14 +60,19 @@ class ResumeKills:
         folder: for both runs.
         launcher: `ray` or `local`.
         kills: of the driver, `saves` of them during a save.
+        async_save: save beside the training, in the run that is killed alone.
     """
 
-    def __init__(self, folder: Path, model: Path, *, launcher: str, kills: int, saves: int, seed: int) -> None:
+    def __init__(
+        self, folder: Path, model: Path, *, launcher: str, kills: int, saves: int, seed: int, async_save: bool = False
+    ) -> None:
         self._settings = [f"{name}={value}" for name, value in LAUNCHERS[launcher].items()]
         self._random = random.Random(seed)
         steps = {"max_num_steps": (STEPS_PER_KILL + 1) * kills + 2}
         saving = {"enabled": True, "save_period": 1, "keep_top_k": 2, "metric_name": "train:reward"}
-        self._recipe = write_recipe(folder / "killed", model, grpo=steps, checkpointing=saving)
+        self._recipe = write_recipe(
+            folder / "killed", model, grpo=steps, checkpointing={**saving, "async_save": async_save}
+        )
         self._whole = write_recipe(folder / "whole", model, grpo=steps, checkpointing=saving)
         self._logs, self._num_steps = folder / "killed" / "logs", steps["max_num_steps"]
         self._saved = self._logs / "checkpoints"
@@ -237,6 +242,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--saves", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--launcher", choices=sorted(LAUNCHERS), default="ray")
+    parser.add_argument("--async-save", action="store_true")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

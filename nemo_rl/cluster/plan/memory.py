@@ -127,6 +127,8 @@ def host_bytes(
     if setting.config.loss_fn.reference_policy_kl_penalty > 0:
         # The reference's weights, and the policy's while those are in place.
         found["reference weights"] = 2 * sum(rank.weights for rank in ranks)
+    if setting.config.checkpointing.enabled and setting.config.checkpointing.async_save:
+        found["checkpoint being written"] = sum(_copied_bytes(setting, rank) for rank in ranks)
     if setting.gpu is None:
         found["policy workers"] = sum(max(rank.stages().values()) for rank in ranks)
         found["engines"] = engines * (engine.weights + engine.cache + engine.working)
@@ -137,3 +139,13 @@ def host_bytes(
     # Policy workers read their parts tensor by tensor; an engine holds the whole model before it moves to its GPU.
     found["reading the model at the start"] = count * size * engines
     return found
+
+
+def _copied_bytes(setting: Setting, rank: RankMemory) -> int:
+    """What a rank holds of a checkpoint that is written beside the training, at most: replicas are copied once."""
+    state = rank.optimizer + rank.optimizer_on_host if setting.config.checkpointing.save_optimizer else 0
+    if not setting.is_megatron:
+        return rank.weights + state
+    # An equal part of the Hugging Face folder; megatron-core's format has the weights once more.
+    part = setting.model.num_parameters * setting.element_bytes // setting.config.cluster.num_workers
+    return part + (rank.weights + state if state else 0)

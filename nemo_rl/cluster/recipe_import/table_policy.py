@@ -106,7 +106,7 @@ _MEGATRON: Table = {
     "policy.megatron_cfg.moe_token_dispatcher_type": same(
         convert=lambda value: value if value in ("alltoall", "allgather") else "alltoall", why="alltoall or allgather"
     ),
-    "policy.megatron_cfg.checkpoint.async_save": moved("policy.megatron_cfg.async_save"),
+    "policy.megatron_cfg.checkpoint.async_save": moved("checkpointing.async_save"),
     "policy.megatron_cfg.checkpoint.ckpt_assume_constant_structure": no_effect(SPEED),
     "policy.megatron_cfg.model_overrides": not_supported("change config.json in the model folder", off=(None, {})),
     "policy.megatron_cfg.model_overrides.*": not_supported("change config.json in the model folder", off=()),

@@ -38,7 +38,7 @@ ONE_MACHINE = "one machine"
 SMALL_BATCH = "a small step"
 SMALL_ROWS = "short rows"
 ON_GPUS = (
-    *("apply_rope_fusion", "async_save", "moe_grouped_gemm", "moe_permute_fusion"),
+    *("apply_rope_fusion", "moe_grouped_gemm", "moe_permute_fusion"),
     "distributed_data_parallel_config.overlap_param_gather",
     *("optimizer.optimizer_cpu_offload", "optimizer.use_distributed_optimizer"),
     "optimizer.use_precision_aware_optimizer",

@@ -6,8 +6,10 @@ All functions are collective: every rank calls them in the same order. The invar
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,17 +20,20 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from nemo_rl.errors import CheckpointError, ModelFolderError, shorten
 from nemo_rl.models.checkpoint_folder import (
     complete_or_nothing,
+    own_copy,
     raise_together,
     random_state,
     refuse_code,
-    save_model,
     set_random_state,
 )
 from nemo_rl.models.dtensor.parallelize import PolicyModel, full_weight
-from nemo_rl.models.dtensor.weights import fill_shards, name_differences, open_source
+from nemo_rl.models.dtensor.weights import boxes_of, fill_shards, name_differences, open_source
+from nemo_rl.models.hf_writing import ModelDescription, Share, write_shares
 from nemo_rl.models.loading import named_weights
+from nemo_rl.models.local_shard import local_shard
+from nemo_rl.models.policy.interfaces import TensorInfo
 
-__all__ = ["export", "load_optimizer", "load_weights", "save_optimizer", "save_weights"]
+__all__ = ["DTensorSnapshot", "export", "load_optimizer", "load_weights", "weight_infos"]
 
 STATE_FILE = "trainer_state.json"
 
@@ -41,31 +46,66 @@ def export(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, full.to("cpu", copy=full.device.type != "cpu" or dist.get_world_size() == 1)
 
 
-def save_weights(model: PolicyModel, folder: Path) -> None:
-    """Writes config and safetensors; rank 0 writes.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DTensorSnapshot:
+    """A rank's part of model and optimizer at one moment; see `Snapshot`."""
 
-    Raises:
-        CheckpointError: on every rank; what was in `folder` before is left as it was.
-    """
-    # What gathers only is not copied: the writer's shards of files take copies, one weight at a time.
-    whole = ((name, full_weight(weight)) for name, weight in named_weights(model.hf))
-    save_model(folder, model.hf.config, whole, generation_config=model.hf.generation_config)
+    model: ModelDescription
+    share: Share
+    optimizer: dict[str, Any] | None
+    """Sharded state and this rank's random state, as torch's checkpoints take them; None: it is not saved."""
+    trainer_state: Mapping[str, float]
+
+    @classmethod
+    def of(
+        cls,
+        model: PolicyModel,
+        optimizer: torch.optim.Optimizer | None,
+        trainer_state: Mapping[str, float],
+        *,
+        copies: bool,
+    ) -> DTensorSnapshot:
+        """
+        Args:
+            optimizer: None: its state is not saved.
+            copies: in memory of its own; else it is good until the next step.
+        """
+        rank, size = dist.get_rank(), dist.get_world_size()
+        named = dict(named_weights(model.hf))
+        boxes = {name: boxes_of(weight, world_size=size) for name, weight in named.items()}
+        given = {name: local_shard(weight.detach()) for name, weight in named.items() if boxes[name][rank] is not None}
+        state: dict[str, Any] | None = None
+        if optimizer is not None:
+            held = get_optimizer_state_dict(model, optimizer)
+            state = {"optimizer": _copied(held) if copies else held, "rng": {str(rank): random_state()}}
+        return cls(
+            model=ModelDescription(
+                config=model.hf.config, infos=weight_infos(model), generation_config=model.hf.generation_config
+            ),
+            share=Share(boxes=boxes.__getitem__, held=_copied(given) if copies else given),
+            optimizer=state,
+            trainer_state=dict(trainer_state),
+        )
+
+    def write(self, *, weights: Path, optimizer: Path | None, group: dist.ProcessGroup) -> None:
+        """See `Snapshot`."""
+        with complete_or_nothing(weights, group=group) as target:
+            write_shares(target, self.model, self.share, group=group)
+        if self.optimizer is None or optimizer is None:
+            return
+        with complete_or_nothing(optimizer, group=group) as target:
+            state_dict_saver.save(self.optimizer, checkpoint_id=target, process_group=group)
+            if group.rank() == 0:
+                document = {**self.trainer_state, "world_size": group.size()}
+                (target / STATE_FILE).write_text(json.dumps(document))
 
 
-def save_optimizer(
-    model: PolicyModel, optimizer: torch.optim.Optimizer, trainer_state: dict[str, float], folder: Path
-) -> None:
-    """Writes sharded optimizer state, every rank's random state and `trainer_state`.
-
-    Raises:
-        CheckpointError: on every rank.
-    """
-    state = {"optimizer": get_optimizer_state_dict(model, optimizer), "rng": {str(dist.get_rank()): random_state()}}
-    with complete_or_nothing(folder) as target:
-        state_dict_saver.save(state, checkpoint_id=target)
-        if dist.get_rank() == 0:
-            document = {**trainer_state, "world_size": dist.get_world_size()}
-            (target / STATE_FILE).write_text(json.dumps(document))
+def weight_infos(model: PolicyModel) -> dict[str, TensorInfo]:
+    """Of the whole weights, in the order in which they are exported."""
+    return {
+        name: TensorInfo(shape=tuple(weight.shape), dtype=str(weight.dtype).removeprefix("torch."))
+        for name, weight in named_weights(model.hf)
+    }
 
 
 def load_weights(model: PolicyModel, folder: Path) -> None:
@@ -91,7 +131,7 @@ def load_weights(model: PolicyModel, folder: Path) -> None:
 
 
 def load_optimizer(model: PolicyModel, optimizer: torch.optim.Optimizer, folder: Path) -> dict[str, float]:
-    """Reads what `save_optimizer` wrote, at any number of ranks; returns the trainer state.
+    """Reads what a `DTensorSnapshot` wrote, at any number of ranks; returns the trainer state.
 
     The random state is restored when the number of ranks is the same; otherwise there is none to restore.
 
@@ -123,3 +163,12 @@ def _first_cause(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return shorten(" ".join(str(error).split()) or type(error).__name__)
+
+
+def _copied(tree: Any) -> Any:
+    """Nested dicts and lists with copies of their tensors."""
+    if isinstance(tree, dict):
+        return {name: _copied(branch) for name, branch in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_copied(branch) for branch in tree)
+    return own_copy(tree) if isinstance(tree, torch.Tensor) else tree

@@ -1,4 +1,4 @@
-"""Weights of a sharded model, tensor by tensor: memory for this rank's shards alone, filled from a source.
+"""Weights of a sharded model, tensor by tensor: which rank has what, memory for this one's shards, and filling them.
 
 Called by the DTensor engine and its checkpoints; no function communicates. Invariant: no rank ever holds more of the
 model than its shards and one tensor besides.
@@ -6,19 +6,20 @@ model than its shards and one tensor besides.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import PreTrainedModel
 
-from nemo_rl.models.hf_folder import ALL_ROWS, ModelWeights, WeightSource, open_weights
+from nemo_rl.models.boxes import Box, chunk_of
+from nemo_rl.models.hf_folder import ModelWeights, WeightSource, open_weights
 from nemo_rl.models.loading import load_causal_lm, named_weights
 from nemo_rl.models.local_shard import local_shard
 
-__all__ = ["fill_shards", "make_room", "name_differences", "open_source"]
+__all__ = ["box_of", "boxes_of", "fill_shards", "make_room", "name_differences", "open_source"]
 
 ROWS = 0
 
@@ -67,15 +68,19 @@ def fill_shards(model: torch.nn.Module, source: WeightSource) -> None:
     Raises:
         ModelFolderError: a file turned out to be damaged; some weights are filled already.
     """
+    rank = dist.get_rank()
     for name, weight in named_weights(model):
-        if not weight.dim():
-            local_shard(weight).data.copy_(source.get(name))
+        box, whole = box_of(weight, rank=rank), Box.whole(tuple(weight.shape))
+        assert box is not None, f"{name} is not on rank {rank}"
+        if not box.count:
             continue
-        index = _cut(torch.arange(weight.shape[ROWS]), weight, lambda dim: dim == ROWS)
-        rows = slice(int(index[0]), int(index[-1]) + 1) if len(index) else slice(0, 0)
-        given = source.get(name, rows=ALL_ROWS if len(index) == weight.shape[ROWS] else rows)
+        if box.size[:1] == whole.size[:1]:
+            given, held = source.get(name), whole
+        else:
+            held = whole.along(ROWS, box.start[ROWS], box.size[ROWS])
+            given = source.get(name, rows=slice(box.start[ROWS], box.start[ROWS] + box.size[ROWS]))
         with torch.no_grad():
-            local_shard(weight).copy_(_cut(given, weight, lambda dim: dim != ROWS))
+            local_shard(weight).copy_(box.of(given, held=held))
 
 
 def _with_memory(parameter: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
@@ -88,19 +93,43 @@ def _with_memory(parameter: torch.nn.Parameter, device: torch.device) -> torch.n
     return torch.nn.Parameter(local, requires_grad=parameter.requires_grad)
 
 
-def _cut(full: torch.Tensor, weight: torch.Tensor, wanted: Callable[[int], bool]) -> torch.Tensor:
-    """This rank's part of a tensor along the wanted dimensions of `weight`.
+def box_of(weight: torch.Tensor, *, rank: int) -> Box | None:
+    """What a rank has of a weight; None where it has no part in this rank's mesh.
 
     The tensor axis is the inner one: it splits first, and FSDP splits what is left.
     """
+    box = Box.whole(tuple(weight.shape))
     if not isinstance(weight, DTensor):
-        return full
-    mesh = weight.device_mesh
-    for axis in reversed(range(mesh.ndim)):
+        return box
+    places = _places_of(weight, rank)
+    if places is None:
+        return None
+    for axis in reversed(range(weight.device_mesh.ndim)):
         placement = weight.placements[axis]
-        if isinstance(placement, Shard | _StridedShard) and wanted(placement.dim):
-            chunks = full.chunk(mesh.size(axis), dim=placement.dim)
-            place = mesh.get_local_rank(axis)
-            empty = full.narrow(placement.dim, 0, 0)
-            full = chunks[place] if place < len(chunks) else empty
-    return full
+        if isinstance(placement, Shard | _StridedShard):
+            count = weight.device_mesh.size(axis)
+            box = box.along(placement.dim, *chunk_of(box.size[placement.dim], place=places[axis], count=count))
+    return box
+
+
+def boxes_of(weight: torch.Tensor, *, world_size: int) -> list[Box | None]:
+    """The boxes that make up a weight, by the rank that gives each; None where it has a copy of another's, or nothing.
+
+    Where a weight is on several meshes the one of rank 0 gives it.
+    """
+    if not isinstance(weight, DTensor):
+        return [box_of(weight, rank=0), *[None] * (world_size - 1)]
+    if _places_of(weight, 0) is None:
+        return [None] * world_size
+    found: list[Box | None] = []
+    for rank in range(world_size):
+        box, places = box_of(weight, rank=rank), _places_of(weight, rank) or []
+        is_copy = any(place for place, at in zip(places, weight.placements, strict=False) if isinstance(at, Replicate))
+        found.append(None if is_copy or box is None or not box.count else box)
+    return found
+
+
+def _places_of(weight: DTensor, rank: int) -> list[int] | None:
+    """Of a rank, along each axis of this rank's mesh; None outside of it."""
+    places: list[list[int]] = (weight.device_mesh.mesh == rank).nonzero().tolist()
+    return places[0] if places else None

@@ -1,7 +1,7 @@
-"""Optimizer checkpoints of the Megatron worker, in megatron-core's `torch_dist` format.
+"""Checkpoints of the Megatron worker: a Hugging Face folder, and megatron-core's `torch_dist` format next to it.
 
-A folder holds weights, main weights and moments as parts of whole tensors, so that a job of any layout can read it, and
-each rank's random state. Called by the Megatron worker, which writes the Hugging Face folder as well. All functions are
+The latter holds weights, main weights and moments as parts of whole tensors, so that a job of any layout can read it,
+and each rank's random state. All functions are
 collective: every rank calls them in the same order. The invariant is that of `checkpoint_folder`.
 
 Settings are not in it: betas, weight decay and schedule follow the config of the run that resumes.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,18 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from nemo_rl.errors import CheckpointError
+from nemo_rl.models.boxes import Box, chunk_of
 from nemo_rl.models.checkpoint_folder import (
     WRITE_ERRORS,
     cause_text,
-    close_part,
-    open_part,
+    complete_or_nothing,
+    own_copy,
     raise_together,
     random_state,
     refuse_code,
     set_random_state,
 )
+from nemo_rl.models.hf_writing import ModelDescription, Share, write_folder, write_shares
 from nemo_rl.models.megatron.cpu_compat import as_if_cuda
 from nemo_rl.models.megatron.mcore import (
     COMMON_STATE_FNAME,
@@ -41,8 +43,6 @@ from nemo_rl.models.megatron.mcore import (
     LocalNonpersistentObject,
     ShardedBase,
     ShardedObject,
-    async_save,
-    async_utils,
     dist_checkpointing,
     get_cuda_rng_tracker,
     save_config,
@@ -51,8 +51,9 @@ from nemo_rl.models.megatron.mcore import (
 )
 from nemo_rl.models.megatron.optim import PolicyOptimizer
 from nemo_rl.models.megatron.setup import MegatronModel
+from nemo_rl.models.policy.interfaces import TensorInfo
 
-__all__ = ["PendingSave", "load_optimizer", "save_optimizer"]
+__all__ = ["MegatronSnapshot", "OptimizerSnapshot", "equal_share", "load_optimizer"]
 
 FORMAT, FORMAT_VERSION = "torch_dist", 1
 STATE_FILE = "trainer_state.json"
@@ -71,71 +72,115 @@ READ_ERRORS = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PendingSave:
-    """A checkpoint whose tensors are being written during the training; its folder has no name yet."""
+class OptimizerSnapshot:
+    """A rank's part of model and optimizer at one moment, as megatron-core's format has it."""
 
-    folder: Path
-    writers: Any
-    """megatron-core's queue of writing processes."""
+    tensors: Any
+    """As torch's checkpoints take them."""
+    random_states: dict[str, Any]
+    document: dict[str, Any]
 
-    def finish(self) -> None:
-        """(collective) Waits for the writers and names the folder: before the next save, and before the ranks end.
+    @classmethod
+    def of(
+        cls, model: MegatronModel, optimizer: PolicyOptimizer, trainer_state: Mapping[str, float], *, copies: bool
+    ) -> OptimizerSnapshot:
+        """(collective)
+
+        Args:
+            copies: in memory of its own; else it is good until the next step.
+        """
+        shards, _ = save_preprocess(_Places.of(model, optimizer, is_loading=False).shards)
+        named, _, _ = torch_strategy._replace_state_dict_keys_with_sharded_keys(shards, keep_only_main_replica=True)
+        if copies:
+            named = _mapped(named, lambda _, leaf: _with_own_copy(leaf))
+        return cls(
+            tensors=torch_strategy.mcore_to_pyt_state_dict(named),
+            random_states={"torch": random_state(), "megatron": dict(get_cuda_rng_tracker().get_states())},
+            document={
+                "trainer_state": dict(trainer_state),
+                "updates_done": optimizer.updates_done,
+                "world_size": dist.get_world_size(),
+            },
+        )
+
+    def write(self, folder: Path, *, group: dist.ProcessGroup) -> None:
+        """(collective over `group`: the ranks of the job)
+
+        megatron-core's own writer starts a manager and two writing processes per rank, which takes seconds for a small
+        model and cannot be done by a daemon.
 
         Raises:
-            CheckpointError: on every rank; what was in the folder before is left as it was.
+            CheckpointError: on every rank; what was in `folder` before is left as it was.
         """
-        problem = None
-        try:
-            self.writers.close()
-        except (*WRITE_ERRORS, CheckpointingException) as error:
-            problem = cause_text(error)
-        close_part(self.folder, problem)
+        with complete_or_nothing(folder, group=group) as target:
+            save_tensors(
+                self.tensors,
+                storage_writer=FileSystemWriter(target),
+                planner=torch_strategy.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+                process_group=group,
+            )
+            # What only one rank writes comes last: its failure must not leave the others waiting in a collective.
+            self._write_own(target)
+
+    def _write_own(self, target: Path) -> None:
+        """What is no tensor of the model: without collectives."""
+        torch.save(self.random_states, _random_file(target))
+        if dist.get_rank() == 0:
+            # megatron-core's own way to write what is no tensor differs between its releases; each reads this one.
+            torch.save({}, target / COMMON_STATE_FNAME)
+            save_config(CheckpointingConfig(FORMAT, FORMAT_VERSION), str(target))
+            (target / STATE_FILE).write_text(json.dumps(self.document))
 
 
-def save_optimizer(
-    model: MegatronModel,
-    optimizer: PolicyOptimizer,
-    trainer_state: dict[str, float],
-    folder: Path,
-    *,
-    is_async: bool = False,
-) -> PendingSave | None:
-    """Writes model and optimizer state, every rank's random state and `trainer_state`.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MegatronSnapshot:
+    """See `Snapshot`. What is written here and now is gathered weight by weight; what is written later is kept as
+    equal parts of all weights."""
+
+    model: ModelDescription
+    weights: Share | Iterator[tuple[str, torch.Tensor]]
+    optimizer: OptimizerSnapshot | None
+
+    def write(self, *, weights: Path, optimizer: Path | None, group: dist.ProcessGroup) -> None:
+        """See `Snapshot`."""
+        if self.optimizer is not None and optimizer is not None:
+            self.optimizer.write(optimizer, group=group)
+        with complete_or_nothing(weights, group=group) as target:
+            if isinstance(self.weights, Share):
+                write_shares(target, self.model, self.weights, group=group)
+                return
+            if dist.get_rank() == 0:
+                write_folder(target, self.model, self.weights)
+            for _ in self.weights:
+                """Each is gathered from all ranks."""
+
+
+def equal_share(infos: Mapping[str, TensorInfo], weights: Iterator[tuple[str, torch.Tensor]]) -> Share:
+    """(collective, as the gathering of `weights` is) Keeps this rank's rows of every weight, on the CPU.
 
     Args:
-        is_async: write the tensors in processes of their own, and return what has to be finished later.
-
-    Raises:
-        CheckpointError: on every rank; what was in `folder` before is left as it was.
+        weights: all of `infos`, whole, one at a time.
     """
-    target = open_part(folder)
-    writers = None
-    problem = None
-    try:
-        # Whatever only one rank writes comes last: its failure must not leave the others waiting in a collective.
-        shards, _ = save_preprocess(_Places.of(model, optimizer, is_loading=False).shards)
-        if is_async:
-            writers = async_utils.AsyncCallsQueue()
-            request = async_save(shards, target, form=FORMAT, version=FORMAT_VERSION)
-            writers.schedule_async_request(request)
-        else:
-            _write(shards, target)
-        _write_own(target, trainer_state, optimizer)
-    except (*WRITE_ERRORS, CheckpointingException) as error:
-        problem = cause_text(error)
-    if writers is None:
-        close_part(folder, problem)
-        return None
-    try:
-        raise_together(problem, folder, doing="write")
-    except CheckpointError:
-        writers.close(abort=True)
-        raise
-    return PendingSave(folder=folder, writers=writers)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    boxes = {name: _row_boxes(info.shape, size) for name, info in infos.items()}
+    held = {}
+    for name, weight in weights:
+        box = boxes[name][rank]
+        if box is not None:
+            held[name] = own_copy(box.of(weight, held=Box.whole(tuple(weight.shape))))
+    return Share(boxes=boxes.__getitem__, held=held)
+
+
+def _row_boxes(shape: tuple[int, ...], count: int) -> list[Box | None]:
+    whole = Box.whole(shape)
+    if not shape:
+        return [whole, *[None] * (count - 1)]
+    boxes = [whole.along(0, *chunk_of(shape[0], place=place, count=count)) for place in range(count)]
+    return [box if box.count else None for box in boxes]
 
 
 def load_optimizer(model: MegatronModel, optimizer: PolicyOptimizer, folder: Path) -> dict[str, float]:
-    """Reads what `save_optimizer` wrote, in any layout; returns the trainer state.
+    """Reads what an `OptimizerSnapshot` wrote, in any layout; returns the trainer state.
 
     Weights and buffers of the model are read, too. The random state is restored when the number of ranks is the same;
     otherwise there is none to restore.
@@ -225,34 +270,11 @@ def _mapped(tree: Any, function: Callable[[str, Any], Any], path: str = "") -> A
     return function(path, tree)
 
 
-def _write(shards: dict[str, Any], target: Path) -> None:
-    """(collective) Writes this rank's tensors here and now.
-
-    megatron-core's own writer is made for asynchronous saves: it starts a manager and two writing processes per rank,
-    which takes seconds for a small model and cannot be done by a daemon.
-    """
-    named, _, _ = torch_strategy._replace_state_dict_keys_with_sharded_keys(shards, keep_only_main_replica=True)
-    save_tensors(
-        torch_strategy.mcore_to_pyt_state_dict(named),
-        storage_writer=FileSystemWriter(target),
-        planner=torch_strategy.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-    )
-
-
-def _write_own(target: Path, trainer_state: dict[str, float], optimizer: PolicyOptimizer) -> None:
-    """What is no tensor of the model: without collectives."""
-    states = {"torch": random_state(), "megatron": get_cuda_rng_tracker().get_states()}
-    torch.save(states, _random_file(target))
-    if dist.get_rank() == 0:
-        # megatron-core's own way to write what is no tensor differs between its releases; each reads this one.
-        torch.save({}, target / COMMON_STATE_FNAME)
-        save_config(CheckpointingConfig(FORMAT, FORMAT_VERSION), str(target))
-        document = {
-            "trainer_state": trainer_state,
-            "updates_done": optimizer.updates_done,
-            "world_size": dist.get_world_size(),
-        }
-        (target / STATE_FILE).write_text(json.dumps(document))
+def _with_own_copy(leaf: Any) -> Any:
+    """The record of a sharded tensor was made for this save; its data are those of the model."""
+    if isinstance(leaf, ShardedBase) and leaf.data is not None:
+        leaf.data = own_copy(leaf.data)
+    return leaf
 
 
 def _random_file(folder: Path) -> Path:

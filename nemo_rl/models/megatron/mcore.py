@@ -6,10 +6,8 @@ Invariant: no other module imports `megatron`, so the adaptation of `cpu_compat`
 from __future__ import annotations
 
 import importlib
-import inspect
 import logging
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +23,6 @@ with importing(), warnings.catch_warnings():
     from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
     from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
     from megatron.core.dist_checkpointing.strategies import (
-        async_utils,
         filesystem_async,
         fully_parallel,
         state_dict_saver,
@@ -97,8 +94,6 @@ __all__ = [
     "TopKRouter",
     "TransformerBlockSubmodules",
     "TransformerConfig",
-    "async_save",
-    "async_utils",
     "clear_router_losses",
     "clip_grad_by_total_norm_fp32",
     "dist_checkpointing",
@@ -150,16 +145,6 @@ def router_losses() -> list[torch.Tensor]:
     if get_moe_metrics_tracker is None:
         return [record["values"] for record in moe_utils.get_moe_layer_wise_logging_tracker().values()]
     return [entry.values for entry in get_moe_metrics_tracker().metrics.values()]
-
-
-def async_save(shards: dict[str, Any], folder: Path, *, form: str, version: int) -> Any:
-    """(collective) The request that `async_utils.AsyncCallsQueue` takes: to write the tensors in a process of its own.
-
-    megatron-core's own writer: newer releases have a second one, in a package for machines with CUDA, as the default.
-    """
-    save = torch_strategy.TorchDistSaveShardedStrategy(form, version).async_save
-    choice = {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(save).parameters else {}
-    return save(shards, str(folder), **choice)
 
 
 def grads_for_norm(part: Any) -> list[torch.Tensor]:

@@ -116,6 +116,18 @@ class Policy:
         request = ask(PolicyWorker.save_checkpoint, weights=weights, optimizer=optimizer, tokenizer=tokenizer)
         self._run(request, "checkpoint")
 
+    def begin_save(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
+        """As `save_checkpoint`, of this moment; the workers write beside what they do next, until `finish_save`."""
+        self._run(ask(PolicyWorker.begin_save, weights=weights, optimizer=optimizer, tokenizer=tokenizer), "checkpoint")
+
+    def is_saving(self) -> bool:
+        """Whether a worker still writes what `begin_save` began."""
+        return any(self._run(ask(PolicyWorker.is_saving), "checkpoint"))
+
+    def finish_save(self) -> float:
+        """Waits until the workers have written, as long as a stage may take; the seconds that the slowest wrote."""
+        return max(self._run(ask(PolicyWorker.finish_save, timeout_s=self._timeout_s), "checkpoint"))
+
     def load_checkpoint(self, *, weights: Path, optimizer: Path | None) -> None:
         self._run(ask(PolicyWorker.load_checkpoint, weights=weights, optimizer=optimizer), "resume")
 

@@ -85,12 +85,12 @@ def test_switches_for_gpus_alone_are_off_and_unequal_stages_stay_unequal(tmp_pat
     made = small(
         tmp_path,
         RECIPES / "grpo_qwen3_30b_a3b_8n8g_r3.yaml",
-        *(f"{megatron}.{name}=true" for name in ("apply_rope_fusion", "moe_permute_fusion", "async_save")),
+        *(f"{megatron}.{name}=true" for name in ("apply_rope_fusion", "moe_permute_fusion")),
         *(f"{megatron}.num_layers_in_{end}_pipeline_stage=3" for end in ("first", "last")),
         f"{megatron}.recompute_num_layers=3",
     )
     section = made.policy.megatron_cfg
-    assert not (section.apply_rope_fusion or section.moe_permute_fusion or section.async_save)
+    assert not (section.apply_rope_fusion or section.moe_permute_fusion)
     assert (section.num_layers_in_first_pipeline_stage, section.num_layers_in_last_pipeline_stage) == (1, 3)
     assert section.recompute_num_layers == 1
 

@@ -243,6 +243,7 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
     "rule_checkpoint_keys_need_checkpoints": [
         (("checkpointing.enabled=false", "checkpointing.resume=true"), "checkpointing.resume: needs"),
         (("checkpointing.enabled=false", "checkpointing.save_optimizer=false"), "checkpointing.save_optimizer: False"),
+        (("checkpointing.enabled=false", "checkpointing.async_save=true"), "checkpointing.async_save: True would be"),
     ],
     "rule_checkpoints_are_ranked_by_something_logged": [
         (("checkpointing.metric_name=accuracy",), "checkpointing.metric_name: expected val:NAME or train:NAME"),
@@ -314,7 +315,6 @@ REFUSED_BY_MEGATRON: dict[str, list[tuple[tuple[str, ...], str]]] = {
     ],
     "rule_megatron_fits_the_machine": [
         (("policy.megatron_cfg.apply_rope_fusion=true",), f"{_M}.apply_rope_fusion: true needs GPUs"),
-        ((f"{_M}.async_save=true",), f"{_M}.async_save: true needs GPUs"),
         ((f"{_M}.moe_grouped_gemm=true",), f"{_M}.moe_grouped_gemm: true needs GPUs"),
         ((f"{_M}.moe_permute_fusion=true",), f"{_M}.moe_permute_fusion: true needs GPUs"),
         (OVERLAP[2:], f"{_M}.distributed_data_parallel_config.overlap_param_gather: true needs GPUs"),
@@ -324,9 +324,6 @@ REFUSED_BY_MEGATRON: dict[str, list[tuple[tuple[str, ...], str]]] = {
     ],
     "rule_megatron_precision_is_not_half": [
         (("policy.precision=float16",), "policy.precision: the Megatron worker has no loss scaling for 'float16'"),
-    ],
-    "rule_megatron_async_save_needs_checkpoints": [
-        ((*GPUS, "checkpointing.enabled=false", f"{_M}.async_save=true"), f"{_M}.async_save: True would be ignored"),
     ],
     "rule_megatron_pipeline_is_simple": [
         (

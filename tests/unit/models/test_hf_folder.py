@@ -13,8 +13,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from nemo_rl.errors import ModelFolderError
-from nemo_rl.models.hf_folder import WeightSource, open_weights, write_folder
+from nemo_rl.models.hf_files import CODES
+from nemo_rl.models.hf_folder import WeightSource, open_weights
+from nemo_rl.models.hf_writing import ModelDescription, write_folder
 from nemo_rl.models.loading import named_weights
+from nemo_rl.models.policy.interfaces import TensorInfo
 from tests.helpers.megatron_models import FAMILIES, hf_model, tokens
 
 SMALL = {"num_hidden_layers": 2, "vocab_size": 64}
@@ -24,6 +27,15 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 def small_model(family: str) -> torch.nn.Module:
     return hf_model(family, **SMALL)
+
+
+def described(model: torch.nn.Module, generation: GenerationConfig | None = None) -> ModelDescription:
+    infos = {name: info(weight) for name, weight in named_weights(model)}
+    return ModelDescription(config=model.config, infos=infos, generation_config=generation)
+
+
+def info(weight: torch.Tensor) -> TensorInfo:
+    return TensorInfo(shape=tuple(weight.shape), dtype=str(weight.dtype).removeprefix("torch."))
 
 
 def read_all(source: WeightSource) -> dict[str, torch.Tensor]:
@@ -126,11 +138,11 @@ def test_a_tied_head_is_left_out_unless_it_differs(tmp_path: Path) -> None:
 def test_a_written_folder_is_what_transformers_writes(tmp_path: Path, family: str) -> None:
     model = small_model(family)
     model.save_pretrained(str(tmp_path / "theirs"))
-    write_folder(tmp_path / "ours", model.config, named_weights(model), generation_config=model.generation_config)
+    write_folder(tmp_path / "ours", described(model, model.generation_config), named_weights(model))
     assert sorted(path.name for path in (tmp_path / "ours").iterdir()) == sorted(
         path.name for path in (tmp_path / "theirs").iterdir()
     )
-    assert_same(load_file(tmp_path / "ours" / SINGLE), load_file(tmp_path / "theirs" / SINGLE))
+    assert (tmp_path / "ours" / SINGLE).read_bytes() == (tmp_path / "theirs" / SINGLE).read_bytes()
     for file in ("config.json", "generation_config.json"):
         ours, theirs = (json.loads((tmp_path / side / file).read_text()) for side in ("ours", "theirs"))
         assert ours == theirs
@@ -139,7 +151,7 @@ def test_a_written_folder_is_what_transformers_writes(tmp_path: Path, family: st
 @pytest.mark.parametrize("family", ["qwen3", *WITH_EXPERTS])
 def test_shards_load_without_a_missing_or_unexpected_weight(tmp_path: Path, family: str) -> None:
     model = small_model(family)
-    write_folder(tmp_path, model.config, named_weights(model), max_shard_bytes=20_000)
+    write_folder(tmp_path, described(model), named_weights(model), max_shard_bytes=20_000)
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     assert all((tmp_path / file).stat().st_size < 20_000 + 6_000 for file in files[1:])
@@ -153,7 +165,7 @@ def test_shards_load_without_a_missing_or_unexpected_weight(tmp_path: Path, fami
 def test_a_written_folder_says_its_precision(tmp_path: Path) -> None:
     model = hf_model("glm4_moe", dtype=torch.bfloat16, **SMALL)
     model.config.dtype = torch.float32
-    write_folder(tmp_path, model.config, named_weights(model), generation_config=GenerationConfig(eos_token_id=7))
+    write_folder(tmp_path, described(model, GenerationConfig(eos_token_id=7)), named_weights(model))
     loaded = AutoModelForCausalLM.from_pretrained(str(tmp_path), dtype="auto")
     assert_same(dict(named_weights(loaded)), dict(named_weights(model)))
     assert loaded.get_parameter("model.norm.weight").dtype is torch.bfloat16
@@ -161,12 +173,11 @@ def test_a_written_folder_says_its_precision(tmp_path: Path) -> None:
     assert model.config.dtype is torch.float32
 
 
-def test_a_shard_is_written_as_soon_as_it_is_full(tmp_path: Path) -> None:
-    written, alive = [], []
+def test_a_weight_is_written_before_the_next_is_asked_for(tmp_path: Path) -> None:
+    alive = []
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
-        for number in range(40):
-            written.append(len(list(tmp_path.glob("*.part*"))))
+        for number in reversed(range(40)):
             weight = torch.full((1000,), float(number))
             alive.append(weakref.ref(weight))
             yield f"w{number}", weight
@@ -175,8 +186,9 @@ def test_a_shard_is_written_as_soon_as_it_is_full(tmp_path: Path) -> None:
             # What was just given may still have a name, and nothing before it.
             assert sum(given() is not None for given in alive) <= 1
 
-    write_folder(tmp_path, small_model("llama").config, weights(), max_shard_bytes=16_000)
-    assert written == [max(0, number - 1) // 4 for number in range(40)]
+    infos = {f"w{number}": info(torch.zeros(1000)) for number in range(40)}
+    model = ModelDescription(config=small_model("llama").config, infos=infos)
+    write_folder(tmp_path, model, weights(), max_shard_bytes=16_000)
     files = sorted(tmp_path.glob("*.safetensors"))
     assert [load_file(file)[f"w{4 * number}"][0] for number, file in enumerate(files)] == list(range(0, 40, 4))
 
@@ -190,9 +202,24 @@ def test_the_weights_are_taken_to_their_end_also_when_writing_fails(tmp_path: Pa
             yield f"w{number}", torch.zeros(8)
 
     (tmp_path / "file").write_text("in the way")
+    infos = {f"w{number}": info(torch.zeros(8)) for number in range(4)}
     with pytest.raises(OSError, match="file"):
-        write_folder(tmp_path / "file", small_model("llama").config, weights())
+        write_folder(tmp_path / "file", ModelDescription(config=small_model("llama").config, infos=infos), weights())
     assert taken == [0, 1, 2, 3]
+
+
+def test_the_bytes_of_a_file_are_those_of_safetensors(tmp_path: Path) -> None:
+    """Whatever the dtypes: they decide the order in which tensors lie in a file."""
+    draw = torch.Generator().manual_seed(0)
+    weights = {
+        f"{letter}.{dtype}": torch.randint(0, 2, shape, generator=draw).to(dtype)
+        for letter, shape in (("b", (3, 5)), ("a", ()), ("z.\u00e9", (0, 4)))
+        for dtype in CODES
+    }
+    save_file(weights, tmp_path / "theirs", metadata={"format": "pt"})
+    infos = {name: info(weight) for name, weight in weights.items()}
+    write_folder(tmp_path, ModelDescription(config=small_model("llama").config, infos=infos), iter(weights.items()))
+    assert (tmp_path / SINGLE).read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
 def truncate(folder: Path) -> None:

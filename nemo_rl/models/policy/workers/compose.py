@@ -1,4 +1,4 @@
-"""Putting a policy worker together: engine, life cycle, router replay, passes, refit source, in that order.
+"""Putting a policy worker together: engine, life cycle, router replay, passes, refit source, saving, in that order.
 
 `compose_worker` makes a worker without a data plane, also where none is installed; `launch` makes those of a run.
 """
@@ -14,7 +14,7 @@ from nemo_rl.config.parts import TRAINING_ENGINES
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.r3_trace_env import router_replay_validate_enabled
 from nemo_rl.data.tokenizer import load_tokenizer
-from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group
+from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group, new_group
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.models.policy.recording.onlookers import Onlookers
 from nemo_rl.models.policy.recording.recording import NO_RECORDING, RecordSpec, SiteRecording
@@ -27,6 +27,7 @@ from nemo_rl.models.policy.workers.life_cycle import LifeCycle
 from nemo_rl.models.policy.workers.passes import Passes
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker, WorkerParts
 from nemo_rl.models.policy.workers.refit_source import RefitSource
+from nemo_rl.models.policy.workers.saving import Saving
 
 __all__ = ["compose_parts", "compose_worker", "ensure_process_group", "pick_device"]
 
@@ -111,6 +112,9 @@ def compose_parts(
         tracing = NO_TRACING if trace is None or taps is None else SiteTracing(trace, taps, here)
         undo.callback(tracing.close)
         life = LifeCycle(engine, device_side, rank=here.rank, keep_reference=keep_reference)
+        group = new_group(range(here.layout.world_size), backend="gloo")
+        assert group is not None, "every rank is in it"
+        saving = Saving(engine, life, tokenizer, group)
         undo.pop_all()
     return WorkerParts(
         config=config,
@@ -124,6 +128,7 @@ def compose_parts(
         recording=recording,
         tracing=tracing,
         refit=RefitSource(engine, life, device_side, rank=here.rank),
+        saving=saving,
         owns_group=owns_group,
     )
 

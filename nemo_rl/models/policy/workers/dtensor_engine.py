@@ -38,7 +38,7 @@ from nemo_rl.models.policy.workers.base import (
     optimizer_tensors,
     placement_of,
 )
-from nemo_rl.models.policy.workers.engine import Engine
+from nemo_rl.models.policy.workers.engine import Engine, Snapshot
 from nemo_rl.models.skeleton import build_skeleton
 from nemo_rl.routes.shape import RouteShape
 from nemo_rl.utils.flops import TransformerShape
@@ -115,10 +115,7 @@ class DTensorEngine(Engine):
     # Whole weights and checkpoints.
 
     def weight_infos(self) -> dict[str, TensorInfo]:
-        return {
-            name: TensorInfo(shape=tuple(weight.shape), dtype=str(weight.dtype).removeprefix("torch."))
-            for name, weight in named_weights(self.model.hf)
-        }
+        return checkpoint.weight_infos(self.model)
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in named_weights(self.model.hf):
@@ -128,15 +125,14 @@ class DTensorEngine(Engine):
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return checkpoint.export(self.model)
 
-    def save(self, *, weights: Path, optimizer: Path | None) -> None:
-        checkpoint.save_weights(self.model, weights)
-        if optimizer is not None:
-            trainer_state = {
-                **self.schedule.state_dict(),
-                "loss_scale": self.scaler.scale,
-                "loss_scale_clean_steps": float(self.scaler.clean_steps),
-            }
-            checkpoint.save_optimizer(self.model, self.optimizer, trainer_state, optimizer)
+    def snapshot(self, *, with_optimizer: bool, copies: bool) -> Snapshot:
+        trainer_state = {
+            **self.schedule.state_dict(),
+            "loss_scale": self.scaler.scale,
+            "loss_scale_clean_steps": float(self.scaler.clean_steps),
+        }
+        optimizer = self.optimizer if with_optimizer else None
+        return checkpoint.DTensorSnapshot.of(self.model, optimizer, trainer_state, copies=copies)
 
     def load(self, *, weights: Path, optimizer: Path | None) -> None:
         checkpoint.load_weights(self.model, weights)

@@ -22,7 +22,7 @@ from nemo_rl.models.policy.steps import BatchForm, Runner, ThisRank
 from nemo_rl.models.policy.workers.base import Placement, WorkerState
 from nemo_rl.utils.flops import TransformerShape
 
-__all__ = ["Engine", "EngineFactory", "Schedule"]
+__all__ = ["Engine", "EngineFactory", "Schedule", "Snapshot"]
 
 
 class Schedule(Protocol):
@@ -33,6 +33,18 @@ class Schedule(Protocol):
 
     def advance(self) -> None:
         """One training call is done."""
+
+
+class Snapshot(Protocol):
+    """One rank's part of a model, and of its optimizer, at one moment."""
+
+    def write(self, *, weights: Path, optimizer: Path | None, group: dist.ProcessGroup) -> None:
+        """(collective over `group`: the ranks of the job) HF folder at `weights`; optimizer, schedule and random state
+        at `optimizer`.
+
+        Raises:
+            CheckpointError: on every rank; what was in the folders before is left as it was.
+        """
 
 
 class Engine(ABC):
@@ -100,8 +112,14 @@ class Engine(ABC):
         """(collective) Whole weights on the CPU, one at a time."""
 
     @abstractmethod
-    def save(self, *, weights: Path, optimizer: Path | None) -> None:
-        """(collective) HF folder at `weights`; optimizer, schedule and random state at `optimizer`."""
+    def snapshot(self, *, with_optimizer: bool, copies: bool) -> Snapshot:
+        """(collective) What a checkpoint holds of this moment.
+
+        Args:
+            with_optimizer: and of the optimizer, its schedule and the random state.
+            copies: in the memory of this rank's process, for a write that runs beside the training; else it is
+                written before anything changes.
+        """
 
     @abstractmethod
     def load(self, *, weights: Path, optimizer: Path | None) -> None:

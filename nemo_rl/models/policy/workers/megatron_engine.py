@@ -15,8 +15,9 @@ import torch
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ModelFolderError
-from nemo_rl.models.checkpoint_folder import raise_together, save_model
+from nemo_rl.models.checkpoint_folder import raise_together
 from nemo_rl.models.hf_folder import open_weights
+from nemo_rl.models.hf_writing import ModelDescription
 from nemo_rl.models.loading import DTYPES, load_model_config
 from nemo_rl.models.megatron import checkpoint
 from nemo_rl.models.megatron.architecture import Architecture, check_fits
@@ -33,7 +34,7 @@ from nemo_rl.models.policy.recording.taps import Taps
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes, Routers
 from nemo_rl.models.policy.steps import BatchForm, ThisRank
 from nemo_rl.models.policy.workers.base import Placement, WorkerState, check_placement, placement_of
-from nemo_rl.models.policy.workers.engine import Engine
+from nemo_rl.models.policy.workers.engine import Engine, Snapshot
 from nemo_rl.routes.shape import RouteShape
 from nemo_rl.utils.flops import TransformerShape
 
@@ -144,19 +145,17 @@ class MegatronEngine(Engine):
         for name, weight in export_weights(self.model):
             yield name, weight.to("cpu")
 
-    def save(self, *, weights: Path, optimizer: Path | None) -> None:
-        pending = None
-        if optimizer is not None:
-            pending = checkpoint.save_optimizer(
-                self.model,
-                self.optimizer,
-                self.optimizer.state_dict(),
-                optimizer,
-                is_async=self._config.megatron_cfg.async_save,
-            )
-        save_model(weights, self._hf_config, export_weights(self.model))
-        if pending is not None:
-            pending.finish()
+    def snapshot(self, *, with_optimizer: bool, copies: bool) -> Snapshot:
+        optimizer = None
+        if with_optimizer:
+            state = self.optimizer.state_dict()
+            optimizer = checkpoint.OptimizerSnapshot.of(self.model, self.optimizer, state, copies=copies)
+        infos, weights = self.weight_infos(), export_weights(self.model)
+        return checkpoint.MegatronSnapshot(
+            model=ModelDescription(config=self._hf_config, infos=infos),
+            weights=checkpoint.equal_share(infos, weights) if copies else weights,
+            optimizer=optimizer,
+        )
 
     def load(self, *, weights: Path, optimizer: Path | None) -> None:
         self._load_weights(weights)

@@ -8,6 +8,7 @@ order.
       passes   Passes                           train, log-probabilities      -> engine, life, replay
       life     LifeCycle                        states, memory, reference     -> engine
       refit    RefitSource                      weights to the engines        -> engine, life
+      saving   Saving                           checkpoints                   -> engine, life
       replay   WorkerReplay | NoReplay          routes of each pass
       recording  Recording                      records of each pass
       tracing  Tracing                          what the hub is shown
@@ -29,7 +30,6 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import destroy_process_group
 from nemo_rl.distributed.packing import PackPlan
-from nemo_rl.models.checkpoint_folder import save_tokenizer
 from nemo_rl.models.policy.interfaces import LossFunction, TensorInfo, TrainResult
 from nemo_rl.models.policy.recording.recording import Recording
 from nemo_rl.models.policy.routes.slices import RouteSlices
@@ -41,6 +41,7 @@ from nemo_rl.models.policy.workers.engine import Engine
 from nemo_rl.models.policy.workers.life_cycle import LifeCycle
 from nemo_rl.models.policy.workers.passes import Passes, RecordedRoutes
 from nemo_rl.models.policy.workers.refit_source import RefitSource
+from nemo_rl.models.policy.workers.saving import Saving
 from nemo_rl.models.weight_sync.buckets import RefitPlan
 from nemo_rl.models.weight_sync.ipc_handle import IpcHandle
 from nemo_rl.models.weight_sync.refit_group import RefitGroupSpec
@@ -64,6 +65,7 @@ class WorkerParts:
     recording: Recording
     tracing: Tracing
     refit: RefitSource
+    saving: Saving
     owns_group: bool
     """The default process group ends with the worker."""
 
@@ -82,9 +84,9 @@ class PolicyWorker:
         self.config, self.rank, self.device = parts.config, parts.here.rank, parts.here.device
         self.layout, self.world_size = parts.here.layout, parts.here.layout.world_size
         self.engine, self.replay, self.life = parts.engine, parts.replay, parts.life
-        self.passes, self.refit = parts.passes, parts.refit
+        self.passes, self.refit, self.saving = parts.passes, parts.refit, parts.saving
         self.recording, self.tracing = parts.recording, parts.tracing
-        self._tokenizer, self._device_side, self._owns_group = parts.tokenizer, parts.device_side, parts.owns_group
+        self._device_side, self._owns_group = parts.device_side, parts.owns_group
 
     # Training and log-probabilities.
 
@@ -231,14 +233,23 @@ class PolicyWorker:
             """Each is gathered from all ranks."""
         return None
 
-    # Checkpoints.
+    # Checkpoints; see `Saving`.
 
     def save_checkpoint(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
         """(collective) HF folder at `weights`; optimizer, schedule and random state at `optimizer`."""
-        with self.life.ready_for_training():
-            self.engine.save(weights=weights, optimizer=optimizer)
-            if tokenizer is not None:
-                save_tokenizer(self._tokenizer, tokenizer)
+        self.saving.save(weights=weights, optimizer=optimizer, tokenizer=tokenizer)
+
+    def begin_save(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
+        """(collective) As `save_checkpoint`, of this moment; written beside what comes next, until `finish_save`."""
+        self.saving.begin(weights=weights, optimizer=optimizer, tokenizer=tokenizer)
+
+    def is_saving(self) -> bool:
+        """Whether this rank still writes."""
+        return self.saving.is_running
+
+    def finish_save(self, *, timeout_s: float) -> float:
+        """(collective) Waits for what `begin_save` began; how many seconds that took."""
+        return self.saving.finish(timeout_s=timeout_s)
 
     def load_checkpoint(self, *, weights: Path, optimizer: Path | None) -> None:
         """(collective) Continues from a checkpoint of any layout; the reference stays the initial model."""

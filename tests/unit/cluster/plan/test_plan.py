@@ -243,6 +243,17 @@ def test_what_is_asked_for_wrongly_is_refused() -> None:
         plan_recipe(PlanRequest(recipe=MATH, gpu="H100-80G", overrides=("policy.model_name=models/Nobody-1B",)))
 
 
+def test_a_save_beside_the_training_needs_a_copy_of_weights_and_optimizer() -> None:
+    without, beside = (
+        planned(DEMO, f"checkpointing.async_save={on}", "cluster.cpu_workers_per_node=2") for on in (False, True)
+    )
+    [rank] = beside.ranks
+    more = {name: size for name, size in beside.hosts[0].items() if name not in without.hosts[0]}
+    assert more == {"checkpoint being written": 2 * (rank.weights + rank.optimizer)}
+    [small] = (planned(DEMO, "checkpointing.async_save=true", "checkpointing.save_optimizer=false").hosts,)
+    assert small[0]["checkpoint being written"] < more["checkpoint being written"]
+
+
 def test_json_has_its_version_and_whole_numbers() -> None:
     result = CliRunner().invoke(app, ["plan", str(DEMO), "--json"])
     assert result.exit_code == 0, result.output

@@ -1,0 +1,194 @@
+"""`Saver`: the trainer's way to save, at once or beside the training with `checkpointing.async_save`.
+
+    save      the workers copy what is saved; each writes its part meanwhile      (Policy.begin_save)
+    look      after every step: once all have written, a thread adds state and
+              manifest, renames, prunes                                           (CheckpointManager.complete)
+    finish    before the next save and at the end of the run: waits for all of it
+
+Invariant: at most one save runs, and what it has not completed has no name that a run would resume from.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_rl.config.schema import CheckpointingConfig
+from nemo_rl.errors import CheckpointError, NemoRLError
+from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager, Unfinished
+from nemo_rl.utils.save_deadline import SaveDeadline
+
+__all__ = ["Saver"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Running:
+    """A save beside the training."""
+
+    unfinished: Unfinished
+    seconds: float
+    """That it has taken so far, without those in which nobody looked."""
+    completed: Future[Path] | None = None
+    """Once all workers have written."""
+
+
+class Saver:
+    """Checkpoints of one run.
+
+    Args:
+        checkpoints: None: the run saves none.
+        timeout_s: how long the workers may write, and the rest may take.
+    """
+
+    def __init__(
+        self, checkpoints: CheckpointManager | None, policy: Policy, config: CheckpointingConfig, *, timeout_s: float
+    ) -> None:
+        self._manager, self._policy, self._config, self._timeout_s = checkpoints, policy, config, timeout_s
+        self._running: _Running | None = None
+        self.deadline = SaveDeadline()
+        """Hears how long saves take."""
+        self.last_path: Path | None = None
+        """Of the last complete checkpoint of the run."""
+        self.last_step = 0
+
+    def resumed(self, checkpoint: Checkpoint) -> None:
+        """The run continues from it."""
+        self.last_path, self.last_step = checkpoint.path, checkpoint.step
+
+    def save(self, step: int, *, state: Mapping[str, object], waits: bool) -> None:
+        """What the workers hold now, as the checkpoint of a step; one that still runs is finished first.
+
+        Args:
+            waits: return when it is complete, also with `async_save`.
+
+        Raises:
+            CheckpointError, WorkerError, KeyboardInterrupt: as `CheckpointManager.guarded`, of this save or the one
+                before it.
+        """
+        self.finish()
+        started = time.monotonic()
+        unfinished = self._checkpoints.begin(step, state=state)
+        write = self._policy.begin_save if self._config.async_save and not waits else self._policy.save_checkpoint
+        with self._checkpoints.guarded(unfinished):
+            write(
+                weights=unfinished.folder / "policy" / "weights",
+                optimizer=unfinished.folder / "policy" / "optimizer" if self._config.save_optimizer else None,
+                tokenizer=unfinished.folder / "policy" / "weights",
+            )
+        if write == self._policy.begin_save:
+            self._running = _Running(unfinished=unfinished, seconds=time.monotonic() - started)
+            self.deadline.save_began()
+        else:
+            path = self._checkpoints.complete(unfinished)
+            self._note(step, path, seconds=time.monotonic() - started)
+
+    def look(self) -> None:
+        """How far a save beside the training has come; does not wait.
+
+        Raises:
+            CheckpointError, WorkerError, KeyboardInterrupt: it failed.
+        """
+        running = self._running
+        if running is None:
+            return
+        if running.completed is not None:
+            is_ready = running.completed.done()
+        else:
+            with self._ends_with_an_error(), self._checkpoints.guarded(running.unfinished):
+                is_ready = not self._policy.is_saving()
+        if not is_ready:
+            return
+        if running.completed is None:
+            self._complete(running)
+        else:
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits for a save beside the training.
+
+        Raises:
+            CheckpointError, WorkerError, KeyboardInterrupt: it failed, or takes too long.
+        """
+        running = self._running
+        if running is None:
+            return
+        with self._ends_with_an_error():
+            completed = running.completed or self._complete(running)
+            try:
+                path = completed.result(self._timeout_s)
+            except TimeoutError as error:
+                raise CheckpointError(
+                    f"checkpoint of step {running.unfinished.step}: reading its files back takes longer than "
+                    f"{self._timeout_s:.0f} s; raise cluster.stage_timeout_s, or use a faster disk"
+                ) from error
+        self._running = None
+        self._note(running.unfinished.step, path, seconds=running.seconds)
+
+    @contextmanager
+    def waited_for(self) -> Iterator[None]:
+        """Around a run: no save is left when it ends. After an error of the run, one of the save is a warning."""
+        try:
+            yield
+            self.finish()
+        except BaseException:
+            self._finish_after_error()
+            raise
+
+    @property
+    def _checkpoints(self) -> CheckpointManager:
+        assert self._manager is not None, "this run saves no checkpoints"
+        return self._manager
+
+    def _finish_after_error(self) -> None:
+        running = self._running
+        if running is None:
+            return
+        step = running.unfinished.step
+        logger.info("waiting for the checkpoint of step %d, which is being written", step)
+        try:
+            self.finish()
+        except NemoRLError as error:
+            logger.warning("the checkpoint of step %d was being written, and is removed: %s", step, error)
+
+    def _complete(self, running: _Running) -> Future[Path]:
+        """Waits for the workers; what is left to do runs in a thread."""
+        with self._ends_with_an_error(), self._checkpoints.guarded(running.unfinished):
+            running.seconds += self._policy.finish_save()
+        completed = running.completed = Future()
+
+        def complete() -> None:
+            started = time.monotonic()
+            try:
+                path = self._checkpoints.complete(running.unfinished)
+            except BaseException as error:  # noqa: BLE001 - raised by `finish`
+                completed.set_exception(error)
+            else:
+                running.seconds += time.monotonic() - started
+                completed.set_result(path)
+
+        # A process that has to end does not wait for it.
+        threading.Thread(target=complete, name="checkpoint", daemon=True).start()
+        return completed
+
+    @contextmanager
+    def _ends_with_an_error(self) -> Iterator[None]:
+        """Nothing is waited for again that has failed."""
+        try:
+            yield
+        except BaseException:
+            self._running = None
+            raise
+
+    def _note(self, step: int, path: Path, *, seconds: float) -> None:
+        self.last_path, self.last_step = path, step
+        self.deadline.save_took(seconds)
+        logger.info("saved step %d in %.1f s", step, seconds)

@@ -1,0 +1,115 @@
+"""Files written from the shards of four ranks: those of whole weights, byte for byte; and told on all ranks if not."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from nemo_rl.config.policy import DTensorConfig, MegatronConfig
+from nemo_rl.errors import CheckpointError
+from nemo_rl.models import hf_writing
+from nemo_rl.models.hf_writing import write_folder, write_shares
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
+from tests.helpers.families import write_family
+from tests.helpers.gloo import run_ranks
+from tests.helpers.tiny_model import tiny_policy, tiny_worker
+
+pytestmark = pytest.mark.slow
+
+RANKS = 4
+SPLIT = {"dtensor_cfg": DTensorConfig(tensor_parallel_size=2)}
+PIPELINE = MegatronConfig(enabled=True, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+CASES: dict[str, tuple[str, dict[str, object]]] = {
+    "tied, dp4": ("qwen3", {"dtensor_cfg": DTensorConfig()}),
+    "biases, tp2 dp2": ("llama", SPLIT),
+    "experts, tp2 dp2": ("qwen3_moe", SPLIT),
+    "megatron, tp2 pp2": (
+        "qwen3",
+        {"precision": "bfloat16", "dtensor_cfg": DTensorConfig(enabled=False), "megatron_cfg": PIPELINE},
+    ),
+}
+WINDOW_BYTES, SHARD_BYTES = 1000, 40_000
+"""Small enough for weights in several windows, and a folder with several files."""
+FULL_BYTES = {"weights": (0, 20_000), "optimizer": (1, 5_000)}
+"""Which rank can write how much of a file."""
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if "safetensors" in path.name}
+
+
+def _written(worker: PolicyWorker, folder: Path) -> None:
+    """From shards, and from whole weights."""
+    snapshot = worker.engine.snapshot(with_optimizer=False, copies=True)
+    group = dist.group.WORLD
+    for name in ("shares", "whole"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    share = snapshot.weights if worker.config.megatron_cfg.enabled else snapshot.share
+    write_shares(folder / "shares", snapshot.model, share, group=group, max_shard_bytes=SHARD_BYTES)
+    whole = worker.export_weights()
+    if worker.rank == 0:
+        write_folder(folder / "whole", snapshot.model, whole, max_shard_bytes=SHARD_BYTES)
+    for _ in whole:
+        """Each is gathered from all ranks."""
+
+
+def _full_disk(worker: PolicyWorker, folder: Path, which: str) -> str:
+    """One rank can write only the beginning of what it writes beside the training."""
+    paths = {"weights": folder / "weights", "optimizer": folder / "optimizer", "tokenizer": None}
+    worker.save_checkpoint(**paths)
+    rank, limit = FULL_BYTES[which]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if worker.rank == rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        worker.begin_save(**paths)
+        with pytest.raises(CheckpointError) as caught:
+            worker.finish_save(timeout_s=60.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    worker.begin_save(**paths)
+    worker.finish_save(timeout_s=60.0)
+    return str(caught.value)
+
+
+def _all_cases(rank: int, root: Path) -> dict[str, str]:
+    hf_writing.WINDOW_BYTES = WINDOW_BYTES
+    messages = {}
+    for name, (family, layout) in CASES.items():
+        worker = tiny_worker(tiny_policy(root / family, **layout), rank=rank, world_size=RANKS)
+        _written(worker, root / name)
+        if name == "biases, tp2 dp2":
+            messages = {which: _full_disk(worker, root / which, which) for which in FULL_BYTES}
+        worker.shutdown()
+    return messages
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shares")
+
+
+@pytest.fixture(scope="module")
+def messages(root: Path) -> list[dict[str, str]]:
+    for family in {family for family, _ in CASES.values()}:
+        write_family(root / family, family)
+    return run_ranks(RANKS, _all_cases, root)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_files_do_not_depend_on_how_a_model_is_split(messages: list[dict[str, str]], root: Path, name: str) -> None:
+    found, expected = contents(root / name / "shares"), contents(root / name / "whole")
+    assert found == expected and len(found) > 2
+
+
+@pytest.mark.parametrize("which", FULL_BYTES)
+def test_a_full_disk_is_told_on_all_ranks_and_the_next_save_works(
+    messages: list[dict[str, str]], root: Path, which: str
+) -> None:
+    # torch's checkpoints tell of an error on every rank, so the first one is named.
+    assert all(f"{which}': rank 0 could not write it" in told[which] for told in messages)
+    assert {path.name for path in (root / which).iterdir()} == {"weights", "optimizer"}
