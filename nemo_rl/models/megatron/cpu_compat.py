@@ -127,12 +127,13 @@ def _cuda_type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_version() -> None:
-    package_info = _module("package_info")
-    if package_info.__version__ not in SUPPORTED_VERSIONS:
+    # 0.19 adds the revision of whatever repository its folder lies in, which is ours when .venv lies in a checkout.
+    found = _module("package_info").__version__.partition("+")[0]
+    if found not in SUPPORTED_VERSIONS:
         fitting = SUPPORTED_VERSIONS[0 if sys.version_info < (3, 12) else -1]
         raise ConfigError(
             f"policy.megatron_cfg: without CUDA expected megatron-core {' or '.join(SUPPORTED_VERSIONS)}, got "
-            f"{package_info.__version__}; install megatron-core=={fitting}"
+            f"{found}; install megatron-core=={fitting}"
         )
 
 

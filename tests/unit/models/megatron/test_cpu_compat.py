@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import subprocess
 import sys
@@ -172,6 +173,14 @@ def test_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.raises(ConfigError, match=message),
         cpu_compat.importing(),
     ):
+        pass
+
+
+def test_the_revision_of_a_checkout_makes_no_other_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    package_info = importlib.import_module(f"{cpu_compat.PACKAGE}.package_info")
+    release = package_info.__version__.partition("+")[0]
+    monkeypatch.setattr(package_info, "__version__", f"{release}+956ae32")
+    with cpu_compat.importing():
         pass
 
 
