@@ -68,10 +68,15 @@ FOUR_PADDED = {"pp": 2, **FIXED}
 ALL_ROWS = {"batching": "fixed", "capacity": layout_jobs.ROWS}
 
 
+# What takes these was given memory that is freed, and filled again before the backward pass needs it.
+NORMS = [case(**SELECTIVE, settings={"recompute_modules": ("layernorm",)}) for case in (Dense, Experts)]
+
+
 def cases_of_one() -> list[Case]:
     cases = [Megatron(family=family) for family in FAMILIES]
     cases += [Megatron(family=family, **PADDED, **FULL) for family in FAMILIES]
-    return [*cases, Dense(**SELECTIVE), Experts(**SELECTIVE), Dense(**FIXED), Biased(settings=MOVING, **SELECTIVE)]
+    cases += [Dense(**SELECTIVE), Experts(**SELECTIVE), Dense(**FIXED), Biased(settings=MOVING, **SELECTIVE)]
+    return [*cases, *NORMS]
 
 
 def cases_of_two() -> list[Case]:
@@ -187,7 +192,7 @@ def for_dtensor(case: Case) -> Case:
     return replace(case, engine="dtensor", sp=False)
 
 
-ONE, FOUR = pairwise(cases_of_one(), AXES), pairwise(cases_of_four(), SPLITS)
+ONE, FOUR = pairwise(cases_of_one(), AXES, kept=NORMS[:1]), pairwise(cases_of_four(), SPLITS)
 TWO = pairwise(
     cases_of_two(),
     AXES,

@@ -212,8 +212,12 @@ def _lengthened(part: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _repair_wheel() -> None:
-    """The router asks `te_general_gemm is not None`, a name that only exists with Transformer Engine, on any device."""
+    """What needs Transformer Engine on any device, for nothing: the router asks `te_general_gemm is not None`."""
     vars(_module("transformer.moe.moe_utils")).setdefault("te_general_gemm", None)
+    random = _module("tensor_parallel.random")
+    if not random.HAVE_TE:
+        # Norms are recomputed with `fp8=False`, which is taken for a wish for fp8, and that for Transformer Engine.
+        random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
 
 
 class _Stream:
