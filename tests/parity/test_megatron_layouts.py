@@ -56,9 +56,9 @@ MOVING = {"moe_router_bias_update_rate": BIAS_RATE}
 Megatron = partial(Case, engine="megatron")
 Dense, Experts = partial(Megatron, family="qwen3"), partial(Megatron, family="qwen3_moe")
 Biased = partial(Megatron, family="glm4_moe")
-PADDED = {"batching": "padded", "capacity": 100}
-FIXED = {"batching": "fixed", "capacity": 2}
+PADDED, FIXED = {"batching": "padded", "capacity": 100}, {"batching": "fixed", "capacity": 2}
 FULL, SELECTIVE = {"recompute": True}, {"recompute": "selective"}
+NORMS = {**SELECTIVE, "settings": {"recompute_modules": ("layernorm",)}}
 SEQUENCE = {"tp": 2, "sp": True}
 WHOLE_EXPERTS = {**SEQUENCE, "etp": 1}
 # Four microbatches of two stages.
@@ -71,7 +71,8 @@ ALL_ROWS = {"batching": "fixed", "capacity": layout_jobs.ROWS}
 def cases_of_one() -> list[Case]:
     cases = [Megatron(family=family) for family in FAMILIES]
     cases += [Megatron(family=family, **PADDED, **FULL) for family in FAMILIES]
-    return [*cases, Dense(**SELECTIVE), Experts(**SELECTIVE), Dense(**FIXED), Biased(settings=MOVING, **SELECTIVE)]
+    cases += [Dense(**SELECTIVE), Experts(**SELECTIVE), Dense(**FIXED), Biased(settings=MOVING, **SELECTIVE)]
+    return [*cases, Dense(**NORMS), Experts(**NORMS)]
 
 
 def cases_of_two() -> list[Case]:
@@ -187,7 +188,7 @@ def for_dtensor(case: Case) -> Case:
     return replace(case, engine="dtensor", sp=False)
 
 
-ONE, FOUR = pairwise(cases_of_one(), AXES), pairwise(cases_of_four(), SPLITS)
+ONE, FOUR = pairwise(cases_of_one(), AXES, kept=[Dense(**NORMS)]), pairwise(cases_of_four(), SPLITS)
 TWO = pairwise(
     cases_of_two(),
     AXES,

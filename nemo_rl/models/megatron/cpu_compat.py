@@ -127,12 +127,13 @@ def _cuda_type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_version() -> None:
-    package_info = _module("package_info")
-    if package_info.__version__ not in SUPPORTED_VERSIONS:
+    # 0.19 adds the revision of whatever repository its folder lies in, which is ours when .venv lies in a checkout.
+    found = _module("package_info").__version__.partition("+")[0]
+    if found not in SUPPORTED_VERSIONS:
         fitting = SUPPORTED_VERSIONS[0 if sys.version_info < (3, 12) else -1]
         raise ConfigError(
             f"policy.megatron_cfg: without CUDA expected megatron-core {' or '.join(SUPPORTED_VERSIONS)}, got "
-            f"{package_info.__version__}; install megatron-core=={fitting}"
+            f"{found}; install megatron-core=={fitting}"
         )
 
 
@@ -211,8 +212,12 @@ def _lengthened(part: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _repair_wheel() -> None:
-    """The router asks `te_general_gemm is not None`, a name that only exists with Transformer Engine, on any device."""
+    """What needs Transformer Engine on any device, for nothing: the router asks `te_general_gemm is not None`."""
     vars(_module("transformer.moe.moe_utils")).setdefault("te_general_gemm", None)
+    random = _module("tensor_parallel.random")
+    if not random.HAVE_TE:
+        # Norms are recomputed with `fp8=False`, which is taken for a wish for fp8, and that for Transformer Engine.
+        random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
 
 
 class _Stream:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import subprocess
 import sys
@@ -164,6 +165,22 @@ def test_the_random_state_of_the_stand_in_is_that_of_the_process() -> None:
             assert torch.equal(torch.rand(4), first)
 
 
+def test_a_dropped_output_is_filled_again_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = importlib.import_module(f"{cpu_compat.PACKAGE}.tensor_parallel.random")
+    # With it 0.19 compiles an extension; 0.16 has none.
+    monkeypatch.delattr(random, "load_inline", raising=False)
+    values = torch.tensor([0.5, -1.0, 2.0], requires_grad=True)
+    with alone():
+        initialize_parallel(policy_config(), timeout_s=60.0, seed=3)
+        part = random.CheckpointWithoutOutput()
+        dropped = part.checkpoint(torch.exp, values)
+        result = dropped.square()
+        part.discard_output_and_register_recompute(result)
+        assert dropped.untyped_storage().size() == 0
+        result.sum().backward()
+    torch.testing.assert_close(values.grad, 2 * (2 * values).exp())
+
+
 def test_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_compat, "SUPPORTED_VERSIONS", ("0.14.0", "0.15.0"))
     fitting = "0.14.0" if sys.version_info < (3, 12) else "0.15.0"
@@ -172,6 +189,14 @@ def test_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.raises(ConfigError, match=message),
         cpu_compat.importing(),
     ):
+        pass
+
+
+def test_the_revision_of_a_checkout_makes_no_other_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    package_info = importlib.import_module(f"{cpu_compat.PACKAGE}.package_info")
+    release = package_info.__version__.partition("+")[0]
+    monkeypatch.setattr(package_info, "__version__", f"{release}+956ae32")
+    with cpu_compat.importing():
         pass
 
 
