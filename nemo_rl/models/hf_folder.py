@@ -30,6 +30,7 @@ __all__ = [
     "FolderWeights",
     "ModelWeights",
     "WeightSource",
+    "as_stored",
     "open_weights",
     "write_folder",
 ]
@@ -269,11 +270,10 @@ def write_folder(
     """
     stream = iter(weights)
     shards = _Shards(folder, max_bytes=max_shard_bytes)
-    names = EXPERT_NAMES.get(config.model_type, COMMON_EXPERT_NAMES)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, weight in stream:
-            for stored_name, tensor in _as_stored(name, weight, names):
+            for stored_name, tensor in as_stored(name, weight, config.model_type):
                 shards.add(stored_name, tensor)
         shards.finish()
         _write_config(folder, config, dtype=shards.dtype)
@@ -282,6 +282,20 @@ def write_folder(
     finally:
         for _ in stream:
             pass
+
+
+def as_stored(name: str, weight: torch.Tensor, model_type: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """A weight of a module as the files of its model type hold it: every expert by itself, sharing its memory."""
+    names = EXPERT_NAMES.get(model_type, COMMON_EXPERT_NAMES)
+    layer, experts, kind = name.rpartition(".mlp.experts.")
+    if not experts:
+        # Only the block with experts has a `gate`; that of other layers has a `gate_proj`.
+        yield name.replace(".mlp.gate.", f".{names.block}.gate."), weight
+        return
+    pieces = names.pieces()[kind]
+    for number, expert in enumerate(weight):
+        for piece, tensor in zip(pieces, expert.chunk(len(pieces)), strict=True):
+            yield f"{layer}.{names.block}.experts.{number}.{piece}.weight", tensor
 
 
 def _unused_names(config: PretrainedConfig) -> re.Pattern[str]:
@@ -295,18 +309,6 @@ def _unused_names(config: PretrainedConfig) -> re.Pattern[str]:
         layers = "|".join(str(layer) for layer in range(first, first + predictors))
         patterns.append(rf"model\.layers\.({layers})\..*")
     return re.compile("|".join(patterns))
-
-
-def _as_stored(name: str, weight: torch.Tensor, names: ExpertNames) -> Iterator[tuple[str, torch.Tensor]]:
-    layer, experts, kind = name.rpartition(".mlp.experts.")
-    if not experts:
-        # Only the block with experts has a `gate`; that of other layers has a `gate_proj`.
-        yield name.replace(".mlp.gate.", f".{names.block}.gate."), weight
-        return
-    pieces = names.pieces()[kind]
-    for number, expert in enumerate(weight):
-        for piece, tensor in zip(pieces, expert.chunk(len(pieces)), strict=True):
-            yield f"{layer}.{names.block}.experts.{number}.{piece}.weight", tensor
 
 
 def _write_config(folder: Path, config: PretrainedConfig, *, dtype: torch.dtype) -> None:
