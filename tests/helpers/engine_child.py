@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -36,6 +36,8 @@ class EngineChild:
 
     def __init__(self, line: Connection) -> None:
         self._line = line
+        self.refusals: list[str] = []
+        """What was said of the policies that were tried first, with the kind of error in front."""
 
     def __call__(self, method: str, **arguments: object) -> object:
         self._line.send((method, arguments))
@@ -51,15 +53,20 @@ class EngineChild:
 
 
 @contextmanager
-def vllm_child(policy: PolicyConfig) -> Iterator[EngineChild]:
-    """One vLLM worker, from its start to its end; nothing of it is left."""
+def vllm_child(policy: PolicyConfig, *, refused: Sequence[PolicyConfig] = ()) -> Iterator[EngineChild]:
+    """One vLLM worker, from its start to its end; nothing of it is left.
+
+    Args:
+        refused: tried first in the same process, which has imported vLLM only once then.
+    """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(there, policy), daemon=False)
+    process = context.Process(target=_serve, args=(there, policy, tuple(refused)), daemon=False)
     process.start()
     there.close()
     child = EngineChild(here)
     try:
+        child.refusals = [str(child.answer()) for _ in refused]
         child.answer()
         yield child
     finally:
@@ -70,8 +77,10 @@ def vllm_child(policy: PolicyConfig) -> Iterator[EngineChild]:
             process.join()
 
 
-def _serve(line: Connection, policy: PolicyConfig) -> None:
+def _serve(line: Connection, policy: PolicyConfig, refused: Sequence[PolicyConfig]) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    for each in refused:
+        line.send((True, _refusal(each)))
     try:
         worker = build_vllm_worker(EngineSpec(policy=policy))
         line.send((True, None))
@@ -89,3 +98,11 @@ def _serve(line: Connection, policy: PolicyConfig) -> None:
         except Exception as error:  # noqa: BLE001 - raised on the other side
             line.send((False, to_record(error)))
     worker.shutdown()
+
+
+def _refusal(policy: PolicyConfig) -> str:
+    try:
+        build_vllm_worker(EngineSpec(policy=policy)).shutdown()
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return f"{type(error).__name__}: {error}"
+    return "started"

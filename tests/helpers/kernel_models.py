@@ -5,7 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from nemo_rl.models.hf_routers import HFRouters
 from tests.helpers.families import write_with_tokenizer
@@ -38,6 +46,18 @@ def moe_model(*, seed: int = 0) -> PreTrainedModel:
     return Qwen3MoeForCausalLM(
         Qwen3MoeConfig(**COMMON, num_hidden_layers=3, tie_word_embeddings=False, norm_topk_prob=True, **experts)
     ).eval()
+
+
+def biased_model(*, seed: int = 0) -> PreTrainedModel:
+    """A Qwen2, whose projections of queries, keys and values have biases."""
+    torch.manual_seed(seed)
+    sizes = {name: value for name, value in COMMON.items() if name != "head_dim"}
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_hidden_layers=2, tie_word_embeddings=False)).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("bias"):
+                weight.normal_(0, 0.5)
+    return model
 
 
 def write_dense(folder: Path, *, seed: int = 0) -> Path:

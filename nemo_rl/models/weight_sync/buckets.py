@@ -198,6 +198,9 @@ class WeightJoiner:
         self._buckets = plan.buckets()
         self._num_loaded = 0
         self._weight = torch.empty(0)
+        for slot in plan.slots:
+            if not slot.num_bytes:
+                take(slot.name, torch.empty(slot.shape, dtype=getattr(torch, slot.dtype), device=device))
 
     @property
     def num_missing(self) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import vllm
 from transformers import PreTrainedModel
+from vllm.v1.metrics.reader import Counter
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError, NonFiniteError, ResourceError, WorkerError, boundary, name_some, shorten
@@ -132,6 +133,11 @@ class VllmEngine(GenerationInterface):
     def weights_digest(self) -> dict[str, str]:
         """Hugging Face name -> hash of dtype, shape and bytes of each weight that vLLM was given last."""
         return dict(self._weights.digest())
+
+    def counters(self) -> dict[str, float]:
+        """vLLM's own counts since its start, such as `vllm:num_preemptions`; it counts with `disable_log_stats: false`
+        in `policy.generation.vllm_kwargs`."""
+        return {each.name: each.value for each in self._engine().get_metrics() if isinstance(each, Counter)}
 
     def prepare_for_generation(self) -> None:
         """Nothing to wake: weights and cache stay where they are."""
