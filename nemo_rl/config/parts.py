@@ -121,12 +121,14 @@ class EngineTraits:
     """Whether it changes its process (threads, random numbers), so that no trainer may be in it."""
     shows_decoding: bool = False
     """Whether it is a `TracedEngine`."""
+    has_planned_memory: bool = False
+    """Whether `nemo-rl plan` knows what it needs."""
     check: str | None = None
     """`module:name` of a function that is given the `PolicyConfig` and returns a line per problem, before a run."""
 
 
 ENGINE_TRAITS: Mapping[str, EngineTraits] = {
-    "torch": EngineTraits(shows_decoding=True),
+    "torch": EngineTraits(shows_decoding=True, has_planned_memory=True),
     "vllm": EngineTraits(
         keys=("vllm_cfg", "vllm_kwargs"),
         needs_own_process=True,

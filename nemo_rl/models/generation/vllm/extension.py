@@ -6,11 +6,10 @@ between `begin_weights` and `finish_weights` nothing may be generated.
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
-import numpy as np
 import torch
+from safetensors.torch import load, save
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -23,24 +22,15 @@ __all__ = ["RefitExtension", "pack"]
 
 
 def pack(named: list[tuple[str, torch.Tensor]]) -> bytes:
-    """Weights for a worker in another process: messages there hold no tensors."""
-    plain = [(name, weight.cpu().contiguous()) for name, weight in named]
-    rows = [
-        (name, str(weight.dtype).removeprefix("torch."), tuple(weight.shape), _bytes_of(weight).numpy().tobytes())
-        for name, weight in plain
-    ]
-    return pickle.dumps(rows)
-
-
-def _bytes_of(weight: torch.Tensor) -> torch.Tensor:
-    return weight.reshape(-1).view(torch.uint8)
+    """Weights for workers in other processes: messages to them hold no tensors."""
+    # Experts share the memory of their layer, which the format refuses.
+    return save({name: weight.detach().cpu().contiguous().clone() for name, weight in named})
 
 
 class RefitExtension:
     """Methods that `collective_rpc` calls on every worker."""
 
     model_runner: Any
-    model_config: Any
     vllm_config: Any
     use_v2_model_runner: bool
     is_reloading = False
@@ -68,8 +58,7 @@ class RefitExtension:
     def take_weights(self, named: list[tuple[str, torch.Tensor]] | bytes) -> None:
         """Some of them, as the files of the model name them; the tensors are kept and must not change."""
         if isinstance(named, bytes):
-            rows = pickle.loads(named)
-            named = [(name, _tensor_of(raw, dtype, shape)) for name, dtype, shape, raw in rows]
+            named = list(load(named).items())
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.get_model().load_weights(iter(named))
 
@@ -87,8 +76,3 @@ class RefitExtension:
             for module in model.modules():
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
-
-
-def _tensor_of(raw: bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    flat = torch.from_numpy(np.frombuffer(raw, dtype=np.uint8).copy())
-    return flat.view(getattr(torch, dtype)).reshape(shape)

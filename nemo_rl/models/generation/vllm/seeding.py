@@ -35,10 +35,10 @@ def draw_by_position(runner: Any) -> None:
 
     def seeded(*args: Any, **kwargs: Any) -> Any:
         batch = runner.input_batch
-        for row, generator in batch.generators.items():
+        for row, given in batch.generators.items():
             request = runner.requests[batch.req_ids[row]]
-            if not isinstance(generator, RowGenerator):
-                generator = batch.generators[row] = RowGenerator(device=generator.device)
+            generator = given if isinstance(given, RowGenerator) else RowGenerator(device=given.device)
+            batch.generators[row] = generator
             generator.manual_seed(_mixed(request.sampling_params.seed, len(request.output_token_ids)))
         return sample(*args, **kwargs)
 
