@@ -98,6 +98,8 @@ def _serve(line: Connection, policy: PolicyConfig, refused: Sequence[PolicyConfi
         except Exception as error:  # noqa: BLE001 - raised on the other side
             line.send((False, to_record(error)))
     worker.shutdown()
+    # The end of the interpreter takes vLLM seconds; Ray ends its workers as suddenly.
+    os._exit(0)
 
 
 def _refusal(policy: PolicyConfig) -> str:
