@@ -29,6 +29,7 @@ def test_without_vllm_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch
     ("generation", "said"),
     [
         ({"vllm_kwargs": {"cpu_offload": 4}}, "no such argument; did you mean 'cpu_offload_gb'"),
+        ({"vllm_kwargs": {"block_sise": 64}}, "did you mean 'policy.generation.vllm_cfg.block_size'"),
         ({"vllm_kwargs": {"zzzzzz": 4}}, "no such argument; see vLLM's EngineArgs"),
         ({"vllm_kwargs": {"block_size": 64}}, "has a key of its own; set policy.generation.vllm_cfg.block_size"),
         ({"vllm_kwargs": {"trust_remote_code": True}}, "cannot be set, because code in a model folder is never run"),

@@ -50,7 +50,7 @@ def _argument_problems(config: PolicyConfig, known: frozenset[str]) -> list[str]
         elif name in OWN:
             lines.append(f"{KWARGS}.{name}: cannot be set, because {OWN[name]}; leave it out")
         elif name not in known:
-            near = difflib.get_close_matches(name, known, n=NAMES_OFFERED)
+            near = [KEYS.get(each, each) for each in difflib.get_close_matches(name, known, n=NAMES_OFFERED)]
             hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "; see vLLM's EngineArgs"
             lines.append(f"{KWARGS}.{name}: vLLM's engine has no such argument{hint}")
     return lines
