@@ -25,8 +25,9 @@ class RowGenerator(torch.Generator):
     def get_offset(self) -> int:
         return 0
 
-    def set_offset(self, offset: int) -> None:
+    def set_offset(self, offset: int) -> torch.Generator:
         """vLLM takes back what it has drawn for a token that it discards."""
+        return self
 
 
 def draw_by_position(runner: Any) -> None:
