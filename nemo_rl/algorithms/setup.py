@@ -31,7 +31,7 @@ from nemo_rl.algorithms.stages.bodies import build_stages
 from nemo_rl.algorithms.stages.columns import StageColumns, fetched_fields, stage_columns
 from nemo_rl.algorithms.stages.stage import StageTools
 from nemo_rl.algorithms.step_tracing import LiveTracing, StepTracing, open_tracing
-from nemo_rl.config.parts import ENGINES
+from nemo_rl.config.parts import ENGINE_TRAITS, ENGINES, EngineTraits
 from nemo_rl.config.render import to_yaml
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.sampler import PromptSampler
@@ -211,9 +211,9 @@ def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | Non
 
 
 def _traced_engines(config: MasterConfig, groups: _Groups) -> TracedEngines:
-    """A user-defined engine need not be a `TracedEngine`: only the built-in one is asked."""
-    is_asked = ENGINES.is_builtin(config.policy.generation.backend)
-    return TracedEngines(groups.engines if is_asked else None, timeout_s=config.cluster.stage_timeout_s)
+    """Only engines that are known to be a `TracedEngine` are asked."""
+    traits = ENGINE_TRAITS.get(config.policy.generation.backend, EngineTraits())
+    return TracedEngines(groups.engines if traits.shows_decoding else None, timeout_s=config.cluster.stage_timeout_s)
 
 
 def _keeper(

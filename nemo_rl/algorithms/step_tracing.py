@@ -49,7 +49,7 @@ CLASSICAL_REDUCER = "tiles(96, mean)"
 ROLLOUT, SCORE = "rollout", "score"
 """Stage in which engines decode, and stage after which the rows of a step are known."""
 NO_DECODING = (
-    f"phase {GENERATION}: this run's generation engine shows nothing; only the built-in one "
+    f"phase {GENERATION}: this run's generation engine shows nothing; only the embedded one "
     "(policy.generation.backend: torch) can be watched while it decodes"
 )
 

@@ -30,10 +30,6 @@ __all__ = ["load_config"]
 
 # What OmegaConf and Hydra users write for "must be set by whoever uses this file".
 _MUST_BE_SET = "???"
-_NOT_YET: Mapping[str, str] = {
-    "policy.generation.backend": "; the embedded engine is the one that is there, vLLM and others are not yet",
-}
-"""What people ask for by name, and cannot have."""
 _MAX_LINES = 100
 """Problems that are described; the others are counted."""
 
@@ -208,7 +204,6 @@ def _describe(recipe: Recipe, path: tuple[str, ...], details: Sequence[ErrorDeta
     hint = ""
     if first["type"] in ("literal_error", UNKNOWN_PART) and isinstance(value, str):
         hint = suggest(value, str(first["ctx"]["expected"]).replace("'", "").replace(" or ", ", ").split(", "))
-    hint += _NOT_YET.get(".".join(path), "") if first["type"] == UNKNOWN_PART else ""
     if not is_set or value is None:
         # An element of a list, or what a validator has made of the value.
         value = first["input"]

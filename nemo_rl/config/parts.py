@@ -21,11 +21,13 @@ __all__ = [
     "ADVANTAGE_ESTIMATORS",
     "DATASETS",
     "ENGINES",
+    "ENGINE_TRAITS",
     "ENVIRONMENTS",
     "LOSSES",
     "STORES",
     "TRACKERS",
     "UNKNOWN_PART",
+    "EngineTraits",
     "PartKind",
 ]
 
@@ -101,8 +103,39 @@ TRAINING_ENGINES = PartKind(
 )
 """Not a key of its own: `policy.dtensor_cfg.enabled` or `policy.megatron_cfg.enabled` chooses."""
 ENGINES = PartKind(
-    what="a generation engine", builtin={"torch": "nemo_rl.models.generation.torch_engine.worker:build_engine_worker"}
+    what="a generation engine",
+    builtin={
+        "torch": "nemo_rl.models.generation.torch_engine.worker:build_engine_worker",
+        "vllm": "nemo_rl.models.generation.vllm.start:build_vllm_worker",
+    },
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineTraits:
+    """What else a run must know about a generation engine; one of the user's own has the defaults."""
+
+    keys: tuple[str, ...] = ()
+    """Of `policy.generation`, which only this engine reads."""
+    needs_own_process: bool = False
+    """Whether it changes its process (threads, random numbers), so that no trainer may be in it."""
+    shows_decoding: bool = False
+    """Whether it is a `TracedEngine`."""
+    has_planned_memory: bool = False
+    """Whether `nemo-rl plan` knows what it needs."""
+    check: str | None = None
+    """`module:name` of a function that is given the `PolicyConfig` and returns a line per problem, before a run."""
+
+
+ENGINE_TRAITS: Mapping[str, EngineTraits] = {
+    "torch": EngineTraits(shows_decoding=True, has_planned_memory=True),
+    "vllm": EngineTraits(
+        keys=("vllm_cfg", "vllm_kwargs"),
+        needs_own_process=True,
+        check="nemo_rl.models.generation.vllm.checks:check_vllm",
+    ),
+}
+"""Of the built-in engines."""
 STORES = PartKind(
     what="a payload store",
     builtin={

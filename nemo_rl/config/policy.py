@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import (
     Field,
+    JsonValue,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -19,6 +20,7 @@ from nemo_rl.config.parallel import ParallelSizes
 from nemo_rl.config.parts import ENGINES
 from nemo_rl.config.router_replay import RouterReplayConfig
 from nemo_rl.config.tracer import TracerSwitches
+from nemo_rl.config.vllm import VllmConfig
 
 __all__ = [
     "ColocatedConfig",
@@ -181,10 +183,13 @@ class GenerationConfig(Section):
     """Rollouts."""
 
     backend: Annotated[str, ENGINES] = "torch"
-    """`torch`: the embedded engine, a batched KV-cache loop on the HF model; or `module:name` of an engine of your own,
-    see docs/extending.md."""
+    """`torch`: the embedded engine, a batched KV-cache loop on the HF model; `vllm`: vLLM, which `make vllm` installs;
+    or `module:name` of an engine of your own, see docs/extending.md."""
     options: Options = Field(default_factory=dict)
     """Settings of your own engine."""
+    vllm_cfg: VllmConfig = Field(default_factory=VllmConfig)
+    vllm_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+    """Further arguments of vLLM's engine, by vLLM's own names."""
     precision: Literal["float32", "bfloat16"] | None = None
     """Weights and computation of the engines; null uses `policy.precision`."""
     engine_timeout_s: PositiveFloat | None = None

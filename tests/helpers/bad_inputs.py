@@ -245,7 +245,7 @@ OVERRIDES: Mapping[str, list[str]] = {
     "a negative temperature": ["policy.generation.temperature=-1"],
     "top_p above one": ["policy.generation.top_p=1.5"],
     "a negative stop token": ["policy.generation.stop_token_ids=[-1]"],
-    "an unknown backend": ["policy.generation.backend=vllm"],
+    "an unknown backend": ["policy.generation.backend=sglang"],
     "an unknown dataset": ["data.train.dataset_name=parquet"],
     "bytes": ["grpo.seed=!!binary aGVsbG8="],
     "an object": ["grpo.seed=!!python/object/apply:os.system [ls]"],

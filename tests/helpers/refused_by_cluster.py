@@ -29,6 +29,20 @@ REFUSED_BY_CLUSTER: dict[str, list[tuple[tuple[str, ...], str]]] = {
     "rule_engines_are_given_up_before_the_stage": [
         (("policy.generation.engine_timeout_s=1800",), "policy.generation.engine_timeout_s: expected less than"),
     ],
+    "rule_engine_fits_launcher": [
+        ((*LOCAL, "policy.generation.backend=vllm"), "policy.generation.backend: 'vllm' needs a process of its own"),
+    ],
+    "rule_keys_of_the_other_engine_stay_out": [
+        (("policy.generation.vllm_cfg.block_size=64",), "policy.generation.vllm_cfg.block_size: 64 would be ignored"),
+        (("+policy.generation.vllm_kwargs.x=1",), "policy.generation.vllm_kwargs: would be ignored"),
+    ],
+    "rule_an_engine_stands_on_one_gpu": [
+        (
+            (*GPUS, "policy.generation.backend=vllm", f"policy.generation.vllm_cfg.{axis}_parallel_size=2"),
+            f"policy.generation.vllm_cfg.{axis}_parallel_size: 2 with cluster.gpus_per_node 2: an engine stands on one",
+        )
+        for axis in ("tensor", "pipeline")
+    ],
     "rule_address_and_nodes_agree": [
         (("cluster.num_nodes=2",), "cluster.num_nodes: 2 nodes need"),
         (("cluster.address=auto", "cluster.num_cpus=8"), "cluster.num_cpus: would be ignored"),

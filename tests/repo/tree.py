@@ -30,6 +30,7 @@ FILES = {
     "LICENSE": "Apache-2.0.",
     "Makefile": "One environment in .venv, and every command.",
     "constraints.txt": "The versions that are tested together.",
+    "constraints-vllm-cpu.txt": "What vLLM needs besides, on a machine without CUDA.",
     "pyproject.toml": "Dependencies, extras, and the settings of ruff, mypy, import layers and pytest.",
     "Dockerfile": "An image without or with CUDA.",
     ".dockerignore": "What of a checkout goes into that image.",

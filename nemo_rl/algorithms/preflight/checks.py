@@ -31,6 +31,7 @@ CHECKS: Mapping[str, Check] = {
     "prompts": inputs.check_prompts,
     "reward": inputs.check_reward,
     "parts": inputs.check_parts,
+    "engine": inputs.check_engine,
     "trackers": inputs.check_trackers_are_installed,
     "records": inputs.check_records,
     "data plane": machine.check_data_plane,

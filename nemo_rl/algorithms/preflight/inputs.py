@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from itertools import islice
 from pathlib import Path
 
 import torch
 
 from nemo_rl.algorithms.preflight.subject import Subject
-from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, ENGINES, LOSSES, STORES
+from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, ENGINE_TRAITS, ENGINES, LOSSES, STORES, EngineTraits
 from nemo_rl.config.schema import DatasetConfig
 from nemo_rl.data.datasets import raw_prompts
 from nemo_rl.data.messages import encode_prompt, prompt_messages
@@ -22,6 +23,7 @@ from nemo_rl.tracer.watch import Watch
 from nemo_rl.utils.logger import check_trackers
 
 __all__ = [
+    "check_engine",
     "check_model",
     "check_optimizer",
     "check_parts",
@@ -94,6 +96,17 @@ def check_parts(subject: Subject) -> list[str]:
                 kind.load(name, key=key)
             except ConfigError as error:
                 lines += error.problems
+    return lines
+
+
+def check_engine(subject: Subject) -> list[str]:
+    """What the engine of the rollout needs is installed, and its own settings make sense."""
+    backend = subject.config.policy.generation.backend
+    check = ENGINE_TRAITS.get(backend, EngineTraits()).check
+    if check is None:
+        return []
+    module, _, name = check.partition(":")
+    lines: list[str] = vars(importlib.import_module(module))[name](subject.config.policy)
     return lines
 
 

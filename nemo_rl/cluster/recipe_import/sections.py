@@ -197,7 +197,10 @@ def _engines(given: Given) -> Iterator[Outcome]:
     backend = given.get(f"{prefix}.backend")
     if backend is not None:
         yield _to(
-            f"{prefix}.backend", f"{prefix}.backend", "torch", f"{backend!r} there; the embedded engine is slower"
+            f"{prefix}.backend",
+            f"{prefix}.backend",
+            "torch",
+            f"{backend!r} there; the embedded engine needs nothing, `make vllm` installs vLLM",
         )
     gpus = _number(given.get("cluster.gpus_per_node")) * max(1, _number(given.get("cluster.num_nodes")))
     sizes = {axis: _number(given.get(f"{prefix}.vllm_cfg.{axis}_parallel_size")) for axis in ("tensor", "pipeline")}

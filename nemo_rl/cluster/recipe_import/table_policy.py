@@ -6,7 +6,7 @@ from nemo_rl.cluster.recipe_import.key_rule import Table, moved, no_effect, not_
 
 __all__ = ["POLICY"]
 
-VLLM = "the engine here is the embedded one"
+VLLM = "the engine is the embedded one; policy.generation.backend=vllm takes vLLM, with vllm_cfg of its own"
 SPEED = "a matter of speed that has no switch here"
 MTP = "heads for several tokens (MTP) are not here"
 FP8 = "training and decoding in fp8 are not here"

@@ -1,12 +1,13 @@
 """Weights cut into buckets of bounded size: both sides of a refit compute the same cuts from the same `RefitPlan`.
 
-Used by the policy (`BucketFiller`) and the engines (`BucketSink`). Invariant: the pieces of all buckets cover every
-byte of every weight once, in order, and no bucket is larger than the plan allows; a weight may span several buckets.
+Used by the policy (`BucketFiller`) and the engines (`BucketSink`, `WeightJoiner`). Invariant: the pieces of all buckets
+cover every byte of every weight once, in order, and no bucket is larger than the plan allows; a weight may span several
+buckets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -20,6 +21,7 @@ __all__ = [
     "BucketSink",
     "Piece",
     "RefitPlan",
+    "WeightJoiner",
     "WeightSlot",
     "bucket_bytes",
     "free_bytes",
@@ -180,6 +182,42 @@ class BucketSink:
         for piece in self._buckets[self._num_loaded]:
             target = self._targets[piece.slot][piece.start : piece.start + piece.size]
             target.copy_(buffer[piece.offset : piece.offset + piece.size])
+        self._num_loaded += 1
+
+
+class WeightJoiner:
+    """The receiving side of an engine that takes whole weights: each is handed over as soon as its last byte is there.
+
+    Besides the bucket one weight is held; whoever takes it may keep it.
+    """
+
+    def __init__(
+        self, plan: RefitPlan, take: Callable[[str, torch.Tensor], None], *, device: torch.device | str
+    ) -> None:
+        self._plan, self._take, self._device = plan, take, device
+        self._buckets = plan.buckets()
+        self._num_loaded = 0
+        self._weight = torch.empty(0)
+        for slot in plan.slots:
+            if not slot.num_bytes:
+                take(slot.name, torch.empty(slot.shape, dtype=getattr(torch, slot.dtype), device=device))
+
+    @property
+    def num_missing(self) -> int:
+        """Buckets that have not come yet."""
+        return len(self._buckets) - self._num_loaded
+
+    def load(self, buffer: torch.Tensor) -> None:
+        """Copies the next bucket out of `buffer` (uint8, on any device)."""
+        for piece in self._buckets[self._num_loaded]:
+            slot = self._plan.slots[piece.slot]
+            if piece.start == 0:
+                self._weight = torch.empty(slot.shape, dtype=getattr(torch, slot.dtype), device=self._device)
+            target = flat_bytes(self._weight)[piece.start : piece.start + piece.size]
+            target.copy_(buffer[piece.offset : piece.offset + piece.size])
+            if piece.start + piece.size == slot.num_bytes:
+                whole, self._weight = self._weight, torch.empty(0)
+                self._take(slot.name, whole)
         self._num_loaded += 1
 
 

@@ -1,4 +1,4 @@
-"""`RefitReceiver`: the receiving side of a refit, for an engine whose weights are torch tensors in this process.
+"""`RefitReceiver`: the receiving side of a refit, for an engine that knows its weights by Hugging Face names.
 
 Held by engine workers. Invariant: names and shapes are compared before the first byte is written; from then until the
 last bucket the engine holds no version, so that half-loaded weights are never sampled from.
@@ -6,13 +6,13 @@ last bucket the engine holds no version, so that half-loaded weights are never s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 
 from nemo_rl.errors import WorkerError
-from nemo_rl.models.weight_sync.buckets import BucketSink, RefitPlan, WeightSlot, match_slots
+from nemo_rl.models.weight_sync.buckets import BucketSink, RefitPlan, WeightJoiner, WeightSlot, match_slots
 from nemo_rl.models.weight_sync.ipc_handle import IpcHandle
 from nemo_rl.models.weight_sync.refit_group import RefitGroup, RefitGroupSpec
 
@@ -20,12 +20,19 @@ __all__ = ["RefitReceiver"]
 
 
 class RefitReceiver:
-    """Loads buckets into the tensors of one model."""
+    """Loads buckets into the tensors of one model, or joins them to whole weights.
 
-    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
-        self._model, self._device = model, device
+    Args:
+        device: where weights are.
+        take: is given each weight, which may stay; the model is then asked for names, shapes and dtypes alone.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, device: torch.device, *, take: Callable[[str, torch.Tensor], None] | None = None
+    ) -> None:
+        self._model, self._device, self._take = model, device, take
         self._targets: list[torch.Tensor] = []
-        self._sink: BucketSink | None = None
+        self._sink: BucketSink | WeightJoiner | None = None
         self._num_buckets = 0
         self._bucket_bytes = 0
         self._shared: torch.Tensor | None = None
@@ -42,7 +49,8 @@ class RefitReceiver:
 
     def begin(self, plan: RefitPlan, handle: IpcHandle | None = None) -> None:
         """Ready for the first bucket; with a handle buckets come through the policy's own GPU memory."""
-        self._sink = BucketSink(plan, self._targets)
+        take = self._take
+        self._sink = BucketSink(plan, self._targets) if take is None else WeightJoiner(plan, take, device=self._device)
         self._num_buckets, self._bucket_bytes = self._sink.num_missing, plan.bucket_bytes
         self._shared = handle.open(self._device) if handle is not None else None
 
@@ -93,6 +101,6 @@ class RefitReceiver:
             self._group.close()
         self._group, self._shared = None, None
 
-    def _begun(self) -> BucketSink:
+    def _begun(self) -> BucketSink | WeightJoiner:
         assert self._sink is not None, "begin comes first"
         return self._sink

@@ -100,12 +100,12 @@ def test_a_key_of_another_section_is_offered_with_its_path() -> None:
         (
             DEMO,
             "backend=vllm",
-            "did you mean 'policy.generation.backend' (torch) or 'data_plane.backend' (simple, mooncake_cpu)?",
+            "did you mean 'policy.generation.backend' (torch, vllm) or 'data_plane.backend' (simple, mooncake_cpu)?",
         ),
         (
             DEMO,
-            "policy.generation.backend=vllm",
-            "expected one of 'torch', or module:name of your own, got 'vllm'; the embedded engine is the one",
+            "policy.generation.backend=vlm",
+            "expected one of 'torch', 'vllm', or module:name of your own, got 'vlm'; did you mean 'vllm'?",
         ),
     ],
 )

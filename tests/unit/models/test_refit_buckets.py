@@ -11,6 +11,7 @@ from nemo_rl.models.weight_sync.buckets import (
     BucketFiller,
     BucketSink,
     RefitPlan,
+    WeightJoiner,
     WeightSlot,
     bucket_bytes,
     match_slots,
@@ -51,6 +52,22 @@ def test_every_byte_arrives_in_buckets_of_bounded_size(sizes: list[int], bound: 
     assert count == -(-total // bound)
     assert all(sum(piece.size for piece in bucket) <= bound for bucket in plan.buckets())
     assert all(torch.equal(target, weight) for target, weight in zip(targets, weights.values(), strict=True))
+
+
+@settings(deadline=None, max_examples=60)
+@given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6), bound=st.integers(1, 40))
+def test_weights_are_joined_and_handed_over_once_each(sizes: list[int], bound: int) -> None:
+    weights = {f"w{i}": torch.randn(size, 2) for i, size in enumerate(sizes)}
+    plan = RefitPlan(slots=slots_of(weights), bucket_bytes=bound)
+    taken: list[tuple[str, torch.Tensor]] = []
+    filler = BucketFiller(plan, iter(weights.items()))
+    joiner = WeightJoiner(plan, lambda name, weight: taken.append((name, weight)), device="cpu")
+    buffer = torch.empty(plan.bucket_bytes, dtype=torch.uint8)
+    while joiner.num_missing:
+        joiner.load(buffer[: filler.fill(buffer)])
+        buffer.fill_(255)
+    assert sorted(name for name, _ in taken) == sorted(weights)
+    assert all(torch.equal(weight, weights[name]) for name, weight in taken)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])

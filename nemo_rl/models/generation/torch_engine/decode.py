@@ -14,26 +14,15 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from nemo_rl.errors import NonFiniteError, name_some
 from nemo_rl.models.generation.interfaces import SamplingParams
+from nemo_rl.models.generation.rows import RowRequest
 from nemo_rl.models.generation.torch_engine.observer import NO_OBSERVER, DecodeObserver
 from nemo_rl.models.generation.torch_engine.routes import RowRoutes
 from nemo_rl.models.generation.torch_engine.sampling import draw, seeds_to_tensor
 
-__all__ = ["DecodedRows", "RowRequest", "StopStrings", "decode_rows"]
+__all__ = ["DecodedRows", "StopStrings", "decode_rows"]
 
 # Tokens looked at beyond a stop string's own bytes: the token that completes it may carry a few more characters.
 STOP_WINDOW_SLACK = 4
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowRequest:
-    """One response to sample."""
-
-    prompt: tuple[int, ...]
-    seed: int
-    max_new_tokens: int
-    """At least 1; already cut to what the total length leaves."""
-    number: int = 0
-    """Of the row in its request; named in errors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,8 @@ from nemo_rl.models.generation.interfaces import (
     RecordedRoutes,
     SamplingParams,
 )
-from nemo_rl.models.generation.torch_engine.decode import DecodedRows, RowRequest, StopStrings, decode_rows
+from nemo_rl.models.generation.rows import rows_of
+from nemo_rl.models.generation.torch_engine.decode import DecodedRows, StopStrings, decode_rows
 from nemo_rl.models.generation.torch_engine.routes import RouteRecorder, RowRoutes
 from nemo_rl.models.generation.torch_engine.tracing import NO_TRACING, DecodeTracing, EngineTracing
 from nemo_rl.models.loading import DTYPES, load_causal_lm, named_weights
@@ -114,7 +115,7 @@ class TorchEngine(GenerationInterface):
             NonFiniteError: logits are NaN or inf; the text names row, engine and weight version.
             ValueError: seeds do not divide by prompts, or a prompt is empty or leaves no room for a token.
         """
-        rows = self._rows(request)
+        rows = rows_of(request, max_total_length=self._max_total_length)
         if not rows:
             return _join([], order=[], version=self._weight_version)
         recorder = self._route_recorder() if request.with_routes else None
@@ -214,25 +215,6 @@ class TorchEngine(GenerationInterface):
         if self._tokenizer is None:
             raise ValueError("stop strings need a tokenizer; pass one to TorchEngine")
         return StopStrings(sampling.stop_strings, self._tokenizer)
-
-    def _rows(self, request: GenerationRequest) -> list[RowRequest]:
-        num_prompts, num_rows = len(request.prompt_ids), len(request.seeds)
-        if (num_prompts == 0) != (num_rows == 0) or (num_prompts and num_rows % num_prompts):
-            raise ValueError(f"expected as many seeds for every prompt, got {num_prompts} prompts and {num_rows} seeds")
-        rows: list[RowRequest] = []
-        for p, prompt in enumerate(request.prompt_ids):
-            room = min(request.sampling.max_new_tokens, self._max_total_length - len(prompt))
-            if not prompt or room < 1:
-                raise ValueError(
-                    f"prompt {p}: expected 1 to {self._max_total_length - 1} tokens (max_total_length "
-                    f"{self._max_total_length} less one response token), got {len(prompt)}"
-                )
-            seeds = request.seeds[p * request.group_size : (p + 1) * request.group_size]
-            rows += [
-                RowRequest(prompt=tuple(prompt), seed=seed, max_new_tokens=room, number=number)
-                for number, seed in enumerate(seeds, start=len(rows))
-            ]
-        return rows
 
 
 def _join(parts: Sequence[DecodedRows], *, order: Sequence[int], version: int) -> GenerationOutput:

@@ -1,0 +1,52 @@
+"""The rows of a request, one by one: what every built-in engine makes of it before it samples.
+
+Called by the engines. Invariant: rows come prompt by prompt, and each has room for at least one token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nemo_rl.models.generation.interfaces import GenerationRequest
+
+__all__ = ["RowRequest", "rows_of"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowRequest:
+    """One response to sample."""
+
+    prompt: tuple[int, ...]
+    seed: int
+    max_new_tokens: int
+    """At least 1; already cut to what the total length leaves."""
+    number: int = 0
+    """Of the row in its request; named in errors."""
+
+
+def rows_of(request: GenerationRequest, *, max_total_length: int) -> list[RowRequest]:
+    """All rows, prompt by prompt.
+
+    Args:
+        max_total_length: prompt and response together, in tokens.
+
+    Raises:
+        ValueError: seeds do not divide by prompts, or a prompt is empty or leaves no room for a token.
+    """
+    num_prompts, num_rows = len(request.prompt_ids), len(request.seeds)
+    if (num_prompts == 0) != (num_rows == 0) or (num_prompts and num_rows % num_prompts):
+        raise ValueError(f"expected as many seeds for every prompt, got {num_prompts} prompts and {num_rows} seeds")
+    rows: list[RowRequest] = []
+    for p, prompt in enumerate(request.prompt_ids):
+        room = min(request.sampling.max_new_tokens, max_total_length - len(prompt))
+        if not prompt or room < 1:
+            raise ValueError(
+                f"prompt {p}: expected 1 to {max_total_length - 1} tokens (max_total_length "
+                f"{max_total_length} less one response token), got {len(prompt)}"
+            )
+        seeds = request.seeds[p * request.group_size : (p + 1) * request.group_size]
+        rows += [
+            RowRequest(prompt=tuple(prompt), seed=seed, max_new_tokens=room, number=number)
+            for number, seed in enumerate(seeds, start=len(rows))
+        ]
+    return rows

@@ -1,0 +1,220 @@
+"""`VllmEngine`: generation by vLLM, in a process of its own.
+
+Called by rollout actors. Invariant: every output names the version that produced it, and between the first new weight
+and the last one nothing is sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+import vllm
+from transformers import PreTrainedModel
+from vllm.v1.metrics.reader import Counter
+
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.errors import ConfigError, NonFiniteError, ResourceError, WorkerError, boundary, name_some, shorten
+from nemo_rl.models.generation.interfaces import GenerationInterface, GenerationOutput, GenerationRequest
+from nemo_rl.models.generation.rows import RowRequest, rows_of
+from nemo_rl.models.generation.vllm.arguments import EngineArguments, engine_arguments
+from nemo_rl.models.generation.vllm.extension import pack
+from nemo_rl.models.generation.vllm.routes import join_routes
+from nemo_rl.models.generation.vllm.sampling import row_params
+from nemo_rl.models.generation.vllm.weights import VllmWeights, expected_weights
+from nemo_rl.models.hf_routers import HFRouters
+from nemo_rl.models.weight_sync.buckets import match_slots
+from nemo_rl.routes.shape import RouteShape
+
+__all__ = ["VllmEngine"]
+
+STAGE = "generation"
+STOPPED, CUT = "stop", "length"
+"""How a row may end: at a stop token or string, or at its limit."""
+
+
+class VllmEngine(GenerationInterface):
+    """One model, one vLLM.
+
+    Args:
+        weight_version: -1 when a refit brings the first weights, another number to use those of the folder at once.
+        number: of this engine among those of a run; named in errors.
+
+    Raises:
+        ConfigError: vLLM cannot serve this model, or not with these settings.
+        ResourceError: its cache does not fit.
+    """
+
+    def __init__(
+        self, config: PolicyConfig, *, use_gpu: bool = False, weight_version: int = -1, number: int = 0
+    ) -> None:
+        self._number, self._weight_version = number, weight_version
+        self._max_total_length = config.max_total_sequence_length
+        self._expected = expected_weights(config.model_name, precision=config.generation.precision or config.precision)
+        self._route_shape = _route_shape(self._expected) if config.router_replay.enabled else None
+        arguments = engine_arguments(config, use_gpu=use_gpu, loads_folder=weight_version >= 0)
+        sizes = config.generation.vllm_cfg
+        self._is_alone = sizes.tensor_parallel_size * sizes.pipeline_parallel_size == 1
+        self._llm: vllm.LLM | None = _start(arguments, config)
+        self._weights = VllmWeights(self._expected, self._hand)
+        self._broken: str | None = None if weight_version >= 0 else "no weights have come yet"
+
+    @property
+    def weight_version(self) -> int:
+        return self._weight_version
+
+    def generate(self, request: GenerationRequest) -> GenerationOutput:
+        """Samples all rows, prompt by prompt.
+
+        Raises:
+            ConfigError: routes are asked for, and the engine was started without `policy.router_replay.enabled`.
+            NonFiniteError: log-probabilities are NaN or inf; the text names row, engine and weight version.
+            ValueError: seeds do not divide by prompts, or a prompt is empty or leaves no room for a token.
+            WorkerError: the weights are not whole.
+        """
+        if self._broken is not None:
+            raise WorkerError(
+                f"generation engine {self._number} has no whole weights to sample from: {self._broken}", stage=STAGE
+            )
+        rows = rows_of(request, max_total_length=self._max_total_length)
+        shape = self._route_shape if request.with_routes else None
+        if request.with_routes and shape is None:
+            raise ConfigError("policy.router_replay.enabled: false, so vLLM was started without routes; set it to true")
+        outputs = self._sample(request, rows)
+        for row, output in zip(rows, outputs, strict=True):
+            if output.finish_reason not in (STOPPED, CUT):
+                raise WorkerError(f"vLLM ended row {row.number} by {output.finish_reason!r}", stage=STAGE)
+        logprobs = [_logprobs(output) for output in outputs]
+        self._check_finite(logprobs)
+        return GenerationOutput(
+            token_ids=torch.tensor([token for output in outputs for token in output.token_ids], dtype=torch.int32),
+            logprobs=torch.from_numpy(np.concatenate(logprobs)) if logprobs else torch.zeros(0),
+            lengths=torch.tensor([len(output.token_ids) for output in outputs], dtype=torch.int64),
+            truncated=torch.tensor([output.finish_reason == CUT for output in outputs], dtype=torch.bool),
+            weight_version=self._weight_version,
+            routes=None if shape is None else join_routes([output.routed_experts for output in outputs], shape),
+        )
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:
+        """Replaces every weight; a tied weight may come under either of its names, or both."""
+        given = dict(weights)
+        state = self._expected.state_dict(keep_vars=True)
+        slots, targets = match_slots({name: tuple(weight.shape) for name, weight in given.items()}, state)
+        self.begin_weights()
+        for slot, target in zip(slots, targets, strict=True):
+            self.take_weight(slot.name, given[slot.name].detach().to(target.dtype, copy=True))
+        self.finish_weights(version)
+        return version
+
+    def begin_weights(self) -> None:
+        """From here to `finish_weights` nothing can be sampled."""
+        self._weight_version, self._broken = -1, "new weights were on their way and have not all come"
+        self._weights.begin()
+
+    def take_weight(self, name: str, weight: torch.Tensor) -> None:
+        """One of the new weights, under its Hugging Face name, in the engine's dtype."""
+        try:
+            self._weights.take(name, weight)
+        except Exception as error:
+            self._broken = f"vLLM could not load {name!r}: {type(error).__name__}: {shorten(str(error))}"
+            raise
+
+    def finish_weights(self, version: int) -> None:
+        """All new weights have come: vLLM computes with them, and with nothing that it knows of the old ones."""
+        try:
+            self._weights.finish()
+            self._forget()
+        except Exception as error:
+            self._broken = f"vLLM could not load version {version}: {type(error).__name__}: {shorten(str(error))}"
+            raise
+        self._weight_version, self._broken = version, None
+
+    def weights_digest(self) -> dict[str, str]:
+        """Hugging Face name -> hash of dtype, shape and bytes of each weight that vLLM was given last."""
+        return dict(self._weights.digest())
+
+    def counters(self) -> dict[str, float]:
+        """vLLM's own counts since its start, such as `vllm:num_preemptions`; it counts with `disable_log_stats: false`
+        in `policy.generation.vllm_kwargs`."""
+        return {each.name: each.value for each in self._engine().get_metrics() if isinstance(each, Counter)}
+
+    def prepare_for_generation(self) -> None:
+        """Nothing to wake: weights and cache stay where they are."""
+        self._engine()
+
+    def finish_generation(self) -> None:
+        """Forgets cached prompts; their memory stays reserved."""
+        if self._llm is not None:
+            self._forget()
+
+    def shutdown(self) -> None:
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+
+    def _sample(self, request: GenerationRequest, rows: Sequence[RowRequest]) -> list[vllm.CompletionOutput]:
+        if not rows:
+            return []
+        prompts = [{"prompt_token_ids": list(row.prompt)} for row in rows]
+        params = [row_params(request.sampling, row) for row in rows]
+        found = self._engine().generate(prompts, params, use_tqdm=False)
+        return [request_output.outputs[0] for request_output in found]
+
+    def _check_finite(self, logprobs: Sequence[np.ndarray]) -> None:
+        bad = [row for row, values in enumerate(logprobs) if not bool(np.isfinite(values).all())]
+        if bad:
+            raise NonFiniteError(
+                f"generation engine {self._number}, weight version {self._weight_version}: NaN or inf in the "
+                f"log-probabilities of row {name_some(bad)}. Training has diverged, or the weights were broken from "
+                "the start: resume from an earlier checkpoint with a lower learning rate, or check policy.model_name"
+            )
+
+    def _forget(self) -> None:
+        if not self._engine().reset_prefix_cache():
+            raise RuntimeError("vLLM kept its prefix cache: requests of it are still running")
+
+    def _hand(self, method: str, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        payload: list[object] = []
+        if named:
+            payload = [list(named) if self._is_alone else pack(list(named))]
+        self._engine().collective_rpc(method, args=tuple(payload))
+
+    def _engine(self) -> vllm.LLM:
+        if self._llm is None:
+            raise RuntimeError("this engine was shut down; build a new one")
+        return self._llm
+
+
+def _logprobs(output: vllm.CompletionOutput) -> np.ndarray:
+    """`[tokens]` float32; the sampled token comes first at every position."""
+    flat = output.logprobs
+    return np.asarray(flat.logprobs, dtype=np.float32)[np.asarray(flat.start_indices, dtype=np.int64)]
+
+
+def _route_shape(model: PreTrainedModel) -> RouteShape:
+    routers = HFRouters(model)
+    return RouteShape(layers=routers.layers, top_k=routers.top_k, num_experts=routers.num_experts)
+
+
+def _start(arguments: EngineArguments, config: PolicyConfig) -> vllm.LLM:
+    where = (
+        f"policy.generation.backend: vLLM cannot start with {config.model_name!r} and these settings; change "
+        "policy.generation.vllm_cfg or vllm_kwargs, or set backend=torch"
+    )
+    with boundary(ConfigError, where):
+        try:
+            llm = vllm.LLM(**arguments)
+            llm.collective_rpc("seed_rows")
+            # Kernels refuse a model when they first run.
+            first = vllm.SamplingParams(temperature=0, max_tokens=2, logprobs=0)
+            llm.generate({"prompt_token_ids": [0]}, first, use_tqdm=False)
+            return llm
+        except ValueError as error:
+            if "memory" not in str(error).lower():
+                raise
+            key = "kv_cache_gib" if "kv_cache_memory_bytes" in arguments else "gpu_memory_utilization"
+            raise ResourceError(
+                f"policy.generation.vllm_cfg.{key}: vLLM's cache of keys and values does not fit; change it, or lower "
+                f"policy.max_total_sequence_length. vLLM says: {shorten(' '.join(str(error).split()))}"
+            ) from error

@@ -1,0 +1,78 @@
+"""`RefitExtension`: what runs of ours in the workers of vLLM, which mix it into their own class: refit, and seeds.
+
+vLLM reloads layer by layer: a layer keeps what comes for it, and is fused and packed anew when it is whole. Invariant:
+between `begin_weights` and `finish_weights` nothing may be generated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+
+from nemo_rl.models.generation.vllm.seeding import draw_by_position
+
+__all__ = ["RefitExtension", "pack"]
+
+
+def pack(named: list[tuple[str, torch.Tensor]]) -> bytes:
+    """Weights for workers in other processes: messages to them hold no tensors."""
+    # Experts share the memory of their layer, which the format refuses.
+    return save({name: weight.detach().cpu().contiguous().clone() for name, weight in named})
+
+
+class RefitExtension:
+    """Methods that `collective_rpc` calls on every worker."""
+
+    model_runner: Any
+    vllm_config: Any
+    use_v2_model_runner: bool
+    is_reloading = False
+
+    def seed_rows(self) -> None:
+        """Called once, before the first request. vLLM's second model runner draws by seed and position by itself."""
+        if not self.use_v2_model_runner:
+            draw_by_position(self.model_runner)
+
+    def begin_weights(self) -> None:
+        """Weights come from here on. After a refit that broke off, begins anew."""
+        model = self.model_runner.get_model()
+        if self.is_reloading:
+            self._finalize(model)
+        if current_platform.is_cpu():
+            # vLLM packs experts for CPUs only where it makes their kernel; a kernel that is kept computes with weights
+            # that are not packed, without an error. Needed until vLLM packs in a reload as well.
+            for module in model.modules():
+                if isinstance(module, RoutedExperts):
+                    module.quant_method.moe_kernel = None
+        self.is_reloading = True
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(model)
+
+    def take_weights(self, named: list[tuple[str, torch.Tensor]] | bytes) -> None:
+        """Some of them, as the files of the model name them; the tensors are kept and must not change."""
+        if isinstance(named, bytes):
+            named = list(load(named).items())
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.get_model().load_weights(iter(named))
+
+    def finish_weights(self) -> None:
+        """All have come."""
+        self._finalize(self.model_runner.get_model())
+        self.is_reloading = False
+        self.model_runner.reset_encoder_cache()
+
+    def _finalize(self, model: torch.nn.Module) -> None:
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(model, self.model_runner.model_config)
+        if current_platform.is_cpu():
+            # No weight comes for a head that is tied to the embedding, so vLLM leaves it packed from the old one.
+            for module in model.modules():
+                if isinstance(module, ParallelLMHead):
+                    module.quant_method.process_weights_after_loading(module)
