@@ -76,7 +76,7 @@ def from_the_root() -> Iterator[None]:
 def engine_of(trainer: SyncGRPOTrainer) -> EngineWorker:
     tracing = trainer._parts.tracing
     assert isinstance(tracing, LiveTracing)
-    engine = tracing._engines._engines._worker
+    engine = tracing._engines._engines.members[0]._worker
     assert isinstance(engine, EngineWorker)
     return engine
 

@@ -22,9 +22,12 @@ from pathlib import Path
 from nemo_rl.utils.run_lock import lock_folder
 
 with lock_folder(Path(sys.argv[1])):
+    reader, writer = os.pipe()
     forked = os.fork()
     if not forked:
+        os.write(writer, b"!")
         time.sleep(600)
+    os.read(reader, 1)
     started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     print(forked, started.pid, flush=True)
     sys.stdin.read()

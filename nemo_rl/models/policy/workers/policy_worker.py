@@ -285,6 +285,7 @@ class PolicyWorker:
         self.tracing.close()
         self.engine.close()
         self.refit.close()
+        self.saving.close()
         self._device_side.stop_profiling()
         if self._owns_group:
             destroy_process_group()

@@ -66,6 +66,11 @@ class Saving:
         running, self._running = self._running, None
         return 0.0 if running is None else running.finish(timeout_s)
 
+    def close(self) -> None:
+        """Ends the group; called once."""
+        if dist.is_initialized():
+            dist.destroy_process_group(self._group)
+
     def _check_none_runs(self) -> None:
         if self._running is not None:
             raise RuntimeError("a save was begun: finish it before the next")
