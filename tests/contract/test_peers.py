@@ -224,8 +224,9 @@ def test_clears_of_one_side_meet_reads_of_the_other(plane: Plane) -> None:
         done = pool.submit(churn)
         stack.callback(stop.set)
         whole = refused = 0
-        give_up = time.monotonic() + 5
-        while (whole < 5 or refused < 1) and time.monotonic() < give_up:
+        began = time.monotonic()
+        # Some stores refuse seldom; a machine that does much else lets few reads end between two clears.
+        while (whole < 5 and time.monotonic() < began + 60) or (refused < 1 and time.monotonic() < began + 5):
             try:
                 rows = plane.peer.kv_batch_get(keys, partition, ["input_ids"])["input_ids"]
             except KeysNotFound:
