@@ -26,7 +26,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nemo_rl.algorithms.kept_steps.keeper import Keeper
-from nemo_rl.algorithms.run_folder import ROLLOUTS
 from nemo_rl.algorithms.saver import Saver
 from nemo_rl.algorithms.stages.bodies import clear_untrained
 from nemo_rl.algorithms.stages.columns import declare_partition
@@ -49,6 +48,7 @@ from nemo_rl.utils.logger import REWARD_METRIC, Logger
 from nemo_rl.utils.metrics import values
 from nemo_rl.utils.panel import Panel, StepReport
 from nemo_rl.utils.r3_trace import trace_plan
+from nemo_rl.utils.rollout_file import ROLLOUTS
 from nemo_rl.utils.save_deadline import SaveDeadline
 from nemo_rl.utils.timer import Timer
 
