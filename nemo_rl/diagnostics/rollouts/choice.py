@@ -27,6 +27,18 @@ class Group:
     num_rows: int
     """Those of the file."""
 
+    def summary(self) -> list[str]:
+        """Rows, rewards and ends, for people."""
+        rewards, reasons = [row.reward for row in self.rows], [row.finish_reason for row in self.rows]
+        rows = "1 row" if self.num_rows == 1 else f"{self.num_rows} rows"
+        span = f" ({min(rewards):.4g} to {max(rewards):.4g})" if min(rewards) != max(rewards) else ""
+        ends = (f"{_plain(reason)} {reasons.count(reason)}" for reason in dict.fromkeys(reasons))
+        return [
+            rows if len(rewards) == self.num_rows else f"{len(rewards)} of {rows}",
+            f"reward {sum(rewards) / len(rewards):.4g}{span}",
+            f"ended by {', '.join(ends)}",
+        ]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShownRollouts:
@@ -81,7 +93,7 @@ def _wanted(uids: list[str], group: str | None, path: Path) -> list[str]:
     found = [group] if group in uids else [uid for uid in uids if group and uid.startswith(group)]
     if len(found) != 1:
         why = f"begins {len(found)} groups" if found else "is no group"
-        names = name_some(printable(uid, limit=NAME_SHOWN) for uid in found or uids)
+        names = name_some([_plain(uid) for uid in found or uids])
         raise UserError(f"--group {group!r} {why} of {path}; expected one of {names}")
     return found
 
@@ -95,14 +107,18 @@ def _span(steps: tuple[int, ...]) -> str:
 
 def _no_rollouts(run: Path) -> str:
     if not run.is_dir():
-        near = [path.name for path in _folders(run.parent) if steps_with_rollouts(path)]
+        near = [_plain(path.name) for path in _folders(run.parent) if steps_with_rollouts(path)]
         there = f"runs with rollouts in {run.parent}: {name_some(near)}" if near else f"{run.parent} has no such run"
         return f"{run}: expected the log folder of a run (logger.log_dir), got no folder; {there}"
-    what = sorted(path.name for path in (run / ROLLOUTS if (run / ROLLOUTS).is_dir() else run).iterdir())
+    what = sorted(_plain(path.name) for path in (run / ROLLOUTS if (run / ROLLOUTS).is_dir() else run).iterdir())
     return (
         f"{run}: expected {ROLLOUTS}/step_N.jsonl of a run, got {name_some(what) or 'an empty folder'}; a run writes "
         "them with logger.num_rollouts_to_log above 0"
     )
+
+
+def _plain(name: str) -> str:
+    return printable(name, limit=NAME_SHOWN)
 
 
 def _folders(parent: Path) -> list[Path]:

@@ -75,13 +75,10 @@ def page_text(shown: ShownRollouts) -> str:
 
 
 def _group(group: Group) -> Markup:
-    rewards = [row.reward for row in group.rows]
-    mean = f"{sum(rewards) / len(rewards):.4g}"
-    summary = f"{len(rewards)} of {group.num_rows} rows, reward {mean} ({min(rewards):.4g} to {max(rewards):.4g}); "
     return tag(
         "section",
         tag("h2", f"Group {_plain(group.uid)}"),
-        tag("p", summary, difference_text(group.rows)),
+        tag("p", ", ".join(group.summary()), "; ", difference_text(group.rows)),
         *(
             tag("pre", {"class": "prompt"}, _lines(prompt))
             for prompt in dict.fromkeys(row.prompt for row in group.rows)
@@ -102,7 +99,7 @@ def _row(row: RolloutRow) -> Markup:
     return tag(
         "article",
         {"class": "out"} if is_left_out else {},
-        tag("p", tag("b", _plain(row.name)), ": ", *parts, left_out, difference_text([row])),
+        tag("p", tag("b", _plain(row.key)), ": ", *parts, left_out, difference_text([row])),
         tag("pre", {"class": "response"}, *response),
     )
 

@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from nemo_rl.diagnostics.rollouts.row import RolloutRow, RowTokens
+from nemo_rl.utils.plain_text import printable
 
 __all__ = ["BOUNDS", "Grade", "Piece", "difference_text", "grade_of", "legend", "pieces_of", "signed"]
 
 BOUNDS = (0.05, 0.5)
 """Of the grades: probabilities 5 % apart, which low precision explains, and 65 %, which it does not."""
+WHY_SHOWN = 200
+"""Characters of a reason that the file gives."""
 
 
 class Grade(IntEnum):
@@ -77,7 +80,8 @@ def difference_text(rows: Iterable[RolloutRow]) -> str:
     found = [abs(value) for row in of_rows if row.tokens is not None for value in row.tokens.differences()]
     if not found:
         reasons = dict.fromkeys(row.no_prev_logprobs for row in of_rows if row.no_prev_logprobs)
-        return f"no log-probabilities of the trainer: {'; '.join(reasons) or 'no token is trained'}"
+        why = printable("; ".join(reasons), limit=WHY_SHOWN) or "no token is trained"
+        return f"no log-probabilities of the trainer: {why}"
     num_far = sum(grade_of(value) is Grade.FAR for value in found)
     far = f", {num_far} of {len(found)} tokens far" if num_far else f" over {len(found)} tokens"
     return f"|rollout - trainer| mean {sum(found) / len(found):.2g}, max {max(found):.2g}{far}"
@@ -87,8 +91,8 @@ def legend() -> str:
     """What the marks mean."""
     low, high = BOUNDS
     return (
-        f"marks: log-probabilities of rollout and trainer apart by more than {low} ({Grade.APART.mark}), "
-        f"{high} ({Grade.FAR.mark}); not trained (-)"
+        f"marks: log-probabilities apart by more than {low} ({Grade.APART.mark}), {high} ({Grade.FAR.mark}); "
+        "not trained (-)"
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.data_plane.keys import cut_key, group_uid
+from nemo_rl.data_plane.keys import group_uid
 from nemo_rl.errors import UserError, boundary
 
 __all__ = ["RolloutRow", "RowTokens", "read_rows"]
@@ -78,11 +78,6 @@ class RolloutRow:
     tokens: RowTokens | None = None
     no_prev_logprobs: str | None = None
     """Why there are none of the trainer; None where there are."""
-
-    @property
-    def name(self) -> str:
-        """The part of the key behind its group."""
-        return cut_key(self.key)[1]
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> RolloutRow:

@@ -28,9 +28,9 @@ COLORS = {Grade.CLOSE: "", Grade.APART: "black on yellow", Grade.FAR: "white on 
 def rollout_lines(shown: ShownRollouts, *, width: int) -> Iterator[Text]:
     """Lines of at most `width` cells (at least 20)."""
     width = max(width, LEAST_WIDTH)
-    num_groups = len({group.uid for group in shown.groups})
-    head = [f"{_plain(shown.run)}, step {shown.step}:", f"{shown.num_shown} of {shown.num_rows} rows,"]
-    yield from _words([*head, f"{num_groups} groups"], width, style=WORD)
+    run = printable(str(shown.run), limit=len(str(shown.run)))
+    head = [f"{run}, step {shown.step}:", f"{shown.num_shown} of {shown.num_rows} rows,"]
+    yield from _words([*head, f"groups: {len(shown.groups)}"], width, style=WORD)
     yield from _words(legend().split(" "), width)
     for group in shown.groups:
         yield Text()
@@ -38,7 +38,7 @@ def rollout_lines(shown: ShownRollouts, *, width: int) -> Iterator[Text]:
 
 
 def _group_lines(group: Group, width: int) -> Iterator[Text]:
-    yield from _words(_summary(group), width, style=WORD)
+    yield from _words([f"group {_plain(group.uid)}:", *_listed(group.summary())], width, style=WORD)
     yield from _words(difference_text(group.rows).split(" "), width, indent="  ")
     prompts = dict.fromkeys(row.prompt for row in group.rows)
     for prompt in prompts:
@@ -48,27 +48,10 @@ def _group_lines(group: Group, width: int) -> Iterator[Text]:
         yield from _row_lines(row, width)
 
 
-def _summary(group: Group) -> list[str]:
-    rewards = [row.reward for row in group.rows]
-    reasons = [row.finish_reason for row in group.rows]
-    rows = (
-        f"{len(group.rows)} rows" if len(group.rows) == group.num_rows else f"{len(rewards)} of {group.num_rows} rows"
-    )
-    ends = ", ".join(f"{_plain(reason)} {reasons.count(reason)}" for reason in dict.fromkeys(reasons))
-    span = f" ({min(rewards):.4g} to {max(rewards):.4g})" if min(rewards) != max(rewards) else ""
-    return [
-        f"group {_plain(group.uid)}:",
-        f"{rows},",
-        f"reward {sum(rewards) / len(rewards):.4g}{span},",
-        f"ended by {ends}",
-    ]
-
-
 def _row_lines(row: RolloutRow, width: int) -> Iterator[Text]:
     is_left_out = row.sample_mask == 0
     style = MASKED if is_left_out else ""
     facts = [
-        f"{_plain(row.name)}:",
         f"reward {row.reward:.4g}",
         *(f"{_plain(name)} {'none' if part is None else f'{part:.4g}'}" for name, part in row.components.items()),
         f"advantage {signed(row.advantage)}",
@@ -77,8 +60,7 @@ def _row_lines(row: RolloutRow, width: int) -> Iterator[Text]:
         *([f"weights {row.weight_version}"] if row.weight_version is not None else []),
         *(["not trained (sample mask 0)"] if is_left_out else []),
     ]
-    parts = [f"{fact}," if fact[-1:] not in (":", ",") else fact for fact in facts[:-1]] + facts[-1:]
-    yield from _words(parts, width, indent="  ", style=style)
+    yield from _words([f"{_plain(row.key)}:", *_listed(facts)], width, indent="  ", style=style)
     if row.tokens is None:
         yield from _folded([(row.response, style, " ")], width)
         return
@@ -143,6 +125,10 @@ def _words(words: Sequence[str], width: int, *, indent: str = "", style: str = "
             line = indent + "  " + line[cut:]
     if line.strip():
         yield Text(line, style=style)
+
+
+def _listed(facts: Sequence[str]) -> list[str]:
+    return [f"{fact}," for fact in facts[:-1]] + list(facts[-1:])
 
 
 def _plain(text: object) -> str:
