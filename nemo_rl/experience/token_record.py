@@ -1,7 +1,7 @@
 """What readable rollouts say of the tokens of a row: ids, texts, mask, log-probabilities.
 
 Called by the rollout worker. Invariant: the texts of a row's tokens, joined, are its
-text, at most with another space in front.
+text, at most with another space in front of it.
 """
 
 from __future__ import annotations
