@@ -26,7 +26,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nemo_rl.algorithms.kept_steps.keeper import Keeper
-from nemo_rl.algorithms.run_folder import ROLLOUTS
 from nemo_rl.algorithms.saver import Saver
 from nemo_rl.algorithms.stages.bodies import clear_untrained
 from nemo_rl.algorithms.stages.columns import declare_partition
@@ -49,10 +48,14 @@ from nemo_rl.utils.logger import REWARD_METRIC, Logger
 from nemo_rl.utils.metrics import values
 from nemo_rl.utils.panel import Panel, StepReport
 from nemo_rl.utils.r3_trace import trace_plan
+from nemo_rl.utils.rollout_file import ROLLOUTS
 from nemo_rl.utils.save_deadline import SaveDeadline
 from nemo_rl.utils.timer import Timer
 
 __all__ = ["RunSummary", "SyncGRPOTrainer", "TrainerParts"]
+
+ENGINES_METRIC = "rollout/engines"
+"""Engines alive at the end of a rollout, as `GenerationReplicas` counts them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -286,6 +289,7 @@ class SyncGRPOTrainer:
         stage_seconds: Mapping[str, float],
         stage_bytes: Mapping[str, int],
     ) -> StepReport:
+        engines = metrics.get(ENGINES_METRIC)
         return StepReport(
             step=self._step,
             num_steps=self._config.grpo.max_num_steps,
@@ -293,6 +297,8 @@ class SyncGRPOTrainer:
             val_reward=self._val_reward,
             loss=metrics.get("train/loss"),
             kl=metrics.get("train/reference_kl", metrics.get("train/policy_kl")),
+            num_engines=None if engines is None else int(engines),
+            all_engines=self._config.policy.generation.num_replicas,
             tokens_per_s=step.num_tokens / step.seconds,
             stage_seconds=dict(stage_seconds),
             stage_bytes=dict(stage_bytes),

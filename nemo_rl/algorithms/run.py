@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from nemo_rl.algorithms.grpo_sync import RunSummary
-from nemo_rl.algorithms.run_folder import CONFIG_FILE, CURVE_FILE, ROLLOUTS
+from nemo_rl.algorithms.run_folder import CONFIG_FILE, CURVE_FILE
 from nemo_rl.algorithms.setup import open_trainer
 from nemo_rl.algorithms.worker_forks import worker_forks
 from nemo_rl.config.r3_trace_env import r3_trace_enabled, trace_folder
@@ -18,6 +18,7 @@ from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.utils.memory import PeakMemory
 from nemo_rl.utils.panel import final_lines
 from nemo_rl.utils.reward_curve import write_reward_curve
+from nemo_rl.utils.rollout_file import ROLLOUTS
 from nemo_rl.utils.save_deadline import SaveDeadline
 from nemo_rl.utils.trackers.jsonl import METRICS_FILE
 

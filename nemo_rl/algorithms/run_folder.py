@@ -21,6 +21,7 @@ from nemo_rl.errors import RunFolderError
 from nemo_rl.experience.sync_rollout_actor import REWARD_LOG
 from nemo_rl.utils.checkpoint import STEP, checkpoint_paths
 from nemo_rl.utils.last_resort import CRASH_FILE
+from nemo_rl.utils.rollout_file import ROLLOUTS, steps_with_rollouts
 from nemo_rl.utils.run_lock import lock_folder
 from nemo_rl.utils.trackers.jsonl import METRICS_FILE
 
@@ -28,7 +29,6 @@ __all__ = [
     "CONFIG_FILE",
     "CURVE_FILE",
     "RECORDS",
-    "ROLLOUTS",
     "STEPS",
     "TRACER",
     "cut_rollouts",
@@ -39,7 +39,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-CONFIG_FILE, CURVE_FILE, ROLLOUTS = "config.yaml", "reward_curve.png", "rollouts"
+CONFIG_FILE, CURVE_FILE = "config.yaml", "reward_curve.png"
 STEPS = "steps"
 """Folder of the steps that a run keeps."""
 RECORDS = "records"
@@ -136,7 +136,7 @@ def run_folders(config: MasterConfig) -> list[Path]:
 def _recorded(log_dir: Path) -> list[str]:
     """What an earlier run has recorded, in words; a start that came to nothing has recorded nothing."""
     metrics = log_dir / METRICS_FILE
-    rollouts = sum(1 for _ in (log_dir / ROLLOUTS).glob("step_*.jsonl"))
+    rollouts = len(steps_with_rollouts(log_dir))
     found = [METRICS_FILE] if metrics.is_file() and metrics.stat().st_size > 0 else []
     return found + ([f"rollouts of {rollouts} steps"] if rollouts else [])
 

@@ -19,6 +19,7 @@ from nemo_rl.cli.launch import app as launch_app
 from nemo_rl.cli.plan import plan
 from nemo_rl.cli.probe import app as probe_app
 from nemo_rl.cli.replay import replay
+from nemo_rl.cli.rollouts import app as rollouts_app
 from nemo_rl.cli.shrink import shrink
 from nemo_rl.cli.trace import app as trace_app
 from nemo_rl.errors import NemoRLError, UserError
@@ -31,6 +32,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(data_plane_app, name="data-plane")
 app.add_typer(launch_app, name="launch")
 app.add_typer(probe_app, name="probe")
+app.add_typer(rollouts_app, name="rollouts")
 app.add_typer(trace_app, name="trace")
 app.command()(doctor)
 app.command()(plan)

@@ -99,7 +99,7 @@ _ROWS = (
         dims=("T",),
         family="generation_logprobs",
         produced_by="rollout",
-        read_by=(WorkerPass.TRAIN,),
+        read_by=(WorkerPass.TRAIN, "log"),
     ),
     FieldSpec(
         name=WorkerPass.PREV_LOGPROBS.column,
@@ -107,7 +107,7 @@ _ROWS = (
         dims=("T",),
         family=WorkerPass.PREV_LOGPROBS.column,
         produced_by=WorkerPass.PREV_LOGPROBS,
-        read_by=(WorkerPass.TRAIN,),
+        read_by=(WorkerPass.TRAIN, "log"),
     ),
     FieldSpec(
         name=WorkerPass.REFERENCE_LOGPROBS.column,

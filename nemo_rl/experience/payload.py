@@ -14,6 +14,7 @@ import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.generation.interfaces import GenerationOutput
+from nemo_rl.utils.rollout_file import rounded
 
 __all__ = ["RowScalars", "build_columns", "mean_of_scored", "row_record"]
 
@@ -109,10 +110,11 @@ def row_record(
     *, reward: float, components: Mapping[str, float], response_tokens: int, truncated: bool
 ) -> dict[str, object]:
     """What readable rollouts say of a row besides its texts; a component without a score is None."""
-    parts = {name: None if math.isnan(part) else round(float(part), 6) for name, part in components.items()}
+    parts = {name: None if math.isnan(part) else rounded(part) for name, part in components.items()}
     return {
-        "reward": float(reward),
+        "reward": rounded(reward),
         **({"components": parts} if parts else {}),
         "response_tokens": int(response_tokens),
         "truncated": bool(truncated),
+        "finish_reason": "length" if truncated else "stop",
     }

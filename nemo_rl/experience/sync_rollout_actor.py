@@ -31,11 +31,13 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.calls import Call, Pending, Request, ask
 from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import WorkerGroup
+from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.environments.factory import build_environment
 from nemo_rl.errors import DataPlaneClosed, ResourceError, WorkerError
 from nemo_rl.experience.payload import RowScalars, build_columns, mean_of_scored, row_record
 from nemo_rl.experience.rollouts import Rollouts, SeedSource, run_rollouts, sampling_params
 from nemo_rl.experience.routes import RouteWriter
+from nemo_rl.experience.token_record import TokenTexts, token_record
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.generation.replicas import GenerationReplicas
 from nemo_rl.utils.files import write_text
@@ -52,6 +54,8 @@ REWARD_LOG = "reward.log"
 """File in `logger.log_dir` with what the reward has printed; there once it has."""
 WEIGHT_VERSION = "weight_version"
 """Tag of every row."""
+LOGGED_FIELDS = ("input_ids", "token_mask", "generation_logprobs")
+"""Columns of readable rollouts that every row has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,6 +158,7 @@ class SyncRolloutActor:
             spec.policy.tokenizer.name or spec.policy.model_name,
             chat_template=spec.policy.tokenizer.chat_template,
         )
+        self._token_texts = TokenTexts(self._tokenizer)
         self._stop_ids = stop_token_ids(spec.policy.model_name, self._tokenizer)
         self._train, self._validation = build_prompt_sets(spec.data, self._tokenizer)
         self._environment = build_environment(
@@ -298,18 +303,38 @@ class SyncRolloutActor:
         ]
         _write_json_lines(path, records)
 
-    def log_rollouts(self, meta: KVBatchMeta, *, path: Path, records: Sequence[Mapping[str, object]]) -> None:
-        """Writes the rows as readable JSON lines: key, prompt, response, and what `records` say of each."""
+    def log_rollouts(
+        self, meta: KVBatchMeta, *, scored: KVBatchMeta | None, path: Path, records: Sequence[Mapping[str, object]]
+    ) -> None:
+        """Writes the rows as readable JSON lines: key, texts, what `records` say of each, and its tokens.
+
+        Args:
+            scored: those of the rows that have log-probabilities of the trainer, in any order; None: no row has.
+        """
+        prev = WorkerPass.PREV_LOGPROBS.column
         with self.client.stage("log"):
-            batch = read_columns(self.client, meta, ("input_ids", "token_mask"), pad_values={"input_ids": 0})
+            batch = read_columns(self.client, meta, LOGGED_FIELDS, pad_values={"input_ids": 0})
+            prevs = None if scored is None else read_columns(self.client, scored, (prev,)).tensor(prev)
         ids, mask = batch.tensor("input_ids"), batch.tensor("token_mask").bool()
-        texts = []
-        for row, length in enumerate(meta.sequence_lengths or ()):
+        row_of = {} if scored is None else {key: row for row, key in enumerate(scored.keys)}
+        lines = []
+        for row, (key, length) in enumerate(zip(meta.keys, meta.sequence_lengths or (), strict=True)):
             tokens, is_response = ids[row, :length], mask[row, :length]
-            prompt = self._tokenizer.decode(tokens[~is_response].tolist())
-            response = self._tokenizer.decode(tokens[is_response].tolist())
-            texts.append({"key": meta.keys[row], "prompt": prompt, "response": response})
-        _write_json_lines(path, [{**text, **record} for text, record in zip(texts, records, strict=True)])
+            texts = {
+                "key": key,
+                "group": group_uid(key),
+                "prompt": self._tokenizer.decode(tokens[~is_response].tolist()),
+                "response": self._tokenizer.decode(tokens[is_response].tolist()),
+            }
+            columns = token_record(
+                self._token_texts,
+                tokens.tolist(),
+                mask=is_response,
+                generation_logprobs=batch.tensor("generation_logprobs")[row, :length],
+                prev_logprobs=prevs[row_of[key], :length] if prevs is not None and key in row_of else None,
+            )
+            lines.append({**texts, **records[row], **columns})
+        _write_json_lines(path, lines)
 
     def keep_columns(self, meta: KVBatchMeta, *, fields: Sequence[str], path: Path) -> int:
         """Writes columns of the rows to a file, as they are stored; returns its bytes."""
@@ -402,11 +427,12 @@ class RolloutHandle:
         return result
 
     def submit_log_rollouts(
-        self, meta: KVBatchMeta, *, path: Path, records: Sequence[Mapping[str, object]]
+        self, meta: KVBatchMeta, *, scored: KVBatchMeta | None, path: Path, records: Sequence[Mapping[str, object]]
     ) -> Pending[None]:
         """Writes rows for people; see `SyncRolloutActor.log_rollouts`."""
-        self.driver_bytes += message_bytes((meta, records))
-        return self._submit(ask(SyncRolloutActor.log_rollouts, meta=meta, path=path, records=records), "log")
+        self.driver_bytes += message_bytes((meta, scored, records))
+        request = ask(SyncRolloutActor.log_rollouts, meta=meta, scored=scored, path=path, records=records)
+        return self._submit(request, "log")
 
     def submit_keep_columns(self, meta: KVBatchMeta, *, fields: Sequence[str], path: Path) -> Pending[int]:
         """Writes columns to a file; see `SyncRolloutActor.keep_columns`."""

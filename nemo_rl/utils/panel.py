@@ -46,6 +46,10 @@ class StepReport:
     """None when the step had nothing to train on."""
     kl: float | None = None
     """KL to the reference where it is computed, else to the policy that sampled; None without an update."""
+    num_engines: int | None = None
+    """Those of the rollout that live; None where it has one alone, without which no step ends."""
+    all_engines: int | None = None
+    """With which the run has started."""
     tokens_per_s: float = 0.0
     stage_seconds: Mapping[str, float] = field(default_factory=dict)
     stage_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -219,7 +223,14 @@ def _optional_numbers(report: StepReport) -> list[tuple[str, str]]:
         ("loss", report.loss, "+.4f"),
         ("kl", report.kl, ".5f"),
     ]
-    return [(name, format(value, spec)) for name, value, spec in numbers if value is not None]
+    shown = [(name, format(value, spec)) for name, value, spec in numbers if value is not None]
+    return [*shown, *_missing_engines(report)]
+
+
+def _missing_engines(report: StepReport) -> list[tuple[str, str]]:
+    """Nothing while all are there."""
+    alive, total = report.num_engines, report.all_engines
+    return [("engines", f"{alive}/{total}")] if alive is not None and total is not None and alive < total else []
 
 
 def _stage_names(report: StepReport) -> list[str]:

@@ -14,7 +14,10 @@ from safetensors.torch import load_file
 from nemo_rl.algorithms.grpo_sync import SyncGRPOTrainer
 from nemo_rl.algorithms.run import run
 from nemo_rl.algorithms.setup import open_parts, open_trainer
+from nemo_rl.algorithms.stages.bodies import NOT_TRAINED
+from nemo_rl.diagnostics.rollouts.row import read_rows
 from nemo_rl.errors import RewardError, WorkerError
+from nemo_rl.utils.rollout_file import rollout_path
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, rollouts_of, validated_rollouts_of, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 
@@ -70,8 +73,15 @@ def test_a_run_writes_everything_it_names_and_leaves_no_row(tmp_path, model):
     assert list((logs / "tensorboard").glob("events*"))
     samples = rollouts_of(logs, 2)
     assert len(samples) == 3
-    about_any = {"prompt", "response", "reward", "response_tokens", "truncated"}
-    assert set(samples[0]) == about_any | {"key", "advantage"}
+    about_any = {"prompt", "response", "reward", "response_tokens", "truncated", "finish_reason"}
+    of_training = {"key", "group", "advantage", "sample_mask", "weight_version", "no_prev_logprobs"}
+    of_tokens = {"token_ids", "token_texts", "token_mask", "generation_logprobs", "prev_logprobs"}
+    assert set(samples[0]) == about_any | of_training | of_tokens and next(iter(samples[0])) == "key"
+    for row in read_rows(rollout_path(logs, 2)):
+        assert row.tokens is not None and row.no_prev_logprobs is None and row.weight_version == 1
+        assert "".join(row.tokens.texts[row.tokens.num_prompt :]) == row.response
+        assert len(row.tokens.differences()) == sum(row.tokens.mask) == row.response_tokens
+        assert max(map(abs, row.tokens.differences())) < 1e-4, "one model in fp32, asked in two ways"
     for step in (0, 3):
         validated = validated_rollouts_of(logs, step)
         assert len(validated) == 3 and set(validated[0]) == about_any
@@ -142,6 +152,8 @@ def test_a_step_without_any_signal_runs_no_stage_of_the_update(tmp_path, model):
         step = trainer.step()
         assert step.chosen is None and step.train is None and list(step.stage_seconds) == ["rollout", "score", "log"]
         assert step.untrained_keys == step.keys and trainer.data_plane_stats()["live_rows"] == 0
+    rows = read_rows(rollout_path(tmp_path / "logs", 1))
+    assert {(row.sample_mask, row.no_prev_logprobs) for row in rows} == {(0.0, NOT_TRAINED)}
 
 
 def test_a_stage_that_raises_leaves_no_live_row(tmp_path, model):

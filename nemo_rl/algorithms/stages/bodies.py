@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from nemo_rl.algorithms.grpo import ScoredRows, plan_logprobs, plan_train, score_rows, select_train_rows
-from nemo_rl.algorithms.run_folder import ROLLOUTS
 from nemo_rl.algorithms.stages.columns import StageColumns, fetched_fields
 from nemo_rl.algorithms.stages.stage import Stage, StageTools
 from nemo_rl.algorithms.stages.state import ChosenRows, StepState
@@ -28,7 +27,7 @@ from nemo_rl.data_plane.chunks.wire import message_bytes
 from nemo_rl.data_plane.client.meter import columns_bytes
 from nemo_rl.data_plane.client.stage_context import CLEAR, working_for
 from nemo_rl.data_plane.column_io import write_columns
-from nemo_rl.data_plane.interfaces import DataPlaneClient
+from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from nemo_rl.distributed.calls import Pending
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
@@ -36,12 +35,15 @@ from nemo_rl.experience.payload import row_record
 from nemo_rl.experience.sync_rollout_actor import RolloutHandle
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.utils.r3_trace import trace_retired
+from nemo_rl.utils.rollout_file import rollout_path, rounded
 
 __all__ = ["build_stages", "clear_untrained"]
 
 logger = logging.getLogger(__name__)
 
 NOT_TRAINED = "not trained: no weight (equal rewards in its group)"
+NO_PASS = "the run has no such pass (grpo.use_generation_logprobs_as_prev)"
+"""Why readable rollouts lack log-probabilities of the trainer."""
 
 
 class Rollout(Stage):
@@ -137,8 +139,11 @@ class LogRollouts(Stage):
         return self._tools.logger.num_rollouts_to_log > 0
 
     def _submit(self, step: StepState) -> Pending[StepState]:
-        config, carry = self._tools.logger, step.rows.carry
+        config, carry, versions = self._tools.logger, step.rows.carry, step.rows.weight_versions
         rows = range(min(config.num_rollouts_to_log, len(step.rows.meta)))
+        meta = step.rows.meta.subset(rows)
+        scored = self._scored(step, meta)
+        known = set(scored.keys) if scored is not None else set()
         records = [
             row_record(
                 reward=carry.rewards[row],
@@ -146,12 +151,33 @@ class LogRollouts(Stage):
                 response_tokens=carry.response_lengths[row],
                 truncated=carry.truncated[row],
             )
-            | {"advantage": float(step.scores.advantages[row])}
+            | {
+                "advantage": rounded(float(step.scores.advantages[row])),
+                "sample_mask": rounded(float(step.scores.sample_mask[row])),
+                "weight_version": int(versions[row]),
+                "no_prev_logprobs": None if meta.keys[row] in known else self._why_not_scored,
+            }
             for row in rows
         ]
-        path = config.log_dir / ROLLOUTS / f"step_{step.number}.jsonl"
-        written = self._tools.rollout.submit_log_rollouts(step.rows.meta.subset(rows), path=path, records=records)
+        path = rollout_path(config.log_dir, step.number)
+        written = self._tools.rollout.submit_log_rollouts(meta, scored=scored, path=path, records=records)
         return written.then(lambda _: step)
+
+    @property
+    def _has_prev_logprobs(self) -> bool:
+        return WorkerPass.PREV_LOGPROBS.column in self.reads
+
+    @property
+    def _why_not_scored(self) -> str:
+        return NOT_TRAINED if self._has_prev_logprobs else NO_PASS
+
+    def _scored(self, step: StepState, shown: KVBatchMeta) -> KVBatchMeta | None:
+        """Those of the rows that the trainer has scored before its update; None where there are none."""
+        if step.chosen is None or not self._has_prev_logprobs:
+            return None
+        wanted, chosen = set(shown.keys), step.chosen.meta
+        found = [row for row, key in enumerate(chosen.keys) if key in wanted]
+        return chosen.subset(found) if found else None
 
 
 BODIES: Mapping[str, type[Stage]] = {

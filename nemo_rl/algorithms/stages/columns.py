@@ -75,7 +75,9 @@ def stage_columns(config: MasterConfig, loss_fn: LossFunction) -> tuple[StageCol
     if routes and not replay.records_at_rollout:
         stages = [_with_routes(stage, routes, recorder=replay.source) for stage in stages]
     stages.append(StageColumns(name=WorkerPass.TRAIN.value, reads=(*_train_fields(loss_fn), *routes)))
-    stages.append(StageColumns(name="log", reads=reads_of("log")))
+    # Readable rollouts say why a column is not there.
+    written = written_fields(stages)
+    stages.append(StageColumns(name="log", reads=tuple(name for name in reads_of("log") if name in written)))
     check_stages(stages)
     return tuple(stages)
 

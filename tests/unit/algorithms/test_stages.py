@@ -32,11 +32,17 @@ def names(settings: MasterConfig, prev_field: str = "prev_logprobs") -> list[str
     return [stage.name for stage in stage_columns(settings, loss)]
 
 
+def reads_of_log(settings: MasterConfig, prev_field: str = "prev_logprobs") -> tuple[str, ...]:
+    loss = ClippedPGLoss(config=settings.loss_fn, prev_field=prev_field)
+    return stage_columns(settings, loss)[-1].reads
+
+
 def test_a_stage_runs_only_when_the_config_needs_it():
     full = config(loss_fn={"reference_policy_kl_penalty": 0.1})
     assert names(full) == ["rollout", "score", "prev_logprobs", "reference_logprobs", "advantages", "train", "log"]
     lean = config(loss_fn={"reference_policy_kl_penalty": 0}, grpo={"use_generation_logprobs_as_prev": True})
     assert names(lean, "generation_logprobs") == ["rollout", "score", "advantages", "train", "log"]
+    assert set(reads_of_log(full)) - set(reads_of_log(lean, "generation_logprobs")) == {"prev_logprobs"}
     assert set(BODIES) == set(names(full)), "each has a body"
 
 

@@ -123,3 +123,12 @@ def test_the_panel_fits_the_terminal_and_says_what_runs_now(width: int) -> None:
     shown = "\n".join(lines)
     for text in ("now reference_logprobs 1:15", "elapsed 2:24", "reward 0.432", "tokens/s 21346", "rollout"):
         assert text in shown, "no text is broken over two lines"
+
+
+def test_engines_are_told_only_while_one_is_missing() -> None:
+    told = [step_line(replace(REPORT, num_engines=alive, all_engines=2)) for alive in (None, 2, 1)]
+    assert ["engines" in line for line in told] == [False, False, True] and "  engines 1/2  " in told[2]
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, height=30)
+    with Panel(console) as panel:
+        panel.step(replace(REPORT, num_engines=1, all_engines=2))
+    assert "engines 1/2" in console.file.getvalue()

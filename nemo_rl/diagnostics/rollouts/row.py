@@ -1,0 +1,147 @@
+"""`RolloutRow`: one row of readable rollouts, as `rollouts/step_N.jsonl` has it.
+
+A line without tokens is a row all the same: files of earlier versions have texts, reward and advantage alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.data_plane.keys import group_uid
+from nemo_rl.errors import UserError, boundary
+
+__all__ = ["RolloutRow", "RowTokens", "read_rows"]
+
+EARLIER = "a file of an earlier version"
+"""Why a row has no tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowTokens:
+    """The columns of one row, all of the same length."""
+
+    ids: Sequence[int]
+    texts: Sequence[str]
+    """Empty for a token that ends inside a character: the last token of the character has it."""
+    mask: Sequence[bool]
+    """True for tokens that are trained."""
+    generation_logprobs: Sequence[float | None]
+    """Of the rollout; None outside the mask."""
+    prev_logprobs: Sequence[float | None] | None
+    """Of the trainer before its update; None where it made none."""
+
+    def __post_init__(self) -> None:
+        columns = (self.texts, self.mask, self.generation_logprobs, self.prev_logprobs)
+        lengths = [len(self.ids), *(len(column) for column in columns if column is not None)]
+        if len(set(lengths)) > 1:
+            raise ValueError(f"expected token columns of one length, got {lengths}")
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens in front of the first that is trained; all where none is."""
+        return next((at for at, kept in enumerate(self.mask) if kept), len(self.mask))
+
+    def difference(self, at: int) -> float | None:
+        """Log-probability of the rollout less that of the trainer; None where one of them is missing."""
+        ours = self.generation_logprobs[at]
+        theirs = None if self.prev_logprobs is None else self.prev_logprobs[at]
+        return None if ours is None or theirs is None else ours - theirs
+
+    def differences(self) -> list[float]:
+        """Of all tokens that have one."""
+        found = (self.difference(at) for at in range(len(self.ids)))
+        return [value for value in found if value is not None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutRow:
+    """One sample."""
+
+    key: str
+    group: str
+    prompt: str
+    response: str
+    reward: float
+    components: Mapping[str, float | None] = field(default_factory=dict)
+    """Parts of the reward; None for one that was not scored."""
+    advantage: float | None = None
+    finish_reason: str
+    """`stop` or `length`; `?` where the file does not say."""
+    response_tokens: int | None = None
+    sample_mask: float | None = None
+    """Weight of the row in the loss; None where the file does not say."""
+    weight_version: int | None = None
+    tokens: RowTokens | None = None
+    no_prev_logprobs: str | None = None
+    """Why there are none of the trainer; None where there are."""
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> RolloutRow:
+        """A line of the file.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is none.
+        """
+        key, has_tokens = str(record["key"]), "token_ids" in record
+        is_truncated = record.get("truncated")
+        by_truncation = "?" if is_truncated is None else "length" if is_truncated else "stop"
+        components = dict(record.get("components") or {})
+        return cls(
+            key=key,
+            group=str(record.get("group", group_uid(key))),
+            prompt=str(record["prompt"]),
+            response=str(record["response"]),
+            reward=float(record["reward"]),
+            components={str(name): _number(part) for name, part in components.items()},
+            advantage=_number(record.get("advantage")),
+            finish_reason=str(record.get("finish_reason", by_truncation)),
+            response_tokens=None if record.get("response_tokens") is None else int(record["response_tokens"]),
+            sample_mask=_number(record.get("sample_mask")),
+            weight_version=None if record.get("weight_version") is None else int(record["weight_version"]),
+            tokens=_tokens(record) if has_tokens else None,
+            no_prev_logprobs=_why_none(record) if has_tokens else EARLIER,
+        )
+
+
+def read_rows(path: Path) -> list[RolloutRow]:
+    """All rows of a file, in its order.
+
+    Raises:
+        UserError: it cannot be read, or a line is no row.
+    """
+    with boundary(UserError, f"{path}: expected readable rollouts"):
+        lines = path.read_text(encoding="utf-8").split("\n")
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            with boundary(UserError, f"{path}: line {number}: expected a row of readable rollouts"):
+                rows.append(RolloutRow.from_record(json.loads(line)))
+    if not rows:
+        raise UserError(f"{path}: expected readable rollouts, got an empty file")
+    return rows
+
+
+def _why_none(record: Mapping[str, Any]) -> str | None:
+    if record["prev_logprobs"] is not None:
+        return None
+    return str(record.get("no_prev_logprobs") or "the file does not say why")
+
+
+def _tokens(record: Mapping[str, Any]) -> RowTokens:
+    prev = record["prev_logprobs"]
+    return RowTokens(
+        ids=[int(token) for token in record["token_ids"]],
+        texts=[str(text) for text in record["token_texts"]],
+        mask=[bool(kept) for kept in record["token_mask"]],
+        generation_logprobs=[_number(value) for value in record["generation_logprobs"]],
+        prev_logprobs=None if prev is None else [_number(value) for value in prev],
+    )
+
+
+def _number(value: Any) -> float | None:
+    """Also of `NaN` and `-inf`, which are written as texts."""
+    return None if value is None else float(value)

@@ -1,0 +1,82 @@
+"""The page of readable rollouts in a headless Chromium: colours, tooltips, both schemes, hostile texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl.diagnostics.rollouts.choice import choose_rollouts
+from nemo_rl.diagnostics.rollouts.page import write_rollout_page
+from tests.helpers.browser import Browser, chromium_path
+from tests.helpers.readable_rows import HOSTILE, earlier_row, token_row, usual_rows, write_rows
+
+pytestmark = [
+    pytest.mark.skipif(
+        not chromium_path(), reason="no Chromium is installed: chromium, chromium-browser, google-chrome"
+    ),
+    pytest.mark.timeout(120),
+]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser(chromium_path()) as browser:
+        yield browser
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """Everything that a page can show, hostile texts in every place."""
+    hostile = token_row(HOSTILE, [HOSTILE, "x"], prompt=[HOSTILE], components={HOSTILE: 1.0}, finish_reason=HOSTILE)
+    run = write_rows(tmp_path, 3, [*usual_rows(), hostile, earlier_row("old_g0", HOSTILE)])
+    return write_rollout_page(tmp_path / "page.html", choose_rollouts(run, step=None, group=None, limit=None))
+
+
+def opened(browser: Browser, written: Path, **how: Any) -> Any:
+    browser.complaints.clear()
+    browser.requests.clear()
+    page = browser.page(**how)
+    page.goto(written.as_uri())
+    browser.settle(page)
+    return page
+
+
+def styles(page: Any, name: str, *properties: str) -> tuple[str, ...]:
+    return tuple(
+        page.locator(name).first.evaluate("(box, how) => getComputedStyle(box)[how]", each) for each in properties
+    )
+
+
+@pytest.mark.slow
+def test_the_page_looks_right_in_both_schemes_and_runs_nothing(browser: Browser, written: Path, tmp_path: Path) -> None:
+    seen, pictures = {}, {}
+    for scheme in ("light", "dark"):
+        page = opened(browser, written, width=800, height=900, color_scheme=scheme)
+        tokens = page.locator("pre.response").first.locator("span")
+        assert tokens.all_text_contents() == ["1", " 2", " 3", "<|im_end|>"]
+        assert tokens.nth(2).get_attribute("title") == ("token 4 at 4: rollout -0.25, trainer +0.65, difference -0.9")
+        assert [tokens.nth(at).get_attribute("class") for at in range(4)] == ["close", "apart", "far", "close"]
+        back = styles(page, "body", "backgroundColor")
+        seen[scheme] = (
+            *back,
+            *styles(page, "pre .apart", "backgroundColor"),
+            *styles(page, "pre .far", "backgroundColor"),
+        )
+        assert len(set(seen[scheme])) == 3, "a grade is seen as colour"
+        lines = {styles(page, f"pre .{name}", "borderBottomStyle")[0] for name in ("close", "apart", "far")}
+        assert len(lines) == 3, "and without colour"
+        assert (
+            float(styles(page, "pre .masked", "opacity")[0]) < 1 > float(styles(page, "article.out pre", "opacity")[0])
+        )
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), "no line is cut"
+        assert page.title().startswith("Rollouts of ") and page.locator("img, script").count() == 0
+        picture = tmp_path / f"{scheme}.png"
+        page.screenshot(path=str(picture))
+        pictures[scheme] = picture.read_bytes()
+    assert not set(seen["light"]) & set(seen["dark"])
+    assert pictures["light"] != pictures["dark"] and all(len(picture) > 10_000 for picture in pictures.values())
+    assert browser.complaints == [] and browser.requests == [written.as_uri()]
+    browser.close_pages()
