@@ -122,7 +122,7 @@ class WorkerFleet:
             self.lose(number, error)
 
     def none_left(self, stage: str) -> WorkerError:
-        """What ends a run whose members are all lost: the first loss."""
+        """What ends a run whose members are all lost: the first loss since all were there."""
         return self._cause or WorkerError("no worker is left", stage=stage)
 
     def heal(self) -> tuple[int, ...]:
@@ -144,6 +144,9 @@ class WorkerFleet:
             self._births[number] += 1
             healed.append(number)
             logger.warning("worker %d has been replaced, %d of %d are there", number, len(self), self.size)
+        if len(self) == self.size:
+            # What was lost before has no part in what is lost from here on.
+            self._cause = None
         return tuple(healed)
 
     def shutdown(self) -> None:

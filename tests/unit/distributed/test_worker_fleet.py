@@ -99,6 +99,10 @@ def test_with_none_left_the_first_loss_is_raised(fleet):
         fleet.run(ask(Member.die), stage="dying", timeout_s=60)
     with pytest.raises(WorkerError, match="rank 0, stage dying"):
         add(fleet)
+    # Another end of all has another cause.
+    assert fleet.heal() == (0, 1)
+    with pytest.raises(WorkerLost, match="rank 0, stage again: the worker process died"):
+        fleet.run(ask(Member.die), stage="again", timeout_s=60)
 
 
 def test_a_member_that_never_starts_again_is_given_up(ray_cluster):
