@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from nemo_rl.algorithms.loss_functions import ClippedPGLoss
+from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.megatron import MegatronConfig, MegatronOptimizerConfig
 from nemo_rl.config.policy import DTensorConfig, OptimizerConfig, PolicyConfig
 from nemo_rl.config.router_replay import RouterReplayConfig
@@ -34,7 +34,7 @@ from tests.helpers.examples import FULL
 from tests.helpers.hf_reference import global_scale, hf_logprobs
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker
 
-LOSS = ClippedPGLoss(config=LossConfig())
+LOSS = PolicyLoss(config=LossConfig())
 AUX_COEFFICIENT = 0.1
 ROWS = 8
 STEPS = 3 if os.environ.get(FULL) else 2
