@@ -20,6 +20,6 @@ def gmpo(inputs: PolicyInputs, config: LossConfig) -> TermOutput:
     kept_NT = sign_NT * torch.minimum(sign_NT * log_ratio_NT, sign_NT * clamped_NT)
     ratio_N1 = inputs.row_mean(kept_NT).exp()
     return TermOutput(
-        values_NT=(-inputs.advantages_NT * ratio_N1).expand_as(inputs.mask_NT),
+        values_NT=-inputs.advantages_NT * ratio_N1,
         is_clipped_NT=clamped_NT != log_ratio_NT,
     )

@@ -137,7 +137,7 @@ class PolicyLoss:
             logprobs_NT=torch.where(mask_NT & is_usable_NT, token_logprobs, 0.0),
             log_ratio_NT=log_ratio_NT,
             # One number per row, or one per token.
-            advantages_NT=advantages[:, None] if advantages.dim() == 1 else advantages,
+            advantages_NT=torch.where(mask_NT, advantages[:, None] if advantages.dim() == 1 else advantages, 0.0),
             mask_NT=mask_NT,
             log_correction_NT=gap_NT if self._corrects else torch.zeros_like(gap_NT),
         )

@@ -36,7 +36,7 @@ class PolicyInputs:
     log_ratio_NT: torch.Tensor
     """log r; 0 where no token is trained."""
     advantages_NT: torch.Tensor
-    """`[N, T]`, or `[N, 1]` where a row has one."""
+    """A; 0 where no token is trained."""
     mask_NT: torch.Tensor
     """bool: trained tokens."""
     log_correction_NT: torch.Tensor
