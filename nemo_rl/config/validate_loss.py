@@ -70,8 +70,8 @@ def rule_one_mean_is_named(config: MasterConfig) -> list[str]:
 
 
 def rule_forced_ratios_are_of_one_update(config: MasterConfig) -> list[str]:
-    grpo, loss, policy = config.grpo, config.loss_fn, config.policy
-    if not loss.force_on_policy_ratio:
+    grpo, loss, policy, traits = config.grpo, config.loss_fn, config.policy, _traits(config)
+    if not loss.force_on_policy_ratio or (traits is not None and "force_on_policy_ratio" not in traits.keys):
         return []
     samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
     lines = would_be_ignored(

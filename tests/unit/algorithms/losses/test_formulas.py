@@ -1,4 +1,4 @@
-"""Every policy loss equals an independent float64 reference, in value and gradient, and the numbers of a fixed example."""
+"""Every policy loss equals an independent float64 reference, in value and gradient, and numbers worked out by hand."""
 
 from __future__ import annotations
 

@@ -87,10 +87,9 @@ def laid_out(batch: BatchedDataDict, layout: Layout) -> tuple[BatchedDataDict, t
     for name, column in found.items():
         if name in ("input_lengths", "sample_mask") or column.dim() == 1:
             continue
-        if column.is_floating_point():
-            column = column.masked_fill(is_padding, float("nan"))
+        dirty = column.masked_fill(is_padding, float("nan")) if column.is_floating_point() else column
         rubbish = torch.zeros_like(column[:, :1]) if name == "token_mask" else torch.full_like(column[:, :1], 77)
-        found[name] = torch.cat([column, rubbish.expand(-1, layout.padding)], 1)
+        found[name] = torch.cat([dirty, rubbish.expand(-1, layout.padding)], 1)
     assert found.tensor("input_ids").shape[1] == width + layout.padding
     return found, order
 
@@ -145,7 +144,7 @@ def configs() -> list[LossConfig]:
         found.append(loss_config(name, **mean, **kl, **corrected(kinds[(i + 1) % len(kinds)])))
     used = {config.truncated_importance_sampling_type for config in found}
     assert used == {None, *CORRECTIONS}, used
-    return found + [loss_config("clipped_pg", token_level_loss=False), *kl_configs()[3::7]]
+    return [*found, loss_config("clipped_pg", token_level_loss=False), *kl_configs()[3::7]]
 
 
 @pytest.mark.parametrize("config", configs(), ids=lambda config: config.name)

@@ -72,7 +72,9 @@ def test_the_metrics_say_what_was_masked_and_what_was_truncated() -> None:
 
     masked, truncated = metrics("icepop"), metrics("tis")
     is_out = (w < 0.8) | (w > 1.25)
-    assert masked["masked_share"] == pytest.approx(float(weight[is_out].sum() / weight.sum()), rel=1e-6) and is_out.any()
+    assert (
+        masked["masked_share"] == pytest.approx(float(weight[is_out].sum() / weight.sum()), rel=1e-6) and is_out.any()
+    )
     assert masked["truncated_share"] == truncated["masked_share"] == 0.0
     assert truncated["truncated_share"] == pytest.approx(float(weight[w > 1.1].sum() / weight.sum()), rel=1e-6)
     mean = float((w.clamp(max=1.1) * weight).sum() / weight.sum())
