@@ -11,8 +11,9 @@
 The driver builds one and sends it to the workers, which call it per microbatch. Invariant: a loss divides by the
 counts of the whole global batch (`LossScale`) and gets whole rows, so the sum over microbatches and ranks does not
 depend on how rows were laid out. A row of weight w (`sample_mask`) counts as w rows in the loss, in the counts and in
-every mean; smallest and largest values are those of all rows with a weight. A log-probability that is not finite gives
-its token the ratio 1 without gradient, and is counted. Shapes: N rows, T tokens.
+every mean; smallest and largest values are those of all rows with a weight. An infinite log-probability, or one
+that the sampler does not know (NaN), gives its token the ratio 1 without gradient, and is counted; NaN of the trainer
+stays NaN, so that workers stop and name the row. Shapes: N rows, T tokens.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class _Tokens:
     is_bounded_NT: torch.Tensor
     """bool: log r is at its bound."""
     is_not_finite_NT: torch.Tensor
-    """bool: of a trained token some log-probability is NaN or inf."""
+    """bool: of a trained token some log-probability is infinite, or that of the sampler NaN."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +123,7 @@ class PolicyLoss:
         mask_NT = weight_NT > 0
         now_NT = token_logprobs.detach()
         prev_NT = now_NT if self.config.force_on_policy_ratio else batch[self.prev_field]
-        is_usable_NT = now_NT.isfinite() & prev_NT.isfinite()
+        is_usable_NT = ~(now_NT.isinf() | prev_NT.isinf())
         # Other positions are set to equal values before any exponential, so nothing there can overflow.
         raw_NT = torch.where(mask_NT & is_usable_NT, token_logprobs - prev_NT, 0.0)
         log_ratio_NT = raw_NT.clamp(-LOG_BOUND, LOG_BOUND)
@@ -161,7 +162,7 @@ class PolicyLoss:
 
     def _kl(self, token_logprobs: torch.Tensor, tokens: _Tokens, batch: Mapping[str, torch.Tensor]) -> KlTerm:
         mask_NT = tokens.inputs.mask_NT
-        is_usable_NT = mask_NT & token_logprobs.detach().isfinite() & batch[REFERENCE].isfinite()
+        is_usable_NT = mask_NT & ~(token_logprobs.detach().isinf() | batch[REFERENCE].isinf())
         log_ratio_NT = torch.where(is_usable_NT, batch[REFERENCE] - token_logprobs, 0.0)
         sampler_NT = token_logprobs.detach()
         if self.config.use_on_policy_kl_approximation:

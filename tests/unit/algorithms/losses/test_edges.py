@@ -48,9 +48,9 @@ def test_empty_single_and_infinite_tokens_make_no_nan(config: LossConfig) -> Non
     single = loss_batch(rows=1, width=3)
     single["token_mask"] = torch.tensor([[False, True, False]])
     finite_run(config, single, single.tensor("now"), global_scale(single))
-    # What is infinite or no number counts as equal.
+    # What is infinite, or not known to the sampler, counts as equal.
     for name in ("now", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs"):
-        for odd in (-INFINITY, INFINITY, float("nan")):
+        for odd in (-INFINITY, INFINITY, *([float("nan")] if name == "generation_logprobs" else [])):
             batch = loss_batch()
             batch.tensor(name)[0, 2] = odd
             batch.tensor(name)[1, 1] = odd
@@ -59,6 +59,14 @@ def test_empty_single_and_infinite_tokens_make_no_nan(config: LossConfig) -> Non
     far = loss_batch()
     far["prev_logprobs"] = far.tensor("prev_logprobs") - 200.0
     finite_run(config, far, far.tensor("now").float(), global_scale(far))
+
+
+@pytest.mark.parametrize("name", ["now", "prev_logprobs"])
+def test_what_is_no_number_in_the_trainer_reaches_the_loss_so_that_workers_stop(name: str) -> None:
+    batch = loss_batch()
+    batch.tensor(name)[0, 2] = float("nan")
+    loss_fn = PolicyLoss(config=loss_config("clipped_pg"))
+    assert math.isnan(loss_fn(batch.tensor("now"), batch, scale=global_scale(batch)).loss.item())
 
 
 def test_a_token_that_is_not_finite_leaves_the_others_alone() -> None:
