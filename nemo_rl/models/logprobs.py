@@ -137,18 +137,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         picked_M = logits_MV.new_zeros(targets_M.shape, dtype=torch.float32)
         norm_M = torch.zeros_like(picked_M)
-        mean_M = torch.zeros_like(picked_M) if with_entropy else None
+        entropy_M = torch.zeros_like(picked_M) if with_entropy else None
         for rows in _chunks(logits_MV):
             scores, first = _scores(logits_MV[rows], targets_M[rows], sampling, shard)
             column, is_here = _columns(targets_M[rows], first, scores.shape[-1])
             picked_M[rows] = torch.where(is_here, scores.gather(-1, column[:, None]).squeeze(-1), 0.0)
             norm_M[rows] = scores.logsumexp(-1)
-            if mean_M is not None:
-                mean_M[rows] = _mean_score(scores, norm_M[rows])
+            if entropy_M is not None:
+                logprobs = scores.sub_(norm_M[rows, None])
+                entropy_M[rows] = -_weighed(logprobs, logprobs).sum(-1)
         if shard is not None and not sampling.has_filter and len(targets_M):
-            picked_M, norm_M, mean_M = _merge(picked_M, norm_M, mean_M, shard)
-        # With z the scores, log p = z - norm, so that H = norm - sum p z.
-        entropy_M = None if mean_M is None else norm_M - mean_M
+            picked_M, norm_M, entropy_M = _merge(picked_M, norm_M, entropy_M, shard)
         ctx.save_for_backward(logits_MV, targets_M, norm_M, entropy_M)  # type: ignore[arg-type]
         ctx.sampling, ctx.shard = sampling, shard  # type: ignore[attr-defined]
         return picked_M - norm_M, None if entropy_M is None else entropy_M.clone()
@@ -181,28 +180,25 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return grad_MV, None, None, None, None
 
 
-def _mean_score(scores: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-    """sum p z of each position."""
-    return _weighed(scores - norm[:, None], scores).sum(-1)
-
-
 def _weighed(logprobs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """p times the values; 0 where a filter has left no probability, whatever the value is."""
     return torch.where(logprobs.isneginf(), 0.0, logprobs.exp() * values)
 
 
 def _merge(
-    picked_M: torch.Tensor, norm_M: torch.Tensor, mean_M: torch.Tensor | None, shard: VocabShard
+    picked_M: torch.Tensor, norm_M: torch.Tensor, entropy_M: torch.Tensor | None, shard: VocabShard
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Numbers of the whole vocabulary from those of each rank's columns (collective)."""
-    mine = torch.stack([picked_M, norm_M] if mean_M is None else [picked_M, norm_M, mean_M])
+    mine = torch.stack([picked_M, norm_M] if entropy_M is None else [picked_M, norm_M, entropy_M])
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(shard.group))]
     dist.all_gather(parts, mine, group=shard.group)
     everywhere = torch.stack(parts)
     norm = everywhere[:, 1].logsumexp(0)
-    if mean_M is not None:
-        mean_M = ((everywhere[:, 1] - norm).exp() * everywhere[:, 2]).sum(0)
-    return everywhere[:, 0].sum(0), norm, mean_M
+    if entropy_M is not None:
+        # A rank has H_r of its own columns alone, which have the share s_r: H = sum s_r (H_r - log s_r).
+        log_share = everywhere[:, 1] - norm
+        entropy_M = _weighed(log_share, everywhere[:, 2] - log_share).sum(0)
+    return everywhere[:, 0].sum(0), norm, entropy_M
 
 
 def _columns(targets_M: torch.Tensor, first: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
