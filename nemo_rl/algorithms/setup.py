@@ -437,6 +437,7 @@ def rollout_spec(config: MasterConfig) -> RolloutSpec:
         grpo=config.grpo,
         policy=config.policy,
         data=config.data,
+        evaluation=config.evaluation,
         env=config.env,
         logger=config.logger,
         start_timeout_s=config.cluster.worker_start_timeout_s,

@@ -20,12 +20,12 @@ from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, DATASETS, ENVIRONMENTS, L
 from nemo_rl.config.policy import PolicyConfig, RefitTransport
 
 __all__ = [
+    "MAIN_SET",
     "AdvantageEstimatorConfig",
     "CheckpointingConfig",
     "ClusterConfig",
     "DataConfig",
     "DatasetConfig",
-    "MAIN_SET",
     "EnvConfig",
     "GRPOConfig",
     "LoggerConfig",

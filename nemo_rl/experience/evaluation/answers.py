@@ -16,8 +16,8 @@ def stated_answer(response: str) -> str | None:
     are right.
 
     Example:
-        >>> stated_answer("so it is \\\\boxed{\\\\frac{1}{2}}."), stated_answer("<think>4+3</think> 7 "), stated_answer(" ")
-        ('\\\\frac{1}{2}', '7', None)
+        >>> stated_answer("<think>4+3=7</think> \\\\boxed{7}."), stated_answer("7 ")
+        ('7', '7')
     """
     answer = final_answer(response)
     boxed = _in_last_box(answer)

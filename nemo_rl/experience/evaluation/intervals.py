@@ -40,9 +40,9 @@ class Estimate:
 def mean_with_interval(values: Sequence[float], *, confidence: float, bounds: tuple[float, float] | None) -> Estimate:
     """Mean over P prompts, with mean +- t s / sqrt(P), s their unbiased deviation and t the quantile for P - 1.
 
-    Prompts are drawn, so their spread holds both that of the prompts and that of their samples. Of values that are all
-    0 or all 1, whose spread is 0, Wilson's interval is taken; it also serves one sample per prompt. One value that is
-    neither says nothing of its spread: the interval is `bounds`.
+    Prompts are drawn, so their spread holds both that of the prompts and that of their samples. Of shares that are
+    0 or 1 (one sample per prompt), or all equal, Wilson's interval is taken: their spread would be too small to believe.
+    One value that is neither says nothing of its spread: the interval is `bounds`.
 
     Args:
         values: one per prompt, at least one.
@@ -52,8 +52,8 @@ def mean_with_interval(values: Sequence[float], *, confidence: float, bounds: tu
     if not len(values_P):
         raise ValueError("expected at least one prompt, got none")
     mean, is_share = float(values_P.mean()), bounds == (0.0, 1.0)
-    if is_share and bool(np.isin(values_P, (0.0, 1.0)).all()):
-        low, high = wilson_interval(int(values_P.sum()), len(values_P), confidence=confidence)
+    if is_share and (bool(np.isin(values_P, (0.0, 1.0)).all()) or (len(values_P) > 1 and not np.ptp(values_P))):
+        low, high = wilson_interval(float(values_P.sum()), len(values_P), confidence=confidence)
         return Estimate(value=mean, low=low, high=high)
     lowest, highest = bounds or (-math.inf, math.inf)
     if len(values_P) == 1:
@@ -62,7 +62,7 @@ def mean_with_interval(values: Sequence[float], *, confidence: float, bounds: tu
     return Estimate(value=mean, low=max(lowest, mean - half), high=min(highest, mean + half))
 
 
-def wilson_interval(num_right: int, num_trials: int, *, confidence: float) -> tuple[float, float]:
+def wilson_interval(num_right: float, num_trials: int, *, confidence: float) -> tuple[float, float]:
     """Of a share of trials that are right or wrong (Wilson 1927).
 
     Example:
