@@ -41,7 +41,7 @@ def mean_with_interval(values: Sequence[float], *, confidence: float, bounds: tu
     """Mean over P prompts, with mean +- t s / sqrt(P), s their unbiased deviation and t the quantile for P - 1.
 
     Prompts are drawn, so their spread holds both that of the prompts and that of their samples. Of shares that are
-    0 or 1 (one sample per prompt), or all equal, Wilson's interval is taken: their spread would be too small to believe.
+    0 or 1 (one sample per prompt), or all equal, Wilson's interval is taken: their spread would be too small.
     One value that is neither says nothing of its spread: the interval is `bounds`.
 
     Args:
