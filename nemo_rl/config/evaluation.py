@@ -18,7 +18,7 @@ class EvaluationConfig(Section):
     """Sampled responses to each held-out prompt."""
     pass_at: tuple[PositiveInt, ...] = (1,)
     """Numbers k of the measure pass@k: the share of prompts of which one of k samples is right, without bias."""
-    majority_at: tuple[PositiveInt, ...] = ()
+    majority_at: tuple[Annotated[int, Field(gt=0, le=64)], ...] = ()
     """Numbers k of the measure majority@k: the share of prompts whose right answer has most votes of k samples. Right
     responses vote for one answer, wrong ones for what is boxed in them, or else for what follows their thoughts."""
     pass_reward: FiniteFloat = 1.0

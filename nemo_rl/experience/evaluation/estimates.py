@@ -65,7 +65,11 @@ def majority_at_k(votes: Mapping[str, int], *, right: str, num_silent: int = 0, 
 def _shares(others: list[int], num_silent: int, *, most: int, drawn: int) -> Fraction:
     """Ways to draw so many samples beside `most` votes for the right answer, each worth 1 / (answers that tie)."""
     ways: dict[tuple[int, int], int] = {(0, 0): 1}
+    # Answers with fewer votes than that can neither win nor tie: it does not matter which of them is drawn.
+    num_silent += sum(count for count in others if count < most)
     for count in others:
+        if count < most:
+            continue
         ways = _drawn_from(ways, count, most=most, drawn=drawn)
     return sum(
         (Fraction(number * comb(num_silent, drawn - size), ties + 1) for (size, ties), number in ways.items()),

@@ -32,6 +32,11 @@ class Estimate:
     low: float
     high: float
 
+    def as_record(self) -> dict[str, float | None]:
+        """For JSON; an end that is open is None."""
+        low, high = (end if math.isfinite(end) else None for end in (self.low, self.high))
+        return {"value": self.value, "low": low, "high": high}
+
     def text(self) -> str:
         """For example `0.550 [0.280, 0.820]`."""
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"

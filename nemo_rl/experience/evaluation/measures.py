@@ -49,9 +49,7 @@ class SetMeasures:
     def as_record(self) -> dict[str, object]:
         """For JSON."""
         record: dict[str, object] = {"num_prompts": self.num_prompts}
-        record |= {
-            name: {"value": each.value, "low": each.low, "high": each.high} for name, each in self.measures.items()
-        }
+        record |= {name: each.as_record() for name, each in self.measures.items()}
         if self.categories:
             record["categories"] = {name: part.as_record() for name, part in self.categories.items()}
         return record
