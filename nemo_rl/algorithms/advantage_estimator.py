@@ -1,6 +1,7 @@
-"""Advantages from rewards of grouped samples, by segment sums over group ids; no loop over prompts.
+"""What an advantage estimator is given and gives: statistics of groups, by segment sums, no loop over prompts.
 
-Called by the driver on small per-row vectors. Invariant: whether a group is trivial is decided by exact equality of
+The estimators are in `nemo_rl.algorithms.advantages`. Called by the driver on small per-row vectors.
+Invariant: whether a group is trivial is decided by exact equality of
 its rewards, never by a standard deviation that rounding may keep above zero. Shapes: N rows, P groups.
 """
 
@@ -13,21 +14,12 @@ from typing import Protocol
 
 import torch
 
-from nemo_rl.config.schema import GRPOConfig
-
 __all__ = [
     "AdvantageEstimator",
-    "GroupAdvantages",
     "GroupStats",
-    "estimate_advantages",
     "group_indices",
     "group_statistics",
 ]
-
-# Added to the standard deviation, as in recipe L and GRPO.
-STD_EPSILON = 1e-4
-# Added to the standard deviation of a row's siblings, as in NeMo-RL.
-SIBLING_STD_EPSILON = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +54,10 @@ class GroupStats:
         """`[N]` bool."""
         return self.is_trivial[self.row_group]
 
+    def of(self, values: torch.Tensor) -> GroupStats:
+        """The same groups, statistics of other values `[N]`."""
+        return _statistics(values.double(), self.row_group)
+
     def select(self, rows: Sequence[int]) -> GroupStats:
         """The groups of `rows`, each with the numbers of all its rows."""
         group_N = self.row_group[torch.as_tensor(rows, dtype=torch.int64)]
@@ -88,28 +84,13 @@ class GroupStats:
 
 
 class AdvantageEstimator(Protocol):
-    """What `grpo.adv_estimator.name` names: a class that is made with `config=` (the section `grpo`)."""
+    """What `grpo.adv_estimator.name` names: a class that is made with `config=` (the section `grpo`).
+
+    One whose `__call__` has a keyword `rows` gets the `RowScalars` as well: components, lengths, truncation.
+    """
 
     def __call__(self, rewards: torch.Tensor, stats: GroupStats) -> torch.Tensor:
         """`[N]` advantages, finite, from `[N]` float32 rewards and the statistics of their groups."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupAdvantages:
-    """Advantages within the groups of a step, by the keys of the section `grpo`."""
-
-    config: GRPOConfig
-
-    def __call__(self, rewards: torch.Tensor, stats: GroupStats) -> torch.Tensor:
-        return estimate_advantages(
-            rewards,
-            stats,
-            leave_one_out=self.config.use_leave_one_out_baseline,
-            normalize=self.config.normalize_rewards,
-            leave_one_out_std=self.config.use_leave_one_out_std,
-            clip_low=self.config.advantage_clip_low,
-            clip_high=self.config.advantage_clip_high,
-        )
 
 
 def group_indices(uids: Sequence[Hashable]) -> torch.Tensor:
@@ -126,8 +107,10 @@ def group_statistics(rewards: torch.Tensor, uids: Sequence[Hashable]) -> GroupSt
     """
     if rewards.dim() != 1 or len(uids) != len(rewards):
         raise ValueError(f"expected one group uid per reward, got {len(uids)} uids and rewards {tuple(rewards.shape)}")
-    rewards_N = rewards.double()
-    group_N = group_indices(uids)
+    return _statistics(rewards.double(), group_indices(uids))
+
+
+def _statistics(rewards_N: torch.Tensor, group_N: torch.Tensor) -> GroupStats:
     num_groups = int(group_N.max()) + 1 if len(group_N) else 0
     count_P = torch.bincount(group_N, minlength=num_groups).double()
     zeros_P = torch.zeros(num_groups, dtype=torch.float64)
@@ -144,60 +127,3 @@ def group_statistics(rewards: torch.Tensor, uids: Sequence[Hashable]) -> GroupSt
         std=torch.where(is_trivial_P, 0.0, variance_P.sqrt()),
         is_trivial=is_trivial_P,
     )
-
-
-def estimate_advantages(
-    rewards: torch.Tensor,
-    stats: GroupStats,
-    *,
-    leave_one_out: bool,
-    normalize: bool,
-    leave_one_out_std: bool = False,
-    clip_low: float | None = None,
-    clip_high: float | None = None,
-) -> torch.Tensor:
-    """`[N]` float32 advantages, exactly 0 in trivial groups.
-
-    A_i = R_i - b_i, with b_i the mean of the other rows of the group (leave-one-out, arXiv 2402.14740) or of all its
-    rows; divided by (std + 1e-4) when `normalize` is set. A group of one row has no siblings and gets 0.
-
-    With `leave_one_out_std` the divisor is (std of the other rows + 1e-6), and a row whose siblings are all equal is
-    not divided.
-    """
-    group_N = stats.row_group
-    advantages_N = rewards.double() - stats.mean[group_N]
-    if leave_one_out:
-        # R_i - (sum - R_i) / (G - 1) equals G / (G - 1) * (R_i - mean).
-        advantages_N = advantages_N * (stats.count / (stats.count - 1).clamp(min=1))[group_N]
-    if normalize:
-        advantages_N = advantages_N / (
-            _sibling_divisor(rewards, stats) if leave_one_out_std else stats.row_std + STD_EPSILON
-        )
-    advantages_N = torch.where(stats.row_is_trivial, 0.0, advantages_N)
-    if clip_low is not None or clip_high is not None:
-        advantages_N = advantages_N.clamp(min=clip_low, max=clip_high)
-    return advantages_N.float()
-
-
-def _sibling_divisor(rewards: torch.Tensor, stats: GroupStats) -> torch.Tensor:
-    """`[N]` float64: unbiased deviation of the other rows of the group, plus epsilon; 1 where they are equal."""
-    group_N, rewards_N = stats.row_group, rewards.double()
-    count_N = stats.count[group_N]
-    # Of G rows with deviations d from their mean, the others' squares sum to sum(d^2) - d_i^2 G / (G - 1).
-    squares_N = stats.std[group_N].square() * (count_N - 1)
-    deviation_N = rewards_N - stats.mean[group_N]
-    squares_N = squares_N - deviation_N.square() * count_N / (count_N - 1).clamp(min=1)
-    std_N = (squares_N.clamp(min=0) / (count_N - 2).clamp(min=1)).sqrt()
-    return torch.where(_has_equal_siblings(rewards_N, stats), 1.0, std_N + SIBLING_STD_EPSILON)
-
-
-def _has_equal_siblings(rewards_N: torch.Tensor, stats: GroupStats) -> torch.Tensor:
-    """`[N]` bool, by exact equality."""
-    group_N, zeros_P = stats.row_group, torch.zeros(len(stats.count), dtype=torch.float64)
-    found_N = stats.row_is_trivial
-    for which in ("amax", "amin"):
-        extreme_N = zeros_P.scatter_reduce(0, group_N, rewards_N, which, include_self=False)[group_N]
-        is_extreme_N = rewards_N == extreme_N
-        num_extreme_P = zeros_P.index_add(0, group_N, is_extreme_N.double())
-        found_N = found_N | (~is_extreme_N & (num_extreme_P == stats.count - 1)[group_N])
-    return found_N

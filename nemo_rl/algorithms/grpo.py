@@ -5,6 +5,7 @@ Pure functions on small per-row vectors; called by the sync trainer.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
@@ -12,6 +13,7 @@ from typing import TypedDict
 import torch
 
 from nemo_rl.algorithms.advantage_estimator import AdvantageEstimator, GroupStats, group_statistics
+from nemo_rl.algorithms.reward_shaping import shaped_rewards
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import GRPOConfig
@@ -75,8 +77,13 @@ def score_rows(carry: RowScalars, group_uids: Sequence[str], config: GRPOConfig)
         group_uids: of each row; rows of a group need not be neighbours, and may be those of several steps.
     """
     rewards = torch.tensor(carry.rewards, dtype=torch.float32)
+    # Which groups are trained is decided on rewards as they were scored: a penalty for length makes all groups differ.
     stats = group_statistics(rewards, group_uids)
-    advantages = _advantages(rewards, stats, config)
+    if config.reward_scaling.enabled or config.reward_shaping.enabled:
+        shaped = shaped_rewards(carry, config.reward_scaling, config.reward_shaping)
+        advantages = _advantages(shaped, stats.of(shaped), carry, config)
+    else:
+        advantages = _advantages(rewards, stats, carry, config)
     weight = torch.ones(len(rewards))
     if config.overlong_filtering:
         weight[torch.tensor(carry.truncated)] = 0.0
@@ -85,17 +92,19 @@ def score_rows(carry: RowScalars, group_uids: Sequence[str], config: GRPOConfig)
     return ScoredRows(stats=stats, advantages=advantages, sample_mask=weight)
 
 
-def _advantages(rewards: torch.Tensor, stats: GroupStats, config: GRPOConfig) -> torch.Tensor:
-    """`[N]` float32, whichever estimator the recipe names."""
+def _advantages(rewards: torch.Tensor, stats: GroupStats, rows: RowScalars, config: GRPOConfig) -> torch.Tensor:
+    """`[N]` float32, clipped, whichever estimator the recipe names."""
     key, name = "grpo.adv_estimator.name", config.adv_estimator.name
     estimator: AdvantageEstimator = ADVANTAGE_ESTIMATORS.load(name, key=key)(config=config)
-    advantages = estimator(rewards, stats)
+    takes_rows = "rows" in inspect.signature(estimator).parameters
+    advantages = estimator(rewards, stats, **({"rows": rows} if takes_rows else {}))
     if not isinstance(advantages, torch.Tensor) or advantages.shape != rewards.shape:
         got = list(advantages.shape) if isinstance(advantages, torch.Tensor) else type(advantages).__name__
         raise ConfigError(f"{key}: {name!r}: expected one advantage per row, a tensor [{len(rewards)}], got {got}")
     if not bool(advantages.isfinite().all()):
         raise NonFiniteError(f"{key}: {name!r} gave NaN or inf for rewards {rewards.tolist()[:8]}...")
-    return advantages.float()
+    low, high = config.advantage_clip_low, config.advantage_clip_high
+    return (advantages if low is None and high is None else advantages.clamp(min=low, max=high)).float()
 
 
 def select_train_rows(

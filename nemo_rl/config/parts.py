@@ -109,7 +109,16 @@ LOSSES = PartKind(
 )
 """Built-in ones are `PolicyTerm`s, which `PolicyLoss` completes; one of the user's own is a whole `LossFunction`."""
 ADVANTAGE_ESTIMATORS = PartKind(
-    what="an advantage estimator", builtin={"grpo": "nemo_rl.algorithms.advantage_estimator:GroupAdvantages"}
+    what="an advantage estimator",
+    builtin={
+        "grpo": "nemo_rl.algorithms.advantages.group_relative:GroupAdvantages",
+        "dr_grpo": "nemo_rl.algorithms.advantages.group_relative:DrGRPO",
+        "rloo": "nemo_rl.algorithms.advantages.group_relative:LeaveOneOut",
+        "reinforce_plus_plus": "nemo_rl.algorithms.advantages.reinforce_plus_plus:ReinforcePlusPlus",
+        "reinforce_plus_plus_baseline": "nemo_rl.algorithms.advantages.reinforce_plus_plus:ReinforcePlusPlusBaseline",
+        "gdpo": "nemo_rl.algorithms.advantages.gdpo:GDPO",
+        "maxrl": "nemo_rl.algorithms.advantages.maxrl:MaxRL",
+    },
 )
 TRAINING_ENGINES = PartKind(
     what="a training engine",

@@ -19,6 +19,7 @@ from nemo_rl.config.evaluation import EvaluationConfig
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, DATASETS, ENVIRONMENTS, TRACKERS
 from nemo_rl.config.policy import PolicyConfig, RefitTransport
+from nemo_rl.config.rewards import RewardScalingConfig, RewardShapingConfig
 
 __all__ = [
     "MAIN_SET",
@@ -41,9 +42,12 @@ class AdvantageEstimatorConfig(Section):
     """How rewards become advantages."""
 
     name: Annotated[str, ADVANTAGE_ESTIMATORS] = "grpo"
-    """`grpo`, or `module:Class` of your own; see docs/extending.md."""
+    """`grpo`, `dr_grpo`, `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `gdpo`, `maxrl` (see
+    docs/algorithms.md), or `module:Class` of your own, see docs/extending.md."""
     options: Options = Field(default_factory=dict)
     """Settings of your own estimator."""
+    component_weights: dict[str, FiniteFloat] = Field(default_factory=dict)
+    """Of `gdpo`: weight of the advantages of each component of the reward; 1 where none is named."""
 
 
 class GRPOConfig(Section):
@@ -74,6 +78,8 @@ class GRPOConfig(Section):
     """Baseline of a sample is the mean reward of its siblings; false: mean of the whole group."""
     use_leave_one_out_std: bool = False
     """Divide by the siblings' standard deviation (NeMo-RL): then the one right answer of a group is not divided."""
+    reward_scaling: RewardScalingConfig = Field(default_factory=RewardScalingConfig)
+    reward_shaping: RewardShapingConfig = Field(default_factory=RewardShapingConfig)
     advantage_clip_low: float | None = None
     """Advantages below this are raised to it; null: no limit."""
     advantage_clip_high: float | None = None

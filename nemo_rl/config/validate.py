@@ -2,8 +2,8 @@
 
 Each rule is one function `rule_*(config) -> list[str]`; a line starts with the dotted path of the key to change. All
 rules run, so that all problems are reported at once. Called by the loader; add a rule by adding a function, here or
-where those of processes, loss and policy are: `validate_cluster`, `validate_loss`, `validate_policy`,
-`validate_megatron` and `validate_router_replay`.
+where those of processes, loss, rewards and policy are: `validate_cluster`, `validate_loss`, `validate_rewards`,
+`validate_policy`, `validate_megatron` and `validate_router_replay`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from nemo_rl.config import (
     validate_loss,
     validate_megatron,
     validate_policy,
+    validate_rewards,
     validate_router_replay,
 )
 from nemo_rl.config.base import Section
@@ -139,28 +140,6 @@ def rule_lengths_fit(config: MasterConfig) -> list[str]:
             f"policy.generation.max_new_tokens {new} = {prompt + new}"
         ]
     return []
-
-
-# ---- algorithm
-
-
-def rule_advantage_clip_is_an_interval(config: MasterConfig) -> list[str]:
-    low, high = config.grpo.advantage_clip_low, config.grpo.advantage_clip_high
-    if low is not None and high is not None and low >= high:
-        return [f"grpo.advantage_clip_low: {low} is not below grpo.advantage_clip_high {high}"]
-    return []
-
-
-def rule_sibling_std_needs_a_sibling_baseline(config: MasterConfig) -> list[str]:
-    lines: list[str] = []
-    for name, is_on in (
-        ("normalize_rewards", config.grpo.normalize_rewards),
-        ("use_leave_one_out_baseline", config.grpo.use_leave_one_out_baseline),
-    ):
-        if not is_on:
-            switch, names = f"grpo.{name}", ("use_leave_one_out_std",)
-            lines += would_be_ignored(config.grpo, "grpo", names, switch=switch, because=f"{switch} is false")
-    return lines
 
 
 # ---- validation
@@ -457,7 +436,8 @@ def rule_every_node_reaches_the_hub(config: MasterConfig) -> list[str]:
 
 
 _OF_POLICY = validate_policy.RULES | validate_megatron.RULES | validate_router_replay.RULES
-_ALL = rules_in(globals()) | validate_cluster.RULES | validate_loss.RULES | _OF_POLICY
+_OF_ALGORITHM = validate_loss.RULES | validate_rewards.RULES
+_ALL = rules_in(globals()) | validate_cluster.RULES | _OF_ALGORITHM | _OF_POLICY
 
 RULES: tuple[Rule, ...] = tuple(_ALL[name] for name in sorted(_ALL))
 """Every rule, by name."""

@@ -243,6 +243,55 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
             "evaluation.greedy: True would be ignored, because policy.generation.val_temperature is 0",
         ),
     ],
+    "rule_estimator_keys_fit_the_estimator": [
+        (
+            ("grpo.adv_estimator.name=maxrl", "grpo.normalize_rewards=false"),
+            "grpo.normalize_rewards: False would be ignored, because grpo.adv_estimator.name is 'maxrl'",
+        ),
+        (("+grpo.adv_estimator.component_weights.a=1",), "grpo.adv_estimator.component_weights: would be ignored"),
+        (("grpo.adv_estimator.name=reinforce_plus_plus",), "grpo.drop_zero_advantage_groups: true leaves out rows"),
+    ],
+    "rule_components_need_a_reward_that_has_some": [
+        (
+            ("grpo.adv_estimator.name=gdpo", "grpo.drop_zero_advantage_groups=false"),
+            "grpo.adv_estimator.name: 'gdpo' needs components of the reward, and env.name 'sort' gives one number",
+        ),
+    ],
+    "rule_reward_scaling_maps_an_interval": [
+        (("grpo.reward_scaling.target_max=2",), "grpo.reward_scaling.target_max: 2.0 would be ignored"),
+        (
+            ("grpo.reward_scaling.enabled=true", "grpo.reward_scaling.source_min=1"),
+            "grpo.reward_scaling.source_min: 1.0 is not below source_max 1.0",
+        ),
+        (
+            ("grpo.reward_scaling.enabled=true", "grpo.reward_scaling.target_min=1"),
+            "grpo.reward_scaling.target_min: 1.0 is not below target_max 1.0",
+        ),
+    ],
+    "rule_reward_shaping_is_complete": [
+        (("grpo.reward_shaping.overlong_buffer_penalty=2",), "overlong_buffer_penalty: 2.0 would be ignored"),
+        (("grpo.reward_shaping.enabled=true",), "grpo.reward_shaping.max_response_length: must be set"),
+        (
+            (
+                "grpo.reward_shaping.enabled=true",
+                "grpo.reward_shaping.max_response_length=9",
+                "grpo.reward_shaping.stop_properly_penalty_coef=0.5",
+            ),
+            "grpo.reward_shaping.max_response_length: 9 would be ignored",
+        ),
+        (
+            ("grpo.reward_shaping.enabled=true", "grpo.reward_shaping.max_response_length=9"),
+            "grpo.reward_shaping.overlong_buffer_length: 128 is more than max_response_length 9",
+        ),
+        (
+            (
+                "grpo.reward_shaping.enabled=true",
+                "grpo.reward_shaping.max_response_length=900",
+                "grpo.reward_shaping.overlong_buffer_length=4",
+            ),
+            "grpo.reward_shaping.max_response_length: no response of policy.generation.max_new_tokens 10 tokens",
+        ),
+    ],
     "rule_options_need_a_part_of_your_own": [
         ((f"+{name.rpartition('.')[0]}.options.x=1",), f".options: would be ignored, because {name} is ")
         for name in NAMES_OF_PARTS

@@ -1,0 +1,109 @@
+"""Rules about what becomes of rewards: scaling, shaping, advantages.
+
+Each rule is as in `nemo_rl.config.validate`, which takes them in.
+"""
+
+from __future__ import annotations
+
+from nemo_rl.config.ignored import would_be_ignored
+from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS
+from nemo_rl.config.rule import rules_in
+from nemo_rl.config.schema import MasterConfig
+
+__all__ = ["RULES"]
+
+_BY_KEYS = ("grpo", "gdpo")
+"""Built-in estimators that read the keys of baseline and normalisation."""
+_BY_STEP = ("reinforce_plus_plus", "gdpo")
+"""Those that give advantages to groups whose rewards are all equal."""
+
+
+def rule_advantage_clip_is_an_interval(config: MasterConfig) -> list[str]:
+    low, high = config.grpo.advantage_clip_low, config.grpo.advantage_clip_high
+    if low is not None and high is not None and low >= high:
+        return [f"grpo.advantage_clip_low: {low} is not below grpo.advantage_clip_high {high}"]
+    return []
+
+
+def rule_estimator_keys_fit_the_estimator(config: MasterConfig) -> list[str]:
+    grpo, section, switch = config.grpo, config.grpo.adv_estimator, "grpo.adv_estimator.name"
+    name = section.name
+    if not ADVANTAGE_ESTIMATORS.is_builtin(name):
+        return []
+    because = f"{switch} is {name!r}"
+    lines: list[str] = []
+    if name not in _BY_KEYS:
+        names = ("normalize_rewards", "use_leave_one_out_baseline", "use_leave_one_out_std")
+        lines += would_be_ignored(grpo, "grpo", names, switch=switch, because=because)
+    if name != "gdpo":
+        own = ("component_weights",)
+        lines += would_be_ignored(section, "grpo.adv_estimator", own, switch=switch, because=because)
+    if name in _BY_STEP and grpo.drop_zero_advantage_groups:
+        lines.append(
+            f"grpo.drop_zero_advantage_groups: true leaves out rows to which {name!r} gives advantages; set it to false"
+        )
+    return lines
+
+
+def rule_components_need_a_reward_that_has_some(config: MasterConfig) -> list[str]:
+    if config.grpo.adv_estimator.name != "gdpo" or config.env.name not in ("sort", "math", "reasoning_gym"):
+        return []
+    return [
+        f"grpo.adv_estimator.name: 'gdpo' needs components of the reward, and env.name {config.env.name!r} gives one "
+        "number; set env.name=custom, or adv_estimator.name=grpo"
+    ]
+
+
+def rule_reward_scaling_maps_an_interval(config: MasterConfig) -> list[str]:
+    section, prefix = config.grpo.reward_scaling, "grpo.reward_scaling"
+    if not section.enabled:
+        switch = f"{prefix}.enabled"
+        names = ("source_min", "source_max", "target_min", "target_max")
+        return would_be_ignored(section, prefix, names, switch=switch, because=f"{switch} is false")
+    lines = []
+    if section.source_min >= section.source_max:
+        lines.append(f"{prefix}.source_min: {section.source_min} is not below source_max {section.source_max}")
+    if section.target_min >= section.target_max:
+        lines.append(f"{prefix}.target_min: {section.target_min} is not below target_max {section.target_max}")
+    return lines
+
+
+def rule_reward_shaping_is_complete(config: MasterConfig) -> list[str]:
+    section, prefix = config.grpo.reward_shaping, "grpo.reward_shaping"
+    buffer = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
+    if not section.enabled:
+        switch, names = f"{prefix}.enabled", (*buffer, "stop_properly_penalty_coef")
+        return would_be_ignored(section, prefix, names, switch=switch, because=f"{switch} is false")
+    if section.stop_properly_penalty_coef is not None:
+        switch = f"{prefix}.stop_properly_penalty_coef"
+        return would_be_ignored(section, prefix, buffer, switch=switch, because=f"{switch} replaces the buffer")
+    longest, most = section.max_response_length, config.policy.generation.max_new_tokens
+    if longest is None:
+        return [f"{prefix}.max_response_length: must be set, for example to ${{policy.generation.max_new_tokens}}"]
+    if section.overlong_buffer_length > longest:
+        return [
+            f"{prefix}.overlong_buffer_length: {section.overlong_buffer_length} is more than max_response_length "
+            f"{longest}"
+        ]
+    if longest - section.overlong_buffer_length >= most:
+        return [
+            f"{prefix}.max_response_length: no response of policy.generation.max_new_tokens {most} tokens reaches the "
+            f"buffer, which begins at {longest - section.overlong_buffer_length}"
+        ]
+    return []
+
+
+def rule_sibling_std_needs_a_sibling_baseline(config: MasterConfig) -> list[str]:
+    lines: list[str] = []
+    for name, is_on in (
+        ("normalize_rewards", config.grpo.normalize_rewards),
+        ("use_leave_one_out_baseline", config.grpo.use_leave_one_out_baseline),
+    ):
+        if not is_on:
+            switch, names = f"grpo.{name}", ("use_leave_one_out_std",)
+            lines += would_be_ignored(config.grpo, "grpo", names, switch=switch, because=f"{switch} is false")
+    return lines
+
+
+RULES = rules_in(globals())
+"""By name."""
