@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_rl.config.loss import CORRECTIONS, LOSS_TRAITS, LossConfig
+from nemo_rl.config.loss import CORRECTIONS, LossConfig
 
 __all__ = ["LOG_BOUND", "Correction", "off_policy_weights"]
 
@@ -31,7 +31,9 @@ class Correction:
     """bool: the weight is the bound."""
 
 
-def off_policy_weights(log_w_NT: torch.Tensor, mask_NT: torch.Tensor, config: LossConfig) -> Correction:
+def off_policy_weights(
+    log_w_NT: torch.Tensor, mask_NT: torch.Tensor, config: LossConfig, *, is_row_level: bool
+) -> Correction:
     """Weights by `truncated_importance_sampling_type`, with bounds [low, high].
 
     tis: min(max(w, low), high) (Yao et al. 2025). icepop: w inside, else 0 (token-level masked importance sampling).
@@ -40,13 +42,14 @@ def off_policy_weights(log_w_NT: torch.Tensor, mask_NT: torch.Tensor, config: Lo
 
     Args:
         log_w_NT: log w, 0 where no token is trained.
+        is_row_level: whether the loss has one ratio per row.
     """
     kind = config.truncated_importance_sampling_type
     low = config.truncated_importance_sampling_ratio_min or 0.0
     high = config.truncated_importance_sampling_ratio or float("inf")
     w_NT = log_w_NT.clamp(-LOG_BOUND, LOG_BOUND).exp()
     if kind is None:
-        weight_NT = _product(log_w_NT, mask_NT) if LOSS_TRAITS[config.name].is_row_level else w_NT
+        weight_NT = _product(log_w_NT, mask_NT) if is_row_level else w_NT
         return _correction(weight_NT, mask_NT)
     measured_NT = w_NT
     if kind in ("seq-mask-tis", "geo-mask"):

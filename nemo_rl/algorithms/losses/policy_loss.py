@@ -68,6 +68,11 @@ class PolicyLoss:
     """Column of pi_old: `prev_logprobs`, or `generation_logprobs` when the sampler's are taken instead."""
 
     @property
+    def term_name(self) -> str:
+        """Word of the built-in loss; a class of the user's own that derives from this one says another."""
+        return self.config.name if LOSSES.is_builtin(self.config.name) else "clipped_pg"
+
+    @property
     def input_fields(self) -> tuple[str, ...]:
         fields = ["token_mask", "sample_mask", "advantages"]
         if not self.config.force_on_policy_ratio:
@@ -85,7 +90,7 @@ class PolicyLoss:
         config = self.config
         tokens = self._tokens(token_logprobs, batch)
         inputs, weight_NT = tokens.inputs, tokens.weight_NT
-        term: PolicyTerm = LOSSES.load(config.name, key="loss_fn.name")
+        term: PolicyTerm = LOSSES.load(self.term_name, key="loss_fn.name")
         found = term(inputs, config)
         values_NT, correction = found.values_NT, self._correction(tokens)
         if correction is not None:
@@ -156,9 +161,11 @@ class PolicyLoss:
 
     def _correction(self, tokens: _Tokens) -> Correction | None:
         """None where the loss has none, or has it inside."""
-        if not self._corrects or LOSS_TRAITS[self.config.name].has_own_correction:
+        traits = LOSS_TRAITS[self.term_name]
+        if not self._corrects or traits.has_own_correction:
             return None
-        return off_policy_weights(tokens.gap_NT, tokens.inputs.mask_NT, self.config)
+        mask_NT = tokens.inputs.mask_NT
+        return off_policy_weights(tokens.gap_NT, mask_NT, self.config, is_row_level=traits.is_row_level)
 
     def _kl(self, token_logprobs: torch.Tensor, tokens: _Tokens, batch: Mapping[str, torch.Tensor]) -> KlTerm:
         mask_NT = tokens.inputs.mask_NT

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.algorithms.recipe_loss import build_loss
 from nemo_rl.algorithms.stages.columns import stage_columns
 from nemo_rl.config.load import load_config
@@ -16,7 +17,7 @@ from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.schema_walk import iter_fields, section_class
 from nemo_rl.utils.metrics import values
 from tests.helpers.hf_reference import global_scale
-from tests.helpers.loss_cases import loss_batch
+from tests.helpers.loss_cases import loss_batch, loss_config
 from tests.helpers.runs import write_recipe
 
 COMMON = ("grpo.use_generation_logprobs_as_prev=false",)
@@ -99,6 +100,23 @@ def test_the_table_has_every_key() -> None:
     keys = {path for path, field in iter_fields(LossConfig) if section_class(field.annotation) is None}
     # `options` are those of a loss of one's own: tests/e2e runs one.
     assert keys - {"options"} == {change[0] for change in CHANGES}
+
+
+def test_a_class_that_derives_from_the_built_in_loss_has_its_term_and_may_name_another() -> None:
+    batch = loss_batch()
+
+    def loss_of(loss_fn: PolicyLoss) -> float:
+        return loss_fn(batch.tensor("now"), batch, scale=global_scale(batch)).loss.item()
+
+    own = LossConfig(name="mine:Loss", reference_policy_kl_penalty=0)
+    assert loss_of(PolicyLoss(config=own)) == loss_of(PolicyLoss(config=loss_config("clipped_pg")))
+    assert loss_of(OwnReinforce(config=own)) == loss_of(PolicyLoss(config=loss_config("reinforce")))
+
+
+class OwnReinforce(PolicyLoss):
+    @property
+    def term_name(self) -> str:
+        return "reinforce"
 
 
 @pytest.mark.parametrize("is_forced", [False, True])

@@ -17,7 +17,7 @@ W = [1.0, 3.0, 0.4]
 """Product 1.2, geometric mean 1.0626586."""
 
 
-def weights_of(kind: str | None, low: float | None, high: float | None, *, name: str = "clipped_pg") -> list[float]:
+def weights_of(kind: str | None, low: float | None, high: float | None, *, is_row_level: bool = False) -> list[float]:
     keys = {
         "use_importance_sampling_correction": True,
         "truncated_importance_sampling_type": kind,
@@ -27,8 +27,8 @@ def weights_of(kind: str | None, low: float | None, high: float | None, *, name:
     log_w = torch.tensor([[0.0, *W]], dtype=torch.float64)
     log_w[0, 1:] = log_w[0, 1:].log()
     mask = torch.tensor([[False, True, True, True]])
-    config = LossConfig.model_validate({"name": name, **keys})
-    return off_policy_weights(log_w, mask, config).weight_NT[0, 1:].tolist()
+    config = LossConfig.model_validate(keys)
+    return off_policy_weights(log_w, mask, config, is_row_level=is_row_level).weight_NT[0, 1:].tolist()
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_weights_equal_the_definition(
 
 
 def test_losses_with_one_ratio_per_row_have_one_weight_per_row() -> None:
-    assert weights_of(None, None, None, name="gspo") == pytest.approx([1.2] * 3)
+    assert weights_of(None, None, None, is_row_level=True) == pytest.approx([1.2] * 3)
 
 
 def test_the_metrics_say_what_was_masked_and_what_was_truncated() -> None:
