@@ -239,7 +239,7 @@ class SyncGRPOTrainer:
         """
         with self._timer.time("refit"):
             self._parts.weight_sync.sync(self._step)
-        metrics = step_metrics(step) | self._parts.policy.memory_metrics()
+        metrics = step_metrics(step) | self._parts.policy.memory_metrics() | self._refit_metrics()
         if self._config.policy.router_replay.enabled:
             replay = self._parts.policy.router_replay_metrics()
             metrics.update({f"r3/{name}": value for name, value in values(replay).items()})
@@ -265,6 +265,10 @@ class SyncGRPOTrainer:
         self._parts.tracing.report(self._step, metrics)
         self._parts.panel.step(self._report(step, metrics, stage_seconds, traffic.stage_bytes))
         return metrics
+
+    def _refit_metrics(self) -> Mapping[str, float]:
+        report = self._parts.weight_sync.report
+        return {} if report is None else report.metrics()
 
     def _save_if_due(self, metrics: Mapping[str, float]) -> None:
         if self._parts.checkpoints is None:
