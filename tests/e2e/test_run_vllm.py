@@ -37,7 +37,11 @@ def _run(recipe: str, folder: Path, changes: dict[str, str], **variables: str) -
 
 def test_two_engines_sample_and_learn(tmp_path: Path) -> None:
     # One update a step: what is trained is what was sampled from.
-    on_policy = {"policy.train_global_batch_size": "32", "policy.generation.refit_transport": "broadcast"}
+    on_policy = {
+        "policy.train_global_batch_size": "32",
+        "policy.generation.refit_transport": "broadcast",
+        "policy.generation.refit_delta.enabled": "true",
+    }
     model = {"policy.model_name": str(write_dense(tmp_path / "model"))}
     steps = _run("grpo_sort_vllm_cpu", tmp_path, on_policy | model)
     assert len(steps) == 2
