@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 __all__ = ["RefitReport"]
@@ -20,7 +19,7 @@ class RefitReport:
     bytes_sent: int
     """That policy rank 0 put into buckets; each engine gets them."""
 
-    def metrics(self) -> Mapping[str, float]:
+    def metrics(self) -> dict[str, float]:
         """As a run logs them."""
         return {
             "refit/ms": self.ms,
