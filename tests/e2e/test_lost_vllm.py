@@ -35,6 +35,7 @@ SETTINGS = {
     "policy.generation.refit_delta.enabled": "true",
     "+policy.generation.options.at": "2",
 }
+OF_A_ROW = ("prompt", "token_ids", "reward", "advantage", "weight_version")
 LOST = ("rollout/engines", "rollout/engines_lost")
 END_S = 150.0
 """From the death of the last engine to the end of a run: seconds, and more where much else runs."""
@@ -50,7 +51,10 @@ def trained(folder: Path, model: Path, *, victims: str, kind: str = "SIGKILL") -
     config = load_recipe(write_recipe(folder, model), settings_of(folder, victims=victims, kind=kind))
     run(config, console=Console(file=io.StringIO()))
     steps = logged_steps(config.logger.log_dir)
-    return steps, [rollouts_of(config.logger.log_dir, number) for number in (1, 2, 3)]
+    return steps, [
+        [{name: row[name] for name in OF_A_ROW} for row in rollouts_of(config.logger.log_dir, number)]
+        for number in (1, 2, 3)
+    ]
 
 
 @pytest.fixture(scope="module")
