@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,12 +31,17 @@ TIGHT = {
 LONGEST = 256
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineChild]:
-    folder = write_moe(tmp_path_factory.mktemp("vllm") / "moe")
+@contextmanager
+def _started(folder: Path) -> Iterator[EngineChild]:
     replay = {"enabled": True}
     policy = vllm_policy(folder, generation=TIGHT, max_total_sequence_length=LONGEST, router_replay=replay)
     with vllm_child(policy) as child:
+        yield child
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineChild]:
+    with _started(write_moe(tmp_path_factory.mktemp("vllm") / "moe")) as child:
         yield child
 
 
@@ -126,6 +132,22 @@ def test_after_new_weights_and_the_old_ones_again_everything_is_as_before(engine
         _check(asked, outputs[-1], model)
     assert torch.equal(outputs[0].logprobs, outputs[2].logprobs)
     assert not torch.equal(outputs[0].token_ids, outputs[1].token_ids)
+
+
+@pytest.mark.full
+def test_after_other_weights_and_the_old_ones_again_outputs_are_those_of_a_fresh_engine(
+    engine: EngineChild, tmp_path: Path
+) -> None:
+    asked = _request(_prompts(6, shared=40))
+    for seed in (0, 1, 0):
+        _refit(engine, moe_model(seed=seed), bucket_bytes=50_000)
+        engine("finish_refit", version=seed)
+    output = engine("generate", request=asked)
+    with _started(write_moe(tmp_path / "moe")) as fresh:
+        _load(fresh, 0)
+        expected = fresh("generate", request=asked)
+    assert torch.equal(output.token_ids, expected.token_ids) and torch.equal(output.logprobs, expected.logprobs)
+    assert torch.equal(output.routes.ids, expected.routes.ids)
 
 
 def test_a_cached_prompt_of_old_weights_is_forgotten(engine: EngineChild) -> None:
