@@ -75,11 +75,20 @@ def encode_block(base: torch.Tensor | None, part: torch.Tensor, *, unit: int) ->
     count = int(changed.count_nonzero())
     if count == 0:
         return Block(form=Form.SAME, stream=_no_bytes(part), values=_no_bytes(part))
-    room = part.numel() - count * unit
-    if room <= 0:
+    sizes = {Form.WHOLE: part.numel() - count * unit, Form.MASK: -(-changed.numel() // MASK_BITS)}
+    numbers: dict[Form, torch.Tensor] = {}
+    # A number takes a byte at least. Where a mask takes less, runs could save a third at the most.
+    if count < min(sizes.values()):
+        places = changed.nonzero()[:, 0]
+        gaps = torch.diff(places, prepend=places.new_full((1,), -1)) - 1
+        numbers = {Form.INDEX: gaps, Form.RUNS: _runs(gaps)}
+    sizes |= {form: _numbers_bytes(each) for form, each in numbers.items()}
+    form = min(sizes, key=sizes.__getitem__)
+    if form is Form.WHOLE:
         return whole
-    form, stream = _smallest_stream(changed, count=count, room=room)
-    return whole if stream is None else Block(form=form, stream=stream, values=new[changed].view(torch.uint8))
+    if form is Form.MASK:
+        return Block(form=form, stream=_pack_mask(changed), values=new[changed].view(torch.uint8))
+    return Block(form=form, stream=_pack_numbers(numbers[form]), values=new[places].view(torch.uint8))
 
 
 def write_block(block: Block, buffer: torch.Tensor) -> int:
@@ -147,40 +156,13 @@ def _no_bytes(like: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=like.device)
 
 
-def _smallest_stream(changed: torch.Tensor, *, count: int, room: int) -> tuple[Form, torch.Tensor | None]:
-    """None: no stream is smaller than `room`."""
-    best, form, stream = room, Form.WHOLE, None
-    mask_bytes = -(-changed.numel() // MASK_BITS)
-    starts = changed.clone()
-    starts[1:] &= ~changed[:-1]
-    # A number takes a byte at least: what cannot win is not worked out.
-    if mask_bytes < best:
-        best, form = mask_bytes, Form.MASK
-    if count < best:
-        gaps = _gaps(changed.nonzero()[:, 0])
-        if _numbers_bytes(gaps) < best:
-            best, form, stream = _numbers_bytes(gaps), Form.INDEX, gaps
-    if 2 * int(starts.count_nonzero()) < best:
-        runs = _runs(changed, starts)
-        if _numbers_bytes(runs) < best:
-            form, stream = Form.RUNS, runs
-    if form is Form.MASK:
-        return form, _pack_mask(changed)
-    return form, None if stream is None else _pack_numbers(stream)
-
-
-def _gaps(places: torch.Tensor) -> torch.Tensor:
-    """Elements that are left out before each place."""
-    return torch.diff(places, prepend=places.new_full((1,), -1)) - 1
-
-
-def _runs(changed: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+def _runs(gaps: torch.Tensor) -> torch.Tensor:
     """Alternately: elements left out before a run, elements of the run but one."""
-    ends = changed.clone()
-    ends[:-1] &= ~changed[1:]
-    first, last = starts.nonzero()[:, 0], ends.nonzero()[:, 0]
-    left_out = first - torch.cat([first.new_zeros(1), last[:-1] + 1])
-    return torch.stack([left_out, last - first], dim=1).view(-1)
+    is_first = gaps > 0
+    is_first[0] = True
+    at = is_first.nonzero()[:, 0]
+    lengths = torch.diff(at, append=at.new_full((1,), gaps.numel()))
+    return torch.stack([gaps[at], lengths - 1], dim=1).view(-1)
 
 
 def _places_of_runs(numbers: torch.Tensor) -> torch.Tensor:
