@@ -33,7 +33,7 @@ __all__ = [
 ENGINE_SPEED = re.compile(r"rollout/engine_(\d+)/tokens_per_s")
 """A metric that `GenerationReplicas` reports for each of its engines."""
 
-LOSS_PARTS = {"actor_loss", "kl_penalty"}
+LOSS_PARTS = {"actor_loss", "kl_penalty", "entropy_bonus"}
 """Summed within an optimizer step; reported, like the loss, as the mean over the optimizer steps of a GRPO step."""
 
 
