@@ -17,7 +17,7 @@ from rich.console import Console
 
 from benchmarks.common import ROOT
 from benchmarks.tracer import Case, batch_of, write_dense_model
-from nemo_rl.algorithms.loss_functions import NLLLoss
+from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.algorithms.setup import open_trainer
 from nemo_rl.config.load import load_config
 from nemo_rl.config.policy import GenerationConfig, OptimizerConfig, PolicyConfig

@@ -188,7 +188,7 @@ def train(policy: Policy, *, seed: int) -> None:
     policy.prepare_for_training()
     policy.train(
         batch,
-        ClippedPGLoss(config=LossConfig()),
+        PolicyLoss(config=LossConfig()),
         plan=plan_padded(batch.tensor("input_lengths").tolist(), capacity=200, dp_world=1),
     )
 
