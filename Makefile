@@ -26,7 +26,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 # Stamps share one environment, which one pip at a time may write.
 .NOTPARALLEL:
-.PHONY: help demo vllm test test-fast test-full walk-docs lint types imports configs tree constraints learn-sort learn-sort-tp2 learn-sort-megatron learn-chain-sum learn-sort-moe same-numbers mutants resume-kills replay-draw chaos leaks stress-data-plane bench-step bench-data-plane bench-packing bench-router-replay bench-tracer watch-trait gpu-wheels test-gpu clean
+.PHONY: help demo vllm test test-fast test-full walk-docs lint types imports configs tree constraints learn-sort learn-sort-tp2 learn-sort-megatron learn-chain-sum learn-sort-moe same-numbers mutants resume-kills replay-draw chaos leaks stress-data-plane bench-step bench-data-plane bench-packing bench-router-replay bench-generation bench-tracer watch-trait gpu-wheels test-gpu clean
 
 help:
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-22s %s\n", $$1, $$2}'
@@ -207,6 +207,9 @@ bench-packing: $(VENV)/.base ## packing and balance over ranks, all algorithms; 
 
 bench-router-replay: $(VENV)/.base ## mismatch, overhead and bytes of router replay; writes results/bench_router_replay.json
 	$(BIN)/python benchmarks/router_replay.py --json results/bench_router_replay.json $(ARGS)
+
+bench-generation: $(VENV)/.vllm $(STARTER)/config.json ## engines side by side, and refits; writes results/bench_generation.json
+	$(BIN)/python benchmarks/generation.py --json results/bench_generation.json $(ARGS)
 
 bench-tracer: $(VENV)/.base ## what the live tracer costs a training step; writes results/bench_tracer.json
 	$(BIN)/python benchmarks/tracer.py --json results/bench_tracer.json $(ARGS)

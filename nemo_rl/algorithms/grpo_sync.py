@@ -31,7 +31,7 @@ from nemo_rl.algorithms.stages.bodies import clear_untrained
 from nemo_rl.algorithms.stages.columns import declare_partition
 from nemo_rl.algorithms.stages.stage import Stage
 from nemo_rl.algorithms.stages.state import StepState, begin_step
-from nemo_rl.algorithms.step_metrics import data_plane_metrics, step_metrics
+from nemo_rl.algorithms.step_metrics import data_plane_metrics, engine_speeds, step_metrics
 from nemo_rl.algorithms.step_tracing import StepTracing
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.sampler import PromptSampler
@@ -241,7 +241,7 @@ class SyncGRPOTrainer:
         """
         with self._timer.time("refit"):
             self._parts.weight_sync.sync(self._step)
-        metrics = step_metrics(step) | self._parts.policy.memory_metrics()
+        metrics = step_metrics(step) | self._parts.policy.memory_metrics() | self._refit_metrics()
         if self._config.policy.router_replay.enabled:
             replay = self._parts.policy.router_replay_metrics()
             metrics.update({f"r3/{name}": value for name, value in values(replay).items()})
@@ -267,6 +267,10 @@ class SyncGRPOTrainer:
         self._parts.tracing.report(self._step, metrics)
         self._parts.panel.step(self._report(step, metrics, stage_seconds, traffic.stage_bytes))
         return metrics
+
+    def _refit_metrics(self) -> dict[str, float]:
+        report = self._parts.weight_sync.report
+        return {} if report is None else report.metrics()
 
     def _save_if_due(self, metrics: Mapping[str, float]) -> None:
         if self._parts.checkpoints is None:
@@ -301,6 +305,7 @@ class SyncGRPOTrainer:
             kl=metrics.get("train/reference_kl", metrics.get("train/policy_kl")),
             num_engines=None if engines is None else int(engines),
             all_engines=self._config.policy.generation.num_replicas,
+            engine_speeds=engine_speeds(metrics),
             tokens_per_s=step.num_tokens / step.seconds,
             stage_seconds=dict(stage_seconds),
             stage_bytes=dict(stage_bytes),

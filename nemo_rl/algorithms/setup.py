@@ -149,6 +149,7 @@ def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | Non
             engines=groups.engines,
             timeout_s=timeout_s,
             buffer_ratio=config.policy.generation.refit_buffer_ratio,
+            delta_full_every=config.policy.generation.refit_delta.period,
             on_new_engines=rollout.use_engines,
         )
         yield TrainerParts(

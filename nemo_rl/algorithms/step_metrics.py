@@ -5,6 +5,7 @@ Names are `area/name`; every value comes with its reduction from whoever made it
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,7 +20,18 @@ from nemo_rl.models.policy.lm_policy import TrainSummary
 from nemo_rl.utils.logger import REWARD_METRIC
 from nemo_rl.utils.metrics import values
 
-__all__ = ["Traffic", "data_plane_metrics", "lag_metrics", "pack_metrics", "step_metrics", "training_speed"]
+__all__ = [
+    "Traffic",
+    "data_plane_metrics",
+    "engine_speeds",
+    "lag_metrics",
+    "pack_metrics",
+    "step_metrics",
+    "training_speed",
+]
+
+ENGINE_SPEED = re.compile(r"rollout/engine_(\d+)/tokens_per_s")
+"""A metric that `GenerationReplicas` reports for each of its engines."""
 
 LOSS_PARTS = {"actor_loss", "kl_penalty", "entropy_bonus"}
 """Summed within an optimizer step; reported, like the loss, as the mean over the optimizer steps of a GRPO step."""
@@ -32,6 +44,12 @@ class Traffic:
     metrics: dict[str, float]
     stage_bytes: dict[str, int] = field(default_factory=dict)
     """Payload bytes put and fetched, per stage."""
+
+
+def engine_speeds(metrics: Mapping[str, float]) -> dict[int, float]:
+    """Tokens per second of each engine that has sampled in the step, by its number."""
+    found = ((ENGINE_SPEED.fullmatch(name), value) for name, value in metrics.items())
+    return {int(match[1]): value for match, value in found if match is not None}
 
 
 def step_metrics(step: StepState) -> dict[str, float]:

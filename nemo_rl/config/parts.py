@@ -147,6 +147,8 @@ class EngineTraits:
     """Whether it changes its process (threads, random numbers), so that no trainer may be in it."""
     shows_decoding: bool = False
     """Whether it is a `TracedEngine`."""
+    takes_whole_weights: bool = False
+    """Whether a refit hands it whole weights, so that for deltas its process keeps the last ones."""
     has_planned_memory: bool = False
     """Whether `nemo-rl plan` knows what it needs."""
     check: str | None = None
@@ -158,6 +160,7 @@ ENGINE_TRAITS: Mapping[str, EngineTraits] = {
     "vllm": EngineTraits(
         keys=("vllm_cfg", "vllm_kwargs"),
         needs_own_process=True,
+        takes_whole_weights=True,
         check="nemo_rl.models.generation.vllm.checks:check_vllm",
     ),
 }

@@ -31,6 +31,7 @@ __all__ = [
     "OptimizerConfig",
     "PackingAlgorithm",
     "PolicyConfig",
+    "RefitDeltaConfig",
     "SchedulerConfig",
     "SchedulerPhase",
     "SequencePackingConfig",
@@ -179,6 +180,21 @@ class ColocatedConfig(Section):
     """GPUs of each node with engines, one engine each, besides those of policy workers. Only with `enabled: false`."""
 
 
+class RefitDeltaConfig(Section):
+    """Refits that send only what has changed in the engines' precision; the engines hold the same bits either way."""
+
+    enabled: bool = False
+    """Policy rank 0, and each vLLM engine, keep a copy of all weights on the CPU in the engines' precision. Wins where
+    little changes in a step (bfloat16 engines, small learning rates) and the way to the engines is slow."""
+    full_every: Annotated[int, Field(ge=2)] = 50
+    """Of so many refits one sends all weights; so does each one after an engine was replaced or a refit failed."""
+
+    @property
+    def period(self) -> int | None:
+        """None: every refit sends all weights."""
+        return self.full_every if self.enabled else None
+
+
 class GenerationConfig(Section):
     """Rollouts."""
 
@@ -223,6 +239,7 @@ class GenerationConfig(Section):
     that stand apart; else `payload`."""
     refit_buffer_ratio: Probability = 0.3
     """Most of the free memory (of the GPU with `ipc`, else RAM) that one bucket of weights takes in a refit."""
+    refit_delta: RefitDeltaConfig = Field(default_factory=RefitDeltaConfig)
 
 
 class PolicyConfig(Section):

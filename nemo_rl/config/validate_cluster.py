@@ -112,6 +112,19 @@ def rule_refit_transport_fits_the_processes(config: MasterConfig) -> list[str]:
     return []
 
 
+def rule_deltas_have_a_way_to_go(config: MasterConfig) -> list[str]:
+    delta, key = config.policy.generation.refit_delta, "policy.generation.refit_delta"
+    if not delta.enabled:
+        switch = f"{key}.enabled"
+        return would_be_ignored(delta, key, ("full_every",), switch=switch, because=f"{switch} is false")
+    if config.cluster.launcher == "local":
+        return [
+            f"{key}.enabled: true, but with cluster.launcher 'local' weights never leave the process, so that a delta "
+            "saves nothing; set it to false, or cluster.launcher=ray"
+        ]
+    return []
+
+
 def rule_engines_stand_apart_only_when_asked(config: MasterConfig) -> list[str]:
     colocated = config.policy.generation.colocated
     if not colocated.enabled:

@@ -50,6 +50,8 @@ class StepReport:
     """Those of the rollout that live; None where it has one alone, without which no step ends."""
     all_engines: int | None = None
     """With which the run has started."""
+    engine_speeds: Mapping[int, float] = field(default_factory=dict)
+    """Tokens per second of each engine that sampled, while it did, by its number."""
     tokens_per_s: float = 0.0
     stage_seconds: Mapping[str, float] = field(default_factory=dict)
     stage_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -233,6 +235,13 @@ def _missing_engines(report: StepReport) -> list[tuple[str, str]]:
     return [("engines", f"{alive}/{total}")] if alive is not None and total is not None and alive < total else []
 
 
+def _engines(report: StepReport) -> list[str]:
+    """What each of several has sampled."""
+    if (report.all_engines or 1) == 1:
+        return []
+    return [f"engine {number} {speed:.0f} tokens/s" for number, speed in sorted(report.engine_speeds.items())]
+
+
 def _stage_names(report: StepReport) -> list[str]:
     return list(dict.fromkeys((*report.stage_seconds, *report.stage_bytes)))
 
@@ -263,6 +272,7 @@ def _draw(report: StepReport | None, rewards: Sequence[float], times: _Times, *,
         room = max(0, width - _FRAME_WIDTH - len(label))
         parts += [
             _wrapped([*numbers, f"tokens/s {report.tokens_per_s:.0f}"], style="bold"),
+            *([_wrapped(engines)] if (engines := _engines(report)) else []),
             Text(label + _curve(rewards)[-room:] if room else label.strip()),
             _stage_table(report),
         ]

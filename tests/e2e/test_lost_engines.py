@@ -21,9 +21,11 @@ TWO_ENGINES = {
     "data_plane.impl": "ray",
     "policy.generation.num_replicas": "2",
     "policy.generation.refit_transport": "broadcast",
+    "policy.generation.precision": "bfloat16",
+    "policy.generation.refit_delta.enabled": "true",
     "policy.generation.backend": "tests.helpers.mortal_engine:build_mortal_engine",
 }
-"""By broadcast, whose group is made anew for the engine that comes."""
+"""By broadcast, whose group is made anew for the engine that comes, of what has changed."""
 OF_ENGINES = ("rollout/engines", "rollout/engines_lost", "rollout/rows_sampled_again")
 
 
@@ -41,6 +43,11 @@ def steps_of(folder: Path, model: Path, *, victims: str, kind: str = "SIGKILL", 
     )
     run(config, console=Console(file=io.StringIO()))
     return logged_steps(config.logger.log_dir)
+
+
+def whole_refits(steps: list[dict]) -> list[bool]:
+    """Of each step, whether all weights were sent after it."""
+    return [step["refit/bytes_sent"] >= step["refit/bytes_dense"] for step in steps]
 
 
 def learned(steps: list[dict]) -> list[dict]:
@@ -67,6 +74,8 @@ def test_another_engine_samples_the_rows_of_one_that_is_lost(
     assert len({step["train/grad_norm"] for step in steps}) == 3, "weights must change, or a lost row shows nothing"
     # Two of four prompts were the lost engine's, four samples each; at the refit of the second step it was replaced.
     assert [[step[name] for name in OF_ENGINES] for step in steps] == [[2, 0, 0], [1, 1, 8], [2, 0, 0]]
+    assert whole_refits(unharmed) == [False, False, False]
+    assert whole_refits(steps) == [False, True, False], "a new engine has nothing that a delta could build on"
 
 
 def test_a_run_without_engines_ends_with_the_first_cause(tmp_path: Path, model: Path) -> None:

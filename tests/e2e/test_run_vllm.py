@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.engine_child import NO_VLLM, has_vllm
+from tests.helpers.families import write_family
 from tests.helpers.kernel_models import write_dense, write_moe
 from tests.helpers.runs import ROOT, SMALL, logged_steps
 
@@ -18,6 +20,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not has_vllm(), reason=NO_VLL
 TWO = {"policy.generation.num_replicas": "2"}
 PACKED = {"policy.sequence_packing.train_mb_tokens": "128", "policy.sequence_packing.logprob_mb_tokens": "256"}
 VERIFY = [sys.executable, "-m", "nemo_rl.cli.main", "trace", "verify"]
+
+
+def _heads_of_8(folder: Path) -> Path:
+    """A model whose heads are smaller than vLLM's kernels for CPUs take."""
+    return write_family(folder, "qwen3_moe")
 
 
 def _run(recipe: str, folder: Path, changes: dict[str, str], **variables: str) -> list[dict[str, float]]:
@@ -37,7 +44,11 @@ def _run(recipe: str, folder: Path, changes: dict[str, str], **variables: str) -
 
 def test_two_engines_sample_and_learn(tmp_path: Path) -> None:
     # One update a step: what is trained is what was sampled from.
-    on_policy = {"policy.train_global_batch_size": "32", "policy.generation.refit_transport": "broadcast"}
+    on_policy = {
+        "policy.train_global_batch_size": "32",
+        "policy.generation.refit_transport": "broadcast",
+        "policy.generation.refit_delta.enabled": "true",
+    }
     model = {"policy.model_name": str(write_dense(tmp_path / "model"))}
     steps = _run("grpo_sort_vllm_cpu", tmp_path, on_policy | model)
     assert len(steps) == 2
@@ -64,15 +75,30 @@ def test_routes_of_vllm_are_replayed(tmp_path: Path) -> None:
         assert step["r3/k3_r3"] < 1e-3
 
 
+CACHE = "policy.generation.vllm_cfg.kv_cache_gib"
+OPTION = "policy.generation.vllm_kwargs.max_num_sequences"
+
+
 @pytest.mark.full
-def test_what_vllm_cannot_serve_ends_with_exit_code_2_before_training(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("write", "change", "said"),
+    [
+        (write_dense, f"{CACHE}=0.00001", f"{CACHE}: vLLM's cache"),
+        (write_dense, f"+{OPTION}=4", f"{OPTION}: vLLM's engine has no such argument; did you mean"),
+        (_heads_of_8, f"{CACHE}=0.05", "policy.generation.backend: vLLM cannot start with"),
+    ],
+    ids=["too little memory", "an unknown option", "an unknown model"],
+)
+def test_what_vllm_cannot_serve_ends_with_exit_code_2_before_training(
+    write: Callable[[Path], Path], change: str, said: str, tmp_path: Path
+) -> None:
     ended = subprocess.run(
         [
             *(sys.executable, "examples/run_grpo.py", "--config", "configs/recipes/grpo_sort_vllm_cpu.yaml"),
             *(f"{name}={value}" for name, value in (SMALL | TWO).items()),
-            f"policy.model_name={write_dense(tmp_path / 'model')}",
+            f"policy.model_name={write(tmp_path / 'model')}",
             f"logger.log_dir={tmp_path / 'logs'}",
-            "policy.generation.vllm_cfg.kv_cache_gib=0.00001",
+            change,
         ],
         cwd=ROOT,
         capture_output=True,
@@ -80,5 +106,6 @@ def test_what_vllm_cannot_serve_ends_with_exit_code_2_before_training(tmp_path: 
         timeout=200,
     )
     assert ended.returncode == 2, ended.stdout + ended.stderr
-    assert "error: policy.generation.vllm_cfg.kv_cache_gib: vLLM's cache" in ended.stdout + ended.stderr
+    assert said in " ".join((ended.stdout + ended.stderr).split())
+    assert not (tmp_path / "logs" / "metrics.jsonl").exists() or not logged_steps(tmp_path / "logs")
     assert "Traceback" not in ended.stdout + ended.stderr

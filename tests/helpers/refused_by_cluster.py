@@ -47,6 +47,16 @@ REFUSED_BY_CLUSTER: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("cluster.num_nodes=2",), "cluster.num_nodes: 2 nodes need"),
         (("cluster.address=auto", "cluster.num_cpus=8"), "cluster.num_cpus: would be ignored"),
     ],
+    "rule_deltas_have_a_way_to_go": [
+        (
+            (*LOCAL, "policy.generation.refit_delta.enabled=true"),
+            "policy.generation.refit_delta.enabled: true, but with cluster.launcher 'local' weights never leave",
+        ),
+        (
+            ("policy.generation.refit_delta.full_every=9",),
+            "policy.generation.refit_delta.full_every: 9 would be ignored",
+        ),
+    ],
     "rule_refit_transport_fits_the_processes": [
         (
             ("policy.generation.refit_transport=broadcast", "cluster.launcher=local"),

@@ -47,6 +47,7 @@ OWN_TIME = (
     "age_s",
     "_ms",
     "_per_s",
+    "refit/ms",
 )
 """Metrics that differ from run to run."""
 

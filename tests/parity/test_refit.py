@@ -156,3 +156,76 @@ def test_an_engine_of_another_model_is_refused_before_anything_is_written(partie
     with pytest.raises(ValueError, match=r"do not fit this engine: model.layers.1.*unknown"):
         sync.sync(4)
     assert other.weight_version == 3, "the engine goes on with what it has"
+
+
+@pytest.fixture(params=["payload", "broadcast"])
+def delta_sync(request, parties, config) -> Iterator[tuple[WeightSync, EngineWorker]]:
+    """To a bfloat16 engine, in so small buckets that weights are cut."""
+    generation = config.generation.model_copy(update={"precision": "bfloat16"})
+    engine = EngineWorker.from_config(config.model_copy(update={"generation": generation}))
+    given = replace(parties, engines=fleet_of(engine), max_bucket_bytes=10_001, delta_full_every=4)
+    yield (
+        (PayloadWeightSync(given) if request.param == "payload" else BroadcastWeightSync(given, address="127.0.0.1")),
+        engine,
+    )
+    given.engines.shutdown()
+
+
+def holds(engine: EngineWorker, policy: Policy, parties: RefitParties) -> bool:
+    """Whether the engine has the policy's weights to the last bit."""
+    policy.prepare_for_lp_inference()
+    exported = parties.policy.run(Call(request=ask(PolicyWorker.export_weights), stage="refit", timeout_s=60))[0]
+    own = dict(engine._loaded_model().named_parameters())
+    return all(
+        torch.equal(own[name].view(torch.int16), weight.bfloat16().view(torch.int16))
+        for name, weight in exported
+        if name in own
+    )
+
+
+def train(policy: Policy, *, seed: int) -> None:
+    batch = tiny_batch(8, seed=seed)
+    policy.prepare_for_training()
+    policy.train(
+        batch,
+        PolicyLoss(config=LossConfig()),
+        plan=plan_padded(batch.tensor("input_lengths").tolist(), capacity=200, dp_world=1),
+    )
+
+
+def test_what_has_changed_makes_the_same_bits_of_less(delta_sync, parts, parties) -> None:
+    sync, engine = delta_sync
+    policy, shares = parts[0], []
+    for version in range(6):
+        sync.sync(version)
+        assert holds(engine, policy, parties) and engine.weight_version == version
+        assert sync.report.version == version
+        shares.append(sync.report.bytes_sent / sync.report.bytes_dense)
+        train(policy, seed=version)
+        assert not holds(engine, policy, parties), "weights must change, or a refit shows nothing"
+    is_whole = [share >= 1 for share in shares]
+    assert is_whole == [True, False, False, False, True, False], "one of four is whole"
+
+
+def test_after_weights_from_elsewhere_or_a_failure_the_next_refit_is_whole(
+    delta_sync, parts, parties, monkeypatch
+) -> None:
+    sync, engine = delta_sync
+    policy = parts[0]
+    for version in (0, 1):
+        sync.sync(version)
+    assert sync.report.bytes_sent < sync.report.bytes_dense
+    engine.update_weights(engine._loaded_model().state_dict().items(), version=1)
+    sync.sync(2)
+    assert sync.report.bytes_sent > sync.report.bytes_dense, "nobody knows what the engine has got"
+    train(policy, seed=7)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "finish_refit", _fails)
+        with pytest.raises(OSError, match="at the end"):
+            sync.sync(3)
+    sync.sync(3)
+    assert sync.report.bytes_sent > sync.report.bytes_dense and holds(engine, policy, parties)
+
+
+def _fails(*, version: int) -> int:
+    raise OSError(f"no memory at the end of {version}")

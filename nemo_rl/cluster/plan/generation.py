@@ -14,7 +14,7 @@ from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, Setting
 from nemo_rl.config.parts import ENGINE_TRAITS, EngineTraits
 from nemo_rl.models.weight_sync.buckets import MAX_BUCKET_BYTES, WeightSlot, bucket_bytes
 
-__all__ = ["EngineMemory", "engine_memory", "plan_slots", "refit_bytes"]
+__all__ = ["EngineMemory", "delta_bytes", "engine_memory", "plan_slots", "refit_bytes"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +59,21 @@ def plan_slots(setting: Setting) -> list[WeightSlot]:
     """All weights as a refit sends them."""
     dtype = setting.policy.generation.precision or setting.policy.precision
     return [WeightSlot(name=name, dtype=dtype, shape=shape) for name, shape in setting.model.whole_weights.items()]
+
+
+def delta_bytes(setting: Setting, *, ranks: int, engines: int) -> int:
+    """Of one node: the weights that were sent last, which deltas build on.
+
+    Args:
+        ranks: policy workers of the node.
+        engines: of the node.
+    """
+    generation = setting.policy.generation
+    if not generation.refit_delta.enabled:
+        return 0
+    senders = ranks if setting.config.refit_transport == "ipc" else 1
+    receivers = engines if ENGINE_TRAITS.get(generation.backend, EngineTraits()).takes_whole_weights else 0
+    return (senders + receivers) * sum(slot.num_bytes for slot in plan_slots(setting))
 
 
 def refit_bytes(setting: Setting) -> int:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from nemo_rl.cluster.plan.activations import PassActivations, pass_activations
 from nemo_rl.cluster.plan.batches import Batches, passes_of
-from nemo_rl.cluster.plan.generation import EngineMemory, engine_memory, refit_bytes
+from nemo_rl.cluster.plan.generation import EngineMemory, delta_bytes, engine_memory, refit_bytes
 from nemo_rl.cluster.plan.setting import Setting
 from nemo_rl.cluster.plan.weights import Gathered, RestMemory, gathered_weights, local_weights, rest_memory
 from nemo_rl.distributed.worker_pass import WorkerPass
@@ -129,6 +129,8 @@ def host_bytes(
         found["reference weights"] = 2 * sum(rank.weights for rank in ranks)
     if setting.config.checkpointing.enabled and setting.config.checkpointing.async_save:
         found["checkpoint being written"] = sum(_copied_bytes(setting, rank) for rank in ranks)
+    if deltas := delta_bytes(setting, ranks=len(ranks), engines=engines):
+        found["weights sent last, for deltas"] = deltas
     if setting.gpu is None:
         found["policy workers"] = sum(max(rank.stages().values()) for rank in ranks)
         found["engines"] = engines * (engine.weights + engine.cache + engine.working)

@@ -58,6 +58,11 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...]
     stop_strings: tuple[str, ...] = ()
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether tokens are drawn from the model's own distribution."""
+        return self.temperature == 1.0 and self.top_p == 1.0 and self.top_k is None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationRequest:
@@ -73,6 +78,9 @@ class GenerationRequest:
     sampling: SamplingParams
     with_routes: bool = False
     """Whether the output has the routes of experts; the model must have such."""
+    forced: tuple[tuple[int, ...], ...] | None = None
+    """The response of each row, decoded token by token as if it had been drawn, so that the output has its
+    log-probabilities; stops and limits hold as for drawn ones. None: rows are drawn."""
 
     @property
     def group_size(self) -> int:

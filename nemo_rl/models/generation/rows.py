@@ -5,7 +5,8 @@ Called by the engines. Invariant: rows come prompt by prompt, and each has room 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from nemo_rl.models.generation.interfaces import GenerationRequest
 
@@ -22,6 +23,8 @@ class RowRequest:
     """At least 1; already cut to what the total length leaves."""
     number: int = 0
     """Of the row in its request; named in errors."""
+    forced: tuple[int, ...] | None = None
+    """The response, as long as `max_new_tokens`; None: it is drawn."""
 
 
 def rows_of(request: GenerationRequest, *, max_total_length: int) -> list[RowRequest]:
@@ -31,7 +34,8 @@ def rows_of(request: GenerationRequest, *, max_total_length: int) -> list[RowReq
         max_total_length: prompt and response together, in tokens.
 
     Raises:
-        ValueError: seeds do not divide by prompts, or a prompt is empty or leaves no room for a token.
+        ValueError: seeds do not divide by prompts, or a prompt is empty or leaves no room for a token, or for what is
+            forced.
     """
     num_prompts, num_rows = len(request.prompt_ids), len(request.seeds)
     if (num_prompts == 0) != (num_rows == 0) or (num_prompts and num_rows % num_prompts):
@@ -49,4 +53,20 @@ def rows_of(request: GenerationRequest, *, max_total_length: int) -> list[RowReq
             RowRequest(prompt=tuple(prompt), seed=seed, max_new_tokens=room, number=number)
             for number, seed in enumerate(seeds, start=len(rows))
         ]
-    return rows
+    return rows if request.forced is None else _forced(rows, request.forced)
+
+
+def _forced(rows: Sequence[RowRequest], responses: Sequence[tuple[int, ...]]) -> list[RowRequest]:
+    """The rows with given responses."""
+    if len(responses) != len(rows):
+        raise ValueError(f"expected a forced response for each of {len(rows)} rows, got {len(responses)}")
+    for row, response in zip(rows, responses, strict=True):
+        if not 1 <= len(response) <= row.max_new_tokens:
+            raise ValueError(
+                f"row {row.number}: expected 1 to {row.max_new_tokens} forced tokens, got {len(response)}; give fewer, "
+                "or raise max_new_tokens"
+            )
+    return [
+        replace(row, forced=response, max_new_tokens=len(response))
+        for row, response in zip(rows, responses, strict=True)
+    ]

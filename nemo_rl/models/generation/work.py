@@ -34,7 +34,12 @@ def cut_request(request: GenerationRequest, *, num_engines: int, batch_rows: int
     least = max(1, batch_rows // max(1, group)) * ends[-1] / max(1, len(request.prompt_ids))
     cuts = _cuts(ends, _shares(ends[-1], num_engines=num_engines, least=least))
     return [
-        replace(request, prompt_ids=request.prompt_ids[start:stop], seeds=request.seeds[start * group : stop * group])
+        replace(
+            request,
+            prompt_ids=request.prompt_ids[start:stop],
+            seeds=request.seeds[start * group : stop * group],
+            forced=None if request.forced is None else request.forced[start * group : stop * group],
+        )
         for start, stop in pairwise(cuts)
     ] or [request]
 

@@ -10,7 +10,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from nemo_rl.distributed.calls import Call, Request, ask
@@ -20,6 +20,8 @@ from nemo_rl.errors import WorkerError
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.buckets import MAX_BUCKET_BYTES, RefitPlan, bucket_bytes
+from nemo_rl.models.weight_sync.delta_schedule import DeltaSchedule
+from nemo_rl.models.weight_sync.report import RefitReport
 from nemo_rl.models.weight_sync.target import RefitTarget
 
 __all__ = ["RefitParties", "WeightSync"]
@@ -44,6 +46,8 @@ class RefitParties:
     """Most of the free memory that a buffer takes."""
     max_bucket_bytes: int = MAX_BUCKET_BYTES
     """Most bytes of a bucket, however much memory is free."""
+    delta_full_every: int | None = None
+    """Of so many refits one is whole, the others send what has changed; None: all are whole."""
     on_new_engines: Callable[[WorkerFleet], None] | None = None
     """Told when engines were replaced, before anybody samples from them."""
 
@@ -64,11 +68,18 @@ class WeightSync(ABC):
     def __init__(self, parties: RefitParties) -> None:
         self._parties = parties
         self._version = -1
+        self._report: RefitReport | None = None
+        self._deltas = None if parties.delta_full_every is None else DeltaSchedule(parties.delta_full_every)
 
     @property
     def version(self) -> int:
         """Version in the engines; -1 before the first sync, and after one that failed."""
         return self._version
+
+    @property
+    def report(self) -> RefitReport | None:
+        """Of the last refit that succeeded."""
+        return self._report
 
     def sync(self, version: int) -> None:
         """Moves all weights, and checks that every engine answers with `version`.
@@ -77,14 +88,14 @@ class WeightSync(ABC):
             WorkerError: an engine could not load the weights, or holds another version.
         """
         started, parties = time.monotonic(), self._parties
-        self._version = -1
+        before, self._version = self._version, -1
         parties.run_engines(ask(GenerationInterface.finish_generation))
         replaced = parties.engines.heal()
         parties.run_policy(ask(PolicyWorker.offload_before_refit))
-        plan = self._negotiate()
+        plan = self._with_delta(self._negotiate(), version, before=before)
         self._move(plan)
         held = parties.run_engines(ask(RefitTarget.finish_refit, version=version))
-        parties.run_policy(ask(PolicyWorker.end_refit))
+        sent = parties.run_policy(ask(PolicyWorker.end_refit))[0]
         parties.run_policy(ask(PolicyWorker.offload_after_refit))
         wrong = {engine: got for engine, got in held.items() if got != version}
         if wrong:
@@ -93,18 +104,31 @@ class WeightSync(ABC):
         parties.run_engines(ask(GenerationInterface.prepare_for_generation))
         if replaced and parties.on_new_engines is not None:
             parties.on_new_engines(parties.engines)
+        seconds = time.monotonic() - started
+        self._report = RefitReport(version=version, ms=1e3 * seconds, bytes_dense=plan.num_bytes, bytes_sent=sent)
         logger.info(
-            "refit to version %d: %.1f MiB in %d buckets by %s, %.2f s",
+            "refit to version %d: %.1f of %.1f MiB in %d buckets by %s, %.2f s",
             version,
-            sum(slot.num_bytes for slot in plan.slots) / MIB,
+            sent / MIB,
+            plan.num_bytes / MIB,
             len(plan.buckets()),
             type(self).__name__,
-            time.monotonic() - started,
+            seconds,
         )
 
     @abstractmethod
     def _move(self, plan: RefitPlan) -> None:
         """Brings every bucket into every engine."""
+
+    def _with_delta(self, plan: RefitPlan, version: int, *, before: int) -> RefitPlan:
+        """The plan, of what has changed since version `before` where that is to be trusted."""
+        if self._deltas is None:
+            return plan
+        held = self._parties.run_engines(ask(RefitTarget.delta_base))
+        births = self._parties.engines.births
+        return replace(
+            plan, delta=self._deltas.next(version, before=before, slots=plan.slots, births=births, held=held)
+        )
 
     def _negotiate(self) -> RefitPlan:
         """What is sent, in which portions: names of the policy, dtypes of the engines, sizes that both can hold."""

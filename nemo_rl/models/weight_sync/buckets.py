@@ -14,16 +14,19 @@ from math import prod
 import torch
 
 from nemo_rl.errors import name_some
+from nemo_rl.models.weight_sync.delta import HEADER_BYTES
 from nemo_rl.utils.memory import available_bytes
 
 __all__ = [
     "BucketFiller",
     "BucketSink",
+    "DeltaRefit",
     "Piece",
     "RefitPlan",
     "WeightJoiner",
     "WeightSlot",
     "bucket_bytes",
+    "flat_bytes",
     "free_bytes",
     "match_slots",
 ]
@@ -45,8 +48,12 @@ class WeightSlot:
     shape: tuple[int, ...]
 
     @property
+    def element_bytes(self) -> int:
+        return int(getattr(torch, self.dtype).itemsize)
+
+    @property
     def num_bytes(self) -> int:
-        return prod(self.shape) * getattr(torch, self.dtype).itemsize
+        return prod(self.shape) * self.element_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +70,16 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaRefit:
+    """Weights are sent as what has changed in them; see `delta_buckets`."""
+
+    base: int
+    """Version that both sides hold; -1: none, so that all weights are sent whole, and held from then on."""
+    version: int
+    """That is sent."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RefitPlan:
     """What is moved, in which order and in which portions.
 
@@ -72,6 +89,21 @@ class RefitPlan:
 
     slots: tuple[WeightSlot, ...]
     bucket_bytes: int
+    """Of weights."""
+    delta: DeltaRefit | None = None
+    """None: buckets hold the bytes of the weights as they are."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all weights."""
+        return sum(slot.num_bytes for slot in self.slots)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Most that a bucket takes."""
+        if self.delta is None:
+            return self.bucket_bytes
+        return self.bucket_bytes + HEADER_BYTES * max(map(len, self.buckets()), default=0)
 
     def buckets(self) -> list[list[Piece]]:
         """The pieces of each bucket; a weight without elements has none."""
@@ -135,9 +167,15 @@ class BucketFiller:
 
     def __init__(self, plan: RefitPlan, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         self._plan, self._weights = plan, weights
-        self._buckets = iter(plan.buckets())
-        self._bytes: torch.Tensor | None = None
+        self._buckets = plan.buckets()
+        self._num_filled = 0
+        self._bytes = torch.empty(0, dtype=torch.uint8)
         self._next_slot = 0
+
+    @property
+    def num_missing(self) -> int:
+        """Buckets that have not been filled yet."""
+        return len(self._buckets) - self._num_filled
 
     def fill(self, buffer: torch.Tensor | None) -> int:
         """Writes the next bucket into `buffer` (uint8); returns its size. Without a buffer weights only pass by.
@@ -145,15 +183,21 @@ class BucketFiller:
         Raises:
             StopIteration: all buckets were filled. RuntimeError: the stream is not the one that was planned.
         """
+        if not self.num_missing:
+            raise StopIteration
         size = 0
-        for piece in next(self._buckets):
+        for piece in self._buckets[self._num_filled]:
             while self._next_slot <= piece.slot:
                 self._take()
-            if buffer is not None and self._bytes is not None:
-                source = self._bytes[piece.start : piece.start + piece.size]
-                buffer[piece.offset : piece.offset + piece.size].copy_(source)
-            size = piece.offset + piece.size
+            source = self._bytes[piece.start : piece.start + piece.size]
+            size += piece.size if buffer is None else self._write(piece, source, buffer[size:])
+        self._num_filled += 1
         return size
+
+    def _write(self, piece: Piece, source: torch.Tensor, room: torch.Tensor) -> int:
+        """Puts the bytes of a piece at the head of `room`; returns how many bytes it took."""
+        room[: piece.size].copy_(source)
+        return piece.size
 
     def _take(self) -> None:
         slot = self._plan.slots[self._next_slot]

@@ -13,10 +13,13 @@ import torch
 
 from nemo_rl.errors import WorkerError
 from nemo_rl.models.weight_sync.buckets import BucketSink, RefitPlan, WeightJoiner, WeightSlot, match_slots
+from nemo_rl.models.weight_sync.delta_buckets import DeltaSink, HeldWeights
 from nemo_rl.models.weight_sync.ipc_handle import IpcHandle
 from nemo_rl.models.weight_sync.refit_group import RefitGroup, RefitGroupSpec
 
 __all__ = ["RefitReceiver"]
+
+Sink = BucketSink | WeightJoiner | DeltaSink
 
 
 class RefitReceiver:
@@ -32,9 +35,10 @@ class RefitReceiver:
     ) -> None:
         self._model, self._device, self._take = model, device, take
         self._targets: list[torch.Tensor] = []
-        self._sink: BucketSink | WeightJoiner | None = None
+        self._sink: Sink | None = None
+        self._held = HeldWeights()
         self._num_buckets = 0
-        self._bucket_bytes = 0
+        self._buffer_bytes = 0
         self._shared: torch.Tensor | None = None
         self._group: RefitGroup | None = None
 
@@ -49,10 +53,27 @@ class RefitReceiver:
 
     def begin(self, plan: RefitPlan, handle: IpcHandle | None = None) -> None:
         """Ready for the first bucket; with a handle buckets come through the policy's own GPU memory."""
-        take = self._take
-        self._sink = BucketSink(plan, self._targets) if take is None else WeightJoiner(plan, take, device=self._device)
-        self._num_buckets, self._bucket_bytes = self._sink.num_missing, plan.bucket_bytes
+        self._sink = self._sink_of(plan)
+        self._num_buckets, self._buffer_bytes = self._sink.num_missing, plan.buffer_bytes
         self._shared = handle.open(self._device) if handle is not None else None
+
+    def _sink_of(self, plan: RefitPlan) -> Sink:
+        take = self._take
+        if plan.delta is not None:
+            # Who takes whole weights needs those from before, to make them of what has changed.
+            self._held.begin(plan, self._targets if take is None else None)
+            return DeltaSink(plan, self._held, take=take, device=self._device)
+        self._held.forget()
+        return BucketSink(plan, self._targets) if take is None else WeightJoiner(plan, take, device=self._device)
+
+    @property
+    def delta_base(self) -> int:
+        """Version that a delta can build on; -1: none."""
+        return self._held.version
+
+    def forget_base(self) -> None:
+        """The weights were replaced by another way."""
+        self._held.forget()
 
     def load(self, bucket: np.ndarray | None = None) -> None:
         """The next bucket, given as uint8, or read from the shared memory."""
@@ -80,7 +101,7 @@ class RefitReceiver:
         """
         sink = self._begun()
         assert self._group is not None, "join comes first"
-        buffer = torch.empty(self._bucket_bytes, dtype=torch.uint8, device=self._group.device)
+        buffer = torch.empty(self._buffer_bytes, dtype=torch.uint8, device=self._group.device)
         while sink.num_missing:
             sink.load(self._group.receive(buffer))
 
@@ -101,6 +122,6 @@ class RefitReceiver:
             self._group.close()
         self._group, self._shared = None, None
 
-    def _begun(self) -> BucketSink | WeightJoiner:
+    def _begun(self) -> Sink:
         assert self._sink is not None, "begin comes first"
         return self._sink

@@ -1,7 +1,8 @@
 """What a refit calls on an engine: `RefitTarget`, and the part of it that engines of torch modules share.
 
 Calls of one refit, in order: `report_device_id` and `refit_free_bytes` (once, to choose a transport), `match_refit`,
-`begin_refit`, then `load_bucket` for each bucket or `receive_weights` for all of them, `finish_refit`.
+`delta_base` (only with `policy.generation.refit_delta`), `begin_refit`, then `load_bucket` for each bucket or
+`receive_weights` for all of them, `finish_refit`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ class RefitTarget(ABC):
         Raises:
             ValueError: a name is unknown or missing, or has another shape; the old weights stay in use.
         """
+
+    def delta_base(self) -> int | None:
+        """Version of the weights that a delta can build on; -1: none. None: `load_bucket` knows no deltas."""
+        return None
 
     @abstractmethod
     def begin_refit(self, plan: RefitPlan, *, handle: IpcHandle | None = None) -> None:
@@ -87,6 +92,9 @@ class ModuleRefitTarget(RefitTarget):
 
     def match_refit(self, offered: Mapping[str, tuple[int, ...]]) -> tuple[WeightSlot, ...]:
         return self._refit().match(offered)
+
+    def delta_base(self) -> int | None:
+        return self._refit().delta_base
 
     def begin_refit(self, plan: RefitPlan, *, handle: IpcHandle | None = None) -> None:
         self.hold_version(-1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from transformers import PreTrainedModel
 
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest, SamplingParams
 from nemo_rl.models.loading import named_weights
-from nemo_rl.models.weight_sync.buckets import BucketFiller, RefitPlan
+from nemo_rl.models.weight_sync.buckets import BucketFiller, DeltaRefit, RefitPlan
+from nemo_rl.models.weight_sync.delta_buckets import DeltaFiller, HeldWeights
 from tests.helpers.engine_child import NO_VLLM, EngineChild, has_vllm, vllm_child, vllm_policy
 from tests.helpers.families import write_family, write_with_tokenizer
 from tests.helpers.kernel_models import biased_model, dense_model, moe_model, routes_of, write_moe
@@ -29,12 +31,17 @@ TIGHT = {
 LONGEST = 256
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineChild]:
-    folder = write_moe(tmp_path_factory.mktemp("vllm") / "moe")
+@contextmanager
+def _started(folder: Path) -> Iterator[EngineChild]:
     replay = {"enabled": True}
     policy = vllm_policy(folder, generation=TIGHT, max_total_sequence_length=LONGEST, router_replay=replay)
     with vllm_child(policy) as child:
+        yield child
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineChild]:
+    with _started(write_moe(tmp_path_factory.mktemp("vllm") / "moe")) as child:
         yield child
 
 
@@ -127,6 +134,22 @@ def test_after_new_weights_and_the_old_ones_again_everything_is_as_before(engine
     assert not torch.equal(outputs[0].token_ids, outputs[1].token_ids)
 
 
+@pytest.mark.full
+def test_after_other_weights_and_the_old_ones_again_outputs_are_those_of_a_fresh_engine(
+    engine: EngineChild, tmp_path: Path
+) -> None:
+    asked = _request(_prompts(6, shared=40))
+    for seed in (0, 1, 0):
+        _refit(engine, moe_model(seed=seed), bucket_bytes=50_000)
+        engine("finish_refit", version=seed)
+    output = engine("generate", request=asked)
+    with _started(write_moe(tmp_path / "moe")) as fresh:
+        _load(fresh, 0)
+        expected = fresh("generate", request=asked)
+    assert torch.equal(output.token_ids, expected.token_ids) and torch.equal(output.logprobs, expected.logprobs)
+    assert torch.equal(output.routes.ids, expected.routes.ids)
+
+
 def test_a_cached_prompt_of_old_weights_is_forgotten(engine: EngineChild) -> None:
     prompt = _prompts(1, shared=128)
     _load(engine, 0)
@@ -137,14 +160,25 @@ def test_a_cached_prompt_of_old_weights_is_forgotten(engine: EngineChild) -> Non
 
 
 def _refit(
-    engine: EngineChild, model: PreTrainedModel, *, bucket_bytes: int, stop_after: int | None = None
+    engine: EngineChild,
+    model: PreTrainedModel,
+    *,
+    bucket_bytes: int,
+    stop_after: int | None = None,
+    delta: DeltaRefit | None = None,
+    held: HeldWeights | None = None,
 ) -> RefitPlan:
-    """As `PayloadWeightSync` does it."""
+    """As `PayloadWeightSync` does it.
+
+    Args:
+        held: of the policy, for a delta.
+    """
     weights = dict(_weights(model))
     slots = engine("match_refit", offered={name: tuple(weight.shape) for name, weight in weights.items()})
-    plan = RefitPlan(slots=slots, bucket_bytes=bucket_bytes)
+    plan = RefitPlan(slots=slots, bucket_bytes=bucket_bytes, delta=delta)
     engine("begin_refit", plan=plan)
-    filler, buffer = BucketFiller(plan, iter(weights.items())), np.empty(bucket_bytes, dtype=np.uint8)
+    stream, buffer = iter(weights.items()), np.empty(plan.buffer_bytes, dtype=np.uint8)
+    filler = BucketFiller(plan, stream) if held is None else DeltaFiller(plan, stream, held)
     for _ in plan.buckets()[:stop_after]:
         size = filler.fill(torch.from_numpy(buffer))
         engine("load_bucket", bucket=buffer[:size].copy())
@@ -163,6 +197,24 @@ def test_buckets_that_cut_weights_anywhere_bring_the_same_weights(engine: Engine
     assert engine("finish_refit", version=9) == 9
     output = engine("generate", request=asked)
     assert torch.equal(output.logprobs, expected.logprobs) and output.weight_version == 9
+    assert engine("weights_digest") == digests
+
+
+def test_what_has_changed_makes_the_weights_that_a_whole_refit_makes(engine: EngineChild) -> None:
+    asked, held = _request(_prompts(4, shared=10)), HeldWeights()
+    first, second = moe_model(seed=0), moe_model(seed=0)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for weight in second.parameters():
+            weight.add_(0.3 * torch.randn(weight.shape, generator=generator) * (weight.abs() > 0.3))
+    _load(engine, 1)
+    assert engine("delta_base") == -1, "nobody knows what came by another way"
+    for version, model in enumerate((first, second, first)):
+        _refit(engine, model, bucket_bytes=10_007, delta=DeltaRefit(base=version - 1, version=version), held=held)
+        assert engine("finish_refit", version=version) == version == engine("delta_base")
+        _check(asked, engine("generate", request=asked), model)
+    digests = engine("weights_digest")
+    engine("update_weights", weights=_weights(first), version=3)
     assert engine("weights_digest") == digests
 
 

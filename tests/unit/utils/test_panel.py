@@ -125,6 +125,15 @@ def test_the_panel_fits_the_terminal_and_says_what_runs_now(width: int) -> None:
         assert text in shown, "no text is broken over two lines"
 
 
+def test_the_panel_tells_what_each_of_several_engines_samples() -> None:
+    for total, is_told in ((2, True), (1, False)):
+        console = Console(file=io.StringIO(), force_terminal=True, width=100, height=30)
+        with Panel(console) as panel:
+            panel.step(replace(REPORT, num_engines=total, all_engines=total, engine_speeds={0: 512.4, 1: 498.0}))
+        shown = console.file.getvalue()
+        assert [text in shown for text in ("engine 0 512 tokens/s", "engine 1 498 tokens/s")] == [is_told] * 2
+
+
 def test_engines_are_told_only_while_one_is_missing() -> None:
     told = [step_line(replace(REPORT, num_engines=alive, all_engines=2)) for alive in (None, 2, 1)]
     assert ["engines" in line for line in told] == [False, False, True] and "  engines 1/2  " in told[2]

@@ -17,7 +17,7 @@ from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.models.generation.rows import RowRequest
 from nemo_rl.models.generation.torch_engine.observer import NO_OBSERVER, DecodeObserver
 from nemo_rl.models.generation.torch_engine.routes import RowRoutes
-from nemo_rl.models.generation.torch_engine.sampling import draw, seeds_to_tensor
+from nemo_rl.models.generation.torch_engine.sampling import draw, draw_given, seeds_to_tensor
 
 __all__ = ["DecodedRows", "StopStrings", "decode_rows"]
 
@@ -65,7 +65,7 @@ def decode_rows(
     routes: RowRoutes | None = None,
     observer: DecodeObserver = NO_OBSERVER,
 ) -> DecodedRows:
-    """Samples every row until it meets a stop token, a stop string or its own token limit.
+    """Samples every row, or decodes what is forced, until a stop token, a stop string or its own token limit.
 
     Args:
         routes: of this batch, still empty, and the routers must be listened to; None records nothing.
@@ -83,12 +83,17 @@ def decode_rows(
     length_N = torch.zeros(len(rows), dtype=torch.int64, device=device)
     stopped_N = torch.zeros(len(rows), dtype=torch.bool, device=device)
     stop_ids = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
+    forced_NS = _forced(rows, width, device)
 
     live_B = torch.arange(len(rows), device=device)
     batch = _LiveBatch.prefill(model, [row.prompt for row in rows], routes, observer)
     for turn in range(width):
         _check_finite(batch.logits_BV, rows, live_B, turn=turn)
-        token_B, logprob_B = draw(batch.logits_BV, sampling, seeds_N[live_B], turn)
+        if forced_NS is None:
+            token_B, logprob_B = draw(batch.logits_BV, sampling, seeds_N[live_B], turn)
+        else:
+            token_B = forced_NS[live_B, turn]
+            logprob_B = draw_given(batch.logits_BV, sampling, token_B)
         tokens_NS[live_B, turn] = token_B
         logprobs_NS[live_B, turn] = logprob_B
         length_N[live_B] += 1
@@ -108,6 +113,14 @@ def decode_rows(
         if routes is not None:
             routes.add_turn(live_B)
     return DecodedRows(token_ids=tokens_NS, logprobs=logprobs_NS, lengths=length_N, truncated=~stopped_N)
+
+
+def _forced(rows: Sequence[RowRequest], width: int, device: torch.device) -> torch.Tensor | None:
+    """`[N, S]` int64 of given responses; of a request either all rows have one, or none."""
+    responses = [row.forced for row in rows if row.forced is not None]
+    if not responses:
+        return None
+    return torch.tensor([[*response, *[0] * (width - len(response))] for response in responses], device=device)
 
 
 def _check_finite(logits_BV: torch.Tensor, rows: Sequence[RowRequest], live_B: torch.Tensor, *, turn: int) -> None:

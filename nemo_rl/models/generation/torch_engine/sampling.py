@@ -13,7 +13,7 @@ import torch
 from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.models.logprobs import filter_logits
 
-__all__ = ["draw", "seeds_to_tensor", "uniforms"]
+__all__ = ["draw", "draw_given", "seeds_to_tensor", "uniforms"]
 
 # splitmix64 (Steele, Lea, Flood 2014), written as signed 64-bit constants; integer products wrap.
 _GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15
@@ -45,16 +45,26 @@ def draw(
 
     The log-probability is that of the distribution drawn from; a greedy token has its probability at temperature 1.
     """
+    logprobs_BV = _distribution(logits_BV, sampling)
     if sampling.temperature == 0:
-        logprobs_BV = logits_BV.float().log_softmax(-1)
         token_B = logprobs_BV.argmax(-1)
     else:
-        scores_BV = logits_BV.float() / sampling.temperature
-        if sampling.top_k is not None or sampling.top_p < 1.0:
-            scores_BV = filter_logits(scores_BV, top_k=sampling.top_k, top_p=sampling.top_p)
-        logprobs_BV = scores_BV.log_softmax(-1)
         token_B = _invert_cdf(logprobs_BV, uniforms(seeds_B, position))
     return token_B, logprobs_BV.gather(-1, token_B[:, None]).squeeze(-1)
+
+
+def draw_given(logits_BV: torch.Tensor, sampling: SamplingParams, token_B: torch.Tensor) -> torch.Tensor:
+    """`[B]` float32: log-probabilities of tokens as `draw` gives them for what it has drawn."""
+    return _distribution(logits_BV, sampling).gather(-1, token_B[:, None]).squeeze(-1)
+
+
+def _distribution(logits_BV: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+    if sampling.temperature == 0:
+        return logits_BV.float().log_softmax(-1)
+    scores_BV = logits_BV.float() / sampling.temperature
+    if sampling.top_k is not None or sampling.top_p < 1.0:
+        scores_BV = filter_logits(scores_BV, top_k=sampling.top_k, top_p=sampling.top_p)
+    return scores_BV.log_softmax(-1)
 
 
 def _invert_cdf(logprobs_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -22,6 +22,10 @@ class EngineWorker(ModuleRefitTarget, TracedEngine, TorchEngine):
 
     def hold_version(self, version: int) -> None:
         self._weight_version = version
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:
+        self._refit().forget_base()
+        return super().update_weights(weights, version=version)
 
     def begin_tracing(self, step: int, watches: Sequence[str], keys: Sequence[str]) -> None:
         self._tracing.begin(step, watches=watches, keys=keys)

@@ -21,15 +21,18 @@ from nemo_rl.models.generation.rows import RowRequest, rows_of
 from nemo_rl.models.generation.vllm.arguments import EngineArguments, engine_arguments
 from nemo_rl.models.generation.vllm.extension import pack
 from nemo_rl.models.generation.vllm.routes import join_routes
-from nemo_rl.models.generation.vllm.sampling import row_params
+from nemo_rl.models.generation.vllm.sampling import FORCED, row_params
 from nemo_rl.models.generation.vllm.weights import VllmWeights, expected_weights
 from nemo_rl.models.hf_routers import HFRouters
 from nemo_rl.models.weight_sync.buckets import match_slots
 from nemo_rl.routes.shape import RouteShape
+from nemo_rl.utils.metrics import Sum
 
 __all__ = ["VllmEngine"]
 
 STAGE = "generation"
+CACHED = "cached_tokens"
+"""Metric: tokens of prompts that were not computed, because the prefix cache had them."""
 STOPPED, CUT = "stop", "length"
 """How a row may end: at a stop token or string, or at its limit."""
 
@@ -57,6 +60,7 @@ class VllmEngine(GenerationInterface):
         sizes = config.generation.vllm_cfg
         self._is_alone = sizes.tensor_parallel_size * sizes.pipeline_parallel_size == 1
         self._llm: vllm.LLM | None = _start(arguments, config)
+        self._replays = self._llm.llm_engine.vllm_config.use_v2_model_runner
         self._weights = VllmWeights(self._expected, self._hand)
         self._broken: str | None = None if weight_version >= 0 else "no weights have come yet"
 
@@ -81,7 +85,10 @@ class VllmEngine(GenerationInterface):
         shape = self._route_shape if request.with_routes else None
         if request.with_routes and shape is None:
             raise ConfigError("policy.router_replay.enabled: false, so vLLM was started without routes; set it to true")
-        outputs = self._sample(request, rows)
+        if request.forced is not None and not request.sampling.is_plain:
+            raise ValueError("vLLM decodes forced responses at temperature 1 without top-p and top-k alone")
+        found = self._sample(request, rows)
+        outputs = [each.outputs[0] for each in found]
         for row, output in zip(rows, outputs, strict=True):
             if output.finish_reason not in (STOPPED, CUT):
                 raise WorkerError(f"vLLM ended row {row.number} by {output.finish_reason!r}", stage=STAGE)
@@ -94,6 +101,7 @@ class VllmEngine(GenerationInterface):
             truncated=torch.tensor([output.finish_reason == CUT for output in outputs], dtype=torch.bool),
             weight_version=self._weight_version,
             routes=None if shape is None else join_routes([output.routed_experts for output in outputs], shape),
+            metrics={CACHED: Sum(float(sum(each.num_cached_tokens or 0 for each in found)))},
         )
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:
@@ -153,13 +161,12 @@ class VllmEngine(GenerationInterface):
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
 
-    def _sample(self, request: GenerationRequest, rows: Sequence[RowRequest]) -> list[vllm.CompletionOutput]:
+    def _sample(self, request: GenerationRequest, rows: Sequence[RowRequest]) -> list[vllm.RequestOutput]:
         if not rows:
             return []
         prompts = [{"prompt_token_ids": list(row.prompt)} for row in rows]
-        params = [row_params(request.sampling, row) for row in rows]
-        found = self._engine().generate(prompts, params, use_tqdm=False)
-        return [request_output.outputs[0] for request_output in found]
+        params = [row_params(request.sampling, row, replays=self._replays) for row in rows]
+        return self._engine().generate(prompts, params, use_tqdm=False)
 
     def _check_finite(self, logprobs: Sequence[np.ndarray]) -> None:
         bad = [row for row, values in enumerate(logprobs) if not bool(np.isfinite(values).all())]
@@ -205,7 +212,7 @@ def _start(arguments: EngineArguments, config: PolicyConfig) -> vllm.LLM:
     with boundary(ConfigError, where):
         try:
             llm = vllm.LLM(**arguments)
-            llm.collective_rpc("seed_rows")
+            llm.collective_rpc("prepare_rows", args=(FORCED,))
             # Kernels refuse a model when they first run.
             first = vllm.SamplingParams(temperature=0, max_tokens=2, logprobs=0)
             llm.generate({"prompt_token_ids": [0]}, first, use_tqdm=False)

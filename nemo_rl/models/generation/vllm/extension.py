@@ -16,6 +16,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from nemo_rl.models.generation.vllm.forcing import force_rows
 from nemo_rl.models.generation.vllm.seeding import draw_by_position
 
 __all__ = ["RefitExtension", "pack"]
@@ -35,10 +36,16 @@ class RefitExtension:
     use_v2_model_runner: bool
     is_reloading = False
 
-    def seed_rows(self) -> None:
-        """Called once, before the first request. vLLM's second model runner draws by seed and position by itself."""
+    def prepare_rows(self, forced: str) -> None:
+        """Called once, before the first request. vLLM's second model runner draws by seed and position, and replays
+        given responses, by itself.
+
+        Args:
+            forced: name of the extra argument of a request that has the tokens of its response.
+        """
         if not self.use_v2_model_runner:
             draw_by_position(self.model_runner)
+            force_rows(self.model_runner, name=forced)
 
     def begin_weights(self) -> None:
         """Weights come from here on. After a refit that broke off, begins anew."""

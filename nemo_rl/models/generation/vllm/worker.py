@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ class VllmWorker(RefitTarget, VllmEngine):
     """`VllmEngine` that `WeightSync` brings new weights to.
 
     Buckets are joined to weights on the engine's device, and each weight goes to vLLM when it is whole. vLLM holds the
-    weights of a layer until all of them are there.
+    weights of a layer until all of them are there. For deltas a copy of all weights stays in this process, on the CPU.
     """
 
     def __init__(self, config: PolicyConfig, *, use_gpu: bool, weight_version: int = -1, number: int = 0) -> None:
@@ -38,6 +38,13 @@ class VllmWorker(RefitTarget, VllmEngine):
 
     def match_refit(self, offered: Mapping[str, tuple[int, ...]]) -> tuple[WeightSlot, ...]:
         return self._receiver.match(offered)
+
+    def delta_base(self) -> int | None:
+        return self._receiver.delta_base
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:
+        self._receiver.forget_base()
+        return super().update_weights(weights, version=version)
 
     def begin_refit(self, plan: RefitPlan, *, handle: IpcHandle | None = None) -> None:
         self.begin_weights()

@@ -203,9 +203,9 @@ class PolicyWorker:
         """(collective) The next bucket as uint8 at rank 0, None elsewhere."""
         return self.refit.next_bucket()
 
-    def end_refit(self) -> None:
-        """Frees the buffer. Idempotent."""
-        self.refit.end()
+    def end_refit(self) -> int:
+        """Frees the buffer; returns the bytes that went through it. Idempotent."""
+        return self.refit.end()
 
     def open_refit_store(self, *, address: str, world_size: int, timeout_s: float) -> int:
         """(rank 0) Opens the store of the refit group; returns its port."""

@@ -1,7 +1,8 @@
 """`RefitSource`: how a policy worker hands its weights to the generation engines.
 
 A part of the worker; `WeightSync` drives it from outside, one bucket at a time. Invariant: every rank takes part in
-gathering each weight, in the same order; the buffer is freed at the end.
+gathering each weight, in the same order; the buffer is freed at the end. For deltas the weights that were sent last
+stay in the memory of each rank that has a buffer, on the CPU, in the engines' dtypes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from nemo_rl.models.policy.workers.engine import Engine
 from nemo_rl.models.policy.workers.life_cycle import LifeCycle
 from nemo_rl.models.weight_sync import buckets, refit_group
 from nemo_rl.models.weight_sync.buckets import BucketFiller, RefitPlan
+from nemo_rl.models.weight_sync.delta_buckets import DeltaFiller, HeldWeights
 from nemo_rl.models.weight_sync.ipc_handle import IpcHandle
 from nemo_rl.models.weight_sync.refit_group import RefitGroup, RefitGroupSpec
 
@@ -28,7 +30,8 @@ class RefitSource:
         self._engine, self._life, self._device_side, self._rank = engine, life, device_side, rank
         self._filler: BucketFiller | None = None
         self._buffer: torch.Tensor | None = None
-        self._num_buckets = 0
+        self._held = HeldWeights()
+        self._num_buckets = self._num_bytes = 0
         self._group: RefitGroup | None = None
         self._store: dist.Store | None = None
 
@@ -43,15 +46,22 @@ class RefitSource:
             on_device: the buffer is on the worker's device, else on the CPU, where only rank 0 needs one.
         """
         self._life.require("begin_refit", WorkerState.TRAINING, WorkerState.LOGPROBS, WorkerState.REFIT)
-        self._filler = BucketFiller(plan, self._engine.whole_weights())
-        self._num_buckets = len(plan.buckets())
         self._buffer = None
         if on_device:
             with self._device_side.plain_segments():
-                self._buffer = torch.empty(plan.bucket_bytes, dtype=torch.uint8, device=self._device_side.device)
+                self._buffer = torch.empty(plan.buffer_bytes, dtype=torch.uint8, device=self._device_side.device)
         elif self._rank == 0:
-            self._buffer = torch.empty(plan.bucket_bytes, dtype=torch.uint8)
+            self._buffer = torch.empty(plan.buffer_bytes, dtype=torch.uint8)
+        self._filler = self._filler_of(plan)
+        self._num_buckets, self._num_bytes = self._filler.num_missing, 0
         return self._num_buckets
+
+    def _filler_of(self, plan: RefitPlan) -> BucketFiller:
+        weights = self._engine.whole_weights()
+        if plan.delta is not None and self._buffer is not None:
+            return DeltaFiller(plan, weights, self._held)
+        self._held.forget()
+        return BucketFiller(plan, weights)
 
     def share_buffer(self) -> IpcHandle:
         """A handle by which an engine on the same GPU opens the buffer."""
@@ -69,13 +79,14 @@ class RefitSource:
         size = self._fill()
         return self._buffer[:size].numpy() if self._buffer is not None else None
 
-    def end(self) -> None:
-        """Frees the buffer. Idempotent."""
+    def end(self) -> int:
+        """Frees the buffer; returns the bytes that were put into it since `begin`. Idempotent."""
         self._filler, self._buffer = None, None
         if self._device_side.is_cuda:
             # Memory that another process had open is only freed when torch looks for it.
             torch.cuda.ipc_collect()
         self._device_side.release_cache()
+        return self._num_bytes
 
     def open_store(self, *, address: str, world_size: int, timeout_s: float) -> int:
         """(rank 0) Opens the store of the refit group; returns its port."""
@@ -113,4 +124,6 @@ class RefitSource:
 
     def _fill(self) -> int:
         assert self._filler is not None, "begin_refit comes first"
-        return self._filler.fill(self._buffer)
+        size = self._filler.fill(self._buffer)
+        self._num_bytes += size
+        return size

@@ -254,6 +254,15 @@ def test_a_save_beside_the_training_needs_a_copy_of_weights_and_optimizer() -> N
     assert small[0]["checkpoint being written"] < more["checkpoint being written"]
 
 
+@pytest.mark.parametrize(("backend", "copies"), [("torch", 1), ("vllm", 3)])
+def test_deltas_need_the_weights_that_were_sent_last(backend: str, copies: int) -> None:
+    engine = f"policy.generation.backend={backend}"
+    without, deltas = (planned(DEMO, engine, f"policy.generation.refit_delta.enabled={on}") for on in (False, True))
+    more = {name: size for name, size in deltas.hosts[0].items() if name not in without.hosts[0]}
+    # The policy's rank 0, and each of two engines that take whole weights.
+    assert more == {"weights sent last, for deltas": copies * deltas.engine.weights}
+
+
 def test_json_has_its_version_and_whole_numbers() -> None:
     result = CliRunner().invoke(app, ["plan", str(DEMO), "--json"])
     assert result.exit_code == 0, result.output

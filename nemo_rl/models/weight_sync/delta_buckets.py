@@ -1,0 +1,156 @@
+"""Buckets that hold what has changed in each piece of a weight, in place of its bytes.
+
+Used by the policy (`DeltaFiller`) and by the engines (`DeltaSink`), for a plan with `delta`. Each side has the weights
+that came last as `HeldWeights`. Invariant: these have a version only while every byte of it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from nemo_rl.errors import WorkerError
+from nemo_rl.models.weight_sync.buckets import BucketFiller, Piece, RefitPlan, WeightSlot, flat_bytes
+from nemo_rl.models.weight_sync.delta import apply_block, encode_block, read_block, write_block
+
+__all__ = ["NO_VERSION", "DeltaFiller", "DeltaSink", "HeldWeights"]
+
+NO_VERSION = -1
+
+
+class HeldWeights:
+    """The weights of one version, in the engine's dtypes: what a delta builds on.
+
+    In memory of their own, on the CPU, or in the tensors of an engine.
+    """
+
+    def __init__(self) -> None:
+        self.version = NO_VERSION
+        """Whose bytes these are; -1: of none, or not whole."""
+        self._next_version = NO_VERSION
+        self._slots: tuple[WeightSlot, ...] = ()
+        self._bytes: list[torch.Tensor] = []
+
+    def begin(self, plan: RefitPlan, targets: Sequence[torch.Tensor] | None = None) -> None:
+        """The weights of another version follow.
+
+        Args:
+            targets: the engine's tensors; None: memory is taken here.
+
+        Raises:
+            WorkerError: the plan builds on weights that are not these.
+        """
+        assert plan.delta is not None, "a plan without delta needs no weights from before"
+        base = plan.delta.base
+        if base != NO_VERSION and (base != self.version or plan.slots != self._slots):
+            raise WorkerError(
+                f"refit: expected a delta from version {self.version}, which is held here, got one from {base}, or of "
+                "other weights",
+                stage="refit",
+            )
+        if targets is not None:
+            self._bytes = [flat_bytes(target) for target in targets]
+        elif plan.slots != self._slots:
+            self._bytes = [torch.empty(slot.num_bytes, dtype=torch.uint8) for slot in plan.slots]
+        self._slots, self.version, self._next_version = plan.slots, NO_VERSION, plan.delta.version
+
+    def note(self, *, num_missing: int) -> None:
+        """So many buckets have not passed yet."""
+        if not num_missing:
+            self.version = self._next_version
+
+    def part(self, piece: Piece) -> torch.Tensor:
+        """`[piece.size]` uint8, of the memory itself."""
+        return self._bytes[piece.slot][piece.start : piece.start + piece.size]
+
+    def weight(self, slot: int, *, device: torch.device | str) -> torch.Tensor:
+        """A copy of a whole weight."""
+        given = self._slots[slot]
+        weight = self._bytes[slot].to(device, copy=True).view(getattr(torch, given.dtype))
+        return weight.view(given.shape)
+
+    def forget(self) -> None:
+        """There is no version here, and no memory is kept for one."""
+        self.version, self._slots, self._bytes = NO_VERSION, (), []
+
+
+class DeltaFiller(BucketFiller):
+    """The sending side; remembers what it has sent."""
+
+    def __init__(self, plan: RefitPlan, weights: Iterator[tuple[str, torch.Tensor]], held: HeldWeights) -> None:
+        super().__init__(plan, weights)
+        assert plan.delta is not None
+        self._held, self._delta = held, plan.delta
+        held.begin(plan)
+        held.note(num_missing=self.num_missing)
+
+    def fill(self, buffer: torch.Tensor | None) -> int:
+        size = super().fill(buffer)
+        self._held.note(num_missing=self.num_missing)
+        return size
+
+    def _write(self, piece: Piece, source: torch.Tensor, room: torch.Tensor) -> int:
+        before = self._held.part(piece)
+        base = None if self._delta.base == NO_VERSION else before.to(source.device)
+        block = encode_block(base, source, unit=_unit(self._plan, piece))
+        size = write_block(block, room)
+        before.copy_(source)
+        return size
+
+
+class DeltaSink:
+    """The receiving side: changes the weights that are held.
+
+    Args:
+        held: begun with this plan.
+        take: is given a copy of each weight on `device` as soon as its last piece is there; None: nobody wants one.
+    """
+
+    def __init__(
+        self,
+        plan: RefitPlan,
+        held: HeldWeights,
+        *,
+        take: Callable[[str, torch.Tensor], None] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        assert plan.delta is not None
+        self._plan, self._held, self._take, self._device = plan, held, take, device
+        self._buckets = plan.buckets()
+        self._num_loaded = 0
+        for index, slot in enumerate(plan.slots):
+            if not slot.num_bytes:
+                self._whole(index)
+        held.note(num_missing=self.num_missing)
+
+    @property
+    def num_missing(self) -> int:
+        """Buckets that have not come yet."""
+        return len(self._buckets) - self._num_loaded
+
+    def load(self, buffer: torch.Tensor) -> None:
+        """Takes the next bucket out of `buffer` (uint8, on any device).
+
+        Raises:
+            WorkerError: it holds something else.
+        """
+        at = 0
+        for piece in self._buckets[self._num_loaded]:
+            block = read_block(buffer[at:])
+            apply_block(block, self._held.part(piece), unit=_unit(self._plan, piece))
+            at += block.num_bytes
+            if piece.start + piece.size == self._plan.slots[piece.slot].num_bytes:
+                self._whole(piece.slot)
+        self._num_loaded += 1
+        self._held.note(num_missing=self.num_missing)
+
+    def _whole(self, slot: int) -> None:
+        if self._take is not None:
+            self._take(self._plan.slots[slot].name, self._held.weight(slot, device=self._device))
+
+
+def _unit(plan: RefitPlan, piece: Piece) -> int:
+    """Bytes of an element; 1 where a bucket cuts one."""
+    size = plan.slots[piece.slot].element_bytes
+    return size if piece.start % size == 0 and piece.size % size == 0 else 1
