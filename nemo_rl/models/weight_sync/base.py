@@ -20,9 +20,12 @@ from nemo_rl.errors import WorkerError
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.buckets import MAX_BUCKET_BYTES, RefitPlan, bucket_bytes
+from nemo_rl.models.weight_sync.receipt.receipts import Receipts
+from nemo_rl.models.weight_sync.receipt.records import Receipt, ReceiptSpec
 from nemo_rl.models.weight_sync.target import RefitTarget
+from nemo_rl.utils.units import bytes_text
 
-__all__ = ["RefitParties", "WeightSync"]
+__all__ = ["RefitParties", "RefitReport", "WeightSync"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +49,8 @@ class RefitParties:
     """Most bytes of a bucket, however much memory is free."""
     on_new_engines: Callable[[WorkerFleet], None] | None = None
     """Told when engines were replaced, before anybody samples from them."""
+    receipt: ReceiptSpec | None = None
+    """How each refit is proved; None: not at all."""
 
     def run_policy(self, request: Request[_T], *, ranks: Sequence[int] | None = None) -> list[_T]:
         return self.policy.run(Call(request=request, stage=STAGE, timeout_s=self.timeout_s, ranks=ranks))
@@ -53,6 +58,33 @@ class RefitParties:
     def run_engines(self, request: Request[_T] | Mapping[int, Request[_T]]) -> dict[int, _T]:
         """Results by the number of the engine; one that is lost has none."""
         return self.engines.run(request, stage=STAGE, timeout_s=self.timeout_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RefitReport:
+    """One sync."""
+
+    seconds: float
+    """Without those of the receipt."""
+    num_bytes: int
+    """Of all weights."""
+    receipt: Receipt | None
+
+    def text(self) -> str:
+        """A few words for the terminal.
+
+        Example:
+            >>> RefitReport(seconds=0.0317, num_bytes=1 << 20, receipt=None).text()
+            '32 ms/1.0MiB'
+        """
+        moved = f"{self.seconds * 1e3:.0f} ms/{bytes_text(self.num_bytes)}"
+        return moved if self.receipt is None else f"{moved}, {self.receipt.text()}"
+
+    def metrics(self) -> dict[str, float]:
+        """Named as they are logged."""
+        proved = {} if self.receipt is None else self.receipt.metrics()
+        found = {"ms": self.seconds * 1e3, "bytes": float(self.num_bytes), **proved}
+        return {f"refit/{name}": value for name, value in found.items()}
 
 
 class WeightSync(ABC):
@@ -64,6 +96,9 @@ class WeightSync(ABC):
     def __init__(self, parties: RefitParties) -> None:
         self._parties = parties
         self._version = -1
+        self._receipts = None if parties.receipt is None else Receipts(parties, parties.receipt)
+        self.report: RefitReport | None = None
+        """Of the last sync that succeeded."""
 
     @property
     def version(self) -> int:
@@ -71,15 +106,18 @@ class WeightSync(ABC):
         return self._version
 
     def sync(self, version: int) -> None:
-        """Moves all weights, and checks that every engine answers with `version`.
+        """Moves all weights, and checks that every engine answers with `version`, and samples from them.
 
         Raises:
             WorkerError: an engine could not load the weights, or holds another version.
+            RefitMismatch: an engine does not sample from them.
         """
         started, parties = time.monotonic(), self._parties
         self._version = -1
         parties.run_engines(ask(GenerationInterface.finish_generation))
         replaced = parties.engines.heal()
+        if self._receipts is not None:
+            self._receipts.open(has_new_engines=bool(replaced))
         parties.run_policy(ask(PolicyWorker.offload_before_refit))
         plan = self._negotiate()
         self._move(plan)
@@ -89,17 +127,23 @@ class WeightSync(ABC):
         wrong = {engine: got for engine, got in held.items() if got != version}
         if wrong:
             raise WorkerError(f"expected weight version {version} in every engine, got {wrong}", stage=STAGE)
-        self._version = version
         parties.run_engines(ask(GenerationInterface.prepare_for_generation))
+        receipt = None if self._receipts is None else self._receipts.close(version)
+        self._version = version
         if replaced and parties.on_new_engines is not None:
             parties.on_new_engines(parties.engines)
+        self.report = RefitReport(
+            seconds=time.monotonic() - started - (0.0 if receipt is None else receipt.seconds),
+            num_bytes=sum(slot.num_bytes for slot in plan.slots),
+            receipt=receipt,
+        )
         logger.info(
             "refit to version %d: %.1f MiB in %d buckets by %s, %.2f s",
             version,
-            sum(slot.num_bytes for slot in plan.slots) / MIB,
+            self.report.num_bytes / MIB,
             len(plan.buckets()),
             type(self).__name__,
-            time.monotonic() - started,
+            self.report.seconds,
         )
 
     @abstractmethod

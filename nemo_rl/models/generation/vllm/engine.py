@@ -25,14 +25,13 @@ from nemo_rl.models.generation.vllm.sampling import FORCED, row_params
 from nemo_rl.models.generation.vllm.weights import VllmWeights, expected_weights
 from nemo_rl.models.hf_routers import HFRouters
 from nemo_rl.models.weight_sync.buckets import match_slots
+from nemo_rl.models.weight_sync.target import CACHED
 from nemo_rl.routes.shape import RouteShape
 from nemo_rl.utils.metrics import Sum
 
 __all__ = ["VllmEngine"]
 
 STAGE = "generation"
-CACHED = "cached_tokens"
-"""Metric: tokens of prompts that were not computed, because the prefix cache had them."""
 STOPPED, CUT = "stop", "length"
 """How a row may end: at a stop token or string, or at its limit."""
 
@@ -137,10 +136,6 @@ class VllmEngine(GenerationInterface):
             self._broken = f"vLLM could not load version {version}: {type(error).__name__}: {shorten(str(error))}"
             raise
         self._weight_version, self._broken = version, None
-
-    def weights_digest(self) -> dict[str, str]:
-        """Hugging Face name -> hash of dtype, shape and bytes of each weight that vLLM was given last."""
-        return dict(self._weights.digest())
 
     def counters(self) -> dict[str, float]:
         """vLLM's own counts since its start, such as `vllm:num_preemptions`; it counts with `disable_log_stats: false`

@@ -1,13 +1,12 @@
 """`VllmWeights`: new weights for a running vLLM, one by one, by the names of the Hugging Face model.
 
 Used by `VllmEngine` and its refit. vLLM fuses and packs what it is given, so its own tensors cannot be compared with
-anybody's: `digest` is of what was handed over. Invariant: after `begin` and before `finish` returns, the engine holds
-no weights that may be sampled from.
+anybody's: `fingerprints` are of what was handed over. Invariant: after `begin` and before `finish` returns, the engine
+holds no weights that may be sampled from.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -16,10 +15,9 @@ from transformers import PreTrainedModel
 
 from nemo_rl.models.hf_files import as_stored, expert_names
 from nemo_rl.models.loading import DTYPES, load_model_config, model_without_weights
+from nemo_rl.models.weight_sync.receipt.fingerprint import Fingerprints
 
 __all__ = ["Hand", "VllmWeights", "expected_weights"]
-
-DIGEST_BYTES = 16
 
 Hand = Callable[[str, Sequence[tuple[str, torch.Tensor]]], None]
 """(method of `RefitExtension`, weights under the names of the model's files) -> calls it in every worker."""
@@ -44,18 +42,18 @@ class VllmWeights:
         state = model.state_dict(keep_vars=True)
         self._first = {name: names.setdefault(id(weight), name) for name, weight in state.items()}
         """Of the names that a tied weight has, the one that vLLM is told."""
-        self._digest: dict[str, str] = {}
+        self._fingerprints = Fingerprints()
         self._taken: set[str] = set()
 
     def begin(self) -> None:
         """New weights follow."""
         self._taken = set()
-        self._digest = {}
+        self._fingerprints = Fingerprints()
         self._hand("begin_weights", ())
 
     def take(self, name: str, weight: torch.Tensor) -> None:
         """One of them, in the engine's dtype; it must not change from here on."""
-        self._digest[name] = _digest(weight)
+        self._fingerprints.add(name, weight)
         first = self._first[name]
         if first not in self._taken:
             self._taken.add(first)
@@ -72,14 +70,6 @@ class VllmWeights:
             raise RuntimeError(f"{len(missing)} weights did not come, first {min(missing)!r}")
         self._hand("finish_weights", ())
 
-    def digest(self) -> Mapping[str, str]:
-        """Name -> hash of dtype, shape and bytes of what was handed over last."""
-        return dict(self._digest)
-
-
-def _digest(weight: torch.Tensor) -> str:
-    plain = weight.detach().cpu().contiguous()
-    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    digest.update(f"{str(plain.dtype).removeprefix('torch.')} {list(plain.shape)}\n".encode())
-    digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    def fingerprints(self) -> Mapping[str, str]:
+        """Name -> fingerprint of what was handed over last."""
+        return self._fingerprints.result()

@@ -44,6 +44,7 @@ from nemo_rl.models.policy.workers.refit_source import RefitSource
 from nemo_rl.models.policy.workers.saving import Saving
 from nemo_rl.models.weight_sync.buckets import RefitPlan
 from nemo_rl.models.weight_sync.ipc_handle import IpcHandle
+from nemo_rl.models.weight_sync.receipt.probe import Probe
 from nemo_rl.models.weight_sync.refit_group import RefitGroupSpec
 from nemo_rl.models.weights_digest import WeightsDigest, digest_weights
 
@@ -206,6 +207,17 @@ class PolicyWorker:
     def end_refit(self) -> None:
         """Frees the buffer. Idempotent."""
         self.refit.end()
+
+    def take_fingerprints(self) -> dict[str, str]:
+        """Of what was sent since `begin_refit`, at rank 0; see `RefitSource.take_fingerprints`."""
+        return self.refit.take_fingerprints()
+
+    def score_probe(self, probe: Probe) -> tuple[float, ...] | None:
+        """(collective) Log-probabilities of its responses, laid end to end, at ranks that write results; else None."""
+        self.life.enter_for_passes()
+        batch = probe.batch()
+        logprobs_NT = self.passes.score(batch)
+        return tuple(logprobs_NT[batch.tensor("token_mask")].tolist()) if self.layout.is_writer(self.rank) else None
 
     def open_refit_store(self, *, address: str, world_size: int, timeout_s: float) -> int:
         """(rank 0) Opens the store of the refit group; returns its port."""

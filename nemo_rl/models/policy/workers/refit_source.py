@@ -14,18 +14,27 @@ from nemo_rl.models.policy.workers.base import DeviceSide, WorkerState
 from nemo_rl.models.policy.workers.engine import Engine
 from nemo_rl.models.policy.workers.life_cycle import LifeCycle
 from nemo_rl.models.weight_sync import buckets, refit_group
-from nemo_rl.models.weight_sync.buckets import BucketFiller, RefitPlan
+from nemo_rl.models.weight_sync.buckets import BucketFiller, RefitPlan, in_dtypes
 from nemo_rl.models.weight_sync.ipc_handle import IpcHandle
+from nemo_rl.models.weight_sync.receipt.fingerprint import Fingerprints
 from nemo_rl.models.weight_sync.refit_group import RefitGroup, RefitGroupSpec
 
 __all__ = ["RefitSource"]
 
 
 class RefitSource:
-    """The sending side of a refit."""
+    """The sending side of a refit.
 
-    def __init__(self, engine: Engine, life: LifeCycle, device_side: DeviceSide, *, rank: int) -> None:
+    Args:
+        takes_fingerprints: rank 0 takes those of what it sends, for the receipt.
+    """
+
+    def __init__(
+        self, engine: Engine, life: LifeCycle, device_side: DeviceSide, *, rank: int, takes_fingerprints: bool = False
+    ) -> None:
         self._engine, self._life, self._device_side, self._rank = engine, life, device_side, rank
+        self._takes_fingerprints = takes_fingerprints and rank == 0
+        self._fingerprints = Fingerprints()
         self._filler: BucketFiller | None = None
         self._buffer: torch.Tensor | None = None
         self._num_buckets = 0
@@ -43,7 +52,12 @@ class RefitSource:
             on_device: the buffer is on the worker's device, else on the CPU, where only rank 0 needs one.
         """
         self._life.require("begin_refit", WorkerState.TRAINING, WorkerState.LOGPROBS, WorkerState.REFIT)
-        self._filler = BucketFiller(plan, self._engine.whole_weights())
+        self._fingerprints = Fingerprints()
+        weights = self._engine.whole_weights()
+        if self._takes_fingerprints:
+            # Ahead of the buckets, which the receipt proves as well.
+            weights = self._fingerprints.passing(in_dtypes(plan, weights))
+        self._filler = BucketFiller(plan, weights)
         self._num_buckets = len(plan.buckets())
         self._buffer = None
         if on_device:
@@ -76,6 +90,11 @@ class RefitSource:
             # Memory that another process had open is only freed when torch looks for it.
             torch.cuda.ipc_collect()
         self._device_side.release_cache()
+
+    def take_fingerprints(self) -> dict[str, str]:
+        """Name -> fingerprint of what was sent since `begin`, in the engines' dtypes; rank 0 has them."""
+        taken, self._fingerprints = self._fingerprints, Fingerprints()
+        return taken.result()
 
     def open_store(self, *, address: str, world_size: int, timeout_s: float) -> int:
         """(rank 0) Opens the store of the refit group; returns its port."""
