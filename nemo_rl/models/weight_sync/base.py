@@ -116,13 +116,13 @@ class WeightSync(ABC):
         self._version = -1
         parties.run_engines(ask(GenerationInterface.finish_generation))
         replaced = parties.engines.heal()
-        if self._receipts is not None:
-            self._receipts.open(has_new_engines=bool(replaced))
         parties.run_policy(ask(PolicyWorker.offload_before_refit))
         plan = self._negotiate()
         self._move(plan)
         held = parties.run_engines(ask(RefitTarget.finish_refit, version=version))
         parties.run_policy(ask(PolicyWorker.end_refit))
+        if self._receipts is not None:
+            self._receipts.open(has_new_engines=bool(replaced))
         parties.run_policy(ask(PolicyWorker.offload_after_refit))
         wrong = {engine: got for engine, got in held.items() if got != version}
         if wrong:

@@ -119,11 +119,6 @@ class LifeCycle:
         if self._state is not state:
             self.change_state(state)
 
-    def enter_for_passes(self) -> None:
-        """A state in which log-probabilities can be computed: this one, if it is one."""
-        if self._state not in (WorkerState.TRAINING, WorkerState.LOGPROBS):
-            self.change_state(WorkerState.LOGPROBS)
-
     @contextmanager
     def ready_for_training(self) -> Iterator[None]:
         """Everything on the device meanwhile, whatever the state was."""

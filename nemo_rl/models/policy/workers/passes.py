@@ -154,7 +154,7 @@ class Passes:
 
         All rows run at once, and the routers choose for themselves.
         """
-        self._life.require("score", WorkerState.TRAINING, WorkerState.LOGPROBS)
+        self._life.require("score", WorkerState.TRAINING, WorkerState.LOGPROBS, WorkerState.REFIT)
         return self._logprobs(batch, self._inference_plan(batch, batch.size), OWN_ROUTES, None, sampling=Sampling())
 
     def record_routes(self, batch: BatchedDataDict, *, plan: PackPlan | None = None) -> RecordedRoutes:

@@ -17,6 +17,7 @@ order.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ from nemo_rl.models.policy.workers.saving import Saving
 from nemo_rl.models.weight_sync.buckets import RefitPlan
 from nemo_rl.models.weight_sync.ipc_handle import IpcHandle
 from nemo_rl.models.weight_sync.receipt.probe import Probe
+from nemo_rl.models.weight_sync.receipt.records import Sent
 from nemo_rl.models.weight_sync.refit_group import RefitGroupSpec
 from nemo_rl.models.weights_digest import WeightsDigest, digest_weights
 
@@ -208,16 +210,19 @@ class PolicyWorker:
         """Frees the buffer. Idempotent."""
         self.refit.end()
 
-    def take_fingerprints(self) -> dict[str, str]:
-        """Of what was sent since `begin_refit`, at rank 0; see `RefitSource.take_fingerprints`."""
-        return self.refit.take_fingerprints()
+    def answer_receipt(self, probe: Probe | None) -> Sent:
+        """(collective) What was sent since `begin_refit`, and how this policy scores the probe.
 
-    def score_probe(self, probe: Probe) -> tuple[float, ...] | None:
-        """(collective) Log-probabilities of its responses, laid end to end, at ranks that write results; else None."""
-        self.life.enter_for_passes()
-        batch = probe.batch()
-        logprobs_NT = self.passes.score(batch)
-        return tuple(logprobs_NT[batch.tensor("token_mask")].tolist()) if self.layout.is_writer(self.rank) else None
+        Args:
+            probe: None: fingerprints alone.
+        """
+        started, sent, logprobs = time.monotonic(), self.refit.take_fingerprints(), tuple[float, ...]()
+        if probe is not None:
+            batch = probe.batch()
+            scored_NT = self.passes.score(batch)
+            if self.layout.is_writer(self.rank):
+                logprobs = tuple(scored_NT[batch.tensor("token_mask")].tolist())
+        return Sent(fingerprints=sent, logprobs=logprobs, seconds=time.monotonic() - started)
 
     def open_refit_store(self, *, address: str, world_size: int, timeout_s: float) -> int:
         """(rank 0) Opens the store of the refit group; returns its port."""

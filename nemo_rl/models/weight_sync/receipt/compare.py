@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from nemo_rl.errors import name_some
 from nemo_rl.models.weight_sync.receipt.records import Answer, Tolerance
 
-__all__ = ["CEILINGS", "content_problems", "gap", "measured"]
+__all__ = ["behaviour_problems", "content_problems", "gap", "measured"]
 
 FLOORS: Mapping[str, float] = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 4e-3}
 """No measured tolerance is below: what the order of sums makes of one precision."""
@@ -44,18 +44,40 @@ def gap(
     return means[-2] if spares_one and len(means) > 1 else means[-1]
 
 
-def measured(of_policy: float, of_replicas: float, *, precision: str) -> Tolerance:
-    """The tolerance that the differences of a first sync give.
+def measured(apart: Tolerance, *, precision: str) -> Tolerance:
+    """The tolerance that the differences of a first sync give: no more than precision explains.
 
     Example:
-        >>> measured(0.02, 0.0, precision="bfloat16").of_policy
-        0.12
+        >>> measured(Tolerance(of_policy=0.02, of_replicas=0.0), precision="bfloat16")
+        Tolerance(of_policy=0.12, of_replicas=0.01)
     """
+    ceiling = CEILINGS[precision]
+
+    def limit(value: float, floor: float) -> float:
+        return max(floor, min(FACTOR * value, ceiling)) if math.isfinite(value) else ceiling
+
     return Tolerance(
-        of_policy=max(FLOORS[precision], FACTOR * of_policy),
-        of_replicas=max(REPLICA_FLOORS[precision], FACTOR * of_replicas),
-        is_measured=True,
+        of_policy=limit(apart.of_policy, FLOORS[precision]),
+        of_replicas=limit(apart.of_replicas, REPLICA_FLOORS[precision]),
     )
+
+
+def behaviour_problems(
+    from_policy: Mapping[int, float], from_first: Mapping[int, float], limits: Tolerance, *, first: int
+) -> dict[int, str]:
+    """Engine -> how far it is from the policy, or from engine `first`, where that is too far."""
+    problems = {
+        engine: f"its log-probabilities are {value:.3g} from the policy's on average, more than "
+        f"{limits.of_policy:.3g}; the weights have come, so what it makes of them, or keeps of old ones, is wrong"
+        for engine, value in from_policy.items()
+        if not value <= limits.of_policy
+    }
+    return problems | {
+        engine: f"its log-probabilities are {value:.3g} from those of engine {first} on average, more than "
+        f"{limits.of_replicas:.3g}"
+        for engine, value in from_first.items()
+        if engine not in problems and not value <= limits.of_replicas
+    }
 
 
 def content_problems(sent: Mapping[str, str], before: Mapping[str, str], answer: Answer) -> str | None:
@@ -64,7 +86,7 @@ def content_problems(sent: Mapping[str, str], before: Mapping[str, str], answer:
     Args:
         before: fingerprints of the version before.
     """
-    expected = {**sent, **{alias: sent.get(name, "nothing") for alias, name in answer.aliases.items()}}
+    expected, before = ({**prints, **_under_aliases(prints, answer)} for prints in (sent, before))
     wrong = [name for name, print_ in expected.items() if answer.fingerprints.get(name) != print_]
     if not wrong:
         return None
@@ -75,6 +97,11 @@ def content_problems(sent: Mapping[str, str], before: Mapping[str, str], answer:
     return f"{len(wrong)} of {len(expected)} weights are not what was sent: {name_some(lines, limit=SHOWN)}" + (
         f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
     )
+
+
+def _under_aliases(prints: Mapping[str, str], answer: Answer) -> dict[str, str]:
+    """What tied weights must hold that are not sent themselves."""
+    return {alias: prints[name] for alias, name in answer.aliases.items() if name in prints}
 
 
 def _explain(

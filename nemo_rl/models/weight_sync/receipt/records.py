@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from nemo_rl.models.weight_sync.receipt.probe import Probe
 
-__all__ = ["Answer", "Receipt", "ReceiptSpec", "Tolerance"]
+__all__ = ["Answer", "Receipt", "ReceiptSpec", "Sent", "Tolerance"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +23,18 @@ class ReceiptSpec:
     """The lower one of policy and engine, such as `bfloat16`."""
     has_experts: bool
     """Whether a router may choose otherwise for a token where two experts are nearly equal."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sent:
+    """What a rank of the policy says of a refit."""
+
+    fingerprints: Mapping[str, str]
+    """Of each weight that was sent, under its Hugging Face name, in the engines' dtype; rank 0 has them."""
+    logprobs: tuple[float, ...] = ()
+    """Of the probe's responses, laid end to end; none without a probe, and on ranks that write no results."""
+    seconds: float
+    """That it took to say so."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,14 +56,12 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tolerance:
-    """Largest mean difference of log-probabilities."""
+    """Mean differences of log-probabilities: the largest that are found, or allowed."""
 
     of_policy: float
     """Between an engine and the policy."""
     of_replicas: float
     """Between engines."""
-    is_measured: bool
-    """At the first sync, else given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +93,7 @@ class Receipt:
         """For the terminal, after the first refit.
 
         Example:
-            >>> limits = Tolerance(of_policy=0.12, of_replicas=0.01, is_measured=True)
+            >>> limits = Tolerance(of_policy=0.12, of_replicas=0.01)
             >>> Receipt(version=0, num_engines=2, num_tensors=52, seconds=0.01, gap=0.02, replica_gap=0.0,
             ...         tolerance=limits).tolerance_text()
             'receipts: engines are 0.02 from the policy with the same weights; tolerance 0.12, between engines 0.01'
