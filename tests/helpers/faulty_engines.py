@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -135,11 +136,16 @@ class FaultyVllm:
             extension.ParallelLMHead = importlib.import_module(
                 "vllm.model_executor.layers.vocab_parallel_embedding"
             ).ParallelLMHead
-        worker._weights._hand = lambda method, named: self._hand(method, self._changed(fault, list(named)))
+        worker._weights._hand = partial(self._hand_changed, fault)
         is_skipped = fault == "version without weights"
         worker.begin_weights = (lambda: None) if is_skipped else self._begin
         worker._receiver._take = (lambda name, weight: None) if is_skipped else self._take
         worker.finish_weights = self._only_version if is_skipped else self._finish
+
+    def _hand_changed(self, fault: str | None, method: str, named: Named) -> None:
+        changed = self._changed(fault, list(named))
+        if changed or not named:
+            self._hand(method, changed)
 
     def _only_version(self, version: int) -> None:
         self._worker._weight_version = version

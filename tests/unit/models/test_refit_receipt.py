@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from nemo_rl.algorithms.loss_functions import ClippedPGLoss
-from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.config.schema import LossConfig
-from nemo_rl.distributed.calls import Call, ask
-from nemo_rl.distributed.collectives import RankSpec
-from nemo_rl.distributed.worker_fleet import WorkerFleet
-from nemo_rl.distributed.worker_groups import LocalWorkerGroup, WorkerGroup
+from nemo_rl.distributed.worker_groups import WorkerGroup
 from nemo_rl.errors import RefitMismatch
-from nemo_rl.models.loading import load_model_config
-from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
-from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
-from nemo_rl.models.weight_sync.base import RefitParties, WeightSync
 from nemo_rl.models.weight_sync.colocated import PayloadWeightSync
-from nemo_rl.models.weight_sync.factory import receipt_spec
-from tests.helpers.engine_child import NO_VLLM, EngineChild, has_vllm, vllm_child, vllm_policy
+from tests.helpers.engine_child import NO_VLLM, has_vllm, vllm_child, vllm_policy
 from tests.helpers.faulty_engines import (
     EXPERTS,
     HEAD,
@@ -35,11 +23,12 @@ from tests.helpers.faulty_engines import (
     Q,
     write_receipt_model,
 )
-from tests.helpers.tiny_model import tiny_batch, tiny_policy
+from tests.helpers.receipt_bench import Bench, Proxy, parties_of, policy_of, train
+from tests.helpers.tiny_model import tiny_policy
 
 pytestmark = pytest.mark.slow
 
-APART = "its log-probabilities are .* from the policy's on average"
+APART = "its log-probabilities are .* from the policy's, more than"
 NAMED = {
     "not delivered": f"{SQUARE} is that of the version before",
     "previous version": f"{NORM} is that of the version before",
@@ -62,46 +51,6 @@ IN_VLLM = {
 """And of vLLM, behind whose fingerprints the faults are planted."""
 
 
-class Proxy:
-    """A worker whose methods are called elsewhere."""
-
-    def __init__(self, child: EngineChild) -> None:
-        self._child = child
-
-    def __getattr__(self, name: str) -> Callable[..., object]:
-        return partial(self._child, name)
-
-
-@dataclass(kw_only=True)
-class Bench:
-    """A policy and one engine with faults."""
-
-    parties: RefitParties
-    sync: WeightSync
-    plant: Callable[[str | None], object]
-    version: int = 0
-
-    def step(self) -> None:
-        """One optimizer step, and a refit."""
-        train(self.parties.policy)
-        self.version += 1
-        self.sync.sync(self.version)
-
-
-def train(policy: WorkerGroup) -> None:
-    def run(request: object) -> None:
-        policy.run(Call(request=request, stage="train", timeout_s=60))
-
-    run(ask(PolicyWorker.prepare_for_training))
-    run(ask(PolicyWorker.train, batch=tiny_batch(8), loss_fn=ClippedPGLoss(config=LossConfig())))
-
-
-def parties_of(config: PolicyConfig, engines: list[object], policy: WorkerGroup) -> RefitParties:
-    fleet = WorkerFleet([LocalWorkerGroup(lambda engine=engine: engine) for engine in engines])
-    spec = receipt_spec(config, load_model_config(config.model_name).to_dict())
-    return RefitParties(policy=policy, engines=fleet, timeout_s=60, max_bucket_bytes=50_000, receipt=spec)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_receipt_model(tmp_path_factory.mktemp("receipt") / "model")
@@ -109,12 +58,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def policy(folder: Path) -> Iterator[WorkerGroup]:
-    spec = WorkerSpec(
-        policy=tiny_policy(folder), rank=RankSpec(rank=0, world_size=1), num_steps=40, keep_reference=False, seed=0
-    )
-    group = LocalWorkerGroup(lambda: build_policy_worker(spec))
-    yield group
-    group.shutdown()
+    with policy_of(tiny_policy(folder)) as group:
+        yield group
 
 
 @pytest.fixture(scope="module")
@@ -142,12 +87,12 @@ def vllm(folder: Path, policy: WorkerGroup) -> Iterator[tuple[Bench, Proxy]]:
 
 def check_found(bench: Bench, fault: str, said: str) -> None:
     bench.step()
-    bench.plant(fault)
+    bench.plant(fault=fault)
     try:
         with pytest.raises(RefitMismatch, match=said) as caught:
             bench.step()
     finally:
-        bench.plant(None)
+        bench.plant(fault=None)
     assert f"weight version {bench.version}: engine 0 of 1: " in str(caught.value) and bench.sync.version == -1
     bench.step()
     assert bench.sync.version == bench.version
@@ -196,10 +141,10 @@ def test_a_vllm_replica_that_was_not_updated_is_told_from_the_other(folder, poli
     sync = PayloadWeightSync(parties_of(tiny_policy(folder), [good, proxy], policy))
     sync.sync(0)
     train(policy)
-    proxy.plant("version without weights")
+    proxy.plant(fault="version without weights")
     with pytest.raises(RefitMismatch, match="weight version 1: engine 1 of 2: .* not what was sent"):
         sync.sync(1)
-    proxy.plant(None)
+    proxy.plant(fault=None)
     good.shutdown()
 
 
@@ -218,10 +163,10 @@ def test_without_a_receipt_a_fault_passes(embedded):
     sync = PayloadWeightSync(replace(embedded.parties, receipt=None))
     sync.sync(0)
     train(embedded.parties.policy)
-    embedded.plant("norm scaled")
+    embedded.plant(fault="norm scaled")
     sync.sync(1)
     assert sync.report.receipt is None and sync.report.num_bytes > 0
-    embedded.plant(None)
+    embedded.plant(fault=None)
 
 
 def test_a_tolerance_that_is_set_is_kept(embedded):

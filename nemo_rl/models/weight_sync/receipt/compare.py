@@ -1,13 +1,15 @@
 """Comparisons of a receipt: fingerprints with fingerprints, log-probabilities with log-probabilities. Pure.
 
-Called by `Receipts`. Rows of one prompt are a family: a router that chooses otherwise for one token changes all tokens
-after it, so of a model with experts the second worst family counts, and of others the worst.
+Called by `Receipts`. Rows of one prompt are a family, and the worst one counts. A router that chooses otherwise for one
+token, where two experts are nearly equal, changes all tokens after it: so of a model with experts the median of all
+tokens counts, which no family decides alone, while those whose prompts may be cached are more than half.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 
 from nemo_rl.errors import name_some
 from nemo_rl.models.weight_sync.receipt.records import Answer, Tolerance
@@ -26,22 +28,23 @@ SHOWN = 3
 
 
 def gap(
-    ours: Sequence[float], theirs: Sequence[float], families: Iterable[Sequence[int]], *, spares_one: bool
+    ours: Sequence[float], theirs: Sequence[float], families: Iterable[Sequence[int]], *, has_experts: bool
 ) -> float:
-    """Mean difference of the worst family, or of the second worst.
+    """Mean difference of the worst family; of a model with experts the median of all tokens.
 
     Example:
-        >>> gap([0.0, 0.0, 0.0], [1.0, 0.5, 0.1], [(0,), (1, 2)], spares_one=False)
+        >>> gap([0.0, 0.0, 0.0], [1.0, 0.5, 0.1], [(0,), (1, 2)], has_experts=False)
         1.0
-        >>> gap([0.0, 0.0, 0.0], [1.0, 0.5, 0.1], [(0,), (1, 2)], spares_one=True)
-        0.3
+        >>> gap([0.0, 0.0, 0.0], [1.0, 0.5, 0.1], [(0,), (1, 2)], has_experts=True)
+        0.5
     """
     apart = [abs(one - other) for one, other in zip(ours, theirs, strict=True)]
-    means = sorted(math.fsum(apart[place] for place in family) / len(family) for family in families)
     # NaN is never below a tolerance.
-    if any(math.isnan(mean) for mean in means):
+    if any(math.isnan(value) for value in apart):
         return math.nan
-    return means[-2] if spares_one and len(means) > 1 else means[-1]
+    if has_experts:
+        return median(apart)
+    return max(math.fsum(apart[place] for place in family) / len(family) for family in families)
 
 
 def measured(apart: Tolerance, *, precision: str) -> Tolerance:
@@ -67,13 +70,13 @@ def behaviour_problems(
 ) -> dict[int, str]:
     """Engine -> how far it is from the policy, or from engine `first`, where that is too far."""
     problems = {
-        engine: f"its log-probabilities are {value:.3g} from the policy's on average, more than "
+        engine: f"its log-probabilities are {value:.3g} from the policy's, more than "
         f"{limits.of_policy:.3g}; the weights have come, so what it makes of them, or keeps of old ones, is wrong"
         for engine, value in from_policy.items()
         if not value <= limits.of_policy
     }
     return problems | {
-        engine: f"its log-probabilities are {value:.3g} from those of engine {first} on average, more than "
+        engine: f"its log-probabilities are {value:.3g} from those of engine {first}, more than "
         f"{limits.of_replicas:.3g}"
         for engine, value in from_first.items()
         if engine not in problems and not value <= limits.of_replicas

@@ -124,7 +124,7 @@ class Receipts:
         return apart
 
     def _gap(self, ours: Sequence[float], theirs: Sequence[float]) -> float:
-        return gap(ours, theirs, self._spec.probe.families, spares_one=self._spec.has_experts)
+        return gap(ours, theirs, self._spec.probe.families, has_experts=self._spec.has_experts)
 
     def _first_tolerance(self, apart: Tolerance) -> Tolerance:
         """Of a first sync: what is given, or what it shows, unless that is more than precision explains."""
