@@ -142,10 +142,9 @@ class FaultyVllm:
         worker._receiver._take = (lambda name, weight: None) if is_skipped else self._take
         worker.finish_weights = self._only_version if is_skipped else self._finish
 
-    def _hand_changed(self, fault: str | None, method: str, named: Named) -> None:
+    def _hand_changed(self, fault: str | None, method: str, named: Named) -> Sequence[object]:
         changed = self._changed(fault, list(named))
-        if changed or not named:
-            self._hand(method, changed)
+        return self._hand(method, changed) if changed or not named else ()
 
     def _only_version(self, version: int) -> None:
         self._worker._weight_version = version

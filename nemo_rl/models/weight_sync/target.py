@@ -22,10 +22,7 @@ from nemo_rl.models.weight_sync.receipt.records import Answer
 from nemo_rl.models.weight_sync.receiver import RefitReceiver
 from nemo_rl.models.weight_sync.refit_group import RefitGroupSpec
 
-__all__ = ["CACHED", "ModuleRefitTarget", "RefitTarget"]
-
-CACHED = "cached_tokens"
-"""Metric of an engine: tokens of prompts that were not computed, because a prefix cache had them."""
+__all__ = ["ModuleRefitTarget", "RefitTarget"]
 
 
 class RefitTarget(ABC):
@@ -87,14 +84,13 @@ class RefitTarget(ABC):
         if probe is None:
             return Answer(fingerprints=held, aliases=tied, version=self.weight_version)
         output = self.generate(probe.request())
-        cached = output.metrics.get(CACHED)
         return Answer(
             fingerprints=held,
             aliases=tied,
             version=max(output.row_versions),
             token_ids=tuple(output.token_ids.tolist()),
             logprobs=tuple(output.logprobs.tolist()),
-            cached_tokens=0 if cached is None else int(cached.value),
+            cached_tokens=() if output.cached_tokens is None else tuple(output.cached_tokens.tolist()),
         )
 
 

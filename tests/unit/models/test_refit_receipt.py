@@ -41,14 +41,15 @@ NAMED = {
     "version without weights": "weights are not what was sent",
 }
 """What the receipt says of the embedded engine."""
-BEHAVIOUR = {name: APART for name in NAMED if name != "version without weights"}
 IN_VLLM = {
-    **BEHAVIOUR,
-    "version without weights": NAMED["version without weights"],
-    "stale prefix cache": APART,
+    **NAMED,
+    "not delivered": f"{SQUARE} has other values .* got nothing",
+    "experts swapped": f"{EXPERTS}.* in vLLM as {EXPERTS}.0",
+    "tied head left behind": APART,
+    "stale prefix cache": "its prefix cache has kept [0-9]+ tokens of prompts",
     "experts not packed": APART,
 }
-"""And of vLLM, behind whose fingerprints the faults are planted."""
+"""And of vLLM, in which the faults are planted between what it was handed and what its loaders are given."""
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +113,17 @@ def test_a_fault_in_the_embedded_engine_shows_in_what_it_computes(embedded, faul
 @pytest.mark.parametrize("fault", IN_VLLM)
 def test_a_fault_in_vllm_is_found(vllm, fault):
     check_found(vllm[0], fault, IN_VLLM[fault])
+
+
+@pytest.mark.parametrize("fault", [fault for fault in IN_VLLM if fault != "stale prefix cache"])
+def test_a_fault_in_vllm_shows_in_what_it_computes(vllm, fault, monkeypatch):
+    monkeypatch.setattr("nemo_rl.models.weight_sync.receipt.receipts.content_problems", lambda *_: None)
+    check_found(vllm[0], fault, APART)
+
+
+def test_old_prompts_in_a_cache_show_in_what_vllm_computes(vllm, monkeypatch):
+    monkeypatch.setattr("nemo_rl.models.weight_sync.receipt.receipts.scoring_problems", lambda *_: {})
+    check_found(vllm[0], "stale prefix cache", APART)
 
 
 def test_rows_that_find_cached_prompts_are_among_those_of_vllm(vllm):

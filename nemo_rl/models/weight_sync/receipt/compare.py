@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
 from nemo_rl.errors import name_some
+from nemo_rl.models.weight_sync.receipt.probe import Probe
 from nemo_rl.models.weight_sync.receipt.records import Answer, Tolerance
 
-__all__ = ["behaviour_problems", "content_problems", "gap", "measured"]
+__all__ = ["behaviour_problems", "content_problems", "gap", "measured", "scoring_problems"]
 
 FLOORS: Mapping[str, float] = {"float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
 """No measured tolerance is below: what the order of sums makes of one precision."""
@@ -63,6 +64,21 @@ def measured(apart: Tolerance, *, precision: str) -> Tolerance:
         of_policy=limit(apart.of_policy, FLOORS[precision]),
         of_replicas=limit(apart.of_replicas, REPLICA_FLOORS[precision]),
     )
+
+
+def scoring_problems(answers: Mapping[int, Answer], version: int, probe: Probe) -> dict[int, str]:
+    """Engine -> why what it says of the probe counts for nothing."""
+    problems = {}
+    for engine, answer in answers.items():
+        firsts = zip(answer.cached_tokens, probe.is_first, strict=True) if answer.cached_tokens else ()
+        stale = sum(count for count, is_first in firsts if is_first)
+        if answer.version != version:
+            problems[engine] = f"it scored fixed rows with weights of version {answer.version}"
+        elif answer.token_ids != probe.token_ids:
+            problems[engine] = "it draws tokens where GenerationRequest.forced gives them"
+        elif stale:
+            problems[engine] = f"its prefix cache has kept {stale} tokens of prompts that other weights have computed"
+    return problems
 
 
 def behaviour_problems(

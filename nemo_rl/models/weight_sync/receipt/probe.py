@@ -42,6 +42,16 @@ class Probe:
             start += len(response)
         return tuple(map(tuple, places.values()))
 
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Of the responses, laid end to end."""
+        return tuple(token for response in self.responses for token in response)
+
+    @property
+    def is_first(self) -> tuple[bool, ...]:
+        """Whether a row is the first of its prompt: no prefix cache may know it."""
+        return tuple(prompt not in self.prompts[:row] for row, prompt in enumerate(self.prompts))
+
     def request(self) -> GenerationRequest:
         """For an engine: the tokens are forced through its decode path."""
         return GenerationRequest(

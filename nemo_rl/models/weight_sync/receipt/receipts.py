@@ -16,7 +16,13 @@ from nemo_rl.distributed.calls import Call, Pending, Request, ask
 from nemo_rl.distributed.worker_groups import WorkerGroup
 from nemo_rl.errors import RefitMismatch, WorkerError
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
-from nemo_rl.models.weight_sync.receipt.compare import behaviour_problems, content_problems, gap, measured
+from nemo_rl.models.weight_sync.receipt.compare import (
+    behaviour_problems,
+    content_problems,
+    gap,
+    measured,
+    scoring_problems,
+)
 from nemo_rl.models.weight_sync.receipt.probe import Probe
 from nemo_rl.models.weight_sync.receipt.records import Answer, Receipt, ReceiptSpec, Sent, Tolerance
 from nemo_rl.models.weight_sync.target import RefitTarget
@@ -89,7 +95,7 @@ class Receipts:
             gap=None if apart is None else apart.of_policy,
             replica_gap=None if apart is None else apart.of_replicas,
             tolerance=self.tolerance,
-            cached_tokens=min(answer.cached_tokens for answer in answers.values()),
+            cached_tokens=min(sum(answer.cached_tokens) for answer in answers.values()),
         )
 
     def _check_content(self, version: int, sent: Mapping[str, str], answers: Mapping[int, Answer]) -> None:
@@ -100,19 +106,7 @@ class Receipts:
 
     def _check_behaviour(self, version: int, expected: Sequence[float], answers: Mapping[int, Answer]) -> Tolerance:
         """The largest differences from the policy, and between engines."""
-        forced = tuple(token for response in self._spec.probe.responses for token in response)
-        versions = {
-            engine: f"it scored fixed rows with weights of version {answer.version}"
-            for engine, answer in answers.items()
-            if answer.version != version
-        }
-        self._raise(version, versions, len(answers))
-        deaf = {
-            engine: "it draws tokens where GenerationRequest.forced gives them"
-            for engine, answer in answers.items()
-            if answer.token_ids != forced
-        }
-        self._raise(version, deaf, len(answers))
+        self._raise(version, scoring_problems(answers, version, self._spec.probe), len(answers))
         first = min(answers)
         from_policy = {engine: self._gap(answer.logprobs, expected) for engine, answer in answers.items()}
         from_first = {engine: self._gap(answer.logprobs, answers[first].logprobs) for engine, answer in answers.items()}

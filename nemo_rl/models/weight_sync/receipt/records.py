@@ -50,8 +50,8 @@ class Answer:
     token_ids: tuple[int, ...] = ()
     """Of the responses, laid end to end; none without a probe."""
     logprobs: tuple[float, ...] = ()
-    cached_tokens: int = 0
-    """Of the probe's prompts, which a prefix cache had."""
+    cached_tokens: tuple[int, ...] = ()
+    """Of the prompt of each row, which a prefix cache had; none where the engine does not say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
