@@ -39,7 +39,9 @@ from nemo_rl.data_plane.factory import check_empty, open_step
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.schema import ROUTE_FIELDS
 from nemo_rl.errors import UserError
-from nemo_rl.experience.sync_rollout_actor import RolloutHandle, ValidationResult
+from nemo_rl.experience.evaluation.evaluator import EvaluationTask, SampleFile
+from nemo_rl.experience.evaluation.result import ValidationResult
+from nemo_rl.experience.sync_rollout_actor import RolloutHandle
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.weight_sync.base import WeightSync
 from nemo_rl.utils import interrupt
@@ -317,11 +319,14 @@ class SyncGRPOTrainer:
     def _validate(self) -> ValidationResult:
         with self._timer.time("validation"):
             path = self._config.logger.log_dir / ROLLOUTS / f"val_step_{self._step}.jsonl"
-            result = self._parts.rollout.validate(
+            num_shown = self._config.logger.num_rollouts_to_log
+            task = EvaluationTask(
                 step=self._step,
                 version=self._parts.weight_sync.version,
-                path=path if self._config.logger.num_rollouts_to_log else None,
+                max_prompts=self._config.grpo.max_val_samples,
+                samples=SampleFile(path=path, max_rows=num_shown) if num_shown else None,
             )
+            result = self._parts.rollout.validate(task)
         self._val_reward = result.reward
         return result
 

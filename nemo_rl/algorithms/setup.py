@@ -13,12 +13,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypedDict
 
 from rich.console import Console
 
 from nemo_rl.algorithms.cpu_needs import ROLLOUT_CPUS, cpus_per_bundle, engines_apart, num_clients, other_cpus
 from nemo_rl.algorithms.engine_tracing import TracedEngines
+from nemo_rl.algorithms.engines import EngineStarts, engine_replicas, engine_spec, gpu_share, local_engines, log_place
 from nemo_rl.algorithms.grpo_sync import SyncGRPOTrainer, TrainerParts
 from nemo_rl.algorithms.kept_steps.folder import StepsFolder
 from nemo_rl.algorithms.kept_steps.keeper import Keeper, StepKeeper
@@ -31,7 +31,7 @@ from nemo_rl.algorithms.stages.bodies import build_stages
 from nemo_rl.algorithms.stages.columns import StageColumns, fetched_fields, stage_columns
 from nemo_rl.algorithms.stages.stage import StageTools
 from nemo_rl.algorithms.step_tracing import LiveTracing, StepTracing, open_tracing
-from nemo_rl.config.parts import ENGINE_TRAITS, ENGINES, EngineTraits
+from nemo_rl.config.parts import ENGINE_TRAITS, EngineTraits
 from nemo_rl.config.render import to_yaml
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.sampler import PromptSampler
@@ -45,12 +45,10 @@ from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.virtual_cluster import EngineNodes, RayVirtualCluster
 from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup, RayPlacement, RayWorkerGroup, WorkerGroup
-from nemo_rl.distributed.worker_log import WORKER_LOGS
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import DatasetError
 from nemo_rl.experience.sync_rollout_actor import RolloutHandle, RolloutSpec, SyncRolloutActor
 from nemo_rl.models.generation.interfaces import EngineSpec
-from nemo_rl.models.generation.replicas import GenerationReplicas
 from nemo_rl.models.loading import load_model_config
 from nemo_rl.models.policy.recording.identity import record_spec
 from nemo_rl.models.policy.recording.recording import RecordSpec
@@ -71,9 +69,6 @@ __all__ = ["open_parts", "open_trainer", "write_resolved_config"]
 
 logger = logging.getLogger(__name__)
 
-GPU_SHARE = 0.5
-"""Of a policy worker, and of the engine that takes turns with it on the same GPU."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Groups:
@@ -86,50 +81,13 @@ class _Groups:
     """Of policy rank 0, as the other processes reach it."""
 
 
-class _LogPlace(TypedDict):
-    """Where the workers of a group log, as arguments of it."""
-
-    log_dir: Path
-    log_level: str
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Specs:
     """What each process is started with."""
 
     worker: Callable[[RankSpec], WorkerSpec]
-    engine: Callable[[int, int], EngineSpec]
-    """(number, how many) -> of an engine."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _EngineStarts:
-    """Starts engines, each a group of its own."""
-
-    config: MasterConfig
-    spec: Callable[[int, int], EngineSpec]
-    placement: RayPlacement
-    log: _LogPlace
-
-    def processes_of(self, number: int) -> RayWorkerGroup:
-        """The process of an engine, without the engine."""
-        return RayWorkerGroup("generation", world_size=1, placement=self.placement, first=number, **self.log)
-
-    def begin(self, number: int, group: RayWorkerGroup) -> None:
-        """Builds the engine, without waiting."""
-        count = self.config.policy.generation.num_replicas
-        group.begin_start(_engine_builder(self.config), [{"spec": self.spec(number, count)}])
-
-    def replacement(self, number: int, *, timeout_s: float) -> RayWorkerGroup:
-        """An engine in place of one that was lost; its weights come with the refit that asked for it."""
-        group = self.processes_of(number)
-        try:
-            self.begin(number, group)
-            group.finish_start(timeout_s=timeout_s)
-        except BaseException:
-            group.shutdown()
-            raise
-        return group
+    engine: Callable[[int], EngineSpec]
+    """By the number of the engine."""
 
 
 @contextmanager
@@ -289,7 +247,7 @@ def _start(
     config: MasterConfig, cluster: RayVirtualCluster | None, stack: ExitStack, start: StartUp, trace: TraceSpec | None
 ) -> tuple[_Groups, DataPlaneClient]:
     run_id = uuid.uuid4().hex[:12]
-    specs = _Specs(worker=partial(_worker_spec, config, trace), engine=partial(_engine_spec, config, trace))
+    specs = _Specs(worker=partial(_worker_spec, config, trace), engine=partial(engine_spec, config, trace=trace))
     groups = (
         _local_groups(config, specs, stack) if cluster is None else _ray_groups(config, specs, cluster, stack, start)
     )
@@ -310,9 +268,9 @@ def _local_groups(config: MasterConfig, specs: _Specs, stack: ExitStack) -> _Gro
     spec = specs.worker(RankSpec(rank=0, world_size=1))
     policy = LocalWorkerGroup(lambda: build_policy_worker(spec))
     stack.callback(policy.shutdown)
-    engines = WorkerFleet([LocalWorkerGroup(lambda: _engine_builder(config)(spec=specs.engine(0, 1)))])
+    engines = local_engines(config, specs.engine)
     stack.callback(engines.shutdown)
-    replicas = _replicas(config, engines)
+    replicas = engine_replicas(config, engines)
     rollout = LocalWorkerGroup(lambda: SyncRolloutActor(rollout_spec(config), generation=replicas))
     stack.callback(rollout.shutdown)
     return _Groups(policy=policy, engines=engines, rollout=rollout)
@@ -325,16 +283,12 @@ def _ray_groups(
     stack: ExitStack,
     start: StartUp,
 ) -> _Groups:
-    generation = config.policy.generation
-    log = _LogPlace(log_dir=(config.logger.log_dir / WORKER_LOGS).absolute(), log_level=config.logger.worker_level)
-    is_shared = generation.colocated.enabled
-    gpu_share = (GPU_SHARE if is_shared else 1.0) if cluster.uses_gpu else 0.0
-    in_bundles = cluster.uses_gpu or not is_shared
+    log = log_place(config)
     policy = RayWorkerGroup(
         "policy",
         world_size=cluster.num_workers,
         placement=RayPlacement(
-            num_gpus=gpu_share,
+            num_gpus=gpu_share(config),
             placement_group=cluster.placement_group,
             bundles=cluster.policy_bundles,
             environment=config.policy.worker_env_vars,
@@ -342,19 +296,8 @@ def _ray_groups(
         **log,
     )
     stack.callback(policy.shutdown)
-    starts = _EngineStarts(
-        config=config,
-        spec=specs.engine,
-        placement=RayPlacement(
-            num_gpus=gpu_share,
-            placement_group=cluster.placement_group if in_bundles else None,
-            bundles=cluster.policy_bundles if is_shared else cluster.engine_bundles,
-            environment=generation.env_vars,
-        ),
-        log=log,
-    )
-    members = [starts.processes_of(number) for number in range(generation.num_replicas)]
-    engines = WorkerFleet(members, start=partial(starts.replacement, timeout_s=start.timeout_s))
+    starts = EngineStarts(config, specs.engine, cluster)
+    engines = starts.fleet(timeout_s=start.timeout_s)
     stack.callback(engines.shutdown)
     rollout = RayWorkerGroup("rollout", world_size=1, placement=RayPlacement(num_cpus=ROLLOUT_CPUS), **log)
     stack.callback(rollout.shutdown)
@@ -362,21 +305,10 @@ def _ray_groups(
         address, port = policy.rendezvous(reserve_port, timeout_s=start.timeout_s)
     ranks = _rank_specs(cluster.num_workers, address, port)
     policy.begin_start(build_policy_worker, [{"spec": specs.worker(rank)} for rank in ranks])
-    for number, group in enumerate(members):
-        starts.begin(number, group)
-    replicas = _replicas(config, engines)
+    starts.begin_all()
+    replicas = engine_replicas(config, engines)
     rollout.begin_start(SyncRolloutActor, [{"spec": rollout_spec(config), "generation": replicas}])
     return _Groups(policy=policy, engines=engines, rollout=rollout, address=address)
-
-
-def _replicas(config: MasterConfig, engines: WorkerFleet) -> GenerationReplicas:
-    """The engines as the rollout worker sees them."""
-    generation = config.policy.generation
-    return GenerationReplicas(
-        engines.copy(),
-        batch_rows=generation.max_batch_size,
-        timeout_s=generation.engine_timeout_s or config.cluster.stage_timeout_s / 2,
-    )
 
 
 def _rank_specs(world_size: int, address: str, port: int) -> list[RankSpec]:
@@ -417,27 +349,13 @@ def _record_spec(config: MasterConfig) -> RecordSpec | None:
     )
 
 
-def _engine_builder(config: MasterConfig) -> Callable[..., object]:
-    return ENGINES.load(config.policy.generation.backend, key="policy.generation.backend")
-
-
-def _engine_spec(config: MasterConfig, trace: TraceSpec | None, number: int, num_engines: int) -> EngineSpec:
-    return EngineSpec(
-        policy=config.policy,
-        use_gpu=config.cluster.gpus_per_node > 0,
-        threads=config.cluster.threads_per_worker,
-        number=number,
-        num_engines=num_engines,
-        trace=trace,
-    )
-
-
 def rollout_spec(config: MasterConfig) -> RolloutSpec:
     """The sections that a rollout needs."""
     return RolloutSpec(
         grpo=config.grpo,
         policy=config.policy,
         data=config.data,
+        evaluation=config.evaluation,
         env=config.env,
         logger=config.logger,
         start_timeout_s=config.cluster.worker_start_timeout_s,

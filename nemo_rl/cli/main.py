@@ -15,6 +15,8 @@ from rich.console import Console
 from nemo_rl.cli.config import app as config_app
 from nemo_rl.cli.data_plane import app as data_plane_app
 from nemo_rl.cli.doctor import doctor
+from nemo_rl.cli.evaluate import evaluate
+from nemo_rl.cli.export import export
 from nemo_rl.cli.launch import app as launch_app
 from nemo_rl.cli.plan import plan
 from nemo_rl.cli.probe import app as probe_app
@@ -35,6 +37,8 @@ app.add_typer(probe_app, name="probe")
 app.add_typer(rollouts_app, name="rollouts")
 app.add_typer(trace_app, name="trace")
 app.command()(doctor)
+app.command("eval")(evaluate)
+app.command()(export)
 app.command()(plan)
 app.command()(replay)
 app.command()(shrink)

@@ -15,10 +15,12 @@ from nemo_rl.config.base import START_TIMEOUT_S, EnvVars, FilePath, Options, Sec
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.config.diagnostics import DiagnosticsConfig
 from nemo_rl.config.duration import TimeLimit
+from nemo_rl.config.evaluation import EvaluationConfig
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, DATASETS, ENVIRONMENTS, LOSSES, TRACKERS
 from nemo_rl.config.policy import PolicyConfig, RefitTransport
 
 __all__ = [
+    "MAIN_SET",
     "AdvantageEstimatorConfig",
     "CheckpointingConfig",
     "ClusterConfig",
@@ -61,7 +63,7 @@ class GRPOConfig(Section):
     val_at_end: bool = True
     """Validate after the last step."""
     max_val_samples: PositiveInt = 256
-    """Validation prompts, one sampled response each."""
+    """Most prompts of each validation set in a validation during training; `nemo-rl eval` takes all."""
     stop_at_validation_accuracy: Annotated[float, Field(gt=0, le=1)] | None = None
     """Stop early when a validation reaches this accuracy; needs rewards that are right or wrong."""
     adv_estimator: AdvantageEstimatorConfig = Field(default_factory=AdvantageEstimatorConfig)
@@ -131,10 +133,18 @@ class DatasetConfig(Section):
     your own dataset's."""
     task: Text | None = None
     """Task name of `reasoning_gym`, for example `chain_sum`."""
+    category_key: Text | None = None
+    """Column of a held-out prompt that names its category, for a table of its own; of `sort_digits` it is `digits`."""
     system_prompt: str | None = None
     """Text of a system message before the prompt; null: none."""
     prompt_template: str = "{input}"
     """Text of the user message; `{input}` is replaced by the prompt."""
+
+
+MAIN_SET = "validation"
+"""Name of the set that `data.validation` describes."""
+SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+"""Of a validation set: a part of a metric's name."""
 
 
 class DataConfig(Section):
@@ -143,12 +153,26 @@ class DataConfig(Section):
     train: DatasetConfig = Field(default_factory=DatasetConfig)
     validation: DatasetConfig | None = None
     """Held-out prompts; texts that also occur here are removed from the training prompts. Null: no validation."""
+    validation_sets: dict[SetName, DatasetConfig] = Field(default_factory=dict)
+    """Further held-out prompts by name, measured as `validation` is and logged as `val/NAME/...`; texts of them are not
+    trained on either."""
     max_input_seq_length: PositiveInt = 512
     """Longest prompt in tokens, chat template included."""
     overlong_prompts: Literal["skip", "error"] = "skip"
     """What to do with longer prompts: count and skip them, or refuse to start."""
     shuffle: bool = True
     """Draw training prompts in a new order each epoch, from `grpo.seed`; false keeps the dataset's order."""
+
+    @property
+    def held_out(self) -> dict[str, DatasetConfig]:
+        """Every validation set by name, the main one first."""
+        main = {} if self.validation is None else {MAIN_SET: self.validation}
+        return main | self.validation_sets
+
+    @staticmethod
+    def held_out_key(name: str) -> str:
+        """Dotted path of a validation set, for messages."""
+        return "data.validation" if name == MAIN_SET else f"data.validation_sets.{name}"
 
 
 class EnvConfig(Section):
@@ -310,6 +334,7 @@ class MasterConfig(Section):
     loss_fn: LossConfig = Field(default_factory=LossConfig)
     policy: PolicyConfig
     data: DataConfig = Field(default_factory=DataConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     env: EnvConfig = Field(default_factory=EnvConfig)
     data_plane: DataPlaneConfig = Field(default_factory=DataPlaneConfig)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)

@@ -187,8 +187,38 @@ def rule_validation_needs_prompts(config: MasterConfig) -> list[str]:
         f"grpo.{name}: there is no data.validation; add one, or set grpo.{name}={off.get(name, 'false')}"
         for name in asked
     ]
-    because = "there is no data.validation"
-    return lines + would_be_ignored(grpo, "grpo", ["max_val_samples"], switch="data.validation", because=because)
+    switch, because = "data.validation", "there is no data.validation"
+    lines += would_be_ignored(grpo, "grpo", ["max_val_samples"], switch=switch, because=because)
+    lines += would_be_ignored(config.data, "data", ["validation_sets"], switch=switch, because=because)
+    names = tuple(type(config.evaluation).model_fields)
+    return lines + would_be_ignored(config.evaluation, "evaluation", names, switch=switch, because=because)
+
+
+_NO_SET_NAMES = ("validation", "reward", "category")
+"""`data.validation` itself, and what follows `val/` in the names of its metrics."""
+
+
+def rule_validation_sets_have_names_of_their_own(config: MasterConfig) -> list[str]:
+    return [
+        f"data.validation_sets.{name}: is no name for a further set; expected another than {', '.join(_NO_SET_NAMES)}"
+        for name in config.data.validation_sets
+        if name in _NO_SET_NAMES
+    ]
+
+
+def rule_evaluation_has_enough_samples(config: MasterConfig) -> list[str]:
+    section = config.evaluation
+    lines = [
+        f"evaluation.{name}: {k} is more than evaluation.num_samples {section.num_samples}; raise num_samples to {k}"
+        for name, ks in (("pass_at", section.pass_at), ("majority_at", section.majority_at))
+        for k in ks
+        if k > section.num_samples
+    ]
+    if config.policy.generation.val_temperature == 0:
+        because = "policy.generation.val_temperature is 0: all responses to a prompt are greedy"
+        switch, names = "policy.generation.val_temperature", ("num_samples", "greedy")
+        lines += would_be_ignored(section, "evaluation", names, switch=switch, because=because)
+    return lines
 
 
 def rule_validation_prompts_are_used(config: MasterConfig) -> list[str]:
@@ -211,10 +241,12 @@ def _validates(grpo: GRPOConfig) -> bool:
 
 
 def rule_dataset_keys_fit_their_kind(config: MasterConfig) -> list[str]:
-    lines = _dataset_lines(config.data.train, "data.train")
-    if config.data.validation is not None:
-        lines += _dataset_lines(config.data.validation, "data.validation")
-    return lines
+    train = config.data.train
+    lines = _dataset_lines(train, "data.train")
+    for name, dataset in config.data.held_out.items():
+        lines += _dataset_lines(dataset, config.data.held_out_key(name))
+    because = "training prompts have no tables"
+    return lines + would_be_ignored(train, "data.train", ["category_key"], switch="data.train", because=because)
 
 
 _GENERATED = ("sort_digits", "reasoning_gym")
@@ -288,11 +320,12 @@ def rule_custom_reward_is_named(config: MasterConfig) -> list[str]:
 def rule_reasoning_gym_scores_its_own_prompts(config: MasterConfig) -> list[str]:
     if config.env.name != "reasoning_gym":
         return []
-    datasets = {"data.train": config.data.train, "data.validation": config.data.validation}
+    data = config.data
+    datasets = {"data.train": data.train} | {data.held_out_key(name): held for name, held in data.held_out.items()}
     return [
         f"{prefix}.dataset_name: env.name 'reasoning_gym' scores reasoning_gym prompts only, got {d.dataset_name!r}"
         for prefix, d in datasets.items()
-        if d is not None and d.dataset_name != "reasoning_gym"
+        if d.dataset_name != "reasoning_gym"
     ]
 
 

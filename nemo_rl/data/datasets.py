@@ -23,7 +23,16 @@ from nemo_rl.data import huggingface_wrapper, reasoning_gym_wrapper, sort_digits
 from nemo_rl.data.messages import encode_prompt, prompt_messages
 from nemo_rl.errors import DatasetError, boundary, shorten
 
-__all__ = ["Prompt", "PromptSet", "RawPrompt", "Source", "build_prompt_sets", "load_prompts", "raw_prompts"]
+__all__ = [
+    "Prompt",
+    "PromptSet",
+    "RawPrompt",
+    "Source",
+    "build_prompt_sets",
+    "load_held_out",
+    "load_prompts",
+    "raw_prompts",
+]
 
 MAX_ROW_CHARACTERS = 2**26
 """Of one line of a file: more than any prompt that fits a context, little enough to be held."""
@@ -60,6 +69,8 @@ class Prompt:
     ids: tuple[int, ...]
     """Tokens of the whole prompt, chat template included, up to where the assistant begins."""
     metadata: Mapping[str, object] = field(default_factory=dict)
+    category: str | None = None
+    """What `category_key` says of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,17 +87,23 @@ class PromptSet:
         return len(self.prompts)
 
 
-def build_prompt_sets(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptSet, PromptSet | None]:
-    """Training and validation prompts; a text that occurs in validation is not trained on.
+def build_prompt_sets(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptSet, Mapping[str, PromptSet]]:
+    """Training prompts, and the held-out ones by the name of their set; a held-out text is not trained on.
 
     Raises:
         DatasetError: a source is missing, malformed or empty, or a prompt is too long and must not be skipped.
     """
-    validation = None
-    if cfg.validation is not None:
-        validation = load_prompts(cfg.validation, tokenizer, limits=cfg, where="data.validation")
-    held_out = frozenset(prompt.text for prompt in validation.prompts) if validation is not None else frozenset()
-    return load_prompts(cfg.train, tokenizer, limits=cfg, where="data.train", exclude=held_out), validation
+    held_out = load_held_out(cfg, tokenizer)
+    texts = frozenset(prompt.text for prompts in held_out.values() for prompt in prompts.prompts)
+    return load_prompts(cfg.train, tokenizer, limits=cfg, where="data.train", exclude=texts), held_out
+
+
+def load_held_out(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, PromptSet]:
+    """The validation sets by name, the main one first; raises as `build_prompt_sets`."""
+    return {
+        name: load_prompts(source, tokenizer, limits=cfg, where=cfg.held_out_key(name))
+        for name, source in cfg.held_out.items()
+    }
 
 
 def load_prompts(
@@ -124,7 +141,16 @@ def load_prompts(
             continue
         if not ids:
             raise DatasetError(f"{where}: prompt {num_read - 1} has no tokens: {raw.text[:80]!r}; leave it out")
-        prompts.append(Prompt(index=len(prompts), text=raw.text, answer=raw.answer, ids=ids, metadata=raw.metadata))
+        prompts.append(
+            Prompt(
+                index=len(prompts),
+                text=raw.text,
+                answer=raw.answer,
+                ids=ids,
+                metadata=raw.metadata,
+                category=_category(raw, cfg, place=f"{where}: prompt {num_read - 1}"),
+            )
+        )
     if not prompts:
         raise DatasetError(
             f"{where}: no prompt is left of {num_read} read: {num_overlong} are longer than "
@@ -142,6 +168,18 @@ def raw_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str] = froze
     with boundary(DatasetError, f"{where}: dataset {cfg.dataset_name!r} {cfg.data_path or cfg.task or ''}".rstrip()):
         source: Source = DATASETS.load(cfg.dataset_name, key=f"{where}.dataset_name")
         yield from source(cfg, where, exclude)
+
+
+def _category(raw: RawPrompt, cfg: DatasetConfig, *, place: str) -> str | None:
+    if cfg.category_key is None:
+        return None
+    found = raw.metadata.get(cfg.category_key)
+    if isinstance(found, str | int) and str(found):
+        return str(found)
+    raise DatasetError(
+        f"{place}: category_key {cfg.category_key!r}: expected a text or a whole number, got {shorten(repr(found))}; "
+        f"it has {shorten(str(sorted(raw.metadata)))}"
+    )
 
 
 def _encode(
@@ -169,7 +207,7 @@ def sort_digits_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]
             raise DatasetError(f"{where}.options.{name}: expected an integer, got {value!r}")
         limits[name] = value
     for problem in sort_digits.problems(cfg.size or 0, seed=cfg.seed, exclude=exclude, **limits):
-        yield RawPrompt(text=problem.prompt, answer=problem.answer)
+        yield RawPrompt(text=problem.prompt, answer=problem.answer, metadata={"digits": len(problem.answer)})
 
 
 def reasoning_gym_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:

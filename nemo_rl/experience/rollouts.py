@@ -30,6 +30,8 @@ class Rollouts:
     """P prompts with G responses each, scored."""
 
     output: GenerationOutput
+    texts: tuple[str, ...]
+    """Of the responses, as they are scored."""
     report: EnvReport
     """Rewards of all rows, and what happened while scoring."""
 
@@ -105,7 +107,7 @@ def run_rollouts(
     responses = [Response(text=text, num_tokens=length, truncated=cut) for text, length, cut in measured]
     rows = [prompt for prompt in prompts for _ in range(group_size)]
     report = environment.score(rows, responses)
-    return Rollouts(output=output, report=report)
+    return Rollouts(output=output, texts=tuple(texts), report=report)
 
 
 def decode_responses(

@@ -6,7 +6,6 @@ between them: prompt numbers, metas and per-row scalars.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
@@ -15,9 +14,10 @@ from typing import TypeVar
 
 import numpy as np
 
+from nemo_rl.config.evaluation import EvaluationConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import DataConfig, EnvConfig, GRPOConfig, LoggerConfig
-from nemo_rl.data.datasets import PromptSet, build_prompt_sets
+from nemo_rl.data.datasets import build_prompt_sets
 from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.chunks.wire import message_bytes
@@ -34,19 +34,20 @@ from nemo_rl.distributed.worker_groups import WorkerGroup
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.environments.factory import build_environment
 from nemo_rl.errors import DataPlaneClosed, ResourceError, WorkerError
-from nemo_rl.experience.payload import RowScalars, build_columns, mean_of_scored, row_record
+from nemo_rl.experience.evaluation.evaluator import EvaluationTask, Evaluator
+from nemo_rl.experience.evaluation.result import ValidationResult
+from nemo_rl.experience.payload import RowScalars, build_columns
 from nemo_rl.experience.rollouts import Rollouts, SeedSource, run_rollouts, sampling_params
 from nemo_rl.experience.routes import RouteWriter
 from nemo_rl.experience.token_record import TokenTexts, token_record
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.generation.replicas import GenerationReplicas
-from nemo_rl.utils.files import write_text
 from nemo_rl.utils.last_resort import machine_problem
-from nemo_rl.utils.logger import VAL_ACCURACY_METRIC, VAL_REWARD_METRIC
 from nemo_rl.utils.metrics import Max, Mean, Reduction, Sum, merge_metrics
 from nemo_rl.utils.r3_trace import trace_rollout_payload
+from nemo_rl.utils.rollout_file import write_rollouts
 
-__all__ = ["REWARD_LOG", "RolloutHandle", "RolloutInfo", "RolloutResult", "SyncRolloutActor", "ValidationResult"]
+__all__ = ["REWARD_LOG", "RolloutHandle", "RolloutInfo", "RolloutResult", "SyncRolloutActor"]
 
 _T = TypeVar("_T")
 
@@ -104,40 +105,13 @@ class RolloutResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ValidationResult:
-    """How one response to each held-out prompt was rewarded."""
-
-    reward: float
-    """Mean over the prompts."""
-    is_accuracy: bool
-    """Whether rewards are 1 for right and 0 for wrong."""
-    components: Mapping[str, float] = field(default_factory=dict)
-    """Means of the parts of the reward."""
-    num_prompts: int
-    mean_response_tokens: float
-    truncated_share: float
-    printed: tuple[str, ...] = ()
-    """Lines of the reward for the person at the terminal."""
-
-    def metrics(self) -> dict[str, float]:
-        accuracy = {VAL_ACCURACY_METRIC: self.reward} if self.is_accuracy else {}
-        return {
-            VAL_REWARD_METRIC: self.reward,
-            **accuracy,
-            **{f"{VAL_REWARD_METRIC}/{name}": mean for name, mean in self.components.items()},
-            "val/num_prompts": float(self.num_prompts),
-            "val/mean_response_tokens": self.mean_response_tokens,
-            "val/truncated_share": self.truncated_share,
-        }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutSpec:
     """What a rollout worker is made from."""
 
     grpo: GRPOConfig
     policy: PolicyConfig
     data: DataConfig
+    evaluation: EvaluationConfig
     env: EnvConfig
     logger: LoggerConfig
     start_timeout_s: float
@@ -160,23 +134,33 @@ class SyncRolloutActor:
         )
         self._token_texts = TokenTexts(self._tokenizer)
         self._stop_ids = stop_token_ids(spec.policy.model_name, self._tokenizer)
-        self._train, self._validation = build_prompt_sets(spec.data, self._tokenizer)
+        self._train, self._held_out = build_prompt_sets(spec.data, self._tokenizer)
         self._environment = build_environment(
             spec.env,
             start_timeout_s=spec.start_timeout_s,
             log_file=spec.logger.log_dir / REWARD_LOG,
+        )
+        self._evaluator = Evaluator(
+            spec.evaluation,
+            sampling=spec.policy.generation,
+            generation=generation,
+            environment=self._environment,
+            tokenizer=self._tokenizer,
+            stop_ids=self._stop_ids,
+            sets=self._held_out,
+            seed=spec.grpo.seed,
+            is_accuracy=spec.env.is_accuracy,
         )
         self._client: DataPlaneClient | None = None
         self._routes = RouteWriter(spec.policy.router_replay)
 
     def describe(self) -> RolloutInfo:
         """Sizes of the prompt sets."""
-        validation = self._validation
+        sets = self._held_out.values()
         return RolloutInfo(
-            num_train_prompts=len(self._train.prompts),
-            num_val_prompts=len(validation.prompts) if validation is not None else 0,
-            num_skipped_prompts=self._train.num_skipped_overlong
-            + (validation.num_skipped_overlong if validation is not None else 0),
+            num_train_prompts=len(self._train),
+            num_val_prompts=sum(map(len, sets)),
+            num_skipped_prompts=sum(each.num_skipped_overlong for each in (self._train, *sets)),
         )
 
     def setup_data_plane(self, address: DataPlaneAddress) -> None:
@@ -206,7 +190,7 @@ class SyncRolloutActor:
         """
         prompts = [self._train.prompts[number] for number in prompt_numbers]
         group = self._spec.grpo.num_generations_per_prompt
-        rollouts = self._run(self._train, prompt_numbers, group_size=group, step=step, version=version)
+        rollouts = self._run(prompt_numbers, step=step, version=version)
         keys = keys_of_groups(uids, group)
         columns = build_columns(
             [prompt.ids for prompt in prompts],
@@ -262,46 +246,9 @@ class SyncRolloutActor:
         columns.update(written.columns)
         return written.metrics
 
-    def validate(self, *, step: int, version: int, path: Path | None = None) -> ValidationResult:
-        """One response to each held-out prompt.
-
-        Args:
-            path: gets the first `logger.num_rollouts_to_log` of them; None writes none.
-        """
-        assert self._validation is not None, "validation was asked for without data.validation"
-        numbers = range(min(self._spec.grpo.max_val_samples, len(self._validation.prompts)))
-        rollouts = self._run(self._validation, numbers, group_size=1, step=step, version=version)
-        lengths = rollouts.output.lengths.float()
-        if path is not None:
-            self._write_validation(path, numbers, rollouts)
-        return ValidationResult(
-            reward=float(np.mean(rollouts.report.rewards)),
-            is_accuracy=self._spec.env.is_accuracy,
-            components={name: mean_of_scored(part) for name, part in _columns(rollouts.report.components).items()},
-            num_prompts=len(numbers),
-            mean_response_tokens=float(lengths.mean()),
-            truncated_share=float(rollouts.output.truncated.float().mean()),
-            printed=rollouts.report.printed,
-        )
-
-    def _write_validation(self, path: Path, numbers: Sequence[int], rollouts: Rollouts) -> None:
-        assert self._validation is not None
-        shown = numbers[: self._spec.logger.num_rollouts_to_log]
-        responses = rollouts.output.token_ids.split(rollouts.output.lengths.tolist())
-        records = [
-            {
-                "prompt": self._tokenizer.decode(list(self._validation.prompts[number].ids)),
-                "response": self._tokenizer.decode(response.tolist()),
-                **row_record(
-                    reward=rollouts.report.rewards[row],
-                    components={name: part[row] for name, part in rollouts.report.components.items()},
-                    response_tokens=len(response),
-                    truncated=bool(rollouts.output.truncated[row]),
-                ),
-            }
-            for row, (number, response) in enumerate(zip(shown, responses, strict=False))
-        ]
-        _write_json_lines(path, records)
+    def validate(self, task: EvaluationTask) -> ValidationResult:
+        """Measures the held-out prompts; see `Evaluator.evaluate`."""
+        return self._evaluator.evaluate(task)
 
     def log_rollouts(
         self, meta: KVBatchMeta, *, scored: KVBatchMeta | None, path: Path, records: Sequence[Mapping[str, object]]
@@ -334,7 +281,7 @@ class SyncRolloutActor:
                 prev_logprobs=prevs[row_of[key], :length] if prevs is not None and key in row_of else None,
             )
             lines.append({**texts, **records[row], **columns})
-        _write_json_lines(path, lines)
+        write_rollouts(path, lines)
 
     def keep_columns(self, meta: KVBatchMeta, *, fields: Sequence[str], path: Path) -> int:
         """Writes columns of the rows to a file, as they are stored; returns its bytes."""
@@ -357,22 +304,17 @@ class SyncRolloutActor:
         if client is not None:
             client.close()
 
-    def _run(
-        self, source: PromptSet, numbers: Sequence[int], *, group_size: int, step: int, version: int | None
-    ) -> Rollouts:
-        is_validation = source is self._validation
+    def _run(self, numbers: Sequence[int], *, step: int, version: int | None) -> Rollouts:
         return run_rollouts(
-            [source.prompts[number] for number in numbers],
-            group_size=group_size,
+            [self._train.prompts[number] for number in numbers],
+            group_size=self._spec.grpo.num_generations_per_prompt,
             generation=self._generation,
             environment=self._environment,
             tokenizer=self._tokenizer,
-            sampling=sampling_params(self._spec.policy.generation, self._stop_ids, is_validation=is_validation),
-            seeds=SeedSource(
-                seed=self._spec.grpo.seed, purpose="validation" if is_validation else "rollout", step=step
-            ),
+            sampling=sampling_params(self._spec.policy.generation, self._stop_ids, is_validation=False),
+            seeds=SeedSource(seed=self._spec.grpo.seed, purpose="rollout", step=step),
             version=version,
-            with_routes=self._spec.policy.router_replay.records_at_rollout and not is_validation,
+            with_routes=self._spec.policy.router_replay.records_at_rollout,
         )
 
 
@@ -420,9 +362,9 @@ class RolloutHandle:
 
         return self._submit(request, "rollout").then(count)
 
-    def validate(self, *, step: int, version: int, path: Path | None) -> ValidationResult:
-        """One response to each held-out prompt; see `SyncRolloutActor.validate`."""
-        result = self._run(ask(SyncRolloutActor.validate, step=step, version=version, path=path), "validation")
+    def validate(self, task: EvaluationTask) -> ValidationResult:
+        """Measures the held-out prompts; see `SyncRolloutActor.validate`."""
+        result = self._run(ask(SyncRolloutActor.validate, task=task), "validation")
         self._show(result.printed)
         return result
 
@@ -469,11 +411,3 @@ def _rollout_metrics(rollouts: Rollouts) -> dict[str, Reduction]:
 
 def _columns(components: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
     return {name: np.asarray(part, dtype=np.float32) for name, part in components.items()}
-
-
-def _write_json_lines(path: Path, records: Sequence[Mapping[str, object]]) -> None:
-    try:
-        write_text(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
-    except OSError as error:
-        # Named here, because an actor's OSError would be a failure of the actor.
-        raise ResourceError(f"rollouts cannot be written to {path}: {machine_problem(error) or error}") from error

@@ -26,13 +26,23 @@ from nemo_rl.utils import interrupt
 from nemo_rl.utils.files import write_text
 from nemo_rl.utils.manifest import Manifest
 
-__all__ = ["Checkpoint", "CheckpointManager", "Choice", "Damaged", "Unfinished", "checkpoint_paths"]
+__all__ = [
+    "WEIGHTS",
+    "Checkpoint",
+    "CheckpointManager",
+    "Choice",
+    "Damaged",
+    "Unfinished",
+    "checkpoint_paths",
+    "read_checkpoint",
+]
 
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "training_info.json"
 LATEST_FILE = "latest"
-OPTIMIZER = "policy/optimizer"
+WEIGHTS, OPTIMIZER = "policy/weights", "policy/optimizer"
+"""Folders in a checkpoint."""
 STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 UNFINISHED, REPLACED, REMOVED = "tmp_", "old_", "removed_"
 """Prefixes of folders that are being written, exchanged and removed; what a kill leaves of them is cleaned up."""
@@ -50,7 +60,7 @@ class Checkpoint:
 
     @property
     def weights(self) -> Path:
-        return self.path / "policy" / "weights"
+        return self.path / WEIGHTS
 
     @property
     def optimizer(self) -> Path:
@@ -208,7 +218,7 @@ class CheckpointManager:
         damaged: list[Damaged] = []
         for path in sorted(self._folder.glob("step_*")):
             try:
-                found.append(_read(path))
+                found.append(read_checkpoint(path))
             except (OSError, ValueError, RecursionError) as error:
                 damaged.append(Damaged(path=path, reason=str(error) or type(error).__name__))
         return sorted(found, key=lambda checkpoint: checkpoint.step), damaged
@@ -338,8 +348,9 @@ def _aside_paths(folder: Path) -> Iterator[Path]:
                 yield path
 
 
-def _read(path: Path) -> Checkpoint:
-    """
+def read_checkpoint(path: Path) -> Checkpoint:
+    """What a folder says of itself; its files are not compared.
+
     Raises:
         OSError, ValueError, RecursionError: it is no complete checkpoint.
     """

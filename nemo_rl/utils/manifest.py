@@ -79,6 +79,11 @@ class Manifest:
         kept = {name: entry for name, entry in self.entries.items() if not name.startswith(prefix)}
         return Manifest(entries=kept)
 
+    def only(self, prefix: str, *, is_relative: bool = False) -> Manifest:
+        """The files whose paths start with `prefix`; relative ones are without it."""
+        kept = {name: entry for name, entry in self.entries.items() if name.startswith(prefix)}
+        return Manifest(entries={name.removeprefix(prefix): e for name, e in kept.items()} if is_relative else kept)
+
     def missing(self, folder: Path) -> str | None:
         """The first file that is absent or of another size, in words; reads no file."""
         for name, entry in self.entries.items():

@@ -5,11 +5,17 @@ The trainer and the rollout worker write them; `nemo_rl.diagnostics.rollouts` re
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["ROLLOUTS", "rollout_path", "rounded", "steps_with_rollouts"]
+from nemo_rl.errors import ResourceError
+from nemo_rl.utils.files import write_text
+from nemo_rl.utils.last_resort import machine_problem
+
+__all__ = ["ROLLOUTS", "rollout_path", "rounded", "steps_with_rollouts", "write_rollouts"]
 
 ROLLOUTS = "rollouts"
 """Folder of the readable rollouts in the folder of a run."""
@@ -27,6 +33,18 @@ def steps_with_rollouts(log_dir: Path) -> tuple[int, ...]:
     """Training steps whose rollouts are there, in order; empty without the folder."""
     names = (_NAME.fullmatch(path.name) for path in (log_dir / ROLLOUTS).glob("step_*.jsonl"))
     return tuple(sorted(int(name[1]) for name in names if name is not None))
+
+
+def write_rollouts(path: Path, records: Sequence[Mapping[str, object]]) -> None:
+    """One JSON object per line.
+
+    Raises:
+        ResourceError: the file cannot be written. (An actor's OSError would be a failure of the actor.)
+    """
+    try:
+        write_text(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    except OSError as error:
+        raise ResourceError(f"rollouts cannot be written to {path}: {machine_problem(error) or error}") from error
 
 
 def rounded(value: float) -> float | str:

@@ -157,8 +157,6 @@ def test_a_producer_that_dies_while_a_reader_is_at_work_ends_the_read(cluster: N
                 assert torch.equal(rows.values(), expected), "bytes of a dying producer"
                 reads.append(len(rows))
 
-        # On its own node a reader needs the objects, and not the process that owns them.
-        producer.stop_answering()
         with ThreadPoolExecutor(1) as pool:
             reading = pool.submit(read_on)
             wait_until(lambda: len(reads) > 3)

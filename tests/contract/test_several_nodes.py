@@ -17,7 +17,7 @@ from nemo_rl.config.data_plane import DataPlaneConfig, RayStoreConfig
 from nemo_rl.data_plane.factory import attach_data_plane, build_data_plane_client
 from nemo_rl.distributed.ray_environment import FAIR_SHARE, NO_SPARE_WORKERS
 from nemo_rl.errors import DataPlaneError, PayloadLost
-from tests.helpers.planes import ids_column, keys_of, rows_of, wait_until
+from tests.helpers.planes import ids_column, keys_of, rows_of, segments, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +80,8 @@ def second_node() -> str:
 )
 def test_rows_cross_nodes_in_both_directions(nodes: Cluster, owner: str) -> None:
     config = DataPlaneConfig(impl="ray", ray=RayStoreConfig(owner=owner), timeout_s=20.0)
-    client = build_data_plane_client(config, run_id=f"run-{uuid.uuid4().hex[:8]}")
+    run_id = f"run-{uuid.uuid4().hex[:8]}"
+    client = build_data_plane_client(config, run_id=run_id)
     try:
         client.register_partition("p", ["input_ids"], 64, [])
         there = NodeAffinitySchedulingStrategy(second_node(), soft=False)
@@ -100,8 +101,7 @@ def test_rows_cross_nodes_in_both_directions(nodes: Cluster, owner: str) -> None
         ray.kill(worker)
     finally:
         client.close()
-    left = [name for name in os.listdir("/dev/shm") if name.startswith("nrl-run-")]
-    assert left == []
+    assert segments(run_id) == []
 
 
 @pytest.mark.full

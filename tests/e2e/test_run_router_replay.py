@@ -70,4 +70,5 @@ def test_replay_of_a_models_own_routes_learns_as_without_replay(tmp_path, model,
     free = train(tmp_path / "free", model, **one_batch, **{f"{REPLAY}.enabled": "false"})
     for name in ("train/loss", "train/grad_norm", "train/policy_kl", "rollout/mean_generation_logprob"):
         for a, b in zip(replayed, free, strict=True):
-            assert a[name] == pytest.approx(b[name], rel=1e-6, abs=1e-9), name
+            # The loss is what is left of float32 terms of about 1 that cancel.
+            assert a[name] == pytest.approx(b[name], rel=1e-6, abs=2e-8), name

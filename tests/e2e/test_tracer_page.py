@@ -36,6 +36,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def feed(browser: Browser) -> Iterator[Feed]:
+    browser.close_pages()  # of a test that failed
     browser.complaints.clear()
     browser.requests.clear()
     with Feed() as feed:
@@ -238,7 +239,7 @@ def test_a_lost_hub_is_said_and_found_again(browser):
         feed.step(run, 2)
         page.wait_for_function("() => tracer.state === 'connected'")
         page.wait_for_function(IS_HERE, arg=2)
-        assert page.evaluate("() => tracer.step") == 2
+        page.wait_for_function("() => tracer.step === 2")
         browser.close_pages()
     # The browser itself complains of each try that finds nobody.
     assert all("ERR_CONNECTION_REFUSED" in text for text in browser.complaints)

@@ -32,7 +32,7 @@ grpo.val_batch_size I 256
 grpo.val_at_start S true
 grpo.val_at_end S true
 grpo.max_val_samples M 256
-grpo.val_num_generations_per_prompt N 4
+grpo.val_num_generations_per_prompt M 4
 grpo.stop_at_validation_metric M val:accuracy
 grpo.stop_at_validation_threshold M 0.9
 grpo.seed S 42

@@ -90,7 +90,7 @@ def write_recipe(folder: Path, model: Path, **changes: object) -> Path:
     }
     for name, section in changes.items():
         assert isinstance(section, Mapping)
-        sections[name] = {**sections[name], **section}
+        sections[name] = {**sections.get(name, {}), **section}
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(sections))

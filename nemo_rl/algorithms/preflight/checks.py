@@ -6,7 +6,7 @@ line per problem, or raises a `UserError`; a new one is one line in `CHECKS`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from nemo_rl.algorithms.auto_resume import decide_resume
@@ -16,7 +16,7 @@ from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import ConfigError, PreflightError, UserError
 from nemo_rl.models.hub import local_folders
 
-__all__ = ["CHECKS", "preflight"]
+__all__ = ["CHECKS", "preflight", "run_checks"]
 
 Check = Callable[[Subject], list[str]]
 
@@ -53,17 +53,21 @@ def preflight(config: MasterConfig) -> MasterConfig:
         UserError: the only one that a check has met.
         PreflightError: all of them, a line each.
     """
-    config = decide_resume(config)
+    return run_checks(decide_resume(config), CHECKS)
+
+
+def run_checks(config: MasterConfig, names: Iterable[str]) -> MasterConfig:
+    """Some of `CHECKS`; returns the config with folders in place of names on the hub. Raises as `preflight`."""
     errors: list[UserError] = []
-    wanted = dict(CHECKS)
+    wanted = {name: CHECKS[name] for name in names}
     try:
         config = config.model_copy(update={"policy": local_folders(config.policy)})
     except UserError as error:
         errors.append(error)
-        wanted = {name: check for name, check in CHECKS.items() if name not in NEED_MODEL}
+        wanted = {name: check for name, check in wanted.items() if name not in NEED_MODEL}
     subject = Subject(config)
     with ThreadPoolExecutor(len(ALONGSIDE), thread_name_prefix="preflight") as pool:
-        alongside = {name: pool.submit(_run, CHECKS[name], subject) for name in ALONGSIDE}
+        alongside = {name: pool.submit(_run, wanted[name], subject) for name in ALONGSIDE if name in wanted}
         for name, check in wanted.items():
             found = alongside[name].result() if name in alongside else _run(check, subject)
             errors += [error for error in found if str(error) not in map(str, errors)]

@@ -61,15 +61,15 @@ def check_tokenizer(subject: Subject) -> list[str]:
 
 
 def check_prompts(subject: Subject) -> list[str]:
-    """Both datasets open, their first rows become tokens, and there is a step's worth of prompts."""
+    """All datasets open, their first rows become tokens, and there is a step's worth of prompts."""
     data, lines = subject.config.data, list[str]()
-    needed = subject.config.grpo.num_prompts_per_step
-    for where, source, count in (("data.train", data.train, needed), ("data.validation", data.validation, 1)):
-        if source is not None:
-            try:
-                lines += _first_prompts(subject, source, where, count)
-            except DatasetError as error:
-                lines.append(str(error))
+    sources = [("data.train", data.train, subject.config.grpo.num_prompts_per_step)]
+    sources += [(data.held_out_key(name), source, 1) for name, source in data.held_out.items()]
+    for where, source, count in sources:
+        try:
+            lines += _first_prompts(subject, source, where, count)
+        except DatasetError as error:
+            lines.append(str(error))
     return lines
 
 

@@ -27,7 +27,7 @@ _GRPO: Table = {
     "grpo.max_rollout_turns": not_supported("rollouts of several turns are not here", off=(None, 1)),
     "grpo.val_start_at": not_supported("validation begins with val_at_start or val_period", off=(None, -1, 0)),
     "grpo.val_batch_size": no_effect("validation decodes policy.generation.max_batch_size rows together"),
-    "grpo.val_num_generations_per_prompt": not_supported("one response of each validation prompt", off=(None, 1)),
+    "grpo.val_num_generations_per_prompt": moved("evaluation.num_samples", convert=lambda value: value or 1),
     "grpo.stop_at_validation_metric": with_others("becomes grpo.stop_at_validation_accuracy"),
     "grpo.stop_at_validation_threshold": with_others("becomes grpo.stop_at_validation_accuracy"),
     "grpo.use_dynamic_sampling": not_supported(

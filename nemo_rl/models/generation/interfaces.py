@@ -42,6 +42,8 @@ class EngineSpec:
     """Replicas of the run."""
     trace: TraceSpec | None = None
     """The tracer's hub; None: none."""
+    weight_version: int = -1
+    """Of the weights of `policy.model_name`; -1: a refit brings others before anything is sampled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

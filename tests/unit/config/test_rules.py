@@ -229,6 +229,20 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("env.reward_batch_size=8",), "env.reward_batch_size: 8 would be ignored"),
         (("env.name=a:B", "env.score_threshold=0.5"), "env.score_threshold: 0.5 would be ignored"),
     ],
+    "rule_validation_sets_have_names_of_their_own": [
+        (
+            ("+data.validation_sets.reward={dataset_name: sort_digits, size: 4}",),
+            "data.validation_sets.reward: is no name",
+        ),
+    ],
+    "rule_evaluation_has_enough_samples": [
+        (("evaluation.pass_at=[1, 4]", "evaluation.num_samples=2"), "evaluation.pass_at: 4 is more than"),
+        (("evaluation.majority_at=[3]",), "evaluation.majority_at: 3 is more than evaluation.num_samples 1"),
+        (
+            ("evaluation.greedy=true", "policy.generation.val_temperature=0"),
+            "evaluation.greedy: True would be ignored, because policy.generation.val_temperature is 0",
+        ),
+    ],
     "rule_options_need_a_part_of_your_own": [
         ((f"+{name.rpartition('.')[0]}.options.x=1",), f".options: would be ignored, because {name} is ")
         for name in NAMES_OF_PARTS

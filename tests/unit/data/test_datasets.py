@@ -31,18 +31,42 @@ def digits(size: int, seed: int, **options: int) -> DatasetConfig:
 
 def test_validation_texts_are_left_out_of_training(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     cfg = DataConfig(train=jsonl(tmp_path / "t", "a", "b", "c"), validation=jsonl(tmp_path / "v", "c", "x", "a"))
-    train, validation = build_prompt_sets(cfg, tokenizer)
+    train, held_out = build_prompt_sets(cfg, tokenizer)
+    validation = held_out["validation"]
     assert [(p.index, p.text, p.answer) for p in train.prompts] == [(0, "b", ["b"])]
     assert train.num_skipped_overlap == 2
-    assert validation is not None
     assert len(validation) == 3
 
 
+def test_texts_of_every_validation_set_are_left_out_of_training(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    sets = {"one": jsonl(tmp_path / "one", "b"), "two": jsonl(tmp_path / "two", "x", "c")}
+    cfg = DataConfig(train=jsonl(tmp_path / "t", "a", "b", "c", "d"), validation=jsonl(tmp_path / "v", "a"))
+    train, held_out = build_prompt_sets(cfg.model_copy(update={"validation_sets": sets}), tokenizer)
+    assert [prompt.text for prompt in train.prompts] == ["d"]
+    assert {name: len(found) for name, found in held_out.items()} == {"validation": 1, "one": 1, "two": 2}
+
+
+def test_a_category_is_a_column_of_each_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    path = tmp_path / "v"
+    path.write_text('{"input": "a", "output": "1", "level": 3}\n{"input": "b", "output": "2"}\n')
+    held = DatasetConfig(dataset_name="jsonl", data_path=path, category_key="level")
+    cfg = DataConfig(train=jsonl(tmp_path / "t", "x"), validation=held)
+    with pytest.raises(DatasetError, match=r"data.validation: prompt 1: category_key 'level': expected a text.*None"):
+        build_prompt_sets(cfg, tokenizer)
+    one = cfg.model_copy(update={"validation": held.model_copy(update={"size": 1})})
+    assert [prompt.category for prompt in build_prompt_sets(one, tokenizer)[1]["validation"].prompts] == ["3"]
+    by_length = digits(9, 2, max_digits=2).model_copy(update={"category_key": "digits"})
+    found = build_prompt_sets(cfg.model_copy(update={"validation": by_length}), tokenizer)[1]["validation"]
+    assert [prompt.category for prompt in found.prompts] == [str(len(str(prompt.answer))) for prompt in found.prompts]
+
+
 def test_generated_validation_prompts_are_avoided_and_the_size_is_kept(tokenizer: PreTrainedTokenizerBase) -> None:
-    train, validation = build_prompt_sets(
+    train, held_out = build_prompt_sets(
         DataConfig(train=digits(50, 1, max_digits=2), validation=digits(20, 2, max_digits=2)), tokenizer
     )
-    assert validation is not None
+    validation = held_out["validation"]
     assert (len(train), len(validation)) == (50, 20)
     assert not {p.text for p in train.prompts} & {p.text for p in validation.prompts}
 

@@ -16,6 +16,7 @@ from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.schema import ROUTE_FIELDS
 from nemo_rl.errors import WorkerError
+from nemo_rl.experience.evaluation.evaluator import EvaluationTask
 from nemo_rl.experience.sync_rollout_actor import RolloutResult, SyncRolloutActor
 from nemo_rl.jagged import lengths_of, values_of
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest
@@ -119,7 +120,7 @@ def test_the_columns_hold_the_routes_of_a_recomputation(
     metrics = reduced(result.metrics)
     assert metrics["routes_missing_share"] == metrics["routes_missing_trained_tokens"] == 0
     assert metrics["routes_bytes_vs_bound"] == pytest.approx(metrics["routes_bytes_per_token"] * 8 / 4)
-    worker.validate(step=1, version=0)
+    worker.validate(EvaluationTask(step=1, version=0))
     assert not engine.asked, "a validation needs no routes"
     worker.shutdown()
 

@@ -10,6 +10,7 @@ import pytest
 from nemo_rl.algorithms.setup import rollout_spec
 from nemo_rl.config.load import load_config
 from nemo_rl.errors import ResourceError
+from nemo_rl.experience.evaluation.evaluator import EvaluationTask, SampleFile
 from nemo_rl.experience.sync_rollout_actor import SyncRolloutActor
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest
 from nemo_rl.models.generation.torch_engine import TorchEngine
@@ -44,7 +45,7 @@ def test_a_response_ends_at_the_tokens_of_the_model_folder_unless_the_recipe_nam
     tmp_path: Path, keys: tuple[str, ...], expected: tuple[int, ...]
 ) -> None:
     worker, engine = open_worker(tmp_path, *keys)
-    worker.validate(step=0, version=0)
+    worker.validate(EvaluationTask(step=0, version=0))
     worker.shutdown()
     assert engine.stop_token_ids == expected
 
@@ -53,5 +54,6 @@ def test_rollouts_that_cannot_be_written_are_the_users_to_mend(tmp_path: Path) -
     (tmp_path / "rollouts").write_text("a file where a folder should be")
     worker, _ = open_worker(tmp_path)
     with pytest.raises(ResourceError, match=r"rollouts cannot be written to .*step_0\.jsonl"):
-        worker.validate(step=0, version=0, path=tmp_path / "rollouts" / "step_0.jsonl")
+        path = tmp_path / "rollouts" / "step_0.jsonl"
+        worker.validate(EvaluationTask(step=0, version=0, samples=SampleFile(path=path, max_rows=4)))
     worker.shutdown()

@@ -35,13 +35,14 @@ class EngineWorker(ModuleRefitTarget, TracedEngine, TorchEngine):
 
 
 def build_engine_worker(spec: EngineSpec) -> EngineWorker:
-    """Starts one replica; its first weights come by refit."""
+    """Starts one replica."""
     torch.set_num_threads(spec.threads)
     engine = EngineWorker.from_config(
         spec.policy,
         device="cuda" if spec.use_gpu else "cpu",
         number=spec.number,
         num_engines=spec.num_engines,
+        weight_version=spec.weight_version,
         trace=spec.trace,
     )
     assert isinstance(engine, EngineWorker)

@@ -11,7 +11,7 @@ __all__ = ["build_vllm_worker"]
 
 
 def build_vllm_worker(spec: EngineSpec) -> GenerationInterface:
-    """One replica; its first weights come by refit.
+    """One replica.
 
     Raises:
         ConfigError: vLLM cannot serve this model, or not with these settings. ResourceError: its cache does not fit.
@@ -20,4 +20,4 @@ def build_vllm_worker(spec: EngineSpec) -> GenerationInterface:
     prepare_process(spec.policy, use_gpu=spec.use_gpu)
     from nemo_rl.models.generation.vllm.worker import VllmWorker  # noqa: PLC0415 - takes seconds, reads the variables
 
-    return VllmWorker(spec.policy, use_gpu=spec.use_gpu, number=spec.number)
+    return VllmWorker(spec.policy, use_gpu=spec.use_gpu, weight_version=spec.weight_version, number=spec.number)

@@ -1,0 +1,108 @@
+"""`open_evaluator`: engines on the weights of a folder, and an `Evaluator` over them, without a policy or a data plane.
+
+Called by `nemo-rl eval`. Invariant: a checkpoint of step N is sampled with the seeds of the validation after step N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+from nemo_rl.algorithms.cpu_needs import engines_apart
+from nemo_rl.algorithms.engines import EngineStarts, engine_replicas, engine_spec, local_engines
+from nemo_rl.algorithms.preflight.checks import run_checks
+from nemo_rl.algorithms.process_environment import run_environment
+from nemo_rl.config.schema import MasterConfig
+from nemo_rl.data.datasets import load_held_out
+from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids
+from nemo_rl.distributed.fork_server import ForkServer
+from nemo_rl.distributed.virtual_cluster import EngineNodes, RayVirtualCluster
+from nemo_rl.distributed.worker_fleet import WorkerFleet
+from nemo_rl.distributed.worker_groups import RayWorkerGroup
+from nemo_rl.environments.factory import build_environment
+from nemo_rl.errors import ConfigError
+from nemo_rl.experience.evaluation.evaluator import Evaluator
+from nemo_rl.experience.sync_rollout_actor import REWARD_LOG
+from nemo_rl.utils.start_up import StartUp
+
+__all__ = ["CHECKED", "open_evaluator"]
+
+CHECKED = ("model", "tokenizer", "reward", "engine", "GPUs")
+"""Checks of a run that concern an evaluation, too."""
+
+
+@contextmanager
+def open_evaluator(
+    given: MasterConfig, *, report: Callable[[str], None], forks: ForkServer | None = None
+) -> Iterator[Evaluator]:
+    """Starts engines, reward and, with `cluster.launcher: ray`, Ray; ends all of them with its block.
+
+    Args:
+        given: `policy.model_name` is what is evaluated; `logger.log_dir` gets the engines' logs.
+        report: gets lines for the person at the terminal while something starts.
+
+    Raises:
+        UserError: the recipe has no held-out prompts, or what the checks find.
+    """
+    if not given.data.held_out:
+        raise ConfigError("data.validation: must be set: there is nothing to evaluate on without held-out prompts")
+    config = run_checks(given, CHECKED)
+    policy = config.policy
+    tokenizer = load_tokenizer(policy.tokenizer.name or policy.model_name, chat_template=policy.tokenizer.chat_template)
+    sets = load_held_out(config.data, tokenizer)
+    with ExitStack() as stack:
+        start = StartUp(timeout_s=config.cluster.worker_start_timeout_s, report=report)
+        environment = build_environment(
+            config.env, start_timeout_s=start.timeout_s, log_file=config.logger.log_dir / REWARD_LOG
+        )
+        stack.callback(environment.shutdown)
+        yield Evaluator(
+            config.evaluation,
+            sampling=policy.generation,
+            generation=engine_replicas(config, _engines(config, stack, start, forks)),
+            environment=environment,
+            tokenizer=tokenizer,
+            stop_ids=stop_token_ids(policy.model_name, tokenizer),
+            sets=sets,
+            seed=config.grpo.seed,
+            is_accuracy=config.env.is_accuracy,
+        )
+
+
+def _engines(config: MasterConfig, stack: ExitStack, start: StartUp, forks: ForkServer | None) -> WorkerFleet:
+    spec_of = partial(engine_spec, config, weight_version=0)
+    if config.cluster.launcher == "local":
+        engines = local_engines(config, spec_of)
+        stack.callback(engines.shutdown)
+        return engines
+    starts = EngineStarts(config, spec_of, stack.enter_context(_cluster(config, start, forks)))
+    engines = starts.fleet(timeout_s=start.timeout_s)
+    stack.callback(engines.shutdown)
+    starts.begin_all()
+    for group in engines.members:
+        assert isinstance(group, RayWorkerGroup)
+        with start.waiting_for("the generation workers"):
+            group.finish_start(timeout_s=start.timeout_s)
+    return engines
+
+
+def _cluster(config: MasterConfig, start: StartUp, forks: ForkServer | None) -> RayVirtualCluster:
+    """Of the engines alone: on GPUs they stand where they would in a run, on CPUs beside one empty bundle."""
+    generation, cluster = config.policy.generation, config.cluster
+    uses_gpu = cluster.gpus_per_node > 0
+    if not uses_gpu:
+        cluster = cluster.model_copy(update={"num_nodes": 1, "cpu_workers_per_node": 1, "num_cpus": None})
+    return RayVirtualCluster(
+        cluster,
+        other_cpus=0 if uses_gpu or engines_apart(config) else generation.num_replicas,
+        engines=EngineNodes(
+            num_engines=engines_apart(config),
+            num_nodes=generation.colocated.num_nodes,
+            gpus_per_node=generation.colocated.gpus_per_node,
+        ),
+        environment=run_environment(config),
+        start=start,
+        forks=forks,
+        logs_to=config.logger.log_dir / "ray_logs",
+    )

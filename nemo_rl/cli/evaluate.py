@@ -1,0 +1,131 @@
+"""`nemo-rl eval`: measures a checkpoint on the held-out prompts of a recipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nemo_rl.config.load import load_config
+from nemo_rl.config.schema import MasterConfig
+from nemo_rl.errors import CheckpointError
+from nemo_rl.utils import interrupt
+from nemo_rl.utils.console import make_console
+from nemo_rl.utils.files import write_text
+from nemo_rl.utils.saved_weights import find_checkpoint
+from nemo_rl.utils.versions import package_versions
+
+if TYPE_CHECKING:
+    from nemo_rl.experience.evaluation.result import ValidationResult
+
+__all__ = ["evaluate"]
+
+RESULT_FILE, SAMPLES_FILE = "evaluation.json", "samples.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Weights:
+    """What is evaluated."""
+
+    model: str
+    """Folder, or name on the hub."""
+    step: int
+    """0 for what is no checkpoint of a run."""
+
+
+def evaluate(
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="a checkpoint step_N, a run, a model folder or a model's name")
+    ],
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file, also config.yaml of a run")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="such as evaluation.num_samples=8")
+    ] = None,
+    step: Annotated[int | None, typer.Option("--step", min=0, help="of a run; default: the newest")] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", metavar="K", min=1, help="first K prompts of each set")
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="for result, samples and logs")] = Path(
+        "results/eval"
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
+) -> None:
+    """Samples the held-out prompts of RECIPE with the weights of CHECKPOINT, and measures the responses.
+
+    Without a change of settings a checkpoint of step N gets the numbers of the run's validation after step N.
+
+    Exit code: 0, 1 where an engine or the reward fails, 2 for what can be mended.
+    """
+    console = make_console()
+    interrupt.install()
+    weights = _find(checkpoint, step)
+    config = _for_evaluation(load_config(recipe, list(overrides or ())), weights.model, out)
+    os.environ.setdefault("OMP_NUM_THREADS", str(config.cluster.threads_per_worker))
+    began = time.monotonic()
+    result = _evaluated(config, weights.step, limit, out, report=lambda line: None if as_json else console.print(line))
+    record = _record(config, weights, result, seconds=time.monotonic() - began)
+    write_text(out / RESULT_FILE, json.dumps(record, indent=1) + "\n")
+    if as_json:
+        typer.echo(json.dumps(record, indent=1))
+        return
+    from nemo_rl.experience.evaluation.table import evaluation_lines  # noqa: PLC0415 - imports torch
+
+    for line in evaluation_lines(result.sets, confidence=config.evaluation.confidence):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"result {out / RESULT_FILE}, samples {out / SAMPLES_FILE}")
+
+
+def _find(given: str, step: int | None) -> _Weights:
+    place = Path(given)
+    if place.is_dir() and not (place / "config.json").is_file():
+        found = find_checkpoint(place, step=step)
+        return _Weights(model=str(found.weights), step=found.step)
+    if step is not None:
+        raise CheckpointError(f"--step {step}: {given} is no run and holds no checkpoints; leave it out")
+    return _Weights(model=given, step=0)
+
+
+def _for_evaluation(config: MasterConfig, model: str, out: Path) -> MasterConfig:
+    policy = config.policy.model_copy(update={"model_name": model})
+    logger = config.logger.model_copy(update={"log_dir": out})
+    return config.model_copy(update={"policy": policy, "logger": logger})
+
+
+def _evaluated(
+    config: MasterConfig, step: int, limit: int | None, out: Path, *, report: Callable[[str], None]
+) -> ValidationResult:
+    """Imports torch and Ray only here."""
+    from nemo_rl.algorithms.worker_forks import worker_forks  # noqa: PLC0415
+
+    with worker_forks(config) as forks:
+        from nemo_rl.algorithms.evaluate import open_evaluator  # noqa: PLC0415
+        from nemo_rl.experience.evaluation.evaluator import EvaluationTask, SampleFile  # noqa: PLC0415
+
+        with open_evaluator(config, report=report, forks=forks) as evaluator:
+            samples = SampleFile(path=out / SAMPLES_FILE, max_rows=None)
+            result = evaluator.evaluate(EvaluationTask(step=step, version=None, max_prompts=limit, samples=samples))
+    for line in result.printed:
+        report(f"reward: {line}")
+    return result
+
+
+def _record(config: MasterConfig, weights: _Weights, result: ValidationResult, *, seconds: float) -> dict[str, object]:
+    """All that is needed to quote the numbers, or to get them again."""
+    return {
+        "checkpoint": weights.model,
+        "step": weights.step,
+        "sets": {name: found.as_record() for name, found in result.sets.items()},
+        "seed": config.grpo.seed,
+        "evaluation": config.evaluation.model_dump(mode="json"),
+        "generation": config.policy.generation.model_dump(mode="json"),
+        "data": config.data.model_dump(mode="json", exclude={"train"}),
+        "env": config.env.model_dump(mode="json"),
+        "packages": dict(package_versions()),
+        "seconds": round(seconds, 3),
+    }

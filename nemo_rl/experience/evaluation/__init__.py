@@ -1,0 +1,1 @@
+"""Measures of held-out prompts: several samples of each, what they are worth, how sure that is."""

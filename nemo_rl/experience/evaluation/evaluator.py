@@ -1,0 +1,177 @@
+"""`Evaluator`: samples responses to held-out prompts, scores them and measures what they are worth.
+
+The rollout worker has one for validations during training, `nemo-rl eval` one for a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from nemo_rl.config.evaluation import EvaluationConfig
+from nemo_rl.config.policy import GenerationConfig
+from nemo_rl.config.schema import MAIN_SET
+from nemo_rl.data.datasets import PromptSet
+from nemo_rl.environments.interfaces import Environment
+from nemo_rl.experience.evaluation.answers import stated_answer
+from nemo_rl.experience.evaluation.measures import PromptSamples, measure_set
+from nemo_rl.experience.evaluation.result import SetResult, ValidationResult
+from nemo_rl.experience.payload import mean_of_scored, row_record
+from nemo_rl.experience.rollouts import Rollouts, SeedSource, run_rollouts, sampling_params
+from nemo_rl.models.generation.interfaces import GenerationInterface
+from nemo_rl.utils.rollout_file import write_rollouts
+
+__all__ = ["EvaluationTask", "Evaluator", "SampleFile"]
+
+PURPOSE = "validation"
+"""Of the seeds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleFile:
+    """Where readable samples go."""
+
+    path: Path
+    max_rows: int | None
+    """Of each set and way to sample; None writes all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationTask:
+    """Which weights are measured, and how much of the prompts."""
+
+    step: int
+    """Decides the seeds."""
+    version: int | None
+    """Of the weights, as in `run_rollouts`."""
+    max_prompts: int | None = None
+    """Of each set, from its start; None takes all."""
+    samples: SampleFile | None = None
+
+
+class Evaluator:
+    """Measures sets of held-out prompts.
+
+    Args:
+        generation: engines, shared with whoever brings new weights.
+        stop_ids: tokens that end a response.
+        sets: by name.
+        seed: of the run.
+        is_accuracy: rewards are 1 for right and 0 for wrong.
+    """
+
+    def __init__(
+        self,
+        config: EvaluationConfig,
+        *,
+        sampling: GenerationConfig,
+        generation: GenerationInterface,
+        environment: Environment,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_ids: Sequence[int],
+        sets: Mapping[str, PromptSet],
+        seed: int,
+        is_accuracy: bool,
+    ) -> None:
+        self._config, self._generation, self._environment = config, generation, environment
+        self._tokenizer, self._sets, self._seed, self._is_accuracy = tokenizer, sets, seed, is_accuracy
+        self._sampling = sampling_params(sampling, stop_ids, is_validation=True)
+        self._printed: list[str] = []
+
+    def evaluate(self, task: EvaluationTask) -> ValidationResult:
+        """Samples every set and measures it.
+
+        Raises:
+            WorkerError, RewardError: as `run_rollouts`.
+            ResourceError: the samples cannot be written.
+        """
+        self._printed, records, results = [], list[dict[str, object]](), dict[str, SetResult]()
+        for name in self._sets:
+            results[name], lines = self._measure(name, task)
+            records += lines
+        if task.samples is not None:
+            write_rollouts(task.samples.path, records)
+        return ValidationResult(sets=results, printed=tuple(self._printed))
+
+    def _measure(self, name: str, task: EvaluationTask) -> tuple[SetResult, list[dict[str, object]]]:
+        prompts = PromptSet(prompts=self._sets[name].prompts[: task.max_prompts])
+        size = self._config.num_samples
+        purpose = PURPOSE if name == MAIN_SET else f"{PURPOSE}:{name}"
+        sampled = self._run(prompts, purpose, task, group_size=size)
+        greedy = self._run(prompts, f"{purpose}:greedy", task) if self._config.greedy else None
+        rewards = sampled.report.rewards
+        answers = [stated_answer(text) for text in sampled.texts]
+        samples = [
+            PromptSamples(
+                rewards=rewards[row * size : (row + 1) * size],
+                answers=tuple(answers[row * size : (row + 1) * size]),
+                category=prompt.category,
+                greedy_reward=None if greedy is None else greedy.report.rewards[row],
+            )
+            for row, prompt in enumerate(prompts.prompts)
+        ]
+        result = SetResult(
+            measures=measure_set(samples, self._config, is_accuracy=self._is_accuracy),
+            is_accuracy=self._is_accuracy,
+            num_samples=size,
+            mean_response_tokens=float(sampled.output.lengths.float().mean()),
+            truncated_share=float(sampled.output.truncated.float().mean()),
+            components={
+                part: mean_of_scored(np.asarray(values, dtype=np.float32))
+                for part, values in sampled.report.components.items()
+            },
+        )
+        if task.samples is None:
+            return result, []
+        records = self._records(name, prompts, sampled, task.samples.max_rows)
+        if greedy is not None:
+            records += self._records(name, prompts, greedy, task.samples.max_rows, is_greedy=True)
+        return result, records
+
+    def _run(
+        self, prompts: PromptSet, purpose: str, task: EvaluationTask, *, group_size: int | None = None
+    ) -> Rollouts:
+        """Sampled, or with no size of a group greedily."""
+        sampling = self._sampling if group_size is not None else replace(self._sampling, temperature=0.0)
+        rollouts = run_rollouts(
+            prompts.prompts,
+            group_size=group_size or 1,
+            generation=self._generation,
+            environment=self._environment,
+            tokenizer=self._tokenizer,
+            sampling=sampling,
+            seeds=SeedSource(seed=self._seed, purpose=purpose, step=task.step),
+            version=task.version,
+        )
+        self._printed += rollouts.report.printed
+        return rollouts
+
+    def _records(
+        self, name: str, prompts: PromptSet, rollouts: Rollouts, max_rows: int | None, *, is_greedy: bool = False
+    ) -> list[dict[str, object]]:
+        """The first rows as people read them."""
+        report, output = rollouts.report, rollouts.output
+        size = len(report.rewards) // len(prompts)
+        responses = output.token_ids.split(output.lengths.tolist())[:max_rows]
+        records = []
+        for row, response in enumerate(responses):
+            prompt = prompts.prompts[row // size]
+            about: dict[str, object] = {"set": name, "number": prompt.index, "sample": row % size}
+            if prompt.category is not None:
+                about["category"] = prompt.category
+            record = row_record(
+                reward=report.rewards[row],
+                components={part: values[row] for part, values in report.components.items()},
+                response_tokens=len(response),
+                truncated=bool(output.truncated[row]),
+            )
+            texts = {
+                "prompt": self._tokenizer.decode(list(prompt.ids)),
+                "response": self._tokenizer.decode(response.tolist()),
+            }
+            records.append({**texts, **about, "greedy": is_greedy, **record})
+        return records

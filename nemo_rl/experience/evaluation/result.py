@@ -1,0 +1,100 @@
+"""What a validation found: per set of held-out prompts its measures, for logs, tables and JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from nemo_rl.config.schema import MAIN_SET
+from nemo_rl.experience.evaluation.measures import REWARD, SetMeasures
+from nemo_rl.utils.logger import VAL_ACCURACY_METRIC, VAL_REWARD_METRIC
+
+__all__ = ["SetResult", "ValidationResult"]
+
+AREA, ACCURACY = VAL_ACCURACY_METRIC.split("/")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SetResult:
+    """How the responses to one set of prompts were rewarded."""
+
+    measures: SetMeasures
+    is_accuracy: bool
+    """Whether rewards are 1 for right and 0 for wrong."""
+    num_samples: int
+    """Sampled responses to each prompt."""
+    mean_response_tokens: float
+    """Of the sampled responses, as the next two."""
+    truncated_share: float
+    components: Mapping[str, float] = field(default_factory=dict)
+    """Means of the parts of the reward."""
+
+    @property
+    def reward(self) -> float:
+        """Mean over the prompts."""
+        return self.measures.measures[REWARD].value
+
+    def metrics(self, area: str) -> dict[str, float]:
+        """For a logger.
+
+        Args:
+            area: before the names, for example `val`.
+        """
+        metrics = {f"{area}/{ACCURACY}": self.reward} if self.is_accuracy else {}
+        metrics |= _values(self.measures, area) | _ends(self.measures, area)
+        for name, part in self.measures.categories.items():
+            metrics |= _values(part, f"{area}/category/{name}")
+        metrics |= {f"{area}/{REWARD}/{name}": mean for name, mean in self.components.items()}
+        return metrics | {
+            f"{area}/mean_response_tokens": self.mean_response_tokens,
+            f"{area}/truncated_share": self.truncated_share,
+        }
+
+    def as_record(self) -> dict[str, object]:
+        """For JSON."""
+        return {
+            **self.measures.as_record(),
+            "num_samples": self.num_samples,
+            "rewards_are_right_or_wrong": self.is_accuracy,
+            "components": dict(self.components),
+            "mean_response_tokens": self.mean_response_tokens,
+            "truncated_share": self.truncated_share,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValidationResult:
+    """All sets of held-out prompts."""
+
+    sets: Mapping[str, SetResult]
+    """By name; the main one is `validation`."""
+    printed: tuple[str, ...] = ()
+    """Lines of the reward for the person at the terminal."""
+
+    @property
+    def reward(self) -> float:
+        """Mean of the main set."""
+        return self.sets[MAIN_SET].reward
+
+    def metrics(self) -> dict[str, float]:
+        """For a logger: `val/...` of the main set, `val/NAME/...` of each further one."""
+        metrics: dict[str, float] = {}
+        for name, found in self.sets.items():
+            metrics |= found.metrics(AREA if name == MAIN_SET else f"{AREA}/{name}")
+        return metrics
+
+
+def _values(part: SetMeasures, area: str) -> dict[str, float]:
+    values = {f"{area}/{name}": each.value for name, each in part.measures.items()}
+    return {f"{area}/num_prompts": float(part.num_prompts), **values}
+
+
+def _ends(part: SetMeasures, area: str) -> dict[str, float]:
+    """Of the intervals; one that is open has none."""
+    ends = {f"{area}/{name}_low": each.low for name, each in part.measures.items()}
+    ends |= {f"{area}/{name}_high": each.high for name, each in part.measures.items()}
+    return {name: end for name, end in ends.items() if math.isfinite(end)}
+
+
+assert f"{AREA}/{REWARD}" == VAL_REWARD_METRIC, "curves and checkpoints look for the reward under this name"

@@ -1,0 +1,181 @@
+"""Measures of samples of prompts: estimates against lists of all subsets, intervals against tables, votes."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_rl.config.evaluation import EvaluationConfig
+from nemo_rl.experience.evaluation.answers import stated_answer
+from nemo_rl.experience.evaluation.estimates import majority_at_k, pass_at_k
+from nemo_rl.experience.evaluation.intervals import mean_with_interval, t_quantile, wilson_interval
+from nemo_rl.experience.evaluation.measures import PromptSamples, measure_set
+from nemo_rl.experience.evaluation.result import SetResult, ValidationResult
+from nemo_rl.experience.evaluation.table import evaluation_lines
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=9), st.data())
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(samples: list[bool], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(samples)))
+    subsets = [any(subset) for subset in combinations(samples, k)]
+    found = pass_at_k(num_samples=len(samples), num_right=sum(samples), k=k)
+    assert found == pytest.approx(sum(subsets) / len(subsets), abs=1e-12)
+
+
+def test_pass_at_k_is_unbiased_and_its_plain_estimate_is_not() -> None:
+    chances = [pytest.approx(1 - 0.7**4, abs=1e-12), pass_at_k(num_samples=10, num_right=3, k=4)]
+    mean = sum(binomial(10, c, 0.3) * pass_at_k(num_samples=10, num_right=c, k=4) for c in range(11))
+    assert mean == chances[0]
+    assert chances[1] == pytest.approx(0.8333333, abs=1e-7)
+
+
+def binomial(n: int, c: int, p: float) -> float:
+    return len(list(combinations(range(n), c))) * p**c * (1 - p) ** (n - c)
+
+
+def wins(subset: tuple[str | None, ...]) -> float:
+    """1 / (answers with most votes) where A is among them."""
+    votes = {answer: subset.count(answer) for answer in subset if answer is not None}
+    most = max(votes.values(), default=0)
+    best = [answer for answer, count in votes.items() if count == most]
+    return 1 / len(best) if "A" in best else 0.0
+
+
+@given(st.lists(st.sampled_from(["A", "B", "C", "D", None]), min_size=1, max_size=9), st.data())
+def test_majority_at_k_is_the_mean_over_subsets_with_ties_shared(
+    samples: list[str | None], data: st.DataObject
+) -> None:
+    k = data.draw(st.integers(1, len(samples)))
+    subsets = [wins(subset) for subset in combinations(samples, k)]
+    votes = {answer: samples.count(answer) for answer in samples if answer is not None}
+    found = majority_at_k(votes, right="A", num_silent=samples.count(None), k=k)
+    assert found == pytest.approx(sum(subsets) / len(subsets), abs=1e-12)
+
+
+def test_many_samples_are_counted_at_once() -> None:
+    votes = {"A": 400, "B": 350} | {f"w{number}": 1 for number in range(250)}
+    assert majority_at_k(votes, right="A", k=1) == 0.4
+    assert 0.4 < majority_at_k(votes, right="A", k=16) < 0.7
+
+
+def test_k_is_at_least_one_and_at_most_the_number_of_samples() -> None:
+    for k in (0, 4):
+        with pytest.raises(ValueError, match="expected k from 1 to the 3 samples"):
+            pass_at_k(num_samples=3, num_right=1, k=k)
+        with pytest.raises(ValueError, match="expected k from 1 to the 3 samples"):
+            majority_at_k({"A": 3}, right="A", k=k)
+    with pytest.raises(ValueError, match="expected 0 to 3 right samples, got 4"):
+        pass_at_k(num_samples=3, num_right=4, k=1)
+
+
+@pytest.mark.parametrize(
+    ("freedom", "quantile"), [(1, 12.7062), (2, 4.30265), (3, 3.18245), (10, 2.22814), (120, 1.97993), (5000, 1.95996)]
+)
+def test_quantiles_of_t_are_those_of_tables(freedom: int, quantile: float) -> None:
+    assert t_quantile(freedom, confidence=0.95) == pytest.approx(quantile, abs=6e-6)
+    assert t_quantile(freedom, confidence=0.5) < t_quantile(freedom, confidence=0.99)
+
+
+def test_an_interval_is_that_of_t_within_the_bounds_of_a_share() -> None:
+    found = mean_with_interval([0.2, 0.6, 1.0, 0.4], confidence=0.95, bounds=(0.0, 1.0))
+    half = 3.18245 * np.std([0.2, 0.6, 1.0, 0.4], ddof=1) / 2
+    assert (found.value, found.low, found.high) == (pytest.approx(0.55), pytest.approx(0.55 - half, abs=1e-5), 1.0)
+    free = mean_with_interval([0.2, 0.6, 1.0, 0.4], confidence=0.95, bounds=None)
+    assert free.high == pytest.approx(0.55 + half, abs=1e-5)
+
+
+def test_shares_that_agree_still_have_an_interval() -> None:
+    assert wilson_interval(3, 10, confidence=0.95) == (
+        pytest.approx(0.1077913, abs=1e-6),
+        pytest.approx(0.6032219, abs=1e-6),
+    )
+    assert wilson_interval(0, 10, confidence=0.95) == (0.0, pytest.approx(0.2775328, abs=1e-6))
+    right = mean_with_interval([1.0] * 10, confidence=0.95, bounds=(0.0, 1.0))
+    assert (right.value, right.high) == (1.0, 1.0) and 0.7 < right.low < 0.75
+    halves = mean_with_interval([0.5] * 10, confidence=0.95, bounds=(0.0, 1.0))
+    assert halves.low < 0.3 < 0.7 < halves.high
+    alone = mean_with_interval([0.5], confidence=0.95, bounds=(0.0, 1.0))
+    assert (alone.low, alone.high) == (0.0, 1.0)
+    with pytest.raises(ValueError, match="at least one prompt"):
+        mean_with_interval([], confidence=0.95, bounds=None)
+
+
+def test_an_interval_holds_the_true_mean_as_often_as_it_says() -> None:
+    draws, held = random.Random(0), 0
+    for _ in range(400):
+        prompts = [sum(draws.random() < draws.choice((0.1, 0.6)) for _ in range(8)) / 8 for _ in range(40)]
+        found = mean_with_interval(prompts, confidence=0.9, bounds=(0.0, 1.0))
+        held += found.low <= 0.35 <= found.high
+    assert 0.86 < held / 400 < 0.94
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("so it is \\boxed{\\frac{1}{2}} indeed", "\\frac{1}{2}"),
+        ("\\boxed{1} no, \\boxed{2}", "2"),
+        ("<think>\\boxed{3}</think> 7\n 8 ", "7 8"),
+        ("\\boxed{never closed", "\\boxed{never closed"),
+        (" \n", None),
+        ("<think>4", "<think>4"),
+    ],
+)
+def test_the_answer_is_what_is_boxed_last_or_what_follows_the_thoughts(response: str, answer: str | None) -> None:
+    assert stated_answer(response) == answer
+
+
+def samples(rewards: list[float], answers: list[str | None], category: str | None = None) -> PromptSamples:
+    return PromptSamples(rewards=tuple(rewards), answers=tuple(answers), category=category, greedy_reward=max(rewards))
+
+
+def test_right_responses_vote_as_one_however_they_are_written() -> None:
+    config = EvaluationConfig(num_samples=4, pass_at=(1, 4), majority_at=(4,))
+    prompt = samples([1.0, 1.0, 0.0, 0.0], ["1/2", "0.5", "3", "4"])
+    found = measure_set([prompt, prompt], config, is_accuracy=True).measures
+    assert {name: each.value for name, each in found.items()} == {
+        "reward": 0.5,
+        "pass@1": 0.5,
+        "pass@4": 1.0,
+        "majority@4": 1.0,
+        "greedy_reward": 1.0,
+    }
+    strict = config.model_copy(update={"pass_reward": 1.5})
+    assert measure_set([prompt], strict, is_accuracy=True).measures["pass@4"].value == 0.0
+
+
+def test_categories_get_measures_of_their_own_and_lines_of_the_table() -> None:
+    prompts = [samples([1.0], ["1"], "easy"), samples([0.0], ["2"], "hard"), samples([1.0], ["3"], "hard")]
+    measures = measure_set(prompts, EvaluationConfig(), is_accuracy=True)
+    assert {name: (part.num_prompts, part.measures["reward"].value) for name, part in measures.categories.items()} == {
+        "easy": (1, 1.0),
+        "hard": (2, 0.5),
+    }
+    result = SetResult(
+        measures=measures, is_accuracy=True, num_samples=1, mean_response_tokens=4.0, truncated_share=0.25
+    )
+    metrics = ValidationResult(sets={"validation": result, "more": result}).metrics()
+    assert metrics["val/accuracy"] == metrics["val/reward"] == metrics["val/more/pass@1"] == pytest.approx(2 / 3)
+    assert metrics["val/category/hard/reward"] == metrics["val/more/category/hard/pass@1"] == 0.5
+    assert metrics["val/pass@1_low"] < 2 / 3 < metrics["val/pass@1_high"]
+    lines = evaluation_lines({"validation": result}, confidence=0.9)
+    assert [line.split()[:2] for line in lines[:4]] == [
+        ["set", "prompts"], ["validation", "3"], ["easy", "1"], ["hard", "2"],
+    ]  # fmt: skip
+    assert "0.667 [" in lines[1] and "90% confidence" in lines[-1]
+    record = result.as_record()["categories"]
+    assert isinstance(record, dict) and record["hard"]["reward"]["value"] == 0.5
+
+
+def test_rewards_without_bounds_have_no_ends_where_nothing_is_known() -> None:
+    measures = measure_set([samples([3.0], ["1"])], EvaluationConfig(), is_accuracy=False)
+    graded = SetResult(
+        measures=measures, is_accuracy=False, num_samples=1, mean_response_tokens=4.0, truncated_share=0.25
+    )
+    metrics = graded.metrics("val")
+    assert graded.as_record()["reward"] == {"value": 3.0, "low": None, "high": None}
+    assert metrics["val/reward"] == 3.0 and "val/accuracy" not in metrics and "val/reward_low" not in metrics
