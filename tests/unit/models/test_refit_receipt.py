@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.distributed.worker_groups import WorkerGroup
-from nemo_rl.errors import RefitMismatch
+from nemo_rl.distributed.worker_fleet import WorkerFleet
+from nemo_rl.distributed.worker_groups import LocalWorkerGroup, WorkerGroup
+from nemo_rl.errors import RefitMismatch, WorkerLost
 from nemo_rl.models.weight_sync.colocated import PayloadWeightSync
 from tests.helpers.engine_child import NO_VLLM, has_vllm, vllm_child, vllm_policy
 from tests.helpers.faulty_engines import (
@@ -169,6 +170,23 @@ def test_rows_are_scored_each_nth_time_and_weights_always(folder, policy, embedd
         gaps.append(sync.report.receipt.gap)
         assert sync.report.receipt.num_tensors > 10
     assert [gap is None for gap in gaps] == [False, True, False, True]
+
+
+def test_a_new_engine_is_scored_out_of_turn(folder, embedded):
+    engine = FaultyWorker.from_config(tiny_policy(folder))
+    fleet = WorkerFleet(
+        [LocalWorkerGroup(lambda: engine)],
+        start=lambda number: LocalWorkerGroup(lambda: FaultyWorker.from_config(tiny_policy(folder))),
+    )
+    spec = replace(embedded.parties.receipt, every=5)
+    sync = PayloadWeightSync(replace(embedded.parties, engines=fleet, receipt=spec))
+    sync.sync(0)
+    sync.sync(1)
+    assert sync.report.receipt.gap is None
+    fleet.lose(0, WorkerLost("gone", rank=0, stage="test"))
+    sync.sync(2)
+    assert sync.report.receipt.gap is not None
+    fleet.shutdown()
 
 
 def test_without_a_receipt_a_fault_passes(embedded):
