@@ -75,7 +75,7 @@ class RefitReport:
 
         Example:
             >>> RefitReport(seconds=0.0317, num_bytes=1 << 20, receipt=None).text()
-            '32 ms/1.0MiB'
+            '32 ms/1MiB'
         """
         moved = f"{self.seconds * 1e3:.0f} ms/{bytes_text(self.num_bytes)}"
         return moved if self.receipt is None else f"{moved}, {self.receipt.text()}"

@@ -173,11 +173,10 @@ def test_rows_are_scored_each_nth_time_and_weights_always(folder, policy, embedd
 
 
 def test_a_new_engine_is_scored_out_of_turn(folder, embedded):
-    engine = FaultyWorker.from_config(tiny_policy(folder))
-    fleet = WorkerFleet(
-        [LocalWorkerGroup(lambda: engine)],
-        start=lambda number: LocalWorkerGroup(lambda: FaultyWorker.from_config(tiny_policy(folder))),
-    )
+    def start(number: int) -> WorkerGroup:
+        return LocalWorkerGroup(lambda: FaultyWorker.from_config(tiny_policy(folder)))
+
+    fleet = WorkerFleet([start(0), start(1)], start=start)
     spec = replace(embedded.parties.receipt, every=5)
     sync = PayloadWeightSync(replace(embedded.parties, engines=fleet, receipt=spec))
     sync.sync(0)
