@@ -16,7 +16,7 @@ import torch
 from benchmarks.router_replay_models import ENGINES, TASK, Engine, open_worker, policy_of
 from benchmarks.router_replay_report import Comparison, Mismatch
 from nemo_rl.algorithms.advantage_estimator import estimate_advantages, group_statistics
-from nemo_rl.algorithms.loss_functions import ClippedPGLoss
+from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.data.datasets import RawPrompt
 from nemo_rl.data.thinking import final_answer
@@ -125,7 +125,7 @@ def _mismatch(folder: Path, rollouts: Rollouts, engine: Engine, *, is_replayed: 
     if not is_replayed:
         batch = BatchedDataDict({name: column for name, column in batch.items() if name != "routed_experts"})
     plan = plan_packs(batch.tensor("input_lengths").tolist(), capacity=CAPACITY, dp_world=1).for_rank(0)
-    loss_fn = ClippedPGLoss(config=LossConfig(ratio_clip_max=0.28, reference_policy_kl_penalty=0.0))
+    loss_fn = PolicyLoss(config=LossConfig(ratio_clip_max=0.28, reference_policy_kl_penalty=0.0))
     with open_worker(config) as worker:
         logprobs_NT = worker.get_logprobs(batch, plan=plan)
         (loss,) = worker.train(batch, loss_fn, eval_mode=True, plan=plan).loss

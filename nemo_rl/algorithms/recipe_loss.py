@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.parts import LOSSES
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.distributed.worker_pass import WorkerPass
@@ -14,7 +15,8 @@ def build_loss(config: MasterConfig) -> LossFunction:
     """The loss that the recipe names."""
     is_from_sampler = config.grpo.use_generation_logprobs_as_prev
     prev_field = "generation_logprobs" if is_from_sampler else WorkerPass.PREV_LOGPROBS.column
-    loss: LossFunction = LOSSES.load(config.loss_fn.name, key="loss_fn.name")(
-        config=config.loss_fn, prev_field=prev_field
-    )
-    return loss
+    name = config.loss_fn.name
+    if LOSSES.is_builtin(name):
+        return PolicyLoss(config=config.loss_fn, prev_field=prev_field)
+    own: LossFunction = LOSSES.load(name, key="loss_fn.name")(config=config.loss_fn, prev_field=prev_field)
+    return own

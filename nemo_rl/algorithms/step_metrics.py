@@ -21,7 +21,7 @@ from nemo_rl.utils.metrics import values
 
 __all__ = ["Traffic", "data_plane_metrics", "lag_metrics", "pack_metrics", "step_metrics", "training_speed"]
 
-LOSS_PARTS = {"actor_loss", "kl_penalty"}
+LOSS_PARTS = {"actor_loss", "kl_penalty", "entropy_bonus"}
 """Summed within an optimizer step; reported, like the loss, as the mean over the optimizer steps of a GRPO step."""
 
 

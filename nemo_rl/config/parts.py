@@ -90,7 +90,24 @@ class PartKind:
         return part  # type: ignore[no-any-return]
 
 
-LOSSES = PartKind(what="a loss", builtin={"clipped_pg": "nemo_rl.algorithms.loss_functions:ClippedPGLoss"})
+LOSSES = PartKind(
+    what="a loss",
+    builtin={
+        "clipped_pg": "nemo_rl.algorithms.losses.clipped_pg:clipped_pg",
+        "reinforce": "nemo_rl.algorithms.losses.reinforce:reinforce",
+        "gspo": "nemo_rl.algorithms.losses.gspo:gspo",
+        "gspo_token": "nemo_rl.algorithms.losses.gspo:gspo_token",
+        "luspo": "nemo_rl.algorithms.losses.luspo:luspo",
+        "gmpo": "nemo_rl.algorithms.losses.gmpo:gmpo",
+        "cispo": "nemo_rl.algorithms.losses.cispo:cispo",
+        "sapo": "nemo_rl.algorithms.losses.sapo:sapo",
+        "dppo_tv": "nemo_rl.algorithms.losses.dppo:dppo_tv",
+        "dppo_kl": "nemo_rl.algorithms.losses.dppo:dppo_kl",
+        "vespo": "nemo_rl.algorithms.losses.vespo:vespo",
+        "dro": "nemo_rl.algorithms.losses.dro:dro",
+    },
+)
+"""Built-in ones are `PolicyTerm`s, which `PolicyLoss` completes; one of the user's own is a whole `LossFunction`."""
 ADVANTAGE_ESTIMATORS = PartKind(
     what="an advantage estimator", builtin={"grpo": "nemo_rl.algorithms.advantage_estimator:GroupAdvantages"}
 )

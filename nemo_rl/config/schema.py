@@ -9,14 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from nemo_rl.config.base import START_TIMEOUT_S, EnvVars, FilePath, Options, Section, Text
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.config.diagnostics import DiagnosticsConfig
 from nemo_rl.config.duration import TimeLimit
 from nemo_rl.config.evaluation import EvaluationConfig
-from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, DATASETS, ENVIRONMENTS, LOSSES, TRACKERS
+from nemo_rl.config.loss import LossConfig
+from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, DATASETS, ENVIRONMENTS, TRACKERS
 from nemo_rl.config.policy import PolicyConfig, RefitTransport
 
 __all__ = [
@@ -85,29 +86,6 @@ class GRPOConfig(Section):
     """Take the sampler's log-probabilities as pi_old instead of recomputing them in the trainer."""
     seed: int = 42
     """Seed of the prompt order and of sampling."""
-
-
-class LossConfig(Section):
-    """Clipped policy gradient with a KL penalty to the reference policy, or a loss of your own."""
-
-    name: Annotated[str, LOSSES] = "clipped_pg"
-    """`clipped_pg`, or `module:Class` of your own; see docs/extending.md."""
-    options: Options = Field(default_factory=dict)
-    """Settings of your own loss."""
-    ratio_clip_min: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Lower clip: ratios below 1 - this give no gradient for negative advantages."""
-    ratio_clip_max: PositiveFloat = 0.2
-    """Upper clip: 0.28 is DAPO's clip-higher."""
-    reference_policy_kl_penalty: NonNegativeFloat = 0.01
-    """Weight of the KL term; 0 skips the reference pass altogether."""
-    reference_policy_kl_type: Literal["k2", "k3"] = "k3"
-    """Estimator of the KL of one token: k2 is half the squared log-ratio, k3 is r - 1 - log r."""
-    kl_input_clamp_value: PositiveFloat = 20.0
-    """Clamp of log(pi_ref / pi) before the exponential; clamped tokens are counted in the metrics."""
-    kl_output_clamp_value: PositiveFloat = 10.0
-    """Clamp of the KL estimate of one token."""
-    token_level_loss: bool = True
-    """Mean over the tokens of the global batch; false: mean of per-sequence means."""
 
 
 class DatasetConfig(Section):
@@ -346,6 +324,11 @@ class MasterConfig(Section):
     def active_data_plane(self) -> DataPlaneConfig:
         """The data plane with the store that this run uses."""
         return self.data_plane.resolved(has_actors=self.cluster.launcher == "ray")
+
+    @property
+    def has_prev_logprobs_pass(self) -> bool:
+        """Whether workers compute the log-probabilities of the policy before its update."""
+        return not (self.grpo.use_generation_logprobs_as_prev or self.loss_fn.force_on_policy_ratio)
 
     @property
     def checkpoint_dir(self) -> Path:

@@ -2,13 +2,19 @@
 
 Each rule is one function `rule_*(config) -> list[str]`; a line starts with the dotted path of the key to change. All
 rules run, so that all problems are reported at once. Called by the loader; add a rule by adding a function, here or
-where those of processes and of the policy are: `validate_cluster`, `validate_policy`, `validate_megatron` and
-`validate_router_replay`.
+where those of processes, loss and policy are: `validate_cluster`, `validate_loss`, `validate_policy`,
+`validate_megatron` and `validate_router_replay`.
 """
 
 from __future__ import annotations
 
-from nemo_rl.config import validate_cluster, validate_megatron, validate_policy, validate_router_replay
+from nemo_rl.config import (
+    validate_cluster,
+    validate_loss,
+    validate_megatron,
+    validate_policy,
+    validate_router_replay,
+)
 from nemo_rl.config.base import Section
 from nemo_rl.config.ignored import would_be_ignored
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, DATASETS, ENGINES, ENVIRONMENTS, LOSSES, STORES, PartKind
@@ -155,14 +161,6 @@ def rule_sibling_std_needs_a_sibling_baseline(config: MasterConfig) -> list[str]
             switch, names = f"grpo.{name}", ("use_leave_one_out_std",)
             lines += would_be_ignored(config.grpo, "grpo", names, switch=switch, because=f"{switch} is false")
     return lines
-
-
-def rule_kl_keys_need_a_penalty(config: MasterConfig) -> list[str]:
-    if config.loss_fn.reference_policy_kl_penalty > 0:
-        return []
-    names = ("reference_policy_kl_type", "kl_input_clamp_value", "kl_output_clamp_value")
-    switch = "loss_fn.reference_policy_kl_penalty"
-    return would_be_ignored(config.loss_fn, "loss_fn", names, switch=switch, because=f"{switch} is 0")
 
 
 # ---- validation
@@ -459,7 +457,7 @@ def rule_every_node_reaches_the_hub(config: MasterConfig) -> list[str]:
 
 
 _OF_POLICY = validate_policy.RULES | validate_megatron.RULES | validate_router_replay.RULES
-_ALL = rules_in(globals()) | validate_cluster.RULES | _OF_POLICY
+_ALL = rules_in(globals()) | validate_cluster.RULES | validate_loss.RULES | _OF_POLICY
 
 RULES: tuple[Rule, ...] = tuple(_ALL[name] for name in sorted(_ALL))
 """Every rule, by name."""

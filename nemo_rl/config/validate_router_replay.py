@@ -13,7 +13,12 @@ from nemo_rl.config.schema import MasterConfig
 __all__ = ["RULES"]
 
 _SECTION = "policy.router_replay"
-_NO_LOGPROBS = "grpo.use_generation_logprobs_as_prev"
+
+
+def _why_no_logprobs(config: MasterConfig) -> str:
+    """The key that leaves the pass out."""
+    is_sampled = config.grpo.use_generation_logprobs_as_prev
+    return "grpo.use_generation_logprobs_as_prev" if is_sampled else "loss_fn.force_on_policy_ratio"
 
 
 def rule_router_replay_keys_need_their_switch(config: MasterConfig) -> list[str]:
@@ -26,10 +31,11 @@ def rule_router_replay_keys_need_their_switch(config: MasterConfig) -> list[str]
 
 def rule_routes_are_recorded_by_a_stage_that_runs(config: MasterConfig) -> list[str]:
     replay = config.policy.router_replay
-    if replay.enabled and replay.source == "prev_logprobs" and config.grpo.use_generation_logprobs_as_prev:
+    if replay.enabled and replay.source == "prev_logprobs" and not config.has_prev_logprobs_pass:
+        switch = _why_no_logprobs(config)
         return [
-            f"{_SECTION}.source: 'prev_logprobs' never records, because {_NO_LOGPROBS} is true; set it to rollout, or "
-            f"{_NO_LOGPROBS}=false"
+            f"{_SECTION}.source: 'prev_logprobs' never records, because {switch} is true; set it to rollout, or "
+            f"{switch}=false"
         ]
     return []
 
@@ -46,9 +52,10 @@ def rule_routes_are_compared_in_logprob_passes(config: MasterConfig) -> list[str
     replay = config.policy.router_replay
     if not replay.enabled:
         return []
-    if config.grpo.use_generation_logprobs_as_prev:
-        because = f"{_NO_LOGPROBS} is true: no pass computes log-probabilities before training"
-        return would_be_ignored(replay, _SECTION, ["compare_microbatches"], switch=_NO_LOGPROBS, because=because)
+    if not config.has_prev_logprobs_pass:
+        switch = _why_no_logprobs(config)
+        because = f"{switch} is true: no pass computes log-probabilities before training"
+        return would_be_ignored(replay, _SECTION, ["compare_microbatches"], switch=switch, because=because)
     if not replay.records_at_rollout:
         because = "the pass that records uses the model's own routes anyway"
         switch = f"{_SECTION}.source"

@@ -18,6 +18,7 @@ __all__ = [
     "VocabShard",
     "filter_logits",
     "logprobs_from_logits",
+    "logprobs_with_entropy",
     "negative_log_likelihood",
     "token_logprobs",
 ]
@@ -84,9 +85,20 @@ def token_logprobs(
     With a `shard`, V are this rank's columns, and the call is collective over its group, in both passes when `sampling`
     has a filter: that needs a chunk's whole vocabulary.
     """
-    arguments = (logits_MV, targets_M.long(), sampling, shard)
-    result: torch.Tensor = _ChunkedLogprobs.apply(*arguments)  # type: ignore[no-untyped-call]
+    arguments = (logits_MV, targets_M.long(), sampling, shard, False)
+    result: torch.Tensor = _ChunkedLogprobs.apply(*arguments)[0]  # type: ignore[no-untyped-call]
     return result
+
+
+def logprobs_with_entropy(
+    logits_MV: torch.Tensor, targets_M: torch.Tensor, *, sampling: Sampling, shard: VocabShard | None = None
+) -> torch.Tensor:
+    """`[2, M]` float32, differentiable: what `token_logprobs` gives, and the entropy of each distribution.
+
+    H = -sum p log p over the vocabulary, or over what a filter has left of it, in nats.
+    """
+    arguments = (logits_MV, targets_M.long(), sampling, shard, True)
+    return torch.stack(_ChunkedLogprobs.apply(*arguments))  # type: ignore[no-untyped-call]
 
 
 def logprobs_from_logits(logits_NTV: torch.Tensor, input_ids_NT: torch.Tensor, *, sampling: Sampling) -> torch.Tensor:
@@ -109,7 +121,10 @@ def negative_log_likelihood(logprobs: torch.Tensor, weights: torch.Tensor, *, to
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Keeps the logits in their own dtype and recomputes each chunk's probabilities in the backward pass."""
+    """Keeps the logits in their own dtype and recomputes each chunk's probabilities in the backward pass.
+
+    Returns log-probabilities and entropies; None for these unless they are asked for.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -118,25 +133,30 @@ class _ChunkedLogprobs(torch.autograd.Function):
         targets_M: torch.Tensor,
         sampling: Sampling,
         shard: VocabShard | None,
-    ) -> torch.Tensor:
+        with_entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         picked_M = logits_MV.new_zeros(targets_M.shape, dtype=torch.float32)
         norm_M = torch.zeros_like(picked_M)
+        entropy_M = torch.zeros_like(picked_M) if with_entropy else None
         for rows in _chunks(logits_MV):
             scores, first = _scores(logits_MV[rows], targets_M[rows], sampling, shard)
             column, is_here = _columns(targets_M[rows], first, scores.shape[-1])
             picked_M[rows] = torch.where(is_here, scores.gather(-1, column[:, None]).squeeze(-1), 0.0)
             norm_M[rows] = scores.logsumexp(-1)
+            if entropy_M is not None:
+                logprobs = scores.sub_(norm_M[rows, None])
+                entropy_M[rows] = -_weighed(logprobs, logprobs).sum(-1)
         if shard is not None and not sampling.has_filter and len(targets_M):
-            picked_M, norm_M = _merge(picked_M, norm_M, shard)
-        ctx.save_for_backward(logits_MV, targets_M, norm_M)
+            picked_M, norm_M, entropy_M = _merge(picked_M, norm_M, entropy_M, shard)
+        ctx.save_for_backward(logits_MV, targets_M, norm_M, entropy_M)  # type: ignore[arg-type]
         ctx.sampling, ctx.shard = sampling, shard  # type: ignore[attr-defined]
-        return picked_M - norm_M
+        return picked_M - norm_M, None if entropy_M is None else entropy_M.clone()
 
     @staticmethod
     def backward(  # type: ignore[override]
-        ctx: FunctionCtx, grad_M: torch.Tensor
-    ) -> tuple[torch.Tensor, None, None, None]:
-        logits_MV, targets_M, norm_M = ctx.saved_tensors  # type: ignore[attr-defined]
+        ctx: FunctionCtx, grad_M: torch.Tensor, grad_entropy_M: torch.Tensor | None
+    ) -> tuple[torch.Tensor, None, None, None, None]:
+        logits_MV, targets_M, norm_M, entropy_M = ctx.saved_tensors  # type: ignore[attr-defined]
         sampling: Sampling = ctx.sampling  # type: ignore[attr-defined]
         shard: VocabShard | None = ctx.shard  # type: ignore[attr-defined]
         own = logits_MV.shape[-1]
@@ -144,21 +164,41 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for rows in _chunks(logits_MV):
             scale = grad_M[rows, None] / sampling.temperature
             scores, first = _scores(logits_MV[rows], targets_M[rows], sampling, shard)
-            chunk = (scores - norm_M[rows, None]).exp_().mul_(-scale)
+            logprobs = scores.sub_(norm_M[rows, None])
+            through_entropy = None
+            if entropy_M is not None and grad_entropy_M is not None:
+                # dH / dz = -p (log p + H)
+                pull = -grad_entropy_M[rows, None] / sampling.temperature
+                through_entropy = _weighed(logprobs, logprobs + entropy_M[rows, None]).mul_(pull)
+            chunk = logprobs.exp_().mul_(-scale)
             column, is_here = _columns(targets_M[rows], first, scores.shape[-1])
             chunk.scatter_add_(-1, column[:, None], scale * is_here[:, None])
+            if through_entropy is not None:
+                chunk += through_entropy
             start = shard.first - first if shard is not None else 0
             grad_MV[rows] = chunk[:, start : start + own].to(grad_MV.dtype)
-        return grad_MV, None, None, None
+        return grad_MV, None, None, None, None
 
 
-def _merge(picked_M: torch.Tensor, norm_M: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
+def _weighed(logprobs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """p times the values; 0 where a filter has left no probability, whatever the value is."""
+    return torch.where(logprobs.isneginf(), 0.0, logprobs.exp() * values)
+
+
+def _merge(
+    picked_M: torch.Tensor, norm_M: torch.Tensor, entropy_M: torch.Tensor | None, shard: VocabShard
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Numbers of the whole vocabulary from those of each rank's columns (collective)."""
-    mine = torch.stack([picked_M, norm_M])
+    mine = torch.stack([picked_M, norm_M] if entropy_M is None else [picked_M, norm_M, entropy_M])
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(shard.group))]
     dist.all_gather(parts, mine, group=shard.group)
     everywhere = torch.stack(parts)
-    return everywhere[:, 0].sum(0), everywhere[:, 1].logsumexp(0)
+    norm = everywhere[:, 1].logsumexp(0)
+    if entropy_M is not None:
+        # A rank has H_r of its own columns alone, which have the share s_r: H = sum s_r (H_r - log s_r).
+        log_share = everywhere[:, 1] - norm
+        entropy_M = _weighed(log_share, everywhere[:, 2] - log_share).sum(0)
+    return everywhere[:, 0].sum(0), norm, entropy_M
 
 
 def _columns(targets_M: torch.Tensor, first: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.algorithms.loss_functions import ClippedPGLoss
+from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.policy import OptimizerConfig, PolicyConfig
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.packing import PackPlan, plan_packs, plan_padded
@@ -18,7 +18,7 @@ from nemo_rl.utils.metrics import merge_metrics, values
 from tests.helpers.gloo import run_ranks
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker, write_tiny_folder
 
-LOSS = ClippedPGLoss(config=LossConfig())
+LOSS = PolicyLoss(config=LossConfig())
 ROWS = 12
 Arrays = dict[str, np.ndarray]
 # Gradients are read off a step of plain gradient descent with rate 1.

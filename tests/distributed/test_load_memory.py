@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from nemo_rl.algorithms.loss_functions import NLLLoss
+from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.config.policy import DTensorConfig
 from tests.helpers.families import write_with_tokenizer
 from tests.helpers.gloo import run_ranks

@@ -16,7 +16,7 @@ from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.parallel_groups import ParallelGroups
 from nemo_rl.errors import ConfigError
 from nemo_rl.models import logprobs
-from nemo_rl.models.logprobs import Sampling, VocabShard, token_logprobs
+from nemo_rl.models.logprobs import Sampling, VocabShard, logprobs_with_entropy, token_logprobs
 from tests.helpers.families import COMMON, write_family
 from tests.helpers.gloo import COLLECTIVE_TIMEOUT_S, run_ranks
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker
@@ -65,19 +65,20 @@ def _adjoints(rank: int) -> dict[str, float]:
 
 
 def _split_logprobs(rank: int) -> dict[str, tuple[float, float]]:
-    """Errors of values and gradients against whole logits, across chunk borders."""
+    """Errors of log-probabilities, entropies and gradients against whole logits, across chunk borders."""
     logprobs.CHUNK_ELEMENTS = 64
     logits = numbers(11, 20, seed=3).float() * 3
     targets = torch.randint(0, 20, (11,), generator=torch.Generator().manual_seed(4))
-    out = numbers(11, seed=5).float()
+    out = numbers(2, 11, seed=5).float()
     errors = {}
     for name, sampling in SAMPLINGS.items():
         whole = logits.clone().requires_grad_()
-        expected = token_logprobs(whole, targets, sampling=sampling)
+        expected = logprobs_with_entropy(whole, targets, sampling=sampling)
         (expected * out).sum().backward()
         mine = logits[:, rank * 10 : rank * 10 + 10].clone().requires_grad_()
         shard = VocabShard(group=dist.group.WORLD, first=rank * 10)
-        found = token_logprobs(mine, targets, sampling=sampling, shard=shard)
+        found = logprobs_with_entropy(mine, targets, sampling=sampling, shard=shard)
+        assert torch.equal(found[0], token_logprobs(mine, targets, sampling=sampling, shard=shard))
         (found * out).sum().backward()
         gradient = whole.grad[:, rank * 10 : rank * 10 + 10]
         errors[name] = (float((found - expected).detach().abs().max()), float((mine.grad - gradient).abs().max()))

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(
         not chromium_path(), reason="no Chromium is installed: chromium, chromium-browser, google-chrome"
     ),
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(300),
 ]
 IS_HERE = "count => window.tracer?.runs[0]?.steps.length >= count"
 HOSTILE = "<img src=x onerror=\"document.title='owned'\">"

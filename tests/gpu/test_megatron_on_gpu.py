@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl.algorithms.loss_functions import ClippedPGLoss
+from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.megatron import MegatronConfig, MegatronOptimizerConfig
 from nemo_rl.config.policy import DTensorConfig
 from nemo_rl.config.schema import LossConfig
@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-LOSS = ClippedPGLoss(config=LossConfig())
+LOSS = PolicyLoss(config=LossConfig())
 DEVICE = "cuda"
 # Epsilon above the rounding of a gradient: with a smaller one AdamW takes a whole step for a zero that was rounded.
 ADAM = MegatronOptimizerConfig(

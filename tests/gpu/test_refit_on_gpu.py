@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nemo_rl.algorithms.loss_functions import ClippedPGLoss
+from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.errors import WorkerError
 from nemo_rl.models.loading import load_causal_lm
@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-LOSS = ClippedPGLoss(config=LossConfig())
+LOSS = PolicyLoss(config=LossConfig())
 CALL_TIMEOUT_S = 120.0
 
 

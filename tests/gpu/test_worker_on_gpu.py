@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl.algorithms.loss_functions import ClippedPGLoss
+from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.policy import DTensorConfig, SequencePackingConfig
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-LOSS = ClippedPGLoss(config=LossConfig())
+LOSS = PolicyLoss(config=LossConfig())
 DEVICE = "cuda"
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.0}
 PACKING = SequencePackingConfig(enabled=True)

@@ -37,7 +37,7 @@ class Browser:
         """A new window."""
         context = self._browser.new_context(viewport={"width": width, "height": height}, **how)
         page = context.new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(60_000)
         page.on("console", lambda said: self.complaints.append(said.text) if said.type == "error" else None)
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.on("request", lambda request: self.requests.append(request.url))

@@ -22,6 +22,16 @@ def hf_logprobs(model: torch.nn.Module, batch: BatchedDataDict, *, temperature: 
     return torch.stack(rows)
 
 
+def hf_entropies(model: torch.nn.Module, batch: BatchedDataDict) -> torch.Tensor:
+    """`[N, T]`, differentiable: entropy of the distribution that each token was drawn from, at its place."""
+    ids, lengths = batch.tensor("input_ids").long(), batch.tensor("input_lengths").tolist()
+    rows = []
+    for i, length in enumerate(lengths):
+        logprobs = model(input_ids=ids[i : i + 1, :length], use_cache=False).logits[0, :-1].log_softmax(-1)
+        rows.append(torch.nn.functional.pad(-(logprobs.exp() * logprobs).sum(-1), (1, ids.shape[1] - length)))
+    return torch.stack(rows)
+
+
 def global_scale(batch: BatchedDataDict) -> LossScale:
     """Weighted counts over all rows of the batch."""
     tokens, weights = batch.tensor("token_mask").sum(1).double(), batch.tensor("sample_mask").double()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from nemo_rl.algorithms.loss_functions import ClippedPGLoss
+from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.megatron import MegatronConfig, MegatronOptimizerConfig
 from nemo_rl.config.policy import DTensorConfig, OptimizerConfig, PolicyConfig
 from nemo_rl.config.router_replay import RouterReplayConfig
@@ -28,13 +28,29 @@ from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.models.dtensor.parallelize import full_weight
 from nemo_rl.models.hf_routers import HFRouters
 from nemo_rl.models.loading import load_causal_lm, load_model_config, named_weights
+from nemo_rl.models.policy.interfaces import ENTROPY
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers.examples import FULL
-from tests.helpers.hf_reference import global_scale, hf_logprobs
+from tests.helpers.hf_reference import global_scale, hf_entropies, hf_logprobs
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker
 
-LOSS = ClippedPGLoss(config=LossConfig())
+LOSS = PolicyLoss(config=LossConfig())
+LOSSES = {
+    "clipped_pg": LOSS,
+    # Needs whole rows: for its ratio, for its correction, for its mean.
+    "gspo": PolicyLoss(
+        config=LossConfig(
+            name="gspo",
+            token_level_loss=False,
+            use_importance_sampling_correction=True,
+            truncated_importance_sampling_type="seq-tis",
+            truncated_importance_sampling_ratio=1.5,
+            reference_policy_kl_gradient="straight_through",
+        )
+    ),
+    "entropy": PolicyLoss(config=LossConfig(entropy_coefficient=0.3)),
+}
 AUX_COEFFICIENT = 0.1
 ROWS = 8
 STEPS = 3 if os.environ.get(FULL) else 2
@@ -71,6 +87,8 @@ class Case:
     precision: str = "float32"
     replay: bool = False
     """With forced routes."""
+    loss: str = "clipped_pg"
+    """Of `LOSSES`."""
     fault: str | None = None
 
     def __str__(self) -> str:
@@ -82,6 +100,7 @@ class Case:
         extra += f"-{self.engine}" if self.replay else ""
         extra += "".join(f"-{name}={value}" for name, value in self.settings.items())
         extra += "" if self.precision == "float32" else f"-{self.precision}"
+        extra += "" if self.loss == "clipped_pg" else f"-{self.loss}"
         return f"{self.family}-{axes}-{self.batching}{self.capacity}{extra}"
 
 
@@ -257,15 +276,15 @@ def run_case(rank: int, world_size: int, case: Case, folder: Path) -> Outcome:
     """Log-probabilities and `STEPS` optimizer steps of one rank."""
     job = start(rank, world_size, case, folder)
     with planted(case.fault):
-        outcome = run_job(job, rank)
+        outcome = run_job(job, rank, LOSSES[case.loss])
     job.worker.shutdown()
     return outcome
 
 
-def run_job(job: Job, rank: int) -> Outcome:
+def run_job(job: Job, rank: int, loss_fn: PolicyLoss = LOSS) -> Outcome:
     """(collective) What the worker of a rank does."""
     logprobs = job.worker.get_logprobs(job.all_tokens, plan=job.plan)
-    results = [job.worker.train(job.shard, LOSS, plan=job.plan) for _ in range(STEPS)]
+    results = [job.worker.train(job.shard, loss_fn, plan=job.plan) for _ in range(STEPS)]
     weights = exported(job.worker)
     return Outcome(
         rows=job.rows,
@@ -303,6 +322,7 @@ def reference(
     dtype: torch.dtype = torch.float32,
     more_loss: MoreLoss | None = None,
     prepare: Callable[[PreTrainedModel], None] = lambda _: None,
+    loss: str = "clipped_pg",
 ) -> Outcome:
     """The single-process Hugging Face model, one row at a time."""
     batch = layout_batch()
@@ -318,14 +338,15 @@ def reference(
     for step in range(STEPS):
         logprobs = hf_logprobs(model, batch)
         first = logprobs.detach().numpy() if first is None else first
-        loss = LOSS(logprobs, batch, scale=global_scale(batch)).loss
-        (loss if added is None else loss + added()).backward()
+        columns = {**batch, ENTROPY: hf_entropies(model, batch)} if loss == "entropy" else batch
+        value = LOSSES[loss](logprobs, columns, scale=global_scale(batch)).loss
+        (value if added is None else value + added()).backward()
         if step == 0:
             gradients = {name: weight.grad.numpy().copy() for name, weight in model.named_parameters()}
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM).item())
         adam.step()
         adam.zero_grad()
-        losses.append(loss.item())
+        losses.append(value.item())
     assert first is not None
     return Outcome(
         rows=tuple(range(ROWS)),

@@ -22,7 +22,7 @@ from nemo_rl.models.policy.microbatch import Microbatch
 from nemo_rl.models.policy.outputs import top_k_logits
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers import layout_jobs
-from tests.helpers.layout_jobs import Arrays, Case, Job, Outcome, routes_of, run_job, start
+from tests.helpers.layout_jobs import LOSSES, Arrays, Case, Job, Outcome, routes_of, run_job, start
 from tests.helpers.megatron_steps import in_hf_names
 from tests.helpers.tiny_model import VOCAB
 
@@ -38,7 +38,7 @@ def run_case(rank: int, world_size: int, case: Case, folder: Path) -> Outcome:
         worker = job.worker
         logits = logits_of(job)
         with kept_gradients(worker) as gradients:
-            outcome = run_job(job, rank)
+            outcome = run_job(job, rank, LOSSES[case.loss])
         worker.shutdown()
     return replace(outcome, logits=logits, gradients=gradients if rank == 0 else None)
 

@@ -80,18 +80,18 @@ loss_fn.kl_input_clamp_value M null
 loss_fn.kl_output_clamp_value S 10.0
 loss_fn.ratio_clip_min S 0.2
 loss_fn.ratio_clip_max S 0.28
-loss_fn.ratio_clip_c N 3.0
-loss_fn.use_on_policy_kl_approximation N true
-loss_fn.use_importance_sampling_correction N true
-loss_fn.truncated_importance_sampling_type N tis
-loss_fn.truncated_importance_sampling_ratio I 2.0
-loss_fn.truncated_importance_sampling_ratio_min I 0.5
-loss_fn.sequence_level_importance_ratios N true
+loss_fn.ratio_clip_c I 3.0  # CISPO wins
+loss_fn.use_on_policy_kl_approximation S true
+loss_fn.use_importance_sampling_correction S true
+loss_fn.truncated_importance_sampling_type M tis
+loss_fn.truncated_importance_sampling_ratio S 2.0
+loss_fn.truncated_importance_sampling_ratio_min S 0.5
+loss_fn.sequence_level_importance_ratios M true
 loss_fn.token_level_loss S true
-loss_fn.force_on_policy_ratio N true
+loss_fn.force_on_policy_ratio I true  # CISPO wins
 loss_fn.use_kl_in_reward N true
-loss_fn.use_cispo N true
-loss_fn.disable_ppo_ratio N true
+loss_fn.use_cispo M true
+loss_fn.disable_ppo_ratio M true
 loss_fn.positive_example_nll_weight N 0.1
 policy.model_name S Qwen/Qwen3-30B-A3B
 policy.tokenizer.name M other/tokenizer

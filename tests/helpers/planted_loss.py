@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nemo_rl.algorithms.loss_functions import ClippedPGLoss
+from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.models.policy.interfaces import LossOutput, LossScale
 
 HANGS_S = 600.0
@@ -22,17 +22,17 @@ def row_sums(ids_NT: torch.Tensor, lengths_N: torch.Tensor) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlantedLoss(ClippedPGLoss):
+class PlantedLoss(PolicyLoss):
     """Options: `row`, one of `row_sums`; `what`, `nan` or `hang`."""
 
     @property
     def input_fields(self) -> tuple[str, ...]:
-        return (*ClippedPGLoss.input_fields.fget(self), "input_ids", "input_lengths")
+        return (*PolicyLoss.input_fields.fget(self), "input_ids", "input_lengths")
 
     def __call__(
         self, token_logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor], *, scale: LossScale
     ) -> LossOutput:
-        out = ClippedPGLoss.__call__(self, token_logprobs, batch, scale=scale)
+        out = PolicyLoss.__call__(self, token_logprobs, batch, scale=scale)
         options = self.config.options
         if options["row"] not in row_sums(batch["input_ids"], batch["input_lengths"]):
             return out

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ray._common.utils import reset_ray_address
 from ray.cluster_utils import Cluster
 
-from nemo_rl.algorithms.loss_functions import ClippedPGLoss
+from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.base import START_TIMEOUT_S
 from nemo_rl.config.data_plane import DataPlaneConfig, FetchPolicy
 from nemo_rl.config.policy import DTensorConfig, PolicyConfig
@@ -47,7 +47,7 @@ GIB = 1 << 30
 HEAD = {"num_cpus": 3, "include_dashboard": False, "object_store_memory": 100 << 20}
 WRITTEN = ("input_ids", "input_lengths", "token_mask", "sample_mask", "generation_logprobs")
 TRAINED = (*WRITTEN, "prev_logprobs", "advantages")
-LOSS = ClippedPGLoss(config=LossConfig(reference_policy_kl_penalty=0.0))
+LOSS = PolicyLoss(config=LossConfig(reference_policy_kl_penalty=0.0))
 
 
 @dataclass(frozen=True)

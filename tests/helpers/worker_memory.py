@@ -17,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from nemo_rl.algorithms.grpo import plan_logprobs, plan_train
-from nemo_rl.algorithms.loss_functions import NLLLoss
+from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.layout import ParallelLayout

@@ -35,6 +35,13 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "longrope")
 WITH_SEQUENCE_PARALLEL = FAMILIES[:-1]
 
 
+OTHER_LOSSES = [
+    Case(family="qwen3", cp=2, loss="gspo"),
+    Case(family="qwen3", tp=2, loss="entropy"),
+    Case(family="qwen3", cp=2, batching="padded", capacity=60, recompute=True, loss="entropy"),
+]
+
+
 def cases_of_two() -> list[Case]:
     cases = []
     for family in FAMILIES:
@@ -51,7 +58,7 @@ def cases_of_two() -> list[Case]:
             Case(family=family, cp=2, batching="padded", capacity=60, recompute=True),
             Case(family=family, cp=2, batching="fixed", capacity=8),
         ]
-    return cases
+    return [*cases, *OTHER_LOSSES]
 
 
 def cases_of_four() -> list[Case]:
@@ -76,7 +83,7 @@ HALF = [
 ]
 HONEST = [replace(case, fault=None) for case in FAULTS]
 HALF_OF_THEM = HALF[::3]
-TWO = pairwise(cases_of_two(), AXES, kept=[*HONEST, ONE_MICROBATCH])
+TWO = pairwise(cases_of_two(), AXES, kept=[*HONEST, ONE_MICROBATCH, *OTHER_LOSSES])
 FOUR = [Case(family="llama", tp=2, cp=2, sp=True), Case(family="qwen2", tp=2, batching="fixed", capacity=2)]
 """Of `make test`."""
 SAVED = {"sharded": Case(family="qwen3"), "split": Case(family="qwen3", tp=2)}
@@ -119,15 +126,15 @@ class Expected:
     logprobs_bound: float
 
     @classmethod
-    def of(cls, folder: Path) -> Expected:
-        exact, single = (reference(folder, dtype=dtype) for dtype in (torch.float64, torch.float32))
+    def of(cls, folder: Path, *, loss: str) -> Expected:
+        exact, single = (reference(folder, dtype=dtype, loss=loss) for dtype in (torch.float64, torch.float32))
         rounding = float(np.abs(exact.logprobs - single.logprobs).max())
         return cls(exact, max(LOGPROBS, ROUNDING * rounding))
 
 
 @pytest.fixture(scope="module")
 def expected(folders: Folders) -> object:
-    return functools.cache(lambda family: Expected.of(folders.model(family)))
+    return functools.cache(lambda family, loss="clipped_pg": Expected.of(folders.model(family), loss=loss))
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +168,7 @@ def compare(outcomes: list[Outcome], reference: Expected) -> None:
 @LONG
 @pytest.mark.parametrize("case", params(cases_of_two(), TWO), ids=str)
 def test_two_ranks_equal_hugging_face(case: Case, two: list[dict[str, object]], expected) -> None:
-    compare([rank[str(case)] for rank in two], expected(case.family))
+    compare([rank[str(case)] for rank in two], expected(case.family, case.loss))
 
 
 @pytest.mark.slow

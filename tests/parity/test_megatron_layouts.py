@@ -109,9 +109,9 @@ def cases_of_two() -> list[Case]:
 
 FAMILY_LAYOUTS = [
     ("llama", SEQUENCE),
-    ("llama", PIPELINE),
-    ("llama", {"cp": 2}),
-    ("qwen2", {"tp": 2}),
+    ("llama", {**PIPELINE, "loss": "entropy"}),
+    ("llama", {"cp": 2, "loss": "gspo"}),
+    ("qwen2", {"tp": 2, "loss": "entropy"}),
     ("qwen2", FOUR_PADDED),
     ("mistral", {"cp": 2}),
     ("mistral", {**SEQUENCE, **PADDED}),
@@ -260,11 +260,11 @@ Expected = Callable[[Case], Outcome]
 @pytest.fixture(scope="module")
 def expected(folders: Folders) -> Expected:
     @functools.cache
-    def of_family(family: str, *, moves_bias: bool) -> Outcome:
+    def of_family(family: str, *, moves_bias: bool, loss: str) -> Outcome:
         more = moving_bias if moves_bias else None
-        return reference(folders.model(family), dtype=torch.float64, more_loss=more)
+        return reference(folders.model(family), dtype=torch.float64, more_loss=more, loss=loss)
 
-    return lambda case: of_family(case.family, moves_bias=MOVING.items() <= case.settings.items())
+    return lambda case: of_family(case.family, moves_bias=MOVING.items() <= case.settings.items(), loss=case.loss)
 
 
 @pytest.fixture(scope="module")

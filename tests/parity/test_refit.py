@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.algorithms.loss_functions import ClippedPGLoss
+from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.calls import Call, ask
@@ -91,7 +91,7 @@ def test_an_engine_follows_the_policy_from_version_to_version(parts, sync):
     plan = plan_padded(batch.tensor("input_lengths").tolist(), capacity=200, dp_world=1)
     policy.prepare_for_training()
     for _ in range(3):
-        policy.train(batch, ClippedPGLoss(config=LossConfig()), plan=plan)
+        policy.train(batch, PolicyLoss(config=LossConfig()), plan=plan)
     assert gap(policy, engines) > 1e-4, "the engine still holds the old weights"
     sync.sync(1)
     assert gap(policy, engines) < 1e-5 and sync.version == 1

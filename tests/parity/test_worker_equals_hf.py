@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from nemo_rl.algorithms.loss_functions import ClippedPGLoss
+from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.policy import DTensorConfig, GenerationConfig, PolicyConfig, SequencePackingConfig
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -22,7 +22,7 @@ from tests.helpers.families import LONG_ROPE, write_with_tokenizer
 from tests.helpers.hf_reference import hf_logprobs, hf_train_step
 from tests.helpers.tiny_model import tiny_batch, tiny_model, tiny_policy, tiny_worker, write_tiny_folder
 
-LOSS = ClippedPGLoss(config=LossConfig())
+LOSS = PolicyLoss(config=LossConfig())
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.0}
 # The longest rows stand apart, and one microbatch is a single row.
 UNEVEN = PackPlan(microbatches=(((6, 1, 3), (0,), (7, 2, 5, 4)),), steps=(3,), pad_to=24)

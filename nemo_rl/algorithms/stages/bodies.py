@@ -42,7 +42,7 @@ __all__ = ["build_stages", "clear_untrained"]
 logger = logging.getLogger(__name__)
 
 NOT_TRAINED = "not trained: no weight (equal rewards in its group)"
-NO_PASS = "the run has no such pass (grpo.use_generation_logprobs_as_prev)"
+NO_PASS = "the run has no such pass (grpo.use_generation_logprobs_as_prev or loss_fn.force_on_policy_ratio)"
 """Why readable rollouts lack log-probabilities of the trainer."""
 
 

@@ -22,7 +22,7 @@ from nemo_rl.data_plane.schema import (
 )
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import ConfigError
-from nemo_rl.models.policy.interfaces import LossFunction
+from nemo_rl.models.policy.interfaces import COMPUTED_FIELDS, LossFunction
 from nemo_rl.routes.columns import route_conditions
 
 __all__ = [
@@ -60,7 +60,7 @@ def stage_columns(config: MasterConfig, loss_fn: LossFunction) -> tuple[StageCol
     replay = config.policy.router_replay
     conditions = route_conditions(replay)
     names = ["rollout", "score"]
-    if not config.grpo.use_generation_logprobs_as_prev:
+    if config.has_prev_logprobs_pass:
         names.append(WorkerPass.PREV_LOGPROBS.value)
     if config.loss_fn.reference_policy_kl_penalty > 0:
         names.append(WorkerPass.REFERENCE_LOGPROBS.value)
@@ -138,7 +138,7 @@ def _with_routes(stage: StageColumns, routes: Sequence[str], *, recorder: str) -
 
 def _train_fields(loss_fn: LossFunction) -> tuple[str, ...]:
     """Seed columns and what the loss reads, in the order of the table."""
-    needed = {*LP_SEED_FIELDS, *loss_fn.input_fields}
+    needed = {*LP_SEED_FIELDS, *loss_fn.input_fields} - set(COMPUTED_FIELDS)
     unknown = needed - set(DP_TRAIN_FIELDS)
     if unknown:
         raise ConfigError(f"the loss reads {sorted(unknown)}, which are no training columns of the FieldSpec table")

@@ -111,6 +111,6 @@ def passes_of(setting: Setting) -> tuple[WorkerPass, ...]:
     chosen = [WorkerPass.TRAIN]
     if setting.config.loss_fn.reference_policy_kl_penalty > 0:
         chosen.insert(0, WorkerPass.REFERENCE_LOGPROBS)
-    if not setting.config.grpo.use_generation_logprobs_as_prev:
+    if setting.config.has_prev_logprobs_pass:
         chosen.insert(0, WorkerPass.PREV_LOGPROBS)
     return tuple(chosen)

@@ -139,16 +139,45 @@ def _loss(given: Given) -> Iterator[Outcome]:
     )
     key = "loss_fn.reference_policy_kl_type"
     if penalty and kind is not None:
-        if kind == "k3":
-            yield _to(key, key, "k2", "k2 here has the gradient of k3 there")
-        elif kind == "k2":
+        if kind in ("k1", "k3"):
+            yield _to(key, key, kind, "")
+            yield _to(
+                key, "loss_fn.reference_policy_kl_gradient", "importance_weighted", "the gradient that it has there"
+            )
+        else:
             yield _lacks(
                 key, "k2 here has the gradient of KL(pi, pi_ref), k2 there that of the mean of x^2 / 2 under pi"
             )
-        else:
-            yield _lacks(key, f"{kind} has no counterpart; k2 here has the gradient of KL(pi, pi_ref)")
+    yield from _policy_loss(given)
     if given.get("grpo.skip_reference_policy_logprobs_calculation") and penalty:
         yield _lacks("grpo.skip_reference_policy_logprobs_calculation", "a KL penalty needs the reference pass")
+
+
+def _policy_loss(given: Given) -> Iterator[Outcome]:
+    """The loss that switches of theirs make, and the correction that goes with it."""
+    on = [name for name in _LOSS_SWITCHES if given.get(f"loss_fn.{name}")]
+    for name in on:
+        yield _to(f"loss_fn.{name}", "loss_fn.name", _LOSS_SWITCHES[name], "one word for each loss")
+    if len(on) > 1:
+        yield _lacks(f"loss_fn.{on[-1]}", f"one loss trains; {' and '.join(on)} ask for several, the last one is taken")
+    key = "loss_fn.truncated_importance_sampling_type"
+    kind = given.get(key)
+    if kind is None:
+        return
+    per_row = {"tis": "seq-tis", "icepop": "seq-mis"}
+    if not given.get("loss_fn.sequence_level_importance_ratios"):
+        yield _to(key, key, kind, "")
+    elif kind in per_row:
+        yield _to(key, key, per_row[str(kind)], "of the product over the row")
+    else:
+        yield _lacks(key, f"{kind} weighs tokens, GSPO rows; take geo-mask")
+
+
+_LOSS_SWITCHES = {
+    "disable_ppo_ratio": "reinforce",
+    "sequence_level_importance_ratios": "gspo",
+    "use_cispo": "cispo",
+}
 
 
 def _tokenizer(given: Given) -> Iterator[Outcome]:

@@ -62,26 +62,25 @@ _GRPO: Table = {
 _LOSS: Table = {
     **{
         f"loss_fn.{name}": same()
-        for name in ("reference_policy_kl_penalty", "ratio_clip_min", "ratio_clip_max", "token_level_loss")
+        for name in (
+            *("reference_policy_kl_penalty", "use_on_policy_kl_approximation"),
+            *("ratio_clip_min", "ratio_clip_max", "ratio_clip_c", "force_on_policy_ratio", "token_level_loss"),
+            *("use_importance_sampling_correction", "truncated_importance_sampling_ratio"),
+            "truncated_importance_sampling_ratio_min",
+        )
     },
-    "loss_fn.reference_policy_kl_type": with_others("the gradient of k2 here is that of k3 there"),
+    "loss_fn.reference_policy_kl_type": with_others("with the gradient that it has there"),
     "loss_fn.kl_input_clamp_value": same(
         convert=lambda value: 80.0 if value is None else value, why="null is a number that no token reaches"
     ),
     "loss_fn.kl_output_clamp_value": same(
         convert=lambda value: 1e30 if value is None else value, why="null is a number that no token reaches"
     ),
-    "loss_fn.ratio_clip_c": not_supported(f"dual clip: {OWN_LOSS}"),
-    "loss_fn.use_on_policy_kl_approximation": not_supported(OWN_LOSS),
-    "loss_fn.use_importance_sampling_correction": not_supported(OWN_LOSS),
-    "loss_fn.truncated_importance_sampling_type": not_supported(OWN_LOSS),
-    "loss_fn.truncated_importance_sampling_ratio": no_effect("belongs to truncated_importance_sampling_type"),
-    "loss_fn.truncated_importance_sampling_ratio_min": no_effect("belongs to truncated_importance_sampling_type"),
-    "loss_fn.sequence_level_importance_ratios": not_supported(f"GSPO: {OWN_LOSS}"),
-    "loss_fn.force_on_policy_ratio": not_supported(OWN_LOSS),
+    "loss_fn.truncated_importance_sampling_type": with_others("of a ratio per row it weighs rows"),
+    "loss_fn.sequence_level_importance_ratios": with_others("becomes loss_fn.name=gspo"),
     "loss_fn.use_kl_in_reward": not_supported(OWN_LOSS),
-    "loss_fn.use_cispo": not_supported(f"CISPO: {OWN_LOSS}"),
-    "loss_fn.disable_ppo_ratio": not_supported(OWN_LOSS),
+    "loss_fn.use_cispo": with_others("becomes loss_fn.name=cispo"),
+    "loss_fn.disable_ppo_ratio": with_others("becomes loss_fn.name=reinforce"),
     "loss_fn.positive_example_nll_weight": not_supported(OWN_LOSS, off=(None, 0, 0.0)),
 }
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_rl.diagnostics.mismatch.measure import k3
 from nemo_rl.diagnostics.mismatch.tokens import StepTokens
+from nemo_rl.models.divergence import k3
 
 __all__ = ["Evidence", "FarToken", "far_tokens", "look_at"]
 
@@ -63,7 +63,7 @@ class FarToken:
 
 def look_at(tokens: StepTokens, logprobs_M: torch.Tensor) -> Evidence:
     """Of log-probabilities against those of the rollout."""
-    each_M = k3(logprobs_M - tokens.rollout_M).nan_to_num(0.0)
+    each_M = k3((logprobs_M - tokens.rollout_M).double()).nan_to_num(0.0)
     row_M, column_M = tokens.row_M, tokens.column_M
     counts_N = torch.bincount(row_M, minlength=len(tokens.rows))
     first_N = torch.full((len(tokens.rows),), tokens.ids_NT.shape[1]).scatter_reduce(0, row_M, column_M, "amin")

@@ -1,8 +1,7 @@
 """How far log-probabilities of the trainer are from those that the rollout sampled with.
 
-With d = log p_trainer - log p_rollout of a token that the rollout has sampled, k3 = exp(d) - 1 - d is an unbiased
-estimate of KL(rollout || trainer), for exp(d) has expectation 1 under the rollout. Each k3 is >= 0, so tokens do not
-hide one another, and its variance is far below that of -d (http://joschu.net/blog/kl-approx.html). Shapes: M tokens.
+With d = log p_trainer - log p_rollout of a token that the rollout has sampled, `k3` estimates KL(rollout || trainer).
+Shapes: M tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Divergence", "divergence", "k3"]
+from nemo_rl.models.divergence import k3
+
+__all__ = ["Divergence", "divergence"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,12 +28,6 @@ class Divergence:
     largest: float
     """Of |d|."""
     num_tokens: int
-
-
-def k3(log_ratio_M: torch.Tensor) -> torch.Tensor:
-    """`[M]` float64."""
-    log_ratio_M = log_ratio_M.double()
-    return torch.expm1(log_ratio_M) - log_ratio_M
 
 
 def divergence(trainer_M: torch.Tensor, rollout_M: torch.Tensor, row_M: torch.Tensor) -> Divergence:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.algorithms.grpo import plan_train
-from nemo_rl.algorithms.loss_functions import NLLLoss
+from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.diagnostics.runner.prompts import Rows, batch_of
 from nemo_rl.diagnostics.runner.routes_file import read_routes, write_routes

@@ -44,9 +44,9 @@ class PolicyModel(torch.nn.Module):
         self._frequencies = RowFrequencies(hf, start=start) if start is not None else None
 
     def forward(
-        self, inputs: ForwardInputs, *, sampling: Sampling, top_k: int | None = None
+        self, inputs: ForwardInputs, *, sampling: Sampling, top_k: int | None = None, with_entropy: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """`[M]` float32 log-probabilities, the same on every tensor and context rank (collective over both).
+        """What `selected_logprobs` gives, the same on every tensor and context rank (collective over both).
 
         With `top_k` values and ids `[n, S, k]` of the largest logits at every position instead.
         """
@@ -63,7 +63,7 @@ class PolicyModel(torch.nn.Module):
             ).logits
         if top_k is not None:
             return top_k_logits(logits_nKV, inputs.segments, k=top_k, shard=self.shard)
-        return selected_logprobs(logits_nKV, inputs, sampling=sampling, shard=self.shard)
+        return selected_logprobs(logits_nKV, inputs, sampling=sampling, shard=self.shard, with_entropy=with_entropy)
 
 
 def parallelize(hf: PreTrainedModel, *, groups: ParallelGroups, config: PolicyConfig) -> PolicyModel:

@@ -27,7 +27,10 @@ from nemo_rl.models.policy.steps import (
     BatchForm,
     StepOutcome,
     bad_rows,
+    loss_columns,
+    needs_entropy,
     raise_together,
+    stored_fields,
     sum_over_shards,
     trained_tokens,
 )
@@ -73,7 +76,7 @@ class StepRunner:
             for rows in microbatches:
                 micro = self._build(batch, rows, select_NT, fields=())
                 with self._routes.pass_of(micro), self._observer.pass_of(micro):
-                    logprobs_nt = self._forward(micro)
+                    [logprobs_nt] = self._forward(micro)
                     self._observer.logprobs(micro, logprobs_nt)
                 index = torch.tensor(micro.rows, dtype=torch.int64, device=result_NT.device)
                 result_NT[index, : micro.width] = logprobs_nt
@@ -151,16 +154,16 @@ class StepRunner:
         total, metrics, bad = 0.0, [], []
         for i, rows in enumerate(microbatches):
             as_fsdp(self._model).set_requires_gradient_sync(i == len(microbatches) - 1)
-            micro = self._build(batch, rows, select_NT, fields=loss_fn.input_fields)
+            micro = self._build(batch, rows, select_NT, fields=stored_fields(loss_fn))
             # Layers that the backward pass runs again need the same routes.
             with self._routes.pass_of(micro), self._observer.pass_of(micro):
-                logprobs_nt = self._forward(micro)
-                self._observer.logprobs(micro, logprobs_nt)
-                bad += bad_rows(micro, logprobs_nt.detach())
+                found = self._forward(micro, with_entropy=needs_entropy(loss_fn))
+                self._observer.logprobs(micro, found[0])
+                bad += bad_rows(micro, found[0].detach())
                 if not micro.rows:
-                    loss = logprobs_nt.sum()
+                    loss = found[0].sum()
                 else:
-                    output = loss_fn(logprobs_nt, micro.columns, scale=scale)
+                    output = loss_fn(found[0], loss_columns(micro, found), scale=scale)
                     loss = output.loss
                     self._observer.loss(micro, output)
                     metrics.append(output.metrics)
@@ -200,12 +203,13 @@ class StepRunner:
         device = next(self._model.parameters()).device
         raise_together(what, batch, rows, is_writer=self._groups.is_writer, device=device)
 
-    def _forward(self, micro: Microbatch) -> torch.Tensor:
-        logprobs_M = self._model(micro.inputs, sampling=self._layout.sampling)
+    def _forward(self, micro: Microbatch, *, with_entropy: bool = False) -> tuple[torch.Tensor, ...]:
+        """`[n, t]` log-probabilities; entropies, too, where they are asked for."""
+        found_cM = self._model(micro.inputs, sampling=self._layout.sampling, with_entropy=with_entropy)
         if not micro.rows:
             # The sum of no token: zero, but connected to the parameters, so that this rank's collectives take place.
-            return logprobs_M.sum()[None, None][:0]
-        return micro.to_rows(logprobs_M)
+            return (found_cM.sum()[None, None][:0],)
+        return tuple(micro.to_rows(part_M) for part_M in found_cM)
 
 
 class OptimizerStep:

@@ -34,7 +34,10 @@ from nemo_rl.models.policy.steps import (
     StepOutcome,
     ThisRank,
     bad_rows,
+    loss_columns,
+    needs_entropy,
     raise_together,
+    stored_fields,
     sum_over_shards,
     trained_tokens,
 )
@@ -83,7 +86,7 @@ class PipelineRunner:
         bad: list[int] = []
 
         def keep(micro: Microbatch, logits: torch.Tensor) -> torch.Tensor:
-            logprobs_nt = self._logprobs(micro, logits)
+            [logprobs_nt] = self._logprobs(micro, logits)
             if micro.rows:
                 self._observer.logprobs(micro, logprobs_nt)
                 index = torch.tensor(micro.rows, dtype=torch.int64, device=result_NT.device)
@@ -173,12 +176,12 @@ class PipelineRunner:
     def _loss(
         self, loss_fn: LossFunction, scale: LossScale, sums: _Sums, micro: Microbatch, logits: torch.Tensor
     ) -> torch.Tensor:
-        logprobs_nt = self._logprobs(micro, logits)
+        found = self._logprobs(micro, logits, with_entropy=needs_entropy(loss_fn))
         if not micro.rows:
-            return logprobs_nt.sum()
-        self._observer.logprobs(micro, logprobs_nt)
-        sums.bad += bad_rows(micro, logprobs_nt.detach())
-        output = loss_fn(logprobs_nt, micro.columns, scale=scale)
+            return found[0].sum()
+        self._observer.logprobs(micro, found[0])
+        sums.bad += bad_rows(micro, found[0].detach())
+        output = loss_fn(found[0], loss_columns(micro, found), scale=scale)
         self._observer.loss(micro, output)
         value = float(output.loss.detach())
         sums.loss += value
@@ -187,10 +190,15 @@ class PipelineRunner:
             sums.bad += micro.rows
         return output.loss
 
-    def _logprobs(self, micro: Microbatch, logits_nKV: torch.Tensor) -> torch.Tensor:
-        """`[n, t]`; for a microbatch without rows the sum of no token, connected to the weights."""
-        logprobs_M = selected_logprobs(logits_nKV, micro.inputs, sampling=self._layout.sampling, shard=self._shard)
-        return micro.to_rows(logprobs_M) if micro.rows else logprobs_M
+    def _logprobs(
+        self, micro: Microbatch, logits_nKV: torch.Tensor, *, with_entropy: bool = False
+    ) -> tuple[torch.Tensor, ...]:
+        """`[n, t]`, entropies, too, where they are asked for; for a microbatch without rows no token, connected to the
+        weights."""
+        found_cM = selected_logprobs(
+            logits_nKV, micro.inputs, sampling=self._layout.sampling, shard=self._shard, with_entropy=with_entropy
+        )
+        return tuple(micro.to_rows(part_M) if micro.rows else part_M for part_M in found_cM)
 
     def _run(
         self,
@@ -277,7 +285,7 @@ class PipelineRunner:
         return torch.zeros_like(batch.tensor("input_ids"), dtype=torch.bool)
 
     def _fields(self, loss_fn: LossFunction) -> tuple[str, ...]:
-        return loss_fn.input_fields if self._here.is_last_stage else ()
+        return stored_fields(loss_fn) if self._here.is_last_stage else ()
 
     def _raise_together(self, what: str, batch: BatchedDataDict, rows: Sequence[int]) -> None:
         raise_together(what, batch, rows, is_writer=self._here.is_writer, device=self._here.device)

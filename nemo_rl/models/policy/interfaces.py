@@ -10,7 +10,13 @@ import torch
 
 from nemo_rl.utils.metrics import Reduction
 
-__all__ = ["LossFunction", "LossOutput", "LossScale", "TensorInfo", "TrainResult"]
+__all__ = ["COMPUTED_FIELDS", "ENTROPY", "LossFunction", "LossOutput", "LossScale", "TensorInfo", "TrainResult"]
+
+
+ENTROPY = "entropy"
+"""Column that no stage writes: the workers compute it for a loss that names it in `input_fields`. `[N, T]` float32 with
+gradient: entropy of the distribution that each token was drawn from, 0 at tokens that are not trained."""
+COMPUTED_FIELDS = (ENTROPY,)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +46,7 @@ class LossFunction(Protocol):
 
     @property
     def input_fields(self) -> tuple[str, ...]:
-        """Columns read from the batch."""
+        """Columns read from the batch; `ENTROPY` is computed when it is among them."""
 
     def __call__(
         self, token_logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor], *, scale: LossScale

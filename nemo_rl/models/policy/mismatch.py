@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.models.divergence import k3
 from nemo_rl.utils.metrics import Max, Mean, Reduction
 
 __all__ = ["logprob_mismatch"]
@@ -31,9 +32,9 @@ def logprob_mismatch(batch: BatchedDataDict, logprobs_NT: torch.Tensor, name: st
     count = float(weight_M.sum())
     if not count:
         return {}
-    k3 = float(((log_ratio_M.exp() - 1 - log_ratio_M) * weight_M).sum())
+    kl = float((k3(log_ratio_M) * weight_M).sum())
     extreme_M = log_ratio_M.abs().exp()
     found: dict[str, Reduction] = {
         f"{metric}_{name}": Mean(float(weight_M[extreme_M > bound].sum()), count) for metric, bound in RATIOS.items()
     }
-    return {f"k3_{name}": Mean(k3, count), **found, f"max_ratio_{name}": Max(float(extreme_M.max()))}
+    return {f"k3_{name}": Mean(kl, count), **found, f"max_ratio_{name}": Max(float(extreme_M.max()))}

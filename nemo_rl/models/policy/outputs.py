@@ -1,7 +1,8 @@
 """From the logits of one pass to log-probabilities of the selected tokens, or to the largest logits of every position.
 
 Called by the models of every policy worker, where their forward pass ends. Shapes: n rows, S positions of the pass, s
-of them on this context rank, K kept positions, M selected tokens, m of them predicted here, V vocabulary columns here.
+of them on this context rank, K kept positions, M selected tokens, m of them predicted here, V vocabulary columns here,
+c 1 or 2: log-probabilities, and entropies where they are asked for.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from nemo_rl.distributed.differentiable import gather_along, reduce_from
-from nemo_rl.models.logprobs import Sampling, VocabShard, token_logprobs
+from nemo_rl.models.logprobs import Sampling, VocabShard, logprobs_with_entropy, token_logprobs
 from nemo_rl.models.policy.microbatch import ForwardInputs
 from nemo_rl.models.varlen_attention import Segments
 
@@ -17,20 +18,31 @@ __all__ = ["selected_logprobs", "top_k_logits"]
 
 
 def selected_logprobs(
-    logits_nKV: torch.Tensor, inputs: ForwardInputs, *, sampling: Sampling, shard: VocabShard | None
+    logits_nKV: torch.Tensor,
+    inputs: ForwardInputs,
+    *,
+    sampling: Sampling,
+    shard: VocabShard | None,
+    with_entropy: bool = False,
 ) -> torch.Tensor:
-    """`[M]` float32, the same on every tensor and context rank (collective over both), differentiable.
+    """`[1, M]` float32, the same on every tensor and context rank (collective over both), differentiable.
 
     Args:
         logits_nKV: at `inputs.keep_K`.
         shard: this rank's part of the vocabulary where the head is split.
+        with_entropy: `[2, M]` instead: the entropies of the tokens' distributions, too.
     """
     logits_mV = logits_nKV[inputs.row_m, inputs.kept_m]
-    logprobs_m = token_logprobs(logits_mV, inputs.target_m, sampling=sampling, shard=shard)
+    if with_entropy:
+        found_cm = logprobs_with_entropy(logits_mV, inputs.target_m, sampling=sampling, shard=shard)
+    else:
+        found_cm = token_logprobs(logits_mV, inputs.target_m, sampling=sampling, shard=shard)[None]
     if inputs.segments.group is None:
-        return logprobs_m
-    zeros_M = logprobs_m.new_zeros(inputs.num_selected)
-    return reduce_from(zeros_M.index_put((inputs.selected_m,), logprobs_m), inputs.segments.group)
+        return found_cm
+    # Every context rank gets the tokens of all, so that a loss sees whole rows.
+    places = torch.arange(len(found_cm), device=found_cm.device)[:, None], inputs.selected_m[None]
+    zeros_cM = found_cm.new_zeros(len(found_cm), inputs.num_selected)
+    return reduce_from(zeros_cM.index_put(places, found_cm), inputs.segments.group)
 
 
 def top_k_logits(

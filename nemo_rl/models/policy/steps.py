@@ -17,7 +17,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.layout import Coordinates, ParallelLayout
 from nemo_rl.errors import NonFiniteError, name_some
 from nemo_rl.models.logprobs import Sampling
-from nemo_rl.models.policy.interfaces import LossFunction, LossScale
+from nemo_rl.models.policy.interfaces import COMPUTED_FIELDS, ENTROPY, LossFunction, LossScale
 from nemo_rl.models.policy.microbatch import Microbatch, PassShape
 from nemo_rl.utils.metrics import Reduction
 
@@ -29,9 +29,12 @@ __all__ = [
     "all_reduce_sum",
     "bad_rows",
     "check_same_plan",
+    "loss_columns",
     "loss_scales",
+    "needs_entropy",
     "raise_together",
     "row_names",
+    "stored_fields",
     "sum_over_shards",
     "trained_tokens",
 ]
@@ -122,6 +125,24 @@ def trained_tokens(batch: BatchedDataDict) -> torch.Tensor:
     mask_NT[:, 0] = False
     columns = torch.arange(mask_NT.shape[1], device=mask_NT.device)
     return mask_NT & (columns < batch.tensor("input_lengths")[:, None])
+
+
+def stored_fields(loss_fn: LossFunction) -> tuple[str, ...]:
+    """Columns of the batch that the loss reads."""
+    return tuple(name for name in loss_fn.input_fields if name not in COMPUTED_FIELDS)
+
+
+def needs_entropy(loss_fn: LossFunction) -> bool:
+    return ENTROPY in loss_fn.input_fields
+
+
+def loss_columns(micro: Microbatch, found: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the loss reads besides log-probabilities.
+
+    Args:
+        found: log-probabilities `[n, t]`; entropies, too, where the loss needs them.
+    """
+    return {**micro.columns, **dict(zip(COMPUTED_FIELDS, found[1:], strict=False))}
 
 
 def loss_scales(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nemo_rl.algorithms.loss_functions import ClippedPGLoss
+from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.algorithms.stages.bodies import BODIES
 from nemo_rl.algorithms.stages.columns import (
     PARTITION,
@@ -28,12 +28,12 @@ def config(**sections: object) -> MasterConfig:
 
 
 def names(settings: MasterConfig, prev_field: str = "prev_logprobs") -> list[str]:
-    loss = ClippedPGLoss(config=settings.loss_fn, prev_field=prev_field)
+    loss = PolicyLoss(config=settings.loss_fn, prev_field=prev_field)
     return [stage.name for stage in stage_columns(settings, loss)]
 
 
 def reads_of_log(settings: MasterConfig, prev_field: str = "prev_logprobs") -> tuple[str, ...]:
-    loss = ClippedPGLoss(config=settings.loss_fn, prev_field=prev_field)
+    loss = PolicyLoss(config=settings.loss_fn, prev_field=prev_field)
     return stage_columns(settings, loss)[-1].reads
 
 
@@ -49,7 +49,7 @@ def test_a_stage_runs_only_when_the_config_needs_it():
 def test_a_loss_that_reads_a_column_nobody_writes_is_refused_at_build():
     lean = config(loss_fn={"reference_policy_kl_penalty": 0}, grpo={"use_generation_logprobs_as_prev": True})
     with pytest.raises(ConfigError, match=r"stage 'train' reads column 'prev_logprobs', which is written by no stage"):
-        stage_columns(lean, ClippedPGLoss(config=lean.loss_fn, prev_field="prev_logprobs"))
+        stage_columns(lean, PolicyLoss(config=lean.loss_fn, prev_field="prev_logprobs"))
 
 
 def test_every_problem_is_reported_and_a_late_writer_is_named():
@@ -84,7 +84,7 @@ def test_a_partition_holds_the_rows_of_all_steps_in_flight():
 def stages_of(**replay: object) -> dict[str, StageColumns]:
     policy = {"model_name": "m", "router_replay": replay}
     settings = MasterConfig.model_validate({"policy": policy, "loss_fn": {"reference_policy_kl_penalty": 0.1}})
-    loss = ClippedPGLoss(config=settings.loss_fn, prev_field="prev_logprobs")
+    loss = PolicyLoss(config=settings.loss_fn, prev_field="prev_logprobs")
     return {stage.name: stage for stage in stage_columns(settings, loss)}
 
 

@@ -87,9 +87,48 @@ def test_lengths_prompts_and_what_has_no_key_are_converted_and_the_result_loads(
     assert config.policy.generation.backend == "torch" and config.env.name == "math"
 
 
-def test_gradients_of_the_kl_are_those_of_the_other_kind(tmp_path: Path) -> None:
-    kl = {"loss_fn": {"reference_policy_kl_penalty": 0.01, "reference_policy_kl_type": "k3"}}
-    assert loaded(tmp_path, import_recipe(write(tmp_path, merged(kl)))).loss_fn.reference_policy_kl_type == "k2"
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_the_kl_keeps_its_gradient(kind: str, tmp_path: Path) -> None:
+    kl = {"loss_fn": {"reference_policy_kl_penalty": 0.01, "reference_policy_kl_type": kind}}
+    loss = loaded(tmp_path, import_recipe(write(tmp_path, merged(kl)))).loss_fn
+    assert (loss.reference_policy_kl_type, loss.reference_policy_kl_gradient) == (kind, "importance_weighted")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"ratio_clip_c": 3.0}, {"name": "clipped_pg", "ratio_clip_c": 3.0}),
+        (
+            {"sequence_level_importance_ratios": True, "token_level_loss": False},
+            {"name": "gspo", "token_level_loss": False},
+        ),
+        ({"use_cispo": True, "ratio_clip_max": 4.0}, {"name": "cispo", "ratio_clip_max": 4.0}),
+        ({"disable_ppo_ratio": True}, {"name": "reinforce"}),
+        ({"force_on_policy_ratio": True}, {"force_on_policy_ratio": True}),
+        (
+            {
+                "use_importance_sampling_correction": True,
+                "truncated_importance_sampling_type": "icepop",
+                "truncated_importance_sampling_ratio": 5,
+                "truncated_importance_sampling_ratio_min": 0.2,
+            },
+            {"truncated_importance_sampling_type": "icepop", "truncated_importance_sampling_ratio_min": 0.2},
+        ),
+        (
+            {
+                "sequence_level_importance_ratios": True,
+                "token_level_loss": False,
+                "use_importance_sampling_correction": True,
+                "truncated_importance_sampling_type": "tis",
+                "truncated_importance_sampling_ratio": 2,
+            },
+            {"name": "gspo", "truncated_importance_sampling_type": "seq-tis"},
+        ),
+    ],
+)
+def test_losses_have_one_word_each(theirs: dict[str, Any], ours: dict[str, Any], tmp_path: Path) -> None:
+    loss = loaded(tmp_path, import_recipe(write(tmp_path, merged({"loss_fn": theirs})))).loss_fn
+    assert {name: getattr(loss, name) for name in ours} == ours
 
 
 def test_megatron_recipes_keep_their_layout_and_leave_the_other_worker_out(tmp_path: Path) -> None:

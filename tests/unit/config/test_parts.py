@@ -47,7 +47,8 @@ def test_every_builtin_word_is_defined_where_it_says(name: str) -> None:
 )
 def test_what_is_neither_a_word_nor_two_names_is_refused(tmp_path: Path, name: str) -> None:
     text = problem_of(tmp_path, f"loss_fn.name={name!r}")
-    assert "loss_fn.name: expected one of 'clipped_pg', or module:name of your own, got" in text
+    assert "loss_fn.name: expected one of 'clipped_pg', 'reinforce', 'gspo'" in text
+    assert "'dro', or module:name of your own, got" in text
 
 
 @pytest.mark.parametrize(

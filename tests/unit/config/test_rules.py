@@ -12,6 +12,7 @@ from nemo_rl.config.policy import OptimizerConfig, SchedulerConfig
 from nemo_rl.config.render import to_yaml
 from nemo_rl.errors import ConfigError
 from tests.helpers.refused_by_cluster import GPUS, LOCAL, REFUSED_BY_CLUSTER
+from tests.helpers.refused_by_loss import ACCEPTED_LOSSES, REFUSED_BY_LOSS
 
 DEMO = "configs/grpo_sort_cpu.yaml"
 MEGATRON_TP2 = "configs/recipes/grpo_sort_megatron_tp2_cpu.yaml"
@@ -23,6 +24,7 @@ GRADED = ("env.name=custom", "env.reward_function=a:b")
 REPLAY = "policy.router_replay.enabled=true"
 BY_POLICY = (REPLAY, "policy.router_replay.source=prev_logprobs")
 NO_LOGPROBS = "grpo.use_generation_logprobs_as_prev=true"
+FORCED_RATIO = ("grpo.use_generation_logprobs_as_prev=false", "loss_fn.force_on_policy_ratio=true")
 NAMES_OF_PARTS = ("loss_fn.name", "grpo.adv_estimator.name", "env.name", "policy.generation.backend", "data_plane.impl")
 
 REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
@@ -143,6 +145,7 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("policy.router_replay.source=prev_logprobs",), "policy.router_replay.source: 'prev_logprobs' would be"),
     ],
     "rule_routes_are_recorded_by_a_stage_that_runs": [
+        ((*BY_POLICY, *FORCED_RATIO), "'prev_logprobs' never records, because loss_fn.force_on_policy_ratio is true"),
         ((*BY_POLICY, NO_LOGPROBS), "policy.router_replay.source: 'prev_logprobs' never records"),
     ],
     "rule_missing_routes_come_from_rollouts": [
@@ -167,9 +170,6 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
             f"grpo.use_leave_one_out_std: True would be ignored, because grpo.{switch} is false",
         )
         for switch in ("normalize_rewards", "use_leave_one_out_baseline")
-    ],
-    "rule_kl_keys_need_a_penalty": [
-        (("loss_fn.reference_policy_kl_type=k2",), "loss_fn.reference_policy_kl_type: 'k2' would be ignored"),
     ],
     "rule_scheduler_keys_need_a_decay": [
         (
@@ -476,11 +476,11 @@ REFUSED_BY_MEGATRON: dict[str, list[tuple[tuple[str, ...], str]]] = {
     ],
 }
 
-OF_THE_DEMO = REFUSED | REFUSED_BY_CLUSTER
+OF_THE_DEMO = REFUSED | REFUSED_BY_CLUSTER | REFUSED_BY_LOSS
 CASES = [
     pytest.param(recipe, overrides, fragment, id=f"{rule}-{index}{suffix}")
     for recipe, table, suffix in (
-        (DEMO, REFUSED | REFUSED_BY_CLUSTER, ""),
+        (DEMO, OF_THE_DEMO, ""),
         (MEGATRON_TP2, REFUSED_BY_MEGATRON, "-megatron"),
     )
     for rule, cases in table.items()
@@ -512,6 +512,7 @@ def test_every_rule_is_exercised() -> None:
         FIXED,
         ("env.name=custom", "env.reward_function=a.b:c", "env.timeout_s=3"),
         (*GRADED, "env.score_threshold=0.5", "grpo.stop_at_validation_accuracy=0.9", "env.reward_batch_size=8"),
+        *ACCEPTED_LOSSES,
     ],
 )
 def test_combinations_that_work_are_accepted(overrides: tuple[str, ...]) -> None:

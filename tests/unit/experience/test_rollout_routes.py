@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl.algorithms.loss_functions import ClippedPGLoss
+from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.algorithms.setup import rollout_spec
 from nemo_rl.algorithms.stages.columns import stage_columns, written_fields
 from nemo_rl.config.load import load_config
@@ -68,7 +68,7 @@ def rollout(plane: Plane, config: MasterConfig) -> tuple[SyncRolloutActor, Rollo
     engine = Listening.from_config(config.policy, weight_version=0)
     assert isinstance(engine, Listening)
     worker = SyncRolloutActor(rollout_spec(config), generation=engine)
-    stages = stage_columns(config, ClippedPGLoss(config=config.loss_fn, prev_field="prev_logprobs"))
+    stages = stage_columns(config, PolicyLoss(config=config.loss_fn, prev_field="prev_logprobs"))
     partition = plane.partition(list(written_fields(stages)))
     worker.setup_data_plane(plane.owner.address)
     return worker, worker.rollout([3, 8], uids=["a", "b"], step=1, version=0, partition_id=partition), engine

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nemo_rl.algorithms.loss_functions import ClippedPGLoss
+from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.errors import ModelFolderError
 from nemo_rl.models.loading import load_causal_lm, load_model_config, named_weights
@@ -41,7 +41,7 @@ def test_experts_of_any_size_run_in_worker_and_engine(size: int, dtype: torch.dt
     assert engine(input_ids=tokens(), use_cache=False).logits.isfinite().all()
     worker = tiny_worker(tiny_policy(tmp_path, precision=precision))
     try:
-        assert worker.train(tiny_batch(8), ClippedPGLoss(config=LossConfig()), gbs=8, mbs=4).grad_norm[0] > 0
+        assert worker.train(tiny_batch(8), PolicyLoss(config=LossConfig()), gbs=8, mbs=4).grad_norm[0] > 0
     finally:
         worker.shutdown()
 

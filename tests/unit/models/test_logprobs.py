@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_rl.models import logprobs
-from nemo_rl.models.logprobs import Sampling, filter_logits, logprobs_from_logits, token_logprobs
+from nemo_rl.models.logprobs import Sampling, filter_logits, logprobs_from_logits, logprobs_with_entropy, token_logprobs
 
 
 def _slow(logits: torch.Tensor, targets: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -53,6 +53,37 @@ def test_values_and_gradients_equal_a_float64_reference_across_chunk_borders(
 
     torch.testing.assert_close(values.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits.grad.double(), reference_logits.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7), Sampling(top_k=5, top_p=0.8)])
+def test_entropies_and_their_gradients_equal_a_float64_reference(
+    sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 3 * 40)
+    generator = torch.Generator().manual_seed(1)
+    logits = (torch.randn(11, 40, generator=generator) * 2).requires_grad_()
+    targets = torch.randint(0, 40, (11,), generator=generator)
+    weights = torch.randn(2, 11, generator=generator)
+    exact = logits.detach().double().requires_grad_()
+    kept = filter_logits(
+        exact / sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, keep_M=targets
+    ).log_softmax(-1)
+    entropy = -torch.where(kept.isfinite(), kept.exp() * kept.masked_fill(kept.isneginf(), 0.0), 0.0).sum(-1)
+    expected = torch.stack([kept.gather(-1, targets[:, None])[:, 0], entropy])
+
+    found = logprobs_with_entropy(logits, targets, sampling=sampling)
+    (found * weights).sum().backward()
+    (expected * weights.double()).sum().backward()
+
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=1e-4, atol=1e-6)
+    assert torch.equal(found[0], token_logprobs(logits, targets, sampling=sampling))
+
+
+def test_the_entropy_of_four_tokens() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    found = logprobs_with_entropy(logits, torch.tensor([0]), sampling=Sampling())
+    assert found[1].item() == pytest.approx(1.1421200, abs=1e-6)
 
 
 def test_position_zero_is_zero_and_others_predict_their_own_token() -> None:

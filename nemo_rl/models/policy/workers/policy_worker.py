@@ -79,7 +79,7 @@ class PolicyWorker:
     Example:
         >>> worker = compose_worker(config, rank=0, world_size=1, num_steps=10,
         ...                         collective_timeout_s=60, seed=0)               # doctest: +SKIP
-        >>> worker.train(batch, ClippedPGLoss(config=LossConfig())).loss           # doctest: +SKIP
+        >>> worker.train(batch, PolicyLoss(config=LossConfig())).loss           # doctest: +SKIP
         (0.0123,)
     """
 

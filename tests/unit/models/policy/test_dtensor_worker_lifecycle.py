@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nemo_rl.algorithms.loss_functions import ClippedPGLoss
+from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.policy import OptimizerConfig, SchedulerConfig
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.errors import CheckpointError, ConfigError
@@ -28,7 +28,7 @@ from nemo_rl.models.policy.workers.base import (
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers.tiny_model import tiny_batch, tiny_model, tiny_policy, tiny_worker, write_tiny_folder
 
-LOSS = ClippedPGLoss(config=LossConfig())
+LOSS = PolicyLoss(config=LossConfig())
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from nemo_rl.algorithms.loss_functions import ClippedPGLoss
+from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.packing import plan_padded
@@ -49,7 +49,7 @@ def test_training_moves_the_policy_away_from_its_reference(policy):
     policy.prepare_for_lp_inference()
     before = policy.get_logprobs(batch, plan=plan)
     policy.prepare_for_training()
-    summary = policy.train(batch, ClippedPGLoss(config=LossConfig()), plan=plan)
+    summary = policy.train(batch, PolicyLoss(config=LossConfig()), plan=plan)
     assert summary.num_tokens == int(batch.tensor("input_lengths").sum()) and summary.grad_norms[0] > 0
     assert summary.loss == pytest.approx(summary.metrics["loss"].value, rel=1e-5)
     policy.prepare_for_lp_inference()

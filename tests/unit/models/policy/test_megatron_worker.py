@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from nemo_rl.algorithms.loss_functions import ClippedPGLoss
+from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.policy import DTensorConfig, PolicyConfig
 from nemo_rl.config.schema import LossConfig
@@ -26,7 +26,7 @@ from tests.helpers.families import write_with_tokenizer
 from tests.helpers.megatron_models import hf_model
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker, write_tiny_folder
 
-LOSS = ClippedPGLoss(config=LossConfig())
+LOSS = PolicyLoss(config=LossConfig())
 LOGIT_ERROR = 1e-5
 """Of float32 logits of about 10."""
 

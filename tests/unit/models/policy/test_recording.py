@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Phi3Config
 
-from nemo_rl.algorithms.loss_functions import ClippedPGLoss
+from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.errors import NonFiniteError, UserError
 from nemo_rl.models.megatron.setup import MegatronModel
@@ -53,7 +53,7 @@ def engine(request: pytest.FixtureRequest) -> str:
 def numbers_of(worker: PolicyWorker) -> Numbers:
     batch = tiny_batch(8)
     logprobs, reference = worker.get_logprobs(batch), worker.get_reference_policy_logprobs(batch)
-    trained = worker.train(batch, ClippedPGLoss(config=LossConfig()))
+    trained = worker.train(batch, PolicyLoss(config=LossConfig()))
     return Numbers(logprobs, reference, trained.loss, trained.grad_norm, dict(worker.export_weights()))
 
 
@@ -121,7 +121,7 @@ def test_hooks_are_gone_after_an_error_and_the_records_say_that_they_are_incompl
     batch["advantages"] = torch.full_like(batch.tensor("advantages"), torch.nan)
     worker.begin_recording(1)
     with pytest.raises(NonFiniteError):
-        worker.train(batch, ClippedPGLoss(config=LossConfig()))
+        worker.train(batch, PolicyLoss(config=LossConfig()))
     assert hooks_of(worker) == hooks
     worker.shutdown()
     assert [problem.text for problem in read_folder(tmp_path).problems] == [

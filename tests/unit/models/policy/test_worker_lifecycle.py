@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl.algorithms.loss_functions import ClippedPGLoss
+from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.policy import DTensorConfig, PolicyConfig, SchedulerConfig
 from nemo_rl.config.schema import LossConfig
@@ -19,7 +19,7 @@ from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers.pages import touched_pages
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker, write_tiny_folder
 
-LOSS = ClippedPGLoss(config=LossConfig())
+LOSS = PolicyLoss(config=LossConfig())
 ADAM = {"lr": 1e-3, "adam_beta2": 0.95, "weight_decay": 0.0}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl.algorithms.loss_functions import NLLLoss
+from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.algorithms.saver import Saver
 from nemo_rl.config.policy import DTensorConfig, MegatronConfig
 from nemo_rl.config.schema import CheckpointingConfig

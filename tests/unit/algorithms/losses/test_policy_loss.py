@@ -9,7 +9,8 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from nemo_rl.algorithms.loss_functions import ClippedPGLoss, NLLLoss
+from nemo_rl.algorithms.losses.nll import NLLLoss
+from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import destroy_process_group
@@ -75,7 +76,7 @@ def test_loss_and_gradient_equal_the_definition(config: LossConfig) -> None:
     noise = torch.randn(6, 24, generator=torch.Generator().manual_seed(5)) * 0.4
     logprobs = (torch.full((6, 24), -3.0) + noise).requires_grad_()
     reference = logprobs.detach().double().requires_grad_()
-    output = ClippedPGLoss(config=config)(logprobs, batch, scale=_scale(batch))
+    output = PolicyLoss(config=config)(logprobs, batch, scale=_scale(batch))
     expected, clamped = _slow(reference, batch, config)
     output.loss.backward()
     expected.backward()
@@ -89,7 +90,7 @@ def test_loss_and_gradient_equal_the_definition(config: LossConfig) -> None:
 def test_microbatches_add_up_to_the_whole_batch(token_level: bool) -> None:
     batch = tiny_batch(8)
     logprobs = torch.full((8, 24), -3.1)
-    loss_fn = ClippedPGLoss(config=LossConfig(token_level_loss=token_level))
+    loss_fn = PolicyLoss(config=LossConfig(token_level_loss=token_level))
     whole = loss_fn(logprobs, batch, scale=_scale(batch))
     parts = [
         loss_fn(logprobs[rows], batch.select_indices(rows), scale=_scale(batch))
@@ -104,7 +105,7 @@ def test_microbatches_add_up_to_the_whole_batch(token_level: bool) -> None:
 
 def test_masked_positions_may_hold_anything_without_reaching_loss_or_gradient() -> None:
     batch = tiny_batch(6)
-    loss_fn = ClippedPGLoss(config=LossConfig())
+    loss_fn = PolicyLoss(config=LossConfig())
     clean = torch.full((6, 24), -3.0, requires_grad=True)
     before = loss_fn(clean, batch, scale=_scale(batch))
     before.loss.backward()
@@ -121,9 +122,7 @@ def test_masked_positions_may_hold_anything_without_reaching_loss_or_gradient() 
 
 def test_equal_policies_have_ratio_one_no_divergence_and_no_clipping() -> None:
     batch = tiny_batch(6)
-    metrics = values(
-        ClippedPGLoss(config=LossConfig())(batch.tensor("prev_logprobs"), batch, scale=_scale(batch)).metrics
-    )
+    metrics = values(PolicyLoss(config=LossConfig())(batch.tensor("prev_logprobs"), batch, scale=_scale(batch)).metrics)
     assert metrics["probs_ratio"] == metrics["probs_ratio_min"] == metrics["probs_ratio_max"] == 1.0
     assert metrics["policy_kl"] == metrics["clip_fraction"] == 0.0
     assert metrics["gen_kl_error"] > 0
@@ -141,14 +140,14 @@ def test_clipping_stops_the_gradient_only_in_the_direction_of_the_advantage() ->
     }
     logprobs = ratios.log().requires_grad_()
     config = LossConfig(reference_policy_kl_penalty=0.0)
-    ClippedPGLoss(config=config)(logprobs, batch, scale=_scale(batch)).loss.backward()
+    PolicyLoss(config=config)(logprobs, batch, scale=_scale(batch)).loss.backward()
     assert [bool(g) for g in logprobs.grad[0]] == [False, False, True, True, False]
 
 
 def test_old_policy_comes_from_the_named_column() -> None:
     batch = tiny_batch(6)
     config = LossConfig(reference_policy_kl_penalty=0.0)
-    loss_fn = ClippedPGLoss(config=config, prev_field="generation_logprobs")
+    loss_fn = PolicyLoss(config=config, prev_field="generation_logprobs")
     assert loss_fn.input_fields == ("token_mask", "sample_mask", "advantages", "generation_logprobs")
     metrics = values(loss_fn(batch.tensor("generation_logprobs"), batch, scale=_scale(batch)).metrics)
     assert metrics["probs_ratio_max"] == 1.0
@@ -156,14 +155,14 @@ def test_old_policy_comes_from_the_named_column() -> None:
 
 
 def test_the_reference_is_read_only_with_a_penalty() -> None:
-    assert "reference_policy_logprobs" in ClippedPGLoss(config=LossConfig()).input_fields
-    assert "reference_policy_logprobs" not in ClippedPGLoss(config=CONFIGS[0]).input_fields
+    assert "reference_policy_logprobs" in PolicyLoss(config=LossConfig()).input_fields
+    assert "reference_policy_logprobs" not in PolicyLoss(config=CONFIGS[0]).input_fields
 
 
 def test_a_microbatch_without_valid_tokens_has_no_loss_and_harmless_metrics() -> None:
     batch = tiny_batch(4)
     batch["sample_mask"] = torch.zeros(4)
-    output = ClippedPGLoss(config=LossConfig())(
+    output = PolicyLoss(config=LossConfig())(
         torch.zeros(4, 24), batch, scale=LossScale(valid_tokens=10.0, valid_sequences=2.0)
     )
     assert output.loss.item() == 0.0
@@ -171,7 +170,7 @@ def test_a_microbatch_without_valid_tokens_has_no_loss_and_harmless_metrics() ->
 
 
 def test_losses_survive_pickling() -> None:
-    loss_fn = ClippedPGLoss(config=LossConfig(ratio_clip_max=0.28))
+    loss_fn = PolicyLoss(config=LossConfig(ratio_clip_max=0.28))
     assert pickle.loads(pickle.dumps(loss_fn)) == loss_fn
 
 
@@ -201,7 +200,7 @@ def scale_of(batch: BatchedDataDict) -> LossScale:
     return scale
 
 
-@pytest.mark.parametrize("loss_fn", [*(ClippedPGLoss(config=config) for config in CONFIGS), NLLLoss()], ids=str)
+@pytest.mark.parametrize("loss_fn", [*(PolicyLoss(config=config) for config in CONFIGS), NLLLoss()], ids=str)
 def test_a_row_of_weight_one_half_is_half_a_row(loss_fn: LossFunction) -> None:
     """Loss, gradient, counts and every metric are those of rows that are there once or twice, and count half."""
     batch = tiny_batch(6)

@@ -1,0 +1,1 @@
+"""Losses: one file for each policy loss, and what they share."""

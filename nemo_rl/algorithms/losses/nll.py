@@ -1,0 +1,33 @@
+"""Negative log-likelihood, for supervised fine-tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from nemo_rl.algorithms.losses.masks import token_weights, weighed
+from nemo_rl.algorithms.losses.metrics import total
+from nemo_rl.models.logprobs import negative_log_likelihood
+from nemo_rl.models.policy.interfaces import LossOutput, LossScale
+from nemo_rl.utils.metrics import Reduction, Sum
+
+__all__ = ["NLLLoss"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NLLLoss:
+    """Weighted mean negative log-likelihood over the tokens of the global batch."""
+
+    @property
+    def input_fields(self) -> tuple[str, ...]:
+        return ("token_mask", "sample_mask")
+
+    def __call__(
+        self, token_logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor], *, scale: LossScale
+    ) -> LossOutput:
+        weight_NT = token_weights(batch)
+        loss = negative_log_likelihood(token_logprobs, weight_NT, total=scale.valid_tokens or 1.0)
+        metrics: dict[str, Reduction] = {"loss": Sum(loss.item()), "valid_tokens": Sum(total(weight_NT))}
+        return LossOutput(loss=loss, metrics=metrics, token_losses=weighed(-token_logprobs, weight_NT))

@@ -1,0 +1,194 @@
+"""`PolicyLoss`: a policy loss by name, with its mean, off-policy correction, KL penalty, entropy bonus and metrics.
+
+    batch columns, log-probabilities
+      |- PolicyInputs          what is trained, log r, A                     (masks.py, term.py)
+      |- term                  a value for every token                       (clipped_pg.py, gspo.py, ...)
+      |- off_policy_weights    times w, bounded or masked                    (off_policy.py)
+      |- kl_term, entropy      plus beta KL, minus c H                       (kl.py)
+      |- normalize             over the counts of the whole global batch     (normalization.py)
+      `- policy_metrics        mismatch, ratios, shares                      (metrics.py)
+
+The driver builds one and sends it to the workers, which call it per microbatch. Invariant: a loss divides by the
+counts of the whole global batch (`LossScale`) and gets whole rows, so the sum over microbatches and ranks does not
+depend on how rows were laid out. A row of weight w (`sample_mask`) counts as w rows in the loss, in the counts and in
+every mean; smallest and largest values are those of all rows with a weight. An infinite log-probability, or one
+that the sampler does not know (NaN), gives its token the ratio 1 without gradient, and is counted; NaN of the trainer
+stays NaN, so that workers stop and name the row. Shapes: N rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from nemo_rl.algorithms.losses.kl import KlTerm, kl_term
+from nemo_rl.algorithms.losses.masks import token_weights, weighed
+from nemo_rl.algorithms.losses.metrics import extremes, policy_metrics, total, weighted_mean
+from nemo_rl.algorithms.losses.normalization import normalize
+from nemo_rl.algorithms.losses.off_policy import LOG_BOUND, Correction, off_policy_weights
+from nemo_rl.algorithms.losses.term import PolicyInputs, PolicyTerm, TermOutput
+from nemo_rl.config.loss import LOSS_TRAITS
+from nemo_rl.config.parts import LOSSES
+from nemo_rl.config.schema import LossConfig
+from nemo_rl.models.policy.interfaces import ENTROPY, LossOutput, LossScale
+from nemo_rl.utils.metrics import Reduction, Sum
+
+__all__ = ["PolicyLoss"]
+
+GENERATION, REFERENCE = "generation_logprobs", "reference_policy_logprobs"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Tokens:
+    """Columns of a microbatch as the parts of the loss take them."""
+
+    inputs: PolicyInputs
+    weight_NT: torch.Tensor
+    gap_NT: torch.Tensor
+    """log(pi_old / pi_gen)."""
+    is_bounded_NT: torch.Tensor
+    """bool: log r is at its bound."""
+    is_not_finite_NT: torch.Tensor
+    """bool: of a trained token some log-probability is infinite, or that of the sampler NaN."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLoss:
+    """The policy loss `config.name`, minimised.
+
+    Example:
+        >>> PolicyLoss(config=LossConfig(reference_policy_kl_penalty=0.0)).input_fields
+        ('token_mask', 'sample_mask', 'advantages', 'prev_logprobs', 'generation_logprobs')
+    """
+
+    config: LossConfig
+    prev_field: str = "prev_logprobs"
+    """Column of pi_old: `prev_logprobs`, or `generation_logprobs` when the sampler's are taken instead."""
+
+    @property
+    def input_fields(self) -> tuple[str, ...]:
+        fields = ["token_mask", "sample_mask", "advantages"]
+        if not self.config.force_on_policy_ratio:
+            fields.append(self.prev_field)
+        fields.append(GENERATION)
+        if self.config.reference_policy_kl_penalty > 0:
+            fields.append(REFERENCE)
+        if self.config.entropy_coefficient > 0:
+            fields.append(ENTROPY)
+        return tuple(dict.fromkeys(fields))
+
+    def __call__(
+        self, token_logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor], *, scale: LossScale
+    ) -> LossOutput:
+        config = self.config
+        tokens = self._tokens(token_logprobs, batch)
+        inputs, weight_NT = tokens.inputs, tokens.weight_NT
+        term: PolicyTerm = LOSSES.load(config.name, key="loss_fn.name")
+        found = term(inputs, config)
+        values_NT, correction = found.values_NT, self._correction(tokens)
+        if correction is not None:
+            values_NT = correction.weight_NT * values_NT
+        loss = normalize(values_NT, weight_NT, scale=scale, config=config)
+        token_losses_NT = weighed(values_NT, weight_NT)
+        metrics = policy_metrics(
+            logprobs_NT=inputs.logprobs_NT.detach(),
+            log_ratio_NT=inputs.log_ratio_NT.detach(),
+            gap_NT=tokens.gap_NT,
+            weight_NT=weight_NT,
+        )
+        metrics |= _share_metrics(tokens, found, correction)
+        metrics["actor_loss"] = Sum(loss.item())
+        if config.reference_policy_kl_penalty > 0:
+            kl = self._kl(token_logprobs, tokens, batch)
+            kl_loss = config.reference_policy_kl_penalty * normalize(kl.values, weight_NT, scale=scale, config=config)
+            loss = loss + kl_loss
+            token_losses_NT = token_losses_NT + config.reference_policy_kl_penalty * weighed(kl.values, weight_NT)
+            metrics["kl_penalty"] = Sum(kl_loss.item())
+            metrics["reference_kl"] = weighted_mean(kl.values, weight_NT)
+            metrics["kl_clamped_tokens"] = Sum(total(weight_NT[kl.is_clamped]))
+        if config.entropy_coefficient > 0:
+            entropy_NT = batch[ENTROPY]
+            bonus = config.entropy_coefficient * normalize(entropy_NT, weight_NT, scale=scale, config=config)
+            loss = loss - bonus
+            token_losses_NT = token_losses_NT - config.entropy_coefficient * weighed(entropy_NT, weight_NT)
+            metrics["entropy_bonus"] = Sum(bonus.item())
+            metrics["entropy"] = weighted_mean(entropy_NT, weight_NT)
+        metrics["loss"] = Sum(loss.item())
+        return LossOutput(loss=loss, metrics=metrics, token_losses=token_losses_NT)
+
+    def _tokens(self, token_logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> _Tokens:
+        weight_NT = token_weights(batch)
+        mask_NT = weight_NT > 0
+        now_NT = token_logprobs.detach()
+        prev_NT = now_NT if self.config.force_on_policy_ratio else batch[self.prev_field]
+        is_usable_NT = ~(now_NT.isinf() | prev_NT.isinf())
+        # Other positions are set to equal values before any exponential, so nothing there can overflow.
+        raw_NT = torch.where(mask_NT & is_usable_NT, token_logprobs - prev_NT, 0.0)
+        log_ratio_NT = raw_NT.clamp(-LOG_BOUND, LOG_BOUND)
+        gap_NT = log_ratio_NT.detach()
+        is_known_NT = is_usable_NT
+        if self.prev_field != GENERATION:
+            # What the sampler did not say is taken as equal.
+            is_known_NT = is_usable_NT & batch[GENERATION].isfinite()
+            gap_NT = torch.where(mask_NT & is_known_NT, prev_NT - batch[GENERATION], 0.0)
+        advantages = batch["advantages"]
+        inputs = PolicyInputs(
+            logprobs_NT=torch.where(mask_NT & is_usable_NT, token_logprobs, 0.0),
+            log_ratio_NT=log_ratio_NT,
+            # One number per row, or one per token.
+            advantages_NT=torch.where(mask_NT, advantages[:, None] if advantages.dim() == 1 else advantages, 0.0),
+            mask_NT=mask_NT,
+            log_correction_NT=gap_NT if self._corrects else torch.zeros_like(gap_NT),
+        )
+        return _Tokens(
+            inputs=inputs,
+            weight_NT=weight_NT,
+            gap_NT=gap_NT,
+            is_bounded_NT=raw_NT.detach() != log_ratio_NT.detach(),
+            is_not_finite_NT=mask_NT & ~is_known_NT,
+        )
+
+    @property
+    def _corrects(self) -> bool:
+        return self.config.use_importance_sampling_correction
+
+    def _correction(self, tokens: _Tokens) -> Correction | None:
+        """None where the loss has none, or has it inside."""
+        if not self._corrects or LOSS_TRAITS[self.config.name].has_own_correction:
+            return None
+        return off_policy_weights(tokens.gap_NT, tokens.inputs.mask_NT, self.config)
+
+    def _kl(self, token_logprobs: torch.Tensor, tokens: _Tokens, batch: Mapping[str, torch.Tensor]) -> KlTerm:
+        mask_NT = tokens.inputs.mask_NT
+        is_usable_NT = mask_NT & ~(token_logprobs.detach().isinf() | batch[REFERENCE].isinf())
+        log_ratio_NT = torch.where(is_usable_NT, batch[REFERENCE] - token_logprobs, 0.0)
+        sampler_NT = token_logprobs.detach()
+        if self.config.use_on_policy_kl_approximation:
+            sampler_NT = batch[GENERATION]
+        is_known_NT = is_usable_NT & sampler_NT.isfinite()
+        log_importance_NT = torch.where(is_known_NT, token_logprobs - sampler_NT, 0.0)
+        return kl_term(log_ratio_NT, log_importance_NT, self.config)
+
+
+def _share_metrics(tokens: _Tokens, found: TermOutput, correction: Correction | None) -> dict[str, Reduction]:
+    """What bounds did: clipped, masked, truncated, clamped; and the weights of the correction."""
+    weight_NT = tokens.weight_NT
+    masked_NT = torch.zeros_like(tokens.inputs.mask_NT)
+    if found.is_masked_NT is not None:
+        masked_NT = masked_NT | found.is_masked_NT
+    if correction is not None:
+        masked_NT = masked_NT | correction.is_masked_NT
+    metrics: dict[str, Reduction] = {
+        "clip_fraction": weighted_mean(found.is_clipped_NT.float(), weight_NT),
+        "masked_share": weighted_mean(masked_NT.float(), weight_NT),
+        "ratio_clamped_tokens": Sum(total(weight_NT[tokens.is_bounded_NT])),
+        "nonfinite_tokens": Sum(total(weight_NT[tokens.is_not_finite_NT])),
+    }
+    if correction is not None:
+        used_NT = correction.weight_NT
+        metrics["sampling_importance_ratio"] = weighted_mean(used_NT, weight_NT)
+        metrics |= extremes("sampling_importance_ratio", used_NT[weight_NT > 0])
+        metrics["truncated_share"] = weighted_mean(correction.is_truncated_NT.float(), weight_NT)
+    return metrics
