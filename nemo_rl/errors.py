@@ -25,6 +25,7 @@ NemoRLError
 |   `-- DataPlaneClosed       the client, its ledger or its backend has ended
 `-- WorkerError               a worker failed: rank, stage and text of the first cause
     |-- CollectiveTimeout     a collective did not finish in time
+    |-- RefitMismatch         an engine does not sample from the weights that it was sent
     `-- WorkerLost            the process of a worker has died, or does not answer
         `-- WorkerLate        it does not answer in time (a CollectiveTimeout as well)
 
@@ -57,6 +58,7 @@ __all__ = [
     "PayloadLost",
     "PreflightError",
     "RecordingError",
+    "RefitMismatch",
     "ResourceError",
     "RewardError",
     "RunFolderError",
@@ -232,6 +234,10 @@ class WorkerError(NemoRLError):
 
 class CollectiveTimeout(WorkerError):
     """A collective did not finish in time: a peer has died or left the order of calls."""
+
+
+class RefitMismatch(WorkerError):
+    """The receipt of a refit failed; the text names engine, weight or difference, and version."""
 
 
 class WorkerLost(WorkerError):

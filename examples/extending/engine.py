@@ -38,8 +38,9 @@ class PlainEngine(ModuleRefitTarget, GenerationInterface):
 
     @torch.no_grad()
     def generate(self, request: GenerationRequest) -> GenerationOutput:
+        given = request.forced or (None,) * len(request.seeds)
         rows = [
-            self._sample(request.prompt_ids[row // request.group_size], seed, request)
+            self._sample(request.prompt_ids[row // request.group_size], seed, request, given[row])
             for row, seed in enumerate(request.seeds)
         ]
         return GenerationOutput(
@@ -51,19 +52,18 @@ class PlainEngine(ModuleRefitTarget, GenerationInterface):
         )
 
     def _sample(
-        self, prompt: tuple[int, ...], seed: int, request: GenerationRequest
+        self, prompt: tuple[int, ...], seed: int, request: GenerationRequest, given: tuple[int, ...] | None
     ) -> tuple[list[int], list[float], bool]:
-        """Tokens, their log-probabilities, and whether the length limit ended them."""
+        """Tokens, drawn or given, their log-probabilities, and whether the length limit ended them."""
         sampling, random = request.sampling, torch.Generator().manual_seed(seed)
         tokens: list[int] = []
         logprobs: list[float] = []
-        for _ in range(sampling.max_new_tokens):
+        for place in range(sampling.max_new_tokens if given is None else len(given)):
             logits = self._model(torch.tensor([[*prompt, *tokens]])).logits[0, -1].float()
             # Temperature 0 is greedy: the log-probability is then that of the unchanged distribution.
             scores = (logits / (sampling.temperature or 1.0)).log_softmax(-1)
-            token = int(
-                torch.multinomial(scores.exp(), 1, generator=random) if sampling.temperature else scores.argmax()
-            )
+            drawn = torch.multinomial(scores.exp(), 1, generator=random) if sampling.temperature else scores.argmax()
+            token = int(drawn) if given is None else given[place]
             tokens.append(token)
             logprobs.append(float(scores[token]))
             if token in sampling.stop_token_ids:

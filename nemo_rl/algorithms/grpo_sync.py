@@ -218,12 +218,19 @@ class SyncGRPOTrainer:
         if parts.resume_from is not None:
             self._resume(parts.resume_from)
         parts.weight_sync.sync(self._step)
+        self._tell_tolerance()
         if config.data.validation is not None and config.grpo.val_at_start and parts.resume_from is None:
             result = self._validate()
             self._first_val_reward = result.reward
             parts.logger.log_metrics(result.metrics(), step=0)
             parts.panel.validation(0, result.reward, measure=config.env.measure)
         self._timer.reset()
+
+    def _tell_tolerance(self) -> None:
+        """What the first receipt has measured."""
+        report = self._parts.weight_sync.report
+        if report is not None and report.receipt is not None:
+            self._parts.panel.note(report.receipt.tolerance_text())
 
     def _check_time(self) -> None:
         """A job that is requeued at its limit would start for ever."""
@@ -306,6 +313,7 @@ class SyncGRPOTrainer:
             num_engines=None if engines is None else int(engines),
             all_engines=self._config.policy.generation.num_replicas,
             engine_speeds=engine_speeds(metrics),
+            refit=None if self._parts.weight_sync.report is None else self._parts.weight_sync.report.text(),
             tokens_per_s=step.num_tokens / step.seconds,
             stage_seconds=dict(stage_seconds),
             stage_bytes=dict(stage_bytes),

@@ -56,7 +56,7 @@ from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.policy.tracing.tracing import TraceSpec
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
 from nemo_rl.models.weight_sync.base import RefitParties
-from nemo_rl.models.weight_sync.factory import build_weight_sync
+from nemo_rl.models.weight_sync.factory import build_weight_sync, receipt_spec
 from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager
 from nemo_rl.utils.files import write_text
 from nemo_rl.utils.flops import TransformerShape, sequence_cost
@@ -151,6 +151,7 @@ def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | Non
             buffer_ratio=config.policy.generation.refit_buffer_ratio,
             delta_full_every=config.policy.generation.refit_delta.period,
             on_new_engines=rollout.use_engines,
+            receipt=receipt_spec(config.policy, model_config.to_dict()),
         )
         yield TrainerParts(
             config=config,

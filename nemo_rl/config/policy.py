@@ -18,6 +18,7 @@ from nemo_rl.config.base import EnvVars, Options, Section, Text
 from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.parallel import ParallelSizes
 from nemo_rl.config.parts import ENGINES
+from nemo_rl.config.receipt import ReceiptConfig
 from nemo_rl.config.router_replay import RouterReplayConfig
 from nemo_rl.config.tracer import TracerSwitches
 from nemo_rl.config.vllm import VllmConfig
@@ -240,6 +241,7 @@ class GenerationConfig(Section):
     refit_buffer_ratio: Probability = 0.3
     """Most of the free memory (of the GPU with `ipc`, else RAM) that one bucket of weights takes in a refit."""
     refit_delta: RefitDeltaConfig = Field(default_factory=RefitDeltaConfig)
+    receipt: ReceiptConfig = Field(default_factory=ReceiptConfig)
 
 
 class PolicyConfig(Section):

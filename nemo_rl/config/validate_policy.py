@@ -103,6 +103,17 @@ def rule_cpu_offload_needs_a_gpu(config: MasterConfig) -> list[str]:
     return []
 
 
+# ---- generation
+
+
+def rule_receipt_keys_need_receipts(config: MasterConfig) -> list[str]:
+    receipt, prefix = config.policy.generation.receipt, "policy.generation.receipt"
+    if receipt.enabled:
+        return []
+    names, switch = _keys_besides_the_switch(receipt), f"{prefix}.enabled"
+    return would_be_ignored(receipt, prefix, names, switch=switch, because=f"{switch} is false")
+
+
 # ---- batches
 
 

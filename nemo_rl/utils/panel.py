@@ -52,6 +52,8 @@ class StepReport:
     """With which the run has started."""
     engine_speeds: Mapping[int, float] = field(default_factory=dict)
     """Tokens per second of each engine that sampled, while it did, by its number."""
+    refit: str | None = None
+    """How the refit went, in a few words: milliseconds, bytes, receipt."""
     tokens_per_s: float = 0.0
     stage_seconds: Mapping[str, float] = field(default_factory=dict)
     stage_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -188,7 +190,8 @@ def step_line(report: StepReport, times: Sequence[str] = ()) -> str:
     parts += [f"{name} {text}" for name, text in _optional_numbers(report)]
     parts += [f"{report.tokens_per_s:.0f} tokens/s", *times]
     stages = " ".join(f"{name} {_stage_text(report, name)}" for name in _stage_names(report))
-    return "  ".join(parts) + (f"  | {stages}" if stages else "")
+    moved = f"  | refit {report.refit}" if report.refit else ""
+    return "  ".join(parts) + (f"  | {stages}" if stages else "") + moved
 
 
 def final_lines(
@@ -275,6 +278,7 @@ def _draw(report: StepReport | None, rewards: Sequence[float], times: _Times, *,
             *([_wrapped(engines)] if (engines := _engines(report)) else []),
             Text(label + _curve(rewards)[-room:] if room else label.strip()),
             _stage_table(report),
+            *([Text(f"refit {report.refit}")] if report.refit else []),
         ]
     title = f"step {report.step} of {report.num_steps}" if report is not None else "starting"
     return RichPanel(Group(*parts), title=title, expand=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -53,15 +53,21 @@ class EngineChild:
 
 
 @contextmanager
-def vllm_child(policy: PolicyConfig, *, refused: Sequence[PolicyConfig] = ()) -> Iterator[EngineChild]:
+def vllm_child(
+    policy: PolicyConfig,
+    *,
+    refused: Sequence[PolicyConfig] = (),
+    build: Callable[[EngineSpec], object] = build_vllm_worker,
+) -> Iterator[EngineChild]:
     """One vLLM worker, from its start to its end; nothing of it is left.
 
     Args:
+        build: makes the worker over there.
         refused: tried first in the same process, which has imported vLLM only once then.
     """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(there, policy, tuple(refused)), daemon=False)
+    process = context.Process(target=_serve, args=(there, policy, tuple(refused), build), daemon=False)
     process.start()
     there.close()
     child = EngineChild(here)
@@ -77,12 +83,17 @@ def vllm_child(policy: PolicyConfig, *, refused: Sequence[PolicyConfig] = ()) ->
             process.join()
 
 
-def _serve(line: Connection, policy: PolicyConfig, refused: Sequence[PolicyConfig]) -> None:
+def _serve(
+    line: Connection,
+    policy: PolicyConfig,
+    refused: Sequence[PolicyConfig],
+    build: Callable[[EngineSpec], object],
+) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     for each in refused:
         line.send((True, _refusal(each)))
     try:
-        worker = build_vllm_worker(EngineSpec(policy=policy))
+        worker = build(EngineSpec(policy=policy))
         line.send((True, None))
     except Exception as error:  # noqa: BLE001 - raised on the other side
         line.send((False, to_record(error)))

@@ -103,6 +103,8 @@ class GenerationOutput:
     """Version of the weights that produced a row: one number for all rows, or one per row."""
     routes: RecordedRoutes | None = None
     """Of prompts and responses; None unless the request asks for them."""
+    cached_tokens: torch.Tensor | None = None
+    """`[N]` int64, tokens of the prompt that a prefix cache had; None where there is no such cache."""
     metrics: Mapping[str, Reduction] = field(default_factory=dict)
     """What the engine tells of its work; a run logs it under `rollout/`."""
 

@@ -22,6 +22,8 @@ from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.buckets import MAX_BUCKET_BYTES, RefitPlan, bucket_bytes
 from nemo_rl.models.weight_sync.delta_schedule import DeltaSchedule
 from nemo_rl.models.weight_sync.report import RefitReport
+from nemo_rl.models.weight_sync.receipt.receipts import Receipts
+from nemo_rl.models.weight_sync.receipt.records import ReceiptSpec
 from nemo_rl.models.weight_sync.target import RefitTarget
 
 __all__ = ["RefitParties", "WeightSync"]
@@ -50,6 +52,8 @@ class RefitParties:
     """Of so many refits one is whole, the others send what has changed; None: all are whole."""
     on_new_engines: Callable[[WorkerFleet], None] | None = None
     """Told when engines were replaced, before anybody samples from them."""
+    receipt: ReceiptSpec | None = None
+    """How each refit is proved; None: not at all."""
 
     def run_policy(self, request: Request[_T], *, ranks: Sequence[int] | None = None) -> list[_T]:
         return self.policy.run(Call(request=request, stage=STAGE, timeout_s=self.timeout_s, ranks=ranks))
@@ -70,6 +74,7 @@ class WeightSync(ABC):
         self._version = -1
         self._report: RefitReport | None = None
         self._deltas = None if parties.delta_full_every is None else DeltaSchedule(parties.delta_full_every)
+        self._receipts = None if parties.receipt is None else Receipts(parties, parties.receipt)
 
     @property
     def version(self) -> int:
@@ -82,10 +87,11 @@ class WeightSync(ABC):
         return self._report
 
     def sync(self, version: int) -> None:
-        """Moves all weights, and checks that every engine answers with `version`.
+        """Moves all weights, and checks that every engine answers with `version`, and samples from them.
 
         Raises:
             WorkerError: an engine could not load the weights, or holds another version.
+            RefitMismatch: an engine does not sample from them.
         """
         started, parties = time.monotonic(), self._parties
         before, self._version = self._version, -1
@@ -96,16 +102,21 @@ class WeightSync(ABC):
         self._move(plan)
         held = parties.run_engines(ask(RefitTarget.finish_refit, version=version))
         sent = parties.run_policy(ask(PolicyWorker.end_refit))[0]
+        if self._receipts is not None:
+            self._receipts.open(has_new_engines=bool(replaced))
         parties.run_policy(ask(PolicyWorker.offload_after_refit))
         wrong = {engine: got for engine, got in held.items() if got != version}
         if wrong:
             raise WorkerError(f"expected weight version {version} in every engine, got {wrong}", stage=STAGE)
-        self._version = version
         parties.run_engines(ask(GenerationInterface.prepare_for_generation))
+        receipt = None if self._receipts is None else self._receipts.close(version)
+        self._version = version
         if replaced and parties.on_new_engines is not None:
             parties.on_new_engines(parties.engines)
-        seconds = time.monotonic() - started
-        self._report = RefitReport(version=version, ms=1e3 * seconds, bytes_dense=plan.num_bytes, bytes_sent=sent)
+        seconds = time.monotonic() - started - (0.0 if receipt is None else receipt.seconds)
+        self._report = RefitReport(
+            version=version, ms=1e3 * seconds, bytes_dense=plan.num_bytes, bytes_sent=sent, receipt=receipt
+        )
         logger.info(
             "refit to version %d: %.1f of %.1f MiB in %d buckets by %s, %.2f s",
             version,

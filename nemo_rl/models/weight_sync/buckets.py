@@ -28,6 +28,7 @@ __all__ = [
     "bucket_bytes",
     "flat_bytes",
     "free_bytes",
+    "in_dtypes",
     "match_slots",
 ]
 
@@ -160,6 +161,12 @@ def match_slots(
         for name, target in zip(offered, targets, strict=True)
     )
     return slots, targets
+
+
+def in_dtypes(plan: RefitPlan, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights in the dtypes of the plan; those that it does not name as they are."""
+    dtypes = {slot.name: getattr(torch, slot.dtype) for slot in plan.slots}
+    return ((name, weight.to(dtypes.get(name, weight.dtype))) for name, weight in weights)
 
 
 class BucketFiller:

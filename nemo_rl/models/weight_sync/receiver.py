@@ -41,6 +41,8 @@ class RefitReceiver:
         self._buffer_bytes = 0
         self._shared: torch.Tensor | None = None
         self._group: RefitGroup | None = None
+        self.tied_names: Mapping[str, str] = {}
+        """Name of a weight that is not sent -> the sent one that it was tied to in `match`."""
 
     def match(self, offered: Mapping[str, tuple[int, ...]]) -> tuple[WeightSlot, ...]:
         """The policy's weights in this engine's dtypes.
@@ -48,7 +50,12 @@ class RefitReceiver:
         Raises:
             ValueError: a name is unknown or missing, or has another shape.
         """
-        slots, self._targets = match_slots(offered, self._model.state_dict(keep_vars=True))
+        state = self._model.state_dict(keep_vars=True)
+        slots, self._targets = match_slots(offered, state)
+        sent: dict[int, str] = {}
+        for name in offered:
+            sent.setdefault(id(state[name]), name)
+        self.tied_names = {name: sent[id(weight)] for name, weight in state.items() if name not in offered}
         return slots
 
     def begin(self, plan: RefitPlan, handle: IpcHandle | None = None) -> None:

@@ -2,7 +2,7 @@
 
 Calls of one refit, in order: `report_device_id` and `refit_free_bytes` (once, to choose a transport), `match_refit`,
 `delta_base` (only with `policy.generation.refit_delta`), `begin_refit`, then `load_bucket` for each bucket or
-`receive_weights` for all of them, `finish_refit`.
+`receive_weights` for all of them, `finish_refit`, `answer_receipt`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,12 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.weight_sync.buckets import RefitPlan, WeightSlot, free_bytes
 from nemo_rl.models.weight_sync.ipc_handle import IpcHandle, device_id
+from nemo_rl.models.weight_sync.receipt.fingerprint import fingerprints
+from nemo_rl.models.weight_sync.receipt.probe import Probe
+from nemo_rl.models.weight_sync.receipt.records import Answer
 from nemo_rl.models.weight_sync.receiver import RefitReceiver
 from nemo_rl.models.weight_sync.refit_group import RefitGroupSpec
 
@@ -63,6 +67,35 @@ class RefitTarget(ABC):
     @abstractmethod
     def finish_refit(self, *, version: int) -> int:
         """All weights have come; returns the version now in use."""
+
+    @abstractmethod
+    def fingerprints(self) -> Mapping[str, str]:
+        """Name -> fingerprint (`receipt.fingerprint`) of each weight as it lies here, or was handed on last."""
+
+    @property
+    def tied_names(self) -> Mapping[str, str]:
+        """Name of a weight that is not sent -> the sent one that it is tied to, as `match_refit` found them."""
+        return {}
+
+    def answer_receipt(self, probe: Probe | None) -> Answer:
+        """What this engine holds, and how it scores the probe on its decode path.
+
+        Args:
+            probe: None: fingerprints alone.
+        """
+        assert isinstance(self, GenerationInterface), "an engine generates"
+        held, tied = self.fingerprints(), self.tied_names
+        if probe is None:
+            return Answer(fingerprints=held, aliases=tied, version=self.weight_version)
+        output = self.generate(probe.request())
+        return Answer(
+            fingerprints=held,
+            aliases=tied,
+            version=max(output.row_versions),
+            token_ids=tuple(output.token_ids.tolist()),
+            logprobs=tuple(output.logprobs.tolist()),
+            cached_tokens=() if output.cached_tokens is None else tuple(output.cached_tokens.tolist()),
+        )
 
 
 class ModuleRefitTarget(RefitTarget):
@@ -113,6 +146,13 @@ class ModuleRefitTarget(RefitTarget):
         self._refit().finish()
         self.hold_version(version)
         return version
+
+    def fingerprints(self) -> Mapping[str, str]:
+        return fingerprints(self.refit_module.state_dict(keep_vars=True).items())
+
+    @property
+    def tied_names(self) -> Mapping[str, str]:
+        return self._refit().tied_names
 
     def leave_refit(self) -> None:
         """For `shutdown`. Idempotent."""

@@ -52,6 +52,12 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
     "rule_cpu_offload_needs_a_gpu": [
         (("policy.dtensor_cfg.cpu_offload=true",), "policy.dtensor_cfg.cpu_offload: True")
     ],
+    "rule_receipt_keys_need_receipts": [
+        (
+            ("policy.generation.receipt.enabled=false", "policy.generation.receipt.every=2"),
+            "policy.generation.receipt.every: 2 would be ignored, because policy.generation.receipt.enabled is false",
+        )
+    ],
     "rule_logprob_microbatches_are_not_smaller": [
         (
             ("policy.dynamic_batching.enabled=true", "policy.dynamic_batching.logprob_mb_tokens=100"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -26,6 +27,13 @@ def test_blocks_are_the_request_in_order_and_groups_are_whole(seed):
     assert tuple(prompt for block in blocks for prompt in block.prompt_ids) == asked.prompt_ids
     assert tuple(seed for block in blocks for seed in block.seeds) == asked.seeds
     assert all(block.prompt_ids and block.group_size == asked.group_size for block in blocks)
+
+
+def test_blocks_keep_the_responses_of_their_rows():
+    asked = request_of([10] * 64, group=2)
+    asked = replace(asked, forced=tuple((seed,) for seed in asked.seeds))
+    blocks = cut_request(asked, num_engines=2, batch_rows=4)
+    assert len(blocks) > 1 and all(block.forced == tuple((seed,) for seed in block.seeds) for block in blocks)
 
 
 def test_one_engine_gets_everything_and_an_empty_request_stays_one():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -63,6 +64,23 @@ def test_logprobs_equal_a_recomputation_without_cache(changes: dict[str, object]
                 0, len(prompt) :
             ]
         torch.testing.assert_close(values, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0.7, "top_k": 20}], ids=["plain", "filtered"])
+def test_given_responses_have_the_log_probabilities_of_drawn_ones(changes: dict[str, object]) -> None:
+    request = _request(**changes)
+    drawn = _engine().generate(request)
+    responses = tuple(tuple(tokens) for tokens, _ in _rows(drawn))
+    given = _engine().generate(replace(request, seeds=tuple(reversed(request.seeds)), forced=responses))
+    assert torch.equal(given.token_ids, drawn.token_ids) and torch.equal(given.logprobs, drawn.logprobs)
+
+
+def test_given_responses_must_fit_their_rows() -> None:
+    request = _request()
+    with pytest.raises(ValueError, match="expected a forced response for each"):
+        _engine().generate(replace(request, forced=((1,),)))
+    with pytest.raises(ValueError, match="forced tokens, got 0"):
+        _engine().generate(replace(request, forced=((),) * len(request.seeds)))
 
 
 def test_a_row_depends_on_its_seed_and_prompt_and_not_on_the_batch() -> None:

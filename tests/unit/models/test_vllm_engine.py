@@ -189,15 +189,15 @@ def test_buckets_that_cut_weights_anywhere_bring_the_same_weights(engine: Engine
     asked = _request(_prompts(4, shared=10))
     model = _load(engine, 1)
     expected = engine("generate", request=asked)
-    digests = engine("weights_digest")
+    digests = engine("fingerprints")
     _load(engine, 0)
-    assert engine("weights_digest") != digests and engine("weights_digest").keys() == digests.keys()
+    assert engine("fingerprints") != digests and engine("fingerprints").keys() == digests.keys()
     plan = _refit(engine, model, bucket_bytes=10_007)
     assert len(plan.buckets()) > 10
     assert engine("finish_refit", version=9) == 9
     output = engine("generate", request=asked)
     assert torch.equal(output.logprobs, expected.logprobs) and output.weight_version == 9
-    assert engine("weights_digest") == digests
+    assert engine("fingerprints") == digests
 
 
 def test_what_has_changed_makes_the_weights_that_a_whole_refit_makes(engine: EngineChild) -> None:

@@ -26,13 +26,10 @@ from nemo_rl.models.generation.vllm.weights import VllmWeights, expected_weights
 from nemo_rl.models.hf_routers import HFRouters
 from nemo_rl.models.weight_sync.buckets import match_slots
 from nemo_rl.routes.shape import RouteShape
-from nemo_rl.utils.metrics import Sum
 
 __all__ = ["VllmEngine"]
 
 STAGE = "generation"
-CACHED = "cached_tokens"
-"""Metric: tokens of prompts that were not computed, because the prefix cache had them."""
 STOPPED, CUT = "stop", "length"
 """How a row may end: at a stop token or string, or at its limit."""
 
@@ -101,7 +98,7 @@ class VllmEngine(GenerationInterface):
             truncated=torch.tensor([output.finish_reason == CUT for output in outputs], dtype=torch.bool),
             weight_version=self._weight_version,
             routes=None if shape is None else join_routes([output.routed_experts for output in outputs], shape),
-            metrics={CACHED: Sum(float(sum(each.num_cached_tokens or 0 for each in found)))},
+            cached_tokens=torch.tensor([each.num_cached_tokens or 0 for each in found], dtype=torch.int64),
         )
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:
@@ -137,10 +134,6 @@ class VllmEngine(GenerationInterface):
             self._broken = f"vLLM could not load version {version}: {type(error).__name__}: {shorten(str(error))}"
             raise
         self._weight_version, self._broken = version, None
-
-    def weights_digest(self) -> dict[str, str]:
-        """Hugging Face name -> hash of dtype, shape and bytes of each weight that vLLM was given last."""
-        return dict(self._weights.digest())
 
     def counters(self) -> dict[str, float]:
         """vLLM's own counts since its start, such as `vllm:num_preemptions`; it counts with `disable_log_stats: false`
@@ -181,11 +174,12 @@ class VllmEngine(GenerationInterface):
         if not self._engine().reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache: requests of it are still running")
 
-    def _hand(self, method: str, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def _hand(self, method: str, named: Sequence[tuple[str, torch.Tensor]]) -> Sequence[object]:
         payload: list[object] = []
         if named:
             payload = [list(named) if self._is_alone else pack(list(named))]
-        self._engine().collective_rpc(method, args=tuple(payload))
+        found: list[object] = self._engine().collective_rpc(method, args=tuple(payload))
+        return found
 
     def _engine(self) -> vllm.LLM:
         if self._llm is None:

@@ -18,6 +18,7 @@ from vllm.platforms import current_platform
 
 from nemo_rl.models.generation.vllm.forcing import force_rows
 from nemo_rl.models.generation.vllm.seeding import draw_by_position
+from nemo_rl.models.weight_sync.receipt.fingerprint import Fingerprints
 
 __all__ = ["RefitExtension", "pack"]
 
@@ -35,6 +36,7 @@ class RefitExtension:
     vllm_config: Any
     use_v2_model_runner: bool
     is_reloading = False
+    loaded = Fingerprints()
 
     def prepare_rows(self, forced: str) -> None:
         """Called once, before the first request. vLLM's second model runner draws by seed and position, and replays
@@ -58,7 +60,7 @@ class RefitExtension:
             for module in model.modules():
                 if isinstance(module, RoutedExperts):
                     module.quant_method.moe_kernel = None
-        self.is_reloading = True
+        self.is_reloading, self.loaded = True, Fingerprints()
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
 
@@ -67,13 +69,17 @@ class RefitExtension:
         if isinstance(named, bytes):
             named = list(load(named).items())
         with set_current_vllm_config(self.vllm_config):
-            self.model_runner.get_model().load_weights(iter(named))
+            self.model_runner.get_model().load_weights(self.loaded.passing(named))
 
     def finish_weights(self) -> None:
         """All have come."""
         self._finalize(self.model_runner.get_model())
         self.is_reloading = False
         self.model_runner.reset_encoder_cache()
+
+    def loaded_fingerprints(self) -> dict[str, str]:
+        """Name in files -> fingerprint of what the model's loaders were given since `begin_weights`."""
+        return self.loaded.result()
 
     def _finalize(self, model: torch.nn.Module) -> None:
         with set_current_vllm_config(self.vllm_config):

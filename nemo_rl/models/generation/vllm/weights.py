@@ -1,28 +1,27 @@
 """`VllmWeights`: new weights for a running vLLM, one by one, by the names of the Hugging Face model.
 
 Used by `VllmEngine` and its refit. vLLM fuses and packs what it is given, so its own tensors cannot be compared with
-anybody's: `digest` is of what was handed over. Invariant: after `begin` and before `finish` returns, the engine holds
-no weights that may be sampled from.
+anybody's: `fingerprints` are of what came, and of what vLLM's loaders were given. Invariant: after `begin` and before
+`finish` returns, the engine holds no weights that may be sampled from.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
+from nemo_rl.errors import name_some
 from nemo_rl.models.hf_files import as_stored, expert_names
 from nemo_rl.models.loading import DTYPES, load_model_config, model_without_weights
+from nemo_rl.models.weight_sync.receipt.fingerprint import Fingerprints
 
 __all__ = ["Hand", "VllmWeights", "expected_weights"]
 
-DIGEST_BYTES = 16
-
-Hand = Callable[[str, Sequence[tuple[str, torch.Tensor]]], None]
-"""(method of `RefitExtension`, weights under the names of the model's files) -> calls it in every worker."""
+Hand = Callable[[str, Sequence[tuple[str, torch.Tensor]]], Sequence[object]]
+"""(method of `RefitExtension`, weights under the names of the model's files) -> what it returns in every worker."""
 
 
 def expected_weights(folder: str | Path, *, precision: str) -> PreTrainedModel:
@@ -44,22 +43,28 @@ class VllmWeights:
         state = model.state_dict(keep_vars=True)
         self._first = {name: names.setdefault(id(weight), name) for name, weight in state.items()}
         """Of the names that a tied weight has, the one that vLLM is told."""
-        self._digest: dict[str, str] = {}
+        self._fingerprints, self._parts = Fingerprints(), Fingerprints()
+        self._files: dict[str, tuple[str, ...]] = {}
+        """Names in files of each weight that was handed over."""
         self._taken: set[str] = set()
 
     def begin(self) -> None:
         """New weights follow."""
         self._taken = set()
-        self._digest = {}
+        self._fingerprints, self._parts, self._files = Fingerprints(), Fingerprints(), {}
         self._hand("begin_weights", ())
 
     def take(self, name: str, weight: torch.Tensor) -> None:
         """One of them, in the engine's dtype; it must not change from here on."""
-        self._digest[name] = _digest(weight)
+        self._fingerprints.add(name, weight)
         first = self._first[name]
         if first not in self._taken:
             self._taken.add(first)
-            self._hand("take_weights", list(as_stored(first, weight, self._file_names)))
+            stored = list(as_stored(first, weight, self._file_names))
+            self._files[first] = tuple(file_name for file_name, _ in stored)
+            for file_name, part in stored:
+                self._parts.add(file_name, part)
+            self._hand("take_weights", stored)
 
     def finish(self) -> None:
         """vLLM computes with them from here on.
@@ -72,14 +77,16 @@ class VllmWeights:
             raise RuntimeError(f"{len(missing)} weights did not come, first {min(missing)!r}")
         self._hand("finish_weights", ())
 
-    def digest(self) -> Mapping[str, str]:
-        """Name -> hash of dtype, shape and bytes of what was handed over last."""
-        return dict(self._digest)
-
-
-def _digest(weight: torch.Tensor) -> str:
-    plain = weight.detach().cpu().contiguous()
-    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    digest.update(f"{str(plain.dtype).removeprefix('torch.')} {list(plain.shape)}\n".encode())
-    digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    def fingerprints(self) -> Mapping[str, str]:
+        """Name -> fingerprint of what came last; of what vLLM loaded in its place, where that is something else."""
+        handed, found = self._parts.result(), self._fingerprints.result()
+        for loaded in self._hand("loaded_fingerprints", ()):
+            assert isinstance(loaded, Mapping), "the workers answer by name"
+            for name in found:
+                files = self._files.get(self._first[name], ())
+                wrong = [file for file in files if loaded.get(file) != handed[file]]
+                if wrong:
+                    is_whole = len(files) == 1
+                    got = loaded.get(wrong[0], "nothing")
+                    found[name] = got if is_whole else f"{got} in vLLM as {name_some(wrong)}"
+        return found

@@ -64,6 +64,9 @@ class VllmWorker(RefitTarget, VllmEngine):
         self.finish_weights(version)
         return version
 
+    def fingerprints(self) -> Mapping[str, str]:
+        return self._weights.fingerprints()
+
     def shutdown(self) -> None:
         self._receiver.close()
         super().shutdown()

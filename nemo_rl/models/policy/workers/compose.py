@@ -127,7 +127,9 @@ def compose_parts(
         passes=Passes(config, here, engine, life, replay, Onlookers(taps, (recording, tracing))),
         recording=recording,
         tracing=tracing,
-        refit=RefitSource(engine, life, device_side, rank=here.rank),
+        refit=RefitSource(
+            engine, life, device_side, rank=here.rank, takes_fingerprints=config.generation.receipt.enabled
+        ),
         saving=saving,
         owns_group=owns_group,
     )

@@ -149,6 +149,14 @@ class Passes:
         with self._replay.replaying(WorkerPass.PREV_LOGPROBS, batch, plan, shape, routes) as pass_routes:
             return self._logprobs(batch, plan, pass_routes, phase)
 
+    def score(self, batch: BatchedDataDict) -> torch.Tensor:
+        """(collective) `[N, T]` as `get_logprobs`, under the model's own distribution; nobody looks on.
+
+        All rows run at once, and the routers choose for themselves.
+        """
+        self._life.require("score", WorkerState.TRAINING, WorkerState.LOGPROBS, WorkerState.REFIT)
+        return self._logprobs(batch, self._inference_plan(batch, batch.size), OWN_ROUTES, None, sampling=Sampling())
+
     def record_routes(self, batch: BatchedDataDict, *, plan: PackPlan | None = None) -> RecordedRoutes:
         """(collective) Log-probabilities as `get_logprobs`, and the routes that the routers chose for themselves.
 
@@ -163,7 +171,13 @@ class Passes:
         return RecordedRoutes(logprobs_NT=logprobs_NT, routes_NTLK=routes_NTLK)
 
     def _logprobs(
-        self, batch: BatchedDataDict, plan: PackPlan, routes: PassRoutes, phase: WorkerPass | None
+        self,
+        batch: BatchedDataDict,
+        plan: PackPlan,
+        routes: PassRoutes,
+        phase: WorkerPass | None,
+        *,
+        sampling: Sampling | None = None,
     ) -> torch.Tensor:
         microbatches = [rows for step in steps_of(plan, num_rows=batch.size) for rows in step]
         check_same_plan([len(microbatches)], device=self._here.device)
@@ -174,7 +188,7 @@ class Passes:
             select_NT = torch.ones_like(batch.tensor("input_ids"), dtype=torch.bool)
         onlookers = self._onlookers if phase is not None else NO_ONLOOKERS
         with onlookers.phase(phase or WorkerPass.PREV_LOGPROBS, batch) as observer:
-            runner = self._engine.runner(self.batch_layout(plan), routes, observer)
+            runner = self._engine.runner(self.batch_layout(plan, sampling), routes, observer)
             return runner.logprobs(batch, microbatches, select_NT).cpu()
 
     def get_reference_policy_logprobs(
@@ -199,8 +213,12 @@ class Passes:
         )
         return values.cpu(), ids.cpu()
 
-    def batch_layout(self, plan: PackPlan) -> BatchForm:
-        """How rows of a plan become forward passes."""
+    def batch_layout(self, plan: PackPlan, sampling: Sampling | None = None) -> BatchForm:
+        """How rows of a plan become forward passes.
+
+        Args:
+            sampling: None takes that of the rollouts.
+        """
         generation, multiple = self._config.generation, self._config.make_sequence_length_divisible_by
         return BatchForm(
             is_packed=plan.packed,
@@ -208,9 +226,8 @@ class Passes:
                 self._here.layout, rank=self._here.rank, context=self._engine.context, configured_multiple=multiple
             ),
             # Greedy rollouts have no distribution of their own; the model's is taken.
-            sampling=Sampling(
-                temperature=generation.temperature or 1.0, top_k=generation.top_k, top_p=generation.top_p
-            ),
+            sampling=sampling
+            or Sampling(temperature=generation.temperature or 1.0, top_k=generation.top_k, top_p=generation.top_p),
         )
 
     # Private parts.

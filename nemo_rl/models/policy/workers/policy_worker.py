@@ -17,6 +17,7 @@ order.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ from nemo_rl.models.policy.workers.refit_source import RefitSource
 from nemo_rl.models.policy.workers.saving import Saving
 from nemo_rl.models.weight_sync.buckets import RefitPlan
 from nemo_rl.models.weight_sync.ipc_handle import IpcHandle
+from nemo_rl.models.weight_sync.receipt.probe import Probe
+from nemo_rl.models.weight_sync.receipt.records import Sent
 from nemo_rl.models.weight_sync.refit_group import RefitGroupSpec
 from nemo_rl.models.weights_digest import WeightsDigest, digest_weights
 
@@ -206,6 +209,20 @@ class PolicyWorker:
     def end_refit(self) -> int:
         """Frees the buffer; returns the bytes that went through it. Idempotent."""
         return self.refit.end()
+
+    def answer_receipt(self, probe: Probe | None) -> Sent:
+        """(collective) What was sent since `begin_refit`, and how this policy scores the probe.
+
+        Args:
+            probe: None: fingerprints alone.
+        """
+        started, sent, logprobs = time.monotonic(), self.refit.take_fingerprints(), tuple[float, ...]()
+        if probe is not None:
+            batch = probe.batch()
+            scored_NT = self.passes.score(batch)
+            if self.layout.is_writer(self.rank):
+                logprobs = tuple(scored_NT[batch.tensor("token_mask")].tolist())
+        return Sent(fingerprints=sent, logprobs=logprobs, seconds=time.monotonic() - started)
 
     def open_refit_store(self, *, address: str, world_size: int, timeout_s: float) -> int:
         """(rank 0) Opens the store of the refit group; returns its port."""

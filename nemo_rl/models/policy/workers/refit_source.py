@@ -15,19 +15,28 @@ from nemo_rl.models.policy.workers.base import DeviceSide, WorkerState
 from nemo_rl.models.policy.workers.engine import Engine
 from nemo_rl.models.policy.workers.life_cycle import LifeCycle
 from nemo_rl.models.weight_sync import buckets, refit_group
-from nemo_rl.models.weight_sync.buckets import BucketFiller, RefitPlan
+from nemo_rl.models.weight_sync.buckets import BucketFiller, RefitPlan, in_dtypes
 from nemo_rl.models.weight_sync.delta_buckets import DeltaFiller, HeldWeights
 from nemo_rl.models.weight_sync.ipc_handle import IpcHandle
+from nemo_rl.models.weight_sync.receipt.fingerprint import Fingerprints
 from nemo_rl.models.weight_sync.refit_group import RefitGroup, RefitGroupSpec
 
 __all__ = ["RefitSource"]
 
 
 class RefitSource:
-    """The sending side of a refit."""
+    """The sending side of a refit.
 
-    def __init__(self, engine: Engine, life: LifeCycle, device_side: DeviceSide, *, rank: int) -> None:
+    Args:
+        takes_fingerprints: rank 0 takes those of what it sends, for the receipt.
+    """
+
+    def __init__(
+        self, engine: Engine, life: LifeCycle, device_side: DeviceSide, *, rank: int, takes_fingerprints: bool = False
+    ) -> None:
         self._engine, self._life, self._device_side, self._rank = engine, life, device_side, rank
+        self._takes_fingerprints = takes_fingerprints and rank == 0
+        self._fingerprints = Fingerprints()
         self._filler: BucketFiller | None = None
         self._buffer: torch.Tensor | None = None
         self._held = HeldWeights()
@@ -46,6 +55,7 @@ class RefitSource:
             on_device: the buffer is on the worker's device, else on the CPU, where only rank 0 needs one.
         """
         self._life.require("begin_refit", WorkerState.TRAINING, WorkerState.LOGPROBS, WorkerState.REFIT)
+        self._fingerprints = Fingerprints()
         self._buffer = None
         if on_device:
             with self._device_side.plain_segments():
@@ -58,6 +68,9 @@ class RefitSource:
 
     def _filler_of(self, plan: RefitPlan) -> BucketFiller:
         weights = self._engine.whole_weights()
+        if self._takes_fingerprints:
+            # Ahead of the buckets, which the receipt proves as well.
+            weights = self._fingerprints.passing(in_dtypes(plan, weights))
         if plan.delta is not None and self._buffer is not None:
             return DeltaFiller(plan, weights, self._held)
         self._held.forget()
@@ -87,6 +100,11 @@ class RefitSource:
             torch.cuda.ipc_collect()
         self._device_side.release_cache()
         return self._num_bytes
+
+    def take_fingerprints(self) -> dict[str, str]:
+        """Name -> fingerprint of what was sent since `begin`, in the engines' dtypes; rank 0 has them."""
+        taken, self._fingerprints = self._fingerprints, Fingerprints()
+        return taken.result()
 
     def open_store(self, *, address: str, world_size: int, timeout_s: float) -> int:
         """(rank 0) Opens the store of the refit group; returns its port."""

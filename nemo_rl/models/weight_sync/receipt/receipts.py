@@ -1,0 +1,139 @@
+"""`Receipts`: the driver's side of the proof that engines sample from the weights that they were sent.
+
+`WeightSync.sync` opens a receipt when the weights have moved, while the policy still has them ready, and closes it when
+all engines are ready, before anything is sampled. The driver compares small numbers alone: a fingerprint of each
+weight, and log-probabilities of the probe. Invariant: `close` returns only for a refit that was proved.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeVar
+
+from nemo_rl.distributed.calls import Call, Pending, Request, ask
+from nemo_rl.distributed.worker_groups import WorkerGroup
+from nemo_rl.errors import RefitMismatch, WorkerError
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
+from nemo_rl.models.weight_sync.receipt.compare import (
+    behaviour_problems,
+    content_problems,
+    gap,
+    measured,
+    scoring_problems,
+)
+from nemo_rl.models.weight_sync.receipt.probe import Probe
+from nemo_rl.models.weight_sync.receipt.records import Answer, Receipt, ReceiptSpec, Sent, Tolerance
+from nemo_rl.models.weight_sync.target import RefitTarget
+
+__all__ = ["Parties", "Receipts"]
+
+_T = TypeVar("_T")
+
+STAGE = "refit"
+NEXT = (
+    "nothing was sampled from it. Resume from the latest checkpoint; if it happens again, another "
+    "policy.generation.refit_transport or backend tells which part is at fault"
+)
+
+
+class Parties(Protocol):
+    """Who takes part in a refit."""
+
+    @property
+    def policy(self) -> WorkerGroup:
+        """The workers that send weights."""
+
+    @property
+    def timeout_s(self) -> float:
+        """Deadline of each call."""
+
+    def run_engines(self, request: Request[_T]) -> dict[int, _T]:
+        """Results by the number of the engine."""
+
+
+class Receipts:
+    """Takes one receipt per refit."""
+
+    def __init__(self, parties: Parties, spec: ReceiptSpec) -> None:
+        self._parties, self._spec = parties, spec
+        self._num_taken = 0
+        self._before: Mapping[str, str] = {}
+        self._sent: Pending[list[Sent]] = Pending.done([])
+        self._probe: Probe | None = None
+        self.tolerance: Tolerance | None = None
+        """None before the first refit that was proved."""
+
+    def open(self, *, has_new_engines: bool) -> None:
+        """When the weights have moved, while the policy still has them ready: it answers without being waited for.
+
+        The probe is scored when it is its turn, or an engine is new.
+        """
+        is_due = has_new_engines or self._num_taken % self._spec.every == 0
+        self._probe = self._spec.probe if is_due else None
+        request = ask(PolicyWorker.answer_receipt, probe=self._probe)
+        self._sent = self._parties.policy.submit(Call(request=request, stage=STAGE, timeout_s=self._parties.timeout_s))
+
+    def close(self, version: int) -> Receipt:
+        """When all engines are ready: what they hold, and what they compute with it.
+
+        Raises:
+            RefitMismatch: an engine does not sample from these weights; names it, and weights or the difference.
+        """
+        ranks, started = self._sent.result(), time.monotonic()
+        answers = self._parties.run_engines(ask(RefitTarget.answer_receipt, probe=self._probe))
+        sent, logprobs = ranks[0].fingerprints, next((rank.logprobs for rank in ranks if rank.logprobs), None)
+        self._check_content(version, sent, answers)
+        apart = None if logprobs is None else self._check_behaviour(version, logprobs, answers)
+        self._before, self._num_taken = sent, self._num_taken + 1
+        return Receipt(
+            version=version,
+            num_engines=len(answers),
+            num_tensors=len(sent),
+            seconds=max(rank.seconds for rank in ranks) + time.monotonic() - started,
+            gap=None if apart is None else apart.of_policy,
+            replica_gap=None if apart is None else apart.of_replicas,
+            tolerance=self.tolerance,
+            cached_tokens=min(sum(answer.cached_tokens) for answer in answers.values()),
+        )
+
+    def _check_content(self, version: int, sent: Mapping[str, str], answers: Mapping[int, Answer]) -> None:
+        if not sent:
+            raise WorkerError("the policy has no fingerprints of what it sent; expected those of a refit", stage=STAGE)
+        found = {engine: content_problems(sent, self._before, answer) for engine, answer in answers.items()}
+        self._raise(version, {engine: text for engine, text in found.items() if text is not None}, len(answers))
+
+    def _check_behaviour(self, version: int, expected: Sequence[float], answers: Mapping[int, Answer]) -> Tolerance:
+        """The largest differences from the policy, and between engines."""
+        self._raise(version, scoring_problems(answers, version, self._spec.probe), len(answers))
+        first = min(answers)
+        from_policy = {engine: self._gap(answer.logprobs, expected) for engine, answer in answers.items()}
+        from_first = {engine: self._gap(answer.logprobs, answers[first].logprobs) for engine, answer in answers.items()}
+        apart = Tolerance(of_policy=_worst(from_policy), of_replicas=_worst(from_first))
+        limits = self.tolerance or self._first_tolerance(apart)
+        self._raise(version, behaviour_problems(from_policy, from_first, limits, first=first), len(answers))
+        if self.tolerance is None:
+            self.tolerance = limits
+        return apart
+
+    def _gap(self, ours: Sequence[float], theirs: Sequence[float]) -> float:
+        return gap(ours, theirs, self._spec.probe.families, has_experts=self._spec.has_experts)
+
+    def _first_tolerance(self, apart: Tolerance) -> Tolerance:
+        """Of a first sync: what is given, or what it shows, unless that is more than precision explains."""
+        given = self._spec.tolerance
+        if given is not None:
+            return Tolerance(of_policy=given, of_replicas=given)
+        return measured(apart, precision=self._spec.precision)
+
+    @staticmethod
+    def _raise(version: int, problems: Mapping[int, str], num_engines: int) -> None:
+        if problems:
+            said = "; ".join(f"engine {engine} of {num_engines}: {text}" for engine, text in problems.items())
+            raise RefitMismatch(f"weight version {version}: {said}; {NEXT}", stage=STAGE)
+
+
+def _worst(gaps: Mapping[int, float]) -> float:
+    """NaN is the worst."""
+    return max(gaps.values(), key=lambda value: math.inf if math.isnan(value) else value)

@@ -1,0 +1,173 @@
+"""Engines in which faults of a refit can be planted by name, one at a time: what a receipt must find.
+
+A fault is planted behind the fingerprints where the engine has room there: in vLLM between what was handed over and
+what it computes with, in the embedded engine in the weights of its module.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from nemo_rl.models.generation.interfaces import EngineSpec
+from nemo_rl.models.generation.torch_engine.worker import EngineWorker
+from nemo_rl.models.generation.vllm.start import build_vllm_worker
+from nemo_rl.models.weight_sync.buckets import BucketSink, RefitPlan
+from nemo_rl.models.weight_sync.ipc_handle import IpcHandle
+from tests.helpers.families import write_with_tokenizer
+from tests.helpers.kernel_models import COMMON
+
+Named = list[tuple[str, torch.Tensor]]
+LAYER_0, LAYER_1 = "model.layers.0.", "model.layers.1."
+NORM, SQUARE = f"{LAYER_1}post_attention_layernorm.weight", f"{LAYER_1}self_attn.o_proj.weight"
+Q, K = f"{LAYER_0}self_attn.q_proj.weight", f"{LAYER_0}self_attn.k_proj.weight"
+HEAD = "lm_head.weight"
+EXPERTS = f"{LAYER_1}mlp.experts"
+
+
+def receipt_model(*, seed: int = 0) -> PreTrainedModel:
+    """Two like layers with experts, a tied head, as many keys as queries: every fault has a place in it."""
+    torch.manual_seed(seed)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    sizes = {**COMMON, "num_key_value_heads": 2, "num_hidden_layers": 2, "tie_word_embeddings": True}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**sizes, **experts})).eval()
+
+
+def write_receipt_model(folder: Path) -> Path:
+    return write_with_tokenizer(folder, receipt_model())
+
+
+class FaultyWorker(EngineWorker):
+    """The embedded engine; `plant` names the fault of the refits that follow."""
+
+    fault: str | None = None
+
+    def plant(self, fault: str | None) -> None:
+        self.fault = fault
+        model = self._loaded_model()
+        model.lm_head.weight = model.model.embed_tokens.weight
+        self._old = {name: weight.detach().clone() for name, weight in self._state().items()}
+
+    def begin_refit(self, plan: RefitPlan, *, handle: IpcHandle | None = None) -> None:
+        super().begin_refit(plan, handle=handle)
+        if self.fault == "not delivered":
+            self._refit()._sink = _Without(plan, self._refit()._targets, SQUARE)
+
+    def load_bucket(self, bucket: np.ndarray | None = None) -> None:
+        if self.fault != "version without weights":
+            super().load_bucket(bucket)
+
+    @torch.no_grad()
+    def finish_refit(self, *, version: int) -> int:
+        if self.fault == "version without weights":
+            self.hold_version(version)
+            return version
+        held = super().finish_refit(version=version)
+        state = self._state()
+        for name, value in _changed(self.fault, {name: weight.clone() for name, weight in state.items()}, self).items():
+            state[name].copy_(value)
+        if self.fault == "tied head left behind":
+            self._loaded_model().lm_head.weight = torch.nn.Parameter(self._old[HEAD])
+        return held
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        return dict(self._loaded_model().state_dict(keep_vars=True))
+
+
+def _changed(fault: str | None, now: dict[str, torch.Tensor], worker: FaultyWorker) -> dict[str, torch.Tensor]:
+    """What lies in the module in place of what came."""
+    if fault == "previous version":
+        return {NORM: worker._old[NORM]}
+    if fault == "experts swapped":
+        return {name: value[[1, 0, 2, 3]] for name, value in now.items() if name.startswith(EXPERTS)}
+    if fault == "q and k swapped":
+        return {Q: now[K], K: now[Q]}
+    if fault == "transposed":
+        return {SQUARE: now[SQUARE].T.clone()}
+    if fault == "norm scaled":
+        return {NORM: now[NORM] * 1.01}
+    if fault == "layers off by one":
+        return {name: now[name.replace(LAYER_0, LAYER_1)] for name in now if name.startswith(LAYER_0)}
+    return {}
+
+
+class _Without(BucketSink):
+    """Drops what comes for one weight."""
+
+    def __init__(self, plan: RefitPlan, targets: Sequence[torch.Tensor], name: str) -> None:
+        kept = [torch.empty_like(t) if s.name == name else t for s, t in zip(plan.slots, targets, strict=True)]
+        super().__init__(plan, kept)
+
+
+class FaultyVllm:
+    """A vLLM worker of this process, in which `plant` plants a fault; anything else goes to the worker."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._worker = build_vllm_worker(spec)
+        self._extension = importlib.import_module("nemo_rl.models.generation.vllm.extension")
+        self._experts = self._extension.RoutedExperts
+        self._finalize = self._extension.RefitExtension._finalize
+        self._hand, self._forget = self._worker._weights._hand, self._worker._forget
+        self._take, self._begin, self._finish = (
+            getattr(self._worker, name) for name in ("take_weight", "begin_weights", "finish_weights")
+        )
+        self._last: dict[str, torch.Tensor] = {}
+        self._old: dict[str, torch.Tensor] = {}
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._worker, name)
+
+    def plant(self, fault: str | None) -> None:
+        worker, extension = self._worker, self._extension
+        self._old = dict(self._last)
+        extension.RoutedExperts, extension.RefitExtension._finalize = self._experts, self._finalize
+        worker._forget = (lambda: None) if fault == "stale prefix cache" else self._forget
+        if fault == "experts not packed":
+            extension.RoutedExperts = type(None)
+        if fault == "tied head left behind":
+            extension.ParallelLMHead = type(None)
+        else:
+            extension.ParallelLMHead = importlib.import_module(
+                "vllm.model_executor.layers.vocab_parallel_embedding"
+            ).ParallelLMHead
+        worker._weights._hand = partial(self._hand_changed, fault)
+        is_skipped = fault == "version without weights"
+        worker.begin_weights = (lambda: None) if is_skipped else self._begin
+        worker._receiver._take = (lambda name, weight: None) if is_skipped else self._take
+        worker.finish_weights = self._only_version if is_skipped else self._finish
+
+    def _hand_changed(self, fault: str | None, method: str, named: Named) -> Sequence[object]:
+        changed = self._changed(fault, list(named))
+        return self._hand(method, changed) if changed or not named else ()
+
+    def _only_version(self, version: int) -> None:
+        self._worker._weight_version = version
+
+    def _changed(self, fault: str | None, named: Named) -> Named:
+        for name, weight in named:
+            self._last[name] = weight.clone()
+        rename: Callable[[str], str] = lambda name: name  # noqa: E731
+        if fault == "experts swapped":
+            one, other = f"{EXPERTS}.0.", f"{EXPERTS}.1."
+            rename = lambda name: name.replace(one, "*").replace(other, one).replace("*", other)  # noqa: E731
+        if fault == "q and k swapped":
+            rename = lambda name: {Q: K, K: Q}.get(name, name)  # noqa: E731
+        if fault == "layers off by one":
+            one, other = LAYER_0, LAYER_1
+            rename = lambda name: name.replace(one, "*").replace(other, one).replace("*", other)  # noqa: E731
+        given = [(rename(name), weight) for name, weight in named]
+        if fault == "not delivered":
+            given = [(name, weight) for name, weight in given if name != SQUARE]
+        if fault == "previous version":
+            given = [(name, self._old[name] if name == NORM else weight) for name, weight in given]
+        if fault == "transposed":
+            given = [(name, weight.T.contiguous() if name == SQUARE else weight) for name, weight in given]
+        if fault == "norm scaled":
+            given = [(name, weight * 1.01 if name == NORM else weight) for name, weight in given]
+        return given

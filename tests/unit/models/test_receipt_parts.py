@@ -1,0 +1,101 @@
+"""Fingerprints, the probe and the comparisons of a receipt, without a model."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from nemo_rl.models.weight_sync.receipt.compare import behaviour_problems, content_problems, gap, measured
+from nemo_rl.models.weight_sync.receipt.fingerprint import BLOCK, ROWS_AT_ONCE, fingerprints
+from nemo_rl.models.weight_sync.receipt.probe import make_probe
+from nemo_rl.models.weight_sync.receipt.records import Answer, Tolerance
+
+LARGE = BLOCK * (ROWS_AT_ONCE + 2) * 2 + 3
+"""Float32 numbers: more than one round of rows, a rest, and bytes that fill no word."""
+
+
+def of(weight: torch.Tensor) -> str:
+    return fingerprints([("w", weight)])["w"]
+
+
+def _changed(kind: str, weight: torch.Tensor) -> torch.Tensor:
+    changed = weight.clone()
+    if kind == "one bit":
+        changed.view(torch.int32)[-1] ^= 1
+    elif kind == "swapped":
+        changed[[0, -1]] = changed[[-1, 0]]
+    elif kind == "two signs":
+        # The highest bits of two words of 64 bits.
+        changed[[1, 3]] *= -1
+    elif kind == "all signs":
+        changed *= -1
+    elif kind == "rows exchanged":
+        row = 2 * BLOCK
+        changed = torch.cat([changed[row : 2 * row], changed[:row], changed[2 * row :]])
+    return changed
+
+
+@pytest.mark.parametrize("kind", ["one bit", "swapped", "two signs", "all signs", "rows exchanged"])
+@pytest.mark.parametrize("size", [8, 1001, LARGE])
+def test_any_change_changes_the_fingerprint(kind, size):
+    weight = torch.randn(size, generator=torch.Generator().manual_seed(1))
+    assert of(weight) == of(weight.clone())
+    if kind != "rows exchanged" or size == LARGE:
+        assert of(weight) != of(_changed(kind, weight))
+
+
+def test_shape_dtype_and_order_are_part_of_it():
+    square = torch.arange(16.0).view(4, 4)
+    assert len({of(square), of(square.T), of(square.view(2, 8)), of(square.bfloat16()), of(square.view(-1))}) == 5
+    assert of(square.T) == of(square.T.contiguous()), "strides are not"
+
+
+def test_a_part_of_a_larger_tensor_has_the_fingerprint_of_its_copy():
+    whole = torch.randn(100).bfloat16()
+    assert of(whole[3:60]) == of(whole[3:60].clone())
+
+
+def test_the_probe_has_rows_that_share_a_long_prompt_and_fits_the_longest_row():
+    probe = make_probe(vocab_size=50, max_length=48, num_tokens=24, left_out={7, 8})
+    assert probe.prompts[0] == probe.prompts[1] and len(probe.prompts[0]) > 32 and len(probe.families) == 4
+    assert len(probe.token_ids) == 24 and not {7, 8} & set(probe.token_ids)
+    assert probe.is_first == (True, False, True, False, True, True)
+    small = make_probe(vocab_size=50, max_length=4, num_tokens=100)
+    assert all(len(p) + len(r) <= 4 for p, r in zip(small.prompts, small.responses, strict=True))
+    assert probe == make_probe(vocab_size=50, max_length=48, num_tokens=24, left_out={7, 8})
+
+
+def test_the_batch_marks_the_responses():
+    probe = make_probe(vocab_size=50, max_length=20, num_tokens=12)
+    batch = probe.batch()
+    marked = batch.tensor("input_ids")[batch.tensor("token_mask")]
+    assert tuple(marked.tolist()) == probe.token_ids
+
+
+def test_a_nan_is_never_within_a_tolerance():
+    apart = gap([0.0, math.nan], [0.0, 0.0], [(0,), (1,)], has_experts=False)
+    limits = measured(Tolerance(of_policy=apart, of_replicas=apart), precision="float32")
+    assert list(behaviour_problems({3: apart}, {3: 0.0}, limits, first=3)) == [3]
+
+
+def test_a_first_difference_above_what_precision_explains_is_refused():
+    limits = measured(Tolerance(of_policy=0.5, of_replicas=0.0), precision="float32")
+    assert limits.of_policy < 0.5 and behaviour_problems({0: 0.5}, {0: 0.0}, limits, first=0)
+
+
+def test_a_replica_that_is_apart_from_the_others_is_named():
+    limits = Tolerance(of_policy=1.0, of_replicas=0.1)
+    problems = behaviour_problems({0: 0.0, 1: 0.2}, {0: 0.0, 1: 0.2}, limits, first=0)
+    assert list(problems) == [1] and "from those of engine 0, more than 0.1" in problems[1]
+
+
+def test_a_weight_that_is_missing_or_left_untied_is_named():
+    answer = Answer(fingerprints={"a": "1", "head": "2"}, aliases={"head": "a"}, version=0)
+    assert content_problems({"a": "1"}, {}, answer) == (
+        "1 of 2 weights are not what was sent: head has other values (expected 1, got 2)"
+    )
+    assert content_problems({"a": "1", "b": "3"}, {"a": "2"}, answer) == (
+        "2 of 3 weights are not what was sent: b is missing, head is that of the version before"
+    )

@@ -1,0 +1,65 @@
+"""No receipt fails that should not: 200 refits of a policy that trains, in each precision, with both engines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.models.generation.torch_engine.worker import EngineWorker
+from nemo_rl.models.weight_sync.colocated import PayloadWeightSync
+from tests.helpers.engine_child import NO_VLLM, has_vllm, vllm_child, vllm_policy
+from tests.helpers.faulty_engines import write_receipt_model
+from tests.helpers.kernel_models import write_dense
+from tests.helpers.receipt_bench import Bench, Proxy, parties_of, policy_of
+from tests.helpers.tiny_model import tiny_policy
+
+pytestmark = [pytest.mark.slow, pytest.mark.full]
+
+SYNCS = 200
+MODELS = {"dense": write_dense, "experts": write_receipt_model}
+
+
+@contextmanager
+def bench_of(folder: Path, *, engine: str, precision: str) -> Iterator[Bench]:
+    """Two replicas of the embedded engine, or one vLLM."""
+    make = vllm_policy if engine == "vllm" else tiny_policy
+    config = make(folder, precision=precision)
+    with policy_of(config) as policy:
+        if engine == "vllm":
+            with vllm_child(config) as child:
+                parties = parties_of(config, [Proxy(child)], policy)
+                yield Bench(parties=parties, sync=PayloadWeightSync(parties), plant=lambda **_: None)
+            return
+        parties = parties_of(config, [EngineWorker.from_config(config) for _ in range(2)], policy)
+        yield Bench(parties=parties, sync=PayloadWeightSync(parties), plant=lambda **_: None)
+        parties.engines.shutdown()
+
+
+def gaps_of(bench: Bench, count: int) -> list[float]:
+    """Of each sync, while the policy trains; one that fails raises."""
+    bench.sync.sync(0)
+    found = []
+    for _ in range(count):
+        bench.step()
+        found.append(bench.sync.report.receipt.gap)
+    return found
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
+def test_no_false_alarm_in_200_refits(tmp_path, engine, kind, precision):
+    if engine == "vllm" and not has_vllm():
+        pytest.skip(NO_VLLM)
+    with bench_of(MODELS[kind](tmp_path / "model"), engine=engine, precision=precision) as bench:
+        gaps = gaps_of(bench, SYNCS)
+        limits = bench.sync.report.receipt.tolerance
+    sys.stdout.write(
+        f"{engine} {kind} {precision}: {len(gaps)} refits, first gap {gaps[0]:.2g}, largest {max(gaps):.2g}, "
+        f"tolerance {limits.of_policy:.2g}\n"
+    )
+    assert len(gaps) == SYNCS and max(gaps) > 0
