@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from nemo_rl.algorithms.loss_functions import ClippedPGLoss
+from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.calls import Call, Request, ask
@@ -68,7 +68,7 @@ def train(policy: WorkerGroup, *, seed: int = 0) -> None:
         policy.run(Call(request=request, stage="train", timeout_s=60))
 
     run(ask(PolicyWorker.prepare_for_training))
-    run(ask(PolicyWorker.train, batch=tiny_batch(8, seed=seed), loss_fn=ClippedPGLoss(config=LossConfig())))
+    run(ask(PolicyWorker.train, batch=tiny_batch(8, seed=seed), loss_fn=PolicyLoss(config=LossConfig())))
 
 
 def parties_of(config: PolicyConfig, engines: list[object], policy: WorkerGroup) -> RefitParties:
