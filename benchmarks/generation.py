@@ -4,9 +4,10 @@
 
 Speed: 128 rows, 32 decoded together, equal lengths and log-normal ones whose longest is 30 times the median, with a
 prompt for each row or one for eight. Refit: models of several sizes, whole and as deltas; and runs of the demo at three
-learning rates. Figures are medians: `vllm_vs_hf_unequal` and `embedded_vs_hf_unequal` (tokens per CPU second over those
-of `generate`, which counts prompts of every row), `delta_bytes_ratio_1e6` and so on (of the dense bytes), besides
-tokens per second and milliseconds of everything. Exit code 1 when a bound is missed. `--without-delta` plants the fault
+learning rates. Receipts: what they cost a step, and the faults that they find. Figures are medians:
+`vllm_vs_hf_unequal` and `embedded_vs_hf_unequal` (tokens per CPU second over those of `generate`, which counts prompts
+of every row), `delta_bytes_ratio_1e6` and so on (of the dense bytes), besides tokens per second and milliseconds of
+everything. Exit code 1 when a bound is missed. `--without-delta` plants the fault
 that a figure must find: runs send all weights.
 """
 
@@ -27,6 +28,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.common import ROOT, Hold, check_figures, environment, figures_table, load_average, write_json
+from benchmarks.generation_receipt import ReceiptCase, receipt_figures, receipt_findings, receipt_samples
 from benchmarks.generation_refit import QUICK, RefitCase, RefitSample, measure_rates, measure_sizes
 from benchmarks.generation_speed import ENGINES, SpeedCase, SpeedSample, measure_speed, small
 from benchmarks.tiny_model import write_random_model
@@ -39,9 +41,13 @@ HOLDS: Mapping[str, Hold] = {
     "vllm_vs_hf_unequal": Hold(least=1.0),
     "embedded_vs_hf_unequal": Hold(least=1.0),
     "delta_bytes_ratio_1e6": Hold(most=0.10),
+    "receipt_pct_of_step": Hold(most=2.0),
+    "faults_caught": Hold(least=12),
+    "false_alarms": Hold(most=0),
 }
 SPEED_MODEL = Case(hidden=128, num_layers=4)
 PEER = "hf_generate"
+QUICK_RECEIPT = ReceiptCase(pairs=1, steps=2, is_small=True)
 
 
 def figures_of(speeds: Sequence[SpeedSample], refits: Sequence[RefitSample]) -> dict[str, float]:
@@ -96,7 +102,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         speeds = measure_speed(write_dense_model(folder / "dense", SPEED_MODEL), speed_case, engines=given.engines)
         refits = measure_sizes(folder, refit_case)
         refits += measure_rates(model, folder / "runs", refit_case, is_delta=not given.without_delta)
-    figures = figures_of(speeds, refits)
+        receipts = receipt_samples(model, folder / "receipts", QUICK_RECEIPT if given.quick else ReceiptCase())
+    figures = figures_of(speeds, refits) | receipt_figures(receipts)
+    if not given.quick:
+        figures |= receipt_findings()
     console = Console()
     console.print(figures_table(figures, HOLDS))
     missed = check_figures(figures, HOLDS)
@@ -106,7 +115,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "load_after": load_average(),
         "figures": figures,
         "problems": missed,
-        "samples": [*(each.as_record() for each in speeds), *(each.as_record() for each in refits)],
+        "samples": [
+            *(each.as_record() for each in speeds),
+            *(each.as_record() for each in refits),
+            *(each.as_record() for each in receipts),
+        ],
     }
     console.print(f"written to {write_json(given.json, report)}")
     for line in missed:

@@ -104,12 +104,12 @@ class WeightSync(ABC):
         sent = parties.run_policy(ask(PolicyWorker.end_refit))[0]
         if self._receipts is not None:
             self._receipts.open(has_new_engines=bool(replaced))
-        parties.run_policy(ask(PolicyWorker.offload_after_refit))
         wrong = {engine: got for engine, got in held.items() if got != version}
         if wrong:
             raise WorkerError(f"expected weight version {version} in every engine, got {wrong}", stage=STAGE)
         parties.run_engines(ask(GenerationInterface.prepare_for_generation))
         receipt = None if self._receipts is None else self._receipts.close(version)
+        parties.run_policy(ask(PolicyWorker.offload_after_refit))
         self._version = version
         if replaced and parties.on_new_engines is not None:
             parties.on_new_engines(parties.engines)

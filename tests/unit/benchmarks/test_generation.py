@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.common import check_figures
 from benchmarks.generation import HOLDS, figures_of, main
+from benchmarks.generation_receipt import ReceiptSample, receipt_figures
 from benchmarks.generation_refit import RefitSample
 from benchmarks.generation_speed import TAIL, WORKLOADS, SpeedCase, SpeedSample, request_of
 
@@ -54,9 +55,17 @@ def test_figures_are_medians_and_every_bound_can_be_missed() -> None:
     assert figures["hf_generate_unequal_tokens_per_s"] == 50.0
     assert figures["delta_bytes_ratio_1e6"] == 0.06
     assert figures["refit_0.5M_payload_delta_mb"] == 0.05 and figures["refit_0.5M_payload_dense_mb"] == 1.0
+    steps = [
+        ReceiptSample(has_receipt=on, step_s=0.9, refit_s=0.1 + on * ms / 1e3, receipt_ms=ms)
+        for on in (0, 1)
+        for ms in (5, 10, 90)
+    ]
+    figures |= receipt_figures(steps) | {"faults_caught": 12.0, "false_alarms": 0.0}
+    assert figures["receipt_pct_of_step"] == pytest.approx(1.0) and figures["receipt_ms"] == 10
     assert check_figures(figures, HOLDS) == []
     slow = [speed("hf_generate", cpu_s=1.0), speed("vllm", cpu_s=1.5), speed("embedded", cpu_s=1.5)]
-    missed = check_figures(figures_of(slow, [refit("rate", sent=200_000)]), HOLDS)
+    found = {"receipt_pct_of_step": 2.1, "faults_caught": 11.0, "false_alarms": 1.0}
+    missed = check_figures(figures_of(slow, [refit("rate", sent=200_000)]) | found, HOLDS)
     assert [line.split(":")[0] for line in missed] == list(HOLDS)
 
 
@@ -71,5 +80,6 @@ def test_a_small_run_reports_its_samples_and_misses_deltas_that_are_off(tmp_path
     assert {sample.get("engine") for sample in report["samples"]} == {"embedded", "hf_generate", None}
     assert {"refit_0.1M_broadcast_delta_ms", "embedded_unequal_shared_tokens_per_cpu_s"} < report["figures"].keys()
     missed = {line.split(":")[0] for line in report["problems"]}
-    assert "vllm_vs_hf_unequal" in missed, "what was not measured does not hold"
+    assert {"vllm_vs_hf_unequal", "faults_caught"} <= missed, "what was not measured does not hold"
+    assert "receipt_pct_of_step" in report["figures"]
     assert ("delta_bytes_ratio_1e6" in missed) is not is_on
