@@ -40,21 +40,21 @@ grpo.overlong_filtering S true
 grpo.use_dynamic_sampling N true
 grpo.dynamic_sampling_max_gen_batches I 10
 grpo.batch_multiplier N 2
-grpo.reward_shaping.enabled N true
-grpo.reward_shaping.overlong_buffer_length I 128
-grpo.reward_shaping.overlong_buffer_penalty I 1
+grpo.reward_shaping.enabled S true
+grpo.reward_shaping.overlong_buffer_length S 128
+grpo.reward_shaping.overlong_buffer_penalty S 1
 grpo.reward_shaping.max_response_length I 100
-grpo.reward_shaping.stop_properly_penalty_coef I 0.1
-grpo.reward_scaling.enabled N true
-grpo.reward_scaling.source_min I 0
-grpo.reward_scaling.source_max I 1
-grpo.reward_scaling.target_min I 0
-grpo.reward_scaling.target_max I 1
-grpo.adv_estimator.name N gdpo
+grpo.reward_shaping.stop_properly_penalty_coef S 0.1
+grpo.reward_scaling.enabled S true
+grpo.reward_scaling.source_min S 0
+grpo.reward_scaling.source_max S 1
+grpo.reward_scaling.target_min S 0
+grpo.reward_scaling.target_max S 1
+grpo.adv_estimator.name M gdpo
 grpo.adv_estimator.normalize_rewards M true
 grpo.adv_estimator.use_leave_one_out_baseline M true
-grpo.adv_estimator.minus_baseline N false
-grpo.adv_estimator.reward_weights I {a: 1.0}  # the environment is math
+grpo.adv_estimator.minus_baseline M false
+grpo.adv_estimator.reward_weights M {a: 1.0}
 grpo.seq_logprob_error_threshold N 2.0
 grpo.invalid_tool_call_advantage N -1.0
 grpo.malformed_thinking_advantage N -1.0

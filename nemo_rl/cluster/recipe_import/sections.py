@@ -132,6 +132,22 @@ def _validation(given: Given) -> Iterator[Outcome]:
             yield _lacks("grpo.stop_at_validation_metric", f"a run stops at an accuracy, not at {metric!r}")
 
 
+def _estimator(given: Given) -> Iterator[Outcome]:
+    """The estimator by its word here, and what it asks for."""
+    prefix, to = "grpo.adv_estimator", "grpo.adv_estimator.name"
+    name, weights = given.get(f"{prefix}.name", "grpo"), given.get(f"{prefix}.reward_weights")
+    if name == "reinforce_plus_plus" and given.get(f"{prefix}.minus_baseline", True):
+        yield _to(f"{prefix}.name", to, "reinforce_plus_plus_baseline", "with minus_baseline")
+    elif name in ("grpo", "gdpo", "reinforce_plus_plus"):
+        yield _to(f"{prefix}.name", to, name, "")
+    else:
+        own = "write it as an estimator of your own (grpo.adv_estimator.name=module:Class)"
+        yield _lacks(f"{prefix}.name", f"{name!r} is not here; {own}")
+    if weights:
+        of_sum = "env.reward_weights" if name != "gdpo" else f"{prefix}.component_weights"
+        yield _to(f"{prefix}.reward_weights", of_sum, weights, "weights of a reward's components")
+
+
 def _loss(given: Given) -> Iterator[Outcome]:
     penalty, kind = (
         given.get("loss_fn.reference_policy_kl_penalty", 0.01),
@@ -288,7 +304,7 @@ def _without_a_key(given: Given) -> Iterator[Outcome]:
 
 
 CONVERSIONS: tuple[Callable[[Given], Iterator[Outcome]], ...] = (
-    *(_without_a_key, _lengths, _prompts, _validation, _loss),
+    *(_without_a_key, _lengths, _prompts, _validation, _estimator, _loss),
     *(_tokenizer, _caps, _engines, _store),
 )
 

@@ -8,9 +8,7 @@ __all__ = ["ALGORITHM"]
 
 ASYNC = "rollouts and training take turns here; there is no asynchronous trainer"
 ONE_TRAINER = "a debugging switch of another trainer"
-OWN_REWARD = "write it into a reward of your own (env.reward_function)"
 OWN_LOSS = "write it as a loss of your own (loss_fn.name=module:Class)"
-OWN_ESTIMATOR = "write it as an estimator of your own (grpo.adv_estimator.name=module:Class)"
 GYM = "messages of tools and NeMo-Gym are not here"
 
 _GRPO: Table = {
@@ -36,15 +34,21 @@ _GRPO: Table = {
     ),
     "grpo.dynamic_sampling_max_gen_batches": no_effect("belongs to use_dynamic_sampling"),
     "grpo.batch_multiplier": not_supported("belongs to use_dynamic_sampling", off=(None, 1, 1.0)),
-    "grpo.reward_shaping.enabled": not_supported(OWN_REWARD),
-    "grpo.reward_shaping.*": no_effect("belongs to reward_shaping.enabled"),
-    "grpo.reward_scaling.enabled": not_supported(OWN_REWARD),
-    "grpo.reward_scaling.*": no_effect("belongs to reward_scaling.enabled"),
-    "grpo.adv_estimator.name": not_supported(OWN_ESTIMATOR, off=(None, "grpo")),
+    **{
+        f"grpo.reward_{part}.{name}": same()
+        for part, names in (
+            ("scaling", ("enabled", "source_min", "source_max", "target_min", "target_max")),
+            ("shaping", ("enabled", "overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")),
+            ("shaping", ("stop_properly_penalty_coef",)),
+        )
+        for name in names
+    },
+    "grpo.adv_estimator.name": with_others("with what it reads"),
     "grpo.adv_estimator.normalize_rewards": moved("grpo.normalize_rewards"),
     "grpo.adv_estimator.use_leave_one_out_baseline": moved("grpo.use_leave_one_out_baseline"),
-    "grpo.adv_estimator.minus_baseline": not_supported(OWN_ESTIMATOR, off=(None, True)),
-    "grpo.adv_estimator.reward_weights": moved("env.reward_weights", why="weights of a reward's components"),
+    "grpo.adv_estimator.minus_baseline": with_others("becomes a part of grpo.adv_estimator.name"),
+    "grpo.adv_estimator.reward_weights": with_others("weights of a reward's components"),
+    "grpo.adv_estimator.reward_weights.*": with_others("weights of a reward's components"),
     "grpo.seq_logprob_error_threshold": not_supported("rows are not masked by their log-probabilities"),
     "grpo.invalid_tool_call_advantage": not_supported(GYM),
     "grpo.malformed_thinking_advantage": not_supported(GYM),

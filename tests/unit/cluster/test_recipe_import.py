@@ -131,6 +131,19 @@ def test_losses_have_one_word_each(theirs: dict[str, Any], ours: dict[str, Any],
     assert {name: getattr(loss, name) for name in ours} == ours
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"name": "reinforce_plus_plus"}, "reinforce_plus_plus_baseline"),
+        ({"name": "reinforce_plus_plus", "minus_baseline": False}, "reinforce_plus_plus"),
+        ({"name": "grpo"}, "grpo"),
+    ],
+)
+def test_estimators_have_one_word_each(theirs: dict[str, Any], ours: str, tmp_path: Path) -> None:
+    grpo = loaded(tmp_path, import_recipe(write(tmp_path, merged({"grpo": {"adv_estimator": theirs}})))).grpo
+    assert grpo.adv_estimator.name == ours and not grpo.drop_zero_advantage_groups
+
+
 def test_megatron_recipes_keep_their_layout_and_leave_the_other_worker_out(tmp_path: Path) -> None:
     changes = {
         "cluster": {"gpus_per_node": 8, "num_nodes": 2},
