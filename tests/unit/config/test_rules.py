@@ -263,6 +263,17 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
             "grpo.adv_estimator.name: 'gdpo' needs components of the reward, and env.name 'sort' gives one number",
         ),
     ],
+    "rule_dynamic_sampling_is_complete": [
+        (("grpo.batch_multiplier=2",), "grpo.batch_multiplier: 2.0 would be ignored"),
+        (
+            ("grpo.use_dynamic_sampling=true", "grpo.drop_zero_advantage_groups=false"),
+            "grpo.use_dynamic_sampling: samples others for the groups that drop_zero_advantage_groups leaves out",
+        ),
+        (
+            ("grpo.use_dynamic_sampling=true", "diagnostics.keep_steps.enabled=true"),
+            "diagnostics.keep_steps.enabled: a step with grpo.use_dynamic_sampling",
+        ),
+    ],
     "rule_reward_scaling_maps_an_interval": [
         (("grpo.reward_scaling.target_max=2",), "grpo.reward_scaling.target_max: 2.0 would be ignored"),
         (
