@@ -18,6 +18,11 @@ Frames = dict[tuple[str, str, str], Frame]
 """By phase, site and reducer."""
 
 
+def num_frames(folder: Path) -> int:
+    """Pictures of a recording, also those that came too late for a rank on a busy machine."""
+    return sum(entry.kind is EntryKind.FRAME for entry in StreamReader(folder).entries())
+
+
 def frames_of(folder: Path) -> tuple[Frames, dict[str, Table]]:
     """What a recording of one step holds."""
     frames, tables = {}, {}

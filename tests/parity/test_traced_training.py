@@ -16,7 +16,7 @@ from tests.helpers.families import write_family
 from tests.helpers.gloo import run_ranks
 from tests.helpers.layout_jobs import LOSS, Arrays, Case, Job, exported, start
 from tests.helpers.megatron_jobs import forget_models
-from tests.helpers.traced_frames import frames_of
+from tests.helpers.traced_frames import num_frames
 
 STEPS = 10
 WATCHES = ("* | stats", "layer.out | tiles(2, rms); digest")
