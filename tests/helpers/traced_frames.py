@@ -12,7 +12,7 @@ from nemo_rl.tracer.frame import Frame, Table
 from nemo_rl.tracer.reducer import STATS, Stats, TopK
 from nemo_rl.tracer.stream_reader import StreamReader
 
-__all__ = ["differences", "frames_of", "tokens_of"]
+__all__ = ["differences", "frames_of", "num_frames", "tokens_of"]
 
 Frames = dict[tuple[str, str, str], Frame]
 """By phase, site and reducer."""
