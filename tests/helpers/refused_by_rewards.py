@@ -1,4 +1,4 @@
-"""What rules of validation, rewards, advantages and sampling refuse in the demo: overrides, and the text of the line."""
+"""What rules of validation, rewards, advantages and sampling refuse in the demo: overrides, and text of the line."""
 
 from __future__ import annotations
 
