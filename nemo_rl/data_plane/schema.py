@@ -145,7 +145,6 @@ _ROWS = (
         name="sampling_support",
         dtypes=("int32",),
         dims=("S",),
-        pad=float(-(2**31)),
         family="sampling_support",
         produced_by="rollout",
         read_by=(WorkerPass.PREV_LOGPROBS, WorkerPass.TRAIN),

@@ -1,9 +1,11 @@
 """Kept sets: the tokens that top-k and top-p left of the vocabulary, as the engine that sampled had them.
 
 Recorded by the embedded engine, read by the policy worker's passes. On the wire a row is one run of int32: the sets of
-its response tokens in order, each set the ids of its tokens, the first one as -1 - id, so that sets need no lengths.
-Invariant: what is read is the recorded set, whatever the trainer's own logits are. Shapes: E ids, B live rows, V
-vocabulary, N rows, n rows of a microbatch, S ids of its longest row, t tokens of its longest row, m scored tokens.
+its response tokens in order, each set its ids plus one, the first of them negative, so that sets need no lengths and 0
+is what fills a row up. Invariant: what is read is the recorded set, whatever the trainer's own logits are.
+
+Shapes: E ids, B live rows, V vocabulary, N rows, n rows of a microbatch, S ids of its longest row, t tokens of its
+longest row, m scored tokens.
 """
 
 from __future__ import annotations
@@ -14,12 +16,10 @@ import torch
 
 from nemo_rl.errors import FieldNotProduced
 
-__all__ = ["SUPPORT", "SUPPORT_PAD", "KeptSets", "SupportRecorder", "decode_support"]
+__all__ = ["SUPPORT", "KeptSets", "SupportRecorder", "decode_support"]
 
 SUPPORT = "sampling_support"
 """Name of the column."""
-SUPPORT_PAD = -(2**31)
-"""Fills rows up in a dense batch; stands for no token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,14 +60,14 @@ class SupportRecorder:
         row_E, token_E = kept_BV.nonzero(as_tuple=True)
         is_first_E = torch.ones_like(row_E, dtype=torch.bool)
         is_first_E[1:] = row_E[1:] != row_E[:-1]
-        id_E = torch.where(is_first_E, -1 - token_E, token_E).to(torch.int32)
-        self._turns.append((live_B[row_E].cpu(), id_E.cpu()))
+        code_E = torch.where(is_first_E, -1 - token_E, token_E + 1).to(torch.int32)
+        self._turns.append((live_B[row_E].cpu(), code_E.cpu()))
 
     def rows(self, count: int) -> tuple[torch.Tensor, ...]:
         """Each row's sets, end to end."""
         row_E = torch.cat([row for row, _ in self._turns])
-        id_E = torch.cat([ids for _, ids in self._turns])
-        return id_E[row_E.argsort(stable=True)].split(row_E.bincount(minlength=count).tolist())
+        code_E = torch.cat([codes for _, codes in self._turns])
+        return code_E[row_E.argsort(stable=True)].split(row_E.bincount(minlength=count).tolist())
 
 
 def decode_support(
@@ -76,7 +76,7 @@ def decode_support(
     """The sets of the scored tokens of a microbatch.
 
     Args:
-        support_nS: int32, filled up with `SUPPORT_PAD`.
+        support_nS: int32, filled up with 0.
         is_response_nt: bool, tokens that were sampled.
         row_m: row of each scored token.
         column_m: its position in the row.
@@ -84,8 +84,7 @@ def decode_support(
     Raises:
         FieldNotProduced: a row has not one set for each sampled token, or a scored token was not sampled.
     """
-    is_id_nS = support_nS != SUPPORT_PAD
-    is_first_nS = is_id_nS & (support_nS < 0)
+    is_id_nS, is_first_nS = support_nS != 0, support_nS < 0
     sets_n, sampled_n = is_first_nS.sum(1), is_response_nt.sum(1)
     if not torch.equal(sets_n, sampled_n) or not bool(is_response_nt[row_m, column_m].all()):
         raise FieldNotProduced(
@@ -99,8 +98,8 @@ def decode_support(
     row_E, where_E = is_id_nS.nonzero(as_tuple=True)
     number_nS = is_first_nS.cumsum(1) - 1
     place_E = place_nt[row_E, number_nS[row_E, where_E]]
-    id_E = support_nS[row_E, where_E].long()
+    token_E = support_nS[row_E, where_E].long().abs() - 1
     is_scored_E = place_E >= 0
-    place_E, id_E = place_E[is_scored_E], id_E[is_scored_E]
+    place_E, token_E = place_E[is_scored_E], token_E[is_scored_E]
     order = place_E.argsort(stable=True)
-    return KeptSets(place_E=place_E[order], token_E=torch.where(id_E < 0, -1 - id_E, id_E)[order])
+    return KeptSets(place_E=place_E[order], token_E=token_E[order])

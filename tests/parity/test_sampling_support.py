@@ -10,7 +10,6 @@ import torch
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.policy import DTensorConfig, GenerationConfig, PolicyConfig, SequencePackingConfig
 from nemo_rl.config.schema import LossConfig
-from nemo_rl.data_plane.schema import FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.payload import build_columns
 from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingParams
@@ -44,8 +43,7 @@ def rollout() -> BatchedDataDict:
         for part in (0, 2)
     ]
     columns = build_columns(PROMPTS, join_outputs(outputs), group_size=4, pad_token_id=0)
-    spec = FIELDS[SUPPORT]
-    columns[SUPPORT] = columns.tensor(SUPPORT).to_padded_tensor(spec.pad)
+    columns[SUPPORT] = columns.tensor(SUPPORT).to_padded_tensor(0)
     columns["prev_logprobs"] = columns.tensor("generation_logprobs")
     columns["advantages"] = torch.linspace(-1, 1, columns.size)[:, None].expand_as(columns.tensor("input_ids"))
     return columns
@@ -83,11 +81,11 @@ def slow(batch: BatchedDataDict, *, seed: int) -> torch.Tensor:
             logits = model(input_ids=ids[None, : int(batch.tensor("input_lengths")[row])]).logits[0]
         sets: list[list[int]] = []
         for number in batch.tensor(SUPPORT)[row].tolist():
-            if number == FIELDS[SUPPORT].pad:
+            if number == 0:
                 break
             if number < 0:
                 sets.append([])
-            sets[-1].append(number if number >= 0 else -1 - number)
+            sets[-1].append(abs(number) - 1)
         places = batch.tensor("token_mask")[row].nonzero()[:, 0].tolist()
         for place, kept in zip(places, sets, strict=True):
             assert int(ids[place]) in kept

@@ -9,7 +9,7 @@ from nemo_rl.data_plane.schema import FIELDS
 from nemo_rl.errors import FieldNotProduced
 from nemo_rl.models import logprobs
 from nemo_rl.models.logprobs import Sampling, logprobs_with_entropy
-from nemo_rl.models.support import SUPPORT, SUPPORT_PAD, KeptSets, SupportRecorder, decode_support
+from nemo_rl.models.support import SUPPORT, KeptSets, SupportRecorder, decode_support
 
 SETS = [[[0, 3], [5]], [[1, 2, 4]]]
 """Of two rows with two and one sampled tokens."""
@@ -23,18 +23,18 @@ def recorded() -> torch.Tensor:
         for place, row in enumerate(live):
             kept[place, SETS[row][turn]] = True
         recorder.add_turn(kept, torch.tensor(live))
-    return torch.nn.utils.rnn.pad_sequence(list(recorder.rows(2)), batch_first=True, padding_value=SUPPORT_PAD)
+    return torch.nn.utils.rnn.pad_sequence(list(recorder.rows(2)), batch_first=True)
 
 
 def test_sets_are_runs_of_ids_that_need_no_lengths() -> None:
-    assert recorded().tolist() == [[-1, 3, -6], [-2, 2, 4]]
-    assert FIELDS[SUPPORT].pad == SUPPORT_PAD
+    assert recorded().tolist() == [[-1, 4, -6], [-2, 3, 5]]
+    assert FIELDS[SUPPORT].pad == 0
 
 
 @pytest.mark.parametrize("scored", [[(0, 1), (0, 2), (1, 2)], [(1, 2), (0, 2)], []])
 def test_every_scored_token_gets_its_own_set(scored: list[tuple[int, int]]) -> None:
     rows, columns = torch.tensor(scored, dtype=torch.int64).reshape(-1, 2).unbind(1)
-    wide = torch.nn.functional.pad(recorded(), (0, 2), value=SUPPORT_PAD)
+    wide = torch.nn.functional.pad(recorded(), (0, 2))
     kept = decode_support(wide, IS_RESPONSE, rows, columns)
     expected = [SETS[row][column - (2 if row else 1)] for row, column in scored]
     found = [kept.token_E[kept.place_E == number].tolist() for number in range(len(scored))]
@@ -46,7 +46,7 @@ def test_every_scored_token_gets_its_own_set(scored: list[tuple[int, int]]) -> N
 def test_sets_of_other_tokens_are_refused(fault: str) -> None:
     support = recorded()
     if fault == "a set too few":
-        support[0, 2] = SUPPORT_PAD
+        support[0, 2] = 0
     column = 0 if fault == "a prompt's token" else 1
     with pytest.raises(FieldNotProduced, match="one kept set for every sampled token"):
         decode_support(support, IS_RESPONSE, torch.tensor([0]), torch.tensor([column]))
