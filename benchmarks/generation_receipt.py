@@ -40,7 +40,15 @@ OVERRIDES = (
     "logger.tensorboard_enabled=false",
     "logger.reward_curve=false",
 )
-SMALL = ("grpo.num_prompts_per_step=16", "policy.train_global_batch_size=64")
+SMALL = (
+    "grpo.num_prompts_per_step=16",
+    "policy.train_global_batch_size=64",
+    "policy.generation.num_replicas=1",
+    "cluster.launcher=local",
+    "cluster.cpu_workers_per_node=1",
+    "data_plane.impl=noop",
+)
+"""Of a smoke test: in this process."""
 FAULTS_FILE = "tests/unit/models/test_refit_receipt.py"
 ALARMS_FILE = "tests/unit/models/test_refit_receipt_long.py"
 TESTS_TIMEOUT_S = 3600.0

@@ -30,6 +30,7 @@ from nemo_rl.algorithms.mismatch_warning import MISMATCH_METRIC, MismatchWarning
 from nemo_rl.algorithms.saver import Saver
 from nemo_rl.algorithms.stages.bodies import clear_untrained
 from nemo_rl.algorithms.stages.columns import declare_partition
+from nemo_rl.algorithms.stages.dynamic_sampling import DynamicRollout
 from nemo_rl.algorithms.stages.stage import Stage
 from nemo_rl.algorithms.stages.state import StepState, begin_step
 from nemo_rl.algorithms.step_metrics import data_plane_metrics, engine_speeds, step_metrics
@@ -78,6 +79,8 @@ class TrainerParts:
     resume_from: Checkpoint | None = None
     keeper: Keeper = field(default_factory=Keeper)
     """A `StepKeeper` with `diagnostics.keep_steps`."""
+    dynamic: DynamicRollout | None = None
+    """The first of the stages, with `grpo.use_dynamic_sampling`."""
     tracing: StepTracing = field(default_factory=StepTracing)
     """A `LiveTracing` with `diagnostics.tracer`."""
 
@@ -141,6 +144,8 @@ class SyncGRPOTrainer:
                 metrics = self._after_step(self.step())
                 self._deadline.step_took(time.monotonic() - began)
                 self._save_if_due(metrics)
+            if self._parts.dynamic is not None:
+                self._parts.dynamic.give_back()
         return RunSummary(
             first_reward=self._first_val_reward,
             last_reward=self._val_reward,
@@ -154,10 +159,13 @@ class SyncGRPOTrainer:
     def step(self) -> StepState:
         """One step: rollout to optimizer update. No row of it is left in the data plane, also after an error."""
         parts, started = self._parts, time.monotonic()
-        step = self._begin_step()
-        with open_step(parts.client, step.partition, step.keys), self._recording(step.number):
+        step, dynamic = self._begin_step(), parts.dynamic
+        keys = step.keys if dynamic is None else dynamic.live
+        with open_step(parts.client, step.partition, keys), self._recording(step.number):
             step = self._run_stages(step)
             clear_untrained(parts.client, step)
+            if dynamic is not None:
+                dynamic.keep_carried()
         parts.policy.end_step()
         parts.keeper.finish(step, last_checkpoint=self._saver.last_step)
         self._step = step.number
@@ -195,7 +203,8 @@ class SyncGRPOTrainer:
         config = self._config.grpo
         return begin_step(
             self._step + 1,
-            self._parts.sampler.next(config.num_prompts_per_step),
+            # Dynamic sampling draws for itself.
+            self._parts.sampler.next(config.num_prompts_per_step) if self._parts.dynamic is None else (),
             group_size=config.num_generations_per_prompt,
             version=self._parts.weight_sync.version,
         )
@@ -260,7 +269,7 @@ class SyncGRPOTrainer:
         snapshots = [self._parts.client.snapshot(reset=True), self._parts.rollout.data_plane_snapshot()]
         snapshots += self._parts.policy.data_plane_snapshots()
         stats = self.data_plane_stats()
-        if stats["live_rows"]:
+        if stats["live_rows"] != (0 if self._parts.dynamic is None else self._parts.dynamic.num_carried):
             check_empty(self._parts.client, _mapping(stats["partitions"]))
         traffic = data_plane_metrics(
             snapshots,
@@ -351,9 +360,13 @@ class SyncGRPOTrainer:
         return self._step >= self._config.grpo.max_num_steps or self._parts.sampler.is_exhausted or is_good_enough
 
     def _save(self, metrics: Mapping[str, float], *, waits: bool) -> None:
+        dynamic = self._parts.dynamic
+        if dynamic is not None:
+            dynamic.give_back()
         state = {
             "step": self._step,
             "sampler": self._parts.sampler.state_dict(),
+            "dynamic_sampling": {} if dynamic is None else dynamic.state_dict(),
             "metrics": dict(metrics),
             "val_reward": self._val_reward,
             "first_val_reward": self._first_val_reward,
@@ -369,6 +382,8 @@ class SyncGRPOTrainer:
         optimizer = checkpoint.optimizer if self._config.checkpointing.load_optimizer else None
         self._parts.policy.load_checkpoint(weights=checkpoint.weights, optimizer=optimizer)
         self._parts.sampler.load_state_dict(_mapping(state["sampler"]))
+        if self._parts.dynamic is not None:
+            self._parts.dynamic.load_state_dict(_mapping(state.get("dynamic_sampling", {})))
         self._step = checkpoint.step
         self._saver.resumed(checkpoint)
         self._val_reward = _number(state.get("val_reward"))

@@ -29,6 +29,7 @@ from nemo_rl.algorithms.recipe_loss import build_loss
 from nemo_rl.algorithms.run_folder import CONFIG_FILE, RECORDS, cut_rollouts, open_run_folders
 from nemo_rl.algorithms.stages.bodies import build_stages
 from nemo_rl.algorithms.stages.columns import StageColumns, fetched_fields, stage_columns
+from nemo_rl.algorithms.stages.dynamic_sampling import DynamicRollout
 from nemo_rl.algorithms.stages.stage import StageTools
 from nemo_rl.algorithms.step_tracing import LiveTracing, StepTracing, open_tracing
 from nemo_rl.config.parts import ENGINE_TRAITS, EngineTraits
@@ -153,14 +154,20 @@ def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | Non
             on_new_engines=rollout.use_engines,
             receipt=receipt_spec(config.policy, model_config.to_dict()),
         )
+        sampler = _sampler(config, rollout)
+        stages, dynamic = build_stages(columns, tools), None
+        if config.grpo.use_dynamic_sampling:
+            dynamic = DynamicRollout(stages[0].columns, tools, sampler=sampler)
+            stages = (dynamic, *stages[1:])
         yield TrainerParts(
             config=config,
-            stages=build_stages(columns, tools),
+            stages=stages,
+            dynamic=dynamic,
             client=client,
             policy=policy,
             weight_sync=build_weight_sync(config.refit_transport, parties, address=groups.address),
             rollout=rollout,
-            sampler=_sampler(config, rollout),
+            sampler=sampler,
             checkpoints=checkpoints,
             logger=run_logger,
             panel=panel,

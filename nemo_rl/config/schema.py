@@ -6,6 +6,7 @@ effect; combinations that would be ignored are refused in `nemo_rl.config.valida
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -86,12 +87,30 @@ class GRPOConfig(Section):
     """Advantages above this are lowered to it; null: no limit."""
     drop_zero_advantage_groups: bool = True
     """Leave groups whose rewards are all equal out of the update: they carry no gradient."""
+    use_dynamic_sampling: bool = False
+    """Sample others in place of the groups that are left out (DAPO): more prompts are drawn until
+    `num_prompts_per_step` groups are left; what is beyond is trained in the next step."""
+    dynamic_sampling_max_gen_batches: PositiveInt = 10
+    """Rounds of a step in which prompts are drawn; a step that still has too few groups ends the run."""
+    batch_multiplier: Annotated[float, Field(ge=1, le=100)] = 1.0
+    """Prompts of such a round in units of `num_prompts_per_step`, rounded up."""
     overlong_filtering: bool = False
     """Give truncated samples no weight in the loss; they still count for the baseline."""
     use_generation_logprobs_as_prev: bool = False
     """Take the sampler's log-probabilities as pi_old instead of recomputing them in the trainer."""
     seed: int = 42
     """Seed of the prompt order and of sampling."""
+
+    @property
+    def prompts_per_round(self) -> int:
+        """Of one rollout."""
+        return math.ceil(self.num_prompts_per_step * self.batch_multiplier)
+
+    @property
+    def rows_alive(self) -> int:
+        """Most rows of a step at one time: with dynamic sampling a round comes to nearly a batch that is there."""
+        rounds = self.prompts_per_round if self.use_dynamic_sampling else 0
+        return (self.num_prompts_per_step + rounds) * self.num_generations_per_prompt
 
 
 class DatasetConfig(Section):

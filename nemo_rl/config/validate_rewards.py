@@ -54,6 +54,24 @@ def rule_components_need_a_reward_that_has_some(config: MasterConfig) -> list[st
     ]
 
 
+def rule_dynamic_sampling_is_complete(config: MasterConfig) -> list[str]:
+    grpo, switch = config.grpo, "grpo.use_dynamic_sampling"
+    if not grpo.use_dynamic_sampling:
+        names = ("dynamic_sampling_max_gen_batches", "batch_multiplier")
+        return would_be_ignored(grpo, "grpo", names, switch=switch, because=f"{switch} is false")
+    lines = []
+    if not grpo.drop_zero_advantage_groups:
+        lines.append(
+            f"{switch}: samples others for the groups that drop_zero_advantage_groups leaves out; set that to true"
+        )
+    if config.diagnostics.keep_steps.enabled:
+        lines.append(
+            f"diagnostics.keep_steps.enabled: a step with {switch} has rows of several rollouts, which cannot be "
+            "replayed; set one of them to false"
+        )
+    return lines
+
+
 def rule_reward_scaling_maps_an_interval(config: MasterConfig) -> list[str]:
     section, prefix = config.grpo.reward_scaling, "grpo.reward_scaling"
     if not section.enabled:

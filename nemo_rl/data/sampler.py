@@ -50,13 +50,17 @@ class PromptSampler:
         """True when the last epoch has fewer prompts left than the last draw took."""
         return self._num_left() < self._batch_size
 
+    def has(self, count: int) -> bool:
+        """Whether `next` would give so many."""
+        return self._num_left() >= count
+
     def next(self, count: int) -> list[int]:
         """The next `count` prompts; a draw may run over the end of an epoch.
 
         Raises:
             DatasetError: `max_num_epochs` leaves fewer than `count`.
         """
-        if self._num_left() < count:
+        if not self.has(count):
             raise DatasetError(
                 f"training prompts: expected {count} more, got {self._num_left():.0f} of {self._num_prompts} prompts x "
                 f"grpo.max_num_epochs {self._max_num_epochs}; lower grpo.num_prompts_per_step or raise max_num_epochs"

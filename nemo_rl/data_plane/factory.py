@@ -120,21 +120,21 @@ def open_step(client: DataPlaneClient, partition_id: str, keys: Collection[str])
     """One step in a registered partition: its rows are cleared at the end, also after an error, and none may be left.
 
     Args:
-        keys: of all rows that the step may put; rows of other steps in the partition stay.
+        keys: of all rows that the step may put; rows of other steps in the partition stay. Read when the step ends, so
+            a set may grow meanwhile.
     """
-    listed = list(keys)
     try:
         yield
     except BaseException as error:
         try:
             with working_for(CLEAR):
-                client.kv_clear(listed, partition_id, reason=f"failed step: {type(error).__name__}")
+                client.kv_clear(list(keys), partition_id, reason=f"failed step: {type(error).__name__}")
         except DataPlaneError as problem:
             logger.warning("could not clear the rows of a failed step in %r: %s", partition_id, problem)
         raise
     with working_for(CLEAR):
-        client.kv_clear(listed, partition_id, reason="step end")
-        check_empty(client, [partition_id], keys=listed)
+        client.kv_clear(list(keys), partition_id, reason="step end")
+        check_empty(client, [partition_id], keys=keys)
 
 
 def check_empty(client: DataPlaneClient, partition_ids: Iterable[str], *, keys: Collection[str] | None = None) -> None:

@@ -179,18 +179,26 @@ class SyncRolloutActor:
         return self._client
 
     def rollout(
-        self, prompt_numbers: Sequence[int], *, uids: Sequence[str], step: int, version: int | None, partition_id: str
+        self,
+        prompt_numbers: Sequence[int],
+        *,
+        uids: Sequence[str],
+        step: int,
+        version: int | None,
+        partition_id: str,
+        round_number: int = 0,
     ) -> RolloutResult:
         """Samples, scores and writes the rollout columns of `prompt_numbers`; rows come prompt by prompt.
 
         Args:
             uids: of the groups, one per prompt.
-            step: decides the seeds of the rows.
+            step: decides the seeds of the rows, with the round.
             version: as in `run_rollouts`.
+            round_number: of several rollouts of one step.
         """
         prompts = [self._train.prompts[number] for number in prompt_numbers]
         group = self._spec.grpo.num_generations_per_prompt
-        rollouts = self._run(prompt_numbers, step=step, version=version)
+        rollouts = self._run(prompt_numbers, step=step, version=version, round_number=round_number)
         keys = keys_of_groups(uids, group)
         columns = build_columns(
             [prompt.ids for prompt in prompts],
@@ -304,7 +312,8 @@ class SyncRolloutActor:
         if client is not None:
             client.close()
 
-    def _run(self, numbers: Sequence[int], *, step: int, version: int | None) -> Rollouts:
+    def _run(self, numbers: Sequence[int], *, step: int, version: int | None, round_number: int) -> Rollouts:
+        purpose = f"rollout:{round_number}" if round_number else "rollout"
         return run_rollouts(
             [self._train.prompts[number] for number in numbers],
             group_size=self._spec.grpo.num_generations_per_prompt,
@@ -312,7 +321,7 @@ class SyncRolloutActor:
             environment=self._environment,
             tokenizer=self._tokenizer,
             sampling=sampling_params(self._spec.policy.generation, self._stop_ids, is_validation=False),
-            seeds=SeedSource(seed=self._spec.grpo.seed, purpose="rollout", step=step),
+            seeds=SeedSource(seed=self._spec.grpo.seed, purpose=purpose, step=step),
             version=version,
             with_routes=self._spec.policy.router_replay.records_at_rollout,
             with_support=self._spec.policy.generation.record_support,
@@ -344,7 +353,14 @@ class RolloutHandle:
         self._run(ask(SyncRolloutActor.use_engines, engines=engines.copy()), "refit")
 
     def submit_rollout(
-        self, prompt_numbers: Sequence[int], *, uids: Sequence[str], step: int, version: int | None, partition_id: str
+        self,
+        prompt_numbers: Sequence[int],
+        *,
+        uids: Sequence[str],
+        step: int,
+        version: int | None,
+        partition_id: str,
+        round_number: int = 0,
     ) -> Pending[RolloutResult]:
         """Rows of one step in the data plane; see `SyncRolloutActor.rollout`."""
         request = ask(
@@ -354,6 +370,7 @@ class RolloutHandle:
             step=step,
             version=version,
             partition_id=partition_id,
+            round_number=round_number,
         )
 
         def count(result: RolloutResult) -> RolloutResult:

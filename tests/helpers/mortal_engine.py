@@ -40,8 +40,9 @@ class MortalEngine(EngineWorker):
     requests_left = 0
 
     def generate(self, request: GenerationRequest) -> GenerationOutput:
-        self.requests_left -= 1
-        if self.deadly is not None and self.requests_left == 0:
+        # The probe of a receipt is no request of a rollout.
+        self.requests_left -= request.forced is None
+        if self.deadly is not None and request.forced is None and self.requests_left == 0:
             self.deadly()
         return super().generate(request)
 
@@ -65,8 +66,8 @@ def build_mortal_vllm(spec: EngineSpec) -> GenerationInterface:
 
     def mortal(request: GenerationRequest) -> GenerationOutput:
         nonlocal left
-        left -= 1
-        if left == 0:
+        left -= request.forced is None
+        if left == 0 and request.forced is None:
             threading.Timer(INTO_DECODING_S, end).start()
         return generate(request)
 

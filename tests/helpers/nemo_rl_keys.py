@@ -37,9 +37,9 @@ grpo.stop_at_validation_metric M val:accuracy
 grpo.stop_at_validation_threshold M 0.9
 grpo.seed S 42
 grpo.overlong_filtering S true
-grpo.use_dynamic_sampling N true
-grpo.dynamic_sampling_max_gen_batches I 10
-grpo.batch_multiplier N 2
+grpo.use_dynamic_sampling S true
+grpo.dynamic_sampling_max_gen_batches S 10
+grpo.batch_multiplier S 2
 grpo.reward_shaping.enabled S true
 grpo.reward_shaping.overlong_buffer_length S 128
 grpo.reward_shaping.overlong_buffer_penalty S 1

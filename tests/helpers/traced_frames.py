@@ -12,10 +12,15 @@ from nemo_rl.tracer.frame import Frame, Table
 from nemo_rl.tracer.reducer import STATS, Stats, TopK
 from nemo_rl.tracer.stream_reader import StreamReader
 
-__all__ = ["differences", "frames_of", "tokens_of"]
+__all__ = ["differences", "frames_of", "num_frames", "tokens_of"]
 
 Frames = dict[tuple[str, str, str], Frame]
 """By phase, site and reducer."""
+
+
+def num_frames(folder: Path) -> int:
+    """Pictures of a recording, also those that came too late for a rank on a busy machine."""
+    return sum(entry.kind is EntryKind.FRAME for entry in StreamReader(folder).entries())
 
 
 def frames_of(folder: Path) -> tuple[Frames, dict[str, Table]]:

@@ -16,7 +16,7 @@ from tests.helpers.families import write_family
 from tests.helpers.gloo import run_ranks
 from tests.helpers.layout_jobs import LOSS, Arrays, Case, Job, exported, start
 from tests.helpers.megatron_jobs import forget_models
-from tests.helpers.traced_frames import frames_of
+from tests.helpers.traced_frames import num_frames
 
 STEPS = 10
 WATCHES = ("* | stats", "layer.out | tiles(2, rms); digest")
@@ -104,4 +104,4 @@ def test_tracing_changes_no_bit_of_ten_steps(tmp_path: Path) -> None:
             assert plain.weights.keys() == traced.weights.keys()
             assert all(np.array_equal(plain.weights[name], traced.weights[name]) for name in plain.weights), case
             assert traced.num_shown > STEPS and plain.num_shown == 0, case
-    assert frames_of(tmp_path / "tracer")[0], "the hub got nothing"
+    assert num_frames(tmp_path / "tracer") > STEPS, "the hub got nothing"

@@ -62,6 +62,7 @@ TARGETS: Mapping[str, str] = {
     "bench-packing": "--quick",
     "bench-router-replay": "--quick",
     "bench-tracer": "--quick",
+    "bench-generation": "--quick",
     "watch-trait": "grpo.max_num_steps=2",
     "clean": "",
 }

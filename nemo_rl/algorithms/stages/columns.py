@@ -122,11 +122,10 @@ def declare_partition(
     Without consumer tasks: stages are handed the keys of their rows, and a cursor that nobody claims with costs every
     put and every write-back.
     """
-    rows_per_step = config.num_prompts_per_step * config.num_generations_per_prompt
     client.register_partition(
         PARTITION,
         written_fields(stages),
-        rows_per_step * steps_in_flight,
+        config.rows_alive * steps_in_flight,
         (),
         grpo_group_size=config.num_generations_per_prompt,
     )

@@ -285,7 +285,8 @@ def _store(given: Given) -> Iterator[Outcome]:
 
 def _without_a_key(given: Given) -> Iterator[Outcome]:
     """What NeMo-RL does without being asked, and this does only when asked."""
-    yield _to("", "grpo.drop_zero_advantage_groups", False, "there such groups stay in the divisors")
+    if not given.get("grpo.use_dynamic_sampling"):
+        yield _to("", "grpo.drop_zero_advantage_groups", False, "there such groups stay in the divisors")
     normalizes, leaves_out = (
         given.get(f"grpo.{name}", given.get(f"grpo.adv_estimator.{name}", True))
         for name in ("normalize_rewards", "use_leave_one_out_baseline")

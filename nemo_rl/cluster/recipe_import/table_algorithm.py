@@ -28,12 +28,9 @@ _GRPO: Table = {
     "grpo.val_num_generations_per_prompt": moved("evaluation.num_samples", convert=lambda value: value or 1),
     "grpo.stop_at_validation_metric": with_others("becomes grpo.stop_at_validation_accuracy"),
     "grpo.stop_at_validation_threshold": with_others("becomes grpo.stop_at_validation_accuracy"),
-    "grpo.use_dynamic_sampling": not_supported(
-        "no new prompts are drawn for groups whose rewards are all equal; they are left out by "
-        "grpo.drop_zero_advantage_groups"
-    ),
-    "grpo.dynamic_sampling_max_gen_batches": no_effect("belongs to use_dynamic_sampling"),
-    "grpo.batch_multiplier": not_supported("belongs to use_dynamic_sampling", off=(None, 1, 1.0)),
+    "grpo.use_dynamic_sampling": same(),
+    "grpo.dynamic_sampling_max_gen_batches": same(),
+    "grpo.batch_multiplier": same(),
     **{
         f"grpo.reward_{part}.{name}": same()
         for part, names in (

@@ -13,6 +13,7 @@ from nemo_rl.config.render import to_yaml
 from nemo_rl.errors import ConfigError
 from tests.helpers.refused_by_cluster import GPUS, LOCAL, REFUSED_BY_CLUSTER
 from tests.helpers.refused_by_loss import ACCEPTED_LOSSES, REFUSED_BY_LOSS
+from tests.helpers.refused_by_rewards import REFUSED_BY_REWARDS
 
 DEMO = "configs/grpo_sort_cpu.yaml"
 MEGATRON_TP2 = "configs/recipes/grpo_sort_megatron_tp2_cpu.yaml"
@@ -248,69 +249,6 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("env.reward_batch_size=8",), "env.reward_batch_size: 8 would be ignored"),
         (("env.name=a:B", "env.score_threshold=0.5"), "env.score_threshold: 0.5 would be ignored"),
     ],
-    "rule_validation_sets_have_names_of_their_own": [
-        (
-            ("+data.validation_sets.reward={dataset_name: sort_digits, size: 4}",),
-            "data.validation_sets.reward: is no name",
-        ),
-    ],
-    "rule_evaluation_has_enough_samples": [
-        (("evaluation.pass_at=[1, 4]", "evaluation.num_samples=2"), "evaluation.pass_at: 4 is more than"),
-        (("evaluation.majority_at=[3]",), "evaluation.majority_at: 3 is more than evaluation.num_samples 1"),
-        (
-            ("evaluation.greedy=true", "policy.generation.val_temperature=0"),
-            "evaluation.greedy: True would be ignored, because policy.generation.val_temperature is 0",
-        ),
-    ],
-    "rule_estimator_keys_fit_the_estimator": [
-        (
-            ("grpo.adv_estimator.name=maxrl", "grpo.normalize_rewards=false"),
-            "grpo.normalize_rewards: False would be ignored, because grpo.adv_estimator.name is 'maxrl'",
-        ),
-        (("+grpo.adv_estimator.component_weights.a=1",), "grpo.adv_estimator.component_weights: would be ignored"),
-        (("grpo.adv_estimator.name=reinforce_plus_plus",), "grpo.drop_zero_advantage_groups: true leaves out rows"),
-    ],
-    "rule_components_need_a_reward_that_has_some": [
-        (
-            ("grpo.adv_estimator.name=gdpo", "grpo.drop_zero_advantage_groups=false"),
-            "grpo.adv_estimator.name: 'gdpo' needs components of the reward, and env.name 'sort' gives one number",
-        ),
-    ],
-    "rule_reward_scaling_maps_an_interval": [
-        (("grpo.reward_scaling.target_max=2",), "grpo.reward_scaling.target_max: 2.0 would be ignored"),
-        (
-            ("grpo.reward_scaling.enabled=true", "grpo.reward_scaling.source_min=1"),
-            "grpo.reward_scaling.source_min: 1.0 is not below source_max 1.0",
-        ),
-        (
-            ("grpo.reward_scaling.enabled=true", "grpo.reward_scaling.target_min=1"),
-            "grpo.reward_scaling.target_min: 1.0 is not below target_max 1.0",
-        ),
-    ],
-    "rule_reward_shaping_is_complete": [
-        (("grpo.reward_shaping.overlong_buffer_penalty=2",), "overlong_buffer_penalty: 2.0 would be ignored"),
-        (("grpo.reward_shaping.enabled=true",), "grpo.reward_shaping.max_response_length: must be set"),
-        (
-            (
-                "grpo.reward_shaping.enabled=true",
-                "grpo.reward_shaping.max_response_length=9",
-                "grpo.reward_shaping.stop_properly_penalty_coef=0.5",
-            ),
-            "grpo.reward_shaping.max_response_length: 9 would be ignored",
-        ),
-        (
-            ("grpo.reward_shaping.enabled=true", "grpo.reward_shaping.max_response_length=9"),
-            "grpo.reward_shaping.overlong_buffer_length: 128 is more than max_response_length 9",
-        ),
-        (
-            (
-                "grpo.reward_shaping.enabled=true",
-                "grpo.reward_shaping.max_response_length=900",
-                "grpo.reward_shaping.overlong_buffer_length=4",
-            ),
-            "grpo.reward_shaping.max_response_length: no response of policy.generation.max_new_tokens 10 tokens",
-        ),
-    ],
     "rule_options_need_a_part_of_your_own": [
         ((f"+{name.rpartition('.')[0]}.options.x=1",), f".options: would be ignored, because {name} is ")
         for name in NAMES_OF_PARTS
@@ -538,7 +476,7 @@ REFUSED_BY_MEGATRON: dict[str, list[tuple[tuple[str, ...], str]]] = {
     ],
 }
 
-OF_THE_DEMO = REFUSED | REFUSED_BY_CLUSTER | REFUSED_BY_LOSS
+OF_THE_DEMO = REFUSED | REFUSED_BY_CLUSTER | REFUSED_BY_LOSS | REFUSED_BY_REWARDS
 CASES = [
     pytest.param(recipe, overrides, fragment, id=f"{rule}-{index}{suffix}")
     for recipe, table, suffix in (

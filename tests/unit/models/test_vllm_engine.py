@@ -213,9 +213,9 @@ def test_what_has_changed_makes_the_weights_that_a_whole_refit_makes(engine: Eng
         _refit(engine, model, bucket_bytes=10_007, delta=DeltaRefit(base=version - 1, version=version), held=held)
         assert engine("finish_refit", version=version) == version == engine("delta_base")
         _check(asked, engine("generate", request=asked), model)
-    digests = engine("weights_digest")
+    digests = engine("fingerprints")
     engine("update_weights", weights=_weights(first), version=3)
-    assert engine("weights_digest") == digests
+    assert engine("fingerprints") == digests
 
 
 def test_a_refit_that_breaks_off_leaves_an_engine_that_says_so_until_the_next_one(engine: EngineChild) -> None:

@@ -1,0 +1,178 @@
+"""Runs with dynamic sampling: whole groups that differ, what is carried and cleared, resume, its cap and its keys."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from nemo_rl.algorithms.grpo_sync import SyncGRPOTrainer
+from nemo_rl.algorithms.setup import open_trainer
+from nemo_rl.algorithms.stages.bodies import Train
+from nemo_rl.algorithms.stages.dynamic_sampling import DROPPED, DynamicRollout
+from nemo_rl.algorithms.stages.state import StepState
+from nemo_rl.errors import UserError, WorkerError
+from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
+from tests.helpers.tiny_model import write_tiny_folder
+
+PROMPTS, GROUP = 4, 4
+GRPO = {"num_prompts_per_step": PROMPTS, "num_generations_per_prompt": GROUP, "use_dynamic_sampling": True}
+RIGHT_OR_WRONG = {"name": "custom", "reward_function": "tests.helpers.run_rewards:odd_share", "score_threshold": 0.6}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+
+
+class Watched:
+    """A run, its steps, and what was alive after each."""
+
+    def __init__(self, folder: Path, model: Path, *, resume: bool = False, **grpo: object) -> None:
+        saving = {"enabled": True, "save_period": 2, "keep_top_k": None}
+        recipe = write_recipe(
+            folder, model, grpo={**GRPO, "max_num_steps": 4, **grpo}, env=RIGHT_OR_WRONG, checkpointing=saving
+        )
+        overrides = {**LOCAL, **({"checkpointing.resume": "true"} if resume else {})}
+        self.log_dir = folder / "logs"
+        self.config = load_recipe(recipe, overrides)
+        self.steps: list[StepState] = []
+        self.alive: list[int] = []
+        self.dropped: list[str] = []
+
+    def run(self) -> Watched:
+        with open_trainer(self.config, console=Console(file=io.StringIO())) as trainer:
+            self._watch(trainer)
+            trainer.fit()
+            self.alive.append(trainer.data_plane_stats()["live_rows"])  # type: ignore[arg-type]
+        return self
+
+    def _watch(self, trainer: SyncGRPOTrainer) -> None:
+        step, clear = trainer.step, trainer._parts.client.kv_clear
+
+        def watched_step() -> StepState:
+            done = step()
+            self.steps.append(done)
+            self.alive.append(trainer.data_plane_stats()["live_rows"])  # type: ignore[arg-type]
+            return done
+
+        def watched_clear(keys: object, partition: str, *, reason: str = "") -> None:
+            if reason == DROPPED:
+                self.dropped += keys  # type: ignore[arg-type]
+            clear(keys, partition, reason=reason)
+
+        trainer.step = watched_step  # type: ignore[method-assign]
+        trainer._parts.client.kv_clear = watched_clear  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Watched:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(Path(__file__).parents[2])
+        return Watched(tmp_path_factory.mktemp("whole"), model, batch_multiplier=1.5).run()
+
+
+def test_every_step_trains_whole_groups_whose_rewards_differ(whole: Watched) -> None:
+    assert len(whole.steps) == 4
+    for step in whole.steps:
+        rewards = step.rows.carry.rewards.reshape(PROMPTS, GROUP)
+        assert all(len(set(group)) > 1 for group in rewards.tolist())
+        uids = step.rows.group_uids
+        assert [uids[row : row + GROUP] for row in range(0, len(uids), GROUP)] == [
+            (uid,) * GROUP for uid in dict.fromkeys(uids)
+        ]
+        assert step.chosen is not None and len(step.chosen.meta) == PROMPTS * GROUP
+    trained = [key for step in whole.steps for key in step.rows.meta.keys]
+    assert len(set(trained)) == len(trained), "no row is trained twice"
+    assert whole.dropped and not set(whole.dropped) & set(trained)
+
+
+def test_what_is_beyond_a_step_is_trained_in_the_next_and_nothing_else_stays(whole: Watched) -> None:
+    rows = logged_steps(whole.log_dir)
+    carried = [int(row["rollout/carried_rows"]) for row in rows]
+    assert whole.alive == [*carried, 0] and any(carried)
+    assert [int(row["data_plane/live_rows"]) for row in rows] == carried
+    for before, row, step in zip([0, *carried], rows, whole.steps, strict=False):
+        # A checkpoint comes after every second step: nothing is carried over it.
+        expected = min(before, PROMPTS * GROUP) if step.number % 2 == 0 else 0
+        lags = step.policy_version - step.rows.weight_versions
+        assert int((lags == 1).sum()) == expected and int((lags > 1).sum()) == 0
+        assert row["rollout/sampling_rounds"] >= 1 and 0 < row["rollout/informative_share"] <= 1
+    with_dropped = [row for row in rows if row["rollout/informative_share"] < 1]
+    assert with_dropped and all(row["rollout/sampled_reward"] != row["train/reward"] for row in with_dropped)
+
+
+def test_a_resumed_run_samples_and_trains_as_one_that_was_left_alone(
+    whole: Watched, model: Path, tmp_path: Path
+) -> None:
+    Watched(tmp_path, model, batch_multiplier=1.5, max_num_steps=2).run()
+    resumed = Watched(tmp_path, model, resume=True, batch_multiplier=1.5).run()
+    names = ("train/loss", "train/grad_norm", "train/reward", "rollout/sampled_reward", "rollout/carried_rows")
+    left_alone = logged_steps(whole.log_dir)
+    assert [step.number for step in resumed.steps] == [3, 4]
+    for row, expected in zip(logged_steps(resumed.log_dir)[2:], left_alone[2:], strict=True):
+        assert {name: row[name] for name in names} == {name: expected[name] for name in names}
+
+
+def test_a_larger_round_carries_more(whole: Watched, model: Path, tmp_path: Path) -> None:
+    larger = Watched(tmp_path, model, batch_multiplier=4.0, max_num_steps=1).run()
+    [row] = logged_steps(larger.log_dir)
+    assert row["rollout/sampling_rounds"] == 1 < logged_steps(whole.log_dir)[0]["rollout/sampling_rounds"]
+    assert row["rollout/carried_rows"] > 0
+
+
+def test_too_few_groups_that_differ_end_the_run_and_say_why(model: Path, tmp_path: Path) -> None:
+    run = Watched(tmp_path, model, dynamic_sampling_max_gen_batches=2)
+    run.config = run.config.model_copy(update={"env": run.config.env.model_copy(update={"score_threshold": 1e-9})})
+    with open_trainer(run.config, console=Console(file=io.StringIO())) as trainer:
+        said = r"after 2 rounds of 4 prompts step 1 has \d of 4 groups .* too easy or too hard"
+        with pytest.raises(UserError, match=said):
+            trainer.fit()
+        assert trainer.data_plane_stats()["live_rows"] == 0
+
+
+def test_a_step_that_fails_leaves_no_row_not_even_a_carried_one(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Watched(tmp_path, model, batch_multiplier=4.0)
+    with open_trainer(run.config, console=Console(file=io.StringIO())) as trainer:
+        [dynamic] = [stage for stage in trainer._parts.stages if isinstance(stage, DynamicRollout)]
+
+        def fail(stage: Train, step: StepState) -> object:
+            assert dynamic.num_carried > 0 and trainer.data_plane_stats()["live_rows"] > PROMPTS * GROUP
+            raise WorkerError("planted", stage="train")
+
+        monkeypatch.setattr(Train, "_submit", fail)
+        with pytest.raises(WorkerError, match="planted"):
+            trainer.fit()
+        assert trainer.data_plane_stats()["live_rows"] == 0
+
+
+def test_rounds_of_a_step_draw_other_random_numbers(model: Path, tmp_path: Path) -> None:
+    """The same prompt in two rounds of one step."""
+    run = Watched(tmp_path, model)
+    with open_trainer(run.config, console=Console(file=io.StringIO())) as trainer:
+        trainer.open_run()
+        logprobs = []
+        for number in range(2):
+            uids, keys = [f"u{number}"], [f"u{number}_g{row}" for row in range(GROUP)]
+            pending = trainer._parts.rollout.submit_rollout(
+                [0], uids=uids, step=1, version=0, partition_id="train", round_number=number
+            )
+            logprobs.append(pending.result().metrics["mean_generation_logprob"].value)
+            trainer._parts.client.kv_clear(keys, "train", reason="test")
+    assert logprobs[0] != logprobs[1]
+
+
+def test_the_last_epoch_ends_with_the_groups_that_are_left(model: Path, tmp_path: Path) -> None:
+    """64 prompts, rounds of 24: two of them, and a third where a checkpoint has given enough prompts back."""
+    run = Watched(tmp_path, model, batch_multiplier=6.0, max_num_epochs=1, max_num_steps=99).run()
+    assert 1 < len(run.steps) < 99 and run.alive[-1] == 0
+    assert 2 <= sum(row["rollout/sampling_rounds"] for row in logged_steps(run.log_dir)) <= 3
