@@ -76,6 +76,7 @@ def test_values_and_gradients_under_the_sets_equal_a_float64_reference(
     (expected * weights.double()).sum().backward()
 
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    assert logits.grad is not None
     torch.testing.assert_close(logits.grad.double(), reference.grad, rtol=1e-4, atol=1e-6)
     outside = torch.ones(11, 40, dtype=torch.bool)
     outside[kept.place_E, kept.token_E] = False
