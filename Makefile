@@ -26,7 +26,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 # Stamps share one environment, which one pip at a time may write.
 .NOTPARALLEL:
-.PHONY: help demo vllm test test-fast test-full walk-docs lint types imports configs tree constraints learn-sort learn-sort-tp2 learn-sort-megatron learn-chain-sum learn-sort-moe same-numbers mutants resume-kills replay-draw chaos leaks stress-data-plane bench-step bench-data-plane bench-packing bench-router-replay bench-generation bench-tracer watch-trait gpu-wheels test-gpu clean
+.PHONY: help demo vllm test test-fast test-full walk-docs lint types imports configs tree constraints learn-sort learn-sort-tp2 learn-sort-megatron learn-chain-sum learn-sort-moe same-numbers mutants resume-kills replay-draw chaos leaks stress-data-plane bench-step bench-data-plane bench-packing bench-router-replay bench-generation bench-tracer bench-driver watch-trait gpu-wheels test-gpu clean
 
 help:
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-22s %s\n", $$1, $$2}'
@@ -213,6 +213,9 @@ bench-generation: $(VENV)/.vllm $(STARTER)/config.json ## engines side by side, 
 
 bench-tracer: $(VENV)/.base ## what the live tracer costs a training step; writes results/bench_tracer.json
 	$(BIN)/python benchmarks/tracer.py --json results/bench_tracer.json $(ARGS)
+
+bench-driver: $(VENV)/.base ## what the driver itself does in a step; writes results/bench_driver_step.json
+	$(BIN)/python benchmarks/driver_step.py --json results/bench_driver_step.json $(ARGS)
 
 gpu-wheels: $(VENV)/.dev ## wheels that a GPU machine with torch and transformers lacks for tests/gpu; fails above 40 MiB
 	rm -rf $(GPU_WHEELS) && mkdir -p $(GPU_WHEELS)

@@ -63,6 +63,7 @@ TARGETS: Mapping[str, str] = {
     "bench-router-replay": "--quick",
     "bench-tracer": "--quick",
     "bench-generation": "--quick",
+    "bench-driver": "--quick",
     "watch-trait": "grpo.max_num_steps=2",
     "clean": "",
 }

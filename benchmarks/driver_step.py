@@ -1,0 +1,241 @@
+"""What the driver itself does in a step, without any model: scores, plans, metas, advantages, clearing, metrics.
+
+    python benchmarks/driver_step.py --json FILE [--quick] [--without-plan]
+
+The very stages and calls of a run, over rows of a store in this process. Figures are medians of the sums over the
+parts: `driver_ms_2048` and `driver_ms_16384`, with a table of the parts. Exit code 1 when a bound is missed.
+`--without-plan` plants the fault that a figure must find: nothing is planned, so a part is not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar, cast
+
+# A script's own folder is on the path, its package is not.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import ROOT, Hold, check_figures, environment, figures_table, load_average, write_json
+from benchmarks.packing_lengths import draw_lengths
+from nemo_rl.algorithms.recipe_loss import build_loss
+from nemo_rl.algorithms.stages.bodies import build_stages, clear_untrained
+from nemo_rl.algorithms.stages.columns import declare_partition, stage_columns
+from nemo_rl.algorithms.stages.stage import StageTools
+from nemo_rl.algorithms.stages.state import StepState, begin_step
+from nemo_rl.algorithms.step_metrics import step_metrics
+from nemo_rl.config.data_plane import DataPlaneConfig
+from nemo_rl.config.load import load_config
+from nemo_rl.config.schema import MasterConfig
+from nemo_rl.data_plane.column_io import kv_first_write
+from nemo_rl.data_plane.factory import build_data_plane_client, open_step
+from nemo_rl.data_plane.interfaces import DataPlaneClient
+from nemo_rl.data_plane.preshard import shard_meta_for_dp
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.layout import ParallelLayout
+from nemo_rl.experience.payload import RowScalars
+from nemo_rl.experience.sync_rollout_actor import WEIGHT_VERSION, RolloutHandle, RolloutResult
+from nemo_rl.models.policy.tq_policy import TQPolicy
+
+__all__ = ["HOLDS", "PARTS", "DriverSample", "figures_of", "main", "measure"]
+
+RECIPE = ROOT / "configs" / "grpo_sort_cpu.yaml"
+GROUP, RANKS, REPEATS = 16, 8, 5
+PARTS = ("begin", "score and plan", "metas of ranks", "advantages", "clear", "metrics")
+HOLDS: Mapping[str, Hold] = {"driver_ms_2048": Hold(most=150.0), "driver_ms_16384": Hold(most=1000.0)}
+QUICK_ROWS, ROWS = (128,), (2048, 16384)
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Layout:
+    """What the stages that run here ask a policy for."""
+
+    layout: ParallelLayout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DriverSample:
+    """One step."""
+
+    rows: int
+    ms: Mapping[str, float]
+    """By part."""
+
+    @property
+    def total_ms(self) -> float:
+        return sum(self.ms.values())
+
+    def as_record(self) -> dict[str, object]:
+        return {"rows": self.rows, "ms": dict(self.ms), "total_ms": self.total_ms}
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Milliseconds by part."""
+
+    ms: dict[str, float] = field(default_factory=dict)
+
+    def time(self, part: str, call: Callable[[], _T]) -> _T:
+        started = time.perf_counter()
+        result = call()
+        self.ms[part] = self.ms.get(part, 0.0) + 1e3 * (time.perf_counter() - started)
+        return result
+
+
+def measure(num_rows: int, *, repeats: int = REPEATS, with_plan: bool = True) -> list[DriverSample]:
+    """Steps of so many rows, one after the other, after one that is left out."""
+    config = _config(num_rows)
+    client = build_data_plane_client(DataPlaneConfig(impl="noop"), run_id=f"bench-{uuid.uuid4().hex[:8]}")
+    try:
+        loss_fn = build_loss(config)
+        columns = stage_columns(config, loss_fn)
+        declare_partition(client, columns, config.grpo)
+        tools = StageTools(
+            grpo=config.grpo,
+            settings=config.policy,
+            logger=config.logger,
+            client=client,
+            # Stages that ask workers are not run.
+            policy=cast(TQPolicy, _Layout(layout=ParallelLayout(dp=RANKS))),
+            rollout=cast(RolloutHandle, None),
+            loss_fn=loss_fn,
+        )
+        stages = {stage.name: stage for stage in build_stages(columns, tools)}
+        run = [stages["score"].run, stages["advantages"].run]
+        found = [_step(number, config, client, run, with_plan=with_plan) for number in range(1, repeats + 2)]
+    finally:
+        client.close()
+    return found[1:]
+
+
+def figures_of(samples: Sequence[DriverSample]) -> dict[str, float]:
+    """Medians; a size in which a part was not measured has no figure."""
+    figures: dict[str, float] = {}
+    for rows in dict.fromkeys(each.rows for each in samples):
+        chosen = [each for each in samples if each.rows == rows]
+        if all(set(each.ms) == set(PARTS) for each in chosen):
+            figures[f"driver_ms_{rows}"] = statistics.median(each.total_ms for each in chosen)
+    return figures
+
+
+def _step(
+    number: int,
+    config: MasterConfig,
+    client: DataPlaneClient,
+    stages: Sequence[Callable[[StepState], StepState]],
+    *,
+    with_plan: bool,
+) -> DriverSample:
+    grpo, clock = config.grpo, _Clock()
+    prompts, group = range(grpo.num_prompts_per_step), grpo.num_generations_per_prompt
+    step = clock.time("begin", lambda: begin_step(number, list(prompts), group_size=group, version=number))
+    opened = open_step(client, step.partition, step.keys)
+    opened.__enter__()
+    step = replace(step, rolled=_rolled(step, client))
+    score, write_advantages = stages
+    if with_plan:
+        step = clock.time("score and plan", lambda: score(step))
+        clock.time("metas of ranks", lambda: shard_meta_for_dp(step.update.meta, step.update.plan))
+        step = clock.time("advantages", lambda: write_advantages(step))
+        clock.time("clear", lambda: clear_untrained(client, step))
+        ended = replace(step, seconds=1.0)
+        clock.time("metrics", lambda: step_metrics(ended))
+    clock.time("clear", lambda: opened.__exit__(None, None, None))
+    return DriverSample(rows=len(step.keys), ms=clock.ms)
+
+
+def _rolled(step: StepState, client: DataPlaneClient) -> RolloutResult:
+    """What the rollout worker writes and hands over: not the driver's work, and not timed."""
+    count = len(step.keys)
+    draws = random.Random(step.number)
+    lengths = torch.tensor(draw_lengths("pile-up", count, seed=step.number)) // 16 + 2
+    width = int(lengths.max())
+    rewards = np.asarray([float(draws.random() < 0.5) for _ in range(count)], dtype=np.float32)
+    mask = torch.arange(width) < lengths[:, None]
+    columns = BatchedDataDict(
+        {
+            "input_ids": torch.ones(count, width, dtype=torch.int32),
+            "input_lengths": lengths.to(torch.int32),
+            "token_mask": mask,
+            "generation_logprobs": torch.zeros(count, width),
+            "sample_mask": torch.ones(count),
+        }
+    )
+    tags = [{"reward": float(reward), WEIGHT_VERSION: step.policy_version} for reward in rewards]
+    meta = kv_first_write(client, columns, step.keys, partition_id=step.partition, tags=tags)
+    carry = RowScalars(
+        rewards=rewards, truncated=np.zeros(count, dtype=bool), response_lengths=lengths.numpy().astype(np.int32)
+    )
+    return RolloutResult(meta=meta, carry=carry)
+
+
+def _config(num_rows: int) -> MasterConfig:
+    overrides = [
+        f"grpo.num_prompts_per_step={num_rows // GROUP}",
+        f"grpo.num_generations_per_prompt={GROUP}",
+        f"policy.train_global_batch_size={num_rows // 2}",
+        "policy.max_total_sequence_length=2048",
+        "policy.dynamic_batching.train_mb_tokens=4096",
+        "policy.dynamic_batching.logprob_mb_tokens=8192",
+        f"data.train.size={num_rows}",
+    ]
+    return load_config(RECIPE, overrides)
+
+
+def _parts_table(samples: Sequence[DriverSample]) -> Table:
+    table = Table(title="milliseconds of the driver, medians")
+    sizes = list(dict.fromkeys(each.rows for each in samples))
+    for name in ("part", *(f"{rows} rows" for rows in sizes)):
+        table.add_column(name)
+    for part in PARTS:
+        cells = [[each.ms[part] for each in samples if each.rows == rows and part in each.ms] for rows in sizes]
+        table.add_row(part, *(f"{statistics.median(found):.2f}" if found else "not measured" for found in cells))
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--json", type=Path, required=True, help="file for raw samples and figures")
+    parser.add_argument("--quick", action="store_true", help="few rows; the bounds are not measured")
+    parser.add_argument("--without-plan", action="store_true", help="plant a fault: nothing is scored and planned")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    load_before = load_average()
+    sizes = QUICK_ROWS if given.quick else ROWS
+    samples = [each for rows in sizes for each in measure(rows, with_plan=not given.without_plan)]
+    figures = figures_of(samples)
+    console = Console()
+    console.print(_parts_table(samples))
+    console.print(figures_table(figures, HOLDS))
+    missed = check_figures(figures, HOLDS)
+    report = {
+        **environment(),
+        "load_before": load_before,
+        "load_after": load_average(),
+        "figures": figures,
+        "problems": missed,
+        "samples": [each.as_record() for each in samples],
+    }
+    console.print(f"written to {write_json(given.json, report)}")
+    for line in missed:
+        console.print(line)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

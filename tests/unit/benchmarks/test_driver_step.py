@@ -1,0 +1,36 @@
+"""The benchmark of the driver's part of a step: every part is timed, and a run without plans has no figure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.common import check_figures
+from benchmarks.driver_step import HOLDS, PARTS, DriverSample, figures_of, main
+
+
+def sample(rows: int, ms: float) -> DriverSample:
+    return DriverSample(rows=rows, ms=dict.fromkeys(PARTS, ms))
+
+
+def test_figures_are_medians_of_the_sums_and_every_bound_can_be_missed() -> None:
+    quick = [sample(2048, 1.0), sample(2048, 2.0), sample(2048, 90.0), sample(16384, 100.0)]
+    figures = figures_of(quick)
+    assert figures == {"driver_ms_2048": 2.0 * len(PARTS), "driver_ms_16384": 100.0 * len(PARTS)}
+    assert check_figures(figures, HOLDS) == []
+    slow = check_figures(figures_of([sample(2048, 26.0), sample(16384, 170.0)]), HOLDS)
+    assert [line.split(":")[0] for line in slow] == list(HOLDS)
+
+
+@pytest.mark.parametrize("is_planned", [True, False])
+def test_a_small_run_times_every_part_and_misses_plans_that_are_off(tmp_path: Path, is_planned: bool) -> None:
+    path = tmp_path / "report.json"
+    main(["--quick", "--json", str(path), *([] if is_planned else ["--without-plan"])])
+    report = json.loads(path.read_text())
+    assert {"versions", "commit", "load_before", "load_after"} < report.keys()
+    assert ("driver_ms_128" in report["figures"]) is is_planned
+    for each in report["samples"]:
+        assert each["rows"] == 128 and (set(each["ms"]) == set(PARTS)) is is_planned
+        assert all(ms > 0 for ms in each["ms"].values())
