@@ -158,8 +158,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             picked_M[rows] = torch.where(is_here, scores.gather(-1, column[:, None]).squeeze(-1), 0.0)
             norm_M[rows] = scores.logsumexp(-1)
             if entropy_M is not None:
-                # A rank may have no column of a set: its norm is -inf, and so are all its scores.
-                logprobs = scores.sub_(norm_M[rows, None].clamp(min=torch.finfo(torch.float32).min))
+                logprobs = scores.sub_(norm_M[rows, None])
                 entropy_M[rows] = -_weighed(logprobs, logprobs).sum(-1)
         if shard is not None and not _needs_all_columns(sampling, kept) and len(targets_M):
             picked_M, norm_M, entropy_M = _merge(picked_M, norm_M, entropy_M, shard)
@@ -211,7 +210,8 @@ def _merge(
     everywhere = torch.stack(parts)
     norm = everywhere[:, 1].logsumexp(0)
     if entropy_M is not None:
-        # A rank has H_r of its own columns alone, which have the share s_r: H = sum s_r (H_r - log s_r).
+        # A rank has H_r of its own columns alone, which have the share s_r: H = sum s_r (H_r - log s_r). Without a
+        # column of a kept set its share is 0 and its H_r is NaN, which counts as nothing.
         log_share = everywhere[:, 1] - norm
         entropy_M = _weighed(log_share, everywhere[:, 2] - log_share).sum(0)
     return everywhere[:, 0].sum(0), norm, entropy_M
