@@ -41,7 +41,8 @@ class MismatchWarning:
     def _bias(self, step: int, ratio: float) -> str:
         return (
             "WARNING: policy.generation.top_p or top_k without policy.generation.record_support: engine and trainer "
-            f"each find a kept set of their own; the mean ratio of step {step} is {ratio:.4f}, and 1 has no bias"
+            f"each find a kept set of their own; the mean ratio of step {step} is {ratio:.4f}, where 1 is without bias "
+            "(updates within the step move it, too)"
         )
 
     def _mismatch(self, step: int, error: float) -> str:
