@@ -26,7 +26,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 # Stamps share one environment, which one pip at a time may write.
 .NOTPARALLEL:
-.PHONY: help demo vllm test test-fast test-full walk-docs lint types imports configs tree constraints learn-sort learn-sort-tp2 learn-sort-megatron learn-chain-sum learn-sort-moe same-numbers mutants resume-kills replay-draw chaos leaks stress-data-plane bench-step bench-data-plane bench-packing bench-router-replay bench-generation bench-tracer bench-driver watch-trait gpu-wheels test-gpu clean
+.PHONY: help demo vllm test test-fast test-full walk-docs lint types imports configs tree constraints learn-sort learn-sort-tp2 learn-sort-megatron learn-chain-sum learn-sort-moe learn-algorithms same-numbers mutants resume-kills replay-draw chaos leaks stress-data-plane bench-step bench-data-plane bench-packing bench-router-replay bench-generation bench-tracer bench-driver watch-trait gpu-wheels test-gpu clean
 
 help:
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-22s %s\n", $$1, $$2}'
@@ -168,6 +168,11 @@ learn-chain-sum: $(VENV)/.dev $(CHAIN_SUM_STARTER)/config.json ## learning run: 
 learn-sort-moe: $(VENV)/.base $(MOE_STARTER)/config.json ## learning run: the sort demo with experts and router replay, both workers
 	for worker in megatron dtensor; do \
 	  $(BIN)/python examples/run_grpo.py --config configs/recipes/grpo_sort_moe_r3_$${worker}_cpu.yaml $(RUN_ARGS); \
+	done
+
+learn-algorithms: $(VENV)/.base $(STARTER)/config.json ## learning run: the sort demo with Dr.GRPO, DAPO, GSPO and CISPO
+	for algorithm in dr_grpo dapo gspo cispo; do \
+	  $(BIN)/python examples/run_grpo.py --config configs/recipes/grpo_sort_$${algorithm}_cpu.yaml $(RUN_ARGS); \
 	done
 
 watch-trait: $(VENV)/.base $(STARTER)/config.json ## the sort demo with a trait of its hidden states on the tracer's page

@@ -53,6 +53,7 @@ TARGETS: Mapping[str, str] = {
     "learn-sort-megatron": "grpo.max_num_steps=2",
     "learn-chain-sum": "grpo.max_num_steps=2",
     "learn-sort-moe": "grpo.max_num_steps=2",
+    "learn-algorithms": "grpo.max_num_steps=2",
     "resume-kills": "--kills 2 --saves 1",
     "replay-draw": "--steps 4 --draws 2 --only tp2",
     "leaks": "--steps 8 --stores ray",
