@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nemo_rl.algorithms.kept_steps.keeper import Keeper
+from nemo_rl.algorithms.mismatch_warning import MISMATCH_METRIC, MismatchWarning
 from nemo_rl.algorithms.saver import Saver
 from nemo_rl.algorithms.stages.bodies import clear_untrained
 from nemo_rl.algorithms.stages.columns import declare_partition
@@ -118,6 +119,7 @@ class SyncGRPOTrainer:
             timeout_s=parts.config.cluster.stage_timeout_s,
         )
         self._config = parts.config
+        self._mismatch = MismatchWarning(parts.config)
         self._timer = Timer(on_enter=parts.panel.stage)
         self._step = 0
         self._reported_bytes = 0
@@ -282,6 +284,8 @@ class SyncGRPOTrainer:
         self._parts.logger.log_metrics(metrics, step=self._step)
         self._parts.tracing.report(self._step, metrics)
         self._parts.panel.step(self._report(step, metrics, stage_seconds, traffic.stage_bytes))
+        for line in self._mismatch.lines(self._step, metrics):
+            self._parts.panel.note(line)
         return metrics
 
     def _refit_metrics(self) -> dict[str, float]:
@@ -319,6 +323,7 @@ class SyncGRPOTrainer:
             val_reward=self._val_reward,
             loss=metrics.get("train/loss"),
             kl=metrics.get("train/reference_kl", metrics.get("train/policy_kl")),
+            mismatch=metrics.get(MISMATCH_METRIC),
             num_engines=None if engines is None else int(engines),
             all_engines=self._config.policy.generation.num_replicas,
             engine_speeds=engine_speeds(metrics),

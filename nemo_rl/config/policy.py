@@ -225,6 +225,9 @@ class GenerationConfig(Section):
     """Sample from the smallest set of tokens with this probability; 1 keeps all."""
     top_k: PositiveInt | None = None
     """Sample from the k most likely tokens; null keeps all."""
+    record_support: bool = False
+    """The embedded engine records the set of tokens that `top_p` and `top_k` kept, and the trainer scores under that
+    very set; false: the trainer finds a set of its own from its own logits, which moves with the weights."""
     val_temperature: NonNegativeFloat | None = None
     """Temperature in validation; null uses `temperature`; 0 is greedy."""
     stop_token_ids: list[NonNegativeInt] | None = None

@@ -114,6 +114,34 @@ def rule_receipt_keys_need_receipts(config: MasterConfig) -> list[str]:
     return would_be_ignored(receipt, prefix, names, switch=switch, because=f"{switch} is false")
 
 
+def rule_recorded_support_has_a_use_and_a_reader(config: MasterConfig) -> list[str]:
+    generation, key = config.policy.generation, "policy.generation.record_support"
+    if not generation.record_support:
+        return []
+    lines: list[str] = []
+    if generation.top_p == 1 and generation.top_k is None:
+        lines.append(
+            f"{key}: policy.generation.top_p is 1 and policy.generation.top_k is null: every token is kept; set it to "
+            "false"
+        )
+    if generation.backend != "torch":
+        lines.append(
+            f"{key}: policy.generation.backend is {generation.backend!r}, and only the embedded engine, torch, records "
+            "the kept sets; set it to false"
+        )
+    if config.policy.megatron_cfg.enabled:
+        lines.append(
+            f"{key}: policy.megatron_cfg.enabled is true, and only the DTensor worker reads the kept sets; set it to "
+            "false, or train with policy.dtensor_cfg"
+        )
+    if config.loss_fn.reference_policy_kl_penalty > 0:
+        lines.append(
+            f"{key}: loss_fn.reference_policy_kl_penalty is above 0, and the KL to the reference would compare a "
+            "distribution on the kept set with one that is not; set one of them to false or 0"
+        )
+    return lines
+
+
 # ---- batches
 
 

@@ -142,6 +142,15 @@ _ROWS = (
         rewritten_by=("advantages",),
     ),
     FieldSpec(
+        name="sampling_support",
+        dtypes=("int32",),
+        dims=("S",),
+        family="sampling_support",
+        produced_by="rollout",
+        read_by=(WorkerPass.PREV_LOGPROBS, WorkerPass.TRAIN),
+        condition="sampling_support",
+    ),
+    FieldSpec(
         name="routed_experts",
         dtypes=("uint8", "int16"),
         dims=("T", "L", "K"),
@@ -212,8 +221,11 @@ def route_fields(conditions: Collection[str]) -> tuple[str, ...]:
 
 _ROUTE_FAMILIES = ("routed_experts", "routed_experts_digests")
 ROUTE_FIELDS: tuple[str, ...] = tuple(s.name for s in _ROWS if s.family in _ROUTE_FAMILIES)
-DP_TRAIN_FIELDS: tuple[str, ...] = tuple(name for name in reads_of(WorkerPass.TRAIN) if name not in ROUTE_FIELDS)
-LP_SEED_FIELDS: tuple[str, ...] = tuple(name for name in reads_of(WorkerPass.PREV_LOGPROBS) if name not in ROUTE_FIELDS)
+_OF_SOME_RUNS = (*ROUTE_FIELDS, "sampling_support")
+DP_TRAIN_FIELDS: tuple[str, ...] = tuple(name for name in reads_of(WorkerPass.TRAIN) if name not in _OF_SOME_RUNS)
+LP_SEED_FIELDS: tuple[str, ...] = tuple(
+    name for name in reads_of(WorkerPass.PREV_LOGPROBS) if name not in _OF_SOME_RUNS
+)
 TOKEN_ALIGNED_FIELDS: tuple[str, ...] = tuple(s.name for s in _ROWS if s.is_token_aligned)
 
 

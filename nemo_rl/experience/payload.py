@@ -13,7 +13,9 @@ import numpy as np
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.jagged import nest
 from nemo_rl.models.generation.interfaces import GenerationOutput
+from nemo_rl.models.support import SUPPORT
 from nemo_rl.utils.rollout_file import rounded
 
 __all__ = ["RowScalars", "build_columns", "mean_of_scored", "row_record"]
@@ -75,7 +77,8 @@ def build_columns(
 
     Returns:
         `input_ids` [N, T] int32, `token_mask` [N, T] bool (response tokens), `generation_logprobs` [N, T] float32
-        (0 on the prompt), `input_lengths` [N] int32, `sample_mask` [N] float32 ones.
+        (0 on the prompt), `input_lengths` [N] int32, `sample_mask` [N] float32 ones; where the engine has recorded it
+        `sampling_support` [N, (ids)] int32.
     """
     prompt_lengths = torch.tensor([len(ids) for ids in prompt_ids]).repeat_interleave(group_size)
     lengths = prompt_lengths + output.lengths
@@ -89,7 +92,7 @@ def build_columns(
     input_ids[is_response] = output.token_ids.to(torch.int32)
     logprobs = torch.zeros(num_rows, width)
     logprobs[is_response] = output.logprobs.float()
-    return BatchedDataDict(
+    columns = BatchedDataDict(
         {
             "input_ids": input_ids,
             "input_lengths": lengths.to(torch.int32),
@@ -98,6 +101,9 @@ def build_columns(
             "sample_mask": torch.ones(num_rows),
         }
     )
+    if output.support is not None:
+        columns[SUPPORT] = nest(torch.cat(output.support), torch.tensor([len(row) for row in output.support]))
+    return columns
 
 
 def mean_of_scored(component: np.ndarray) -> float:

@@ -78,12 +78,14 @@ def run_rollouts(
     seeds: SeedSource,
     version: int | None,
     with_routes: bool = False,
+    with_support: bool = False,
 ) -> Rollouts:
     """Samples `group_size` responses per prompt and scores them.
 
     Args:
         version: of the weights that every row must be sampled from; None takes any, and the rows say which.
         with_routes: the engines record the routes of experts.
+        with_support: the engines record the sets that top-k and top-p kept.
 
     Raises:
         WorkerError: an engine holds other weights than `version`.
@@ -94,6 +96,7 @@ def run_rollouts(
         seeds=seeds.rows(len(prompts) * group_size),
         sampling=sampling,
         with_routes=with_routes,
+        with_support=with_support,
     )
     output = generation.generate(request)
     others = set(output.row_versions) - {version}

@@ -324,6 +324,7 @@ class SyncRolloutActor:
             seeds=SeedSource(seed=self._spec.grpo.seed, purpose=purpose, step=step),
             version=version,
             with_routes=self._spec.policy.router_replay.records_at_rollout,
+            with_support=self._spec.policy.generation.record_support,
         )
 
 

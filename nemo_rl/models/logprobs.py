@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import FunctionCtx
 
+from nemo_rl.models.support import KeptSets
+
 __all__ = [
     "Sampling",
     "VocabShard",
@@ -77,27 +79,38 @@ class VocabShard:
 
 
 def token_logprobs(
-    logits_MV: torch.Tensor, targets_M: torch.Tensor, *, sampling: Sampling, shard: VocabShard | None = None
+    logits_MV: torch.Tensor,
+    targets_M: torch.Tensor,
+    *,
+    sampling: Sampling,
+    shard: VocabShard | None = None,
+    kept: KeptSets | None = None,
 ) -> torch.Tensor:
     """`[M]` float32 log-probabilities of `targets_M`, differentiable.
 
     Works through chunks of positions in both passes: besides the logits themselves only one chunk in float32 is held.
     With a `shard`, V are this rank's columns, and the call is collective over its group, in both passes when `sampling`
-    has a filter: that needs a chunk's whole vocabulary.
+    has a filter: that needs a chunk's whole vocabulary. `kept` are the sets that were sampled from; they replace the
+    filter, which would find its own.
     """
-    arguments = (logits_MV, targets_M.long(), sampling, shard, False)
+    arguments = (logits_MV, targets_M.long(), sampling, shard, kept, False)
     result: torch.Tensor = _ChunkedLogprobs.apply(*arguments)[0]  # type: ignore[no-untyped-call]
     return result
 
 
 def logprobs_with_entropy(
-    logits_MV: torch.Tensor, targets_M: torch.Tensor, *, sampling: Sampling, shard: VocabShard | None = None
+    logits_MV: torch.Tensor,
+    targets_M: torch.Tensor,
+    *,
+    sampling: Sampling,
+    shard: VocabShard | None = None,
+    kept: KeptSets | None = None,
 ) -> torch.Tensor:
     """`[2, M]` float32, differentiable: what `token_logprobs` gives, and the entropy of each distribution.
 
     H = -sum p log p over the vocabulary, or over what a filter has left of it, in nats.
     """
-    arguments = (logits_MV, targets_M.long(), sampling, shard, True)
+    arguments = (logits_MV, targets_M.long(), sampling, shard, kept, True)
     return torch.stack(_ChunkedLogprobs.apply(*arguments))  # type: ignore[no-untyped-call]
 
 
@@ -133,37 +146,39 @@ class _ChunkedLogprobs(torch.autograd.Function):
         targets_M: torch.Tensor,
         sampling: Sampling,
         shard: VocabShard | None,
+        kept: KeptSets | None,
         with_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         picked_M = logits_MV.new_zeros(targets_M.shape, dtype=torch.float32)
         norm_M = torch.zeros_like(picked_M)
         entropy_M = torch.zeros_like(picked_M) if with_entropy else None
         for rows in _chunks(logits_MV):
-            scores, first = _scores(logits_MV[rows], targets_M[rows], sampling, shard)
+            scores, first = _scores(logits_MV, targets_M, rows, sampling, shard, kept)
             column, is_here = _columns(targets_M[rows], first, scores.shape[-1])
             picked_M[rows] = torch.where(is_here, scores.gather(-1, column[:, None]).squeeze(-1), 0.0)
             norm_M[rows] = scores.logsumexp(-1)
             if entropy_M is not None:
                 logprobs = scores.sub_(norm_M[rows, None])
                 entropy_M[rows] = -_weighed(logprobs, logprobs).sum(-1)
-        if shard is not None and not sampling.has_filter and len(targets_M):
+        if shard is not None and not _needs_all_columns(sampling, kept) and len(targets_M):
             picked_M, norm_M, entropy_M = _merge(picked_M, norm_M, entropy_M, shard)
         ctx.save_for_backward(logits_MV, targets_M, norm_M, entropy_M)  # type: ignore[arg-type]
-        ctx.sampling, ctx.shard = sampling, shard  # type: ignore[attr-defined]
+        ctx.sampling, ctx.shard, ctx.kept = sampling, shard, kept  # type: ignore[attr-defined]
         return picked_M - norm_M, None if entropy_M is None else entropy_M.clone()
 
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: FunctionCtx, grad_M: torch.Tensor, grad_entropy_M: torch.Tensor | None
-    ) -> tuple[torch.Tensor, None, None, None, None]:
+    ) -> tuple[torch.Tensor, None, None, None, None, None]:
         logits_MV, targets_M, norm_M, entropy_M = ctx.saved_tensors  # type: ignore[attr-defined]
         sampling: Sampling = ctx.sampling  # type: ignore[attr-defined]
         shard: VocabShard | None = ctx.shard  # type: ignore[attr-defined]
+        kept: KeptSets | None = ctx.kept  # type: ignore[attr-defined]
         own = logits_MV.shape[-1]
         grad_MV = torch.empty_like(logits_MV)
         for rows in _chunks(logits_MV):
             scale = grad_M[rows, None] / sampling.temperature
-            scores, first = _scores(logits_MV[rows], targets_M[rows], sampling, shard)
+            scores, first = _scores(logits_MV, targets_M, rows, sampling, shard, kept)
             logprobs = scores.sub_(norm_M[rows, None])
             through_entropy = None
             if entropy_M is not None and grad_entropy_M is not None:
@@ -177,7 +192,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 chunk += through_entropy
             start = shard.first - first if shard is not None else 0
             grad_MV[rows] = chunk[:, start : start + own].to(grad_MV.dtype)
-        return grad_MV, None, None, None, None
+        return grad_MV, None, None, None, None, None
 
 
 def _weighed(logprobs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -195,7 +210,8 @@ def _merge(
     everywhere = torch.stack(parts)
     norm = everywhere[:, 1].logsumexp(0)
     if entropy_M is not None:
-        # A rank has H_r of its own columns alone, which have the share s_r: H = sum s_r (H_r - log s_r).
+        # A rank has H_r of its own columns alone, which have the share s_r: H = sum s_r (H_r - log s_r). Without a
+        # column of a kept set its share is 0 and its H_r is NaN, which counts as nothing.
         log_share = everywhere[:, 1] - norm
         entropy_M = _weighed(log_share, everywhere[:, 2] - log_share).sum(0)
     return everywhere[:, 0].sum(0), norm, entropy_M
@@ -213,15 +229,25 @@ def _chunks(logits_MV: torch.Tensor) -> list[slice]:
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
+def _needs_all_columns(sampling: Sampling, kept: KeptSets | None) -> bool:
+    return sampling.has_filter and kept is None
+
+
 def _scores(
-    logits_MV: torch.Tensor, targets_M: torch.Tensor, sampling: Sampling, shard: VocabShard | None
+    logits_MV: torch.Tensor,
+    targets_M: torch.Tensor,
+    rows: slice,
+    sampling: Sampling,
+    shard: VocabShard | None,
+    kept: KeptSets | None,
 ) -> tuple[torch.Tensor, int]:
-    """Scores in float32 and the token of their first column; with a filter those of the whole vocabulary."""
-    scores = logits_MV.float() / sampling.temperature
-    if not sampling.has_filter:
-        return scores, shard.first if shard is not None else 0
+    """Scores of `rows` in float32 and the token of their first column; a filter needs those of the whole vocabulary."""
+    scores = logits_MV[rows].float() / sampling.temperature
+    if not _needs_all_columns(sampling, kept):
+        first = shard.first if shard is not None else 0
+        return scores if kept is None else kept.fill(scores, rows, first=first), first
     if shard is not None:
         parts = [torch.empty_like(scores) for _ in range(dist.get_world_size(shard.group))]
         dist.all_gather(parts, scores, group=shard.group)
         scores = torch.cat(parts, dim=-1)
-    return filter_logits(scores, top_k=sampling.top_k, top_p=sampling.top_p, keep_M=targets_M), 0
+    return filter_logits(scores, top_k=sampling.top_k, top_p=sampling.top_p, keep_M=targets_M[rows]), 0

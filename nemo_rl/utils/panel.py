@@ -46,6 +46,8 @@ class StepReport:
     """None when the step had nothing to train on."""
     kl: float | None = None
     """KL to the reference where it is computed, else to the policy that sampled; None without an update."""
+    mismatch: float | None = None
+    """Mean factor between the probabilities that rollout and trainer give a sampled token; None without an update."""
     num_engines: int | None = None
     """Those of the rollout that live; None where it has one alone, without which no step ends."""
     all_engines: int | None = None
@@ -227,6 +229,7 @@ def _optional_numbers(report: StepReport) -> list[tuple[str, str]]:
         ("val", report.val_reward, ".3f"),
         ("loss", report.loss, "+.4f"),
         ("kl", report.kl, ".5f"),
+        ("mismatch", report.mismatch, ".4f"),
     ]
     shown = [(name, format(value, spec)) for name, value, spec in numbers if value is not None]
     return [*shown, *_missing_engines(report)]

@@ -17,6 +17,7 @@ from nemo_rl.distributed.parallel_groups import ParallelGroups
 from nemo_rl.errors import ConfigError
 from nemo_rl.models import logprobs
 from nemo_rl.models.logprobs import Sampling, VocabShard, logprobs_with_entropy, token_logprobs
+from nemo_rl.models.support import KeptSets
 from tests.helpers.families import COMMON, write_family
 from tests.helpers.gloo import COLLECTIVE_TIMEOUT_S, run_ranks
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker
@@ -27,6 +28,8 @@ SAMPLINGS = {
     "top_k": Sampling(top_k=5),
     "top_p": Sampling(temperature=1.3, top_p=0.6),
 }
+
+RECORDED = "recorded"
 
 
 def numbers(*shape: int, seed: int) -> torch.Tensor:
@@ -71,14 +74,20 @@ def _split_logprobs(rank: int) -> dict[str, tuple[float, float]]:
     targets = torch.randint(0, 20, (11,), generator=torch.Generator().manual_seed(4))
     out = numbers(2, 11, seed=5).float()
     errors = {}
-    for name, sampling in SAMPLINGS.items():
+    # Sets that lie on both ranks, and such as one rank has nothing of.
+    sizes = torch.arange(11) % 3 + 1
+    others = (targets[:, None] + torch.tensor([1, 10])) % 20
+    tokens = torch.cat([torch.cat([targets[i : i + 1], others[i, : sizes[i] - 1]]) for i in range(11)])
+    recorded = KeptSets(place_E=torch.arange(11).repeat_interleave(sizes), token_E=tokens)
+    for name, sampling in {**SAMPLINGS, RECORDED: SAMPLINGS["top_p"]}.items():
+        kept = recorded if name == RECORDED else None
         whole = logits.clone().requires_grad_()
-        expected = logprobs_with_entropy(whole, targets, sampling=sampling)
+        expected = logprobs_with_entropy(whole, targets, sampling=sampling, kept=kept)
         (expected * out).sum().backward()
         mine = logits[:, rank * 10 : rank * 10 + 10].clone().requires_grad_()
         shard = VocabShard(group=dist.group.WORLD, first=rank * 10)
-        found = logprobs_with_entropy(mine, targets, sampling=sampling, shard=shard)
-        assert torch.equal(found[0], token_logprobs(mine, targets, sampling=sampling, shard=shard))
+        found = logprobs_with_entropy(mine, targets, sampling=sampling, shard=shard, kept=kept)
+        assert torch.equal(found[0], token_logprobs(mine, targets, sampling=sampling, shard=shard, kept=kept))
         (found * out).sum().backward()
         gradient = whole.grad[:, rank * 10 : rank * 10 + 10]
         errors[name] = (float((found - expected).detach().abs().max()), float((mine.grad - gradient).abs().max()))
@@ -188,7 +197,7 @@ def test_every_group_has_the_deadline_of_the_job(outcomes) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("sampling", [*SAMPLINGS, RECORDED])
 def test_split_logits_give_whole_logprobs(sampling: str, outcomes) -> None:
     for outcome in outcomes:
         value, gradient = outcome["logprobs"][sampling]

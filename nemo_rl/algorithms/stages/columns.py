@@ -23,6 +23,7 @@ from nemo_rl.data_plane.schema import (
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.policy.interfaces import COMPUTED_FIELDS, LossFunction
+from nemo_rl.models.support import SUPPORT
 from nemo_rl.routes.columns import route_conditions
 
 __all__ = [
@@ -59,6 +60,8 @@ def stage_columns(config: MasterConfig, loss_fn: LossFunction) -> tuple[StageCol
     """
     replay = config.policy.router_replay
     conditions = route_conditions(replay)
+    support = (SUPPORT,) if config.policy.generation.record_support else ()
+    conditions += support
     names = ["rollout", "score"]
     if config.has_prev_logprobs_pass:
         names.append(WorkerPass.PREV_LOGPROBS.value)
@@ -74,7 +77,7 @@ def stage_columns(config: MasterConfig, loss_fn: LossFunction) -> tuple[StageCol
     routes = route_fields(conditions)
     if routes and not replay.records_at_rollout:
         stages = [_with_routes(stage, routes, recorder=replay.source) for stage in stages]
-    stages.append(StageColumns(name=WorkerPass.TRAIN.value, reads=(*_train_fields(loss_fn), *routes)))
+    stages.append(StageColumns(name=WorkerPass.TRAIN.value, reads=(*_train_fields(loss_fn), *support, *routes)))
     # Readable rollouts say why a column is not there.
     written = written_fields(stages)
     stages.append(StageColumns(name="log", reads=tuple(name for name in reads_of("log") if name in written)))

@@ -6,7 +6,7 @@ the data plane gave it in the run: the same rows in the same order, the same col
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -30,6 +30,7 @@ from nemo_rl.models.policy.routes.worker_replay import ROUTES, WorkerReplay
 from nemo_rl.models.policy.workers.base import WorkerState
 from nemo_rl.models.policy.workers.compose import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
+from nemo_rl.models.support import SUPPORT
 from nemo_rl.models.weights_digest import WeightsDigest
 from nemo_rl.routes.shape import MISSING
 from nemo_rl.utils.checkpoint import Checkpoint
@@ -193,7 +194,8 @@ class ReplayRank:
         assert work.logprob_plan is not None, "there are rows"
         self.worker.life.enter(WorkerState.LOGPROBS)
         rows, plan = self._share(work, work.logprob_plan)
-        batch = columns.batch(LP_SEED_FIELDS, rows, width=plan.pad_to, pad_token_id=self._pad_token_id)
+        fields = _prev_fields(columns, rows) if stage is WorkerPass.PREV_LOGPROBS else LP_SEED_FIELDS
+        batch = columns.batch(fields, rows, width=plan.pad_to, pad_token_id=self._pad_token_id)
         if stage is WorkerPass.REFERENCE_LOGPROBS:
             return rows, self.worker.get_reference_policy_logprobs(batch, plan=plan)
         self._add_routes(batch, columns, rows)
@@ -228,7 +230,8 @@ class ReplayRank:
         assert work.logprob_plan is not None, "there are rows"
         self.worker.life.enter(WorkerState.LOGPROBS)
         rows, plan = self._share(work, work.logprob_plan)
-        batch = columns.batch(LP_SEED_FIELDS, rows, width=plan.pad_to, pad_token_id=self._pad_token_id)
+        fields = _prev_fields(columns, rows)
+        batch = columns.batch(fields, rows, width=plan.pad_to, pad_token_id=self._pad_token_id)
         recorded = self.worker.record_routes(batch, plan=plan)
         self._add_routes(batch, columns, rows)
         found.routes = _compared_routes(recorded.routes_NTLK, batch)
@@ -275,6 +278,11 @@ def _compared_routes(recorded_NTLK: torch.Tensor, batch: BatchedDataDict) -> Rou
     is_own = recorded_NTLK != MISSING
     kept = batch.tensor(ROUTES)[is_own]
     return Routes(num_values=kept.numel(), num_different=int((recorded_NTLK[is_own] != kept).sum()))
+
+
+def _prev_fields(columns: KeptColumns, rows: Sequence[int]) -> tuple[str, ...]:
+    """What the pass of `prev_logprobs` reads: the kept sets, too, where the run has recorded them."""
+    return (*LP_SEED_FIELDS, SUPPORT) if columns.has(SUPPORT, rows) else LP_SEED_FIELDS
 
 
 def _compared(name: str, got_NT: torch.Tensor, columns: KeptColumns, rows: list[int]) -> Logprobs:

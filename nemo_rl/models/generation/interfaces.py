@@ -78,6 +78,8 @@ class GenerationRequest:
     sampling: SamplingParams
     with_routes: bool = False
     """Whether the output has the routes of experts; the model must have such."""
+    with_support: bool = False
+    """Whether the output has the sets that top-k and top-p kept; of the embedded engine alone."""
     forced: tuple[tuple[int, ...], ...] | None = None
     """The response of each row, decoded token by token as if it had been drawn, so that the output has its
     log-probabilities; stops and limits hold as for drawn ones. None: rows are drawn."""
@@ -103,6 +105,8 @@ class GenerationOutput:
     """Version of the weights that produced a row: one number for all rows, or one per row."""
     routes: RecordedRoutes | None = None
     """Of prompts and responses; None unless the request asks for them."""
+    support: tuple[torch.Tensor, ...] | None = None
+    """Kept sets of each row's tokens, int32, laid out by `nemo_rl.models.support`; None unless the request asks."""
     cached_tokens: torch.Tensor | None = None
     """`[N]` int64, tokens of the prompt that a prefix cache had; None where there is no such cache."""
     metrics: Mapping[str, Reduction] = field(default_factory=dict)

@@ -62,6 +62,7 @@ def join_outputs(outputs: Sequence[GenerationOutput]) -> GenerationOutput:
         truncated=torch.cat([output.truncated for output in outputs]),
         weight_version=versions or outputs[0].weight_version,
         routes=_join_routes([output.routes for output in outputs if output.routes is not None]),
+        support=_join_support(outputs),
         metrics=merge_metrics(output.metrics for output in outputs),
     )
 
@@ -90,6 +91,11 @@ def _cuts(ends: Sequence[float], shares: Sequence[float]) -> list[int]:
         if cut > cuts[-1]:
             cuts.append(cut)
     return cuts
+
+
+def _join_support(outputs: Sequence[GenerationOutput]) -> tuple[torch.Tensor, ...] | None:
+    parts = [output.support for output in outputs if output.support is not None]
+    return tuple(row for part in parts for row in part) if parts else None
 
 
 def _join_routes(routes: Sequence[RecordedRoutes]) -> RecordedRoutes | None:

@@ -8,7 +8,7 @@ microbatch, T width of the batch, t longest row of the microbatch, S width of th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan, round_up
+from nemo_rl.models.support import SUPPORT, KeptSets, decode_support
 from nemo_rl.models.varlen_attention import Segments
 
 __all__ = ["ForwardInputs", "Microbatch", "PassPlaces", "PassShape", "build_microbatch", "fixed_plan", "steps_of"]
@@ -52,6 +53,8 @@ class ForwardInputs:
     """`[m]` index into `keep_K` of the position that predicts it."""
     target_m: torch.Tensor
     """`[m]` the tokens."""
+    kept: KeptSets | None = None
+    """The sets that they were sampled from, where the batch has them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,13 +182,19 @@ def build_microbatch(
         select_nt[:, 0] = False
     row_M, column_M = select_nt.nonzero(as_tuple=True)
     places = PassPlaces.of(lengths, is_packed=is_packed, shape=shape, device=device)
+    inputs = _on_this_rank(places, lengths, ids_nt, (row_M, column_M), shape)
+    if SUPPORT in batch:
+        mine_m = inputs.selected_m
+        is_response_nt = batch.tensor("token_mask")[index, :width].bool()
+        support_nS = batch.tensor(SUPPORT)[index]
+        inputs = replace(inputs, kept=decode_support(support_nS, is_response_nt, row_M[mine_m], column_M[mine_m]))
     return Microbatch(
         rows=tuple(rows),
         lengths=lengths,
         ids_nt=ids_nt,
         columns=columns,
         width=width,
-        inputs=_on_this_rank(places, lengths, ids_nt, (row_M, column_M), shape),
+        inputs=inputs,
         out_row_M=row_M,
         out_column_M=column_M,
     )

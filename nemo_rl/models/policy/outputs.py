@@ -34,9 +34,9 @@ def selected_logprobs(
     """
     logits_mV = logits_nKV[inputs.row_m, inputs.kept_m]
     if with_entropy:
-        found_cm = logprobs_with_entropy(logits_mV, inputs.target_m, sampling=sampling, shard=shard)
+        found_cm = logprobs_with_entropy(logits_mV, inputs.target_m, sampling=sampling, shard=shard, kept=inputs.kept)
     else:
-        found_cm = token_logprobs(logits_mV, inputs.target_m, sampling=sampling, shard=shard)[None]
+        found_cm = token_logprobs(logits_mV, inputs.target_m, sampling=sampling, shard=shard, kept=inputs.kept)[None]
     if inputs.segments.group is None:
         return found_cm
     # Every context rank gets the tokens of all, so that a loss sees whole rows.

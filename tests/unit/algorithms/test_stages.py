@@ -21,6 +21,7 @@ from nemo_rl.config.schema import GRPOConfig, MasterConfig
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.schema import ROUTE_FIELDS
 from nemo_rl.errors import CapacityExceeded, ConfigError
+from nemo_rl.models.support import SUPPORT
 
 
 def config(**sections: object) -> MasterConfig:
@@ -108,6 +109,18 @@ def test_routes_go_from_their_recorder_to_the_passes_that_replay_them():
     packed = {"routed_experts_bits", "routed_experts_missing"}
     assert not routes_in(by_policy["rollout"].writes) and not routes_in(by_policy["prev_logprobs"].reads)
     assert routes_in(by_policy["prev_logprobs"].writes) == routes_in(by_policy["train"].reads) == packed
+
+
+def test_kept_sets_go_from_the_rollout_to_the_passes_that_score_under_them_and_only_when_recorded():
+    for recorded in (True, False):
+        generation = {"top_p": 0.8, "record_support": recorded}
+        settings = config(
+            loss_fn={"reference_policy_kl_penalty": 0}, policy={"model_name": "m", "generation": generation}
+        )
+        stages = stage_columns(settings, PolicyLoss(config=settings.loss_fn))
+        writers = [stage.name for stage in stages if SUPPORT in stage.writes]
+        readers = [stage.name for stage in stages if SUPPORT in fetched_fields(stage)]
+        assert (writers, readers) == ((["rollout"], ["prev_logprobs", "train"]) if recorded else ([], []))
 
 
 def test_digests_travel_only_when_forward_passes_are_verified():

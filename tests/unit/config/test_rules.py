@@ -22,6 +22,7 @@ NO_VALIDATION = ("data.validation=null", "grpo.val_period=0", "grpo.val_at_start
 FIXED = ("policy.dynamic_batching.enabled=false",)
 JSONL = ("~data.train", "data.train.dataset_name=jsonl")
 GRADED = ("env.name=custom", "env.reward_function=a:b")
+RECORDED, FILTERED = "policy.generation.record_support=true", "policy.generation.top_p=0.8"
 REPLAY = "policy.router_replay.enabled=true"
 BY_POLICY = (REPLAY, "policy.router_replay.source=prev_logprobs")
 NO_LOGPROBS = "grpo.use_generation_logprobs_as_prev=true"
@@ -52,6 +53,18 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
     ],
     "rule_cpu_offload_needs_a_gpu": [
         (("policy.dtensor_cfg.cpu_offload=true",), "policy.dtensor_cfg.cpu_offload: True")
+    ],
+    "rule_recorded_support_has_a_use_and_a_reader": [
+        ((RECORDED,), "policy.generation.record_support: policy.generation.top_p is 1 and"),
+        ((RECORDED, FILTERED, "policy.generation.backend=vllm"), "policy.generation.backend is 'vllm', and only the"),
+        (
+            (RECORDED, FILTERED, "policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true"),
+            "policy.generation.record_support: policy.megatron_cfg.enabled is true",
+        ),
+        (
+            (RECORDED, FILTERED, "loss_fn.reference_policy_kl_penalty=0.1"),
+            "policy.generation.record_support: loss_fn.reference_policy_kl_penalty is above 0",
+        ),
     ],
     "rule_receipt_keys_need_receipts": [
         (

@@ -19,6 +19,7 @@ REPORT = StepReport(
     val_reward=0.305,
     loss=-0.01234,
     kl=0.00031,
+    mismatch=1.00021,
     tokens_per_s=21345.6,
     stage_seconds={"rollout": 0.512, "train": 0.7},
     stage_bytes={"rollout": 137_216, "train": 3 * 1024**2},
@@ -36,7 +37,7 @@ class Clock:
 
 def test_step_line_shows_everything() -> None:
     assert step_line(REPORT) == (
-        "step  7/60  reward 0.432  val 0.305  loss -0.0123  kl 0.00031  21346 tokens/s  "
+        "step  7/60  reward 0.432  val 0.305  loss -0.0123  kl 0.00031  mismatch 1.0002  21346 tokens/s  "
         "| rollout 0.51s/134KiB train 0.70s/3MiB"
     )
 

@@ -17,7 +17,8 @@ from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.models.generation.rows import RowRequest
 from nemo_rl.models.generation.torch_engine.observer import NO_OBSERVER, DecodeObserver
 from nemo_rl.models.generation.torch_engine.routes import RowRoutes
-from nemo_rl.models.generation.torch_engine.sampling import draw, draw_given, seeds_to_tensor
+from nemo_rl.models.generation.torch_engine.sampling import distribution, draw, seeds_to_tensor
+from nemo_rl.models.support import SupportRecorder
 
 __all__ = ["DecodedRows", "StopStrings", "decode_rows"]
 
@@ -63,12 +64,14 @@ def decode_rows(
     *,
     stop_strings: StopStrings | None,
     routes: RowRoutes | None = None,
+    support: SupportRecorder | None = None,
     observer: DecodeObserver = NO_OBSERVER,
 ) -> DecodedRows:
     """Samples every row, or decodes what is forced, until a stop token, a stop string or its own token limit.
 
     Args:
         routes: of this batch, still empty, and the routers must be listened to; None records nothing.
+        support: of this batch, still empty; None records nothing.
         observer: is told of every forward pass.
 
     Raises:
@@ -89,11 +92,14 @@ def decode_rows(
     batch = _LiveBatch.prefill(model, [row.prompt for row in rows], routes, observer)
     for turn in range(width):
         _check_finite(batch.logits_BV, rows, live_B, turn=turn)
+        logprobs_BV = distribution(batch.logits_BV, sampling)
         if forced_NS is None:
-            token_B, logprob_B = draw(batch.logits_BV, sampling, seeds_N[live_B], turn)
+            token_B, logprob_B = draw(logprobs_BV, sampling, seeds_N[live_B], turn)
         else:
             token_B = forced_NS[live_B, turn]
-            logprob_B = draw_given(batch.logits_BV, sampling, token_B)
+            logprob_B = logprobs_BV.gather(-1, token_B[:, None]).squeeze(-1)
+        if support is not None:
+            support.add_turn(~logprobs_BV.isneginf(), live_B)
         tokens_NS[live_B, turn] = token_B
         logprobs_NS[live_B, turn] = logprob_B
         length_N[live_B] += 1

@@ -29,6 +29,7 @@ from nemo_rl.models.generation.torch_engine.routes import RouteRecorder, RowRout
 from nemo_rl.models.generation.torch_engine.tracing import NO_TRACING, DecodeTracing, EngineTracing
 from nemo_rl.models.loading import DTYPES, load_causal_lm, named_weights
 from nemo_rl.models.policy.tracing.phases import TraceSpec
+from nemo_rl.models.support import SupportRecorder
 from nemo_rl.routes.shape import RouteShape
 
 __all__ = ["TorchEngine"]
@@ -124,6 +125,7 @@ class TorchEngine(GenerationInterface):
         order = sorted(range(len(rows)), key=lambda i: len(rows[i].prompt))
         batches = [order[start : start + self._max_batch_size] for start in range(0, len(order), self._max_batch_size)]
         routes = [RowRoutes(recorder) if recorder is not None else None for _ in batches]
+        supports = [SupportRecorder() if request.with_support else None for _ in batches]
         listening = recorder.listening() if recorder is not None else nullcontext()
         with listening, self._named_errors(), self._tracing.request(len(rows)) as observed:
             parts = [
@@ -133,11 +135,14 @@ class TorchEngine(GenerationInterface):
                     request.sampling,
                     stop_strings=stop_strings,
                     routes=recorded,
+                    support=support,
                     observer=observed.batch([rows[i].number for i in batch]),
                 )
-                for batch, recorded in zip(batches, routes, strict=True)
+                for batch, recorded, support in zip(batches, routes, supports, strict=True)
             ]
         output = _join(parts, order=order, version=self._weight_version)
+        if request.with_support:
+            output = replace(output, support=_support_rows(supports, batches))
         if recorder is None:
             return output
         taken = [recorded.end_to_end() for recorded in routes if recorded is not None]
@@ -247,6 +252,17 @@ def _join(parts: Sequence[DecodedRows], *, order: Sequence[int], version: int) -
         truncated=torch.cat([part.truncated for part in wide]).cpu()[back],
         weight_version=version,
     )
+
+
+def _support_rows(
+    supports: Sequence[SupportRecorder | None], batches: Sequence[Sequence[int]]
+) -> tuple[torch.Tensor, ...]:
+    """Kept sets of all batches in the order of the request."""
+    rows: dict[int, torch.Tensor] = {}
+    for support, batch in zip(supports, batches, strict=True):
+        if support is not None:
+            rows.update(zip(batch, support.rows(len(batch)), strict=True))
+    return tuple(rows[row] for row in range(len(rows)))
 
 
 def _join_routes(

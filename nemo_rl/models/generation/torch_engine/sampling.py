@@ -13,7 +13,7 @@ import torch
 from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.models.logprobs import filter_logits
 
-__all__ = ["draw", "draw_given", "seeds_to_tensor", "uniforms"]
+__all__ = ["distribution", "draw", "seeds_to_tensor", "uniforms"]
 
 # splitmix64 (Steele, Lea, Flood 2014), written as signed 64-bit constants; integer products wrap.
 _GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15
@@ -39,13 +39,13 @@ def uniforms(seeds_B: torch.Tensor, position: int) -> torch.Tensor:
 
 
 def draw(
-    logits_BV: torch.Tensor, sampling: SamplingParams, seeds_B: torch.Tensor, position: int
+    logprobs_BV: torch.Tensor, sampling: SamplingParams, seeds_B: torch.Tensor, position: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Next token of each row `[B]` int64 and its float32 log-probability.
 
-    The log-probability is that of the distribution drawn from; a greedy token has its probability at temperature 1.
+    Args:
+        logprobs_BV: what `distribution` gives.
     """
-    logprobs_BV = _distribution(logits_BV, sampling)
     if sampling.temperature == 0:
         token_B = logprobs_BV.argmax(-1)
     else:
@@ -53,12 +53,8 @@ def draw(
     return token_B, logprobs_BV.gather(-1, token_B[:, None]).squeeze(-1)
 
 
-def draw_given(logits_BV: torch.Tensor, sampling: SamplingParams, token_B: torch.Tensor) -> torch.Tensor:
-    """`[B]` float32: log-probabilities of tokens as `draw` gives them for what it has drawn."""
-    return _distribution(logits_BV, sampling).gather(-1, token_B[:, None]).squeeze(-1)
-
-
-def _distribution(logits_BV: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+def distribution(logits_BV: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+    """`[B, V]` float32 log-probabilities to draw by, -inf outside the kept set; greedy: as temperature 1."""
     if sampling.temperature == 0:
         return logits_BV.float().log_softmax(-1)
     scores_BV = logits_BV.float() / sampling.temperature

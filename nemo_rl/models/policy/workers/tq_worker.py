@@ -18,6 +18,7 @@ from nemo_rl.models.policy.routes.worker_replay import WorkerReplay
 from nemo_rl.models.policy.workers.base import WorkerState
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker, WorkerParts
 from nemo_rl.models.policy.workers.stored_routes import NoStoredRoutes, RoutesOfShards, StoredRoutes
+from nemo_rl.models.support import SUPPORT
 from nemo_rl.utils.metrics import Reduction, merge_metrics
 
 __all__ = ["TQWorker"]
@@ -39,6 +40,7 @@ class TQWorker(TQWorkerMixin[LossFunction, TrainResult], PolicyWorker):
         pad_values = {"input_ids": float(parts.tokenizer.pad_token_id)}
         TQWorkerMixin.__init__(self, rank=parts.here.rank, replica=replica, watch=watch, pad_values=pad_values)
         self._routes = _routes(parts, replica)
+        self._support = (SUPPORT,) if parts.config.generation.record_support else ()
 
     def router_replay_metrics(self) -> dict[str, Reduction]:
         """Of this rank since the last call; empty without router replay."""
@@ -54,7 +56,7 @@ class TQWorker(TQWorkerMixin[LossFunction, TrainResult], PolicyWorker):
 
     @property
     def _prev_logprobs_fields(self) -> tuple[str, ...]:
-        return self._routes.fields
+        return (*self._routes.fields, *self._support)
 
     def _train(
         self, meta: KVBatchMeta, batch: BatchedDataDict, loss_fn: LossFunction, *, eval_mode: bool

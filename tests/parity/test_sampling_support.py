@@ -1,0 +1,145 @@
+"""Rollouts with top-p: the worker scores under the sets that the embedded engine kept, in every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
+from nemo_rl.config.policy import DTensorConfig, GenerationConfig, PolicyConfig, SequencePackingConfig
+from nemo_rl.config.schema import LossConfig
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.payload import build_columns
+from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingParams
+from nemo_rl.models.generation.torch_engine import TorchEngine
+from nemo_rl.models.generation.work import join_outputs
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
+from nemo_rl.models.support import SUPPORT
+from tests.helpers.gloo import run_ranks
+from tests.helpers.tiny_model import tiny_model, tiny_policy, tiny_worker, write_tiny_folder
+
+TOP_P = 0.8
+LOSS = PolicyLoss(config=LossConfig(reference_policy_kl_penalty=0))
+PROMPTS = tuple((7 + 3 * i, 40 + i, 90 - i, *range(100, 100 + i)) for i in (3, 1, 2, 0))
+CHANGED = 7
+"""Seed of weights that are not the engine's."""
+
+
+def rollout() -> BatchedDataDict:
+    """Sixteen rows from the weights of seed 0, sampled in two requests and batches of different sizes."""
+    sampling = SamplingParams(temperature=1.0, top_p=TOP_P, max_new_tokens=12, stop_token_ids=(2,))
+    engine = TorchEngine(tiny_model(), tokenizer=None, max_total_length=64, weight_version=0, max_batch_size=5)
+    outputs = [
+        engine.generate(
+            GenerationRequest(
+                prompt_ids=PROMPTS[part : part + 2],
+                seeds=tuple(range(8 * part, 8 * part + 8)),
+                sampling=sampling,
+                with_support=True,
+            )
+        )
+        for part in (0, 2)
+    ]
+    columns = build_columns(PROMPTS, join_outputs(outputs), group_size=4, pad_token_id=0)
+    columns[SUPPORT] = columns.tensor(SUPPORT).to_padded_tensor(0)
+    columns["prev_logprobs"] = columns.tensor("generation_logprobs")
+    columns["advantages"] = torch.linspace(-1, 1, columns.size)[:, None].expand_as(columns.tensor("input_ids"))
+    return columns
+
+
+def policy(folder: Path, **changes: object) -> PolicyConfig:
+    generation = GenerationConfig(top_p=TOP_P, record_support=True)
+    return tiny_policy(folder, generation=generation, train_global_batch_size=16, **changes)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    return {seed: write_tiny_folder(tmp_path_factory.mktemp("model"), seed=seed) for seed in (0, CHANGED)}
+
+
+@pytest.fixture(scope="module")
+def batch() -> BatchedDataDict:
+    return rollout()
+
+
+def measured(worker: PolicyWorker, batch: BatchedDataDict) -> tuple[torch.Tensor, float, float]:
+    """Log-probabilities, then the loss and the norm of the gradient of one training pass."""
+    logprobs = worker.get_logprobs(batch)
+    result = worker.train(batch, LOSS)
+    return logprobs, result.loss[0], result.grad_norm[0]
+
+
+def slow(batch: BatchedDataDict, *, seed: int) -> torch.Tensor:
+    """In float64, token by token, from the engine's sets as they lie in the column."""
+    model = tiny_model(seed=seed).double()
+    found = torch.zeros(batch.tensor("input_ids").shape, dtype=torch.float64)
+    for row in range(batch.size):
+        ids = batch.tensor("input_ids")[row].long()
+        with torch.no_grad():
+            logits = model(input_ids=ids[None, : int(batch.tensor("input_lengths")[row])]).logits[0]
+        sets: list[list[int]] = []
+        for number in batch.tensor(SUPPORT)[row].tolist():
+            if number == 0:
+                break
+            if number < 0:
+                sets.append([])
+            sets[-1].append(abs(number) - 1)
+        places = batch.tensor("token_mask")[row].nonzero()[:, 0].tolist()
+        for place, kept in zip(places, sets, strict=True):
+            assert int(ids[place]) in kept
+            found[row, place] = logits[place - 1, ids[place]] - logits[place - 1, kept].logsumexp(0)
+    return found
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_mean_ratio_of_unchanged_weights_is_one(packed: bool, folders, batch) -> None:
+    worker = tiny_worker(policy(folders[0], sequence_packing=SequencePackingConfig(enabled=packed)))
+    mask = batch.tensor("token_mask")
+    gap = (worker.get_logprobs(batch) - batch.tensor("generation_logprobs"))[mask]
+    result = worker.train(batch, LOSS, eval_mode=True)
+    worker.shutdown()
+    assert float(gap.exp().mean()) == pytest.approx(1, abs=0.002)
+    ratios = [part["probs_ratio"] for part in result.metrics]
+    mean = sum(part.total for part in ratios) / sum(part.weight for part in ratios)
+    assert mean == pytest.approx(1, abs=0.002)
+    # The model's own distribution has another mean: what the sets are for is measured here.
+    model_own = tiny_worker(tiny_policy(folders[0], train_global_batch_size=16))
+    unfiltered = BatchedDataDict({name: column for name, column in batch.items() if name != SUPPORT})
+    biased = (model_own.get_logprobs(unfiltered) - batch.tensor("generation_logprobs"))[mask].exp().mean()
+    model_own.shutdown()
+    assert float(biased) < 0.95
+
+
+def test_other_weights_are_scored_under_the_sets_of_the_engine(folders, batch) -> None:
+    worker = tiny_worker(policy(folders[CHANGED]))
+    found = worker.get_logprobs(batch)
+    own_sets = worker.get_logprobs(BatchedDataDict({n: c for n, c in batch.items() if n != SUPPORT}))
+    worker.shutdown()
+    torch.testing.assert_close(found.double(), slow(batch, seed=CHANGED), rtol=1e-5, atol=1e-4)
+    assert float((found - own_sets).abs().max()) > 0.1
+
+
+def _layouts(rank: int, folder: Path, batch: BatchedDataDict) -> list[tuple[torch.Tensor, float, float]]:
+    found = []
+    for sizes, packed in (({"tensor_parallel_size": 2}, False), ({"context_parallel_size": 2}, True)):
+        config = policy(
+            folder, dtensor_cfg=DTensorConfig(**sizes), sequence_packing=SequencePackingConfig(enabled=packed)
+        )
+        worker = tiny_worker(config, rank=rank, world_size=2)
+        logprobs, loss, norm = measured(worker, batch)
+        found.append((logprobs.numpy(), loss, norm))
+        worker.shutdown()
+    return found
+
+
+def test_tensor_and_context_parallel_ranks_give_the_numbers_of_one(folders, batch) -> None:
+    worker = tiny_worker(policy(folders[CHANGED]))
+    logprobs, loss, norm = measured(worker, batch)
+    worker.shutdown()
+    for outcome in run_ranks(2, _layouts, folders[CHANGED], batch):
+        for values, other_loss, other_norm in outcome:
+            torch.testing.assert_close(torch.from_numpy(values), logprobs, rtol=1e-5, atol=1e-5)
+            assert other_loss == pytest.approx(loss, rel=1e-5)
+            assert other_norm == pytest.approx(norm, rel=1e-4)

@@ -1,0 +1,49 @@
+"""The warning of a mismatch: once, above the threshold alone, with causes and the command that explains it."""
+
+from __future__ import annotations
+
+import pytest
+
+from nemo_rl.algorithms.mismatch_warning import MISMATCH_METRIC, MISMATCH_THRESHOLD, MismatchWarning
+from nemo_rl.config.load import load_config
+
+DEMO = "configs/grpo_sort_cpu.yaml"
+ABOVE = {MISMATCH_METRIC: MISMATCH_THRESHOLD + 0.01, "train/probs_ratio": 0.97}
+
+
+def warning(*overrides: str) -> MismatchWarning:
+    return MismatchWarning(load_config(DEMO, ["logger.log_dir=results/mine", *overrides]))
+
+
+def test_it_is_said_once_with_the_command() -> None:
+    said = warning("diagnostics.keep_steps.enabled=true")
+    assert said.lines(1, {MISMATCH_METRIC: MISMATCH_THRESHOLD}) == []
+    assert said.lines(2, {}) == []
+    (line,) = said.lines(3, ABOVE)
+    assert "is 1.0600 in step 3, above 1.05" in line
+    assert line.endswith("nemo-rl replay results/mine --step 3 --explain-mismatch")
+    assert said.lines(4, ABOVE) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("grpo.use_generation_logprobs_as_prev=true", "several updates per rollout"),
+        ("policy.generation.top_p=0.9", "kept sets"),
+        ("policy.router_replay.enabled=false", "experts chosen otherwise"),
+        ("diagnostics.keep_steps.enabled=false", "diagnostics.keep_steps.enabled=true"),
+    ],
+)
+def test_causes_are_those_that_the_config_leaves_open(override: str, words: str) -> None:
+    assert words in warning(override).lines(1, ABOVE)[-1]
+
+
+def test_a_filter_without_recorded_sets_tells_its_bias_once() -> None:
+    quiet = {MISMATCH_METRIC: 1.0, "train/probs_ratio": 0.97}
+    for override in ("policy.generation.top_p=0.9", "policy.generation.top_k=5"):
+        said = warning(override)
+        (line,) = said.lines(1, quiet)
+        assert "policy.generation.record_support" in line and "0.9700" in line
+        assert said.lines(2, quiet) == []
+    assert warning("policy.generation.top_p=0.9", "policy.generation.record_support=true").lines(1, quiet) == []
+    assert warning().lines(1, quiet) == []
