@@ -53,13 +53,13 @@ def pytest_parts(marks: str, *, is_fast: bool) -> list[Part]:
     """
     clusters = tuple(f"tests/e2e/{name}" for name in CLUSTERS)
     runs = ("tests/e2e", *(f"--ignore={path}" for path in clusters))
-    own = {"unit": ("tests/unit",), "clusters": clusters, "e2e": runs, "contract": ("tests/contract",)}
-    own |= {"parity": ("tests/parity",), "distributed": ("tests/distributed",)}
+    models = "tests/unit/models"
+    own = {"e2e": runs, "unit": ("tests/unit", f"--ignore={models}"), "models": (models,), "clusters": clusters}
+    own |= {name: (f"tests/{name}",) for name in ("contract", "parity", "distributed")}
     rest = ("tests", *(f"--ignore={path}" for paths in own.values() for path in paths if path.startswith("tests/")))
     parts = {**own, "rest": rest}
     if is_fast:
-        models = "tests/unit/models"
-        parts = {"unit": (*own["unit"], f"--ignore={models}"), "models": (models,), "rest": rest}
+        parts = {"unit": own["unit"], "models": own["models"], "rest": rest}
         parts["runs"] = (*own["contract"], "tests/e2e")
     return [Part(name=name, command=(*PYTEST, *paths, "-m", f"not alone{marks}")) for name, paths in parts.items()]
 
