@@ -46,6 +46,8 @@ class Watched:
         self.steps: list[StepState] = []
         self.alive: list[int] = []
         self.dropped: list[str] = []
+        self.drawn: list[tuple[int, list[int]]] = []
+        """Step and prompts of each round."""
 
     def run(self) -> Watched:
         with open_trainer(self.config, console=Console(file=io.StringIO())) as trainer:
@@ -68,6 +70,14 @@ class Watched:
                 self.dropped += keys  # type: ignore[arg-type]
             clear(keys, partition, reason=reason)
 
+        rollout = trainer._parts.rollout
+        submit = rollout.submit_rollout
+
+        def watched_submit(prompts: list[int], *, step: int, **how: object) -> object:
+            self.drawn.append((step, list(prompts)))
+            return submit(prompts, step=step, **how)  # type: ignore[arg-type]
+
+        rollout.submit_rollout = watched_submit  # type: ignore[method-assign, assignment]
         trainer.step = watched_step  # type: ignore[method-assign]
         trainer._parts.client.kv_clear = watched_clear  # type: ignore[method-assign]
 
@@ -107,6 +117,16 @@ def test_what_is_beyond_a_step_is_trained_in_the_next_and_nothing_else_stays(who
         assert row["rollout/sampling_rounds"] >= 1 and 0 < row["rollout/informative_share"] <= 1
     with_dropped = [row for row in rows if row["rollout/informative_share"] < 1]
     assert with_dropped and all(row["rollout/sampled_reward"] != row["train/reward"] for row in with_dropped)
+
+
+def test_prompts_of_groups_that_a_checkpoint_gave_back_are_drawn_before_others(whole: Watched) -> None:
+    """64 prompts, of which no epoch is ended here: a prompt is drawn twice only if its group was given back."""
+    num_given_back = int(logged_steps(whole.log_dir)[1]["rollout/carried_rows"]) // GROUP
+    before = [prompt for step, prompts in whole.drawn if step <= 2 for prompt in prompts]
+    after = [prompt for step, prompts in whole.drawn if step > 2 for prompt in prompts]
+    assert num_given_back > 0 and len(set(before)) == len(before)
+    assert set(after[:num_given_back]) <= set(before)
+    assert not set(after[num_given_back:]) & set(before), "drawn twice"
 
 
 def test_a_resumed_run_samples_and_trains_as_one_that_was_left_alone(
