@@ -13,7 +13,7 @@ from typing import Any
 
 from nemo_rl.cluster.shrink.layout import SmallLayout
 from nemo_rl.config.data_plane import DataPlaneConfig
-from nemo_rl.config.schema import DatasetConfig, MasterConfig
+from nemo_rl.config.schema import DatasetConfig, GRPOConfig, MasterConfig
 from nemo_rl.config.schema_walk import lookup
 from nemo_rl.data_plane.store_kinds import kind_named
 from nemo_rl.errors import UserError
@@ -236,12 +236,28 @@ def _prompts(changes: Changes, config: MasterConfig) -> None:
             options = {"min_digits": 4, "max_digits": 8}
             generated = {"dataset_name": "sort_digits", "size": size, "seed": seed, "options": options}
             changes.set(key, generated, why)
+    if config.data.validation_sets:
+        changes.set("data.validation_sets", {}, why)
+    _sampling(changes, config.grpo)
     reward = {"name": "custom", "reward_function": REWARD}
     changes.set("env", reward, "a reward that differs from sample to sample")
     changes.set("grpo.stop_at_validation_accuracy", None, "all steps run")
     if config.env.is_accuracy and config.checkpointing.metric_name.endswith(":accuracy"):
         metric = config.checkpointing.metric_name.removesuffix("accuracy") + "reward"
         changes.set("checkpointing.metric_name", metric, "another reward")
+
+
+def _sampling(changes: Changes, grpo: GRPOConfig) -> None:
+    """What depends on rewards and lengths that are others here."""
+    if grpo.use_dynamic_sampling:
+        why = "rewards that differ in every group, steps that are run again"
+        changes.set("grpo.use_dynamic_sampling", False, why)
+        for name in ("batch_multiplier", "dynamic_sampling_max_gen_batches"):
+            changes.set(f"grpo.{name}", type(grpo).model_fields[name].default, why)
+    shaping, key = grpo.reward_shaping, "grpo.reward_shaping"
+    if shaping.enabled and shaping.stop_properly_penalty_coef is None:
+        changes.set(f"{key}.max_response_length", NEW_TOKENS, SMALL_ROWS)
+        changes.set(f"{key}.overlong_buffer_length", NEW_TOKENS // 4, SMALL_ROWS)
 
 
 def _steps(changes: Changes, config: MasterConfig, steps: int) -> None:

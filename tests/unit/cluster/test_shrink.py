@@ -95,6 +95,20 @@ def test_switches_for_gpus_alone_are_off_and_unequal_stages_stay_unequal(tmp_pat
     assert section.recompute_num_layers == 1
 
 
+def test_what_depends_on_rewards_and_lengths_is_sized_anew(tmp_path: Path) -> None:
+    shaping = "grpo.reward_shaping"
+    made = small(
+        tmp_path,
+        RECIPES / "grpo_math_1b.yaml",
+        *("grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=3", "grpo.dynamic_sampling_max_gen_batches=4"),
+        *(f"{shaping}.enabled=true", f"{shaping}.max_response_length=${{policy.generation.max_new_tokens}}"),
+        "+data.validation_sets.more={dataset_name: jsonl, data_path: nowhere.jsonl}",
+    )
+    assert not made.grpo.use_dynamic_sampling and made.grpo.batch_multiplier == 1.0
+    assert made.grpo.reward_shaping.enabled and made.data.validation_sets == {}
+    assert made.grpo.reward_shaping.max_response_length == made.policy.generation.max_new_tokens
+
+
 def test_a_recipe_is_written_without_being_run(tmp_path: Path) -> None:
     recipe = RECIPES / "grpo_llama3.1_8b_2n8g.yaml"
     out = tmp_path / "out"
