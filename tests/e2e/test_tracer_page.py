@@ -15,6 +15,7 @@ from nemo_rl.tracer.frame import Frame, Site, Table, Where
 from nemo_rl.tracer.reducer import parse_reducer
 from nemo_rl.tracer.tokens import Tokens
 from tests.helpers.browser import Browser, chromium_path
+from tests.helpers.planes import wait_until
 from tests.helpers.tracer_feed import Feed, PretendRun
 
 pytestmark = [
@@ -98,8 +99,12 @@ def test_a_cell_under_the_pointer_says_its_exact_number(browser, feed):
     tooltip = page.locator(".tooltip dd").all_text_contents()
     assert float(tooltip[0]) == float(frame.payload[7, 0])
     assert tooltip[1:] == ["·:", str(run.table(1).tokens[2, 7]), "7", "layer.out[3]", "prompt-1/sample-0"]
+    browser.settle(page)
+    # What is drawn late moves the cells.
+    place = page.evaluate("() => tracer.cellPlace(3, 7)")
     page.mouse.click(place["x"], place["y"])
     page.mouse.move(5, 5)
+    browser.settle(page)
     assert page.locator(".reading").text_content().startswith("layer.out[3], token 7 “·:”: ")
     page.keyboard.press("Shift+ArrowRight")
     browser.settle(page)
@@ -215,7 +220,7 @@ def test_memory_is_bounded_and_what_has_gone_is_asked_for_again(browser, feed):
     page.evaluate("() => tracer.go(1)")
     page.wait_for_function("place => tracer.value(place) !== null", arg=place)
     page.wait_for_function("() => document.querySelector('.pane-title').textContent.includes('step 1 ')")
-    assert len(shown_numbers(page)) == 6 * len(run.pieces[0])
+    wait_until(lambda: len(shown_numbers(page)) == 6 * len(run.pieces[0]))
 
 
 def _with_budget(route, budget):
