@@ -344,6 +344,7 @@ def test_the_controller_changes_what_is_watched(browser, feed):
     assert page.evaluate("() => tracer.role") == "controller"
     page.keyboard.press("w")
     page.get_by_role("button", name="Histograms, every 5 steps").click()
+    browser.settle(page)  # the list is drawn with the new line
     last = page.locator(".watches textarea").last
     last.fill("layer.uot | stats")
     page.get_by_role("button", name="Apply").click()
