@@ -11,7 +11,7 @@ from nemo_rl.config.schema import MasterConfig
 
 __all__ = ["MISMATCH_METRIC", "MISMATCH_THRESHOLD", "MismatchWarning"]
 
-MISMATCH_METRIC, RATIO_METRIC = "train/token_mult_prob_error", "train/probs_ratio"
+MISMATCH_METRIC, RATIO_METRIC = "train/token_mult_prob_error", "train/gen_probs_ratio"
 MISMATCH_THRESHOLD = 1.05
 """Mean factor between the two probabilities of a token above which a fault is likelier than rounding."""
 
@@ -41,8 +41,8 @@ class MismatchWarning:
     def _bias(self, step: int, ratio: float) -> str:
         return (
             "WARNING: policy.generation.top_p or top_k without policy.generation.record_support: engine and trainer "
-            f"each find a kept set of their own; the mean ratio of step {step} is {ratio:.4f}, where 1 is without bias "
-            "(updates within the step move it, too)"
+            f"each find a kept set of their own; the mean of pi_old / pi_gen in step {step} is {ratio:.4f}, where 1 is "
+            "without bias (with the sampler's log-probabilities for pi_old, updates within the step move it, too)"
         )
 
     def _mismatch(self, step: int, error: float) -> str:

@@ -27,10 +27,12 @@ def policy_metrics(
     with torch.no_grad():
         ratio_M = log_ratio_NT[mask_NT].exp()
         return {
-            # From samples of pi_old, of pi_gen the next two.
+            # From samples of pi_old, of pi_gen the next three.
             "policy_kl": weighted_mean(k3(log_ratio_NT), weight_NT),
             "gen_kl_error": weighted_mean(k3(gap_NT), weight_NT),
             "js_divergence_error": weighted_mean(js(gap_NT), weight_NT),
+            # Its mean is 1 where both are one distribution, or cover the same tokens.
+            "gen_probs_ratio": weighted_mean(gap_NT.exp(), weight_NT),
             "token_mult_prob_error": weighted_mean(gap_NT.abs().exp(), weight_NT),
             "probs_ratio": weighted_mean(log_ratio_NT.exp(), weight_NT),
             **extremes("probs_ratio", ratio_M),

@@ -8,7 +8,7 @@ from nemo_rl.algorithms.mismatch_warning import MISMATCH_METRIC, MISMATCH_THRESH
 from nemo_rl.config.load import load_config
 
 DEMO = "configs/grpo_sort_cpu.yaml"
-ABOVE = {MISMATCH_METRIC: MISMATCH_THRESHOLD + 0.01, "train/probs_ratio": 0.97}
+ABOVE = {MISMATCH_METRIC: MISMATCH_THRESHOLD + 0.01, "train/gen_probs_ratio": 0.97}
 
 
 def warning(*overrides: str) -> MismatchWarning:
@@ -39,7 +39,7 @@ def test_causes_are_those_that_the_config_leaves_open(override: str, words: str)
 
 
 def test_a_filter_without_recorded_sets_tells_its_bias_once() -> None:
-    quiet = {MISMATCH_METRIC: 1.0, "train/probs_ratio": 0.97}
+    quiet = {MISMATCH_METRIC: 1.0, "train/gen_probs_ratio": 0.97}
     for override in ("policy.generation.top_p=0.9", "policy.generation.top_k=5"):
         said = warning(override)
         (line,) = said.lines(1, quiet)

@@ -112,6 +112,7 @@ def test_mismatch_metrics_are_those_of_the_gap_between_trainer_and_sampler() -> 
     expected = {
         "gen_kl_error": gap.exp() - 1 - gap,
         "js_divergence_error": js(gap),
+        "gen_probs_ratio": gap.exp(),
         "token_mult_prob_error": gap.abs().exp(),
     }
     for name, each in expected.items():
