@@ -351,13 +351,20 @@ class SyncGRPOTrainer:
         config = self._config.grpo
         if self._config.data.validation is None:
             return False
-        is_last = self._step >= config.max_num_steps or self._parts.sampler.is_exhausted
+        is_last = self._step >= config.max_num_steps or self._is_exhausted()
         return (config.val_period > 0 and self._step % config.val_period == 0) or (config.val_at_end and is_last)
 
     def _is_done(self) -> bool:
         limit = self._config.grpo.stop_at_validation_accuracy
         is_good_enough = limit is not None and self._val_reward is not None and self._val_reward >= limit
-        return self._step >= self._config.grpo.max_num_steps or self._parts.sampler.is_exhausted or is_good_enough
+        return self._step >= self._config.grpo.max_num_steps or self._is_exhausted() or is_good_enough
+
+    def _is_exhausted(self) -> bool:
+        """The last epoch has no further step; dynamic sampling knows what it carries and draws again."""
+        if self._parts.dynamic is None:
+            return self._parts.sampler.is_exhausted
+        # Before the first step the draw itself says what is too small.
+        return self._step > 0 and self._parts.dynamic.is_exhausted
 
     def _save(self, metrics: Mapping[str, float], *, waits: bool) -> None:
         dynamic = self._parts.dynamic

@@ -13,7 +13,7 @@ from nemo_rl.algorithms.setup import open_trainer
 from nemo_rl.algorithms.stages.bodies import Train
 from nemo_rl.algorithms.stages.dynamic_sampling import DROPPED, DynamicRollout
 from nemo_rl.algorithms.stages.state import StepState
-from nemo_rl.errors import UserError, WorkerError
+from nemo_rl.errors import DatasetError, UserError, WorkerError
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 
@@ -189,6 +189,39 @@ def test_rounds_of_a_step_draw_other_random_numbers(model: Path, tmp_path: Path)
             logprobs.append(pending.result().metrics["mean_generation_logprob"].value)
             trainer._parts.client.kv_clear(keys, "train", reason="test")
     assert logprobs[0] != logprobs[1]
+
+
+@pytest.mark.parametrize(("period", "multiplier"), [(2, 3.0), (3, 2.0), (3, 4.0), (3, 10.0)])
+def test_the_last_epoch_ends_when_prompts_and_carried_groups_are_too_few_for_a_round(
+    model: Path, tmp_path: Path, period: int, multiplier: float
+) -> None:
+    """Whether a checkpoint gives groups back or not; the last step validates and is saved."""
+    run = Watched(tmp_path, model, batch_multiplier=multiplier, max_num_epochs=1, max_num_steps=99)
+    saving = run.config.checkpointing.model_copy(update={"save_period": period})
+    grpo = run.config.grpo.model_copy(update={"val_at_end": True})
+    data = run.config.data.model_copy(update={"validation": run.config.data.train})
+    run.config = run.config.model_copy(update={"checkpointing": saving, "grpo": grpo, "data": data})
+    run.run()
+    rows = logged_steps(run.log_dir)
+    new = len({prompt for _, prompts in run.drawn for prompt in prompts})
+    num_carried = int(rows[-1]["rollout/carried_rows"]) // GROUP
+    assert len(rows) > 2 and 64 - new + num_carried < run.config.grpo.prompts_per_round and run.alive[-1] == 0
+    assert "val/reward" in rows[-1], "known before a checkpoint gives groups back"
+
+
+def test_the_last_round_of_an_epoch_may_have_no_group_that_differs(model: Path, tmp_path: Path) -> None:
+    run = Watched(tmp_path, model, max_num_epochs=1, max_num_steps=99, dynamic_sampling_max_gen_batches=99)
+    constant = {"reward_function": "tests.helpers.run_rewards:indifferent", "score_threshold": None}
+    run.config = run.config.model_copy(update={"env": run.config.env.model_copy(update=constant)})
+    run.run()
+    assert len(run.drawn) == 16 and run.alive == [0, 0]
+    assert [step.chosen for step in run.steps] == [None], "no update"
+
+
+def test_a_first_round_that_is_larger_than_the_data_is_refused(model: Path, tmp_path: Path) -> None:
+    run = Watched(tmp_path, model, max_num_epochs=1, batch_multiplier=17.0)
+    with pytest.raises(DatasetError, match="expected 68 more, got 64 of 64 prompts"):
+        run.run()
 
 
 def test_the_last_epoch_ends_with_the_groups_that_are_left(model: Path, tmp_path: Path) -> None:

@@ -62,6 +62,16 @@ class DynamicRollout(Rollout):
         """Rows that wait for the next step."""
         return 0 if self._carried is None else len(self._carried.meta)
 
+    @property
+    def is_exhausted(self) -> bool:
+        """The last epoch has too few prompts left for a round, with those whose groups are carried.
+
+        `give_back` does not change it. The sampler goes by its last draw, which drawing again makes smaller.
+        """
+        config = self._tools.grpo
+        num_again = len(self._redrawn) + self.num_carried // config.num_generations_per_prompt
+        return not self._sampler.has(config.prompts_per_round - num_again)
+
     def state_dict(self) -> dict[str, list[int]]:
         """For a checkpoint, after `give_back`."""
         return {REDRAWN: list(self._redrawn)}
@@ -98,7 +108,7 @@ class DynamicRollout(Rollout):
         while pool is None or (len(pool.meta) < wanted and self._has_a_round()):
             if counts.rounds == config.dynamic_sampling_max_gen_batches:
                 raise UserError(self._too_few(step, 0 if pool is None else len(pool.meta), counts))
-            kept = self._round(step, counts)
+            kept = self._round(step, counts, has_groups=pool is not None)
             if kept is not None:
                 pool = kept if pool is None else pool.concat(kept)
         # At the end of the last epoch there may be fewer.
@@ -112,8 +122,8 @@ class DynamicRollout(Rollout):
         rolled = replace(chosen, metrics=metrics)
         return Pending.done(replace(step, rolled=rolled, keys=chosen.meta.keys, weight_version=None))
 
-    def _round(self, step: StepState, counts: _Counts) -> RolloutResult | None:
-        """The groups of one round that can teach something; None where there is none."""
+    def _round(self, step: StepState, counts: _Counts, *, has_groups: bool) -> RolloutResult | None:
+        """The groups of one round that can teach something; None where there is none, and another round can be."""
         config = self._tools.grpo
         part = begin_step(
             step.number,
@@ -133,6 +143,8 @@ class DynamicRollout(Rollout):
         ).result()
         kept = informative_rows(rolled)
         counts.add(rolled, num_kept=len(kept))
+        if not kept and not has_groups and not self._has_a_round():
+            return rolled  # The last epoch ends as without dynamic sampling: a step of equal groups updates nothing.
         self._drop(rolled, kept)
         return rolled.select(kept) if kept else None
 
