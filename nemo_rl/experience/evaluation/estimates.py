@@ -1,6 +1,6 @@
 """Unbiased estimates from n samples of one prompt: pass@k and majority@k. Pure functions of small integers.
 
-Called for each prompt by `summary.measure_set`. Symbols: n samples, c of them right, k of them drawn without
+Called for each prompt by `measure_set`. Symbols: n samples, c of them right, k of them drawn without
 replacement.
 """
 

@@ -57,7 +57,8 @@ class SetResult:
             **self.measures.as_record(),
             "num_samples": self.num_samples,
             "rewards_are_right_or_wrong": self.is_accuracy,
-            "components": dict(self.components),
+            # Of a component that was scored nowhere there is no mean, and JSON has no word for it.
+            "components": {name: None if math.isnan(mean) else mean for name, mean in self.components.items()},
             "mean_response_tokens": self.mean_response_tokens,
             "truncated_share": self.truncated_share,
         }

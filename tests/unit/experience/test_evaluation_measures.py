@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from itertools import combinations
 
@@ -169,6 +170,33 @@ def test_categories_get_measures_of_their_own_and_lines_of_the_table() -> None:
     assert "0.667 [" in lines[1] and "90% confidence" in lines[-1]
     record = result.as_record()["categories"]
     assert isinstance(record, dict) and record["hard"]["reward"]["value"] == 0.5
+
+
+def test_confidence_widens_intervals_and_greedy_responses_are_measured_where_there_are_some() -> None:
+    prompts = [samples([reward], ["1"]) for reward in (0.0, 1.0, 1.0, 0.5)]
+    narrow, wide = (
+        measure_set(prompts, EvaluationConfig(confidence=confidence), is_accuracy=True).measures
+        for confidence in (0.5, 0.99)
+    )
+    for name in ("reward", "pass@1", "greedy_reward"):
+        assert wide[name].low < narrow[name].low < narrow[name].high < wide[name].high or wide[name].low == 0.0
+        assert wide[name].high - wide[name].low > narrow[name].high - narrow[name].low
+    sampled = [PromptSamples(rewards=(1.0,), answers=("1",), category=None, greedy_reward=None)]
+    assert "greedy_reward" not in measure_set(sampled, EvaluationConfig(), is_accuracy=True).measures
+
+
+def test_a_component_that_was_scored_nowhere_is_no_number_in_json() -> None:
+    measures = measure_set([samples([1.0], ["1"])], EvaluationConfig(), is_accuracy=True)
+    result = SetResult(
+        measures=measures,
+        is_accuracy=True,
+        num_samples=1,
+        mean_response_tokens=4.0,
+        truncated_share=0.0,
+        components={"style": float("nan"), "right": 0.5},
+    )
+    assert result.as_record()["components"] == {"style": None, "right": 0.5}
+    assert "NaN" not in json.dumps(result.as_record())
 
 
 def test_rewards_without_bounds_have_no_ends_where_nothing_is_known() -> None:

@@ -198,6 +198,15 @@ def _route_shape(model: PreTrainedModel) -> RouteShape:
     return RouteShape(layers=routers.layers, top_k=routers.top_k, num_experts=routers.num_experts)
 
 
+def _with_replay(arguments: EngineArguments) -> EngineArguments:
+    """The arguments, with the replay of given responses where vLLM takes its second model runner: it has a switch.
+
+    The first one is given `force_rows`, and refuses the switch.
+    """
+    is_second = vllm.EngineArgs(**arguments).create_engine_config().use_v2_model_runner
+    return {"enable_trace_replay": True, **arguments} if is_second else arguments
+
+
 def _start(arguments: EngineArguments, config: PolicyConfig) -> vllm.LLM:
     where = (
         f"policy.generation.backend: vLLM cannot start with {config.model_name!r} and these settings; change "
@@ -205,7 +214,7 @@ def _start(arguments: EngineArguments, config: PolicyConfig) -> vllm.LLM:
     )
     with boundary(ConfigError, where):
         try:
-            llm = vllm.LLM(**arguments)
+            llm = vllm.LLM(**_with_replay(arguments))
             llm.collective_rpc("prepare_rows", args=(FORCED,))
             # Kernels refuse a model when they first run.
             first = vllm.SamplingParams(temperature=0, max_tokens=2, logprobs=0)
