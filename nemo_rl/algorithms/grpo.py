@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypedDict
 
 import torch
@@ -43,21 +43,37 @@ class ScoredRows:
     """`[N]` float32."""
     sample_mask: torch.Tensor
     """`[N]` float32, the weight of each row in the loss; 0 leaves it out."""
+    is_trained_group: torch.Tensor
+    """`[N]` bool: the row's group is not left out for its equal rewards."""
+    had_weight: torch.Tensor
+    """`[N]` bool: the row had a weight before its log-probabilities were looked at."""
 
     def select(self, rows: Sequence[int]) -> ScoredRows:
         """The same numbers of `rows`, in that order."""
         index = torch.as_tensor(rows, dtype=torch.int64)
         return ScoredRows(
-            stats=self.stats.select(rows), advantages=self.advantages[index], sample_mask=self.sample_mask[index]
+            stats=self.stats.select(rows),
+            advantages=self.advantages[index],
+            sample_mask=self.sample_mask[index],
+            is_trained_group=self.is_trained_group[index],
+            had_weight=self.had_weight[index],
         )
 
     def concat(self, *others: ScoredRows) -> ScoredRows:
         """Rows of this one, then those of the others, which have other groups."""
+        parts = (self, *others)
         return ScoredRows(
             stats=self.stats.concat(*(other.stats for other in others)),
-            advantages=torch.cat([self.advantages, *(other.advantages for other in others)]),
-            sample_mask=torch.cat([self.sample_mask, *(other.sample_mask for other in others)]),
+            advantages=torch.cat([part.advantages for part in parts]),
+            sample_mask=torch.cat([part.sample_mask for part in parts]),
+            is_trained_group=torch.cat([part.is_trained_group for part in parts]),
+            had_weight=torch.cat([part.had_weight for part in parts]),
         )
+
+    def with_weights(self, rows: Sequence[int], weights: torch.Tensor) -> ScoredRows:
+        """The same with other weights of some rows."""
+        index = torch.as_tensor(rows, dtype=torch.int64)
+        return replace(self, sample_mask=self.sample_mask.index_copy(0, index, weights))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,9 +103,17 @@ def score_rows(carry: RowScalars, group_uids: Sequence[str], config: GRPOConfig)
     weight = torch.ones(len(rewards))
     if config.overlong_filtering:
         weight[torch.tensor(carry.truncated)] = 0.0
+    is_trained_group = torch.ones(len(rewards), dtype=torch.bool)
     if config.drop_zero_advantage_groups:
+        is_trained_group = ~stats.row_is_trivial
         weight[stats.row_is_trivial] = 0.0
-    return ScoredRows(stats=stats, advantages=advantages, sample_mask=weight)
+    return ScoredRows(
+        stats=stats,
+        advantages=advantages,
+        sample_mask=weight,
+        is_trained_group=is_trained_group,
+        had_weight=weight > 0,
+    )
 
 
 def _advantages(rewards: torch.Tensor, stats: GroupStats, rows: RowScalars, config: GRPOConfig) -> torch.Tensor:

@@ -26,6 +26,7 @@ from nemo_rl.algorithms.kept_steps.record import RunFacts
 from nemo_rl.algorithms.preflight.checks import preflight
 from nemo_rl.algorithms.process_environment import run_environment
 from nemo_rl.algorithms.recipe_loss import build_loss
+from nemo_rl.algorithms.row_measures import RowMeasures
 from nemo_rl.algorithms.run_folder import CONFIG_FILE, RECORDS, cut_rollouts, open_run_folders
 from nemo_rl.algorithms.stages.bodies import build_stages
 from nemo_rl.algorithms.stages.columns import StageColumns, fetched_fields, stage_columns
@@ -143,6 +144,7 @@ def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | Non
             policy=policy,
             rollout=rollout,
             loss_fn=loss_fn,
+            measures=RowMeasures.of(config),
             cost=sequence_cost(TransformerShape.from_config(model_config.get_text_config().to_dict())),
         )
         parties = RefitParties(

@@ -96,6 +96,9 @@ class GRPOConfig(Section):
     """Prompts of such a round in units of `num_prompts_per_step`, rounded up."""
     overlong_filtering: bool = False
     """Give truncated samples no weight in the loss; they still count for the baseline."""
+    seq_logprob_error_threshold: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
+    """Give rows no weight in the loss whose mean of exp(|log pi_old - log pi_gen|) over their response is above this:
+    sampler and trainer disagree about them. They still count for the baseline; null: no limit."""
     use_generation_logprobs_as_prev: bool = False
     """Take the sampler's log-probabilities as pi_old instead of recomputing them in the trainer."""
     seed: int = 42

@@ -12,6 +12,8 @@ from nemo_rl.config.schema import MasterConfig
 
 __all__ = ["RULES"]
 
+SET_FOR_A_PASS = "set grpo.use_generation_logprobs_as_prev=false and loss_fn.force_on_policy_ratio=false"
+"""What gives a run the pass `prev_logprobs`."""
 _BY_KEYS = ("grpo", "gdpo")
 """Built-in estimators that read the keys of baseline and normalisation."""
 _BY_STEP = ("reinforce_plus_plus", "gdpo")
@@ -109,6 +111,15 @@ def rule_reward_shaping_is_complete(config: MasterConfig) -> list[str]:
             f"buffer, which begins at {longest - section.overlong_buffer_length}"
         ]
     return []
+
+
+def rule_logprob_errors_are_of_two_policies(config: MasterConfig) -> list[str]:
+    key, threshold = "grpo.seq_logprob_error_threshold", config.grpo.seq_logprob_error_threshold
+    if threshold is None or config.has_prev_logprobs_pass:
+        return []
+    return [
+        f"{key}: {threshold:g} has no log-probabilities of the trainer to compare with; {SET_FOR_A_PASS}, or {key}=null"
+    ]
 
 
 def rule_sibling_std_needs_a_sibling_baseline(config: MasterConfig) -> list[str]:

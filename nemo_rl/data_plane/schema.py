@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from nemo_rl.distributed.worker_pass import WorkerPass
+from nemo_rl.distributed.worker_pass import RowPass, WorkerPass
 from nemo_rl.errors import SchemaMismatch, name_some
 
 __all__ = [
@@ -99,7 +99,7 @@ _ROWS = (
         dims=("T",),
         family="generation_logprobs",
         produced_by="rollout",
-        read_by=(WorkerPass.TRAIN, "log"),
+        read_by=(*RowPass, WorkerPass.TRAIN, "log"),
     ),
     FieldSpec(
         name=WorkerPass.PREV_LOGPROBS.column,
@@ -107,7 +107,7 @@ _ROWS = (
         dims=("T",),
         family=WorkerPass.PREV_LOGPROBS.column,
         produced_by=WorkerPass.PREV_LOGPROBS,
-        read_by=(WorkerPass.TRAIN, "log"),
+        read_by=(*RowPass, WorkerPass.TRAIN, "log"),
     ),
     FieldSpec(
         name=WorkerPass.REFERENCE_LOGPROBS.column,
@@ -131,7 +131,7 @@ _ROWS = (
         dims=("T",),
         family="tokens",
         produced_by="rollout",
-        read_by=(*WorkerPass, "log"),
+        read_by=(*WorkerPass, *RowPass, "log"),
     ),
     FieldSpec(
         name="sample_mask",

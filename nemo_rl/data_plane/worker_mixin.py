@@ -26,6 +26,7 @@ from nemo_rl.data_plane.client.shard_reads import ShardReads
 from nemo_rl.data_plane.column_io import write_columns
 from nemo_rl.data_plane.factory import attach_data_plane
 from nemo_rl.data_plane.interfaces import DataPlaneClient
+from nemo_rl.data_plane.row_work import RowWork, RowWorkResult
 from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS
 from nemo_rl.distributed.abort import Watch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -33,7 +34,7 @@ from nemo_rl.distributed.collectives import Fields, broadcast_from_leader, repli
 from nemo_rl.distributed.first_cause import FirstCause
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.plan_check import check_plans
-from nemo_rl.distributed.worker_pass import WorkerPass
+from nemo_rl.distributed.worker_pass import RowPass, WorkerPass
 from nemo_rl.errors import ConfigError, DataPlaneClosed, SchemaMismatch
 
 __all__ = ["Channel", "ReplicaMember", "ShardWorker", "TQWorkerMixin"]
@@ -262,8 +263,25 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
             column = WorkerPass.REFERENCE_LOGPROBS.column
             return self._write_back(meta, {column: self._reference_logprobs(meta, batch)})
 
+    def do_row_work(self, meta: KVBatchMeta, work: RowWork, *, stage: RowPass) -> RowWorkResult:
+        """(on every rank) The rank that writes the shard's results does the work; the others wait for nothing."""
+        with self._stage(stage):
+            if not self._replica.is_write_back_leader or not meta.keys:
+                return RowWorkResult(meta=meta)
+            output = work(self._read_alone(meta, work.input_fields))
+            return RowWorkResult(meta=self._write_back(meta, output.columns), numbers=output.numbers)
+
+    def _read_alone(self, meta: KVBatchMeta, fields: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Dense columns without a word to the other ranks; in the form in which this rank keeps what it reads."""
+        width = meta.pack.pad_to if meta.pack is not None else max(meta.sequence_lengths or (0,))
+        if self.fetch_group is None:
+            batch = BatchedDataDict(self.reads.padded(meta, fields, pad_values=self._pad_values, width=width))
+        else:
+            batch = materialize(self.reads.ragged(meta, fields), pad_values=self._pad_values, pad_to=width)
+        return {name: batch.tensor(name) for name in fields}
+
     @contextmanager
-    def _stage(self, stage: WorkerPass) -> Iterator[None]:
+    def _stage(self, stage: WorkerPass | RowPass) -> Iterator[None]:
         """Attributes data plane calls to a stage; when it fails, ends it on all ranks and drops cached columns."""
         try:
             with self.guarded(stage.value), self._store.stage(stage.value):

@@ -44,6 +44,12 @@ REFUSED_BY_REWARDS: dict[str, list[tuple[tuple[str, ...], str]]] = {
             "diagnostics.keep_steps.enabled: a step with grpo.use_dynamic_sampling",
         ),
     ],
+    "rule_logprob_errors_are_of_two_policies": [
+        (
+            ("grpo.seq_logprob_error_threshold=2", "grpo.use_generation_logprobs_as_prev=true"),
+            "grpo.seq_logprob_error_threshold: 2 has no log-probabilities of the trainer",
+        ),
+    ],
     "rule_reward_scaling_maps_an_interval": [
         (("grpo.reward_scaling.target_max=2",), "grpo.reward_scaling.target_max: 2.0 would be ignored"),
         (

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from nemo_rl.algorithms.row_measures import LOGPROB_ERROR, RowMeasures
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.config.policy import DTensorConfig, PolicyConfig
 from nemo_rl.data_plane.column_io import kv_first_write, read_columns, write_columns
@@ -25,6 +26,7 @@ from nemo_rl.data_plane.preshard import shard_meta_for_dp
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import destroy_process_group
 from nemo_rl.distributed.packing import plan_packs, plan_padded
+from nemo_rl.distributed.worker_pass import RowPass
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine.engine import TorchEngine
 from nemo_rl.models.policy.interfaces import TrainResult
@@ -72,6 +74,8 @@ class StepReport:
     """Digest of each column that it trains on."""
     logprobs: dict[str, list[float]]
     """Of each row, as stored; of the rows that this rank's data plane got, if it plays a driver."""
+    errors: dict[str, float]
+    """Log-probability errors of the rows that this rank has measured; empty on all but one of a shard."""
     result: TrainResult
     """Losses, gradient norms and metrics of each microbatch."""
     trained: str
@@ -149,6 +153,7 @@ def one_step(
     columns = {"sample_mask": torch.arange(ROWS) / 8.0, "advantages": torch.arange(ROWS) - 3.5}
     meta = everyone(write_columns(client, meta, columns) if client else None)[job.home]
     mine = job.shards(meta)[job.shard]
+    measured = worker.do_row_work(mine, RowMeasures(error_threshold=2.0), stage=RowPass.MEASURE).numbers
     fetched = worker._fetch(mine, TRAINED)
     worker.prepare_for_training()
     result = worker.train_presharded(mine, LOSS, fields=TRAINED)
@@ -162,6 +167,7 @@ def one_step(
     report = StepReport(
         fetched={name: digest(column) for name, column in fetched.items()},
         logprobs=logprobs,
+        errors=dict(zip(mine.keys, measured[LOGPROB_ERROR].tolist(), strict=True)) if measured else {},
         result=result,
         trained=digest(torch.cat([weight.flatten() for _, weight in weights])),
         responses=(sampled.lengths.tolist(), sampled.token_ids.tolist(), sampled.logprobs.tolist()),

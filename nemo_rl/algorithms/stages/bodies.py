@@ -6,6 +6,7 @@
       |                      lengths -> rows of each rank and microbatch    (select_train_rows, plan_train)
       |- prev_logprobs       workers write log-probs of the policy          (PrevLogprobs, plan_logprobs)
       |- reference_logprobs  workers write those of the reference           (ReferenceLogprobs)
+      |- measure_rows        workers sum over tokens of each row            (MeasureRows, RowMeasures)
       |- advantages          row scalars -> data plane                      (Advantages, write_columns)
       |- train               workers fetch and train                        (Train, TQPolicy.submit_train_from_meta)
       `- log                 readable samples                               (LogRollouts, row_record)
@@ -21,7 +22,8 @@ from dataclasses import replace
 
 from nemo_rl.algorithms.grpo import ScoredRows, plan_logprobs, plan_train, score_rows, select_train_rows
 from nemo_rl.algorithms.stages.columns import StageColumns, fetched_fields
-from nemo_rl.algorithms.stages.stage import Stage, StageTools
+from nemo_rl.algorithms.stages.row_stages import MeasureRows
+from nemo_rl.algorithms.stages.stage import Stage, StageTools, UpdateStage
 from nemo_rl.algorithms.stages.state import ChosenRows, StepState
 from nemo_rl.data_plane.chunks.wire import message_bytes
 from nemo_rl.data_plane.client.meter import columns_bytes
@@ -30,7 +32,7 @@ from nemo_rl.data_plane.column_io import write_columns
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from nemo_rl.distributed.calls import Pending
 from nemo_rl.distributed.packing import PackPlan
-from nemo_rl.distributed.worker_pass import WorkerPass
+from nemo_rl.distributed.worker_pass import RowPass, WorkerPass
 from nemo_rl.experience.payload import row_record
 from nemo_rl.experience.sync_rollout_actor import RolloutHandle
 from nemo_rl.models.policy.tq_policy import TQPolicy
@@ -41,7 +43,7 @@ __all__ = ["build_stages", "clear_untrained"]
 
 logger = logging.getLogger(__name__)
 
-NOT_TRAINED = "not trained: no weight (equal rewards in its group)"
+NOT_TRAINED = "not trained: no weight ({why})"
 NO_PASS = "the run has no such pass (grpo.use_generation_logprobs_as_prev or loss_fn.force_on_policy_ratio)"
 """Why readable rollouts lack log-probabilities of the trainer."""
 
@@ -79,6 +81,7 @@ class Score(Stage):
         kept, numbers = tagged.subset(chosen.rows), scored.select(chosen.rows)
         lengths = kept.sequence_lengths or ()
         return ChosenRows(
+            rows=chosen.rows,
             meta=kept,
             plan=plan_train(lengths, chosen.batch_sizes, policy, layout=layout, cost=self._tools.cost),
             advantages=numbers.advantages,
@@ -86,14 +89,7 @@ class Score(Stage):
         )
 
 
-class _UpdateStage(Stage):
-    """Works on the chosen rows; a step without any has nothing to do."""
-
-    def applies_to(self, step: StepState) -> bool:
-        return step.chosen is not None
-
-
-class PrevLogprobs(_UpdateStage):
+class PrevLogprobs(UpdateStage):
     """Workers write the log-probabilities of the policy before its update."""
 
     def _submit(self, step: StepState) -> Pending[StepState]:
@@ -102,7 +98,7 @@ class PrevLogprobs(_UpdateStage):
         return written.then(step.with_chosen_meta)
 
 
-class ReferenceLogprobs(_UpdateStage):
+class ReferenceLogprobs(UpdateStage):
     """Workers write the log-probabilities of the reference policy."""
 
     def _submit(self, step: StepState) -> Pending[StepState]:
@@ -111,7 +107,7 @@ class ReferenceLogprobs(_UpdateStage):
         return written.then(step.with_chosen_meta)
 
 
-class Advantages(_UpdateStage):
+class Advantages(UpdateStage):
     """The driver writes advantages and weights, one number per row."""
 
     def _submit(self, step: StepState) -> Pending[StepState]:
@@ -122,7 +118,7 @@ class Advantages(_UpdateStage):
         return Pending.done(step.with_chosen_meta(meta))
 
 
-class Train(_UpdateStage):
+class Train(UpdateStage):
     """Workers fetch and train, one optimizer step per global batch."""
 
     def _submit(self, step: StepState) -> Pending[StepState]:
@@ -154,8 +150,9 @@ class LogRollouts(Stage):
             | {
                 "advantage": rounded(float(step.scores.advantages[row])),
                 "sample_mask": rounded(float(step.scores.sample_mask[row])),
+                "no_weight": step.why_no_weight(row),
                 "weight_version": int(versions[row]),
-                "no_prev_logprobs": None if meta.keys[row] in known else self._why_not_scored,
+                "no_prev_logprobs": None if meta.keys[row] in known else self._why_not_scored(step, row),
             }
             for row in rows
         ]
@@ -167,9 +164,8 @@ class LogRollouts(Stage):
     def _has_prev_logprobs(self) -> bool:
         return WorkerPass.PREV_LOGPROBS.column in self.reads
 
-    @property
-    def _why_not_scored(self) -> str:
-        return NOT_TRAINED if self._has_prev_logprobs else NO_PASS
+    def _why_not_scored(self, step: StepState, row: int) -> str:
+        return NOT_TRAINED.format(why=step.why_no_weight(row)) if self._has_prev_logprobs else NO_PASS
 
     def _scored(self, step: StepState, shown: KVBatchMeta) -> KVBatchMeta | None:
         """Those of the rows that the trainer has scored before its update; None where there are none."""
@@ -185,6 +181,7 @@ BODIES: Mapping[str, type[Stage]] = {
     "score": Score,
     WorkerPass.PREV_LOGPROBS: PrevLogprobs,
     WorkerPass.REFERENCE_LOGPROBS: ReferenceLogprobs,
+    RowPass.MEASURE: MeasureRows,
     "advantages": Advantages,
     WorkerPass.TRAIN: Train,
     "log": LogRollouts,
@@ -199,11 +196,14 @@ def build_stages(columns: Sequence[StageColumns], tools: StageTools) -> tuple[St
 
 def clear_untrained(client: DataPlaneClient, step: StepState) -> None:
     """Clears the rows that were not trained before those that were, so that their history says why."""
-    keys = step.untrained_keys
-    if keys:
+    untrained, keys_of = set(step.untrained_keys), dict[str, list[str]]()
+    for row, key in enumerate(step.rows.meta.keys if untrained else ()):
+        if key in untrained:
+            keys_of.setdefault(NOT_TRAINED.format(why=step.why_no_weight(row)), []).append(key)
+    for reason, keys in keys_of.items():
         with working_for(CLEAR):
-            client.kv_clear(keys, step.partition, reason=NOT_TRAINED)
-        trace_retired(keys=keys, reason=NOT_TRAINED)
+            client.kv_clear(keys, step.partition, reason=reason)
+        trace_retired(keys=keys, reason=reason)
 
 
 def _with_logprob_plan(step: StepState, tools: StageTools) -> tuple[StepState, PackPlan]:

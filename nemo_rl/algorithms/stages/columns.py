@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nemo_rl.algorithms.row_measures import RowMeasures
 from nemo_rl.config.schema import GRPOConfig, MasterConfig
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.schema import (
@@ -20,7 +21,7 @@ from nemo_rl.data_plane.schema import (
     route_fields,
     writes_of,
 )
-from nemo_rl.distributed.worker_pass import WorkerPass
+from nemo_rl.distributed.worker_pass import RowPass, WorkerPass
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.policy.interfaces import COMPUTED_FIELDS, LossFunction
 from nemo_rl.models.support import SUPPORT
@@ -72,8 +73,12 @@ def stage_columns(config: MasterConfig, loss_fn: LossFunction) -> tuple[StageCol
         StageColumns(
             name=name, reads=reads_of(name, conditions=conditions), writes=writes_of(name, conditions=conditions)
         )
-        for name in (*names, "advantages")
+        for name in names
     ]
+    measures = RowMeasures.of(config)
+    if measures is not None:
+        stages.append(StageColumns(name=RowPass.MEASURE.value, reads=_in_table_order(measures.input_fields)))
+    stages.append(StageColumns(name="advantages", writes=writes_of("advantages", conditions=conditions)))
     routes = route_fields(conditions)
     if routes and not replay.records_at_rollout:
         stages = [_with_routes(stage, routes, recorder=replay.source) for stage in stages]
@@ -136,6 +141,10 @@ def _with_routes(stage: StageColumns, routes: Sequence[str], *, recorder: str) -
     reads = tuple(name for name in stage.reads if name not in routes)
     writes = tuple(name for name in stage.writes if name not in routes)
     return StageColumns(name=stage.name, reads=reads, writes=(*writes, *routes) if stage.name == recorder else writes)
+
+
+def _in_table_order(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name in FIELDS if name in names)
 
 
 def _train_fields(loss_fn: LossFunction) -> tuple[str, ...]:
