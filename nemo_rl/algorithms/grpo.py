@@ -31,7 +31,16 @@ from nemo_rl.distributed.packing import (
 from nemo_rl.errors import ConfigError, NonFiniteError
 from nemo_rl.experience.payload import RowScalars
 
-__all__ = ["ScoredRows", "TrainRows", "plan_logprobs", "plan_train", "score_rows", "select_train_rows"]
+__all__ = [
+    "ScoredRows",
+    "TrainRows",
+    "less_penalties",
+    "plan_logprobs",
+    "plan_train",
+    "rewards_of",
+    "score_rows",
+    "select_train_rows",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,11 +104,7 @@ def score_rows(carry: RowScalars, group_uids: Sequence[str], config: GRPOConfig)
     rewards = torch.tensor(carry.rewards, dtype=torch.float32)
     # Which groups are trained is decided on rewards as they were scored: a penalty for length makes all groups differ.
     stats = group_statistics(rewards, group_uids)
-    if config.reward_scaling.enabled or config.reward_shaping.enabled:
-        shaped = shaped_rewards(carry, config.reward_scaling, config.reward_shaping)
-        advantages = _advantages(shaped, stats.of(shaped), carry, config)
-    else:
-        advantages = _advantages(rewards, stats, carry, config)
+    advantages = _advantages(carry, rewards_of(carry, config), stats, config)
     weight = torch.ones(len(rewards))
     if config.overlong_filtering:
         weight[torch.tensor(carry.truncated)] = 0.0
@@ -116,12 +121,43 @@ def score_rows(carry: RowScalars, group_uids: Sequence[str], config: GRPOConfig)
     )
 
 
-def _advantages(rewards: torch.Tensor, stats: GroupStats, rows: RowScalars, config: GRPOConfig) -> torch.Tensor:
-    """`[N]` float32, clipped, whichever estimator the recipe names."""
+def rewards_of(carry: RowScalars, config: GRPOConfig) -> torch.Tensor:
+    """`[N]` float32: what becomes advantages, scaled and shaped as the recipe says."""
+    if config.reward_scaling.enabled or config.reward_shaping.enabled:
+        return shaped_rewards(carry, config.reward_scaling, config.reward_shaping)
+    return torch.tensor(carry.rewards, dtype=torch.float32)
+
+
+def less_penalties(
+    scored: ScoredRows, carry: RowScalars, config: GRPOConfig, *, rows: Sequence[int], penalties: torch.Tensor
+) -> ScoredRows:
+    """Advantages again, of rewards less a penalty of each row of a trained group; the others keep theirs.
+
+    Args:
+        rows: those that have a penalty: at least every row of a trained group.
+        penalties: `[n]` float64.
+    """
+    index = torch.as_tensor(rows, dtype=torch.int64)
+    is_known_N = torch.zeros(len(carry), dtype=torch.bool).index_fill(0, index, True)
+    assert bool((is_known_N | ~scored.is_trained_group).all()), "a group without the penalties of all its rows"
+    penalty_N = torch.zeros(len(carry), dtype=torch.float64).index_copy(0, index, penalties)
+    # Which of the other rows the workers have seen depends on the layout.
+    penalty_N = torch.where(scored.is_trained_group, penalty_N, 0.0)
+    rewards = (rewards_of(carry, config).double() - penalty_N).float()
+    return replace(scored, advantages=_advantages(carry, rewards, scored.stats, config))
+
+
+def _advantages(carry: RowScalars, rewards: torch.Tensor, stats: GroupStats, config: GRPOConfig) -> torch.Tensor:
+    """`[N]` float32, clipped, whichever estimator the recipe names.
+
+    Args:
+        stats: of the same groups, whatever rewards they are of.
+    """
+    stats = stats.of(rewards)
     key, name = "grpo.adv_estimator.name", config.adv_estimator.name
     estimator: AdvantageEstimator = ADVANTAGE_ESTIMATORS.load(name, key=key)(config=config)
     takes_rows = "rows" in inspect.signature(estimator).parameters
-    advantages = estimator(rewards, stats, **({"rows": rows} if takes_rows else {}))
+    advantages = estimator(rewards, stats, **({"rows": carry} if takes_rows else {}))
     if not isinstance(advantages, torch.Tensor) or advantages.shape != rewards.shape:
         got = list(advantages.shape) if isinstance(advantages, torch.Tensor) else type(advantages).__name__
         raise ConfigError(f"{key}: {name!r}: expected one advantage per row, a tensor [{len(rewards)}], got {got}")
@@ -132,27 +168,36 @@ def _advantages(rewards: torch.Tensor, stats: GroupStats, rows: RowScalars, conf
 
 
 def select_train_rows(
-    scored: ScoredRows, lengths: Sequence[int], policy: PolicyConfig, *, layout: ParallelLayout
+    scored: ScoredRows,
+    lengths: Sequence[int],
+    policy: PolicyConfig,
+    *,
+    layout: ParallelLayout,
+    whole_groups: bool = False,
 ) -> TrainRows:
     """Leaves rows without weight out, keeping each row in the optimizer step it belongs to.
+
+    With `whole_groups` rows of trained groups stay though they have no weight: the advantages of the others need their
+    tokens.
 
     A step that keeps fewer rows than it needs microbatches is filled up with its shortest rows of weight 0, so that
     every rank has as many; a step that keeps none is skipped. Fixed microbatches keep all rows: their number must
     divide.
     """
     num_rows, size = len(scored.sample_mask), policy.train_global_batch_size
-    has_weight = (scored.sample_mask > 0).tolist()
+    has_weight = scored.sample_mask > 0
+    stays = (scored.is_trained_group if whole_groups and bool(has_weight.any()) else has_weight).tolist()
     rows: list[int] = []
     sizes: list[int] = []
     for start in range(0, num_rows, size):
         members = range(start, min(start + size, num_rows))
-        kept = [i for i in members if has_weight[i]]
+        kept = [i for i in members if stays[i]]
         if not kept:
             continue
         if not _is_capped(policy):
             kept = list(members)
         else:
-            fillers = sorted((i for i in members if not has_weight[i]), key=lambda i: -lengths[i])
+            fillers = sorted((i for i in members if not stays[i]), key=lambda i: -lengths[i])
             while fillers and len(kept) < _rows_needed([lengths[i] for i in kept], policy, layout):
                 kept.append(fillers.pop())
         rows += kept

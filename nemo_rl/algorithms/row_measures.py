@@ -9,19 +9,46 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
+from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.row_work import RowWorkOutput
 
-__all__ = ["LOGPROB_ERROR", "MeasuredRows", "RowMeasures", "row_sums"]
+__all__ = ["KL", "LOGPROB_ERROR", "KlInReward", "MeasuredRows", "RowMeasures", "row_sums"]
 
-PREV, GENERATION = "prev_logprobs", "generation_logprobs"
-LOGPROB_ERROR = "logprob_error"
-"""Name of a number of `RowMeasures`."""
+PREV, GENERATION, REFERENCE = "prev_logprobs", "generation_logprobs", "reference_policy_logprobs"
+LOGPROB_ERROR, KL = "logprob_error", "kl"
+"""Names of the numbers of `RowMeasures`."""
 LOG_BOUND = 20.0
 """Of a log-ratio before it is exponentiated, as in the losses."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KlInReward:
+    """What the rewards lose for leaving the reference: `weight` times k1 = log(pi_old / pi_ref) of every token."""
+
+    weight: float
+    """`loss_fn.reference_policy_kl_penalty`."""
+    clamp: float
+    """Of k1, on both sides."""
+
+    input_fields: ClassVar[tuple[str, ...]] = (PREV, REFERENCE)
+
+    @classmethod
+    def of(cls, config: LossConfig) -> KlInReward | None:
+        """None without `use_kl_in_reward`."""
+        if not config.use_kl_in_reward:
+            return None
+        return cls(weight=config.reference_policy_kl_penalty, clamp=config.kl_input_clamp_value)
+
+    def k1(self, batch: Mapping[str, torch.Tensor], mask_NT: torch.Tensor) -> torch.Tensor:
+        """`[N, T]` float64, 0 outside the mask; two equal infinities have no difference."""
+        prev_NT, reference_NT = batch[PREV].double(), batch[REFERENCE].double()
+        is_apart_NT = mask_NT & (prev_NT != reference_NT)
+        return torch.where(is_apart_NT, prev_NT - reference_NT, 0.0).clamp(-self.clamp, self.clamp)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,17 +57,20 @@ class RowMeasures:
 
     error_threshold: float | None = None
     """`grpo.seq_logprob_error_threshold`."""
+    kl: KlInReward | None = None
 
     @classmethod
     def of(cls, config: MasterConfig) -> RowMeasures | None:
         """None where the recipe needs nothing."""
-        threshold = config.grpo.seq_logprob_error_threshold
-        return None if threshold is None else cls(error_threshold=threshold)
+        threshold, kl = config.grpo.seq_logprob_error_threshold, KlInReward.of(config.loss_fn)
+        return None if threshold is None and kl is None else cls(error_threshold=threshold, kl=kl)
 
     @property
     def input_fields(self) -> tuple[str, ...]:
         """Columns that it reads."""
-        return ("token_mask", PREV, GENERATION)
+        of_errors = () if self.error_threshold is None else (PREV, GENERATION)
+        of_kl = () if self.kl is None else self.kl.input_fields
+        return tuple(dict.fromkeys(("token_mask", *of_errors, *of_kl)))
 
     def __call__(self, batch: Mapping[str, torch.Tensor]) -> RowWorkOutput:
         """`[N]` float64 each."""
@@ -48,6 +78,8 @@ class RowMeasures:
         numbers = {}
         if self.error_threshold is not None:
             numbers[LOGPROB_ERROR] = logprob_errors(batch[PREV], batch[GENERATION], mask_NT)
+        if self.kl is not None:
+            numbers[KL] = row_sums(self.kl.k1(batch, mask_NT), mask_NT)
         return RowWorkOutput(numbers=numbers)
 
 
@@ -61,29 +93,38 @@ class MeasuredRows:
     """`[N]` float64; None where no threshold needs them."""
     is_masked: torch.Tensor
     """`[N]` bool: rows that have lost their weight by their errors."""
+    kl: torch.Tensor | None = None
+    """`[N]` float64, sum of k1; None where it is not in the reward."""
 
     @classmethod
-    def of(cls, sample_mask: torch.Tensor, errors: torch.Tensor | None, *, threshold: float | None) -> MeasuredRows:
+    def of(
+        cls, sample_mask: torch.Tensor, numbers: Mapping[str, torch.Tensor], *, threshold: float | None
+    ) -> MeasuredRows:
         """
         Args:
             sample_mask: `[N]`, weights before.
+            numbers: of `RowMeasures`, `[N]` each.
         """
-        had_weight = sample_mask > 0
-        if errors is None or threshold is None:
-            return cls(had_weight=had_weight, is_masked=torch.zeros_like(had_weight))
-        return cls(had_weight=had_weight, errors=errors, is_masked=had_weight & (errors > threshold))
+        had_weight, errors = sample_mask > 0, numbers.get(LOGPROB_ERROR)
+        is_masked = torch.zeros_like(had_weight)
+        if errors is not None and threshold is not None:
+            is_masked = had_weight & (errors > threshold)
+        return cls(had_weight=had_weight, errors=errors, is_masked=is_masked, kl=numbers.get(KL))
 
     def metrics(self) -> dict[str, float]:
         """Of the rows that had a weight, as a run logs them under `train/`."""
-        if self.errors is None:
-            return {}
-        errors, is_masked = self.errors[self.had_weight], self.is_masked[self.had_weight]
-        return {
-            "seq_logprob_error_max": float(errors.max()),
-            "seq_logprob_error_mean": float(errors.mean()),
-            "seq_logprob_error_masked_rows": float(is_masked.sum()),
-            "seq_logprob_error_masked_share": float(is_masked.double().mean()),
-        }
+        found: dict[str, float] = {}
+        if self.errors is not None:
+            errors, is_masked = self.errors[self.had_weight], self.is_masked[self.had_weight]
+            found |= {
+                "seq_logprob_error_max": float(errors.max()),
+                "seq_logprob_error_mean": float(errors.mean()),
+                "seq_logprob_error_masked_rows": float(is_masked.sum()),
+                "seq_logprob_error_masked_share": float(is_masked.double().mean()),
+            }
+        if self.kl is not None:
+            found["kl_in_reward"] = float(self.kl[self.had_weight].mean())
+        return found
 
 
 def logprob_errors(prev_NT: torch.Tensor, generation_NT: torch.Tensor, mask_NT: torch.Tensor) -> torch.Tensor:

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from nemo_rl.config.ignored import would_be_ignored
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS
-from nemo_rl.config.rule import rules_in
+from nemo_rl.config.rule import SET_FOR_A_PASS, rules_in
 from nemo_rl.config.schema import MasterConfig
 
 __all__ = ["RULES"]
 
-SET_FOR_A_PASS = "set grpo.use_generation_logprobs_as_prev=false and loss_fn.force_on_policy_ratio=false"
-"""What gives a run the pass `prev_logprobs`."""
 _BY_KEYS = ("grpo", "gdpo")
 """Built-in estimators that read the keys of baseline and normalisation."""
 _BY_STEP = ("reinforce_plus_plus", "gdpo")

@@ -73,7 +73,9 @@ class Score(Stage):
     def _choose(self, step: StepState, scored: ScoredRows) -> ChosenRows | None:
         """Rows with weight, tagged and planned; None when no row carries a gradient."""
         meta, policy, layout = step.rows.meta, self._tools.settings, self._tools.policy.layout
-        chosen = select_train_rows(scored, meta.sequence_lengths or (), policy, layout=layout)
+        chosen = select_train_rows(
+            scored, meta.sequence_lengths or (), policy, layout=layout, whole_groups=self._tools.needs_whole_groups
+        )
         if not chosen.rows:
             logger.warning("step %d: every group has equal rewards; no update", step.number)
             return None

@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from nemo_rl.algorithms.row_measures import LOGPROB_ERROR, MeasuredRows, RowMeasures
+import torch
+
+from nemo_rl.algorithms.grpo import less_penalties
+from nemo_rl.algorithms.row_measures import MeasuredRows, RowMeasures
 from nemo_rl.algorithms.stages.stage import UpdateStage
 from nemo_rl.algorithms.stages.state import TOO_FAR, StepState
 from nemo_rl.distributed.calls import Pending
@@ -29,11 +32,15 @@ class MeasureRows(UpdateStage):
     def _decide(self, step: StepState, done: RowWorkDone, measures: RowMeasures) -> StepState:
         """The step with its rows' numbers; without chosen rows when none of them has kept its weight."""
         chosen, threshold = step.update, measures.error_threshold
-        errors = None if threshold is None else done.of_rows(LOGPROB_ERROR)
-        measured = MeasuredRows.of(chosen.sample_mask, errors, threshold=threshold)
+        measured = MeasuredRows.of(chosen.sample_mask, done.by_row(), threshold=threshold)
         weights = chosen.sample_mask.masked_fill(measured.is_masked, 0.0)
-        step = replace(step, measured=measured, scored=step.scores.with_weights(chosen.rows, weights))
+        scored = step.scores.with_weights(chosen.rows, weights)
+        if measured.kl is not None and measures.kl is not None:
+            penalties = measures.kl.weight * measured.kl
+            scored = less_penalties(scored, step.rows.carry, self._tools.grpo, rows=chosen.rows, penalties=penalties)
+        step = replace(step, measured=measured, scored=scored)
         if not bool((weights > 0).any()):
             logger.warning("step %d: no update: of every row the %s", step.number, TOO_FAR)
             return replace(step, chosen=None)
-        return replace(step, chosen=replace(chosen, sample_mask=weights))
+        advantages = scored.advantages[torch.tensor(chosen.rows)]
+        return replace(step, chosen=replace(chosen, sample_mask=weights, advantages=advantages))

@@ -43,6 +43,11 @@ class StageTools:
     cost: tuple[float, float] = DEFAULT_COST
     """(a, b) of the cost a s + b s^2 of a row of s tokens, by which rows are shared among the ranks."""
 
+    @property
+    def needs_whole_groups(self) -> bool:
+        """Whether advantages of a row need the tokens of its whole group."""
+        return self.measures is not None and self.measures.kl is not None
+
 
 class Stage(ABC):
     """One stage; the same object serves every step.

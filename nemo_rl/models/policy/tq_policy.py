@@ -41,11 +41,13 @@ class RowWorkDone:
     """Numbers of each shard, its rows in the order of the plan."""
     plan: PackPlan
 
-    def of_rows(self, name: str) -> torch.Tensor:
-        """`[N]` in the order of the meta: numbers of which every shard has one per row."""
+    def by_row(self) -> dict[str, torch.Tensor]:
+        """Numbers of which every shard has one per row, `[N]` in the order of the meta."""
         rows = [row for rank in range(self.plan.num_ranks) for row in self.plan.rows_of_rank(rank)]
-        found = torch.cat([numbers[name] for numbers in self.shards if numbers])
-        return torch.empty_like(found).index_copy_(0, torch.tensor(rows, dtype=torch.int64), found)
+        index = torch.tensor(rows, dtype=torch.int64)
+        parts = [numbers for numbers in self.shards if numbers]
+        joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return {name: torch.empty_like(found).index_copy_(0, index, found) for name, found in joined.items()}
 
 
 class TQPolicy(Policy):
