@@ -79,6 +79,11 @@ class ScoredRows:
             had_weight=torch.cat([part.had_weight for part in parts]),
         )
 
+    def with_advantages(self, rows: Sequence[int], advantages: torch.Tensor) -> ScoredRows:
+        """The same with other advantages of some rows."""
+        index = torch.as_tensor(rows, dtype=torch.int64)
+        return replace(self, advantages=self.advantages.index_copy(0, index, advantages.float()))
+
     def with_weights(self, rows: Sequence[int], weights: torch.Tensor) -> ScoredRows:
         """The same with other weights of some rows."""
         index = torch.as_tensor(rows, dtype=torch.int64)
@@ -95,16 +100,21 @@ class TrainRows:
     """Rows of each optimizer step."""
 
 
-def score_rows(carry: RowScalars, group_uids: Sequence[str], config: GRPOConfig) -> ScoredRows:
+def score_rows(
+    carry: RowScalars, group_uids: Sequence[str], config: GRPOConfig, *, per_token: bool = False
+) -> ScoredRows:
     """Group statistics, advantages, and the weight of each row.
 
     Args:
         group_uids: of each row; rows of a group need not be neighbours, and may be those of several steps.
+        per_token: advantages are not the driver's, and 0 here.
     """
     rewards = torch.tensor(carry.rewards, dtype=torch.float32)
     # Which groups are trained is decided on rewards as they were scored: a penalty for length makes all groups differ.
     stats = group_statistics(rewards, group_uids)
-    advantages = _advantages(carry, rewards_of(carry, config), stats, config)
+    advantages = torch.zeros(len(rewards))
+    if not per_token:
+        advantages = _advantages(carry, rewards_of(carry, config), stats, config)
     weight = torch.ones(len(rewards))
     if config.overlong_filtering:
         weight[torch.tensor(carry.truncated)] = 0.0

@@ -7,17 +7,19 @@ tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
+from nemo_rl.algorithms.grpo import ScoredRows, less_penalties
 from nemo_rl.config.loss import LossConfig
-from nemo_rl.config.schema import MasterConfig
+from nemo_rl.config.schema import GRPOConfig, MasterConfig
 from nemo_rl.data_plane.row_work import RowWorkOutput
+from nemo_rl.experience.payload import RowScalars
 
-__all__ = ["KL", "LOGPROB_ERROR", "KlInReward", "MeasuredRows", "RowMeasures", "row_sums"]
+__all__ = ["KL", "LOGPROB_ERROR", "KlInReward", "MeasuredRows", "RowMeasures", "decide_rows", "row_sums"]
 
 PREV, GENERATION, REFERENCE = "prev_logprobs", "generation_logprobs", "reference_policy_logprobs"
 LOGPROB_ERROR, KL = "logprob_error", "kl"
@@ -125,6 +127,32 @@ class MeasuredRows:
         if self.kl is not None:
             found["kl_in_reward"] = float(self.kl[self.had_weight].mean())
         return found
+
+
+def decide_rows(
+    scored: ScoredRows,
+    carry: RowScalars,
+    config: GRPOConfig,
+    *,
+    measures: RowMeasures,
+    numbers: Mapping[str, torch.Tensor],
+    rows: Sequence[int],
+    per_token: bool,
+) -> tuple[ScoredRows, MeasuredRows]:
+    """Weights and advantages after what was measured.
+
+    Args:
+        numbers: of `measures`, of the chosen rows.
+        rows: those that were chosen: indices into all rows.
+        per_token: each token gets an advantage of its own later, from its own KL.
+    """
+    weights = scored.sample_mask[torch.as_tensor(rows, dtype=torch.int64)]
+    measured = MeasuredRows.of(weights, numbers, threshold=measures.error_threshold)
+    scored = scored.with_weights(rows, weights.masked_fill(measured.is_masked, 0.0))
+    if measured.kl is not None and measures.kl is not None and not per_token:
+        penalties = measures.kl.weight * measured.kl
+        scored = less_penalties(scored, carry, config, rows=rows, penalties=penalties)
+    return scored, measured
 
 
 def logprob_errors(prev_NT: torch.Tensor, generation_NT: torch.Tensor, mask_NT: torch.Tensor) -> torch.Tensor:

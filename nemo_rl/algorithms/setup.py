@@ -33,6 +33,7 @@ from nemo_rl.algorithms.stages.columns import StageColumns, fetched_fields, stag
 from nemo_rl.algorithms.stages.dynamic_sampling import DynamicRollout
 from nemo_rl.algorithms.stages.stage import StageTools
 from nemo_rl.algorithms.step_tracing import LiveTracing, StepTracing, open_tracing
+from nemo_rl.algorithms.token_estimator import token_estimator
 from nemo_rl.config.parts import ENGINE_TRAITS, EngineTraits
 from nemo_rl.config.render import to_yaml
 from nemo_rl.config.schema import MasterConfig
@@ -145,6 +146,7 @@ def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | Non
             rollout=rollout,
             loss_fn=loss_fn,
             measures=RowMeasures.of(config),
+            token_estimator=token_estimator(config),
             cost=sequence_cost(TransformerShape.from_config(model_config.get_text_config().to_dict())),
         )
         parties = RefitParties(

@@ -150,25 +150,28 @@ class LossTraits:
     """Of `loss_fn`, which not every loss reads."""
     is_row_level: bool = False
     """Whether it has one ratio per row: then it is a mean over rows, and a correction has one weight per row."""
+    has_row_advantages: bool = False
+    """Whether it is defined for one advantage per row alone, which it puts together with the row's ratio."""
     has_own_correction: bool = False
     """Whether w enters its own ratio, so that it is neither bounded nor multiplied again."""
 
 
 _CLIPS = ("ratio_clip_min", "ratio_clip_max")
-_ROW = LossTraits(keys=(*_CLIPS, "force_on_policy_ratio"), is_row_level=True)
+_FORCED = (*_CLIPS, "force_on_policy_ratio")
+_ROW = LossTraits(keys=_FORCED, is_row_level=True, has_row_advantages=True)
 
 LOSS_TRAITS: Mapping[str, LossTraits] = {
-    "clipped_pg": LossTraits(keys=(*_CLIPS, "ratio_clip_c", "force_on_policy_ratio")),
+    "clipped_pg": LossTraits(keys=(*_FORCED, "ratio_clip_c")),
     "reinforce": LossTraits(),
     "gspo": _ROW,
-    "gspo_token": _ROW,
+    "gspo_token": LossTraits(keys=_FORCED, is_row_level=True),
     "luspo": _ROW,
     "gmpo": _ROW,
     "cispo": LossTraits(keys=_CLIPS),
     "sapo": LossTraits(keys=("sapo",)),
     "dppo_tv": LossTraits(keys=("dppo",)),
     "dppo_kl": LossTraits(keys=("dppo",)),
-    "vespo": LossTraits(keys=("vespo",), has_own_correction=True),
+    "vespo": LossTraits(keys=("vespo",), has_own_correction=True, has_row_advantages=True),
     "dro": LossTraits(keys=("dro",)),
 }
 """By the words of `LOSSES`."""

@@ -25,6 +25,7 @@ __all__ = [
     "ENVIRONMENTS",
     "LOSSES",
     "STORES",
+    "TOKEN_ESTIMATORS",
     "TRACKERS",
     "UNKNOWN_PART",
     "EngineTraits",
@@ -120,6 +121,13 @@ ADVANTAGE_ESTIMATORS = PartKind(
         "maxrl": "nemo_rl.algorithms.advantages.maxrl:MaxRL",
     },
 )
+TOKEN_ESTIMATORS = PartKind(
+    what="an estimator of advantages per token",
+    builtin={
+        "reinforce_plus_plus": "nemo_rl.algorithms.advantages.reinforce_plus_plus:TokenReinforcePlusPlus",
+    },
+)
+"""The form per token of those of `ADVANTAGE_ESTIMATORS` that have one."""
 TRAINING_ENGINES = PartKind(
     what="a training engine",
     builtin={

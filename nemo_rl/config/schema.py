@@ -18,7 +18,7 @@ from nemo_rl.config.diagnostics import DiagnosticsConfig
 from nemo_rl.config.duration import TimeLimit
 from nemo_rl.config.evaluation import EvaluationConfig
 from nemo_rl.config.loss import LossConfig
-from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, DATASETS, ENVIRONMENTS, TRACKERS
+from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, DATASETS, ENVIRONMENTS, TOKEN_ESTIMATORS, TRACKERS
 from nemo_rl.config.policy import PolicyConfig, RefitTransport
 from nemo_rl.config.rewards import RewardScalingConfig, RewardShapingConfig
 
@@ -357,6 +357,14 @@ class MasterConfig(Section):
     def has_prev_logprobs_pass(self) -> bool:
         """Whether workers compute the log-probabilities of the policy before its update."""
         return not (self.grpo.use_generation_logprobs_as_prev or self.loss_fn.force_on_policy_ratio)
+
+    @property
+    def has_builtin_token_advantages(self) -> bool:
+        """Whether the estimator is a built-in one that gives every token an advantage of its own."""
+        name = self.grpo.adv_estimator.name
+        return TOKEN_ESTIMATORS.is_builtin(name) and (
+            self.loss_fn.use_kl_in_reward or TOKEN_ESTIMATORS.builtin[name] == ADVANTAGE_ESTIMATORS.builtin[name]
+        )
 
     @property
     def checkpoint_dir(self) -> Path:

@@ -6,11 +6,12 @@ Each rule is as in `nemo_rl.config.validate`, which takes them in.
 from __future__ import annotations
 
 from nemo_rl.config.ignored import would_be_ignored
-from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS
+from nemo_rl.config.loss import LOSS_TRAITS
+from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, LOSSES
 from nemo_rl.config.rule import SET_FOR_A_PASS, rules_in
 from nemo_rl.config.schema import MasterConfig
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "row_loss_problems"]
 
 _BY_KEYS = ("grpo", "gdpo")
 """Built-in estimators that read the keys of baseline and normalisation."""
@@ -43,6 +44,22 @@ def rule_estimator_keys_fit_the_estimator(config: MasterConfig) -> list[str]:
             f"grpo.drop_zero_advantage_groups: true leaves out rows to which {name!r} gives advantages; set it to false"
         )
     return lines
+
+
+def rule_token_advantages_fit_the_loss(config: MasterConfig) -> list[str]:
+    return row_loss_problems(config) if config.has_builtin_token_advantages else []
+
+
+def row_loss_problems(config: MasterConfig) -> list[str]:
+    """What keeps the loss from taking an advantage of each token; also of an estimator of the user's own."""
+    name = config.loss_fn.name
+    if not LOSSES.is_builtin(name) or not LOSS_TRAITS[name].has_row_advantages:
+        return []
+    takers = ", ".join(word for word, traits in LOSS_TRAITS.items() if not traits.has_row_advantages)
+    return [
+        f"loss_fn.name: {name!r} has one advantage per row, and grpo.adv_estimator.name "
+        f"{config.grpo.adv_estimator.name!r} gives each token its own here; set one of {takers}"
+    ]
 
 
 def rule_components_need_a_reward_that_has_some(config: MasterConfig) -> list[str]:

@@ -115,7 +115,7 @@ _ROWS = (
         dims=("T",),
         family=WorkerPass.REFERENCE_LOGPROBS.column,
         produced_by=WorkerPass.REFERENCE_LOGPROBS,
-        read_by=(WorkerPass.TRAIN,),
+        read_by=(*RowPass, WorkerPass.TRAIN),
         condition="reference_kl",
     ),
     FieldSpec(
@@ -124,6 +124,16 @@ _ROWS = (
         family="advantages",
         produced_by="advantages",
         read_by=(WorkerPass.TRAIN,),
+        condition="row_advantages",
+    ),
+    FieldSpec(
+        name="token_advantages",
+        dtypes=("float32",),
+        dims=("T",),
+        family="token_advantages",
+        produced_by=RowPass.ADVANTAGES,
+        read_by=(WorkerPass.TRAIN,),
+        condition="token_advantages",
     ),
     FieldSpec(
         name="token_mask",
@@ -221,7 +231,7 @@ def route_fields(conditions: Collection[str]) -> tuple[str, ...]:
 
 _ROUTE_FAMILIES = ("routed_experts", "routed_experts_digests")
 ROUTE_FIELDS: tuple[str, ...] = tuple(s.name for s in _ROWS if s.family in _ROUTE_FAMILIES)
-_OF_SOME_RUNS = (*ROUTE_FIELDS, "sampling_support")
+_OF_SOME_RUNS = (*ROUTE_FIELDS, "sampling_support", "token_advantages")
 DP_TRAIN_FIELDS: tuple[str, ...] = tuple(name for name in reads_of(WorkerPass.TRAIN) if name not in _OF_SOME_RUNS)
 LP_SEED_FIELDS: tuple[str, ...] = tuple(
     name for name in reads_of(WorkerPass.PREV_LOGPROBS) if name not in _OF_SOME_RUNS

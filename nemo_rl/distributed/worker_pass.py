@@ -40,3 +40,5 @@ class RowPass(StrEnum):
 
     MEASURE = "measure_rows"
     """Sums over the tokens of each row, for the driver."""
+    ADVANTAGES = "token_advantages"
+    """An advantage of each token, of whole groups."""

@@ -7,6 +7,7 @@
       |- prev_logprobs       workers write log-probs of the policy          (PrevLogprobs, plan_logprobs)
       |- reference_logprobs  workers write those of the reference           (ReferenceLogprobs)
       |- measure_rows        workers sum over tokens of each row            (MeasureRows, RowMeasures)
+      |- token_advantages    workers write one for each token              (TokenAdvantages, TokenWork)
       |- advantages          row scalars -> data plane                      (Advantages, write_columns)
       |- train               workers fetch and train                        (Train, TQPolicy.submit_train_from_meta)
       `- log                 readable samples                               (LogRollouts, row_record)
@@ -22,7 +23,7 @@ from dataclasses import replace
 
 from nemo_rl.algorithms.grpo import ScoredRows, plan_logprobs, plan_train, score_rows, select_train_rows
 from nemo_rl.algorithms.stages.columns import StageColumns, fetched_fields
-from nemo_rl.algorithms.stages.row_stages import MeasureRows
+from nemo_rl.algorithms.stages.row_stages import MeasureRows, TokenAdvantages
 from nemo_rl.algorithms.stages.stage import Stage, StageTools, UpdateStage
 from nemo_rl.algorithms.stages.state import ChosenRows, StepState
 from nemo_rl.data_plane.chunks.wire import message_bytes
@@ -67,7 +68,8 @@ class Score(Stage):
     """Rewards to advantages and weights; the rows that are trained, and where."""
 
     def _submit(self, step: StepState) -> Pending[StepState]:
-        scored = score_rows(step.rows.carry, step.rows.group_uids, self._tools.grpo)
+        per_token = self._tools.token_estimator is not None
+        scored = score_rows(step.rows.carry, step.rows.group_uids, self._tools.grpo, per_token=per_token)
         return Pending.done(replace(step, scored=scored, chosen=self._choose(step, scored)))
 
     def _choose(self, step: StepState, scored: ScoredRows) -> ChosenRows | None:
@@ -110,11 +112,12 @@ class ReferenceLogprobs(UpdateStage):
 
 
 class Advantages(UpdateStage):
-    """The driver writes advantages and weights, one number per row."""
+    """The driver writes weights, and advantages unless each token has its own: one number per row."""
 
     def _submit(self, step: StepState) -> Pending[StepState]:
         chosen = step.update
-        columns = {"advantages": chosen.advantages, "sample_mask": chosen.sample_mask}
+        numbers = {"advantages": chosen.advantages, "sample_mask": chosen.sample_mask}
+        columns = {name: numbers[name] for name in self.writes}
         meta = write_columns(self._tools.client, chosen.meta, columns)
         self.driver_bytes += message_bytes(meta.keys) + columns_bytes(columns)
         return Pending.done(step.with_chosen_meta(meta))
@@ -184,6 +187,7 @@ BODIES: Mapping[str, type[Stage]] = {
     WorkerPass.PREV_LOGPROBS: PrevLogprobs,
     WorkerPass.REFERENCE_LOGPROBS: ReferenceLogprobs,
     RowPass.MEASURE: MeasureRows,
+    RowPass.ADVANTAGES: TokenAdvantages,
     "advantages": Advantages,
     WorkerPass.TRAIN: Train,
     "log": LogRollouts,

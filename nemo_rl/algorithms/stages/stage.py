@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from nemo_rl.algorithms.row_measures import RowMeasures
 from nemo_rl.algorithms.stages.columns import StageColumns
 from nemo_rl.algorithms.stages.state import StepState
+from nemo_rl.algorithms.token_estimator import TokenEstimator
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import GRPOConfig, LoggerConfig
 from nemo_rl.data_plane.client.stage_context import working_for
@@ -40,13 +41,15 @@ class StageTools:
     loss_fn: LossFunction
     measures: RowMeasures | None = None
     """What the driver must know of the rows' tokens; None: nothing."""
+    token_estimator: TokenEstimator | None = None
+    """Of advantages per token; None: the driver computes one per row."""
     cost: tuple[float, float] = DEFAULT_COST
     """(a, b) of the cost a s + b s^2 of a row of s tokens, by which rows are shared among the ranks."""
 
     @property
     def needs_whole_groups(self) -> bool:
         """Whether advantages of a row need the tokens of its whole group."""
-        return self.measures is not None and self.measures.kl is not None
+        return self.token_estimator is not None or (self.measures is not None and self.measures.kl is not None)
 
 
 class Stage(ABC):

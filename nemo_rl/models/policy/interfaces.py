@@ -10,9 +10,21 @@ import torch
 
 from nemo_rl.utils.metrics import Reduction
 
-__all__ = ["COMPUTED_FIELDS", "ENTROPY", "LossFunction", "LossOutput", "LossScale", "TensorInfo", "TrainResult"]
+__all__ = [
+    "ADVANTAGES",
+    "COMPUTED_FIELDS",
+    "ENTROPY",
+    "TOKEN_ADVANTAGES",
+    "LossFunction",
+    "LossOutput",
+    "LossScale",
+    "TensorInfo",
+    "TrainResult",
+]
 
 
+ADVANTAGES, TOKEN_ADVANTAGES = "advantages", "token_advantages"
+"""What a loss names in `input_fields`; the column that it gets under that name where each token has its own."""
 ENTROPY = "entropy"
 """Column that no stage writes: the workers compute it for a loss that names it in `input_fields`. `[N, T]` float32 with
 gradient: entropy of the distribution that each token was drawn from, 0 at tokens that are not trained."""
@@ -53,7 +65,8 @@ class LossFunction(Protocol):
     ) -> LossOutput:
         """Args:
         token_logprobs: `[N, T]` float32, log pi(token t | tokens < t) at position t, position 0 is 0.
-        batch: columns of the same rows, `[N, T]` or `[N]`.
+        batch: columns of the same rows, `[N, T]` or `[N]`; `advantages` are `[N]`, or `[N, T]` with an estimator that
+            gives each token its own.
         """
 
 

@@ -15,7 +15,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.models.logprobs import Sampling
-from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
+from nemo_rl.models.policy.interfaces import ADVANTAGES, TOKEN_ADVANTAGES, LossFunction, TrainResult
 from nemo_rl.models.policy.microbatch import PassShape, fixed_plan, steps_of
 from nemo_rl.models.policy.recording.onlookers import NO_ONLOOKERS, Onlookers
 from nemo_rl.models.policy.routes.slices import RouteSlices
@@ -94,7 +94,7 @@ class Passes:
             self._replay.replaying(WorkerPass.TRAIN, batch, plan, layout.shape, routes) as pass_routes,
             self._onlookers.phase(WorkerPass.TRAIN, batch) as observer,
         ):
-            batch = _without_routes(batch).to(self._here.device)
+            batch = _for_the_loss(_without_routes(batch)).to(self._here.device)
             learning_rate = self._engine.schedule.apply()
             scales = loss_scales(batch, steps, is_writer=self._here.is_writer, device=self._here.device)
             runner = self._engine.runner(layout, pass_routes, observer)
@@ -254,3 +254,8 @@ class Passes:
 def _without_routes(batch: BatchedDataDict) -> BatchedDataDict:
     """Whole routes stay where they are: passes get their part."""
     return BatchedDataDict({name: column for name, column in batch.items() if name != ROUTES})
+
+
+def _for_the_loss(batch: BatchedDataDict) -> BatchedDataDict:
+    """Advantages of tokens under the name by which losses know them."""
+    return BatchedDataDict({ADVANTAGES if name == TOKEN_ADVANTAGES else name: column for name, column in batch.items()})
