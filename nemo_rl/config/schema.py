@@ -43,8 +43,8 @@ class AdvantageEstimatorConfig(Section):
     """How rewards become advantages."""
 
     name: Annotated[str, ADVANTAGE_ESTIMATORS] = "grpo"
-    """`grpo`, `dr_grpo`, `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `gdpo`, `maxrl` (see
-    docs/algorithms.md), or `module:Class` of your own, see docs/extending.md."""
+    """`grpo`, `dr_grpo`, `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `gdpo`, `maxrl`,
+    `optimal_token_baseline` (see docs/algorithms.md), or `module:Class` of your own, see docs/extending.md."""
     options: Options = Field(default_factory=dict)
     """Settings of your own estimator."""
     component_weights: dict[str, FiniteFloat] = Field(default_factory=dict)

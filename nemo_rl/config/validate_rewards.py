@@ -50,6 +50,13 @@ def rule_token_advantages_fit_the_loss(config: MasterConfig) -> list[str]:
     return row_loss_problems(config) if config.has_builtin_token_advantages else []
 
 
+def rule_the_token_baseline_has_whole_distributions(config: MasterConfig) -> list[str]:
+    key, name = "grpo.adv_estimator.name", config.grpo.adv_estimator.name
+    if name != "optimal_token_baseline" or config.has_prev_logprobs_pass:
+        return []
+    return [f"{key}: {name!r} needs the whole distributions of the trainer before the update; {SET_FOR_A_PASS}"]
+
+
 def row_loss_problems(config: MasterConfig) -> list[str]:
     """What keeps the loss from taking an advantage of each token; also of an estimator of the user's own."""
     name = config.loss_fn.name

@@ -110,6 +110,15 @@ _ROWS = (
         read_by=(*RowPass, WorkerPass.TRAIN, "log"),
     ),
     FieldSpec(
+        name="squared_probs",
+        dtypes=("float32",),
+        dims=("T",),
+        family="squared_probs",
+        produced_by=WorkerPass.PREV_LOGPROBS,
+        read_by=(RowPass.ADVANTAGES,),
+        condition="squared_probs",
+    ),
+    FieldSpec(
         name=WorkerPass.REFERENCE_LOGPROBS.column,
         dtypes=("float32",),
         dims=("T",),

@@ -118,8 +118,14 @@ class ShardWorker(Protocol[_LossT, _ResultT]):
         """(collective) One optimizer step per global batch; none with `eval_mode`."""
 
     @abstractmethod
-    def _prev_logprobs(self, meta: KVBatchMeta, batch: BatchedDataDict) -> Mapping[str, torch.Tensor]:
-        """(collective) The columns of `WorkerPass.PREV_LOGPROBS`, dense `[N, T, ...]` or jagged."""
+    def _prev_logprobs(
+        self, meta: KVBatchMeta, batch: BatchedDataDict, *, with_squares: bool
+    ) -> Mapping[str, torch.Tensor]:
+        """(collective) The columns of `WorkerPass.PREV_LOGPROBS`, dense `[N, T, ...]` or jagged.
+
+        Args:
+            with_squares: `squared_probs`, too.
+        """
 
     @abstractmethod
     def _reference_logprobs(self, meta: KVBatchMeta, batch: BatchedDataDict) -> torch.Tensor:
@@ -250,11 +256,15 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
         with self._stage(WorkerPass.TRAIN):
             return self._train(meta, self._fetch(meta, fields), loss_fn, eval_mode=eval_mode)
 
-    def get_logprobs_presharded(self, meta: KVBatchMeta) -> KVBatchMeta:
-        """(collective) Writes `prev_logprobs` of this rank's shard and returns the meta that knows them."""
+    def get_logprobs_presharded(self, meta: KVBatchMeta, *, with_squares: bool = False) -> KVBatchMeta:
+        """(collective) Writes `prev_logprobs` of this rank's shard and returns the meta that knows them.
+
+        Args:
+            with_squares: writes `squared_probs`, too.
+        """
         with self._stage(WorkerPass.PREV_LOGPROBS):
             batch = self._fetch(meta, self._prev_logprobs_fields)
-            return self._write_back(meta, self._prev_logprobs(meta, batch))
+            return self._write_back(meta, self._prev_logprobs(meta, batch, with_squares=with_squares))
 
     def get_reference_policy_logprobs_presharded(self, meta: KVBatchMeta) -> KVBatchMeta:
         """(collective) Writes `reference_policy_logprobs` of this rank's shard."""

@@ -96,6 +96,7 @@ KEPT = {
 }
 RUNS = {
     "grpo": {**KEPT, "grpo.advantage_clip_high": "1.25"},
+    "optimal_token_baseline": {**KEPT, "grpo.adv_estimator.name": "optimal_token_baseline"},
     "reinforce_plus_plus": {**KEPT, "grpo.adv_estimator.name": "reinforce_plus_plus", "grpo.advantage_clip_low": "-2"},
 }
 
@@ -179,6 +180,28 @@ def test_reinforce_plus_plus_whitens_the_returns_of_all_tokens(kept_runs: dict[s
     assert min(map(min, found)) == -2.0, "the clip is in use"
     [shown] = [row for row in rollouts(run.log_dir.parent, 2) if row.key == run.keys[0]]
     assert shown.advantage == pytest.approx(statistics.fmean(found[0]), abs=1e-4)
+
+
+def test_the_token_baseline_has_the_squares_of_the_pass_before_the_update(kept_runs: dict[str, KeptRun]) -> None:
+    run = kept_runs["optimal_token_baseline"]
+    kl, columns = kl_of(run), run.columns
+    returns = [
+        [reward - KL_WEIGHT * math.fsum(row[at:]) for at in range(len(row))]
+        for reward, row in zip(run.rewards, kl, strict=True)
+    ]
+    weights = []
+    for prev, squares in zip(columns["prev_logprobs"], columns["squared_probs"], strict=True):
+        assert all(math.exp(2 * p) < square < 1 for p, square in zip(prev, squares, strict=True))
+        energies = [1 - 2 * math.exp(p) + square for p, square in zip(prev, squares, strict=True)]
+        weights.append([math.fsum(energies[: at + 1]) for at in range(len(energies))])
+    for row, key in enumerate(run.keys):
+        group = [other for other, name in enumerate(run.keys) if group_uid(name) == group_uid(key)]
+        for at, value in enumerate(returns[row]):
+            there = [other for other in group if at < len(returns[other])]
+            total = math.fsum(weights[other][at] for other in there) + 1e-8
+            baseline = math.fsum(returns[other][at] * weights[other][at] for other in there) / total
+            expected = value - (baseline if len(there) > 1 else 0.0)
+            assert columns["token_advantages"][row][at] == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -129,6 +129,8 @@ class Outcome:
     """Whole ones of the first step, before clipping; rank 0 only."""
     logits: np.ndarray | None = None
     """`[n, T, V]` before training, 0 in the padding."""
+    squares: np.ndarray | None = None
+    """`[n, T]` sums of squared probabilities, of cases whose loss needs whole distributions."""
     is_last_stage: bool = True
     """Where it is not, log-probabilities and logits are zeros."""
 
@@ -283,13 +285,18 @@ def run_case(rank: int, world_size: int, case: Case, folder: Path) -> Outcome:
 
 def run_job(job: Job, rank: int, loss_fn: PolicyLoss = LOSS) -> Outcome:
     """(collective) What the worker of a rank does."""
-    logprobs = job.worker.get_logprobs(job.all_tokens, plan=job.plan)
+    squares = None
+    if ENTROPY in loss_fn.input_fields:
+        logprobs, squares = job.worker.passes.get_logprobs_with_squares(job.all_tokens, plan=job.plan)
+    else:
+        logprobs = job.worker.get_logprobs(job.all_tokens, plan=job.plan)
     results = [job.worker.train(job.shard, loss_fn, plan=job.plan) for _ in range(STEPS)]
     weights = exported(job.worker)
     return Outcome(
         rows=job.rows,
         num_microbatches=len(job.plan.microbatches[0]),
         logprobs=logprobs.numpy(),
+        squares=None if squares is None else squares.numpy(),
         losses=tuple(result.loss[0] for result in results),
         norms=tuple(result.grad_norm[0] for result in results),
         weights=weights if rank == 0 else None,
@@ -435,6 +442,19 @@ def relative_gap(found: np.ndarray, expected: np.ndarray) -> float:
     """Largest difference over the largest element; an expert that no token reaches has a gradient of zeros."""
     scale = float(np.abs(expected).max())
     return float(np.abs(found - expected).max()) / (scale or 1.0)
+
+
+def compare_squares(outcome: Outcome, expected: Outcome) -> None:
+    """With those of whole logits, which lie at the token before."""
+    if outcome.squares is None:
+        return
+    assert expected.logits is not None
+    rows = list(outcome.rows)
+    logits, lengths = torch.from_numpy(expected.logits[rows]).double(), layout_batch().tensor("input_lengths")[rows]
+    squares = torch.nn.functional.pad(logits.softmax(-1).square().sum(-1)[:, :-1], (1, 0))
+    is_token = (torch.arange(squares.shape[1]) < lengths[:, None]) & (torch.arange(squares.shape[1]) > 0)
+    wanted = torch.where(is_token, squares, 0.0) if outcome.is_last_stage else torch.zeros_like(squares)
+    np.testing.assert_allclose(outcome.squares, wanted.numpy(), rtol=1e-4, atol=1e-7)
 
 
 def compare_arrays(

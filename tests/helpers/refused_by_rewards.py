@@ -50,6 +50,12 @@ REFUSED_BY_REWARDS: dict[str, list[tuple[tuple[str, ...], str]]] = {
             "grpo.seq_logprob_error_threshold: 2 has no log-probabilities of the trainer",
         ),
     ],
+    "rule_the_token_baseline_has_whole_distributions": [
+        (
+            ("grpo.adv_estimator.name=optimal_token_baseline",),
+            "grpo.adv_estimator.name: 'optimal_token_baseline' needs the whole distributions of the trainer",
+        ),
+    ],
     "rule_token_advantages_fit_the_loss": [
         (
             (

@@ -18,6 +18,7 @@ from tests.helpers.layout_jobs import (
     Case,
     Folders,
     Outcome,
+    compare_squares,
     load_and_step,
     reference,
     run_case,
@@ -154,6 +155,7 @@ def compare(outcomes: list[Outcome], reference: Expected) -> None:
     for outcome in outcomes:
         error = np.abs(outcome.logprobs - expected.logprobs[list(outcome.rows)]).max()
         assert error <= reference.logprobs_bound, f"log-probabilities differ by {error:.1e}"
+        compare_squares(outcome, expected)
         assert outcome.losses == pytest.approx(expected.losses, rel=RELATIVE)
         assert outcome.norms == pytest.approx(expected.norms, rel=RELATIVE)
     weights = outcomes[0].weights

@@ -31,6 +31,7 @@ from tests.helpers.layout_jobs import (
     Folders,
     Outcome,
     compare_arrays,
+    compare_squares,
     exported_from,
     layout_batch,
     load_and_step,
@@ -298,6 +299,7 @@ def compare(outcomes: Sequence[Outcome], expected: Outcome) -> None:
             found, wanted = getattr(outcome, name), getattr(expected, name)[list(outcome.rows)]
             error = np.abs(found - wanted).max() if outcome.is_last_stage else np.abs(found).max()
             assert error <= LOGITS, f"{name} differ by {error:.1e}"
+        compare_squares(outcome, expected)
     compare_arrays(outcomes[0].gradients, expected.gradients, relative_gap, GRADIENTS)
     compare_arrays(outcomes[0].weights, expected.weights, lambda a, b: float(np.abs(a - b).max()), WEIGHTS)
 

@@ -36,6 +36,7 @@ from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import RowPass, WorkerPass
 from nemo_rl.experience.payload import row_record
 from nemo_rl.experience.sync_rollout_actor import RolloutHandle
+from nemo_rl.models.policy.interfaces import SQUARED_PROBS
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.utils.r3_trace import trace_retired
 from nemo_rl.utils.rollout_file import rollout_path, rounded
@@ -98,7 +99,8 @@ class PrevLogprobs(UpdateStage):
 
     def _submit(self, step: StepState) -> Pending[StepState]:
         step, plan = _with_logprob_plan(step, self._tools)
-        written = self._tools.policy.submit_logprobs_from_meta(step.update.meta, plan)
+        with_squares = SQUARED_PROBS in self.writes
+        written = self._tools.policy.submit_logprobs_from_meta(step.update.meta, plan, with_squares=with_squares)
         return written.then(step.with_chosen_meta)
 
 

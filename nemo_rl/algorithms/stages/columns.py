@@ -24,7 +24,7 @@ from nemo_rl.data_plane.schema import (
 )
 from nemo_rl.distributed.worker_pass import RowPass, WorkerPass
 from nemo_rl.errors import ConfigError
-from nemo_rl.models.policy.interfaces import ADVANTAGES, COMPUTED_FIELDS, TOKEN_ADVANTAGES, LossFunction
+from nemo_rl.models.policy.interfaces import ADVANTAGES, COMPUTED_FIELDS, SQUARED_PROBS, TOKEN_ADVANTAGES, LossFunction
 from nemo_rl.models.support import SUPPORT
 from nemo_rl.routes.columns import route_conditions
 
@@ -62,6 +62,8 @@ def stage_columns(config: MasterConfig, loss_fn: LossFunction) -> tuple[StageCol
     """
     replay, estimator = config.policy.router_replay, token_estimator(config)
     conditions = (*route_conditions(replay), "row_advantages" if estimator is None else "token_advantages")
+    if estimator is not None and SQUARED_PROBS in estimator.reads:
+        conditions += (SQUARED_PROBS,)
     support = (SUPPORT,) if config.policy.generation.record_support else ()
     conditions += support
     names = ["rollout", "score"]

@@ -19,6 +19,7 @@ from nemo_rl.errors import NonFiniteError
 from nemo_rl.models.dtensor.optim import LossScaler
 from nemo_rl.models.dtensor.parallelize import PolicyModel, as_fsdp
 from nemo_rl.models.local_shard import local_shard
+from nemo_rl.models.logprobs import Extra
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale
 from nemo_rl.models.policy.microbatch import Microbatch, build_microbatch
 from nemo_rl.models.policy.recording.observer import NO_OBSERVER, PassObserver
@@ -27,8 +28,10 @@ from nemo_rl.models.policy.steps import (
     BatchForm,
     StepOutcome,
     bad_rows,
+    extra_of,
+    keep_found,
+    logprob_result,
     loss_columns,
-    needs_entropy,
     raise_together,
     stored_fields,
     sum_over_shards,
@@ -62,27 +65,31 @@ class StepRunner:
         self._routes, self._observer = routes, observer
 
     def logprobs(
-        self, batch: BatchedDataDict, microbatches: Sequence[Sequence[int]], select_NT: torch.Tensor
+        self,
+        batch: BatchedDataDict,
+        microbatches: Sequence[Sequence[int]],
+        select_NT: torch.Tensor,
+        *,
+        extra: Extra | None = None,
     ) -> torch.Tensor:
-        """`[N, T]` float32 log-probabilities of the selected tokens, 0 elsewhere (collective).
+        """`[c, N, T]` float32, 0 where no token is selected (collective); see `Runner.logprobs`.
 
         Raises:
             NonFiniteError: on every rank, when any rank met NaN or inf; names the rows.
         """
         self._model.eval()
-        result_NT = torch.zeros(select_NT.shape, dtype=torch.float32, device=select_NT.device)
+        result_cNT = logprob_result(select_NT, extra)
         bad: list[int] = []
         with torch.no_grad():
             for rows in microbatches:
                 micro = self._build(batch, rows, select_NT, fields=())
                 with self._routes.pass_of(micro), self._observer.pass_of(micro):
-                    [logprobs_nt] = self._forward(micro)
-                    self._observer.logprobs(micro, logprobs_nt)
-                index = torch.tensor(micro.rows, dtype=torch.int64, device=result_NT.device)
-                result_NT[index, : micro.width] = logprobs_nt
-                bad += bad_rows(micro, logprobs_nt)
+                    found = self._forward(micro, extra=extra)
+                    self._observer.logprobs(micro, found[0])
+                keep_found(result_cNT, micro, found)
+                bad += bad_rows(micro, found[0])
         self._raise_together("log-probabilities", batch, bad)
-        return result_NT
+        return result_cNT
 
     def topk_logits(
         self, batch: BatchedDataDict, microbatches: Sequence[Sequence[int]], *, k: int
@@ -157,7 +164,7 @@ class StepRunner:
             micro = self._build(batch, rows, select_NT, fields=stored_fields(loss_fn))
             # Layers that the backward pass runs again need the same routes.
             with self._routes.pass_of(micro), self._observer.pass_of(micro):
-                found = self._forward(micro, with_entropy=needs_entropy(loss_fn))
+                found = self._forward(micro, extra=extra_of(loss_fn))
                 self._observer.logprobs(micro, found[0])
                 bad += bad_rows(micro, found[0].detach())
                 if not micro.rows:
@@ -203,9 +210,9 @@ class StepRunner:
         device = next(self._model.parameters()).device
         raise_together(what, batch, rows, is_writer=self._groups.is_writer, device=device)
 
-    def _forward(self, micro: Microbatch, *, with_entropy: bool = False) -> tuple[torch.Tensor, ...]:
-        """`[n, t]` log-probabilities; entropies, too, where they are asked for."""
-        found_cM = self._model(micro.inputs, sampling=self._layout.sampling, with_entropy=with_entropy)
+    def _forward(self, micro: Microbatch, *, extra: Extra | None = None) -> tuple[torch.Tensor, ...]:
+        """`[n, t]` log-probabilities; what else is asked for, too."""
+        found_cM = self._model(micro.inputs, sampling=self._layout.sampling, extra=extra)
         if not micro.rows:
             # The sum of no token: zero, but connected to the parameters, so that this rank's collectives take place.
             return (found_cM.sum()[None, None][:0],)

@@ -17,7 +17,7 @@ import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import NonFiniteError
-from nemo_rl.models.logprobs import VocabShard
+from nemo_rl.models.logprobs import Extra, VocabShard
 from nemo_rl.models.megatron.attention import PackedSegments
 from nemo_rl.models.megatron.balance import AuxiliaryLoss, biases_kept_on_error
 from nemo_rl.models.megatron.mcore import finalize_model_grads, get_forward_backward_func, parallel_state
@@ -34,8 +34,10 @@ from nemo_rl.models.policy.steps import (
     StepOutcome,
     ThisRank,
     bad_rows,
+    extra_of,
+    keep_found,
+    logprob_result,
     loss_columns,
-    needs_entropy,
     raise_together,
     stored_fields,
     sum_over_shards,
@@ -76,27 +78,33 @@ class PipelineRunner:
         self._shard = _vocab_shard(model, here)
         model.config.finalize_model_grads_func = _finalize
 
-    def logprobs(self, batch: BatchedDataDict, microbatches: Microbatches, select_NT: torch.Tensor) -> torch.Tensor:
-        """`[N, T]` float32 log-probabilities of the selected tokens (collective); zeros on all but the last stage.
+    def logprobs(
+        self,
+        batch: BatchedDataDict,
+        microbatches: Microbatches,
+        select_NT: torch.Tensor,
+        *,
+        extra: Extra | None = None,
+    ) -> torch.Tensor:
+        """`[c, N, T]` float32, 0 where no token is selected and on all but the last stage (collective).
 
         Raises:
             NonFiniteError: on every rank, when any rank met NaN or inf; names the rows.
         """
-        result_NT = torch.zeros(select_NT.shape, dtype=torch.float32, device=select_NT.device)
+        result_cNT = logprob_result(select_NT, extra)
         bad: list[int] = []
 
         def keep(micro: Microbatch, logits: torch.Tensor) -> torch.Tensor:
-            [logprobs_nt] = self._logprobs(micro, logits)
+            found = self._logprobs(micro, logits, extra=extra)
             if micro.rows:
-                self._observer.logprobs(micro, logprobs_nt)
-                index = torch.tensor(micro.rows, dtype=torch.int64, device=result_NT.device)
-                result_NT[index, : micro.width] = logprobs_nt
-                bad.extend(bad_rows(micro, logprobs_nt))
-            return logprobs_nt.sum()
+                self._observer.logprobs(micro, found[0])
+                keep_found(result_cNT, micro, found)
+                bad.extend(bad_rows(micro, found[0]))
+            return found[0].sum()
 
         self._run(self._build(batch, microbatches, select_NT), len(microbatches), keep, is_training=False)
         self._raise_together("log-probabilities", batch, bad)
-        return result_NT
+        return result_cNT
 
     def topk_logits(
         self, batch: BatchedDataDict, microbatches: Microbatches, *, k: int
@@ -176,7 +184,7 @@ class PipelineRunner:
     def _loss(
         self, loss_fn: LossFunction, scale: LossScale, sums: _Sums, micro: Microbatch, logits: torch.Tensor
     ) -> torch.Tensor:
-        found = self._logprobs(micro, logits, with_entropy=needs_entropy(loss_fn))
+        found = self._logprobs(micro, logits, extra=extra_of(loss_fn))
         if not micro.rows:
             return found[0].sum()
         self._observer.logprobs(micro, found[0])
@@ -191,12 +199,11 @@ class PipelineRunner:
         return output.loss
 
     def _logprobs(
-        self, micro: Microbatch, logits_nKV: torch.Tensor, *, with_entropy: bool = False
+        self, micro: Microbatch, logits_nKV: torch.Tensor, *, extra: Extra | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """`[n, t]`, entropies, too, where they are asked for; for a microbatch without rows no token, connected to the
-        weights."""
+        """`[n, t]`, what else is asked for, too; for a microbatch without rows no token, connected to the weights."""
         found_cM = selected_logprobs(
-            logits_nKV, micro.inputs, sampling=self._layout.sampling, shard=self._shard, with_entropy=with_entropy
+            logits_nKV, micro.inputs, sampling=self._layout.sampling, shard=self._shard, extra=extra
         )
         return tuple(micro.to_rows(part_M) if micro.rows else part_M for part_M in found_cM)
 

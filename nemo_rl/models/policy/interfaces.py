@@ -14,6 +14,7 @@ __all__ = [
     "ADVANTAGES",
     "COMPUTED_FIELDS",
     "ENTROPY",
+    "SQUARED_PROBS",
     "TOKEN_ADVANTAGES",
     "LossFunction",
     "LossOutput",
@@ -28,6 +29,9 @@ ADVANTAGES, TOKEN_ADVANTAGES = "advantages", "token_advantages"
 ENTROPY = "entropy"
 """Column that no stage writes: the workers compute it for a loss that names it in `input_fields`. `[N, T]` float32 with
 gradient: entropy of the distribution that each token was drawn from, 0 at tokens that are not trained."""
+SQUARED_PROBS = "squared_probs"
+"""Column that the pass `prev_logprobs` writes where it is asked for: `[N, T]` float32, sum over the vocabulary of p^2
+of the distribution that each token was drawn from; 0 outside the responses."""
 COMPUTED_FIELDS = (ENTROPY,)
 
 

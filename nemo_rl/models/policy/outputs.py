@@ -2,7 +2,7 @@
 
 Called by the models of every policy worker, where their forward pass ends. Shapes: n rows, S positions of the pass, s
 of them on this context rank, K kept positions, M selected tokens, m of them predicted here, V vocabulary columns here,
-c 1 or 2: log-probabilities, and entropies where they are asked for.
+c 1 or 2: log-probabilities, and something of the tokens' distributions where it is asked for.
 """
 
 from __future__ import annotations
@@ -10,7 +10,14 @@ from __future__ import annotations
 import torch
 
 from nemo_rl.distributed.differentiable import gather_along, reduce_from
-from nemo_rl.models.logprobs import Sampling, VocabShard, logprobs_with_entropy, token_logprobs
+from nemo_rl.models.logprobs import (
+    Extra,
+    Sampling,
+    VocabShard,
+    logprobs_with_entropy,
+    logprobs_with_squares,
+    token_logprobs,
+)
 from nemo_rl.models.policy.microbatch import ForwardInputs
 from nemo_rl.models.varlen_attention import Segments
 
@@ -23,20 +30,21 @@ def selected_logprobs(
     *,
     sampling: Sampling,
     shard: VocabShard | None,
-    with_entropy: bool = False,
+    extra: Extra | None = None,
 ) -> torch.Tensor:
     """`[1, M]` float32, the same on every tensor and context rank (collective over both), differentiable.
 
     Args:
         logits_nKV: at `inputs.keep_K`.
         shard: this rank's part of the vocabulary where the head is split.
-        with_entropy: `[2, M]` instead: the entropies of the tokens' distributions, too.
+        extra: `[2, M]` instead: this of the tokens' distributions, too; only entropies are differentiable.
     """
     logits_mV = logits_nKV[inputs.row_m, inputs.kept_m]
-    if with_entropy:
-        found_cm = logprobs_with_entropy(logits_mV, inputs.target_m, sampling=sampling, shard=shard, kept=inputs.kept)
-    else:
+    if extra is None:
         found_cm = token_logprobs(logits_mV, inputs.target_m, sampling=sampling, shard=shard, kept=inputs.kept)[None]
+    else:
+        both = {"entropy": logprobs_with_entropy, "squared_probs": logprobs_with_squares}[extra]
+        found_cm = both(logits_mV, inputs.target_m, sampling=sampling, shard=shard, kept=inputs.kept)
     if inputs.segments.group is None:
         return found_cm
     # Every context rank gets the tokens of all, so that a loss sees whole rows.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.layout import Coordinates, ParallelLayout
 from nemo_rl.errors import NonFiniteError, name_some
-from nemo_rl.models.logprobs import Sampling
+from nemo_rl.models.logprobs import Extra, Sampling
 from nemo_rl.models.policy.interfaces import COMPUTED_FIELDS, ENTROPY, LossFunction, LossScale
 from nemo_rl.models.policy.microbatch import Microbatch, PassShape
 from nemo_rl.utils.metrics import Reduction
@@ -29,9 +29,11 @@ __all__ = [
     "all_reduce_sum",
     "bad_rows",
     "check_same_plan",
+    "extra_of",
+    "keep_found",
+    "logprob_result",
     "loss_columns",
     "loss_scales",
-    "needs_entropy",
     "raise_together",
     "row_names",
     "stored_fields",
@@ -90,8 +92,16 @@ class StepOutcome:
 class Runner(Protocol):
     """Runs the microbatches of one rank. Methods are collective: every rank calls them in the same order."""
 
-    def logprobs(self, batch: BatchedDataDict, microbatches: Microbatches, select_NT: torch.Tensor) -> torch.Tensor:
-        """`[N, T]` float32 log-probabilities of the selected tokens, 0 elsewhere.
+    def logprobs(
+        self,
+        batch: BatchedDataDict,
+        microbatches: Microbatches,
+        select_NT: torch.Tensor,
+        *,
+        extra: Extra | None = None,
+    ) -> torch.Tensor:
+        """`[1, N, T]` float32 log-probabilities of the selected tokens, 0 elsewhere; `[2, N, T]` with `extra`, the same
+        of the tokens' whole distributions.
 
         Raises:
             NonFiniteError: on every rank, when any rank met NaN or inf; names the rows.
@@ -132,8 +142,22 @@ def stored_fields(loss_fn: LossFunction) -> tuple[str, ...]:
     return tuple(name for name in loss_fn.input_fields if name not in COMPUTED_FIELDS)
 
 
-def needs_entropy(loss_fn: LossFunction) -> bool:
-    return ENTROPY in loss_fn.input_fields
+def extra_of(loss_fn: LossFunction) -> Extra | None:
+    """What the loss needs of the tokens' whole distributions."""
+    return "entropy" if ENTROPY in loss_fn.input_fields else None
+
+
+def logprob_result(select_NT: torch.Tensor, extra: Extra | None) -> torch.Tensor:
+    """Zeros for what a pass of `Runner.logprobs` finds."""
+    shape = (1 if extra is None else 2, *select_NT.shape)
+    return torch.zeros(shape, dtype=torch.float32, device=select_NT.device)
+
+
+def keep_found(result_cNT: torch.Tensor, micro: Microbatch, found: Sequence[torch.Tensor]) -> None:
+    """Puts what a microbatch has found, `[n, t]` each, into the result."""
+    index = torch.tensor(micro.rows, dtype=torch.int64, device=result_cNT.device)
+    for result_NT, part_nt in zip(result_cNT, found, strict=False):
+        result_NT[index, : micro.width] = part_nt
 
 
 def loss_columns(micro: Microbatch, found: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:

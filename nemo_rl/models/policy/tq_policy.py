@@ -83,14 +83,17 @@ class TQPolicy(Policy):
         )
         self._run(request, "data plane setup")
 
-    def get_logprobs_from_meta(self, meta: KVBatchMeta, plan: PackPlan) -> KVBatchMeta:
-        """Workers write `prev_logprobs` of every row; returns the meta that knows them."""
-        return self.submit_logprobs_from_meta(meta, plan).result()
+    def get_logprobs_from_meta(self, meta: KVBatchMeta, plan: PackPlan, *, with_squares: bool = False) -> KVBatchMeta:
+        """Workers write `prev_logprobs` of every row, and `squared_probs` where they are asked for; returns the meta
+        that knows them."""
+        return self.submit_logprobs_from_meta(meta, plan, with_squares=with_squares).result()
 
-    def submit_logprobs_from_meta(self, meta: KVBatchMeta, plan: PackPlan) -> Pending[KVBatchMeta]:
+    def submit_logprobs_from_meta(
+        self, meta: KVBatchMeta, plan: PackPlan, *, with_squares: bool = False
+    ) -> Pending[KVBatchMeta]:
         """As `get_logprobs_from_meta` without waiting."""
         metas = self._metas(meta, plan)
-        requests = [ask(TQWorker.get_logprobs_presharded, meta=part) for part in metas]
+        requests = [ask(TQWorker.get_logprobs_presharded, meta=part, with_squares=with_squares) for part in metas]
         return self._written(requests, WorkerPass.PREV_LOGPROBS, meta, metas)
 
     def get_reference_policy_logprobs_from_meta(self, meta: KVBatchMeta, plan: PackPlan) -> KVBatchMeta:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import pickle
 import statistics
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from nemo_rl.algorithms.advantages.optimal_token_baseline import OptimalTokenBaseline
 from nemo_rl.algorithms.advantages.reinforce_plus_plus import TokenReinforcePlusPlus, whiten_over_tokens
 from nemo_rl.algorithms.grpo import score_rows
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
@@ -52,16 +52,19 @@ class Wrong(TokenEstimator):
         return self.gives  # type: ignore[return-value]
 
 
-def columns_of(*, padding: int = 0, names: Sequence[str] = ("prev_logprobs", "reference_policy_logprobs")) -> dict:
-    """Rubbish outside the responses, NaN in the padding."""
+def columns_of(*, padding: int = 0) -> dict[str, torch.Tensor]:
+    """Rubbish outside the responses, NaN in the padding; the squares are those of some distribution."""
     draw, width = torch.Generator().manual_seed(5), max(LENGTHS)
     position = torch.arange(width + padding)
     is_token = position < torch.tensor(LENGTHS)[:, None]
     found = {"token_mask": is_token & (position >= PROMPT)}
-    for name in names:
+    for name in ("prev_logprobs", "reference_policy_logprobs"):
         values = torch.full((len(LENGTHS), width + padding), math.nan)
         values[:, :width] = -2 * torch.rand(len(LENGTHS), width, generator=draw)
         found[name] = torch.where(is_token, values, math.nan)
+    # What is left of the probability is shared by three tokens.
+    chosen = found["prev_logprobs"].exp()
+    found["squared_probs"] = chosen.square() + (1 - chosen).square() / 3
     return found
 
 
@@ -135,6 +138,69 @@ def test_reinforce_plus_plus_whitens_over_all_tokens_of_the_step() -> None:
         assert found[row] == pytest.approx([(value - mean) / spread for value in values], rel=1e-5, abs=1e-6)
 
 
+def baseline_of(columns: dict[str, torch.Tensor], values: list[list[float]]) -> list[list[float]]:
+    """A_t = G_t - B_t, row by row and token by token."""
+    weights, result = [], []
+    for row in range(len(LENGTHS)):
+        total, mine = 0.0, []
+        for at in range(PROMPT, LENGTHS[row]):
+            chosen = math.exp(float(columns["prev_logprobs"][row, at]))
+            total += 1 - 2 * chosen + float(columns["squared_probs"][row, at])
+            mine.append(total)
+        weights.append(mine)
+    for row, own in enumerate(values):
+        found = []
+        for at, value in enumerate(own):
+            there = [other for other, group in enumerate(GROUPS) if group == GROUPS[row] and at < len(values[other])]
+            part = sum(values[other][at] * weights[other][at] for other in there)
+            baseline = part / (sum(weights[other][at] for other in there) + 1e-8) if len(there) > 1 else 0.0
+            found.append(value - baseline)
+        result.append(found)
+    return result
+
+
+@pytest.mark.parametrize("kl", [None, KL])
+def test_the_token_baseline_is_the_weighted_mean_of_the_returns_of_the_group(kl: KlInReward | None) -> None:
+    columns = columns_of()
+    found = advantages(work_of(OptimalTokenBaseline(config=GRPOConfig()), kl=kl), columns)
+    expected = baseline_of(columns, returns(columns, kl))
+    for row, values in enumerate(expected):
+        assert found[row] == pytest.approx(values, rel=1e-5, abs=1e-6)
+    assert found[8] == pytest.approx(returns(columns, kl)[8], rel=1e-6), "a row alone has no baseline"
+    # The longest row of its group beyond the second longest.
+    assert found[4][3:] == pytest.approx(returns(columns, kl)[4][3:], rel=1e-6)
+    assert found[4][:3] != pytest.approx(returns(columns, kl)[4][:3], rel=1e-3)
+
+
+def test_the_token_baseline_of_the_worked_example() -> None:
+    probs = torch.tensor([[0.5, 0.8], [0.2, 0.5]], dtype=torch.float64)
+    rows = TokenRows(
+        groups=torch.tensor([0, 0]),
+        rewards=torch.tensor([1.0, 0.0], dtype=torch.float64),
+        scored=torch.tensor([1.0, 0.0], dtype=torch.float64),
+        mask=torch.ones(2, 2, dtype=torch.bool),
+        penalties=torch.zeros(2, 2, dtype=torch.float64),
+        columns={"prev_logprobs": probs.log(), "squared_probs": probs.square() + (1 - probs).square()},
+    )
+    found = OptimalTokenBaseline(config=GRPOConfig())(rows)
+    baseline = torch.tensor([0.2808989, 0.2457627], dtype=torch.float64)
+    torch.testing.assert_close(found, torch.stack([1 - baseline, -baseline]), rtol=0, atol=1e-6)
+
+
+def test_tokens_that_are_certain_and_impossible_ones_have_finite_advantages() -> None:
+    columns = columns_of()
+    columns["prev_logprobs"][:, :] = 0.0
+    # As float32 rounds it: 1 - 2 pi + sum of squares would be below 0.
+    columns["squared_probs"][:, :] = 0.9999999
+    certain = advantages(work_of(OptimalTokenBaseline(config=GRPOConfig()), kl=None), columns)
+    assert certain == [[reward] * (length - PROMPT) for reward, length in zip(REWARDS, LENGTHS, strict=True)]
+    columns["prev_logprobs"][0, 3], columns["squared_probs"][0, 3] = -math.inf, 0.25
+    found = advantages(work_of(OptimalTokenBaseline(config=GRPOConfig()), kl=None), columns)
+    assert all(math.isfinite(value) for row in found for value in row)
+    # The only row with a weight is the baseline of all.
+    assert found[0][1:4] == pytest.approx([0.0] * 3, abs=1e-6) and found[1][1] == pytest.approx(-1.0, abs=1e-6)
+
+
 def test_without_a_kl_tokens_get_what_their_rows_get_from_the_driver() -> None:
     columns, lengths = columns_of(), torch.tensor(LENGTHS).double() - PROMPT
     by_row = whiten_over_tokens(torch.tensor(REWARDS, dtype=torch.float64), lengths).tolist()
@@ -144,16 +210,15 @@ def test_without_a_kl_tokens_get_what_their_rows_get_from_the_driver() -> None:
 
 
 def estimators() -> list[TokenEstimator]:
-    return [Returns(config=GRPOConfig()), TokenReinforcePlusPlus(config=GRPOConfig())]
+    return [kind(config=GRPOConfig()) for kind in (Returns, TokenReinforcePlusPlus, OptimalTokenBaseline)]
 
 
 @pytest.mark.parametrize("estimator", estimators(), ids=lambda estimator: type(estimator).__name__)
 def test_ranks_order_and_padding_change_nothing(estimator: TokenEstimator) -> None:
-    columns = columns_of(names=("prev_logprobs", "reference_policy_logprobs", "squared_probs"))
+    columns = columns_of()
     work = pickle.loads(pickle.dumps(work_of(estimator)))
     whole = advantages(work, columns)
-    wide = columns_of(padding=7, names=("prev_logprobs", "reference_policy_logprobs", "squared_probs"))
-    assert advantages(work, wide) == whole, "to the last bit"
+    assert advantages(work, columns_of(padding=7)) == whole, "to the last bit"
     for dp_world in (2, 3, 6):
         for mine, expected in zip(advantages(work, columns, dp_world=dp_world), whole, strict=True):
             assert mine == pytest.approx(expected, rel=1e-6, abs=1e-7)
@@ -262,6 +327,18 @@ def test_reinforce_plus_plus_is_of_tokens_with_a_kl_in_the_reward_and_of_rows_wi
     assert isinstance(token_estimator(config_of(**IN_REWARD)), TokenReinforcePlusPlus)
     assert token_estimator(config_of(grpo=IN_REWARD["grpo"])) is None
     assert token_estimator(config_of(loss_fn=IN_REWARD["loss_fn"])) is None, "grpo is of rows"
+
+
+def test_sums_of_squares_are_written_only_where_they_are_read() -> None:
+    with_squares = config_of(grpo={"adv_estimator": {"name": "optimal_token_baseline"}})
+    assert isinstance(token_estimator(with_squares), OptimalTokenBaseline)
+    for config, expected in ((with_squares, True), (config_of(**IN_REWARD), False), (config_of(), False)):
+        stages = {stage.name: stage for stage in stage_columns(config, PolicyLoss(config=config.loss_fn))}
+        assert ("squared_probs" in stages["prev_logprobs"].writes) == expected
+        assert "squared_probs" not in stages["train"].reads
+    stages = {stage.name: stage for stage in stage_columns(with_squares, PolicyLoss(config=with_squares.loss_fn))}
+    assert stages["token_advantages"].reads == ("prev_logprobs", "squared_probs", "token_mask")
+    assert "measure_rows" not in stages and stages["advantages"].writes == ("sample_mask",)
 
 
 def test_columns_of_tokens_take_the_place_of_those_of_rows() -> None:

@@ -44,6 +44,7 @@ def test_the_fetch_lists_follow_from_the_table() -> None:
         "generation_logprobs",
         "prev_logprobs",
         "reference_policy_logprobs",
+        "squared_probs",
         "token_advantages",
         "routed_experts",
         "routed_experts_bits",
