@@ -31,7 +31,6 @@ from tests.helpers.layout_jobs import (
     Folders,
     Outcome,
     compare_arrays,
-    compare_squares,
     exported_from,
     layout_batch,
     load_and_step,
@@ -295,11 +294,10 @@ def compare(outcomes: Sequence[Outcome], expected: Outcome) -> None:
     for outcome in outcomes:
         assert outcome.losses == pytest.approx(expected.losses, rel=RELATIVE)
         assert outcome.norms == pytest.approx(expected.norms, rel=RELATIVE)
-        for name in ("logits", "logprobs"):
+        for name in ("logits", "logprobs", *outcome.more):
             found, wanted = getattr(outcome, name), getattr(expected, name)[list(outcome.rows)]
             error = np.abs(found - wanted).max() if outcome.is_last_stage else np.abs(found).max()
             assert error <= LOGITS, f"{name} differ by {error:.1e}"
-        compare_squares(outcome, expected)
     compare_arrays(outcomes[0].gradients, expected.gradients, relative_gap, GRADIENTS)
     compare_arrays(outcomes[0].weights, expected.weights, lambda a, b: float(np.abs(a - b).max()), WEIGHTS)
 
