@@ -15,13 +15,15 @@ from rich.console import Console
 
 from nemo_rl.algorithms.kept_steps.folder import StepsFolder
 from nemo_rl.algorithms.run import run
-from nemo_rl.algorithms.stages.state import TOO_FAR
+from nemo_rl.algorithms.stages.bodies import PrevLogprobs
+from nemo_rl.algorithms.stages.state import TOO_FAR, StepState
 from nemo_rl.data_plane.keys import group_uid
 from nemo_rl.diagnostics.rollouts.row import RolloutRow, read_rows
 from nemo_rl.diagnostics.step_replay.columns import KeptColumns
 from nemo_rl.diagnostics.step_replay.replay import replay_step
 from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.errors import WorkerError
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 
@@ -128,7 +130,7 @@ def kept_run(folder: Path, model: Path, overrides: dict[str, str]) -> KeptRun:
     columns, trained = KeptColumns.read(kept, step), list(step.trained)
     masks = columns.rows("token_mask", trained).unbind()
     found = {}
-    for name in ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs", *columns.update):
+    for name in columns.update:
         rows = columns.rows(name, trained)
         if rows.is_nested:
             found[name] = [part.double()[mask].tolist() for part, mask in zip(rows.unbind(), masks, strict=True)]
@@ -228,3 +230,33 @@ def test_a_kept_step_of_which_every_row_was_masked_is_replayed(tmp_path: Path, m
     steps_of(tmp_path, model, {**KEPT, "grpo.seq_logprob_error_threshold": "1.0000000001"})
     report = replay_step(ReplayRequest(run=tmp_path / "logs", step=2))
     assert report.verdict is Verdict.PASS, list(report.lines())
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_step_that_failed_before_its_tokens_were_kept_is_replayed_as_far_as_it_goes(
+    name: str, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(stage: PrevLogprobs, step: StepState) -> object:
+        raise WorkerError("planted", stage=stage.name)
+
+    monkeypatch.setattr(PrevLogprobs, "_submit", fail)
+    with pytest.raises(WorkerError, match="planted"):
+        steps_of(tmp_path, model, {**RUNS[name], "diagnostics.keep_steps.on_failure": "true"})
+    if name == "grpo":
+        report = replay_step(ReplayRequest(run=tmp_path / "logs", step=1))
+        assert report.verdict is not Verdict.PASS
+        assert any("ended before its log-probabilities were kept" in note for note in report.notes)
+    else:
+        with pytest.raises(ReplayProblem, match="step 1 ended before token_advantages was kept"):
+            replay_step(ReplayRequest(run=tmp_path / "logs", step=1))
+
+
+def test_an_estimator_of_ones_own_may_be_of_tokens(tmp_path: Path, model: Path) -> None:
+    own = {
+        "grpo.adv_estimator.name": "examples.extending.advantages:FadingReward",
+        "+grpo.adv_estimator.options.discount": "0.5",
+    }
+    run = kept_run(tmp_path, model, {"diagnostics.keep_steps.enabled": "true", **own})
+    for reward, values in zip(run.rewards, run.columns["token_advantages"], strict=True):
+        length = len(values)
+        assert values == pytest.approx([reward * 0.5 ** (length - 1 - at) for at in range(length)], rel=1e-6)

@@ -41,6 +41,7 @@ from nemo_rl.utils.metrics import merge_metrics
 __all__ = ["Logprobs", "RankJob", "RankStep", "ReplayRank", "Routes", "Visit", "replay_rank"]
 
 
+SAMPLE_MASK = "sample_mask"
 Visit: TypeAlias = "Callable[[ReplayRank, int], None]"
 """(collective) Given a rank and the version of its weights; pickled."""
 
@@ -197,7 +198,7 @@ class ReplayRank:
         self.worker.life.enter(WorkerState.LOGPROBS)
         rows, plan = self._share(work, work.logprob_plan)
         fields = _prev_fields(columns, rows) if stage is WorkerPass.PREV_LOGPROBS else LP_SEED_FIELDS
-        batch = columns.batch(fields, rows, width=plan.pad_to, pad_token_id=self._pad_token_id)
+        batch = self._seed_batch(work, columns, fields, rows, width=plan.pad_to)
         if stage is WorkerPass.REFERENCE_LOGPROBS:
             return rows, self.worker.get_reference_policy_logprobs(batch, plan=plan)
         self._add_routes(batch, columns, rows)
@@ -232,17 +233,27 @@ class ReplayRank:
         assert work.logprob_plan is not None, "there are rows"
         self.worker.life.enter(WorkerState.LOGPROBS)
         rows, plan = self._share(work, work.logprob_plan)
-        fields = _prev_fields(columns, rows)
-        batch = columns.batch(fields, rows, width=plan.pad_to, pad_token_id=self._pad_token_id)
+        batch = self._seed_batch(work, columns, _prev_fields(columns, rows), rows, width=plan.pad_to)
         recorded = self.worker.record_routes(batch, plan=plan)
         self._add_routes(batch, columns, rows)
         found.routes = _compared_routes(recorded.routes_NTLK, batch)
         return rows, recorded.logprobs_NT
 
+    def _seed_batch(
+        self, work: StepWork, columns: KeptColumns, fields: Sequence[str], rows: list[int], *, width: int
+    ) -> BatchedDataDict:
+        """What a log-probability pass reads; weights of rows are kept only of steps that came to write them."""
+        kept = [name for name in fields if columns.has(name, rows)]
+        batch = columns.batch(kept, rows, width=width, pad_token_id=self._pad_token_id)
+        if SAMPLE_MASK not in batch:
+            places = {row: place for place, row in enumerate(work.trained)}
+            batch[SAMPLE_MASK] = work.sample_mask[torch.tensor([places[row] for row in rows])]
+        return batch
+
     def _train(self, work: StepWork, columns: KeptColumns, fresh: dict[str, torch.Tensor]) -> TrainResult:
         assert work.plan is not None, "there are rows"
         rows, plan = self._share(work, work.plan)
-        made = {"advantages": work.advantages, "sample_mask": work.sample_mask}
+        made = {"advantages": work.advantages, SAMPLE_MASK: work.sample_mask}
         if work.token_advantages is not None:
             made[TOKEN_ADVANTAGES] = _to_width(work.token_advantages, plan.pad_to)
         places = {row: place for place, row in enumerate(work.trained)}

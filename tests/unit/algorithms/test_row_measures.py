@@ -19,6 +19,7 @@ from nemo_rl.algorithms.row_measures import (
     logprob_errors,
     row_sums,
 )
+from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import GRPOConfig
 from nemo_rl.distributed.layout import ParallelLayout
@@ -77,6 +78,12 @@ def test_an_infinite_log_ratio_is_clamped_and_equal_infinities_are_none() -> Non
     columns = {"prev_logprobs": torch.tensor([[-1.0, -inf, -inf]])}
     columns["reference_policy_logprobs"] = torch.tensor([[-inf, -1.0, -inf]])
     assert KlInReward(weight=1.0, clamp=20.0).k1(columns, mask).tolist() == [[20.0, -20.0, 0.0]]
+
+
+def test_weight_and_clamp_are_those_of_the_recipe() -> None:
+    loss = LossConfig(use_kl_in_reward=True, reference_policy_kl_penalty=0.3, kl_input_clamp_value=4.0)
+    assert KlInReward.of(loss) == KlInReward(weight=0.3, clamp=4.0)
+    assert KlInReward.of(LossConfig(reference_policy_kl_penalty=0.3)) is None
 
 
 def test_only_what_a_recipe_needs_is_read() -> None:
