@@ -17,7 +17,7 @@ class ReceiptConfig(Section):
     every: PositiveInt = 1
     """Refits from one whose rows are scored to the next, and after an engine was replaced; fingerprints are compared
     after each."""
-    num_tokens: PositiveInt = 24
+    num_tokens: PositiveInt = 18
     """Tokens that each engine decodes, and the policy scores, for one receipt: 6 rows of at least one."""
     tolerance: PositiveFloat | None = None
     """Largest mean difference of log-probabilities between policy and engine, and between engines; null measures it at

@@ -1,7 +1,7 @@
 """`Receipts`: the driver's side of the proof that engines sample from the weights that they were sent.
 
-`WeightSync.sync` opens a receipt when the weights have moved, while the policy still has them ready, and closes it when
-all engines are ready, before anything is sampled. The driver compares small numbers alone: a fingerprint of each
+`WeightSync.sync` opens a receipt when the policy has sent all weights, while it still has them ready, and closes it
+when all engines have loaded them, before anything is sampled. The driver compares small numbers alone: a fingerprint of each
 weight, and log-probabilities of the probe. Invariant: `close` returns only for a refit that was proved.
 """
 
@@ -66,7 +66,7 @@ class Receipts:
         """None before the first refit that was proved."""
 
     def open(self, *, has_new_engines: bool) -> None:
-        """When the weights have moved, while the policy still has them ready: it answers without being waited for.
+        """When the weights are sent, while the policy still has them ready: it answers without being waited for.
 
         The probe is scored when it is its turn, or an engine is new.
         """
@@ -76,7 +76,7 @@ class Receipts:
         self._sent = self._parties.policy.submit(Call(request=request, stage=STAGE, timeout_s=self._parties.timeout_s))
 
     def close(self, version: int) -> Receipt:
-        """When all engines are ready: what they hold, and what they compute with it.
+        """When all engines have loaded: they are ready to generate, and say what they hold and compute with it.
 
         Raises:
             RefitMismatch: an engine does not sample from these weights; names it, and weights or the difference.
