@@ -107,7 +107,9 @@ def make_probe(*, vocab_size: int, max_length: int, num_tokens: int, left_out: C
     def draw(count: int) -> tuple[int, ...]:
         return tuple(rng.choice(ids) for _ in range(count))
 
-    long, less_long, short, shortest = [draw(_cut(length, max_length - new)) for length in (LONG, LESS_LONG, SHORT, SHORTEST)]
+    long, less_long, short, shortest = [
+        draw(_cut(length, max_length - new)) for length in (LONG, LESS_LONG, SHORT, SHORTEST)
+    ]
     rows = (long, long, less_long, less_long, short, shortest)
     responses = {prompt: draw(new) for prompt in rows}
     return Probe(prompts=rows, responses=tuple(responses[prompt] for prompt in rows))
