@@ -17,6 +17,8 @@ from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
 pytestmark = pytest.mark.slow
 
 REPLAY = "policy.router_replay"
+WITH_SQUARES = {"grpo.adv_estimator.name": "optimal_token_baseline"}
+"""The pass that replays or records gives sums of squares as well."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,7 @@ def train(folder: Path, model: Path, **changes: str) -> list[dict[str, float]]:
     [
         {},
         {f"{REPLAY}.bit_packed": "true", "policy.generation.precision": "bfloat16"},
-        {f"{REPLAY}.source": "prev_logprobs"},
+        {f"{REPLAY}.source": "prev_logprobs", **WITH_SQUARES},
     ],
     ids=["rollout", "packed, engine in half precision", "prev_logprobs"],
 )
@@ -55,6 +57,7 @@ def test_every_hop_of_a_run_has_the_routes_that_were_recorded(tmp_path, model, m
     for row in rows:
         assert row["data_plane/live_rows"] == 0 and row["r3/train_missing_share"] == 0
         assert row["data_plane/bytes/routed_experts_digests"] > 0
+        assert ("data_plane/bytes/squared_probs" in row) == (WITH_SQUARES.items() <= changes.items())
     if not changes:
         # An engine of the policy's precision takes the policy's own routes until the weights change.
         assert all(row["r3/prev_logprobs_live_routes_differ"] == 0 for row in rows)
@@ -65,7 +68,7 @@ def test_replay_of_a_models_own_routes_learns_as_without_replay(tmp_path, model,
     """One precision, one step per global batch: what is replayed is what the policy would have chosen."""
     monkeypatch.chdir(Path(__file__).parents[2])
     monkeypatch.delenv("NRL_R3_TRACE", raising=False)
-    one_batch = {"policy.train_global_batch_size": "16"}
+    one_batch = {"policy.train_global_batch_size": "16", **WITH_SQUARES}
     replayed = train(tmp_path / "replayed", model, **one_batch)
     free = train(tmp_path / "free", model, **one_batch, **{f"{REPLAY}.enabled": "false"})
     for name in ("train/loss", "train/grad_norm", "train/policy_kl", "rollout/mean_generation_logprob"):
