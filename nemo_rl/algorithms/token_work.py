@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from nemo_rl.algorithms.advantages.reinforce_plus_plus import VARIANCE_EPSILON
 from nemo_rl.algorithms.reward_shaping import rewards_of
 from nemo_rl.algorithms.row_measures import KlInReward, row_sums
 from nemo_rl.algorithms.scored_rows import ScoredRows
@@ -33,8 +34,6 @@ __all__ = ["ADVANTAGE", "Moments", "TokenWork", "Whitening", "advantages_in_proc
 
 ADVANTAGE, MOMENTS = "advantage", "moments"
 """Names of what the driver gets: the mean of each row; five numbers of the shard."""
-VARIANCE_EPSILON = 1e-8
-"""Added to the variance."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

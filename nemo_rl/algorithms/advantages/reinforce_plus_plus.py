@@ -16,7 +16,13 @@ from nemo_rl.algorithms.token_estimator import TokenEstimator, TokenRows
 from nemo_rl.config.schema import GRPOConfig
 from nemo_rl.experience.payload import RowScalars
 
-__all__ = ["ReinforcePlusPlus", "ReinforcePlusPlusBaseline", "TokenReinforcePlusPlus", "whiten_over_tokens"]
+__all__ = [
+    "VARIANCE_EPSILON",
+    "ReinforcePlusPlus",
+    "ReinforcePlusPlusBaseline",
+    "TokenReinforcePlusPlus",
+    "whiten_over_tokens",
+]
 
 VARIANCE_EPSILON = 1e-8
 """Added to the variance."""
