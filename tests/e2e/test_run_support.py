@@ -15,7 +15,7 @@ from nemo_rl.diagnostics.verdict import Verdict
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 
-FILTERED = {**LOCAL, "policy.generation.top_p": "0.8", "loss_fn.reference_policy_kl_penalty": "0"}
+FILTERED = {**LOCAL, "policy.generation.top_p": "0.8"}
 RECORDED = {**FILTERED, "policy.generation.record_support": "true"}
 
 

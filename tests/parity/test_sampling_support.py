@@ -22,13 +22,14 @@ from nemo_rl.models.generation.work import join_outputs
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.support import SUPPORT
 from tests.helpers.gloo import run_ranks
-from tests.helpers.hf_reference import global_scale
+from tests.helpers.hf_reference import global_scale, hf_logprobs
 from tests.helpers.layout_jobs import Case, policy_of
 from tests.helpers.tiny_model import tiny_model, tiny_policy, tiny_worker, write_tiny_folder
 
 TOP_P = 0.8
 GENERATION = GenerationConfig(top_p=TOP_P, record_support=True)
-LOSS = PolicyLoss(config=LossConfig(reference_policy_kl_penalty=0))
+KL_PENALTY = 0.2
+LOSS = PolicyLoss(config=LossConfig(reference_policy_kl_penalty=KL_PENALTY))
 PROMPTS = tuple((7 + 3 * i, 40 + i, 90 - i, *range(100, 100 + i)) for i in (3, 1, 2, 0))
 CHANGED = 7
 """Seed of weights that are not the engine's."""
@@ -52,12 +53,15 @@ def rollout() -> BatchedDataDict:
     columns = build_columns(PROMPTS, join_outputs(outputs), group_size=4, pad_token_id=0)
     columns[SUPPORT] = columns.tensor(SUPPORT).to_padded_tensor(0)
     columns["prev_logprobs"] = columns.tensor("generation_logprobs")
+    # Near the model's own, so that no clamp has a part in it.
+    whole = hf_logprobs(tiny_model(seed=CHANGED), columns).detach()
+    columns["reference_policy_logprobs"] = whole + 0.3 * torch.linspace(-1, 1, whole.shape[1])
     columns["advantages"] = torch.linspace(-1, 1, columns.size)[:, None].expand_as(columns.tensor("input_ids"))
     return columns
 
 
 def policy(folder: Path, **changes: object) -> PolicyConfig:
-    return tiny_policy(folder, generation=GENERATION, train_global_batch_size=16, **changes)
+    return tiny_policy(folder, **{"generation": GENERATION, "train_global_batch_size": 16, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +75,8 @@ def batch() -> BatchedDataDict:
 
 
 def measured(worker: PolicyWorker, batch: BatchedDataDict) -> tuple[np.ndarray, float, float]:
-    """Log-probabilities, then the loss and the norm of the gradient of one training pass."""
-    logprobs = worker.get_logprobs(batch)
+    """Log-probabilities, here and of the reference, then the loss and the norm of the gradient of one training pass."""
+    logprobs = torch.stack([worker.get_logprobs(batch), worker.get_reference_policy_logprobs(batch)])
     result = worker.train(batch, LOSS)
     return logprobs.numpy(), result.loss[0], result.grad_norm[0]
 
@@ -99,13 +103,17 @@ def slow(batch: BatchedDataDict, model: PreTrainedModel) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def expected(batch: BatchedDataDict) -> tuple[np.ndarray, float, float]:
-    """As `measured`, of one Hugging Face model in float64."""
+    """As `measured`, of one Hugging Face model in float64; the KL is that of whole distributions."""
     model = tiny_model(seed=CHANGED).double()
-    logprobs = slow(batch, model)
-    loss = LOSS(logprobs, batch, scale=global_scale(batch)).loss
+    logprobs, mask = slow(batch, model), batch.tensor("token_mask")
+    whole = torch.where(mask, hf_logprobs(model, batch), 0.0)
+    without_kl = PolicyLoss(config=LossConfig(reference_policy_kl_penalty=0))
+    loss = without_kl(logprobs, batch, scale=global_scale(batch)).loss
+    x = (batch.tensor("reference_policy_logprobs") - whole)[mask]
+    loss = loss + KL_PENALTY * (x.exp() - 1 - x).mean()
     loss.backward()
     norm = torch.stack([weight.grad.norm() for weight in model.parameters()]).norm()
-    return logprobs.detach().numpy(), loss.item(), norm.item()
+    return torch.stack([logprobs, whole]).detach().numpy(), loss.item(), norm.item()
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -128,12 +136,26 @@ def test_the_mean_ratio_of_unchanged_weights_is_one(packed: bool, folders, batch
 
 
 def test_other_weights_are_scored_under_the_sets_of_the_engine(folders, batch, expected) -> None:
-    worker = tiny_worker(policy(folders[CHANGED]))
+    worker = tiny_worker(policy(folders[CHANGED]), keep_reference=True)
     own_sets = worker.get_logprobs(BatchedDataDict({n: c for n, c in batch.items() if n != SUPPORT}))
     found = measured(worker, batch)
     worker.shutdown()
     assert_equal(found, expected)
-    assert np.abs(found[0] - own_sets.numpy()).max() > 0.1
+    assert np.abs(found[0][0] - own_sets.numpy()).max() > 0.1
+
+
+@pytest.mark.parametrize("with_sets", [True, False])
+def test_the_kl_compares_whole_distributions(with_sets: bool, folders, batch) -> None:
+    generation = GENERATION if with_sets else GenerationConfig(top_p=TOP_P)
+    columns = batch if with_sets else BatchedDataDict({n: c for n, c in batch.items() if n != SUPPORT})
+    worker = tiny_worker(policy(folders[CHANGED], generation=generation))
+    metrics = worker.train(columns, LOSS, eval_mode=True).metrics
+    worker.shutdown()
+    whole = hf_logprobs(tiny_model(seed=CHANGED).double(), batch).detach()
+    x = (batch.tensor("reference_policy_logprobs") - whole)[batch.tensor("token_mask")]
+    parts = [part["reference_kl"] for part in metrics]
+    found = sum(part.total for part in parts) / sum(part.weight for part in parts)
+    assert found == pytest.approx(float((x.exp() - 1 - x).mean()), rel=1e-4)
 
 
 def assert_equal(found: tuple[np.ndarray, float, float], expected: tuple[np.ndarray, float, float]) -> None:
@@ -166,7 +188,7 @@ def _layouts(rank: int, world_size: int, cases: Sequence[Case], folder: Path, ba
                 "sequence_packing": SequencePackingConfig(enabled=case.batching == "packed"),
             }
         )
-        worker = tiny_worker(config, rank=rank, world_size=world_size)
+        worker = tiny_worker(config, rank=rank, world_size=world_size, keep_reference=True)
         outcome = measured(worker, batch)
         worker.shutdown()
         is_last_stage = rank // (case.tp * case.cp) == case.pp - 1

@@ -27,8 +27,8 @@ from nemo_rl.models.policy.steps import (
     BatchForm,
     StepOutcome,
     bad_rows,
+    computed_fields,
     loss_columns,
-    needs_entropy,
     raise_together,
     stored_fields,
     sum_over_shards,
@@ -148,6 +148,7 @@ class StepRunner:
         loss_scale: float | None,
     ) -> tuple[float, tuple[dict[str, Reduction], ...]]:
         select_NT = trained_tokens(batch)
+        computed = computed_fields(loss_fn, self._layout.sampling)
         # FSDP averages gradients over data x context ranks, while the loss is divided by the global count already. Each
         # context rank has the whole loss, of which only its own tokens' part flows back.
         averaged_over = self._groups.fsdp_mesh.size()
@@ -157,13 +158,13 @@ class StepRunner:
             micro = self._build(batch, rows, select_NT, fields=stored_fields(loss_fn))
             # Layers that the backward pass runs again need the same routes.
             with self._routes.pass_of(micro), self._observer.pass_of(micro):
-                found = self._forward(micro, with_entropy=needs_entropy(loss_fn))
+                found = self._forward(micro, computed)
                 self._observer.logprobs(micro, found[0])
                 bad += bad_rows(micro, found[0].detach())
                 if not micro.rows:
                     loss = found[0].sum()
                 else:
-                    output = loss_fn(found[0], loss_columns(micro, found), scale=scale)
+                    output = loss_fn(found[0], loss_columns(micro, found, computed), scale=scale)
                     loss = output.loss
                     self._observer.loss(micro, output)
                     metrics.append(output.metrics)
@@ -203,9 +204,9 @@ class StepRunner:
         device = next(self._model.parameters()).device
         raise_together(what, batch, rows, is_writer=self._groups.is_writer, device=device)
 
-    def _forward(self, micro: Microbatch, *, with_entropy: bool = False) -> tuple[torch.Tensor, ...]:
-        """`[n, t]` log-probabilities; entropies, too, where they are asked for."""
-        found_cM = self._model(micro.inputs, sampling=self._layout.sampling, with_entropy=with_entropy)
+    def _forward(self, micro: Microbatch, computed: Sequence[str] = ()) -> tuple[torch.Tensor, ...]:
+        """`[n, t]` log-probabilities, and of `COMPUTED_FIELDS` those that are asked for."""
+        found_cM = self._model(micro.inputs, sampling=self._layout.sampling, computed=computed)
         if not micro.rows:
             # The sum of no token: zero, but connected to the parameters, so that this rank's collectives take place.
             return (found_cM.sum()[None, None][:0],)

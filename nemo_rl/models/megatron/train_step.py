@@ -34,8 +34,8 @@ from nemo_rl.models.policy.steps import (
     StepOutcome,
     ThisRank,
     bad_rows,
+    computed_fields,
     loss_columns,
-    needs_entropy,
     raise_together,
     stored_fields,
     sum_over_shards,
@@ -176,12 +176,13 @@ class PipelineRunner:
     def _loss(
         self, loss_fn: LossFunction, scale: LossScale, sums: _Sums, micro: Microbatch, logits: torch.Tensor
     ) -> torch.Tensor:
-        found = self._logprobs(micro, logits, with_entropy=needs_entropy(loss_fn))
+        computed = computed_fields(loss_fn, self._layout.sampling)
+        found = self._logprobs(micro, logits, computed)
         if not micro.rows:
             return found[0].sum()
         self._observer.logprobs(micro, found[0])
         sums.bad += bad_rows(micro, found[0].detach())
-        output = loss_fn(found[0], loss_columns(micro, found), scale=scale)
+        output = loss_fn(found[0], loss_columns(micro, found, computed), scale=scale)
         self._observer.loss(micro, output)
         value = float(output.loss.detach())
         sums.loss += value
@@ -191,12 +192,12 @@ class PipelineRunner:
         return output.loss
 
     def _logprobs(
-        self, micro: Microbatch, logits_nKV: torch.Tensor, *, with_entropy: bool = False
+        self, micro: Microbatch, logits_nKV: torch.Tensor, computed: Sequence[str] = ()
     ) -> tuple[torch.Tensor, ...]:
-        """`[n, t]`, entropies, too, where they are asked for; for a microbatch without rows no token, connected to the
-        weights."""
+        """`[n, t]`, and of `COMPUTED_FIELDS` those that are asked for; for a microbatch without rows no token,
+        connected to the weights."""
         found_cM = selected_logprobs(
-            logits_nKV, micro.inputs, sampling=self._layout.sampling, shard=self._shard, with_entropy=with_entropy
+            logits_nKV, micro.inputs, sampling=self._layout.sampling, shard=self._shard, computed=computed
         )
         return tuple(micro.to_rows(part_M) if micro.rows else part_M for part_M in found_cM)
 

@@ -10,13 +10,25 @@ import torch
 
 from nemo_rl.utils.metrics import Reduction
 
-__all__ = ["COMPUTED_FIELDS", "ENTROPY", "LossFunction", "LossOutput", "LossScale", "TensorInfo", "TrainResult"]
+__all__ = [
+    "COMPUTED_FIELDS",
+    "ENTROPY",
+    "UNFILTERED_LOGPROBS",
+    "LossFunction",
+    "LossOutput",
+    "LossScale",
+    "TensorInfo",
+    "TrainResult",
+]
 
 
 ENTROPY = "entropy"
 """Column that no stage writes: the workers compute it for a loss that names it in `input_fields`. `[N, T]` float32 with
 gradient: entropy of the distribution that each token was drawn from, 0 at tokens that are not trained."""
-COMPUTED_FIELDS = (ENTROPY,)
+UNFILTERED_LOGPROBS = "unfiltered_logprobs"
+"""As `ENTROPY`, log-probabilities under the whole vocabulary, with temperature. Only where top-k or top-p has left a
+set of it: elsewhere the log-probabilities that the loss gets are these, and there is no such column."""
+COMPUTED_FIELDS = (ENTROPY, UNFILTERED_LOGPROBS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +58,7 @@ class LossFunction(Protocol):
 
     @property
     def input_fields(self) -> tuple[str, ...]:
-        """Columns read from the batch; `ENTROPY` is computed when it is among them."""
+        """Columns read from the batch; those of `COMPUTED_FIELDS` are computed when they are among them."""
 
     def __call__(
         self, token_logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor], *, scale: LossScale

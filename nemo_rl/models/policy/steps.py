@@ -17,7 +17,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.layout import Coordinates, ParallelLayout
 from nemo_rl.errors import NonFiniteError, name_some
 from nemo_rl.models.logprobs import Sampling
-from nemo_rl.models.policy.interfaces import COMPUTED_FIELDS, ENTROPY, LossFunction, LossScale
+from nemo_rl.models.policy.interfaces import COMPUTED_FIELDS, UNFILTERED_LOGPROBS, LossFunction, LossScale
 from nemo_rl.models.policy.microbatch import Microbatch, PassShape
 from nemo_rl.utils.metrics import Reduction
 
@@ -29,9 +29,9 @@ __all__ = [
     "all_reduce_sum",
     "bad_rows",
     "check_same_plan",
+    "computed_fields",
     "loss_columns",
     "loss_scales",
-    "needs_entropy",
     "raise_together",
     "row_names",
     "stored_fields",
@@ -132,17 +132,19 @@ def stored_fields(loss_fn: LossFunction) -> tuple[str, ...]:
     return tuple(name for name in loss_fn.input_fields if name not in COMPUTED_FIELDS)
 
 
-def needs_entropy(loss_fn: LossFunction) -> bool:
-    return ENTROPY in loss_fn.input_fields
+def computed_fields(loss_fn: LossFunction, sampling: Sampling) -> tuple[str, ...]:
+    """What the loss reads that a pass computes besides log-probabilities under `sampling`."""
+    wanted = (name for name in COMPUTED_FIELDS if name in loss_fn.input_fields)
+    return tuple(name for name in wanted if name != UNFILTERED_LOGPROBS or sampling.has_filter)
 
 
-def loss_columns(micro: Microbatch, found: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+def loss_columns(micro: Microbatch, found: Sequence[torch.Tensor], computed: Sequence[str]) -> dict[str, torch.Tensor]:
     """What the loss reads besides log-probabilities.
 
     Args:
-        found: log-probabilities `[n, t]`; entropies, too, where the loss needs them.
+        found: log-probabilities `[n, t]`, then the columns `computed`.
     """
-    return {**micro.columns, **dict(zip(COMPUTED_FIELDS, found[1:], strict=False))}
+    return {**micro.columns, **dict(zip(computed, found[1:], strict=True))}
 
 
 def loss_scales(

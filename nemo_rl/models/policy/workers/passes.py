@@ -24,6 +24,7 @@ from nemo_rl.models.policy.steps import BatchForm, ThisRank, check_same_plan, lo
 from nemo_rl.models.policy.workers.base import WorkerState, device_name
 from nemo_rl.models.policy.workers.engine import Engine
 from nemo_rl.models.policy.workers.life_cycle import LifeCycle
+from nemo_rl.models.support import SUPPORT
 from nemo_rl.utils.flops import theoretical_tflops, transformer_flops
 
 __all__ = ["Passes", "RecordedRoutes"]
@@ -94,7 +95,7 @@ class Passes:
             self._replay.replaying(WorkerPass.TRAIN, batch, plan, layout.shape, routes) as pass_routes,
             self._onlookers.phase(WorkerPass.TRAIN, batch) as observer,
         ):
-            batch = _without_routes(batch).to(self._here.device)
+            batch = _without(batch, ROUTES).to(self._here.device)
             learning_rate = self._engine.schedule.apply()
             scales = loss_scales(batch, steps, is_writer=self._here.is_writer, device=self._here.device)
             runner = self._engine.runner(layout, pass_routes, observer)
@@ -181,22 +182,30 @@ class Passes:
     ) -> torch.Tensor:
         microbatches = [rows for step in steps_of(plan, num_rows=batch.size) for rows in step]
         check_same_plan([len(microbatches)], device=self._here.device)
-        batch = _without_routes(batch).to(self._here.device)
+        layout = self.batch_layout(plan, sampling)
+        if not layout.sampling.has_filter:
+            batch = _without(batch, SUPPORT)
+        batch = _without(batch, ROUTES).to(self._here.device)
         if TOKEN_MASK in batch:
             select_NT = batch.tensor(TOKEN_MASK).bool()
         else:
             select_NT = torch.ones_like(batch.tensor("input_ids"), dtype=torch.bool)
         onlookers = self._onlookers if phase is not None else NO_ONLOOKERS
         with onlookers.phase(phase or WorkerPass.PREV_LOGPROBS, batch) as observer:
-            runner = self._engine.runner(self.batch_layout(plan, sampling), routes, observer)
+            runner = self._engine.runner(layout, routes, observer)
             return runner.logprobs(batch, microbatches, select_NT).cpu()
 
     def get_reference_policy_logprobs(
         self, batch: BatchedDataDict, *, mbs: int | None = None, plan: PackPlan | None = None
     ) -> torch.Tensor:
-        """(collective) As `get_logprobs` under the reference weights, whose routers choose for themselves."""
+        """(collective) As `get_logprobs` under the reference weights, whose routers choose for themselves; without the
+        filter of top-k and top-p."""
+        plan = plan or self._inference_plan(batch, mbs)
         with self._life.use_reference_model():
-            return self.get_logprobs(batch, mbs=mbs, plan=plan, replay=False, phase=WorkerPass.REFERENCE_LOGPROBS)
+            self._life.require("get_reference_policy_logprobs", WorkerState.TRAINING, WorkerState.LOGPROBS)
+            # The KL compares whole distributions; a filter would leave each policy a set of its own.
+            whole = self.batch_layout(plan).sampling.unfiltered
+            return self._logprobs(batch, plan, OWN_ROUTES, WorkerPass.REFERENCE_LOGPROBS, sampling=whole)
 
     def get_topk_logits(
         self, batch: BatchedDataDict, *, k: int, mbs: int | None = None
@@ -251,6 +260,6 @@ class Passes:
         return self._fixed_plan(batch, max(1, batch.size), rows)
 
 
-def _without_routes(batch: BatchedDataDict) -> BatchedDataDict:
-    """Whole routes stay where they are: passes get their part."""
-    return BatchedDataDict({name: column for name, column in batch.items() if name != ROUTES})
+def _without(batch: BatchedDataDict, name: str) -> BatchedDataDict:
+    """Whole routes stay where they are, passes get their part; kept sets belong to a filter."""
+    return BatchedDataDict({other: column for other, column in batch.items() if other != name})
