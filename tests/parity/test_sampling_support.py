@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -81,22 +81,28 @@ def measured(worker: PolicyWorker, batch: BatchedDataDict) -> tuple[np.ndarray, 
     return logprobs.numpy(), result.loss[0], result.grad_norm[0]
 
 
+def leb128(column: list[int]) -> Iterator[int]:
+    number, shift = 0, 0
+    for byte in column:
+        number, shift = number | (byte & 127) << shift, shift + 7
+        if byte < 128:
+            yield number
+            number, shift = 0, 0
+
+
 def slow(batch: BatchedDataDict, model: PreTrainedModel) -> torch.Tensor:
     """Differentiable, row by row and token by token, from the engine's sets as they lie in the column."""
     found = torch.zeros(batch.tensor("input_ids").shape, dtype=model.dtype)
     for row in range(batch.size):
         ids = batch.tensor("input_ids")[row].long()
         logits = model(input_ids=ids[None, : int(batch.tensor("input_lengths")[row])]).logits[0]
-        sets: list[list[int]] = []
-        for number in batch.tensor(SUPPORT)[row].tolist():
-            if number == 0:
-                break
-            if number < 0:
-                sets.append([])
-            sets[-1].append(abs(number) - 1)
-        places = batch.tensor("token_mask")[row].nonzero()[:, 0].tolist()
-        for place, kept in zip(places, sets, strict=True):
-            assert int(ids[place]) in kept
+        numbers = iter(leb128(batch.tensor(SUPPORT)[row].tolist()))
+        for place in batch.tensor("token_mask")[row].nonzero()[:, 0].tolist():
+            kept, last = [int(ids[place])], -1
+            while (number := next(numbers)) > 2:
+                last += number - 2
+                kept.append(last)
+            assert number == 1 and len(set(kept)) == len(kept)
             found[row, place] = logits[place - 1, ids[place]] - logits[place - 1, kept].logsumexp(0)
     return found
 
