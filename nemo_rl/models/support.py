@@ -23,7 +23,7 @@ import torch
 
 from nemo_rl.errors import FieldNotProduced
 
-__all__ = ["SUPPORT", "KeptSets", "SupportRecorder", "decode_support"]
+__all__ = ["BEFORE_STEPS", "SUPPORT", "KeptSets", "SupportRecorder", "decode_support"]
 
 SUPPORT = "sampling_support"
 """Name of the column."""
