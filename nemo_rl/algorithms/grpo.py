@@ -31,7 +31,15 @@ from nemo_rl.distributed.packing import (
 from nemo_rl.errors import ConfigError, NonFiniteError
 from nemo_rl.experience.payload import RowScalars
 
-__all__ = ["ScoredRows", "TrainRows", "plan_logprobs", "plan_train", "score_rows", "select_train_rows"]
+__all__ = [
+    "ScoredRows",
+    "TrainRows",
+    "plan_logprobs",
+    "plan_train",
+    "rows_of_equal_groups",
+    "score_rows",
+    "select_train_rows",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,9 +95,24 @@ def score_rows(carry: RowScalars, group_uids: Sequence[str], config: GRPOConfig)
     weight = torch.ones(len(rewards))
     if config.overlong_filtering:
         weight[torch.tensor(carry.truncated)] = 0.0
-    if config.drop_zero_advantage_groups:
-        weight[stats.row_is_trivial] = 0.0
+    if config.leaves_equal_groups_out:
+        weight[rows_of_equal_groups(carry, stats, config)] = 0.0
     return ScoredRows(stats=stats, advantages=advantages, sample_mask=weight)
+
+
+def rows_of_equal_groups(carry: RowScalars, stats: GroupStats, config: GRPOConfig) -> torch.Tensor:
+    """`[N]` bool: nothing is learned from the row's group, whose rewards, as they were scored, are all equal.
+
+    For gdpo all components that count must be equal, too: those that cancel in the sum still tell its rows apart.
+    """
+    is_equal_N = stats.row_is_trivial
+    if config.adv_estimator.name == "gdpo":
+        weights = config.adv_estimator.component_weights
+        for name, part in carry.components.items():
+            if weights.get(name, 1.0) != 0:
+                part_N = torch.from_numpy(part).nan_to_num(nan=0.0)
+                is_equal_N = is_equal_N & stats.of(part_N).row_is_trivial
+    return is_equal_N
 
 
 def _advantages(rewards: torch.Tensor, stats: GroupStats, rows: RowScalars, config: GRPOConfig) -> torch.Tensor:
