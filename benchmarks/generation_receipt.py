@@ -24,6 +24,7 @@ from rich.console import Console
 from benchmarks.common import ROOT
 from nemo_rl.algorithms.setup import open_trainer
 from nemo_rl.config.load import load_config
+from nemo_rl.models.weight_sync.receipt.turns import FIRST_TURNS
 from nemo_rl.utils.trackers.jsonl import read_metrics
 
 __all__ = ["ReceiptCase", "ReceiptSample", "receipt_figures", "receipt_findings", "receipt_samples"]
@@ -61,8 +62,8 @@ class ReceiptCase:
     """How much."""
 
     pairs: int = 2
-    steps: int = 10
-    """Of each run; the first is left out."""
+    steps: int = 24
+    """Of each run; those at its start, which have receipts whatever they cost, are left out."""
     is_small: bool = False
     """A smoke test: figures mean nothing, and no fault is planted."""
 
@@ -75,6 +76,8 @@ class ReceiptSample:
     step_s: float
     refit_s: float
     receipt_ms: float
+    is_scored: bool
+    """Whether rows were scored."""
 
     def as_record(self) -> dict[str, object]:
         return {"what": "receipt", **asdict(self)}
@@ -90,13 +93,19 @@ def receipt_samples(model: Path, folder: Path, case: ReceiptCase) -> list[Receip
 
 
 def receipt_figures(samples: Sequence[ReceiptSample]) -> dict[str, float]:
-    """`receipt_pct_of_step`: how much longer the median refit is, of the median step and refit without receipts."""
+    """`receipt_pct_of_step`: how much longer refits are, of a step and its refit without receipts.
+
+    Not every receipt scores rows: `receipt_ms` and `receipt_scored_ms` are medians of all and of those that do, and
+    the refits of a run are taken by their mean, of whose values a tenth at either end is left out.
+    """
     with_it, without = ([each for each in samples if each.has_receipt == on] for on in (True, False))
-    longer = statistics.median(each.refit_s for each in with_it) - statistics.median(each.refit_s for each in without)
+    longer = _mean([each.refit_s for each in with_it]) - _mean([each.refit_s for each in without])
     whole = statistics.median(each.step_s + each.refit_s for each in without)
     return {
         "receipt_pct_of_step": 100 * longer / whole,
         "receipt_ms": statistics.median(each.receipt_ms for each in with_it),
+        "receipt_scored_ms": statistics.median(each.receipt_ms for each in with_it if each.is_scored),
+        "receipt_scored_share": sum(each.is_scored for each in with_it) / len(with_it),
     }
 
 
@@ -129,6 +138,7 @@ def _run(model: Path, folder: Path, case: ReceiptCase, *, has_receipt: bool) -> 
     ]
     with open_trainer(load_config(RECIPE, overrides), console=Console(file=io.StringIO())) as trainer:
         trainer.fit()
+    first = 1 if case.is_small else FIRST_TURNS
     logger.info("a run %s receipts is done", "with" if has_receipt else "without")
     return [
         ReceiptSample(
@@ -136,10 +146,17 @@ def _run(model: Path, folder: Path, case: ReceiptCase, *, has_receipt: bool) -> 
             step_s=row["timing/step_s"],
             refit_s=row["timing/refit_s"],
             receipt_ms=row.get("refit/receipt_ms", 0.0),
+            is_scored="refit/receipt_gap" in row,
         )
         for row in read_metrics(folder / "metrics.jsonl")
-        if row["step"] > 1 and "timing/refit_s" in row
+        if row["step"] > first and "timing/refit_s" in row
     ]
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Without the tenth at either end."""
+    cut = len(values) // 10
+    return statistics.fmean(sorted(values)[cut : len(values) - cut])
 
 
 def _outcomes(file: str) -> list[tuple[str, bool]]:

@@ -14,10 +14,10 @@ class ReceiptConfig(Section):
 
     enabled: bool = True
     """Compare fingerprints of all weights, and log-probabilities of fixed rows, before anything is sampled."""
-    every: PositiveInt = 1
-    """Refits from one whose rows are scored to the next, and after an engine was replaced; fingerprints are compared
-    after each."""
-    num_tokens: PositiveInt = 24
+    every: PositiveInt | None = None
+    """Refits from one whose rows are scored to the next; an engine that was replaced is scored at once, and
+    fingerprints are compared after each refit. null: after each, or as often as 2 % of the time allow."""
+    num_tokens: PositiveInt = 18
     """Tokens that each engine decodes, and the policy scores, for one receipt: 6 rows of at least one."""
     tolerance: PositiveFloat | None = None
     """Largest mean difference of log-probabilities between policy and engine, and between engines; null measures it at

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
@@ -75,4 +75,7 @@ def parties_of(config: PolicyConfig, engines: list[object], policy: WorkerGroup)
     """With a receipt of each refit."""
     fleet = WorkerFleet([LocalWorkerGroup(lambda engine=engine: engine) for engine in engines])
     spec = receipt_spec(config, load_model_config(config.model_name).to_dict())
+    assert spec is not None, "receipts are on by default"
+    # Refits of a test follow each other at once, without the time of a step.
+    spec = replace(spec, every=1)
     return RefitParties(policy=policy, engines=fleet, timeout_s=60, max_bucket_bytes=50_000, receipt=spec)

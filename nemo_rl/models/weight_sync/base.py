@@ -11,9 +11,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
-from nemo_rl.distributed.calls import Call, Request, ask
+from nemo_rl.distributed.calls import Call, Pending, Request, ask
 from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import WorkerGroup
 from nemo_rl.errors import WorkerError
@@ -22,7 +23,7 @@ from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.buckets import MAX_BUCKET_BYTES, RefitPlan, bucket_bytes
 from nemo_rl.models.weight_sync.delta_schedule import DeltaSchedule
 from nemo_rl.models.weight_sync.receipt.receipts import Receipts
-from nemo_rl.models.weight_sync.receipt.records import ReceiptSpec
+from nemo_rl.models.weight_sync.receipt.records import Receipt, ReceiptSpec
 from nemo_rl.models.weight_sync.report import RefitReport
 from nemo_rl.models.weight_sync.target import RefitTarget
 
@@ -56,7 +57,11 @@ class RefitParties:
     """How each refit is proved; None: not at all."""
 
     def run_policy(self, request: Request[_T], *, ranks: Sequence[int] | None = None) -> list[_T]:
-        return self.policy.run(Call(request=request, stage=STAGE, timeout_s=self.timeout_s, ranks=ranks))
+        return self.submit_policy(request, ranks=ranks).result()
+
+    def submit_policy(self, request: Request[_T], *, ranks: Sequence[int] | None = None) -> Pending[list[_T]]:
+        """As `run_policy` without waiting."""
+        return self.policy.submit(Call(request=request, stage=STAGE, timeout_s=self.timeout_s, ranks=ranks))
 
     def run_engines(self, request: Request[_T] | Mapping[int, Request[_T]]) -> dict[int, _T]:
         """Results by the number of the engine; one that is lost has none."""
@@ -99,16 +104,17 @@ class WeightSync(ABC):
         replaced = parties.engines.heal()
         parties.run_policy(ask(PolicyWorker.offload_before_refit))
         plan = self._with_delta(self._negotiate(), version, before=before)
-        self._move(plan)
+        self._move(plan, partial(self._open_receipt, has_new_engines=bool(replaced)))
         held = parties.run_engines(ask(RefitTarget.finish_refit, version=version))
-        sent = parties.run_policy(ask(PolicyWorker.end_refit))[0]
-        if self._receipts is not None:
-            self._receipts.open(has_new_engines=bool(replaced))
+        ended = parties.submit_policy(ask(PolicyWorker.end_refit))
+        if self.buffer_is_on_device:
+            # What engines wake up may want this memory.
+            ended.result()
         wrong = {engine: got for engine, got in held.items() if got != version}
         if wrong:
             raise WorkerError(f"expected weight version {version} in every engine, got {wrong}", stage=STAGE)
-        parties.run_engines(ask(GenerationInterface.prepare_for_generation))
-        receipt = None if self._receipts is None else self._receipts.close(version)
+        receipt = self._close_receipt(version)
+        sent = ended.result()[0]
         parties.run_policy(ask(PolicyWorker.offload_after_refit))
         self._version = version
         if replaced and parties.on_new_engines is not None:
@@ -128,8 +134,23 @@ class WeightSync(ABC):
         )
 
     @abstractmethod
-    def _move(self, plan: RefitPlan) -> None:
-        """Brings every bucket into every engine."""
+    def _move(self, plan: RefitPlan, all_sent: Callable[[], None]) -> None:
+        """Brings every bucket into every engine.
+
+        Args:
+            all_sent: to be called once, when the policy has nothing left to send; engines may still be loading.
+        """
+
+    def _open_receipt(self, *, has_new_engines: bool) -> None:
+        if self._receipts is not None:
+            self._receipts.open(has_new_engines=has_new_engines)
+
+    def _close_receipt(self, version: int) -> Receipt | None:
+        """Engines are ready to generate, and proved if they are to be."""
+        if self._receipts is not None:
+            return self._receipts.close(version)
+        self._parties.run_engines(ask(GenerationInterface.prepare_for_generation))
+        return None
 
     def _with_delta(self, plan: RefitPlan, version: int, *, before: int) -> RefitPlan:
         """The plan, of what has changed since version `before` where that is to be trusted."""

@@ -40,7 +40,7 @@ class BroadcastWeightSync(WeightSync):
             self._members = members
         return super()._negotiate()
 
-    def _move(self, plan: RefitPlan) -> None:
+    def _move(self, plan: RefitPlan, all_sent: Callable[[], None]) -> None:
         parties = self._parties
         parties.run_policy(ask(PolicyWorker.begin_refit, plan=plan, on_device=self.buffer_is_on_device))
         parties.run_engines(ask(RefitTarget.begin_refit, plan=plan))
@@ -48,6 +48,7 @@ class BroadcastWeightSync(WeightSync):
             lambda: parties.run_policy(ask(PolicyWorker.broadcast_weights)),
             lambda: parties.run_engines(ask(RefitTarget.receive_weights)),
         )
+        all_sent()
 
     def _join(self) -> str:
         parties = self._parties

@@ -5,6 +5,8 @@ Invariant: a bucket is written only after every engine has read the one before i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from nemo_rl.distributed.calls import Call, ask
 from nemo_rl.errors import WorkerError
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
@@ -18,13 +20,15 @@ __all__ = ["IpcWeightSync", "PayloadWeightSync"]
 class PayloadWeightSync(WeightSync):
     """Buckets are objects of the run: Ray's store keeps them once per node, in one process they are handed over."""
 
-    def _move(self, plan: RefitPlan) -> None:
+    def _move(self, plan: RefitPlan, all_sent: Callable[[], None]) -> None:
         parties = self._parties
         num_buckets = parties.run_policy(ask(PolicyWorker.begin_refit, plan=plan, on_device=False))[0]
         parties.run_engines(ask(RefitTarget.begin_refit, plan=plan))
-        for _ in range(num_buckets):
+        for number in range(1, num_buckets + 1):
             call = Call(request=ask(PolicyWorker.next_bucket), stage=STAGE, timeout_s=parties.timeout_s)
             bucket = parties.policy.run_for_payload(call)
+            if number == num_buckets:
+                all_sent()
             parties.run_engines(ask(RefitTarget.load_bucket, bucket=bucket.stand_in()))
 
 
@@ -33,7 +37,7 @@ class IpcWeightSync(WeightSync):
 
     buffer_is_on_device = True
 
-    def _move(self, plan: RefitPlan) -> None:
+    def _move(self, plan: RefitPlan, all_sent: Callable[[], None]) -> None:
         parties = self._parties
         num_buckets = parties.run_policy(ask(PolicyWorker.begin_refit, plan=plan, on_device=True))[0]
         by_device = {handle.device_id: handle for handle in parties.run_policy(ask(PolicyWorker.share_refit_buffer))}
@@ -50,6 +54,8 @@ class IpcWeightSync(WeightSync):
                 for engine, device in devices.items()
             }
         )
-        for _ in range(num_buckets):
+        for number in range(1, num_buckets + 1):
             parties.run_policy(ask(PolicyWorker.fill_bucket))
+            if number == num_buckets:
+                all_sent()
             parties.run_engines(ask(RefitTarget.load_bucket))

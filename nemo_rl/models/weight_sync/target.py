@@ -78,12 +78,13 @@ class RefitTarget(ABC):
         return {}
 
     def answer_receipt(self, probe: Probe | None) -> Answer:
-        """What this engine holds, and how it scores the probe on its decode path.
+        """(ready to generate when it returns) What this engine holds, and how it scores the probe on its decode path.
 
         Args:
             probe: None: fingerprints alone.
         """
         assert isinstance(self, GenerationInterface), "an engine generates"
+        self.prepare_for_generation()
         held, tied = self.fingerprints(), self.tied_names
         if probe is None:
             return Answer(fingerprints=held, aliases=tied, version=self.weight_version)

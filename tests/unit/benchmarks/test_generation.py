@@ -56,12 +56,15 @@ def test_figures_are_medians_and_every_bound_can_be_missed() -> None:
     assert figures["delta_bytes_ratio_1e6"] == 0.06
     assert figures["refit_0.5M_payload_delta_mb"] == 0.05 and figures["refit_0.5M_payload_dense_mb"] == 1.0
     steps = [
-        ReceiptSample(has_receipt=on, step_s=0.9, refit_s=0.1 + on * ms / 1e3, receipt_ms=ms)
+        ReceiptSample(
+            has_receipt=on, step_s=0.9, refit_s=0.1 + on * ms / 1e3, receipt_ms=ms, is_scored=bool(on) and ms > 5
+        )
         for on in (0, 1)
-        for ms in (5, 10, 90)
+        for ms in (5, *[10] * 8, 90)
     ]
     figures |= receipt_figures(steps) | {"faults_caught": 12.0, "false_alarms": 0.0}
     assert figures["receipt_pct_of_step"] == pytest.approx(1.0) and figures["receipt_ms"] == 10
+    assert figures["receipt_scored_ms"] == 10 and figures["receipt_scored_share"] == 0.9
     assert check_figures(figures, HOLDS) == []
     slow = [speed("hf_generate", cpu_s=1.0), speed("vllm", cpu_s=1.5), speed("embedded", cpu_s=1.5)]
     found = {"receipt_pct_of_step": 2.1, "faults_caught": 11.0, "false_alarms": 1.0}

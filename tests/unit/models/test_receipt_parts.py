@@ -11,6 +11,7 @@ from nemo_rl.models.weight_sync.receipt.compare import behaviour_problems, conte
 from nemo_rl.models.weight_sync.receipt.fingerprint import BLOCK, ROWS_AT_ONCE, fingerprints
 from nemo_rl.models.weight_sync.receipt.probe import make_probe
 from nemo_rl.models.weight_sync.receipt.records import Answer, Tolerance
+from nemo_rl.models.weight_sync.receipt.turns import ProbeTurns
 
 LARGE = BLOCK * (ROWS_AT_ONCE + 2) * 2 + 3
 """Float32 numbers: more than one round of rows, a rest, and bytes that fill no word."""
@@ -70,8 +71,9 @@ def test_the_probe_has_rows_that_share_a_long_prompt_and_fits_the_longest_row():
 def test_the_batch_marks_the_responses():
     probe = make_probe(vocab_size=50, max_length=20, num_tokens=12)
     batch = probe.batch()
-    marked = batch.tensor("input_ids")[batch.tensor("token_mask")]
-    assert tuple(marked.tolist()) == probe.token_ids
+    marked = batch.tensor("input_ids")[batch.tensor("token_mask")].tolist()
+    assert len(batch.tensor("input_ids")) == 4, "every prompt once"
+    assert probe.spread(marked) == probe.token_ids
 
 
 def test_a_nan_is_never_within_a_tolerance():
@@ -99,3 +101,18 @@ def test_a_weight_that_is_missing_or_left_untied_is_named():
     assert content_problems({"a": "1", "b": "3"}, {"a": "2"}, answer) == (
         "2 of 3 weights are not what was sent: b is missing, head is that of the version before"
     )
+
+
+@pytest.mark.parametrize(
+    ("step_s", "turns"), [(60.0, list(range(15))), (0.9, [0, 1, 2, 3, 5, 7, 9, 11, 13]), (0.0, [0, 1, 2, 3, 13])]
+)
+def test_rows_are_scored_as_often_as_their_share_of_the_time_allows(step_s, turns):
+    now = 0.0
+    plan, found = ProbeTurns(None, clock=lambda: now), []
+    for number in range(15):
+        now += step_s
+        has_probe = plan.is_due()
+        if has_probe:
+            found.append(number)
+        plan.done(0.03 if has_probe else 0.005, has_probe=has_probe)
+    assert found == turns

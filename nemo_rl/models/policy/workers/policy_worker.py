@@ -221,7 +221,7 @@ class PolicyWorker:
             batch = probe.batch()
             scored_NT = self.passes.score(batch)
             if self.layout.is_writer(self.rank):
-                logprobs = tuple(scored_NT[batch.tensor("token_mask")].tolist())
+                logprobs = probe.spread(scored_NT[batch.tensor("token_mask")].tolist())
         return Sent(fingerprints=sent, logprobs=logprobs, seconds=time.monotonic() - started)
 
     def open_refit_store(self, *, address: str, world_size: int, timeout_s: float) -> int:

@@ -26,7 +26,7 @@ SEED = 77
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
-    """Rows of a prompt and a response that is given, token by token."""
+    """Rows of a prompt and a response that is given, token by token; one prompt has one response."""
 
     prompts: tuple[tuple[int, ...], ...]
     """Of each row; rows of one prompt follow each other."""
@@ -61,13 +61,26 @@ class Probe:
             forced=self.responses,
         )
 
+    def spread(self, scored: Sequence[float]) -> tuple[float, ...]:
+        """One number for each of `token_ids`, of numbers for those of the rows of `batch`."""
+        of_prompt, start = dict[tuple[int, ...], Sequence[float]](), 0
+        for prompt, response in self._distinct().items():
+            of_prompt[prompt] = scored[start : start + len(response)]
+            start += len(response)
+        return tuple(number for prompt in self.prompts for number in of_prompt[prompt])
+
+    def _distinct(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        """Prompt -> response."""
+        return dict(zip(self.prompts, self.responses, strict=True))
+
     def batch(self) -> BatchedDataDict:
-        """For the policy: `token_mask` marks the responses."""
-        rows = [(*prompt, *response) for prompt, response in zip(self.prompts, self.responses, strict=True)]
+        """For the policy: every prompt once; `token_mask` marks the responses."""
+        prompts, responses = zip(*self._distinct().items(), strict=True)
+        rows = [(*prompt, *response) for prompt, response in zip(prompts, responses, strict=True)]
         lengths = torch.tensor([len(row) for row in rows])
         width = int(lengths.max())
         places = torch.arange(width)
-        starts = torch.tensor([len(prompt) for prompt in self.prompts])
+        starts = torch.tensor([len(prompt) for prompt in prompts])
         return BatchedDataDict(
             {
                 "input_ids": torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=torch.int32),
@@ -94,9 +107,12 @@ def make_probe(*, vocab_size: int, max_length: int, num_tokens: int, left_out: C
     def draw(count: int) -> tuple[int, ...]:
         return tuple(rng.choice(ids) for _ in range(count))
 
-    prompts = [draw(_cut(length, max_length - new)) for length in (LONG, LESS_LONG, SHORT, SHORTEST)]
-    rows: Sequence[tuple[int, ...]] = (prompts[0], prompts[0], prompts[1], prompts[1], prompts[2], prompts[3])
-    return Probe(prompts=tuple(rows), responses=tuple(draw(new) for _ in rows))
+    long, less_long, short, shortest = [
+        draw(_cut(length, max_length - new)) for length in (LONG, LESS_LONG, SHORT, SHORTEST)
+    ]
+    rows = (long, long, less_long, less_long, short, shortest)
+    responses = {prompt: draw(new) for prompt in rows}
+    return Probe(prompts=rows, responses=tuple(responses[prompt] for prompt in rows))
 
 
 def _cut(length: int, room: int) -> int:

@@ -1,8 +1,8 @@
 """`Receipts`: the driver's side of the proof that engines sample from the weights that they were sent.
 
-`WeightSync.sync` opens a receipt when the weights have moved, while the policy still has them ready, and closes it when
-all engines are ready, before anything is sampled. The driver compares small numbers alone: a fingerprint of each
-weight, and log-probabilities of the probe. Invariant: `close` returns only for a refit that was proved.
+`WeightSync.sync` opens a receipt when the policy has sent all weights, while it still has them ready, and closes it
+when all engines have loaded them, before anything is sampled. The driver compares small numbers alone: a fingerprint
+of each weight, and log-probabilities of the probe. Invariant: `close` returns only for a refit that was proved.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from nemo_rl.models.weight_sync.receipt.compare import (
 )
 from nemo_rl.models.weight_sync.receipt.probe import Probe
 from nemo_rl.models.weight_sync.receipt.records import Answer, Receipt, ReceiptSpec, Sent, Tolerance
+from nemo_rl.models.weight_sync.receipt.turns import ProbeTurns
 from nemo_rl.models.weight_sync.target import RefitTarget
 
 __all__ = ["Parties", "Receipts"]
@@ -58,7 +59,7 @@ class Receipts:
 
     def __init__(self, parties: Parties, spec: ReceiptSpec) -> None:
         self._parties, self._spec = parties, spec
-        self._num_taken = 0
+        self._turns = ProbeTurns(spec.every)
         self._before: Mapping[str, str] = {}
         self._sent: Pending[list[Sent]] = Pending.done([])
         self._probe: Probe | None = None
@@ -66,17 +67,17 @@ class Receipts:
         """None before the first refit that was proved."""
 
     def open(self, *, has_new_engines: bool) -> None:
-        """When the weights have moved, while the policy still has them ready: it answers without being waited for.
+        """When the weights are sent, while the policy still has them ready: it answers without being waited for.
 
         The probe is scored when it is its turn, or an engine is new.
         """
-        is_due = has_new_engines or self._num_taken % self._spec.every == 0
+        is_due = has_new_engines or self._turns.is_due()
         self._probe = self._spec.probe if is_due else None
         request = ask(PolicyWorker.answer_receipt, probe=self._probe)
         self._sent = self._parties.policy.submit(Call(request=request, stage=STAGE, timeout_s=self._parties.timeout_s))
 
     def close(self, version: int) -> Receipt:
-        """When all engines are ready: what they hold, and what they compute with it.
+        """When all engines have loaded: they are ready to generate, and say what they hold and compute with it.
 
         Raises:
             RefitMismatch: an engine does not sample from these weights; names it, and weights or the difference.
@@ -88,12 +89,13 @@ class Receipts:
         sent, logprobs = ranks[0].fingerprints, next((rank.logprobs for rank in ranks if rank.logprobs), None)
         self._check_content(version, sent, answers)
         apart = None if logprobs is None else self._check_behaviour(version, logprobs, answers)
-        self._before, self._num_taken = sent, self._num_taken + 1
+        self._before, seconds = sent, time.monotonic() - started
+        self._turns.done(seconds + max(rank.seconds for rank in ranks), has_probe=self._probe is not None)
         return Receipt(
             version=version,
             num_engines=len(answers),
             num_tensors=len(sent),
-            seconds=time.monotonic() - started,
+            seconds=seconds,
             gap=None if apart is None else apart.of_policy,
             replica_gap=None if apart is None else apart.of_replicas,
             tolerance=self.tolerance,

@@ -15,8 +15,8 @@ class ReceiptSpec:
     """How receipts of a run are taken."""
 
     probe: Probe
-    every: int
-    """Syncs from one with the probe to the next; fingerprints are compared after each."""
+    every: int | None
+    """Syncs from one with the probe to the next; None: as `ProbeTurns` has it. Fingerprints are compared after each."""
     tolerance: float | None
     """Largest mean difference of log-probabilities; None: measured at the first sync."""
     precision: str
