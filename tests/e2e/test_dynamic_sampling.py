@@ -242,7 +242,7 @@ def test_estimators_over_the_whole_step_see_groups_that_differ_alone(name: str, 
 
 def test_a_round_that_is_larger_than_the_data_is_refused_before_anything_starts(model: Path, tmp_path: Path) -> None:
     run = Watched(tmp_path, model, batch_multiplier=17.0)
-    said = r"num_prompts_per_step 4 x grpo.batch_multiplier 17 = 68 prompts, got 64; .* lower batch_multiplier"
+    said = r"num_prompts_per_step=4 x grpo.batch_multiplier 17 = 68 prompts, got 64; .* lower batch_multiplier"
     with pytest.raises(UserError, match=said) as refused:
         preflight(run.config)
     assert not isinstance(refused.value, DatasetError) and not run.log_dir.exists()

@@ -149,12 +149,12 @@ def _bytes_of(path: Path) -> int:
 
 def too_few_prompts(grpo: GRPOConfig, found: int) -> str:
     """What is said of so many prompts for training."""
-    if not grpo.use_dynamic_sampling or found < grpo.num_prompts_per_step:
-        needed, lower = f"grpo.num_prompts_per_step={grpo.num_prompts_per_step}", "it"
-    else:
-        needed = f"grpo.num_prompts_per_step {grpo.num_prompts_per_step} x grpo.batch_multiplier "
-        needed, lower = f"{needed}{grpo.batch_multiplier:g} = {grpo.prompts_per_round}", "batch_multiplier"
-    return f"data.train: expected at least {needed} prompts, got {found}; add prompts or lower {lower}"
+    is_round = grpo.use_dynamic_sampling and found >= grpo.num_prompts_per_step
+    times = f" x grpo.batch_multiplier {grpo.batch_multiplier:g} = {grpo.prompts_per_round}" if is_round else ""
+    return (
+        f"data.train: expected at least grpo.num_prompts_per_step={grpo.num_prompts_per_step}{times} prompts, got "
+        f"{found}; add prompts or lower {'batch_multiplier' if is_round else 'it'}"
+    )
 
 
 def _unknown_tokens(subject: Subject, what: str, ids: tuple[int, ...]) -> list[str]:
