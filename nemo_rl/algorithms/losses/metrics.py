@@ -11,34 +11,45 @@ import torch
 from nemo_rl.models.divergence import js, k3
 from nemo_rl.utils.metrics import Max, Mean, Min, Reduction, Sum
 
-__all__ = ["extremes", "policy_metrics", "total", "weighted_mean"]
+__all__ = ["extremes", "mismatch_metrics", "policy_metrics", "total", "weighted_mean"]
 
 
 def policy_metrics(
-    *, logprobs_NT: torch.Tensor, log_ratio_NT: torch.Tensor, gap_NT: torch.Tensor, weight_NT: torch.Tensor
+    *, logprobs_NT: torch.Tensor, log_ratio_NT: torch.Tensor, weight_NT: torch.Tensor
 ) -> dict[str, Reduction]:
     """Args: without regard to gradients.
 
     logprobs_NT: log pi.
     log_ratio_NT: log(pi / pi_old).
-    gap_NT: log(pi_old / pi_gen), or log(pi / pi_gen) where pi_gen stands for pi_old.
     """
     mask_NT = weight_NT > 0
     with torch.no_grad():
         ratio_M = log_ratio_NT[mask_NT].exp()
         return {
-            # From samples of pi_old, of pi_gen the next three.
+            # From samples of pi_old.
             "policy_kl": weighted_mean(k3(log_ratio_NT), weight_NT),
-            "gen_kl_error": weighted_mean(k3(gap_NT), weight_NT),
-            "js_divergence_error": weighted_mean(js(gap_NT), weight_NT),
-            # Its mean is 1 where both are one distribution, or cover the same tokens.
-            "gen_probs_ratio": weighted_mean(gap_NT.exp(), weight_NT),
-            "token_mult_prob_error": weighted_mean(gap_NT.abs().exp(), weight_NT),
             "probs_ratio": weighted_mean(log_ratio_NT.exp(), weight_NT),
             **extremes("probs_ratio", ratio_M),
             "approx_entropy": weighted_mean(-logprobs_NT, weight_NT),
             "valid_tokens": Sum(total(weight_NT)),
             "valid_sequences": Sum(total(weight_NT.amax(1))),
+        }
+
+
+def mismatch_metrics(gap_NT: torch.Tensor, weight_NT: torch.Tensor) -> dict[str, Reduction]:
+    """How far trainer and sampler are apart on what was sampled.
+
+    Args:
+        gap_NT: log(pi_old / pi_gen); log(pi / pi_gen) of the first update where pi_gen stands for pi_old.
+    """
+    with torch.no_grad():
+        return {
+            # From samples of pi_gen.
+            "gen_kl_error": weighted_mean(k3(gap_NT), weight_NT),
+            "js_divergence_error": weighted_mean(js(gap_NT), weight_NT),
+            # Its mean is 1 where both are one distribution, or cover the same tokens.
+            "gen_probs_ratio": weighted_mean(gap_NT.exp(), weight_NT),
+            "token_mult_prob_error": weighted_mean(gap_NT.abs().exp(), weight_NT),
         }
 
 

@@ -25,7 +25,7 @@ import torch
 
 from nemo_rl.algorithms.losses.kl import KlTerm, kl_term
 from nemo_rl.algorithms.losses.masks import token_weights, weighed
-from nemo_rl.algorithms.losses.metrics import extremes, policy_metrics, total, weighted_mean
+from nemo_rl.algorithms.losses.metrics import extremes, mismatch_metrics, policy_metrics, total, weighted_mean
 from nemo_rl.algorithms.losses.normalization import normalize
 from nemo_rl.algorithms.losses.off_policy import LOG_BOUND, Correction, off_policy_weights
 from nemo_rl.algorithms.losses.term import PolicyInputs, PolicyTerm, TermOutput
@@ -100,9 +100,11 @@ class PolicyLoss:
         metrics = policy_metrics(
             logprobs_NT=inputs.logprobs_NT.detach(),
             log_ratio_NT=inputs.log_ratio_NT.detach(),
-            gap_NT=tokens.gap_NT,
             weight_NT=weight_NT,
         )
+        if self.prev_field != GENERATION or scale.is_first_update:
+            # Later updates have moved away from the sampler, which here stands for pi_old.
+            metrics |= mismatch_metrics(tokens.gap_NT, weight_NT)
         metrics |= _share_metrics(tokens, found, correction)
         metrics["actor_loss"] = Sum(loss.item())
         if config.reference_policy_kl_penalty > 0:

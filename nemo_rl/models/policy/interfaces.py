@@ -39,6 +39,8 @@ class LossScale:
     """Sum of token_mask * sample_mask over the tokens that are predicted (position 0 never is)."""
     valid_sequences: float
     """Sum of sample_mask over rows with at least one valid token."""
+    is_first_update: bool = True
+    """Of the step: the policy is still the one that has sampled its rows, but for rows of earlier steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

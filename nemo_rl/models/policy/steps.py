@@ -160,7 +160,10 @@ def loss_scales(
             rows = torch.tensor([row for rows in microbatches for row in rows], dtype=torch.int64, device=device)
             counts[2 * i : 2 * i + 2] = float((tokens_N * weight_N)[rows].sum()), float(weight_N[rows].sum())
     total = all_reduce_sum(counts, device=device)
-    return [LossScale(valid_tokens=total[i], valid_sequences=total[i + 1]) for i in range(0, len(total), 2)]
+    return [
+        LossScale(valid_tokens=total[i], valid_sequences=total[i + 1], is_first_update=i == 0)
+        for i in range(0, len(total), 2)
+    ]
 
 
 def all_reduce_sum(values: Sequence[float], *, device: torch.device) -> list[float]:

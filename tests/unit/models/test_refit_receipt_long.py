@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,10 +12,11 @@ import pytest
 from nemo_rl.models.generation.torch_engine.worker import EngineWorker
 from nemo_rl.models.weight_sync.colocated import PayloadWeightSync
 from tests.helpers.engine_child import NO_VLLM, has_vllm, vllm_child, vllm_policy
-from tests.helpers.faulty_engines import write_receipt_model
+from tests.helpers.faulty_engines import FaultyVllm, FaultyWorker, write_receipt_model
 from tests.helpers.kernel_models import write_dense
 from tests.helpers.receipt_bench import Bench, Proxy, parties_of, policy_of
 from tests.helpers.tiny_model import tiny_policy
+from tests.unit.models.test_refit_receipt import IN_VLLM, NAMED, check_found
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 
@@ -63,3 +64,27 @@ def test_no_false_alarm_in_200_refits(tmp_path, engine, kind, precision):
         f"tolerance {limits.of_policy:.2g}\n"
     )
     assert len(gaps) == SYNCS and max(gaps) > 0
+
+
+def test_every_fault_is_found_in_bfloat16(tmp_path):
+    """Where rounding hides what a fault changes, it shows in fingerprints, or is large."""
+    folder = write_receipt_model(tmp_path / "model")
+    config = tiny_policy(folder, precision="bfloat16")
+    with policy_of(config) as policy:
+        engine = FaultyWorker.from_config(config)
+        parties = parties_of(config, [engine], policy)
+        check_all(Bench(parties=parties, sync=PayloadWeightSync(parties), plant=engine.plant), NAMED)
+        engine.shutdown()
+        if not has_vllm():
+            pytest.skip(NO_VLLM)
+        config = vllm_policy(folder, precision="bfloat16")
+        with vllm_child(config, build=FaultyVllm) as child:
+            proxy = Proxy(child)
+            parties = parties_of(config, [proxy], policy)
+            check_all(Bench(parties=parties, sync=PayloadWeightSync(parties), plant=proxy.plant), IN_VLLM)
+
+
+def check_all(bench: Bench, faults: Mapping[str, str]) -> None:
+    bench.sync.sync(0)
+    for fault, said in faults.items():
+        check_found(bench, fault, said)

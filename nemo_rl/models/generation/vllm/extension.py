@@ -23,6 +23,10 @@ from nemo_rl.models.weight_sync.receipt.fingerprint import Fingerprints
 __all__ = ["RefitExtension", "pack"]
 
 
+COLUMNS = 8
+"""Of a packed weight that are compared, at least, where it has as many."""
+
+
 def pack(named: list[tuple[str, torch.Tensor]]) -> bytes:
     """Weights for workers in other processes: messages to them hold no tensors."""
     # Experts share the memory of their layer, which the format refuses.
@@ -80,6 +84,23 @@ class RefitExtension:
     def loaded_fingerprints(self) -> dict[str, str]:
         """Name in files -> fingerprint of what the model's loaders were given since `begin_weights`."""
         return self.loaded.result()
+
+    def stale_copies(self) -> list[str]:
+        """Layers whose packed copy has other values than the weight that they keep beside it, as a tied head does.
+
+        A product with a unit vector is a column of the weight, to the last bit.
+        """
+        found = []
+        for name, layer in self.model_runner.get_model().named_modules():
+            if not hasattr(layer, "cpu_linear") or layer.weight.dim() != 2:
+                # Not packed, or the packed one is all that there is.
+                continue
+            weight = layer.weight
+            columns = torch.arange(0, weight.shape[1], max(1, weight.shape[1] // COLUMNS))
+            units = torch.nn.functional.one_hot(columns, weight.shape[1]).to(weight.dtype)
+            if not torch.equal(layer.quant_method.apply(layer, units), weight[:, columns].T):
+                found.append(name)
+        return found
 
     def _finalize(self, model: torch.nn.Module) -> None:
         with set_current_vllm_config(self.vllm_config):

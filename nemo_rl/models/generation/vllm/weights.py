@@ -78,7 +78,7 @@ class VllmWeights:
         self._hand("finish_weights", ())
 
     def fingerprints(self) -> Mapping[str, str]:
-        """Name -> fingerprint of what came last; of what vLLM loaded in its place, where that is something else."""
+        """Name -> fingerprint of what came last; of what vLLM has loaded in its place, where that is something else."""
         handed, found = self._parts.result(), self._fingerprints.result()
         for loaded in self._hand("loaded_fingerprints", ()):
             assert isinstance(loaded, Mapping), "the workers answer by name"
@@ -89,4 +89,10 @@ class VllmWeights:
                     is_whole = len(files) == 1
                     got = loaded.get(wrong[0], "nothing")
                     found[name] = got if is_whole else f"{got} in vLLM as {name_some(wrong)}"
+        for layers in self._hand("stale_copies", ()):
+            assert isinstance(layers, list), "the workers answer with names"
+            for layer in layers:
+                name = f"{layer}.weight"
+                # A tied weight came under the name of the other.
+                found[self._first.get(name, name)] = f"other values in the packed copy of vLLM's {layer}"
         return found

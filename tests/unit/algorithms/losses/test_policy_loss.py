@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -152,6 +153,25 @@ def test_old_policy_comes_from_the_named_column() -> None:
     metrics = values(loss_fn(batch.tensor("generation_logprobs"), batch, scale=_scale(batch)).metrics)
     assert metrics["probs_ratio_max"] == 1.0
     assert metrics["gen_kl_error"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("prev_field", "is_first", "tells"),
+    [
+        ("prev_logprobs", True, True),
+        ("prev_logprobs", False, True),
+        ("generation_logprobs", True, True),
+        ("generation_logprobs", False, False),
+    ],
+)
+def test_the_mismatch_is_that_of_the_weights_that_have_sampled(prev_field: str, is_first: bool, tells: bool) -> None:
+    batch = tiny_batch(6)
+    loss_fn = PolicyLoss(config=LossConfig(), prev_field=prev_field)
+    scale = replace(_scale(batch), is_first_update=is_first)
+    metrics = values(loss_fn(batch.tensor("prev_logprobs"), batch, scale=scale).metrics)
+    mismatch = {"gen_kl_error", "js_divergence_error", "gen_probs_ratio", "token_mult_prob_error"}
+    assert mismatch & metrics.keys() == (mismatch if tells else set())
+    assert metrics["policy_kl"] >= 0
 
 
 def test_the_reference_is_read_only_with_a_penalty() -> None:
