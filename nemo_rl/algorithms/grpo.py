@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypedDict
 
 import torch
@@ -34,8 +34,10 @@ from nemo_rl.experience.payload import RowScalars
 __all__ = [
     "ScoredRows",
     "TrainRows",
+    "less_penalties",
     "plan_logprobs",
     "plan_train",
+    "rewards_of",
     "rows_of_equal_groups",
     "score_rows",
     "select_train_rows",
@@ -51,21 +53,42 @@ class ScoredRows:
     """`[N]` float32."""
     sample_mask: torch.Tensor
     """`[N]` float32, the weight of each row in the loss; 0 leaves it out."""
+    is_trained_group: torch.Tensor
+    """`[N]` bool: the row's group is not left out for its equal rewards."""
+    had_weight: torch.Tensor
+    """`[N]` bool: the row had a weight before its log-probabilities were looked at."""
 
     def select(self, rows: Sequence[int]) -> ScoredRows:
         """The same numbers of `rows`, in that order."""
         index = torch.as_tensor(rows, dtype=torch.int64)
         return ScoredRows(
-            stats=self.stats.select(rows), advantages=self.advantages[index], sample_mask=self.sample_mask[index]
+            stats=self.stats.select(rows),
+            advantages=self.advantages[index],
+            sample_mask=self.sample_mask[index],
+            is_trained_group=self.is_trained_group[index],
+            had_weight=self.had_weight[index],
         )
 
     def concat(self, *others: ScoredRows) -> ScoredRows:
         """Rows of this one, then those of the others, which have other groups."""
+        parts = (self, *others)
         return ScoredRows(
             stats=self.stats.concat(*(other.stats for other in others)),
-            advantages=torch.cat([self.advantages, *(other.advantages for other in others)]),
-            sample_mask=torch.cat([self.sample_mask, *(other.sample_mask for other in others)]),
+            advantages=torch.cat([part.advantages for part in parts]),
+            sample_mask=torch.cat([part.sample_mask for part in parts]),
+            is_trained_group=torch.cat([part.is_trained_group for part in parts]),
+            had_weight=torch.cat([part.had_weight for part in parts]),
         )
+
+    def with_advantages(self, rows: Sequence[int], advantages: torch.Tensor) -> ScoredRows:
+        """The same with other advantages of some rows."""
+        index = torch.as_tensor(rows, dtype=torch.int64)
+        return replace(self, advantages=self.advantages.index_copy(0, index, advantages.float()))
+
+    def with_weights(self, rows: Sequence[int], weights: torch.Tensor) -> ScoredRows:
+        """The same with other weights of some rows."""
+        index = torch.as_tensor(rows, dtype=torch.int64)
+        return replace(self, sample_mask=self.sample_mask.index_copy(0, index, weights))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,26 +101,35 @@ class TrainRows:
     """Rows of each optimizer step."""
 
 
-def score_rows(carry: RowScalars, group_uids: Sequence[str], config: GRPOConfig) -> ScoredRows:
+def score_rows(
+    carry: RowScalars, group_uids: Sequence[str], config: GRPOConfig, *, per_token: bool = False
+) -> ScoredRows:
     """Group statistics, advantages, and the weight of each row.
 
     Args:
         group_uids: of each row; rows of a group need not be neighbours, and may be those of several steps.
+        per_token: advantages are not the driver's, and 0 here.
     """
     rewards = torch.tensor(carry.rewards, dtype=torch.float32)
     # Which groups are trained is decided on rewards as they were scored: a penalty for length makes all groups differ.
     stats = group_statistics(rewards, group_uids)
-    if config.reward_scaling.enabled or config.reward_shaping.enabled:
-        shaped = shaped_rewards(carry, config.reward_scaling, config.reward_shaping)
-        advantages = _advantages(shaped, stats.of(shaped), carry, config)
-    else:
-        advantages = _advantages(rewards, stats, carry, config)
+    advantages = torch.zeros(len(rewards))
+    if not per_token:
+        advantages = _advantages(carry, rewards_of(carry, config), stats, config)
     weight = torch.ones(len(rewards))
     if config.overlong_filtering:
         weight[torch.tensor(carry.truncated)] = 0.0
+    is_trained_group = torch.ones(len(rewards), dtype=torch.bool)
     if config.leaves_equal_groups_out:
-        weight[rows_of_equal_groups(carry, stats, config)] = 0.0
-    return ScoredRows(stats=stats, advantages=advantages, sample_mask=weight)
+        is_trained_group = ~rows_of_equal_groups(carry, stats, config)
+        weight[~is_trained_group] = 0.0
+    return ScoredRows(
+        stats=stats,
+        advantages=advantages,
+        sample_mask=weight,
+        is_trained_group=is_trained_group,
+        had_weight=weight > 0,
+    )
 
 
 def rows_of_equal_groups(carry: RowScalars, stats: GroupStats, config: GRPOConfig) -> torch.Tensor:
@@ -115,12 +147,43 @@ def rows_of_equal_groups(carry: RowScalars, stats: GroupStats, config: GRPOConfi
     return is_equal_N
 
 
-def _advantages(rewards: torch.Tensor, stats: GroupStats, rows: RowScalars, config: GRPOConfig) -> torch.Tensor:
-    """`[N]` float32, clipped, whichever estimator the recipe names."""
+def rewards_of(carry: RowScalars, config: GRPOConfig) -> torch.Tensor:
+    """`[N]` float32: what becomes advantages, scaled and shaped as the recipe says."""
+    if config.reward_scaling.enabled or config.reward_shaping.enabled:
+        return shaped_rewards(carry, config.reward_scaling, config.reward_shaping)
+    return torch.tensor(carry.rewards, dtype=torch.float32)
+
+
+def less_penalties(
+    scored: ScoredRows, carry: RowScalars, config: GRPOConfig, *, rows: Sequence[int], penalties: torch.Tensor
+) -> ScoredRows:
+    """Advantages again, of rewards less a penalty of each row of a trained group; the others keep theirs.
+
+    Args:
+        rows: those that have a penalty: at least every row of a trained group.
+        penalties: `[n]` float64.
+    """
+    index = torch.as_tensor(rows, dtype=torch.int64)
+    is_known_N = torch.zeros(len(carry), dtype=torch.bool).index_fill(0, index, True)
+    assert bool((is_known_N | ~scored.is_trained_group).all()), "a group without the penalties of all its rows"
+    penalty_N = torch.zeros(len(carry), dtype=torch.float64).index_copy(0, index, penalties)
+    # Which of the other rows the workers have seen depends on the layout.
+    penalty_N = torch.where(scored.is_trained_group, penalty_N, 0.0)
+    rewards = (rewards_of(carry, config).double() - penalty_N).float()
+    return replace(scored, advantages=_advantages(carry, rewards, scored.stats, config))
+
+
+def _advantages(carry: RowScalars, rewards: torch.Tensor, stats: GroupStats, config: GRPOConfig) -> torch.Tensor:
+    """`[N]` float32, clipped, whichever estimator the recipe names.
+
+    Args:
+        stats: of the same groups, whatever rewards they are of.
+    """
+    stats = stats.of(rewards)
     key, name = "grpo.adv_estimator.name", config.adv_estimator.name
     estimator: AdvantageEstimator = ADVANTAGE_ESTIMATORS.load(name, key=key)(config=config)
     takes_rows = "rows" in inspect.signature(estimator).parameters
-    advantages = estimator(rewards, stats, **({"rows": rows} if takes_rows else {}))
+    advantages = estimator(rewards, stats, **({"rows": carry} if takes_rows else {}))
     if not isinstance(advantages, torch.Tensor) or advantages.shape != rewards.shape:
         got = list(advantages.shape) if isinstance(advantages, torch.Tensor) else type(advantages).__name__
         raise ConfigError(f"{key}: {name!r}: expected one advantage per row, a tensor [{len(rewards)}], got {got}")
@@ -131,27 +194,36 @@ def _advantages(rewards: torch.Tensor, stats: GroupStats, rows: RowScalars, conf
 
 
 def select_train_rows(
-    scored: ScoredRows, lengths: Sequence[int], policy: PolicyConfig, *, layout: ParallelLayout
+    scored: ScoredRows,
+    lengths: Sequence[int],
+    policy: PolicyConfig,
+    *,
+    layout: ParallelLayout,
+    whole_groups: bool = False,
 ) -> TrainRows:
     """Leaves rows without weight out, keeping each row in the optimizer step it belongs to.
+
+    With `whole_groups` rows of trained groups stay though they have no weight: the advantages of the others need their
+    tokens.
 
     A step that keeps fewer rows than it needs microbatches is filled up with its shortest rows of weight 0, so that
     every rank has as many; a step that keeps none is skipped. Fixed microbatches keep all rows: their number must
     divide.
     """
     num_rows, size = len(scored.sample_mask), policy.train_global_batch_size
-    has_weight = (scored.sample_mask > 0).tolist()
+    has_weight = scored.sample_mask > 0
+    stays = (scored.is_trained_group if whole_groups and bool(has_weight.any()) else has_weight).tolist()
     rows: list[int] = []
     sizes: list[int] = []
     for start in range(0, num_rows, size):
         members = range(start, min(start + size, num_rows))
-        kept = [i for i in members if has_weight[i]]
+        kept = [i for i in members if stays[i]]
         if not kept:
             continue
         if not _is_capped(policy):
             kept = list(members)
         else:
-            fillers = sorted((i for i in members if not has_weight[i]), key=lambda i: -lengths[i])
+            fillers = sorted((i for i in members if not stays[i]), key=lambda i: -lengths[i])
             while fillers and len(kept) < _rows_needed([lengths[i] for i in kept], policy, layout):
                 kept.append(fillers.pop())
         rows += kept

@@ -27,12 +27,14 @@ from nemo_rl.algorithms.preflight.checks import preflight
 from nemo_rl.algorithms.preflight.inputs import too_few_prompts
 from nemo_rl.algorithms.process_environment import run_environment
 from nemo_rl.algorithms.recipe_loss import build_loss
+from nemo_rl.algorithms.row_measures import RowMeasures
 from nemo_rl.algorithms.run_folder import CONFIG_FILE, RECORDS, cut_rollouts, open_run_folders
 from nemo_rl.algorithms.stages.bodies import build_stages
 from nemo_rl.algorithms.stages.columns import StageColumns, fetched_fields, stage_columns
 from nemo_rl.algorithms.stages.dynamic_sampling import DynamicRollout
 from nemo_rl.algorithms.stages.stage import StageTools
 from nemo_rl.algorithms.step_tracing import LiveTracing, StepTracing, open_tracing
+from nemo_rl.algorithms.token_estimator import token_estimator
 from nemo_rl.config.parts import ENGINE_TRAITS, EngineTraits
 from nemo_rl.config.render import to_yaml
 from nemo_rl.config.schema import MasterConfig
@@ -144,6 +146,8 @@ def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | Non
             policy=policy,
             rollout=rollout,
             loss_fn=loss_fn,
+            measures=RowMeasures.of(config),
+            token_estimator=token_estimator(config),
             cost=sequence_cost(TransformerShape.from_config(model_config.get_text_config().to_dict())),
         )
         parties = RefitParties(

@@ -70,6 +70,8 @@ def step_metrics(step: StepState) -> dict[str, float]:
     metrics.update({f"rollout/{name}": value for name, value in values(step.rows.metrics).items()})
     metrics |= lag_metrics(step.rows.weight_versions, policy_version=step.policy_version)
     metrics |= pack_metrics("train", plan) | pack_metrics("logprob", logprob_plan)
+    if step.measured is not None:
+        metrics |= {f"train/{name}": value for name, value in step.measured.metrics().items()}
     if step.train is not None:
         metrics |= _training_metrics(step.train)
         metrics |= training_speed(step.train, step.stage_seconds.get(WorkerPass.TRAIN, 0.0))

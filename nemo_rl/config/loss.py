@@ -109,6 +109,9 @@ class LossConfig(Section):
     """Lower bound; null, where the type allows it: none."""
     reference_policy_kl_penalty: NonNegativeFloat = 0.01
     """Weight of the KL term; 0 skips the reference pass altogether."""
+    use_kl_in_reward: bool = False
+    """Take the KL from the rewards instead of adding it to the loss: R - `reference_policy_kl_penalty` times the row's
+    sum of log(pi_old / pi_ref), before rewards become advantages."""
     reference_policy_kl_type: KlType = "k3"
     """Estimator of the KL of one token, with x = log(pi_ref / pi): k1 is -x, k2 is x^2 / 2, k3 is exp(x) - 1 - x."""
     reference_policy_kl_gradient: KlGradient = "estimator"
@@ -118,12 +121,18 @@ class LossConfig(Section):
     use_on_policy_kl_approximation: bool = False
     """Weigh the KL of a token by pi / pi_gen, so that its mean is that of samples of pi, not of the rollout."""
     kl_input_clamp_value: PositiveFloat = 20.0
-    """Clamp of log(pi_ref / pi) before the exponential; clamped tokens are counted in the metrics."""
+    """Clamp of log(pi_ref / pi) before the exponential; clamped tokens are counted in the metrics. With
+    `use_kl_in_reward` of log(pi_old / pi_ref)."""
     kl_output_clamp_value: PositiveFloat = 10.0
     """Clamp of the KL estimate of one token."""
     entropy_coefficient: NonNegativeFloat = 0.0
     """Weight of the entropy bonus: this times the mean entropy of the tokens' distributions is subtracted from the
     loss; 0 does not compute it."""
+
+    @property
+    def adds_kl(self) -> bool:
+        """Whether the loss has a KL term."""
+        return self.reference_policy_kl_penalty > 0 and not self.use_kl_in_reward
 
     @property
     def normalization(self) -> Normalization:
@@ -141,25 +150,28 @@ class LossTraits:
     """Of `loss_fn`, which not every loss reads."""
     is_row_level: bool = False
     """Whether it has one ratio per row: then it is a mean over rows, and a correction has one weight per row."""
+    has_row_advantages: bool = False
+    """Whether it is defined for one advantage per row alone, which it puts together with the row's ratio."""
     has_own_correction: bool = False
     """Whether w enters its own ratio, so that it is neither bounded nor multiplied again."""
 
 
 _CLIPS = ("ratio_clip_min", "ratio_clip_max")
-_ROW = LossTraits(keys=(*_CLIPS, "force_on_policy_ratio"), is_row_level=True)
+_FORCED = (*_CLIPS, "force_on_policy_ratio")
+_ROW = LossTraits(keys=_FORCED, is_row_level=True, has_row_advantages=True)
 
 LOSS_TRAITS: Mapping[str, LossTraits] = {
-    "clipped_pg": LossTraits(keys=(*_CLIPS, "ratio_clip_c", "force_on_policy_ratio")),
+    "clipped_pg": LossTraits(keys=(*_FORCED, "ratio_clip_c")),
     "reinforce": LossTraits(),
     "gspo": _ROW,
-    "gspo_token": _ROW,
+    "gspo_token": LossTraits(keys=_FORCED, is_row_level=True),
     "luspo": _ROW,
     "gmpo": _ROW,
     "cispo": LossTraits(keys=_CLIPS),
     "sapo": LossTraits(keys=("sapo",)),
     "dppo_tv": LossTraits(keys=("dppo",)),
     "dppo_kl": LossTraits(keys=("dppo",)),
-    "vespo": LossTraits(keys=("vespo",), has_own_correction=True),
+    "vespo": LossTraits(keys=("vespo",), has_own_correction=True, has_row_advantages=True),
     "dro": LossTraits(keys=("dro",)),
 }
 """By the words of `LOSSES`."""

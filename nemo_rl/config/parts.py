@@ -25,6 +25,7 @@ __all__ = [
     "ENVIRONMENTS",
     "LOSSES",
     "STORES",
+    "TOKEN_ESTIMATORS",
     "TRACKERS",
     "UNKNOWN_PART",
     "EngineTraits",
@@ -118,8 +119,17 @@ ADVANTAGE_ESTIMATORS = PartKind(
         "reinforce_plus_plus_baseline": "nemo_rl.algorithms.advantages.reinforce_plus_plus:ReinforcePlusPlusBaseline",
         "gdpo": "nemo_rl.algorithms.advantages.gdpo:GDPO",
         "maxrl": "nemo_rl.algorithms.advantages.maxrl:MaxRL",
+        "optimal_token_baseline": "nemo_rl.algorithms.advantages.optimal_token_baseline:OptimalTokenBaseline",
     },
 )
+TOKEN_ESTIMATORS = PartKind(
+    what="an estimator of advantages per token",
+    builtin={
+        "reinforce_plus_plus": "nemo_rl.algorithms.advantages.reinforce_plus_plus:TokenReinforcePlusPlus",
+        "optimal_token_baseline": "nemo_rl.algorithms.advantages.optimal_token_baseline:OptimalTokenBaseline",
+    },
+)
+"""The form per token of those of `ADVANTAGE_ESTIMATORS` that have one."""
 TRAINING_ENGINES = PartKind(
     what="a training engine",
     builtin={

@@ -18,7 +18,7 @@ from nemo_rl.config.diagnostics import DiagnosticsConfig
 from nemo_rl.config.duration import TimeLimit
 from nemo_rl.config.evaluation import EvaluationConfig
 from nemo_rl.config.loss import LossConfig
-from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, DATASETS, ENVIRONMENTS, TRACKERS
+from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, DATASETS, ENVIRONMENTS, TOKEN_ESTIMATORS, TRACKERS
 from nemo_rl.config.policy import PolicyConfig, RefitTransport
 from nemo_rl.config.rewards import RewardScalingConfig, RewardShapingConfig
 
@@ -43,8 +43,8 @@ class AdvantageEstimatorConfig(Section):
     """How rewards become advantages."""
 
     name: Annotated[str, ADVANTAGE_ESTIMATORS] = "grpo"
-    """`grpo`, `dr_grpo`, `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `gdpo`, `maxrl` (see
-    docs/algorithms.md), or `module:Class` of your own, see docs/extending.md."""
+    """`grpo`, `dr_grpo`, `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `gdpo`, `maxrl`,
+    `optimal_token_baseline` (see docs/algorithms.md), or `module:Class` of your own, see docs/extending.md."""
     options: Options = Field(default_factory=dict)
     """Settings of your own estimator."""
     component_weights: dict[str, FiniteFloat] = Field(default_factory=dict)
@@ -97,6 +97,9 @@ class GRPOConfig(Section):
     """Prompts of such a round in units of `num_prompts_per_step`, rounded up."""
     overlong_filtering: bool = False
     """Give truncated samples no weight in the loss; they still count for the baseline."""
+    seq_logprob_error_threshold: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
+    """Give rows no weight in the loss whose mean of exp(|log pi_old - log pi_gen|) over their response is above this:
+    sampler and trainer disagree about them. They still count for the baseline; null: no limit."""
     use_generation_logprobs_as_prev: bool = False
     """Take the sampler's log-probabilities as pi_old instead of recomputing them in the trainer."""
     seed: int = 42
@@ -364,6 +367,14 @@ class MasterConfig(Section):
     def has_prev_logprobs_pass(self) -> bool:
         """Whether workers compute the log-probabilities of the policy before its update."""
         return not (self.grpo.use_generation_logprobs_as_prev or self.loss_fn.force_on_policy_ratio)
+
+    @property
+    def has_builtin_token_advantages(self) -> bool:
+        """Whether the estimator is a built-in one that gives every token an advantage of its own."""
+        name = self.grpo.adv_estimator.name
+        return TOKEN_ESTIMATORS.is_builtin(name) and (
+            self.loss_fn.use_kl_in_reward or TOKEN_ESTIMATORS.builtin[name] == ADVANTAGE_ESTIMATORS.builtin[name]
+        )
 
     @property
     def checkpoint_dir(self) -> Path:

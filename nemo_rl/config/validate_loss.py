@@ -9,7 +9,7 @@ from __future__ import annotations
 from nemo_rl.config.ignored import would_be_ignored
 from nemo_rl.config.loss import CORRECTIONS, LOSS_TRAITS, LossTraits
 from nemo_rl.config.parts import LOSSES
-from nemo_rl.config.rule import rules_in
+from nemo_rl.config.rule import SET_FOR_A_PASS, rules_in
 from nemo_rl.config.schema import MasterConfig
 
 __all__ = ["RULES"]
@@ -157,7 +157,7 @@ def rule_kl_keys_need_a_penalty(config: MasterConfig) -> list[str]:
         return []
     names = (
         *("reference_policy_kl_type", "reference_policy_kl_gradient", "use_on_policy_kl_approximation"),
-        *("kl_input_clamp_value", "kl_output_clamp_value"),
+        *("kl_input_clamp_value", "kl_output_clamp_value", "use_kl_in_reward"),
     )
     switch = "loss_fn.reference_policy_kl_penalty"
     return would_be_ignored(config.loss_fn, "loss_fn", names, switch=switch, because=f"{switch} is 0")
@@ -166,7 +166,7 @@ def rule_kl_keys_need_a_penalty(config: MasterConfig) -> list[str]:
 def rule_kl_has_a_gradient(config: MasterConfig) -> list[str]:
     loss, key = config.loss_fn, "loss_fn.reference_policy_kl_gradient"
     pair = (loss.reference_policy_kl_type, loss.reference_policy_kl_gradient)
-    if loss.reference_policy_kl_penalty == 0:
+    if not loss.adds_kl:
         return []
     if pair == ("k1", "estimator"):
         return [f"{key}: that of k1 is 0 in expectation, it regularises nothing; set straight_through"]
@@ -175,6 +175,32 @@ def rule_kl_has_a_gradient(config: MasterConfig) -> list[str]:
     if pair == ("k2", "straight_through"):
         return [f"{key}: 'straight_through' would be ignored, it is the gradient of k2 itself; leave it out"]
     return []
+
+
+def rule_kl_in_reward_is_the_only_one(config: MasterConfig) -> list[str]:
+    grpo, loss, switch = config.grpo, config.loss_fn, "loss_fn.use_kl_in_reward"
+    if not loss.use_kl_in_reward or loss.reference_policy_kl_penalty == 0:
+        return []
+    of_the_term = (
+        *("reference_policy_kl_type", "reference_policy_kl_gradient", "use_on_policy_kl_approximation"),
+        "kl_output_clamp_value",
+    )
+    because = f"{switch} is true: the reward loses log(pi_old / pi_ref), and the loss has no KL"
+    lines = would_be_ignored(loss, "loss_fn", of_the_term, switch=switch, because=because)
+    if not config.has_prev_logprobs_pass:
+        lines.append(f"{switch}: needs the trainer's log-probabilities before the update; {SET_FOR_A_PASS}")
+    generation = config.policy.generation
+    if generation.top_p < 1 or generation.top_k is not None:
+        lines.append(
+            f"{switch}: with policy.generation.top_p or top_k pi_old is a distribution on the kept set, and pi_ref one "
+            "on the whole vocabulary; set top_p=1 and top_k=null, or take the KL in the loss, which compares whole ones"
+        )
+    name, estimator = grpo.adv_estimator.name, "grpo.adv_estimator.name"
+    if name == "gdpo":
+        lines.append(f"{estimator}: 'gdpo' reads the components of the reward, from which no KL is taken; set grpo")
+    if name == "maxrl":
+        lines.append(f"{estimator}: 'maxrl' is for rewards that are not negative, which a KL makes them; set grpo")
+    return lines
 
 
 RULES = rules_in(globals())

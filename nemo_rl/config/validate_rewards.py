@@ -6,11 +6,12 @@ Each rule is as in `nemo_rl.config.validate`, which takes them in.
 from __future__ import annotations
 
 from nemo_rl.config.ignored import would_be_ignored
-from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS
-from nemo_rl.config.rule import rules_in
+from nemo_rl.config.loss import LOSS_TRAITS
+from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, LOSSES
+from nemo_rl.config.rule import SET_FOR_A_PASS, rules_in
 from nemo_rl.config.schema import MasterConfig
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "row_loss_problems"]
 
 _BY_KEYS = ("grpo", "gdpo")
 """Built-in estimators that read the keys of baseline and normalisation."""
@@ -45,6 +46,29 @@ def rule_estimator_keys_fit_the_estimator(config: MasterConfig) -> list[str]:
             "false, or grpo.use_dynamic_sampling=true"
         )
     return lines
+
+
+def rule_token_advantages_fit_the_loss(config: MasterConfig) -> list[str]:
+    return row_loss_problems(config) if config.has_builtin_token_advantages else []
+
+
+def rule_the_token_baseline_has_whole_distributions(config: MasterConfig) -> list[str]:
+    key, name = "grpo.adv_estimator.name", config.grpo.adv_estimator.name
+    if name != "optimal_token_baseline" or config.has_prev_logprobs_pass:
+        return []
+    return [f"{key}: {name!r} needs the whole distributions of the trainer before the update; {SET_FOR_A_PASS}"]
+
+
+def row_loss_problems(config: MasterConfig) -> list[str]:
+    """What keeps the loss from taking an advantage of each token; also of an estimator of the user's own."""
+    name = config.loss_fn.name
+    if not LOSSES.is_builtin(name) or not LOSS_TRAITS[name].has_row_advantages:
+        return []
+    takers = ", ".join(word for word, traits in LOSS_TRAITS.items() if not traits.has_row_advantages)
+    return [
+        f"loss_fn.name: {name!r} has one advantage per row, and grpo.adv_estimator.name "
+        f"{config.grpo.adv_estimator.name!r} gives each token its own here; set one of {takers}"
+    ]
 
 
 def rule_components_need_a_reward_that_has_some(config: MasterConfig) -> list[str]:
@@ -108,6 +132,15 @@ def rule_reward_shaping_is_complete(config: MasterConfig) -> list[str]:
             f"buffer, which begins at {longest - section.overlong_buffer_length}"
         ]
     return []
+
+
+def rule_logprob_errors_are_of_two_policies(config: MasterConfig) -> list[str]:
+    key, threshold = "grpo.seq_logprob_error_threshold", config.grpo.seq_logprob_error_threshold
+    if threshold is None or config.has_prev_logprobs_pass:
+        return []
+    return [
+        f"{key}: {threshold:g} has no log-probabilities of the trainer to compare with; {SET_FOR_A_PASS}, or {key}=null"
+    ]
 
 
 def rule_sibling_std_needs_a_sibling_baseline(config: MasterConfig) -> list[str]:

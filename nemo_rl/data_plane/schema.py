@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from nemo_rl.distributed.worker_pass import WorkerPass
+from nemo_rl.distributed.worker_pass import RowPass, WorkerPass
 from nemo_rl.errors import SchemaMismatch, name_some
 
 __all__ = [
@@ -99,7 +99,7 @@ _ROWS = (
         dims=("T",),
         family="generation_logprobs",
         produced_by="rollout",
-        read_by=(WorkerPass.TRAIN, "log"),
+        read_by=(*RowPass, WorkerPass.TRAIN, "log"),
     ),
     FieldSpec(
         name=WorkerPass.PREV_LOGPROBS.column,
@@ -107,7 +107,16 @@ _ROWS = (
         dims=("T",),
         family=WorkerPass.PREV_LOGPROBS.column,
         produced_by=WorkerPass.PREV_LOGPROBS,
-        read_by=(WorkerPass.TRAIN, "log"),
+        read_by=(*RowPass, WorkerPass.TRAIN, "log"),
+    ),
+    FieldSpec(
+        name="squared_probs",
+        dtypes=("float32",),
+        dims=("T",),
+        family="squared_probs",
+        produced_by=WorkerPass.PREV_LOGPROBS,
+        read_by=(RowPass.ADVANTAGES,),
+        condition="squared_probs",
     ),
     FieldSpec(
         name=WorkerPass.REFERENCE_LOGPROBS.column,
@@ -115,7 +124,7 @@ _ROWS = (
         dims=("T",),
         family=WorkerPass.REFERENCE_LOGPROBS.column,
         produced_by=WorkerPass.REFERENCE_LOGPROBS,
-        read_by=(WorkerPass.TRAIN,),
+        read_by=(*RowPass, WorkerPass.TRAIN),
         condition="reference_kl",
     ),
     FieldSpec(
@@ -124,6 +133,16 @@ _ROWS = (
         family="advantages",
         produced_by="advantages",
         read_by=(WorkerPass.TRAIN,),
+        condition="row_advantages",
+    ),
+    FieldSpec(
+        name="token_advantages",
+        dtypes=("float32",),
+        dims=("T",),
+        family="token_advantages",
+        produced_by=RowPass.ADVANTAGES,
+        read_by=(WorkerPass.TRAIN,),
+        condition="token_advantages",
     ),
     FieldSpec(
         name="token_mask",
@@ -131,7 +150,7 @@ _ROWS = (
         dims=("T",),
         family="tokens",
         produced_by="rollout",
-        read_by=(*WorkerPass, "log"),
+        read_by=(*WorkerPass, *RowPass, "log"),
     ),
     FieldSpec(
         name="sample_mask",
@@ -221,7 +240,7 @@ def route_fields(conditions: Collection[str]) -> tuple[str, ...]:
 
 _ROUTE_FAMILIES = ("routed_experts", "routed_experts_digests")
 ROUTE_FIELDS: tuple[str, ...] = tuple(s.name for s in _ROWS if s.family in _ROUTE_FAMILIES)
-_OF_SOME_RUNS = (*ROUTE_FIELDS, "sampling_support")
+_OF_SOME_RUNS = (*ROUTE_FIELDS, "sampling_support", "token_advantages")
 DP_TRAIN_FIELDS: tuple[str, ...] = tuple(name for name in reads_of(WorkerPass.TRAIN) if name not in _OF_SOME_RUNS)
 LP_SEED_FIELDS: tuple[str, ...] = tuple(
     name for name in reads_of(WorkerPass.PREV_LOGPROBS) if name not in _OF_SOME_RUNS

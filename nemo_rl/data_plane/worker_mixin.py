@@ -26,6 +26,7 @@ from nemo_rl.data_plane.client.shard_reads import ShardReads
 from nemo_rl.data_plane.column_io import write_columns
 from nemo_rl.data_plane.factory import attach_data_plane
 from nemo_rl.data_plane.interfaces import DataPlaneClient
+from nemo_rl.data_plane.row_work import RowWork, RowWorkResult
 from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS
 from nemo_rl.distributed.abort import Watch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -33,7 +34,7 @@ from nemo_rl.distributed.collectives import Fields, broadcast_from_leader, repli
 from nemo_rl.distributed.first_cause import FirstCause
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.plan_check import check_plans
-from nemo_rl.distributed.worker_pass import WorkerPass
+from nemo_rl.distributed.worker_pass import RowPass, WorkerPass
 from nemo_rl.errors import ConfigError, DataPlaneClosed, SchemaMismatch
 
 __all__ = ["Channel", "ReplicaMember", "ShardWorker", "TQWorkerMixin"]
@@ -117,8 +118,14 @@ class ShardWorker(Protocol[_LossT, _ResultT]):
         """(collective) One optimizer step per global batch; none with `eval_mode`."""
 
     @abstractmethod
-    def _prev_logprobs(self, meta: KVBatchMeta, batch: BatchedDataDict) -> Mapping[str, torch.Tensor]:
-        """(collective) The columns of `WorkerPass.PREV_LOGPROBS`, dense `[N, T, ...]` or jagged."""
+    def _prev_logprobs(
+        self, meta: KVBatchMeta, batch: BatchedDataDict, *, with_squares: bool
+    ) -> Mapping[str, torch.Tensor]:
+        """(collective) The columns of `WorkerPass.PREV_LOGPROBS`, dense `[N, T, ...]` or jagged.
+
+        Args:
+            with_squares: `squared_probs`, too.
+        """
 
     @abstractmethod
     def _reference_logprobs(self, meta: KVBatchMeta, batch: BatchedDataDict) -> torch.Tensor:
@@ -249,11 +256,15 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
         with self._stage(WorkerPass.TRAIN):
             return self._train(meta, self._fetch(meta, fields), loss_fn, eval_mode=eval_mode)
 
-    def get_logprobs_presharded(self, meta: KVBatchMeta) -> KVBatchMeta:
-        """(collective) Writes `prev_logprobs` of this rank's shard and returns the meta that knows them."""
+    def get_logprobs_presharded(self, meta: KVBatchMeta, *, with_squares: bool = False) -> KVBatchMeta:
+        """(collective) Writes `prev_logprobs` of this rank's shard and returns the meta that knows them.
+
+        Args:
+            with_squares: writes `squared_probs`, too.
+        """
         with self._stage(WorkerPass.PREV_LOGPROBS):
             batch = self._fetch(meta, self._prev_logprobs_fields)
-            return self._write_back(meta, self._prev_logprobs(meta, batch))
+            return self._write_back(meta, self._prev_logprobs(meta, batch, with_squares=with_squares))
 
     def get_reference_policy_logprobs_presharded(self, meta: KVBatchMeta) -> KVBatchMeta:
         """(collective) Writes `reference_policy_logprobs` of this rank's shard."""
@@ -262,8 +273,25 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
             column = WorkerPass.REFERENCE_LOGPROBS.column
             return self._write_back(meta, {column: self._reference_logprobs(meta, batch)})
 
+    def do_row_work(self, meta: KVBatchMeta, work: RowWork, *, stage: RowPass) -> RowWorkResult:
+        """(on every rank) The rank that writes the shard's results does the work; the others wait for nothing."""
+        with self._stage(stage):
+            if not self._replica.is_write_back_leader or not meta.keys:
+                return RowWorkResult(meta=meta)
+            output = work(self._read_alone(meta, work.input_fields))
+            return RowWorkResult(meta=self._write_back(meta, output.columns), numbers=output.numbers)
+
+    def _read_alone(self, meta: KVBatchMeta, fields: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Dense columns without a word to the other ranks; in the form in which this rank keeps what it reads."""
+        width = meta.pack.pad_to if meta.pack is not None else max(meta.sequence_lengths or (0,))
+        if self.fetch_group is None:
+            batch = BatchedDataDict(self.reads.padded(meta, fields, pad_values=self._pad_values, width=width))
+        else:
+            batch = materialize(self.reads.ragged(meta, fields), pad_values=self._pad_values, pad_to=width)
+        return {name: batch.tensor(name) for name in fields}
+
     @contextmanager
-    def _stage(self, stage: WorkerPass) -> Iterator[None]:
+    def _stage(self, stage: WorkerPass | RowPass) -> Iterator[None]:
         """Attributes data plane calls to a stage; when it fails, ends it on all ranks and drops cached columns."""
         try:
             with self.guarded(stage.value), self._store.stage(stage.value):

@@ -1,10 +1,10 @@
-"""What a policy worker does with a shard of rows, under all its names: the passes that a step is made of."""
+"""What policy workers do with their rows in a step: passes through the model, and work without it."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 
-__all__ = ["WorkerPass"]
+__all__ = ["RowPass", "WorkerPass"]
 
 
 class WorkerPass(StrEnum):
@@ -33,3 +33,12 @@ class WorkerPass(StrEnum):
     def of_task(cls, task: str) -> WorkerPass | None:
         """The pass that a consumer task runs; None for a task of something else."""
         return next((each for each in cls if each.task == task), None)
+
+
+class RowPass(StrEnum):
+    """Work without the model (`RowWork`), by its stage's name."""
+
+    MEASURE = "measure_rows"
+    """Sums over the tokens of each row, for the driver."""
+    ADVANTAGES = "token_advantages"
+    """An advantage of each token, of whole groups."""

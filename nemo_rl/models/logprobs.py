@@ -8,6 +8,7 @@ V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -16,15 +17,19 @@ from torch.autograd.function import FunctionCtx
 from nemo_rl.models.support import KeptSets
 
 __all__ = [
+    "Extra",
     "Sampling",
     "VocabShard",
     "filter_logits",
     "logprobs_from_logits",
     "logprobs_with_entropy",
+    "logprobs_with_squares",
     "negative_log_likelihood",
     "token_logprobs",
 ]
 
+Extra: TypeAlias = Literal["entropy", "squared_probs"]
+"""What may be computed of a token's whole distribution, besides the token's log-probability."""
 # Float32 numbers of one chunk of logits (16 MiB): bounds what the softmax holds at one time.
 CHUNK_ELEMENTS = 4 * 1024 * 1024
 
@@ -97,7 +102,7 @@ def token_logprobs(
     has a filter: that needs a chunk's whole vocabulary. `kept` are the sets that were sampled from; they replace the
     filter, which would find its own.
     """
-    arguments = (logits_MV, targets_M.long(), sampling, shard, kept, False)
+    arguments = (logits_MV, targets_M.long(), sampling, shard, kept, None)
     result: torch.Tensor = _ChunkedLogprobs.apply(*arguments)[0]  # type: ignore[no-untyped-call]
     return result
 
@@ -114,8 +119,22 @@ def logprobs_with_entropy(
 
     H = -sum p log p over the vocabulary, or over what a filter has left of it, in nats.
     """
-    arguments = (logits_MV, targets_M.long(), sampling, shard, kept, True)
-    return torch.stack(_ChunkedLogprobs.apply(*arguments))  # type: ignore[no-untyped-call]
+    return _with_extra("entropy", logits_MV, targets_M, sampling=sampling, shard=shard, kept=kept)
+
+
+def logprobs_with_squares(
+    logits_MV: torch.Tensor,
+    targets_M: torch.Tensor,
+    *,
+    sampling: Sampling,
+    shard: VocabShard | None = None,
+    kept: KeptSets | None = None,
+) -> torch.Tensor:
+    """`[2, M]` float32: what `token_logprobs` gives, and the sum of p^2 of each distribution, without gradient.
+
+    That sum is the probability that two draws are the same token.
+    """
+    return _with_extra("squared_probs", logits_MV, targets_M, sampling=sampling, shard=shard, kept=kept)
 
 
 def logprobs_from_logits(logits_NTV: torch.Tensor, input_ids_NT: torch.Tensor, *, sampling: Sampling) -> torch.Tensor:
@@ -137,10 +156,24 @@ def negative_log_likelihood(logprobs: torch.Tensor, weights: torch.Tensor, *, to
     return -(kept * weights).sum() / total
 
 
+def _with_extra(
+    extra: Extra,
+    logits_MV: torch.Tensor,
+    targets_M: torch.Tensor,
+    *,
+    sampling: Sampling,
+    shard: VocabShard | None,
+    kept: KeptSets | None,
+) -> torch.Tensor:
+    arguments = (logits_MV, targets_M.long(), sampling, shard, kept, extra)
+    return torch.stack(_ChunkedLogprobs.apply(*arguments))  # type: ignore[no-untyped-call]
+
+
 class _ChunkedLogprobs(torch.autograd.Function):
     """Keeps the logits in their own dtype and recomputes each chunk's probabilities in the backward pass.
 
-    Returns log-probabilities and entropies; None for these unless they are asked for.
+    Returns log-probabilities and, where they are asked for, entropies or sums of squares, of which only the former have
+    a gradient; else None.
     """
 
     @staticmethod
@@ -151,23 +184,32 @@ class _ChunkedLogprobs(torch.autograd.Function):
         sampling: Sampling,
         shard: VocabShard | None,
         kept: KeptSets | None,
-        with_entropy: bool,
+        extra: Extra | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         picked_M = logits_MV.new_zeros(targets_M.shape, dtype=torch.float32)
         norm_M = torch.zeros_like(picked_M)
-        entropy_M = torch.zeros_like(picked_M) if with_entropy else None
+        entropy_M = torch.zeros_like(picked_M) if extra == "entropy" else None
+        log_squares_M = torch.zeros_like(picked_M) if extra == "squared_probs" else None
         for rows in _chunks(logits_MV):
             scores, first = _scores(logits_MV, targets_M, rows, sampling, shard, kept)
             column, is_here = _columns(targets_M[rows], first, scores.shape[-1])
             picked_M[rows] = torch.where(is_here, scores.gather(-1, column[:, None]).squeeze(-1), 0.0)
             norm_M[rows] = scores.logsumexp(-1)
+            if log_squares_M is not None:
+                log_squares_M[rows] = (2 * scores).logsumexp(-1)
             if entropy_M is not None:
                 logprobs = scores.sub_(norm_M[rows, None])
                 entropy_M[rows] = -_weighed(logprobs, logprobs).sum(-1)
         if shard is not None and not _needs_all_columns(sampling, kept) and len(targets_M):
+            if log_squares_M is not None:
+                log_squares_M = _gathered(log_squares_M, shard).logsumexp(0)
             picked_M, norm_M, entropy_M = _merge(picked_M, norm_M, entropy_M, shard)
         ctx.save_for_backward(logits_MV, targets_M, norm_M, entropy_M)  # type: ignore[arg-type]
         ctx.sampling, ctx.shard, ctx.kept = sampling, shard, kept  # type: ignore[attr-defined]
+        if log_squares_M is not None:
+            squares_M = (log_squares_M - 2 * norm_M).exp()
+            ctx.mark_non_differentiable(squares_M)
+            return picked_M - norm_M, squares_M
         return picked_M - norm_M, None if entropy_M is None else entropy_M.clone()
 
     @staticmethod
@@ -209,9 +251,7 @@ def _merge(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Numbers of the whole vocabulary from those of each rank's columns (collective)."""
     mine = torch.stack([picked_M, norm_M] if entropy_M is None else [picked_M, norm_M, entropy_M])
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(shard.group))]
-    dist.all_gather(parts, mine, group=shard.group)
-    everywhere = torch.stack(parts)
+    everywhere = _gathered(mine, shard)
     norm = everywhere[:, 1].logsumexp(0)
     if entropy_M is not None:
         # A rank has H_r of its own columns alone, which have the share s_r: H = sum s_r (H_r - log s_r). Without a
@@ -219,6 +259,13 @@ def _merge(
         log_share = everywhere[:, 1] - norm
         entropy_M = _weighed(log_share, everywhere[:, 2] - log_share).sum(0)
     return everywhere[:, 0].sum(0), norm, entropy_M
+
+
+def _gathered(mine: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    """`[ranks, ...]` (collective)."""
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(shard.group))]
+    dist.all_gather(parts, mine, group=shard.group)
+    return torch.stack(parts)
 
 
 def _columns(targets_M: torch.Tensor, first: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:

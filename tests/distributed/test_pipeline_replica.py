@@ -51,6 +51,17 @@ def test_one_rank_writes_what_one_process_computes(reports, folder, layout):
         torch.testing.assert_close(got[: len(row)], row[: len(got)], rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_rank_that_writes_looks_at_tokens_without_the_others(reports, layout):
+    writer = LAST_STAGE if layout == PIPELINE else 0
+    for store in STORES[layout]:
+        errors = [report.steps[layout][store].errors for report in reports]
+        assert [len(part) for part in errors] == [ROWS if rank == writer else 0 for rank in (0, 1)]
+        assert errors[writer] == reports[writer].steps[layout][STORES[layout][0]].errors, "the same bits"
+        assert min(errors[writer]) >= 1.0 < max(errors[writer])
+
+
 TEXTS = {
     "in_the_fetch": (0, "KeysNotFound", "nobody_g0"),
     "in_the_first_stage": (0, "ValueError", "planted in a layer of rank 0"),

@@ -16,7 +16,13 @@ from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.parallel_groups import ParallelGroups
 from nemo_rl.errors import ConfigError
 from nemo_rl.models import logprobs
-from nemo_rl.models.logprobs import Sampling, VocabShard, logprobs_with_entropy, token_logprobs
+from nemo_rl.models.logprobs import (
+    Sampling,
+    VocabShard,
+    logprobs_with_entropy,
+    logprobs_with_squares,
+    token_logprobs,
+)
 from nemo_rl.models.support import KeptSets
 from tests.helpers.families import COMMON, write_family
 from tests.helpers.gloo import COLLECTIVE_TIMEOUT_S, run_ranks
@@ -91,6 +97,12 @@ def _split_logprobs(rank: int) -> dict[str, tuple[float, float]]:
         shard = VocabShard(group=dist.group.WORLD, first=rank * 10)
         found = logprobs_with_entropy(mine, targets, sampling=sampling, shard=shard, kept=kept)
         assert torch.equal(found[0], token_logprobs(mine, targets, sampling=sampling, shard=shard, kept=kept))
+        squares = [
+            logprobs_with_squares(part, targets, sampling=sampling, shard=at, kept=kept)
+            for part, at in ((mine.detach(), shard), (logits, None))
+        ]
+        torch.testing.assert_close(squares[0], squares[1], rtol=1e-5, atol=1e-7)
+        assert float(squares[0][1].min()) > 1 / 20, "some of the vocabulary is likelier"
         (found * out).sum().backward()
         gradient = whole.grad[:, rank * 10 : rank * 10 + 10]
         errors[name] = (float((found - expected).detach().abs().max()), float((mine.grad - gradient).abs().max()))

@@ -120,7 +120,9 @@ class Constant(TQWorkerMixin[str, int]):
     def _train(self, meta: KVBatchMeta, batch: BatchedDataDict, loss_fn: str, *, eval_mode: bool) -> int:
         return batch.size if loss_fn == "rows" and eval_mode else 0
 
-    def _prev_logprobs(self, meta: KVBatchMeta, batch: BatchedDataDict) -> dict[str, torch.Tensor]:
+    def _prev_logprobs(
+        self, meta: KVBatchMeta, batch: BatchedDataDict, *, with_squares: bool
+    ) -> dict[str, torch.Tensor]:
         return {"prev_logprobs": torch.full(batch.tensor("input_ids").shape, -1.5)}
 
     def _reference_logprobs(self, meta: KVBatchMeta, batch: BatchedDataDict) -> torch.Tensor:

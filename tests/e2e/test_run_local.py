@@ -15,6 +15,7 @@ from nemo_rl.algorithms.grpo_sync import SyncGRPOTrainer
 from nemo_rl.algorithms.run import run
 from nemo_rl.algorithms.setup import open_parts, open_trainer
 from nemo_rl.algorithms.stages.bodies import NOT_TRAINED
+from nemo_rl.algorithms.stages.state import EQUAL
 from nemo_rl.diagnostics.rollouts.row import read_rows
 from nemo_rl.errors import RewardError, WorkerError
 from nemo_rl.utils.rollout_file import rollout_path
@@ -74,7 +75,7 @@ def test_a_run_writes_everything_it_names_and_leaves_no_row(tmp_path, model):
     samples = rollouts_of(logs, 2)
     assert len(samples) == 3
     about_any = {"prompt", "response", "reward", "response_tokens", "truncated", "finish_reason"}
-    of_training = {"key", "group", "advantage", "sample_mask", "weight_version", "no_prev_logprobs"}
+    of_training = {"key", "group", "advantage", "sample_mask", "no_weight", "weight_version", "no_prev_logprobs"}
     of_tokens = {"token_ids", "token_texts", "token_mask", "generation_logprobs", "prev_logprobs"}
     assert set(samples[0]) == about_any | of_training | of_tokens and next(iter(samples[0])) == "key"
     for row in read_rows(rollout_path(logs, 2)):
@@ -153,7 +154,8 @@ def test_a_step_without_any_signal_runs_no_stage_of_the_update(tmp_path, model):
         assert step.chosen is None and step.train is None and list(step.stage_seconds) == ["rollout", "score", "log"]
         assert step.untrained_keys == step.keys and trainer.data_plane_stats()["live_rows"] == 0
     rows = read_rows(rollout_path(tmp_path / "logs", 1))
-    assert {(row.sample_mask, row.no_prev_logprobs) for row in rows} == {(0.0, NOT_TRAINED)}
+    assert {(row.sample_mask, row.no_prev_logprobs) for row in rows} == {(0.0, NOT_TRAINED.format(why=EQUAL))}
+    assert {row.left_out for row in rows} == {f"not trained ({EQUAL})"}
 
 
 def test_a_stage_that_raises_leaves_no_live_row(tmp_path, model):

@@ -102,7 +102,7 @@ def bulk_in(value: object, num_rows: int) -> Iterator[str]:
 
 
 T = TypeVar("T")
-ABOUT_ROWS = ("meta", "records")
+ABOUT_ROWS = ("meta", "records", "work")
 """Arguments."""
 
 
@@ -121,7 +121,7 @@ class Watched(RayWorkerGroup):
         requests = [call.of_rank(rank) for rank in range(self.world_size)]
         [method] = {request.method for request in requests}
         Watched.calls.add(method)
-        if method in ("rollout", "log_rollouts") or method.endswith("_presharded"):
+        if method in ("rollout", "log_rollouts", "do_row_work") or method.endswith("_presharded"):
             sent = [value for request in requests for name, value in request.arguments.items() if name in ABOUT_ROWS]
             Watched.num_bytes += sum(len(pickle.dumps(value, protocol=5)) for value in (*sent, *results))
         arguments = [dict(request.arguments) for request in requests]
@@ -135,6 +135,16 @@ TENSOR_PARALLEL = {
     "policy.dtensor_cfg.sequence_parallel": "true",
     "policy.dynamic_batching.enabled": "false",
     "policy.sequence_packing.enabled": "true",
+    # Far from every row: it changes no number.
+    "grpo.seq_logprob_error_threshold": "1000",
+}
+PER_TOKEN = {
+    "grpo.adv_estimator.name": "reinforce_plus_plus",
+    "grpo.drop_zero_advantage_groups": "false",
+    "grpo.max_num_steps": "2",
+    "loss_fn.use_kl_in_reward": "true",
+    "loss_fn.reference_policy_kl_penalty": "0.1",
+    "policy.optimizer.kwargs.lr": "0.003",
 }
 
 
@@ -156,10 +166,28 @@ def test_two_tensor_parallel_workers_train_like_one_and_no_per_token_tensor_pass
     for row in rows:
         parts = row["train/reward/odd"] + 0.1 * row["train/reward/length"]
         assert row["train/reward"] == pytest.approx(parts, rel=1e-5)
-    assert {"rollout", "train_presharded", "get_logprobs_presharded"} <= Watched.calls
+    assert {"rollout", "train_presharded", "get_logprobs_presharded", "do_row_work"} <= Watched.calls
     assert Watched.seen == []
+    assert all(1 < row["train/seq_logprob_error_max"] < 1.01 for row in rows)
+    assert not any(row["train/seq_logprob_error_masked_rows"] for row in rows)
     assert worker_groups.RayWorkerGroup is not Watched
     assert all(row["train/grad_norm"] > 0 for row in rows)
     counted = sum(row["data_plane/driver_bytes"] for row in rows)
     assert counted > Watched.num_bytes > 0, "metas with plans, row scalars and results are counted as they are sent"
     assert all(row["data_plane/driver_share"] > 0 for row in rows)
+
+
+def test_advantages_of_tokens_are_those_of_one_process_and_never_pass_the_driver(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = train(write_recipe(tmp_path / "alone", model, env=JUDGED), {**LOCAL, **PER_TOKEN})
+    monkeypatch.setattr("nemo_rl.algorithms.setup.RayWorkerGroup", Watched)
+    Watched.seen, Watched.calls = [], set()
+    recipe = write_recipe(tmp_path / "two", model, env=JUDGED)
+    rows = train(recipe, {"cluster.cpu_workers_per_node": "2", "data_plane.impl": "ray", **PER_TOKEN})
+    assert Watched.seen == [] and "do_row_work" in Watched.calls
+    assert len(rows) == len(alone) == 2 and alone[0]["train/kl_in_reward"] == 0 != alone[1]["train/kl_in_reward"]
+    for ours, theirs in zip(rows, alone, strict=True):
+        for name in ("train/loss", "train/grad_norm", "train/kl_in_reward"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
+        assert ours["data_plane/live_rows"] == 0

@@ -129,8 +129,15 @@ class Outcome:
     """Whole ones of the first step, before clipping; rank 0 only."""
     logits: np.ndarray | None = None
     """`[n, T, V]` before training, 0 in the padding."""
+    squares: np.ndarray | None = None
+    """`[n, T]` sums of squared probabilities, of cases whose loss needs whole distributions."""
     is_last_stage: bool = True
     """Where it is not, log-probabilities and logits are zeros."""
+
+    @property
+    def more(self) -> tuple[str, ...]:
+        """Names of what only some cases have."""
+        return () if self.squares is None else ("squares",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,13 +290,18 @@ def run_case(rank: int, world_size: int, case: Case, folder: Path) -> Outcome:
 
 def run_job(job: Job, rank: int, loss_fn: PolicyLoss = LOSS) -> Outcome:
     """(collective) What the worker of a rank does."""
-    logprobs = job.worker.get_logprobs(job.all_tokens, plan=job.plan)
+    squares = None
+    if ENTROPY in loss_fn.input_fields:
+        logprobs, squares = job.worker.passes.get_logprobs_with_squares(job.all_tokens, plan=job.plan)
+    else:
+        logprobs = job.worker.get_logprobs(job.all_tokens, plan=job.plan)
     results = [job.worker.train(job.shard, loss_fn, plan=job.plan) for _ in range(STEPS)]
     weights = exported(job.worker)
     return Outcome(
         rows=job.rows,
         num_microbatches=len(job.plan.microbatches[0]),
         logprobs=logprobs.numpy(),
+        squares=None if squares is None else squares.numpy(),
         losses=tuple(result.loss[0] for result in results),
         norms=tuple(result.grad_norm[0] for result in results),
         weights=weights if rank == 0 else None,
@@ -357,7 +369,15 @@ def reference(
         weights={name: weight.detach().numpy() for name, weight in named_weights(model)},
         gradients=gradients,
         logits=logits.numpy(),
+        squares=squares_of(logits).numpy(),
     )
+
+
+def squares_of(logits_NTV: torch.Tensor) -> torch.Tensor:
+    """`[N, T]`: of the distribution that each token was drawn from, whose logits lie at the token before."""
+    squares_NT = torch.nn.functional.pad(logits_NTV.softmax(-1).square().sum(-1)[:, :-1], (1, 0))
+    is_token_NT = torch.arange(squares_NT.shape[1]) < layout_batch().tensor("input_lengths")[:, None]
+    return torch.where(is_token_NT, squares_NT, 0.0)
 
 
 @torch.no_grad()

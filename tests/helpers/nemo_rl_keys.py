@@ -55,7 +55,7 @@ grpo.adv_estimator.normalize_rewards M true
 grpo.adv_estimator.use_leave_one_out_baseline M true
 grpo.adv_estimator.minus_baseline M false
 grpo.adv_estimator.reward_weights M {a: 1.0}
-grpo.seq_logprob_error_threshold N 2.0
+grpo.seq_logprob_error_threshold S 2.0
 grpo.invalid_tool_call_advantage N -1.0
 grpo.malformed_thinking_advantage N -1.0
 grpo.skip_reference_policy_logprobs_calculation N true
@@ -89,7 +89,7 @@ loss_fn.truncated_importance_sampling_ratio_min S 0.5
 loss_fn.sequence_level_importance_ratios M true
 loss_fn.token_level_loss S true
 loss_fn.force_on_policy_ratio I true  # CISPO wins
-loss_fn.use_kl_in_reward N true
+loss_fn.use_kl_in_reward N true  # reinforce_plus_plus alone takes it
 loss_fn.use_cispo M true
 loss_fn.disable_ppo_ratio M true
 loss_fn.positive_example_nll_weight N 0.1

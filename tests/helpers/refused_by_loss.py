@@ -13,6 +13,7 @@ ROWS = ("loss_fn.token_level_loss=false",)
 GSPO = ("loss_fn.name=gspo", *ROWS)
 CORRECTED = (*OWN_PREV, "loss_fn.use_importance_sampling_correction=true")
 PENALTY = ("loss_fn.reference_policy_kl_penalty=0.1",)
+IN_REWARD = (*PENALTY, "loss_fn.use_kl_in_reward=true")
 FORCED = (*OWN_PREV, "loss_fn.force_on_policy_ratio=true", "~loss_fn.ratio_clip_max")
 ONE_UPDATE = ("policy.train_global_batch_size=1024",)
 
@@ -73,9 +74,33 @@ REFUSED_BY_LOSS: Refused = {
     ],
     "rule_kl_keys_need_a_penalty": [
         (("loss_fn.reference_policy_kl_type=k2",), "loss_fn.reference_policy_kl_type: 'k2' would be ignored"),
+        (("loss_fn.use_kl_in_reward=true",), "loss_fn.use_kl_in_reward: True would be ignored"),
         (
             ("loss_fn.use_on_policy_kl_approximation=true",),
             "loss_fn.use_on_policy_kl_approximation: True would be ignored",
+        ),
+    ],
+    "rule_kl_in_reward_is_the_only_one": [
+        (
+            (*OWN_PREV, *IN_REWARD, "loss_fn.reference_policy_kl_type=k2"),
+            "loss_fn.reference_policy_kl_type: 'k2' would be ignored, because loss_fn.use_kl_in_reward is true",
+        ),
+        (
+            (*OWN_PREV, *IN_REWARD, "loss_fn.kl_output_clamp_value=5"),
+            "loss_fn.kl_output_clamp_value: 5.0 would be ignored, because loss_fn.use_kl_in_reward is true",
+        ),
+        (
+            (*IN_REWARD, "policy.generation.top_p=0.9"),
+            "loss_fn.use_kl_in_reward: with policy.generation.top_p or top_k pi_old is a distribution on the kept set",
+        ),
+        (IN_REWARD, "loss_fn.use_kl_in_reward: needs the trainer's log-probabilities before the update"),
+        (
+            (*OWN_PREV, *IN_REWARD, "grpo.adv_estimator.name=maxrl"),
+            "grpo.adv_estimator.name: 'maxrl' is for rewards that are not negative",
+        ),
+        (
+            (*OWN_PREV, *IN_REWARD, "grpo.adv_estimator.name=gdpo"),
+            "grpo.adv_estimator.name: 'gdpo' reads the components of the reward",
         ),
     ],
     "rule_kl_has_a_gradient": [

@@ -44,6 +44,28 @@ REFUSED_BY_REWARDS: dict[str, list[tuple[tuple[str, ...], str]]] = {
             "diagnostics.keep_steps.enabled: a step with grpo.use_dynamic_sampling",
         ),
     ],
+    "rule_logprob_errors_are_of_two_policies": [
+        (
+            ("grpo.seq_logprob_error_threshold=2", "grpo.use_generation_logprobs_as_prev=true"),
+            "grpo.seq_logprob_error_threshold: 2 has no log-probabilities of the trainer",
+        ),
+    ],
+    "rule_the_token_baseline_has_whole_distributions": [
+        (
+            ("grpo.adv_estimator.name=optimal_token_baseline",),
+            "grpo.adv_estimator.name: 'optimal_token_baseline' needs the whole distributions of the trainer",
+        ),
+    ],
+    "rule_token_advantages_fit_the_loss": [
+        (
+            (
+                *("grpo.adv_estimator.name=reinforce_plus_plus", "grpo.drop_zero_advantage_groups=false"),
+                *("grpo.use_generation_logprobs_as_prev=false", "loss_fn.reference_policy_kl_penalty=0.1"),
+                *("loss_fn.use_kl_in_reward=true", "loss_fn.name=luspo", "loss_fn.token_level_loss=false"),
+            ),
+            "loss_fn.name: 'luspo' has one advantage per row, and grpo.adv_estimator.name 'reinforce_plus_plus' gives",
+        ),
+    ],
     "rule_reward_scaling_maps_an_interval": [
         (("grpo.reward_scaling.target_max=2",), "grpo.reward_scaling.target_max: 2.0 would be ignored"),
         (

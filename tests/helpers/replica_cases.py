@@ -18,6 +18,7 @@ from ray._common.utils import reset_ray_address
 from ray.cluster_utils import Cluster
 
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
+from nemo_rl.algorithms.row_measures import LOGPROB_ERROR, RowMeasures
 from nemo_rl.config.base import START_TIMEOUT_S
 from nemo_rl.config.data_plane import DataPlaneConfig, FetchPolicy
 from nemo_rl.config.policy import DTensorConfig, PolicyConfig
@@ -35,6 +36,7 @@ from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.packing import plan_padded
 from nemo_rl.distributed.ray_environment import FAIR_SHARE, NO_SPARE_WORKERS
 from nemo_rl.distributed.ray_private import started_by
+from nemo_rl.distributed.worker_pass import RowPass
 from nemo_rl.errors import DataPlaneClosed
 from nemo_rl.models.policy.interfaces import LossOutput, LossScale
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
@@ -78,6 +80,8 @@ class StepReport:
     """As stored; read by rank 0 only."""
     puts: int | None
     """Writes of this rank's client in the log-probability stage; None without a client."""
+    errors: list[float]
+    """Log-probability errors of the rows that this rank has measured."""
     sample_mask: list[float]
     """As trained on, after the driver has rewritten it."""
     refetched: set[str]
@@ -175,12 +179,14 @@ def one_step(worker: TQWorker, plane: Plane) -> StepReport:
         snapshot = worker.data_plane_snapshot()
         worker.prepare_for_training()
         worker.train_presharded(meta, LOSS, fields=TRAINED)
+        measured = worker.do_row_work(meta, RowMeasures(error_threshold=2.0), stage=RowPass.MEASURE).numbers
         worker.end_step()
         # Also a barrier, behind which rank 0 may end the store.
         return StepReport(
             fetched={name: digest(value) for name, value in before.items()},
             logprobs=dict(zip(done.keys, logprobs.tolist(), strict=True)) if logprobs is not None else {},
             puts=puts if has_client(worker) else None,
+            errors=measured[LOGPROB_ERROR].tolist() if measured else [],
             sample_mask=batch.tensor("sample_mask").tolist(),
             refetched=set(snapshot.field_bytes) if snapshot is not None else set(),
             trained=digest(torch.cat([weight.flatten() for _, weight in worker.export_weights()])),

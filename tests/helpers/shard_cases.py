@@ -16,8 +16,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from nemo_rl.algorithms.advantages.optimal_token_baseline import OptimalTokenBaseline
+from nemo_rl.algorithms.row_measures import LOGPROB_ERROR, RowMeasures
+from nemo_rl.algorithms.token_work import TokenWork
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.config.policy import DTensorConfig, PolicyConfig
+from nemo_rl.config.schema import GRPOConfig
 from nemo_rl.data_plane.column_io import kv_first_write, read_columns, write_columns
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
@@ -25,9 +29,10 @@ from nemo_rl.data_plane.preshard import shard_meta_for_dp
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import destroy_process_group
 from nemo_rl.distributed.packing import plan_packs, plan_padded
+from nemo_rl.distributed.worker_pass import RowPass
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine.engine import TorchEngine
-from nemo_rl.models.policy.interfaces import TrainResult
+from nemo_rl.models.policy.interfaces import SQUARED_PROBS, TOKEN_ADVANTAGES, TrainResult
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
 from tests.helpers.replica_cases import GIB, LOSS, ROWS, TRAINED, digest, rows, shared_cluster, start
 from tests.helpers.tiny_model import tiny_policy
@@ -72,6 +77,8 @@ class StepReport:
     """Digest of each column that it trains on."""
     logprobs: dict[str, list[float]]
     """Of each row, as stored; of the rows that this rank's data plane got, if it plays a driver."""
+    errors: dict[str, float]
+    """Log-probability errors of the rows that this rank has measured; empty on all but one of a shard."""
     result: TrainResult
     """Losses, gradient norms and metrics of each microbatch."""
     trained: str
@@ -139,7 +146,7 @@ def one_step(
     keys = [f"s{number}u{i}_g0" for i in range(ROWS)]
     meta = everyone(kv_first_write(client, batch, keys, partition_id=PARTITION) if client else None)[job.home]
     worker.prepare_for_lp_inference()
-    written = everyone(worker.get_logprobs_presharded(job.shards(meta)[job.shard]))
+    written = everyone(worker.get_logprobs_presharded(job.shards(meta)[job.shard], with_squares=True))
     meta = meta.with_written(worker.layout.of_writers(written))
     logprobs: dict[str, list[float]] = {}
     for shard, part in enumerate(job.shards(meta)):
@@ -149,7 +156,12 @@ def one_step(
     columns = {"sample_mask": torch.arange(ROWS) / 8.0, "advantages": torch.arange(ROWS) - 3.5}
     meta = everyone(write_columns(client, meta, columns) if client else None)[job.home]
     mine = job.shards(meta)[job.shard]
-    fetched = worker._fetch(mine, TRAINED)
+    done = everyone(worker.do_row_work(mine, token_work(len(mine.keys)), stage=RowPass.ADVANTAGES).meta)
+    meta = meta.with_written(worker.layout.of_writers(done))
+    mine = job.shards(meta)[job.shard]
+    measured = worker.do_row_work(mine, RowMeasures(error_threshold=2.0), stage=RowPass.MEASURE).numbers
+    fetched = worker._fetch(mine, (*TRAINED, TOKEN_ADVANTAGES))
+    assert bool(fetched.tensor(TOKEN_ADVANTAGES).any())
     worker.prepare_for_training()
     result = worker.train_presharded(mine, LOSS, fields=TRAINED)
     worker.end_step()
@@ -162,11 +174,25 @@ def one_step(
     report = StepReport(
         fetched={name: digest(column) for name, column in fetched.items()},
         logprobs=logprobs,
+        errors=dict(zip(mine.keys, measured[LOGPROB_ERROR].tolist(), strict=True)) if measured else {},
         result=result,
         trained=digest(torch.cat([weight.flatten() for _, weight in weights])),
         responses=(sampled.lengths.tolist(), sampled.token_ids.tolist(), sampled.logprobs.tolist()),
     )
     return report, sampled
+
+
+def token_work(num_rows: int) -> TokenWork:
+    """Rows of a shard as groups of two, whichever they are."""
+    rewards = torch.arange(num_rows) / 4.0
+    return TokenWork(
+        estimator=OptimalTokenBaseline(config=GRPOConfig()),
+        kl=None,
+        rewards=rewards,
+        scored=rewards,
+        groups=torch.arange(num_rows) // 2,
+        is_trained_group=torch.ones(num_rows, dtype=torch.bool),
+    )
 
 
 def rows_of(sampled: GenerationOutput) -> BatchedDataDict:
@@ -214,7 +240,7 @@ def opened(rank: int, store: str) -> Iterator[DataPlaneClient | None]:
         yield None
         return
     client = build_data_plane_client(DataPlaneConfig(impl=store), run_id=f"shard{uuid.uuid4().hex[:8]}")
-    client.register_partition(PARTITION, TRAINED, ROWS, ["train"])
+    client.register_partition(PARTITION, (*TRAINED, SQUARED_PROBS, TOKEN_ADVANTAGES), ROWS, ["train"])
     yield client
     client.close()
 

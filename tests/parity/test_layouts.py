@@ -154,6 +154,9 @@ def compare(outcomes: list[Outcome], reference: Expected) -> None:
     for outcome in outcomes:
         error = np.abs(outcome.logprobs - expected.logprobs[list(outcome.rows)]).max()
         assert error <= reference.logprobs_bound, f"log-probabilities differ by {error:.1e}"
+        if outcome.squares is not None and expected.squares is not None:
+            error = np.abs(outcome.squares - expected.squares[list(outcome.rows)]).max()
+            assert error <= reference.logprobs_bound, f"sums of squares differ by {error:.1e}"
         assert outcome.losses == pytest.approx(expected.losses, rel=RELATIVE)
         assert outcome.norms == pytest.approx(expected.norms, rel=RELATIVE)
     weights = outcomes[0].weights

@@ -294,7 +294,7 @@ def compare(outcomes: Sequence[Outcome], expected: Outcome) -> None:
     for outcome in outcomes:
         assert outcome.losses == pytest.approx(expected.losses, rel=RELATIVE)
         assert outcome.norms == pytest.approx(expected.norms, rel=RELATIVE)
-        for name in ("logits", "logprobs"):
+        for name in ("logits", "logprobs", *outcome.more):
             found, wanted = getattr(outcome, name), getattr(expected, name)[list(outcome.rows)]
             error = np.abs(found - wanted).max() if outcome.is_last_stage else np.abs(found).max()
             assert error <= LOGITS, f"{name} differ by {error:.1e}"

@@ -1,7 +1,8 @@
 """REINFORCE++ and its form with a group baseline (arXiv 2501.03262), normalised over the tokens of the step.
 
 Without a KL in the reward and with a discount of 1, the return of every token of a row is the row's reward: whitening
-over tokens is whitening over rows, each weighted by its response tokens.
+over tokens is whitening over rows, each weighted by its response tokens. With a KL in the reward, the return of a token
+is the reward less the penalties from there on, and every token has an advantage of its own.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl.algorithms.advantage_estimator import GroupStats
+from nemo_rl.algorithms.token_estimator import TokenEstimator, TokenRows
 from nemo_rl.config.schema import GRPOConfig
 from nemo_rl.experience.payload import RowScalars
 
-__all__ = ["ReinforcePlusPlus", "ReinforcePlusPlusBaseline", "whiten_over_tokens"]
+__all__ = ["ReinforcePlusPlus", "ReinforcePlusPlusBaseline", "TokenReinforcePlusPlus", "whiten_over_tokens"]
 
 VARIANCE_EPSILON = 1e-8
 """Added to the variance."""
@@ -28,6 +30,19 @@ class ReinforcePlusPlus:
 
     def __call__(self, rewards: torch.Tensor, stats: GroupStats, *, rows: RowScalars) -> torch.Tensor:
         return whiten_over_tokens(rewards.double(), _lengths(rows)).float()
+
+
+class TokenReinforcePlusPlus(TokenEstimator):
+    """`reinforce_plus_plus` with `loss_fn.use_kl_in_reward`: A_t = whiten(R - beta sum of k1 from t on).
+
+    Example:
+        beta 0.1, k1 of three tokens 0.2, -0.1, 0.3 and R 1 give the returns 0.96, 0.98, 0.97.
+    """
+
+    whitens = True
+
+    def __call__(self, rows: TokenRows) -> torch.Tensor:
+        return rows.returns
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,7 +78,7 @@ class PolicyLoss:
         if not self.config.force_on_policy_ratio:
             fields.append(self.prev_field)
         fields.append(GENERATION)
-        if self.config.reference_policy_kl_penalty > 0:
+        if self.config.adds_kl:
             fields += [REFERENCE, UNFILTERED_LOGPROBS]
         if self.config.entropy_coefficient > 0:
             fields.append(ENTROPY)
@@ -107,7 +107,7 @@ class PolicyLoss:
             metrics |= mismatch_metrics(tokens.gap_NT, weight_NT)
         metrics |= _share_metrics(tokens, found, correction)
         metrics["actor_loss"] = Sum(loss.item())
-        if config.reference_policy_kl_penalty > 0:
+        if config.adds_kl:
             kl = self._kl(token_logprobs, tokens, batch)
             kl_loss = config.reference_policy_kl_penalty * normalize(kl.values, weight_NT, scale=scale, config=config)
             loss = loss + kl_loss

@@ -6,6 +6,8 @@
       |                      lengths -> rows of each rank and microbatch    (select_train_rows, plan_train)
       |- prev_logprobs       workers write log-probs of the policy          (PrevLogprobs, plan_logprobs)
       |- reference_logprobs  workers write those of the reference           (ReferenceLogprobs)
+      |- measure_rows        workers sum over tokens of each row            (MeasureRows)
+      |- token_advantages    workers write one for each token                (TokenAdvantages)
       |- advantages          row scalars -> data plane                      (Advantages, write_columns)
       |- train               workers fetch and train                        (Train, TQPolicy.submit_train_from_meta)
       `- log                 readable samples                               (LogRollouts, row_record)
@@ -21,7 +23,8 @@ from dataclasses import replace
 
 from nemo_rl.algorithms.grpo import ScoredRows, plan_logprobs, plan_train, score_rows, select_train_rows
 from nemo_rl.algorithms.stages.columns import StageColumns, fetched_fields
-from nemo_rl.algorithms.stages.stage import Stage, StageTools
+from nemo_rl.algorithms.stages.row_stages import MeasureRows, TokenAdvantages
+from nemo_rl.algorithms.stages.stage import Stage, StageTools, UpdateStage
 from nemo_rl.algorithms.stages.state import ChosenRows, StepState
 from nemo_rl.data_plane.chunks.wire import message_bytes
 from nemo_rl.data_plane.client.meter import columns_bytes
@@ -30,9 +33,10 @@ from nemo_rl.data_plane.column_io import write_columns
 from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from nemo_rl.distributed.calls import Pending
 from nemo_rl.distributed.packing import PackPlan
-from nemo_rl.distributed.worker_pass import WorkerPass
+from nemo_rl.distributed.worker_pass import RowPass, WorkerPass
 from nemo_rl.experience.payload import row_record
 from nemo_rl.experience.sync_rollout_actor import RolloutHandle
+from nemo_rl.models.policy.interfaces import SQUARED_PROBS
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.utils.r3_trace import trace_retired
 from nemo_rl.utils.rollout_file import rollout_path, rounded
@@ -41,7 +45,7 @@ __all__ = ["build_stages", "clear_untrained"]
 
 logger = logging.getLogger(__name__)
 
-NOT_TRAINED = "not trained: no weight (equal rewards in its group)"
+NOT_TRAINED = "not trained: no weight ({why})"
 NO_PASS = "the run has no such pass (grpo.use_generation_logprobs_as_prev or loss_fn.force_on_policy_ratio)"
 """Why readable rollouts lack log-probabilities of the trainer."""
 
@@ -65,13 +69,16 @@ class Score(Stage):
     """Rewards to advantages and weights; the rows that are trained, and where."""
 
     def _submit(self, step: StepState) -> Pending[StepState]:
-        scored = score_rows(step.rows.carry, step.rows.group_uids, self._tools.grpo)
+        per_token = self._tools.token_estimator is not None
+        scored = score_rows(step.rows.carry, step.rows.group_uids, self._tools.grpo, per_token=per_token)
         return Pending.done(replace(step, scored=scored, chosen=self._choose(step, scored)))
 
     def _choose(self, step: StepState, scored: ScoredRows) -> ChosenRows | None:
         """Rows with weight, tagged and planned; None when no row carries a gradient."""
         meta, policy, layout = step.rows.meta, self._tools.settings, self._tools.policy.layout
-        chosen = select_train_rows(scored, meta.sequence_lengths or (), policy, layout=layout)
+        chosen = select_train_rows(
+            scored, meta.sequence_lengths or (), policy, layout=layout, whole_groups=self._tools.needs_whole_groups
+        )
         if not chosen.rows:
             logger.warning("step %d: every group has equal rewards; no update", step.number)
             return None
@@ -79,6 +86,7 @@ class Score(Stage):
         kept, numbers = tagged.subset(chosen.rows), scored.select(chosen.rows)
         lengths = kept.sequence_lengths or ()
         return ChosenRows(
+            rows=chosen.rows,
             meta=kept,
             plan=plan_train(lengths, chosen.batch_sizes, policy, layout=layout, cost=self._tools.cost),
             advantages=numbers.advantages,
@@ -86,23 +94,17 @@ class Score(Stage):
         )
 
 
-class _UpdateStage(Stage):
-    """Works on the chosen rows; a step without any has nothing to do."""
-
-    def applies_to(self, step: StepState) -> bool:
-        return step.chosen is not None
-
-
-class PrevLogprobs(_UpdateStage):
+class PrevLogprobs(UpdateStage):
     """Workers write the log-probabilities of the policy before its update."""
 
     def _submit(self, step: StepState) -> Pending[StepState]:
         step, plan = _with_logprob_plan(step, self._tools)
-        written = self._tools.policy.submit_logprobs_from_meta(step.update.meta, plan)
+        with_squares = SQUARED_PROBS in self.writes
+        written = self._tools.policy.submit_logprobs_from_meta(step.update.meta, plan, with_squares=with_squares)
         return written.then(step.with_chosen_meta)
 
 
-class ReferenceLogprobs(_UpdateStage):
+class ReferenceLogprobs(UpdateStage):
     """Workers write the log-probabilities of the reference policy."""
 
     def _submit(self, step: StepState) -> Pending[StepState]:
@@ -111,18 +113,19 @@ class ReferenceLogprobs(_UpdateStage):
         return written.then(step.with_chosen_meta)
 
 
-class Advantages(_UpdateStage):
-    """The driver writes advantages and weights, one number per row."""
+class Advantages(UpdateStage):
+    """The driver writes weights, and advantages unless each token has its own: one number per row."""
 
     def _submit(self, step: StepState) -> Pending[StepState]:
         chosen = step.update
-        columns = {"advantages": chosen.advantages, "sample_mask": chosen.sample_mask}
+        numbers = {"advantages": chosen.advantages, "sample_mask": chosen.sample_mask}
+        columns = {name: numbers[name] for name in self.writes}
         meta = write_columns(self._tools.client, chosen.meta, columns)
         self.driver_bytes += message_bytes(meta.keys) + columns_bytes(columns)
         return Pending.done(step.with_chosen_meta(meta))
 
 
-class Train(_UpdateStage):
+class Train(UpdateStage):
     """Workers fetch and train, one optimizer step per global batch."""
 
     def _submit(self, step: StepState) -> Pending[StepState]:
@@ -154,8 +157,9 @@ class LogRollouts(Stage):
             | {
                 "advantage": rounded(float(step.scores.advantages[row])),
                 "sample_mask": rounded(float(step.scores.sample_mask[row])),
+                "no_weight": step.why_no_weight(row),
                 "weight_version": int(versions[row]),
-                "no_prev_logprobs": None if meta.keys[row] in known else self._why_not_scored,
+                "no_prev_logprobs": None if meta.keys[row] in known else self._why_not_scored(step, row),
             }
             for row in rows
         ]
@@ -167,9 +171,8 @@ class LogRollouts(Stage):
     def _has_prev_logprobs(self) -> bool:
         return WorkerPass.PREV_LOGPROBS.column in self.reads
 
-    @property
-    def _why_not_scored(self) -> str:
-        return NOT_TRAINED if self._has_prev_logprobs else NO_PASS
+    def _why_not_scored(self, step: StepState, row: int) -> str:
+        return NOT_TRAINED.format(why=step.why_no_weight(row)) if self._has_prev_logprobs else NO_PASS
 
     def _scored(self, step: StepState, shown: KVBatchMeta) -> KVBatchMeta | None:
         """Those of the rows that the trainer has scored before its update; None where there are none."""
@@ -185,6 +188,8 @@ BODIES: Mapping[str, type[Stage]] = {
     "score": Score,
     WorkerPass.PREV_LOGPROBS: PrevLogprobs,
     WorkerPass.REFERENCE_LOGPROBS: ReferenceLogprobs,
+    RowPass.MEASURE: MeasureRows,
+    RowPass.ADVANTAGES: TokenAdvantages,
     "advantages": Advantages,
     WorkerPass.TRAIN: Train,
     "log": LogRollouts,
@@ -199,11 +204,14 @@ def build_stages(columns: Sequence[StageColumns], tools: StageTools) -> tuple[St
 
 def clear_untrained(client: DataPlaneClient, step: StepState) -> None:
     """Clears the rows that were not trained before those that were, so that their history says why."""
-    keys = step.untrained_keys
-    if keys:
+    untrained, keys_of = set(step.untrained_keys), dict[str, list[str]]()
+    for row, key in enumerate(step.rows.meta.keys if untrained else ()):
+        if key in untrained:
+            keys_of.setdefault(NOT_TRAINED.format(why=step.why_no_weight(row)), []).append(key)
+    for reason, keys in keys_of.items():
         with working_for(CLEAR):
-            client.kv_clear(keys, step.partition, reason=NOT_TRAINED)
-        trace_retired(keys=keys, reason=NOT_TRAINED)
+            client.kv_clear(keys, step.partition, reason=reason)
+        trace_retired(keys=keys, reason=reason)
 
 
 def _with_logprob_plan(step: StepState, tools: StageTools) -> tuple[StepState, PackPlan]:

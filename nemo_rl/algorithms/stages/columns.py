@@ -6,9 +6,11 @@ that no earlier stage writes is an error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from nemo_rl.algorithms.row_measures import KlInReward, RowMeasures
+from nemo_rl.algorithms.token_estimator import TokenEstimator, token_estimator
 from nemo_rl.config.schema import GRPOConfig, MasterConfig
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.schema import (
@@ -20,9 +22,9 @@ from nemo_rl.data_plane.schema import (
     route_fields,
     writes_of,
 )
-from nemo_rl.distributed.worker_pass import WorkerPass
+from nemo_rl.distributed.worker_pass import RowPass, WorkerPass
 from nemo_rl.errors import ConfigError
-from nemo_rl.models.policy.interfaces import COMPUTED_FIELDS, LossFunction
+from nemo_rl.models.policy.interfaces import ADVANTAGES, COMPUTED_FIELDS, SQUARED_PROBS, TOKEN_ADVANTAGES, LossFunction
 from nemo_rl.models.support import SUPPORT
 from nemo_rl.routes.columns import route_conditions
 
@@ -58,8 +60,10 @@ def stage_columns(config: MasterConfig, loss_fn: LossFunction) -> tuple[StageCol
     Raises:
         ConfigError: a column is read before it is written.
     """
-    replay = config.policy.router_replay
-    conditions = route_conditions(replay)
+    replay, estimator = config.policy.router_replay, token_estimator(config)
+    conditions = (*route_conditions(replay), "row_advantages" if estimator is None else "token_advantages")
+    if estimator is not None and SQUARED_PROBS in estimator.reads:
+        conditions += (SQUARED_PROBS,)
     support = (SUPPORT,) if config.policy.generation.record_support else ()
     conditions += support
     names = ["rollout", "score"]
@@ -72,12 +76,16 @@ def stage_columns(config: MasterConfig, loss_fn: LossFunction) -> tuple[StageCol
         StageColumns(
             name=name, reads=reads_of(name, conditions=conditions), writes=writes_of(name, conditions=conditions)
         )
-        for name in (*names, "advantages")
+        for name in names
     ]
+    stages += _row_stages(config, estimator)
+    stages.append(StageColumns(name="advantages", writes=writes_of("advantages", conditions=conditions)))
     routes = route_fields(conditions)
     if routes and not replay.records_at_rollout:
         stages = [_with_routes(stage, routes, recorder=replay.source) for stage in stages]
-    stages.append(StageColumns(name=WorkerPass.TRAIN.value, reads=(*_train_fields(loss_fn), *support, *routes)))
+    stages.append(
+        StageColumns(name=WorkerPass.TRAIN.value, reads=(*_train_fields(loss_fn, estimator), *support, *routes))
+    )
     # Readable rollouts say why a column is not there.
     written = written_fields(stages)
     stages.append(StageColumns(name="log", reads=tuple(name for name in reads_of("log") if name in written)))
@@ -138,10 +146,35 @@ def _with_routes(stage: StageColumns, routes: Sequence[str], *, recorder: str) -
     return StageColumns(name=stage.name, reads=reads, writes=(*writes, *routes) if stage.name == recorder else writes)
 
 
-def _train_fields(loss_fn: LossFunction) -> tuple[str, ...]:
+def _row_stages(config: MasterConfig, estimator: TokenEstimator | None) -> list[StageColumns]:
+    """Work of the workers without the model."""
+    stages, measures = [], RowMeasures.of(config)
+    if measures is not None:
+        stages.append(StageColumns(name=RowPass.MEASURE.value, reads=_in_table_order(measures.input_fields)))
+    if estimator is not None:
+        kl = KlInReward.of(config.loss_fn)
+        fields = {"token_mask", *estimator.reads, *(() if kl is None else kl.input_fields)}
+        unknown = sorted(fields - set(reads_of(RowPass.ADVANTAGES)))
+        if unknown:
+            known = ", ".join(reads_of(RowPass.ADVANTAGES))
+            raise ConfigError(f"grpo.adv_estimator.name: reads {', '.join(unknown)}; expected some of {known}")
+        stages.append(
+            StageColumns(name=RowPass.ADVANTAGES.value, reads=_in_table_order(fields), writes=(TOKEN_ADVANTAGES,))
+        )
+    return stages
+
+
+def _in_table_order(names: Collection[str]) -> tuple[str, ...]:
+    return tuple(name for name in FIELDS if name in names)
+
+
+def _train_fields(loss_fn: LossFunction, estimator: TokenEstimator | None) -> tuple[str, ...]:
     """Seed columns and what the loss reads, in the order of the table."""
     needed = {*LP_SEED_FIELDS, *loss_fn.input_fields} - set(COMPUTED_FIELDS)
     unknown = needed - set(DP_TRAIN_FIELDS)
     if unknown:
         raise ConfigError(f"the loss reads {sorted(unknown)}, which are no training columns of the FieldSpec table")
-    return tuple(name for name in DP_TRAIN_FIELDS if name in needed)
+    if estimator is not None and ADVANTAGES in needed:
+        # Workers give it to the loss under the other name.
+        needed = needed - {ADVANTAGES} | {TOKEN_ADVANTAGES}
+    return _in_table_order(needed)

@@ -11,8 +11,10 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
+from nemo_rl.algorithms.row_measures import RowMeasures
 from nemo_rl.algorithms.stages.columns import StageColumns
 from nemo_rl.algorithms.stages.state import StepState
+from nemo_rl.algorithms.token_estimator import TokenEstimator
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import GRPOConfig, LoggerConfig
 from nemo_rl.data_plane.client.stage_context import working_for
@@ -23,7 +25,7 @@ from nemo_rl.experience.sync_rollout_actor import RolloutHandle
 from nemo_rl.models.policy.interfaces import LossFunction
 from nemo_rl.models.policy.tq_policy import TQPolicy
 
-__all__ = ["Stage", "StageTools"]
+__all__ = ["Stage", "StageTools", "UpdateStage"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,8 +39,17 @@ class StageTools:
     policy: TQPolicy
     rollout: RolloutHandle
     loss_fn: LossFunction
+    measures: RowMeasures | None = None
+    """What the driver must know of the rows' tokens; None: nothing."""
+    token_estimator: TokenEstimator | None = None
+    """Of advantages per token; None: the driver computes one per row."""
     cost: tuple[float, float] = DEFAULT_COST
     """(a, b) of the cost a s + b s^2 of a row of s tokens, by which rows are shared among the ranks."""
+
+    @property
+    def needs_whole_groups(self) -> bool:
+        """Whether advantages of a row need the tokens of its whole group."""
+        return self.token_estimator is not None or (self.measures is not None and self.measures.kl is not None)
 
 
 class Stage(ABC):
@@ -95,3 +106,10 @@ class Stage(ABC):
     @abstractmethod
     def _submit(self, step: StepState) -> Pending[StepState]:
         """The body."""
+
+
+class UpdateStage(Stage):
+    """Works on the chosen rows; a step without any has nothing to do."""
+
+    def applies_to(self, step: StepState) -> bool:
+        return step.chosen is not None

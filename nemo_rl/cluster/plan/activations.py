@@ -180,7 +180,7 @@ def _seam(setting: Setting, tokens: PassTokens, *, logits: int, with_gradients: 
     if with_gradients and loss.entropy_coefficient > 0:
         per_element.append(ENTROPY_BYTES + before)
     # The KL under the whole vocabulary is a gradient of its own, which is added to the other.
-    is_twice = with_gradients and sampling.has_filter and loss.reference_policy_kl_penalty > 0
+    is_twice = with_gradients and sampling.has_filter and loss.adds_kl
     return (3 if is_twice else 2) * logits + chunk * max(per_element)
 
 

@@ -164,9 +164,26 @@ def _loss(given: Given) -> Iterator[Outcome]:
             yield _lacks(
                 key, "k2 here has the gradient of KL(pi, pi_ref), k2 there that of the mean of x^2 / 2 under pi"
             )
+    yield from _kl_in_reward(given)
     yield from _policy_loss(given)
     if given.get("grpo.skip_reference_policy_logprobs_calculation") and penalty:
         yield _lacks("grpo.skip_reference_policy_logprobs_calculation", "a KL penalty needs the reference pass")
+
+
+def _kl_in_reward(given: Given) -> Iterator[Outcome]:
+    key, name = "loss_fn.use_kl_in_reward", given.get("grpo.adv_estimator.name", "grpo")
+    if not given.get(key):
+        return
+    if name != "reinforce_plus_plus":
+        yield _lacks(
+            key, f"with {name!r} there is no KL at all there; here loss_fn.reference_policy_kl_penalty=0 is that"
+        )
+    elif given.get("grpo.adv_estimator.minus_baseline", True):
+        yield _to(
+            key, key, True, "there each token loses its own KL, here the row's reward loses that of all its tokens"
+        )
+    else:
+        yield _to(key, key, True, "there each token loses its own KL, here that of all tokens from there on")
 
 
 def _policy_loss(given: Given) -> Iterator[Outcome]:

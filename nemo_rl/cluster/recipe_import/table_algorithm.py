@@ -46,7 +46,7 @@ _GRPO: Table = {
     "grpo.adv_estimator.minus_baseline": with_others("becomes a part of grpo.adv_estimator.name"),
     "grpo.adv_estimator.reward_weights": with_others("weights of a reward's components"),
     "grpo.adv_estimator.reward_weights.*": with_others("weights of a reward's components"),
-    "grpo.seq_logprob_error_threshold": not_supported("rows are not masked by their log-probabilities"),
+    "grpo.seq_logprob_error_threshold": same(),
     "grpo.invalid_tool_call_advantage": not_supported(GYM),
     "grpo.malformed_thinking_advantage": not_supported(GYM),
     "grpo.skip_reference_policy_logprobs_calculation": with_others(
@@ -79,7 +79,7 @@ _LOSS: Table = {
     ),
     "loss_fn.truncated_importance_sampling_type": with_others("of a ratio per row it weighs rows"),
     "loss_fn.sequence_level_importance_ratios": with_others("becomes loss_fn.name=gspo"),
-    "loss_fn.use_kl_in_reward": not_supported(OWN_LOSS),
+    "loss_fn.use_kl_in_reward": with_others("of reinforce_plus_plus, which alone takes it there"),
     "loss_fn.use_cispo": with_others("becomes loss_fn.name=cispo"),
     "loss_fn.disable_ppo_ratio": with_others("becomes loss_fn.name=reinforce"),
     "loss_fn.positive_example_nll_weight": not_supported(OWN_LOSS, off=(None, 0, 0.0)),

@@ -94,7 +94,7 @@ def _row(row: RolloutRow) -> Markup:
     facts += [("advantage", signed(row.advantage)), ("ended by", _plain(row.finish_reason))]
     facts += [("tokens", row.response_tokens), ("weights", row.weight_version)]
     parts = [tag("span", f" {name} ", tag("b", value), ", ") for name, value in facts if value is not None]
-    left_out = "not trained (sample mask 0); " if is_left_out else ""
+    left_out = f"{_plain(row.left_out)}; " if is_left_out else ""
     response = list(_tokens(row.tokens)) if row.tokens is not None else [_lines(row.response)]
     return tag(
         "article",

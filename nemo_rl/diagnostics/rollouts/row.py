@@ -74,10 +74,17 @@ class RolloutRow:
     response_tokens: int | None = None
     sample_mask: float | None = None
     """Weight of the row in the loss; None where the file does not say."""
+    no_weight: str | None = None
+    """Why the weight is 0; None where it is not, or the file does not say."""
     weight_version: int | None = None
     tokens: RowTokens | None = None
     no_prev_logprobs: str | None = None
     """Why there are none of the trainer; None where there are."""
+
+    @property
+    def left_out(self) -> str:
+        """That the row is not trained, and why; empty where it is."""
+        return f"not trained ({self.no_weight or 'sample mask 0'})" if self.sample_mask == 0 else ""
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> RolloutRow:
@@ -101,6 +108,7 @@ class RolloutRow:
             finish_reason=str(record.get("finish_reason", by_truncation)),
             response_tokens=None if record.get("response_tokens") is None else int(record["response_tokens"]),
             sample_mask=_number(record.get("sample_mask")),
+            no_weight=None if record.get("no_weight") is None else str(record["no_weight"]),
             weight_version=None if record.get("weight_version") is None else int(record["weight_version"]),
             tokens=_tokens(record) if has_tokens else None,
             no_prev_logprobs=_why_none(record) if has_tokens else EARLIER,

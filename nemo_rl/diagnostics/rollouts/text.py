@@ -58,7 +58,7 @@ def _row_lines(row: RolloutRow, width: int) -> Iterator[Text]:
         _plain(row.finish_reason),
         *([f"{row.response_tokens} tokens"] if row.response_tokens is not None else []),
         *([f"weights {row.weight_version}"] if row.weight_version is not None else []),
-        *(["not trained (sample mask 0)"] if is_left_out else []),
+        *([_plain(row.left_out)] if is_left_out else []),
     ]
     yield from _words([f"{_plain(row.key)}:", *_listed(facts)], width, indent="  ", style=style)
     if row.tokens is None:

@@ -18,6 +18,7 @@ from nemo_rl.diagnostics.step_replay.rank import Logprobs, RankStep
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings
 from nemo_rl.diagnostics.step_replay.work import StepWork
 from nemo_rl.distributed.pack_plan import PackPlan
+from nemo_rl.models.policy.interfaces import TOKEN_ADVANTAGES
 from nemo_rl.models.policy.lm_policy import TrainSummary, summarize
 
 __all__ = ["Finding", "compare_step"]
@@ -90,11 +91,24 @@ def _columns(work: StepWork) -> list[Finding]:
     ]
     if not work.trained:
         return findings
-    for name, made in (("advantages", work.advantages), ("sample_mask", work.sample_mask)):
+    of_rows = {"sample_mask": work.sample_mask}
+    if work.token_advantages is None:
+        of_rows = {"advantages": work.advantages, **of_rows}
+    else:
+        findings.append(_token_advantages(columns, work.token_advantages, work))
+    for name, made in of_rows.items():
         is_kept = name in columns.update and columns.has(name, work.trained)
         kept = columns.rows(name, work.trained) if is_kept else None
         findings.append(_vector(name, kept, made))
     return findings
+
+
+def _token_advantages(columns: KeptColumns, made_NT: torch.Tensor, work: StepWork) -> Finding:
+    lengths = [columns.lengths[row] for row in work.trained]
+    made = torch.cat([row_T[:length] for row_T, length in zip(made_NT, lengths, strict=True)])
+    is_kept = columns.has(TOKEN_ADVANTAGES, work.trained)
+    kept = columns.rows(TOKEN_ADVANTAGES, work.trained).values() if is_kept else None
+    return _vector(TOKEN_ADVANTAGES, kept, made)
 
 
 def _plans(work: StepWork) -> list[Finding]:

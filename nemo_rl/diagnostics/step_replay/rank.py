@@ -17,14 +17,16 @@ from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.data_plane.schema import LP_SEED_FIELDS
 from nemo_rl.diagnostics.step_replay.columns import KeptColumns
 from nemo_rl.diagnostics.step_replay.rates import KeptRates
+from nemo_rl.diagnostics.step_replay.request import ReplayProblem
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings
 from nemo_rl.diagnostics.step_replay.work import StepWork
+from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import RankSpec, init_process_group
 from nemo_rl.distributed.pack_plan import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import NonFiniteError
-from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
+from nemo_rl.models.policy.interfaces import TOKEN_ADVANTAGES, LossFunction, TrainResult
 from nemo_rl.models.policy.recording.recording import RecordSpec
 from nemo_rl.models.policy.routes.worker_replay import ROUTES, WorkerReplay
 from nemo_rl.models.policy.workers.base import WorkerState
@@ -39,6 +41,7 @@ from nemo_rl.utils.metrics import merge_metrics
 __all__ = ["Logprobs", "RankJob", "RankStep", "ReplayRank", "Routes", "Visit", "replay_rank"]
 
 
+SAMPLE_MASK = "sample_mask"
 Visit: TypeAlias = "Callable[[ReplayRank, int], None]"
 """(collective) Given a rank and the version of its weights; pickled."""
 
@@ -195,7 +198,7 @@ class ReplayRank:
         self.worker.life.enter(WorkerState.LOGPROBS)
         rows, plan = self._share(work, work.logprob_plan)
         fields = _prev_fields(columns, rows) if stage is WorkerPass.PREV_LOGPROBS else LP_SEED_FIELDS
-        batch = columns.batch(fields, rows, width=plan.pad_to, pad_token_id=self._pad_token_id)
+        batch = self._seed_batch(work, columns, fields, rows, width=plan.pad_to)
         if stage is WorkerPass.REFERENCE_LOGPROBS:
             return rows, self.worker.get_reference_policy_logprobs(batch, plan=plan)
         self._add_routes(batch, columns, rows)
@@ -230,17 +233,29 @@ class ReplayRank:
         assert work.logprob_plan is not None, "there are rows"
         self.worker.life.enter(WorkerState.LOGPROBS)
         rows, plan = self._share(work, work.logprob_plan)
-        fields = _prev_fields(columns, rows)
-        batch = columns.batch(fields, rows, width=plan.pad_to, pad_token_id=self._pad_token_id)
+        batch = self._seed_batch(work, columns, _prev_fields(columns, rows), rows, width=plan.pad_to)
         recorded = self.worker.record_routes(batch, plan=plan)
         self._add_routes(batch, columns, rows)
         found.routes = _compared_routes(recorded.routes_NTLK, batch)
         return rows, recorded.logprobs_NT
 
+    def _seed_batch(
+        self, work: StepWork, columns: KeptColumns, fields: Sequence[str], rows: list[int], *, width: int
+    ) -> BatchedDataDict:
+        """What a log-probability pass reads; weights of rows are kept only of steps that came to write them."""
+        kept = [name for name in fields if columns.has(name, rows)]
+        batch = columns.batch(kept, rows, width=width, pad_token_id=self._pad_token_id)
+        if SAMPLE_MASK not in batch:
+            places = {row: place for place, row in enumerate(work.trained)}
+            batch[SAMPLE_MASK] = work.sample_mask[torch.tensor([places[row] for row in rows])]
+        return batch
+
     def _train(self, work: StepWork, columns: KeptColumns, fresh: dict[str, torch.Tensor]) -> TrainResult:
         assert work.plan is not None, "there are rows"
         rows, plan = self._share(work, work.plan)
-        made = {"advantages": work.advantages, "sample_mask": work.sample_mask}
+        made = {"advantages": work.advantages, SAMPLE_MASK: work.sample_mask}
+        if work.token_advantages is not None:
+            made[TOKEN_ADVANTAGES] = _to_width(work.token_advantages, plan.pad_to)
         places = {row: place for place, row in enumerate(work.trained)}
         index = torch.tensor([places[row] for row in rows])
         # What was kept is the fact; what was not kept, the replay has made itself.
@@ -248,6 +263,8 @@ class ReplayRank:
         batch = columns.batch(kept, rows, width=plan.pad_to, pad_token_id=self._pad_token_id)
         batch.update({name: column[index] for name, column in made.items() if name in self._job.train_fields})
         for name in self._job.train_fields:
+            if name not in batch and name not in fresh:
+                raise ReplayProblem(f"step {work.step.number} ended before {name} was kept", verdict=Verdict.INCOMPLETE)
             if name not in batch:
                 batch[name] = _to_width(fresh[name][torch.tensor(rows)], plan.pad_to)
         self._add_routes(batch, columns, rows)

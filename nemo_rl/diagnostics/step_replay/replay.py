@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -93,7 +94,7 @@ def _replay(request: ReplayRequest, target: KeptStep) -> ReplayReport:
         how=_how(settings),
         differences=settings.differences,
         what_if=request.overrides,
-        notes=_notes(request, chain, settings),
+        notes=(*_notes(request, chain, settings), *_unmeasured(works)),
         steps=steps,
         seconds=time.perf_counter() - started,
     )
@@ -130,6 +131,15 @@ def _how(settings: ReplaySettings) -> str:
     axes = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     ranks = "1 rank" if layout.world_size == 1 else f"{layout.world_size} ranks ({axes})"
     return f"{settings.worker} worker, {ranks}"
+
+
+def _unmeasured(works: Sequence[StepWork]) -> list[str]:
+    return [
+        f"step {work.step.number} ended before its log-probabilities were kept: advantages and weights are those of "
+        "its rewards alone"
+        for work in works
+        if work.lacks_tokens
+    ]
 
 
 def _notes(request: ReplayRequest, chain: Chain, settings: ReplaySettings) -> tuple[str, ...]:

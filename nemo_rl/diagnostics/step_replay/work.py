@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_rl.algorithms.grpo import ScoredRows, TrainRows, plan_logprobs, plan_train, score_rows, select_train_rows
+from nemo_rl.algorithms.grpo import TrainRows, plan_logprobs, plan_train, score_rows, select_train_rows
 from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, KeptFolder
 from nemo_rl.algorithms.kept_steps.record import KeptError, KeptRows, KeptStep
 from nemo_rl.data_plane.keys import group_uid
 from nemo_rl.diagnostics.step_replay.chain import ChainLink
 from nemo_rl.diagnostics.step_replay.request import ReplayProblem
+from nemo_rl.diagnostics.step_replay.row_numbers import RowNumbers, TokenNeeds
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.distributed.pack_plan import PackPlan
@@ -35,6 +36,10 @@ class StepWork:
     advantages: torch.Tensor
     """`[trained]` float32."""
     sample_mask: torch.Tensor
+    token_advantages: torch.Tensor | None = None
+    """`[trained, T]` float32, in place of the others; None where advantages are those of rows."""
+    lacks_tokens: bool = False
+    """What is made of tokens was not made: the step ended before they were kept."""
     run_plan: PackPlan | None = None
     """For the layout of the run."""
     run_logprob_plan: PackPlan | None = None
@@ -69,22 +74,30 @@ def make_work(link: ChainLink, settings: ReplaySettings, *, only: Sequence[str] 
             verdict=Verdict.INCOMPLETE,
         )
     try:
-        scored = score_rows(rows.scalars, [group_uid(key) for key in rows.keys], settings.config.grpo)
+        needs, uids = TokenNeeds.of(settings), [group_uid(key) for key in rows.keys]
+        scored = score_rows(rows.scalars, uids, settings.config.grpo, per_token=needs.estimator is not None)
     except NonFiniteError as error:
         found = KeptError(kind=type(error).__name__, text=str(error), stage="score")
         return StepWork(folder=link.folder, step=step, advantages=none, sample_mask=none, error=found)
+    chosen = select_train_rows(
+        scored,
+        rows.lengths,
+        settings.config.policy,
+        layout=settings.run_layout,
+        whole_groups=needs.needs_whole_groups,
+    )
+    made = RowNumbers.made(link, rows, scored, chosen.rows, settings)
     if only:
-        return _subset(link, rows, scored, settings, only)
-    return _whole(link, rows, scored, settings)
+        return _subset(link, rows, chosen, made, settings, only)
+    return _whole(link, rows, chosen, made, settings)
 
 
-def _whole(link: ChainLink, rows: KeptRows, scored: ScoredRows, settings: ReplaySettings) -> StepWork:
+def _whole(link: ChainLink, rows: KeptRows, chosen: TrainRows, made: RowNumbers, settings: ReplaySettings) -> StepWork:
     policy, layout = settings.config.policy, settings.run_layout
-    chosen = select_train_rows(scored, rows.lengths, policy, layout=layout)
-    if not chosen.rows:
+    if not chosen.rows or not made.trains:
         none = torch.zeros(0)
         return StepWork(folder=link.folder, step=link.step, advantages=none, sample_mask=none)
-    numbers = scored.select(chosen.rows)
+    numbers = made.scored.select(chosen.rows)
     lengths, cost = [rows.lengths[row] for row in chosen.rows], link.step.run.cost
     plan = plan_train(lengths, chosen.batch_sizes, policy, layout=layout, cost=cost)
     logprob_plan = plan_logprobs(plan, lengths, policy, layout=layout, cost=cost)
@@ -94,6 +107,8 @@ def _whole(link: ChainLink, rows: KeptRows, scored: ScoredRows, settings: Replay
         trained=chosen.rows,
         advantages=numbers.advantages,
         sample_mask=numbers.sample_mask,
+        token_advantages=made.token_advantages,
+        lacks_tokens=made.lacks_tokens,
         run_plan=plan,
         run_logprob_plan=logprob_plan,
         plan=_fitted(plan, settings),
@@ -102,7 +117,12 @@ def _whole(link: ChainLink, rows: KeptRows, scored: ScoredRows, settings: Replay
 
 
 def _subset(
-    link: ChainLink, rows: KeptRows, scored: ScoredRows, settings: ReplaySettings, only: Sequence[str]
+    link: ChainLink,
+    rows: KeptRows,
+    chosen: TrainRows,
+    made: RowNumbers,
+    settings: ReplaySettings,
+    only: Sequence[str],
 ) -> StepWork:
     places = {key: row for row, key in enumerate(rows.keys)}
     unknown = [key for key in only if key not in places]
@@ -112,7 +132,13 @@ def _subset(
             verdict=Verdict.USAGE,
         )
     trained = TrainRows(rows=tuple(places[key] for key in only), batch_sizes=(len(only),))
-    numbers, layout = scored.select(trained.rows), settings.layout
+    numbers, layout = made.scored.select(trained.rows), settings.layout
+    token_advantages = made.token_advantages
+    if token_advantages is not None:
+        # A row that the run has left out has no advantage.
+        at = {row: place for place, row in enumerate(chosen.rows)}
+        none_T = torch.zeros(token_advantages.shape[1])
+        token_advantages = torch.stack([token_advantages[at[row]] if row in at else none_T for row in trained.rows])
     lengths, cost = [rows.lengths[row] for row in trained.rows], link.step.run.cost
     try:
         plan = plan_train(lengths, trained.batch_sizes, settings.policy, layout=layout, cost=cost)
@@ -127,6 +153,8 @@ def _subset(
         trained=trained.rows,
         advantages=numbers.advantages,
         sample_mask=numbers.sample_mask,
+        token_advantages=token_advantages,
+        lacks_tokens=made.lacks_tokens,
         plan=plan,
         logprob_plan=logprob_plan,
         is_subset=True,

@@ -28,6 +28,8 @@ from nemo_rl.models.policy.steps import (
     StepOutcome,
     bad_rows,
     computed_fields,
+    keep_found,
+    logprob_result,
     loss_columns,
     raise_together,
     stored_fields,
@@ -62,27 +64,31 @@ class StepRunner:
         self._routes, self._observer = routes, observer
 
     def logprobs(
-        self, batch: BatchedDataDict, microbatches: Sequence[Sequence[int]], select_NT: torch.Tensor
+        self,
+        batch: BatchedDataDict,
+        microbatches: Sequence[Sequence[int]],
+        select_NT: torch.Tensor,
+        *,
+        computed: Sequence[str] = (),
     ) -> torch.Tensor:
-        """`[N, T]` float32 log-probabilities of the selected tokens, 0 elsewhere (collective).
+        """`[c, N, T]` float32, 0 where no token is selected (collective); see `Runner.logprobs`.
 
         Raises:
             NonFiniteError: on every rank, when any rank met NaN or inf; names the rows.
         """
         self._model.eval()
-        result_NT = torch.zeros(select_NT.shape, dtype=torch.float32, device=select_NT.device)
+        result_cNT = logprob_result(select_NT, computed)
         bad: list[int] = []
         with torch.no_grad():
             for rows in microbatches:
                 micro = self._build(batch, rows, select_NT, fields=())
                 with self._routes.pass_of(micro), self._observer.pass_of(micro):
-                    [logprobs_nt] = self._forward(micro)
-                    self._observer.logprobs(micro, logprobs_nt)
-                index = torch.tensor(micro.rows, dtype=torch.int64, device=result_NT.device)
-                result_NT[index, : micro.width] = logprobs_nt
-                bad += bad_rows(micro, logprobs_nt)
+                    found = self._forward(micro, computed)
+                    self._observer.logprobs(micro, found[0])
+                keep_found(result_cNT, micro, found)
+                bad += bad_rows(micro, found[0])
         self._raise_together("log-probabilities", batch, bad)
-        return result_NT
+        return result_cNT
 
     def topk_logits(
         self, batch: BatchedDataDict, microbatches: Sequence[Sequence[int]], *, k: int

@@ -35,6 +35,8 @@ from nemo_rl.models.policy.steps import (
     ThisRank,
     bad_rows,
     computed_fields,
+    keep_found,
+    logprob_result,
     loss_columns,
     raise_together,
     stored_fields,
@@ -76,27 +78,33 @@ class PipelineRunner:
         self._shard = _vocab_shard(model, here)
         model.config.finalize_model_grads_func = _finalize
 
-    def logprobs(self, batch: BatchedDataDict, microbatches: Microbatches, select_NT: torch.Tensor) -> torch.Tensor:
-        """`[N, T]` float32 log-probabilities of the selected tokens (collective); zeros on all but the last stage.
+    def logprobs(
+        self,
+        batch: BatchedDataDict,
+        microbatches: Microbatches,
+        select_NT: torch.Tensor,
+        *,
+        computed: Sequence[str] = (),
+    ) -> torch.Tensor:
+        """`[c, N, T]` float32, 0 where no token is selected and on all but the last stage (collective).
 
         Raises:
             NonFiniteError: on every rank, when any rank met NaN or inf; names the rows.
         """
-        result_NT = torch.zeros(select_NT.shape, dtype=torch.float32, device=select_NT.device)
+        result_cNT = logprob_result(select_NT, computed)
         bad: list[int] = []
 
         def keep(micro: Microbatch, logits: torch.Tensor) -> torch.Tensor:
-            [logprobs_nt] = self._logprobs(micro, logits)
+            found = self._logprobs(micro, logits, computed)
             if micro.rows:
-                self._observer.logprobs(micro, logprobs_nt)
-                index = torch.tensor(micro.rows, dtype=torch.int64, device=result_NT.device)
-                result_NT[index, : micro.width] = logprobs_nt
-                bad.extend(bad_rows(micro, logprobs_nt))
-            return logprobs_nt.sum()
+                self._observer.logprobs(micro, found[0])
+                keep_found(result_cNT, micro, found)
+                bad.extend(bad_rows(micro, found[0]))
+            return found[0].sum()
 
         self._run(self._build(batch, microbatches, select_NT), len(microbatches), keep, is_training=False)
         self._raise_together("log-probabilities", batch, bad)
-        return result_NT
+        return result_cNT
 
     def topk_logits(
         self, batch: BatchedDataDict, microbatches: Microbatches, *, k: int

@@ -11,8 +11,11 @@ import torch
 from nemo_rl.utils.metrics import Reduction
 
 __all__ = [
+    "ADVANTAGES",
     "COMPUTED_FIELDS",
     "ENTROPY",
+    "SQUARED_PROBS",
+    "TOKEN_ADVANTAGES",
     "UNFILTERED_LOGPROBS",
     "LossFunction",
     "LossOutput",
@@ -22,12 +25,17 @@ __all__ = [
 ]
 
 
+ADVANTAGES, TOKEN_ADVANTAGES = "advantages", "token_advantages"
+"""What a loss names in `input_fields`; the column that it gets under that name where each token has its own."""
 ENTROPY = "entropy"
 """Column that no stage writes: the workers compute it for a loss that names it in `input_fields`. `[N, T]` float32 with
 gradient: entropy of the distribution that each token was drawn from, 0 at tokens that are not trained."""
 UNFILTERED_LOGPROBS = "unfiltered_logprobs"
 """As `ENTROPY`, log-probabilities under the whole vocabulary, with temperature. Only where top-k or top-p has left a
 set of it: elsewhere the log-probabilities that the loss gets are these, and there is no such column."""
+SQUARED_PROBS = "squared_probs"
+"""Column that the pass `prev_logprobs` writes where it is asked for: `[N, T]` float32, sum over the vocabulary of p^2
+of the distribution that each token was drawn from; 0 outside the responses."""
 COMPUTED_FIELDS = (ENTROPY, UNFILTERED_LOGPROBS)
 
 
@@ -67,7 +75,8 @@ class LossFunction(Protocol):
     ) -> LossOutput:
         """Args:
         token_logprobs: `[N, T]` float32, log pi(token t | tokens < t) at position t, position 0 is 0.
-        batch: columns of the same rows, `[N, T]` or `[N]`.
+        batch: columns of the same rows, `[N, T]` or `[N]`; `advantages` are `[N]`, or `[N, T]` with an estimator that
+            gives each token its own.
         """
 
 

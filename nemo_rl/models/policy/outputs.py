@@ -12,8 +12,14 @@ from collections.abc import Sequence
 import torch
 
 from nemo_rl.distributed.differentiable import gather_along, reduce_from
-from nemo_rl.models.logprobs import Sampling, VocabShard, logprobs_with_entropy, token_logprobs
-from nemo_rl.models.policy.interfaces import ENTROPY, UNFILTERED_LOGPROBS
+from nemo_rl.models.logprobs import (
+    Sampling,
+    VocabShard,
+    logprobs_with_entropy,
+    logprobs_with_squares,
+    token_logprobs,
+)
+from nemo_rl.models.policy.interfaces import ENTROPY, SQUARED_PROBS, UNFILTERED_LOGPROBS
 from nemo_rl.models.policy.microbatch import ForwardInputs
 from nemo_rl.models.varlen_attention import Segments
 
@@ -33,11 +39,13 @@ def selected_logprobs(
     Args:
         logits_nKV: at `inputs.keep_K`.
         shard: this rank's part of the vocabulary where the head is split.
-        computed: of `COMPUTED_FIELDS`, in their order: a line more for each.
+        computed: `SQUARED_PROBS`, or some of `COMPUTED_FIELDS` in their order: a line more for each.
     """
     logits_mV = logits_nKV[inputs.row_m, inputs.kept_m]
     if ENTROPY in computed:
         found_cm = logprobs_with_entropy(logits_mV, inputs.target_m, sampling=sampling, shard=shard, kept=inputs.kept)
+    elif SQUARED_PROBS in computed:
+        found_cm = logprobs_with_squares(logits_mV, inputs.target_m, sampling=sampling, shard=shard, kept=inputs.kept)
     else:
         found_cm = token_logprobs(logits_mV, inputs.target_m, sampling=sampling, shard=shard, kept=inputs.kept)[None]
     if UNFILTERED_LOGPROBS in computed:

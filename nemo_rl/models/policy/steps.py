@@ -30,6 +30,8 @@ __all__ = [
     "bad_rows",
     "check_same_plan",
     "computed_fields",
+    "keep_found",
+    "logprob_result",
     "loss_columns",
     "loss_scales",
     "raise_together",
@@ -90,8 +92,16 @@ class StepOutcome:
 class Runner(Protocol):
     """Runs the microbatches of one rank. Methods are collective: every rank calls them in the same order."""
 
-    def logprobs(self, batch: BatchedDataDict, microbatches: Microbatches, select_NT: torch.Tensor) -> torch.Tensor:
-        """`[N, T]` float32 log-probabilities of the selected tokens, 0 elsewhere.
+    def logprobs(
+        self,
+        batch: BatchedDataDict,
+        microbatches: Microbatches,
+        select_NT: torch.Tensor,
+        *,
+        computed: Sequence[str] = (),
+    ) -> torch.Tensor:
+        """`[1, N, T]` float32 log-probabilities of the selected tokens, 0 elsewhere; `[2, N, T]` with
+        `SQUARED_PROBS` in `computed`, the same of the tokens' whole distributions.
 
         Raises:
             NonFiniteError: on every rank, when any rank met NaN or inf; names the rows.
@@ -136,6 +146,18 @@ def computed_fields(loss_fn: LossFunction, sampling: Sampling) -> tuple[str, ...
     """What the loss reads that a pass computes besides log-probabilities under `sampling`."""
     wanted = (name for name in COMPUTED_FIELDS if name in loss_fn.input_fields)
     return tuple(name for name in wanted if name != UNFILTERED_LOGPROBS or sampling.has_filter)
+
+
+def logprob_result(select_NT: torch.Tensor, computed: Sequence[str]) -> torch.Tensor:
+    """Zeros for what a pass of `Runner.logprobs` finds."""
+    return torch.zeros(1 + len(computed), *select_NT.shape, dtype=torch.float32, device=select_NT.device)
+
+
+def keep_found(result_cNT: torch.Tensor, micro: Microbatch, found: Sequence[torch.Tensor]) -> None:
+    """Puts what a microbatch has found, `[n, t]` each, into the result."""
+    index = torch.tensor(micro.rows, dtype=torch.int64, device=result_cNT.device)
+    for result_NT, part_nt in zip(result_cNT, found, strict=False):
+        result_NT[index, : micro.width] = part_nt
 
 
 def loss_columns(micro: Microbatch, found: Sequence[torch.Tensor], computed: Sequence[str]) -> dict[str, torch.Tensor]:

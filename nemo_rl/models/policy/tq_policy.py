@@ -7,24 +7,47 @@ waits for it. The workers do passes in the order in which they were submitted, w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
 
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.chunks.wire import message_bytes
 from nemo_rl.data_plane.client.operation_counts import Totals
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.preshard import shard_meta_for_dp
+from nemo_rl.data_plane.row_work import RowWork, RowWorkResult
 from nemo_rl.distributed.calls import Pending, Request, ask
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_groups import WorkerGroup
-from nemo_rl.distributed.worker_pass import WorkerPass
+from nemo_rl.distributed.worker_pass import RowPass, WorkerPass
 from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
 from nemo_rl.models.policy.lm_policy import Policy, TrainSummary, summarize
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
 from nemo_rl.utils.metrics import Reduction, merge_metrics
 
-__all__ = ["TQPolicy"]
+__all__ = ["RowWorkDone", "TQPolicy"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowWorkDone:
+    """What `RowWork` has given, over all data-parallel shards."""
+
+    meta: KVBatchMeta
+    """Of all rows, with the columns that were written."""
+    shards: tuple[Mapping[str, torch.Tensor], ...]
+    """Numbers of each shard, its rows in the order of the plan."""
+    plan: PackPlan
+
+    def by_row(self) -> dict[str, torch.Tensor]:
+        """Numbers of which every shard has one per row, `[N]` in the order of the meta."""
+        rows = [row for rank in range(self.plan.num_ranks) for row in self.plan.rows_of_rank(rank)]
+        index = torch.tensor(rows, dtype=torch.int64)
+        parts = [numbers for numbers in self.shards if numbers]
+        joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return {name: torch.empty_like(found).index_copy_(0, index, found) for name, found in joined.items()}
 
 
 class TQPolicy(Policy):
@@ -60,14 +83,17 @@ class TQPolicy(Policy):
         )
         self._run(request, "data plane setup")
 
-    def get_logprobs_from_meta(self, meta: KVBatchMeta, plan: PackPlan) -> KVBatchMeta:
-        """Workers write `prev_logprobs` of every row; returns the meta that knows them."""
-        return self.submit_logprobs_from_meta(meta, plan).result()
+    def get_logprobs_from_meta(self, meta: KVBatchMeta, plan: PackPlan, *, with_squares: bool = False) -> KVBatchMeta:
+        """Workers write `prev_logprobs` of every row, and `squared_probs` where they are asked for; returns the meta
+        that knows them."""
+        return self.submit_logprobs_from_meta(meta, plan, with_squares=with_squares).result()
 
-    def submit_logprobs_from_meta(self, meta: KVBatchMeta, plan: PackPlan) -> Pending[KVBatchMeta]:
+    def submit_logprobs_from_meta(
+        self, meta: KVBatchMeta, plan: PackPlan, *, with_squares: bool = False
+    ) -> Pending[KVBatchMeta]:
         """As `get_logprobs_from_meta` without waiting."""
         metas = self._metas(meta, plan)
-        requests = [ask(TQWorker.get_logprobs_presharded, meta=part) for part in metas]
+        requests = [ask(TQWorker.get_logprobs_presharded, meta=part, with_squares=with_squares) for part in metas]
         return self._written(requests, WorkerPass.PREV_LOGPROBS, meta, metas)
 
     def get_reference_policy_logprobs_from_meta(self, meta: KVBatchMeta, plan: PackPlan) -> KVBatchMeta:
@@ -98,6 +124,32 @@ class TQPolicy(Policy):
             return summarize(results, layout=self._layout)
 
         return self._submit(requests, WorkerPass.TRAIN.value).then(merge)
+
+    def submit_row_work(
+        self, meta: KVBatchMeta, plan: PackPlan, work: RowWork | Sequence[RowWork], *, stage: RowPass
+    ) -> Pending[RowWorkDone]:
+        """Workers do the work on their rows of `plan`, without the model.
+
+        Args:
+            work: the same for all data-parallel shards, or one for each.
+        """
+        metas = self._metas(meta, plan)
+        works = self._layout.spread(list(work) if isinstance(work, Sequence) else [work] * self._layout.dp)
+        requests = [
+            ask(TQWorker.do_row_work, meta=part, work=of_rank, stage=stage)
+            for part, of_rank in zip(metas, works, strict=True)
+        ]
+
+        def merge(results: Sequence[RowWorkResult]) -> RowWorkDone:
+            self.driver_bytes += message_bytes((metas, works, results))
+            done = self._layout.of_writers(results)
+            return RowWorkDone(
+                meta=meta.with_written([result.meta for result in done]),
+                shards=tuple(result.numbers for result in done),
+                plan=plan,
+            )
+
+        return self._submit(requests, stage.value).then(merge)
 
     def end_step(self) -> None:
         """Workers forget what they fetched."""

@@ -44,7 +44,9 @@ def test_a_stage_runs_only_when_the_config_needs_it():
     lean = config(loss_fn={"reference_policy_kl_penalty": 0}, grpo={"use_generation_logprobs_as_prev": True})
     assert names(lean, "generation_logprobs") == ["rollout", "score", "advantages", "train", "log"]
     assert set(reads_of_log(full)) - set(reads_of_log(lean, "generation_logprobs")) == {"prev_logprobs"}
-    assert set(BODIES) == set(names(full)), "each has a body"
+    measured = config(loss_fn={"reference_policy_kl_penalty": 0.1}, grpo={"seq_logprob_error_threshold": 2.0})
+    assert names(measured) == [*names(full)[:4], "measure_rows", *names(full)[4:]]
+    assert set(BODIES) == {*names(measured), "token_advantages"}, "each has a body"
 
 
 def test_a_loss_that_reads_a_column_nobody_writes_is_refused_at_build():

@@ -117,7 +117,7 @@ def test_parts_of_the_loss_are_means_over_the_optimizer_steps() -> None:
         begin_step(1, [3, 8], group_size=2, version=0),
         rolled=rolled,
         scored=score_rows(carry, rolled.group_uids, config.grpo),
-        chosen=ChosenRows(meta=meta.subset([0, 1]), plan=plan, **weights),
+        chosen=ChosenRows(rows=(0, 1), meta=meta.subset([0, 1]), plan=plan, **weights),
         train=summary,
         seconds=2.0,
     )

@@ -95,6 +95,34 @@ def test_the_kl_keeps_its_gradient(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("estimator", "ours"),
+    [
+        ({"minus_baseline": False}, "reinforce_plus_plus"),
+        ({}, "reinforce_plus_plus_baseline"),
+    ],
+)
+def test_a_kl_in_the_reward_leaves_no_key_of_that_in_the_loss(
+    estimator: dict[str, Any], ours: str, tmp_path: Path
+) -> None:
+    theirs = {
+        "grpo": {"adv_estimator": {"name": "reinforce_plus_plus", **estimator}, "seq_logprob_error_threshold": 1.5},
+        "loss_fn": {
+            "use_kl_in_reward": True,
+            "reference_policy_kl_penalty": 0.02,
+            "reference_policy_kl_type": "k3",
+            "kl_output_clamp_value": None,
+        },
+    }
+    imported = import_recipe(write(tmp_path, merged(theirs)))
+    config = loaded(tmp_path, imported)
+    assert config.grpo.adv_estimator.name == ours and config.grpo.seq_logprob_error_threshold == 1.5
+    assert config.loss_fn.use_kl_in_reward and config.loss_fn.reference_policy_kl_penalty == 0.02
+    assert fates_of(imported, "loss_fn.use_kl_in_reward") == {Fate.MAPPED}
+    other = merged({"grpo": {"adv_estimator": {"name": "grpo"}}}, merged(theirs))
+    assert fates_of(import_recipe(write(tmp_path / "other", other)), "loss_fn.use_kl_in_reward") == {Fate.NOT_SUPPORTED}
+
+
+@pytest.mark.parametrize(
     ("theirs", "ours"),
     [
         ({"ratio_clip_c": 3.0}, {"name": "clipped_pg", "ratio_clip_c": 3.0}),

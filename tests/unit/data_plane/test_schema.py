@@ -20,6 +20,7 @@ from nemo_rl.data_plane.schema import (
     spec_to_record,
     writes_of,
 )
+from nemo_rl.distributed.worker_pass import RowPass
 from nemo_rl.errors import SchemaMismatch
 
 
@@ -43,6 +44,8 @@ def test_the_fetch_lists_follow_from_the_table() -> None:
         "generation_logprobs",
         "prev_logprobs",
         "reference_policy_logprobs",
+        "squared_probs",
+        "token_advantages",
         "routed_experts",
         "routed_experts_bits",
         "routed_experts_digests",
@@ -62,7 +65,7 @@ def test_routes_exist_under_their_conditions_and_are_not_fetched_with_the_rest()
 
 
 def test_every_field_that_is_read_is_produced_by_another_stage() -> None:
-    stages = {spec.produced_by for spec in FIELDS.values()} | {"train", "log"}
+    stages = {spec.produced_by for spec in FIELDS.values()} | {"train", "log", *RowPass}
     for spec in FIELDS.values():
         assert {*spec.read_by, *spec.rewritten_by} <= stages
         assert spec.name in writes_of(spec.produced_by)

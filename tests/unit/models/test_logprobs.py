@@ -7,7 +7,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_rl.models import logprobs
-from nemo_rl.models.logprobs import Sampling, filter_logits, logprobs_from_logits, logprobs_with_entropy, token_logprobs
+from nemo_rl.models.logprobs import (
+    Sampling,
+    filter_logits,
+    logprobs_from_logits,
+    logprobs_with_entropy,
+    logprobs_with_squares,
+    token_logprobs,
+)
 
 
 def _slow(logits: torch.Tensor, targets: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -78,6 +85,26 @@ def test_entropies_and_their_gradients_equal_a_float64_reference(
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=1e-4, atol=1e-6)
     assert torch.equal(found[0], token_logprobs(logits, targets, sampling=sampling))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7), Sampling(top_k=5, top_p=0.8)])
+def test_sums_of_squares_equal_a_float64_reference_and_have_no_gradient(
+    sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 3 * 40)
+    generator = torch.Generator().manual_seed(2)
+    logits = (torch.randn(11, 40, generator=generator) * 4).requires_grad_()
+    targets = torch.randint(0, 40, (11,), generator=generator)
+    kept = filter_logits(
+        logits.detach().double() / sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, keep_M=targets
+    )
+    found = logprobs_with_squares(logits, targets, sampling=sampling)
+    torch.testing.assert_close(found[1].double(), kept.softmax(-1).square().sum(-1), rtol=1e-5, atol=1e-7)
+    assert torch.equal(found[0], token_logprobs(logits, targets, sampling=sampling))
+    found.sum().backward()
+    of_both, logits.grad = logits.grad, None
+    token_logprobs(logits, targets, sampling=sampling).sum().backward()
+    assert torch.equal(of_both, logits.grad)
 
 
 def test_the_entropy_of_four_tokens() -> None:

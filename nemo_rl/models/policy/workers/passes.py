@@ -6,6 +6,7 @@ split into ranks or microbatches.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +16,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.models.logprobs import Sampling
-from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
+from nemo_rl.models.policy.interfaces import ADVANTAGES, SQUARED_PROBS, TOKEN_ADVANTAGES, LossFunction, TrainResult
 from nemo_rl.models.policy.microbatch import PassShape, fixed_plan, steps_of
 from nemo_rl.models.policy.recording.onlookers import NO_ONLOOKERS, Onlookers
 from nemo_rl.models.policy.routes.slices import RouteSlices
@@ -41,6 +42,8 @@ class RecordedRoutes:
     """`[N, T]` float32."""
     routes_NTLK: torch.Tensor
     """`[N, T, L, K]` int16: its layers of its tokens, -1 elsewhere."""
+    squares_NT: torch.Tensor | None = None
+    """`[N, T]` float32 sums of squared probabilities, where they were asked for."""
 
 
 class Passes:
@@ -95,7 +98,7 @@ class Passes:
             self._replay.replaying(WorkerPass.TRAIN, batch, plan, layout.shape, routes) as pass_routes,
             self._onlookers.phase(WorkerPass.TRAIN, batch) as observer,
         ):
-            batch = _without(batch, ROUTES).to(self._here.device)
+            batch = _for_the_loss(_without(batch, ROUTES)).to(self._here.device)
             learning_rate = self._engine.schedule.apply()
             scales = loss_scales(batch, steps, is_writer=self._here.is_writer, device=self._here.device)
             runner = self._engine.runner(layout, pass_routes, observer)
@@ -145,10 +148,21 @@ class Passes:
         self._life.require("get_logprobs", WorkerState.TRAINING, WorkerState.LOGPROBS)
         plan = plan or self._inference_plan(batch, mbs)
         if not replay:
-            return self._logprobs(batch, plan, OWN_ROUTES, phase)
+            return self._logprobs(batch, plan, OWN_ROUTES, phase)[0]
         shape = self.batch_layout(plan).shape
         with self._replay.replaying(WorkerPass.PREV_LOGPROBS, batch, plan, shape, routes) as pass_routes:
-            return self._logprobs(batch, plan, pass_routes, phase)
+            return self._logprobs(batch, plan, pass_routes, phase)[0]
+
+    def get_logprobs_with_squares(
+        self, batch: BatchedDataDict, *, plan: PackPlan | None = None, routes: RouteSlices | None = None
+    ) -> torch.Tensor:
+        """(collective) `[2, N, T]`: as `get_logprobs`, and the sum of squared probabilities of each token's whole
+        distribution."""
+        self._life.require("get_logprobs_with_squares", WorkerState.TRAINING, WorkerState.LOGPROBS)
+        plan = plan or self._inference_plan(batch, None)
+        phase, shape = WorkerPass.PREV_LOGPROBS, self.batch_layout(plan).shape
+        with self._replay.replaying(phase, batch, plan, shape, routes) as pass_routes:
+            return self._logprobs(batch, plan, pass_routes, phase, computed=(SQUARED_PROBS,))
 
     def score(self, batch: BatchedDataDict) -> torch.Tensor:
         """(collective) `[N, T]` as `get_logprobs`, under the model's own distribution; nobody looks on.
@@ -156,9 +170,11 @@ class Passes:
         All rows run at once, and the routers choose for themselves.
         """
         self._life.require("score", WorkerState.TRAINING, WorkerState.LOGPROBS, WorkerState.REFIT)
-        return self._logprobs(batch, self._inference_plan(batch, batch.size), OWN_ROUTES, None, sampling=Sampling())
+        return self._logprobs(batch, self._inference_plan(batch, batch.size), OWN_ROUTES, None, sampling=Sampling())[0]
 
-    def record_routes(self, batch: BatchedDataDict, *, plan: PackPlan | None = None) -> RecordedRoutes:
+    def record_routes(
+        self, batch: BatchedDataDict, *, plan: PackPlan | None = None, with_squares: bool = False
+    ) -> RecordedRoutes:
         """(collective) Log-probabilities as `get_logprobs`, and the routes that the routers chose for themselves.
 
         Raises:
@@ -167,9 +183,11 @@ class Passes:
         self._life.require("record_routes", WorkerState.TRAINING, WorkerState.LOGPROBS)
         plan = plan or self._inference_plan(batch, None)
         with self._replay.recording(WorkerPass.PREV_LOGPROBS, batch, plan) as stage:
-            logprobs_NT = self._logprobs(batch, plan, stage, WorkerPass.PREV_LOGPROBS)
+            computed = (SQUARED_PROBS,) if with_squares else ()
+            found_cNT = self._logprobs(batch, plan, stage, WorkerPass.PREV_LOGPROBS, computed=computed)
             routes_NTLK = stage.recorded(batch)
-        return RecordedRoutes(logprobs_NT=logprobs_NT, routes_NTLK=routes_NTLK)
+        squares_NT = found_cNT[1] if with_squares else None
+        return RecordedRoutes(logprobs_NT=found_cNT[0], routes_NTLK=routes_NTLK, squares_NT=squares_NT)
 
     def _logprobs(
         self,
@@ -179,7 +197,9 @@ class Passes:
         phase: WorkerPass | None,
         *,
         sampling: Sampling | None = None,
+        computed: Sequence[str] = (),
     ) -> torch.Tensor:
+        """`[c, N, T]`, see `Runner.logprobs`."""
         microbatches = [rows for step in steps_of(plan, num_rows=batch.size) for rows in step]
         check_same_plan([len(microbatches)], device=self._here.device)
         layout = self.batch_layout(plan, sampling)
@@ -193,7 +213,7 @@ class Passes:
         onlookers = self._onlookers if phase is not None else NO_ONLOOKERS
         with onlookers.phase(phase or WorkerPass.PREV_LOGPROBS, batch) as observer:
             runner = self._engine.runner(layout, routes, observer)
-            return runner.logprobs(batch, microbatches, select_NT).cpu()
+            return runner.logprobs(batch, microbatches, select_NT, computed=computed).cpu()
 
     def get_reference_policy_logprobs(
         self, batch: BatchedDataDict, *, mbs: int | None = None, plan: PackPlan | None = None
@@ -205,7 +225,7 @@ class Passes:
             self._life.require("get_reference_policy_logprobs", WorkerState.TRAINING, WorkerState.LOGPROBS)
             # The KL compares whole distributions; a filter would leave each policy a set of its own.
             whole = self.batch_layout(plan).sampling.unfiltered
-            return self._logprobs(batch, plan, OWN_ROUTES, WorkerPass.REFERENCE_LOGPROBS, sampling=whole)
+            return self._logprobs(batch, plan, OWN_ROUTES, WorkerPass.REFERENCE_LOGPROBS, sampling=whole)[0]
 
     def get_topk_logits(
         self, batch: BatchedDataDict, *, k: int, mbs: int | None = None
@@ -263,3 +283,8 @@ class Passes:
 def _without(batch: BatchedDataDict, name: str) -> BatchedDataDict:
     """Whole routes stay where they are, passes get their part; kept sets belong to a filter."""
     return BatchedDataDict({other: column for other, column in batch.items() if other != name})
+
+
+def _for_the_loss(batch: BatchedDataDict) -> BatchedDataDict:
+    """Advantages of tokens under the name by which losses know them."""
+    return BatchedDataDict({ADVANTAGES if name == TOKEN_ADVANTAGES else name: column for name, column in batch.items()})

@@ -24,6 +24,7 @@ from nemo_rl.distributed.collectives import scatter_from_leader
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.jagged import lengths_of, values_of
+from nemo_rl.models.policy.interfaces import SQUARED_PROBS
 from nemo_rl.models.policy.mismatch import logprob_mismatch
 from nemo_rl.models.policy.routes.slices import RouteSlices, ShardRoutes
 from nemo_rl.models.policy.routes.worker_replay import WorkerReplay
@@ -63,9 +64,13 @@ class RoutesOfShards(Protocol):
         """(collective over the replica group) What the passes of this rank need; None without router replay."""
 
     def prev_logprobs(
-        self, meta: KVBatchMeta, batch: BatchedDataDict, source: RouteSource
+        self, meta: KVBatchMeta, batch: BatchedDataDict, source: RouteSource, *, with_squares: bool
     ) -> Mapping[str, torch.Tensor]:
-        """(collective) The columns that the pass writes."""
+        """(collective) The columns that the pass writes.
+
+        Args:
+            with_squares: `squared_probs`, too.
+        """
 
     def metrics(self) -> dict[str, Reduction]:
         """Of this rank since the last call."""
@@ -86,10 +91,10 @@ class NoStoredRoutes:
         return None
 
     def prev_logprobs(
-        self, meta: KVBatchMeta, batch: BatchedDataDict, source: RouteSource
+        self, meta: KVBatchMeta, batch: BatchedDataDict, source: RouteSource, *, with_squares: bool
     ) -> Mapping[str, torch.Tensor]:
-        """(collective) `prev_logprobs` `[N, T]` float32."""
-        return {WorkerPass.PREV_LOGPROBS.column: self._passes.get_logprobs(batch, plan=meta.pack)}
+        """(collective) `prev_logprobs` `[N, T]` float32, and `squared_probs` where they are asked for."""
+        return _logprob_columns(self._passes, batch, meta.pack, None, with_squares=with_squares)
 
     def metrics(self) -> dict[str, Reduction]:
         """None."""
@@ -130,19 +135,20 @@ class StoredRoutes:
         return RouteSlices(**tensors, ranges=ranges)
 
     def prev_logprobs(
-        self, meta: KVBatchMeta, batch: BatchedDataDict, source: RouteSource
+        self, meta: KVBatchMeta, batch: BatchedDataDict, source: RouteSource, *, with_squares: bool
     ) -> Mapping[str, torch.Tensor]:
-        """(collective) `prev_logprobs` `[N, T]` float32, and the routes where this pass records them."""
-        columns: dict[str, torch.Tensor] = {}
+        """(collective) `prev_logprobs` `[N, T]` float32, `squared_probs` where they are asked for, and the routes where
+        this pass records them."""
         if self.config.records_at_rollout:
             routes = self.fetch(WorkerPass.PREV_LOGPROBS, meta, batch, source)
-            logprobs_NT = self.passes.get_logprobs(batch, plan=meta.pack, routes=routes)
+            columns = _logprob_columns(self.passes, batch, meta.pack, routes, with_squares=with_squares)
         else:
-            recorded = self.passes.record_routes(batch, plan=meta.pack)
-            logprobs_NT = recorded.logprobs_NT
-            columns |= self._encoded(recorded, meta, batch)
-        self._compare(batch, logprobs_NT, meta.pack)
-        return {WorkerPass.PREV_LOGPROBS.column: logprobs_NT, **columns}
+            recorded = self.passes.record_routes(batch, plan=meta.pack, with_squares=with_squares)
+            columns = {WorkerPass.PREV_LOGPROBS.column: recorded.logprobs_NT, **self._encoded(recorded, meta, batch)}
+            if recorded.squares_NT is not None:
+                columns[SQUARED_PROBS] = recorded.squares_NT
+        self._compare(batch, columns[WorkerPass.PREV_LOGPROBS.column], meta.pack)
+        return columns
 
     def metrics(self) -> dict[str, Reduction]:
         """Counts of routes and distances of log-probabilities, of this rank since the last call."""
@@ -210,6 +216,15 @@ class StoredRoutes:
 
     def _sees_results(self, batch: BatchedDataDict) -> bool:
         return self.here.is_writer and GENERATION_LOGPROBS in batch
+
+
+def _logprob_columns(
+    passes: Passes, batch: BatchedDataDict, plan: PackPlan | None, routes: RouteSlices | None, *, with_squares: bool
+) -> dict[str, torch.Tensor]:
+    if not with_squares:
+        return {WorkerPass.PREV_LOGPROBS.column: passes.get_logprobs(batch, plan=plan, routes=routes)}
+    logprobs_NT, squares_NT = passes.get_logprobs_with_squares(batch, plan=plan, routes=routes)
+    return {WorkerPass.PREV_LOGPROBS.column: logprobs_NT, SQUARED_PROBS: squares_NT}
 
 
 def _plan_of(meta: KVBatchMeta) -> PackPlan:

@@ -68,9 +68,11 @@ class TQWorker(TQWorkerMixin[LossFunction, TrainResult], PolicyWorker):
         # The metrics of all microbatches go to the driver as one.
         return replace(result, metrics=(merge_metrics(result.metrics),))
 
-    def _prev_logprobs(self, meta: KVBatchMeta, batch: BatchedDataDict) -> Mapping[str, torch.Tensor]:
+    def _prev_logprobs(
+        self, meta: KVBatchMeta, batch: BatchedDataDict, *, with_squares: bool
+    ) -> Mapping[str, torch.Tensor]:
         self.life.enter(WorkerState.LOGPROBS)
-        return self._routes.prev_logprobs(meta, batch, self)
+        return self._routes.prev_logprobs(meta, batch, self, with_squares=with_squares)
 
     def _reference_logprobs(self, meta: KVBatchMeta, batch: BatchedDataDict) -> torch.Tensor:
         self.life.enter(WorkerState.LOGPROBS)

@@ -63,6 +63,7 @@ CHANGES: list[tuple[str, Sequence[str], Sequence[str], str]] = [
         "gradient",
     ),
     ("reference_policy_kl_penalty", KL, ("loss_fn.reference_policy_kl_penalty=1",), "gradient"),
+    ("use_kl_in_reward", KL, ("loss_fn.use_kl_in_reward=true",), "gradient"),
     ("reference_policy_kl_type", KL, ("loss_fn.reference_policy_kl_type=k2",), "gradient"),
     ("reference_policy_kl_gradient", KL, ("loss_fn.reference_policy_kl_gradient=straight_through",), "gradient"),
     ("use_on_policy_kl_approximation", KL, ("loss_fn.use_on_policy_kl_approximation=true",), "gradient"),

@@ -1,0 +1,264 @@
+"""`TokenWork`: advantages of each token, computed where the rows are, and whitened over the whole step.
+
+    TokenAdvantages (stage)
+      |- plan_groups         groups, never split, to data-parallel ranks by their tokens
+      |- TokenWork           with `only_moments`: each rank's count, mean and spread       (Moments)
+      |- Moments.merge       on the driver: shift and scale of the step                    (Whitening)
+      `- TokenWork           each rank writes `token_advantages` of its rows
+
+Invariant: an advantage depends on its group and on the moments of the step alone, so not on ranks, padding or order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from nemo_rl.algorithms.grpo import ScoredRows, rewards_of
+from nemo_rl.algorithms.row_measures import KlInReward, row_sums
+from nemo_rl.algorithms.token_estimator import TokenEstimator, TokenRows
+from nemo_rl.config.schema import GRPOConfig
+from nemo_rl.data_plane.chunks.wire import Counted
+from nemo_rl.data_plane.row_work import RowWorkOutput
+from nemo_rl.data_plane.schema import TOKEN_ALIGNED_FIELDS
+from nemo_rl.distributed.pack_plan import PackPlan
+from nemo_rl.errors import ConfigError, NonFiniteError
+from nemo_rl.experience.payload import RowScalars
+from nemo_rl.models.policy.interfaces import TOKEN_ADVANTAGES
+
+__all__ = ["ADVANTAGE", "Moments", "TokenWork", "Whitening", "advantages_in_process", "plan_groups", "whitening_of"]
+
+ADVANTAGE, MOMENTS = "advantage", "moments"
+"""Names of what the driver gets: the mean of each row; five numbers of the shard."""
+VARIANCE_EPSILON = 1e-8
+"""Added to the variance."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Whitening:
+    """(value - shift) * scale."""
+
+    shift: float
+    scale: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moments:
+    """Of the values of some tokens."""
+
+    count: float = 0.0
+    mean: float = 0.0
+    squares: float = 0.0
+    """Sum of squared deviations from the mean."""
+    low: float = float("inf")
+    high: float = float("-inf")
+
+    @classmethod
+    def of(cls, values: torch.Tensor) -> Moments:
+        """Of `[M]` float64."""
+        if not len(values):
+            return cls()
+        mean = values.mean()
+        return cls(
+            count=float(len(values)),
+            mean=float(mean),
+            squares=float((values - mean).square().sum()),
+            low=float(values.min()),
+            high=float(values.max()),
+        )
+
+    def merge(self, other: Moments) -> Moments:
+        """Of the values of both."""
+        count = self.count + other.count
+        if not count:
+            return self
+        apart, share = other.mean - self.mean, other.count / count
+        return Moments(
+            count=count,
+            mean=self.mean + apart * share,
+            squares=self.squares + other.squares + apart * apart * self.count * share,
+            low=min(self.low, other.low),
+            high=max(self.high, other.high),
+        )
+
+    def whitening(self) -> Whitening:
+        """To mean 0 and unbiased variance 1; equal values, and a single one, become 0."""
+        if self.count < 2 or self.low == self.high:
+            return Whitening(shift=0.0, scale=0.0)
+        variance = self.squares / (self.count - 1)
+        return Whitening(shift=self.mean, scale=(variance + VARIANCE_EPSILON) ** -0.5)
+
+    def to_tensor(self) -> torch.Tensor:
+        """Five numbers."""
+        return torch.tensor([self.count, self.mean, self.squares, self.low, self.high], dtype=torch.float64)
+
+    @classmethod
+    def from_tensor(cls, numbers: torch.Tensor) -> Moments:
+        """The inverse."""
+        count, mean, squares, low, high = numbers.tolist()
+        return cls(count=count, mean=mean, squares=squares, low=low, high=high)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenWork(Counted):
+    """`RowWork` on rows of whole groups."""
+
+    estimator: TokenEstimator
+    kl: KlInReward | None
+    rewards: torch.Tensor
+    """`[N]` float32, as in `TokenRows`; so are the next two."""
+    scored: torch.Tensor
+    groups: torch.Tensor
+    is_trained_group: torch.Tensor
+    """`[N]` bool: the estimator sees the row; others, of which a group may be there in part, get 0."""
+    clip: tuple[float | None, float | None] = (None, None)
+    only_moments: bool = False
+    """Nothing is written: the driver gets the moments of the values."""
+    whitening: Whitening | None = None
+
+    @classmethod
+    def of(
+        cls,
+        scored: ScoredRows,
+        carry: RowScalars,
+        config: GRPOConfig,
+        *,
+        estimator: TokenEstimator,
+        kl: KlInReward | None,
+        rows: Sequence[int],
+    ) -> TokenWork:
+        """Of those of all rows that the workers have: at least every row of a trained group."""
+        whole = cls(
+            estimator=estimator,
+            kl=kl,
+            rewards=rewards_of(carry, config),
+            scored=torch.tensor(carry.rewards, dtype=torch.float32),
+            groups=scored.stats.row_group,
+            is_trained_group=scored.is_trained_group,
+            clip=(config.advantage_clip_low, config.advantage_clip_high),
+        )
+        return whole.of_rows(rows)
+
+    def num_bytes(self) -> int:
+        """Of the row scalars."""
+        return sum(part.nbytes for part in (self.rewards, self.scored, self.groups, self.is_trained_group))
+
+    def of_rows(self, rows: Sequence[int]) -> TokenWork:
+        """The same work on some of the rows."""
+        index = torch.as_tensor(rows, dtype=torch.int64)
+        return replace(
+            self,
+            rewards=self.rewards[index],
+            scored=self.scored[index],
+            groups=self.groups[index],
+            is_trained_group=self.is_trained_group[index],
+        )
+
+    @property
+    def input_fields(self) -> tuple[str, ...]:
+        """Columns that it reads."""
+        of_kl = () if self.kl is None else self.kl.input_fields
+        return tuple(dict.fromkeys(("token_mask", *self.estimator.reads, *of_kl)))
+
+    def __call__(self, batch: Mapping[str, torch.Tensor]) -> RowWorkOutput:
+        """
+        Raises:
+            ConfigError, NonFiniteError: what the estimator gave is no advantages.
+        """
+        mask_NT = batch["token_mask"].bool() & self.is_trained_group[:, None]
+        values_NT = self._estimate(batch, mask_NT)
+        if self.only_moments:
+            return RowWorkOutput(numbers={MOMENTS: Moments.of(values_NT[mask_NT]).to_tensor()})
+        if self.whitening is not None:
+            values_NT = torch.where(mask_NT, (values_NT - self.whitening.shift) * self.whitening.scale, 0.0)
+        low, high = self.clip
+        if low is not None or high is not None:
+            values_NT = torch.where(mask_NT, values_NT.clamp(min=low, max=high), 0.0)
+        means_N = row_sums(values_NT, mask_NT) / mask_NT.sum(1).clamp(min=1)
+        return RowWorkOutput(numbers={ADVANTAGE: means_N}, columns={TOKEN_ADVANTAGES: values_NT.float()})
+
+    def _estimate(self, batch: Mapping[str, torch.Tensor], mask_NT: torch.Tensor) -> torch.Tensor:
+        """`[N, T]` float64, 0 outside the mask."""
+        [seen] = self.is_trained_group.nonzero(as_tuple=True)
+        values_NT = torch.zeros(mask_NT.shape, dtype=torch.float64)
+        if not len(seen):
+            return values_NT
+        name, mask_nT = type(self.estimator).__name__, mask_NT[seen]
+        part = {column: batch[column][seen] for column in self.input_fields}
+        found = self.estimator(
+            TokenRows(
+                groups=self.groups[seen],
+                rewards=self.rewards[seen].double(),
+                scored=self.scored[seen].double(),
+                mask=mask_nT,
+                penalties=self._penalties(part, mask_nT),
+                columns={column: _plain(column, part[column], mask_nT) for column in self.estimator.reads},
+            )
+        )
+        if not isinstance(found, torch.Tensor) or found.shape != mask_nT.shape:
+            got = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+            raise ConfigError(
+                f"grpo.adv_estimator.name: {name}: expected an advantage for each token, a tensor "
+                f"{list(mask_nT.shape)}, got {got}"
+            )
+        found = torch.where(mask_nT, found.double(), 0.0)
+        if not bool(found.isfinite().all()):
+            raise NonFiniteError(f"grpo.adv_estimator.name: {name} gave NaN or inf")
+        return values_NT.index_copy(0, seen, found)
+
+    def _penalties(self, part: Mapping[str, torch.Tensor], mask_nT: torch.Tensor) -> torch.Tensor:
+        if self.kl is None:
+            return torch.zeros(mask_nT.shape, dtype=torch.float64)
+        return self.kl.weight * self.kl.k1(part, mask_nT)
+
+
+def _plain(name: str, column: torch.Tensor, mask_nT: torch.Tensor) -> torch.Tensor:
+    values = column.double() if column.is_floating_point() else column
+    return torch.where(mask_nT, values, torch.zeros_like(values)) if name in TOKEN_ALIGNED_FIELDS else values
+
+
+def advantages_in_process(
+    work: TokenWork, columns: Mapping[str, torch.Tensor], lengths: Sequence[int], *, dp_world: int
+) -> torch.Tensor:
+    """`[N, T]` float32, to the last bit what so many data-parallel shards write.
+
+    Args:
+        columns: `input_fields` of all rows, `[N, T]` with padding on the right.
+    """
+    plan = plan_groups(work.groups.tolist(), lengths, dp_world=dp_world)
+    shards = [plan.rows_of_rank(rank) for rank in range(dp_world)]
+    parts = [
+        (work.of_rows(rows), {name: column[list(rows)] for name, column in columns.items()}) for rows in shards if rows
+    ]
+    whitening = None
+    if work.estimator.whitens:
+        whitening = whitening_of([replace(part, only_moments=True)(batch).numbers for part, batch in parts])
+    found = [replace(part, whitening=whitening)(batch).columns[TOKEN_ADVANTAGES] for part, batch in parts]
+    index = torch.tensor([row for rows in shards for row in rows], dtype=torch.int64)
+    joined = torch.cat(found)
+    return torch.empty_like(joined).index_copy_(0, index, joined)
+
+
+def plan_groups(groups: Sequence[int], lengths: Sequence[int], *, dp_world: int) -> PackPlan:
+    """Whole groups to ranks: the largest first, each to the rank with the fewest tokens; a rank may get none."""
+    rows_of: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        rows_of.setdefault(group, []).append(row)
+    tokens = {group: sum(lengths[row] for row in rows) for group, rows in rows_of.items()}
+    loads, mine = [0] * dp_world, [list[int]() for _ in range(dp_world)]
+    for group in sorted(rows_of, key=lambda group: (-tokens[group], rows_of[group][0])):
+        rank = loads.index(min(loads))
+        loads[rank] += tokens[group]
+        mine[rank] += rows_of[group]
+    return PackPlan(microbatches=tuple((tuple(rows),) for rows in mine), steps=(1,), pad_to=max(lengths, default=0))
+
+
+def whitening_of(shards: Sequence[Mapping[str, torch.Tensor]]) -> Whitening:
+    """Of the step, from the moments of its shards, always in their order."""
+    merged = Moments()
+    for numbers in shards:
+        if numbers:
+            merged = merged.merge(Moments.from_tensor(numbers[MOMENTS]))
+    return merged.whitening()

@@ -1,0 +1,52 @@
+"""`RowWork`: what the driver has workers do with rows of a step without the model, and what comes back.
+
+The driver sends the work, as it sends a loss, and `TQWorkerMixin.do_row_work` runs it next to the data plane: tokens go
+no further than a worker, the driver gets a few numbers per row. Invariant: of each shard one rank reads, works and
+writes, the one that writes every result of the shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from nemo_rl.data_plane.batch_meta import KVBatchMeta
+
+__all__ = ["RowWork", "RowWorkOutput", "RowWorkResult"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowWorkOutput:
+    """What the work has made of its rows."""
+
+    numbers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """For the driver: nothing per token."""
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """For the data plane, `[N, T]`."""
+
+
+class RowWork(Protocol):
+    """Sent by the driver to the workers; must be picklable."""
+
+    @property
+    def input_fields(self) -> tuple[str, ...]:
+        """Columns that it reads."""
+
+    def __call__(self, batch: Mapping[str, torch.Tensor]) -> RowWorkOutput:
+        """
+        Args:
+            batch: `input_fields` of the shard's rows, on the CPU, `[N, T]` with padding on the right, or `[N]`.
+        """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowWorkResult:
+    """What one rank returns."""
+
+    meta: KVBatchMeta
+    """Its rows, with the columns that were written."""
+    numbers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Empty on a rank that does not write, and for a shard without rows."""
