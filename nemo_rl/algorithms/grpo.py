@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypedDict
 
 import torch
 
 from nemo_rl.algorithms.advantage_estimator import AdvantageEstimator, GroupStats, group_statistics
-from nemo_rl.algorithms.reward_shaping import shaped_rewards
+from nemo_rl.algorithms.reward_shaping import rewards_of
+from nemo_rl.algorithms.scored_rows import ScoredRows
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import GRPOConfig
@@ -32,63 +33,14 @@ from nemo_rl.errors import ConfigError, NonFiniteError
 from nemo_rl.experience.payload import RowScalars
 
 __all__ = [
-    "ScoredRows",
     "TrainRows",
-    "less_penalties",
+    "estimated_advantages",
     "plan_logprobs",
     "plan_train",
-    "rewards_of",
     "rows_of_equal_groups",
     "score_rows",
     "select_train_rows",
 ]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScoredRows:
-    """Advantages and weights of all rows of a step."""
-
-    stats: GroupStats
-    advantages: torch.Tensor
-    """`[N]` float32."""
-    sample_mask: torch.Tensor
-    """`[N]` float32, the weight of each row in the loss; 0 leaves it out."""
-    is_trained_group: torch.Tensor
-    """`[N]` bool: the row's group is not left out for its equal rewards."""
-    had_weight: torch.Tensor
-    """`[N]` bool: the row had a weight before its log-probabilities were looked at."""
-
-    def select(self, rows: Sequence[int]) -> ScoredRows:
-        """The same numbers of `rows`, in that order."""
-        index = torch.as_tensor(rows, dtype=torch.int64)
-        return ScoredRows(
-            stats=self.stats.select(rows),
-            advantages=self.advantages[index],
-            sample_mask=self.sample_mask[index],
-            is_trained_group=self.is_trained_group[index],
-            had_weight=self.had_weight[index],
-        )
-
-    def concat(self, *others: ScoredRows) -> ScoredRows:
-        """Rows of this one, then those of the others, which have other groups."""
-        parts = (self, *others)
-        return ScoredRows(
-            stats=self.stats.concat(*(other.stats for other in others)),
-            advantages=torch.cat([part.advantages for part in parts]),
-            sample_mask=torch.cat([part.sample_mask for part in parts]),
-            is_trained_group=torch.cat([part.is_trained_group for part in parts]),
-            had_weight=torch.cat([part.had_weight for part in parts]),
-        )
-
-    def with_advantages(self, rows: Sequence[int], advantages: torch.Tensor) -> ScoredRows:
-        """The same with other advantages of some rows."""
-        index = torch.as_tensor(rows, dtype=torch.int64)
-        return replace(self, advantages=self.advantages.index_copy(0, index, advantages.float()))
-
-    def with_weights(self, rows: Sequence[int], weights: torch.Tensor) -> ScoredRows:
-        """The same with other weights of some rows."""
-        index = torch.as_tensor(rows, dtype=torch.int64)
-        return replace(self, sample_mask=self.sample_mask.index_copy(0, index, weights))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +67,7 @@ def score_rows(
     stats = group_statistics(rewards, group_uids)
     advantages = torch.zeros(len(rewards))
     if not per_token:
-        advantages = _advantages(carry, rewards_of(carry, config), stats, config)
+        advantages = estimated_advantages(carry, rewards_of(carry, config), stats, config)
     weight = torch.ones(len(rewards))
     if config.overlong_filtering:
         weight[torch.tensor(carry.truncated)] = 0.0
@@ -147,33 +99,9 @@ def rows_of_equal_groups(carry: RowScalars, stats: GroupStats, config: GRPOConfi
     return is_equal_N
 
 
-def rewards_of(carry: RowScalars, config: GRPOConfig) -> torch.Tensor:
-    """`[N]` float32: what becomes advantages, scaled and shaped as the recipe says."""
-    if config.reward_scaling.enabled or config.reward_shaping.enabled:
-        return shaped_rewards(carry, config.reward_scaling, config.reward_shaping)
-    return torch.tensor(carry.rewards, dtype=torch.float32)
-
-
-def less_penalties(
-    scored: ScoredRows, carry: RowScalars, config: GRPOConfig, *, rows: Sequence[int], penalties: torch.Tensor
-) -> ScoredRows:
-    """Advantages again, of rewards less a penalty of each row of a trained group; the others keep theirs.
-
-    Args:
-        rows: those that have a penalty: at least every row of a trained group.
-        penalties: `[n]` float64.
-    """
-    index = torch.as_tensor(rows, dtype=torch.int64)
-    is_known_N = torch.zeros(len(carry), dtype=torch.bool).index_fill(0, index, True)
-    assert bool((is_known_N | ~scored.is_trained_group).all()), "a group without the penalties of all its rows"
-    penalty_N = torch.zeros(len(carry), dtype=torch.float64).index_copy(0, index, penalties)
-    # Which of the other rows the workers have seen depends on the layout.
-    penalty_N = torch.where(scored.is_trained_group, penalty_N, 0.0)
-    rewards = (rewards_of(carry, config).double() - penalty_N).float()
-    return replace(scored, advantages=_advantages(carry, rewards, scored.stats, config))
-
-
-def _advantages(carry: RowScalars, rewards: torch.Tensor, stats: GroupStats, config: GRPOConfig) -> torch.Tensor:
+def estimated_advantages(
+    carry: RowScalars, rewards: torch.Tensor, stats: GroupStats, config: GRPOConfig
+) -> torch.Tensor:
     """`[N]` float32, clipped, whichever estimator the recipe names.
 
     Args:

@@ -9,9 +9,17 @@ from __future__ import annotations
 import torch
 
 from nemo_rl.config.rewards import RewardScalingConfig, RewardShapingConfig
+from nemo_rl.config.schema import GRPOConfig
 from nemo_rl.experience.payload import RowScalars
 
-__all__ = ["overlong_penalty", "scale_rewards", "shaped_rewards"]
+__all__ = ["overlong_penalty", "rewards_of", "scale_rewards", "shaped_rewards"]
+
+
+def rewards_of(carry: RowScalars, config: GRPOConfig) -> torch.Tensor:
+    """`[N]` float32: what becomes advantages, scaled and shaped as the recipe says."""
+    if config.reward_scaling.enabled or config.reward_shaping.enabled:
+        return shaped_rewards(carry, config.reward_scaling, config.reward_shaping)
+    return torch.tensor(carry.rewards, dtype=torch.float32)
 
 
 def shaped_rewards(rows: RowScalars, scaling: RewardScalingConfig, shaping: RewardShapingConfig) -> torch.Tensor:

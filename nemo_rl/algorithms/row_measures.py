@@ -8,18 +8,29 @@ tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
-from nemo_rl.algorithms.grpo import ScoredRows, less_penalties
+from nemo_rl.algorithms.grpo import estimated_advantages
+from nemo_rl.algorithms.reward_shaping import rewards_of
+from nemo_rl.algorithms.scored_rows import ScoredRows
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.schema import GRPOConfig, MasterConfig
 from nemo_rl.data_plane.row_work import RowWorkOutput
 from nemo_rl.experience.payload import RowScalars
 
-__all__ = ["KL", "LOGPROB_ERROR", "KlInReward", "MeasuredRows", "RowMeasures", "decide_rows", "row_sums"]
+__all__ = [
+    "KL",
+    "LOGPROB_ERROR",
+    "KlInReward",
+    "MeasuredRows",
+    "RowMeasures",
+    "decide_rows",
+    "less_penalties",
+    "row_sums",
+]
 
 PREV, GENERATION, REFERENCE = "prev_logprobs", "generation_logprobs", "reference_policy_logprobs"
 LOGPROB_ERROR, KL = "logprob_error", "kl"
@@ -153,6 +164,25 @@ def decide_rows(
         penalties = measures.kl.weight * measured.kl
         scored = less_penalties(scored, carry, config, rows=rows, penalties=penalties)
     return scored, measured
+
+
+def less_penalties(
+    scored: ScoredRows, carry: RowScalars, config: GRPOConfig, *, rows: Sequence[int], penalties: torch.Tensor
+) -> ScoredRows:
+    """Advantages again, of rewards less a penalty of each row of a trained group; the others keep theirs.
+
+    Args:
+        rows: those that have a penalty: at least every row of a trained group.
+        penalties: `[n]` float64.
+    """
+    index = torch.as_tensor(rows, dtype=torch.int64)
+    is_known_N = torch.zeros(len(carry), dtype=torch.bool).index_fill(0, index, True)
+    assert bool((is_known_N | ~scored.is_trained_group).all()), "a group without the penalties of all its rows"
+    penalty_N = torch.zeros(len(carry), dtype=torch.float64).index_copy(0, index, penalties)
+    # Which of the other rows the workers have seen depends on the layout.
+    penalty_N = torch.where(scored.is_trained_group, penalty_N, 0.0)
+    rewards = (rewards_of(carry, config).double() - penalty_N).float()
+    return replace(scored, advantages=estimated_advantages(carry, rewards, scored.stats, config))
 
 
 def logprob_errors(prev_NT: torch.Tensor, generation_NT: torch.Tensor, mask_NT: torch.Tensor) -> torch.Tensor:

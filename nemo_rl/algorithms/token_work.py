@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nemo_rl.algorithms.grpo import ScoredRows, rewards_of
+from nemo_rl.algorithms.reward_shaping import rewards_of
 from nemo_rl.algorithms.row_measures import KlInReward, row_sums
+from nemo_rl.algorithms.scored_rows import ScoredRows
 from nemo_rl.algorithms.token_estimator import TokenEstimator, TokenRows
 from nemo_rl.config.schema import GRPOConfig
 from nemo_rl.data_plane.chunks.wire import Counted

@@ -14,8 +14,9 @@ from typing import Protocol
 import torch
 
 from nemo_rl.data_plane.batch_meta import KVBatchMeta
+from nemo_rl.distributed.pack_plan import PackPlan
 
-__all__ = ["RowWork", "RowWorkOutput", "RowWorkResult"]
+__all__ = ["RowWork", "RowWorkDone", "RowWorkOutput", "RowWorkResult"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,3 +51,22 @@ class RowWorkResult:
     """Its rows, with the columns that were written."""
     numbers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Empty on a rank that does not write, and for a shard without rows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowWorkDone:
+    """What `RowWork` has given, over all data-parallel shards."""
+
+    meta: KVBatchMeta
+    """Of all rows, with the columns that were written."""
+    shards: tuple[Mapping[str, torch.Tensor], ...]
+    """Numbers of each shard, its rows in the order of the plan."""
+    plan: PackPlan
+
+    def by_row(self) -> dict[str, torch.Tensor]:
+        """Numbers of which every shard has one per row, `[N]` in the order of the meta."""
+        rows = [row for rank in range(self.plan.num_ranks) for row in self.plan.rows_of_rank(rank)]
+        index = torch.tensor(rows, dtype=torch.int64)
+        parts = [numbers for numbers in self.shards if numbers]
+        joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return {name: torch.empty_like(found).index_copy_(0, index, found) for name, found in joined.items()}

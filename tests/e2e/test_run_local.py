@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from nemo_rl.algorithms.grpo_sync import SyncGRPOTrainer
 from nemo_rl.algorithms.run import run
+from nemo_rl.algorithms.scored_rows import EQUAL
 from nemo_rl.algorithms.setup import open_parts, open_trainer
 from nemo_rl.algorithms.stages.bodies import NOT_TRAINED
-from nemo_rl.algorithms.stages.state import EQUAL
 from nemo_rl.diagnostics.rollouts.row import read_rows
 from nemo_rl.errors import RewardError, WorkerError
 from nemo_rl.utils.rollout_file import rollout_path

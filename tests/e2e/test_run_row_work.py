@@ -15,8 +15,9 @@ from rich.console import Console
 
 from nemo_rl.algorithms.kept_steps.folder import StepsFolder
 from nemo_rl.algorithms.run import run
+from nemo_rl.algorithms.scored_rows import TOO_FAR
 from nemo_rl.algorithms.stages.bodies import PrevLogprobs
-from nemo_rl.algorithms.stages.state import TOO_FAR, StepState
+from nemo_rl.algorithms.stages.state import StepState
 from nemo_rl.data_plane.keys import group_uid
 from nemo_rl.diagnostics.rollouts.row import RolloutRow, read_rows
 from nemo_rl.diagnostics.step_replay.columns import KeptColumns

@@ -10,7 +10,7 @@
       |- token_advantages    workers write one for each token                (TokenAdvantages)
       |- advantages          row scalars -> data plane                      (Advantages, write_columns)
       |- train               workers fetch and train                        (Train, TQPolicy.submit_train_from_meta)
-      `- log                 readable samples                               (LogRollouts, row_record)
+      `- log                 readable samples                               (LogRollouts)
 
 The driver holds keys, lengths, tags and per-row scalars, never a per-token tensor.
 """
@@ -21,8 +21,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from nemo_rl.algorithms.grpo import ScoredRows, plan_logprobs, plan_train, score_rows, select_train_rows
+from nemo_rl.algorithms.grpo import plan_logprobs, plan_train, score_rows, select_train_rows
+from nemo_rl.algorithms.scored_rows import ScoredRows
 from nemo_rl.algorithms.stages.columns import StageColumns, fetched_fields
+from nemo_rl.algorithms.stages.log_rollouts import NOT_TRAINED, LogRollouts
 from nemo_rl.algorithms.stages.row_stages import MeasureRows, TokenAdvantages
 from nemo_rl.algorithms.stages.stage import Stage, StageTools, UpdateStage
 from nemo_rl.algorithms.stages.state import ChosenRows, StepState
@@ -30,24 +32,18 @@ from nemo_rl.data_plane.chunks.wire import message_bytes
 from nemo_rl.data_plane.client.meter import columns_bytes
 from nemo_rl.data_plane.client.stage_context import CLEAR, working_for
 from nemo_rl.data_plane.column_io import write_columns
-from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.distributed.calls import Pending
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import RowPass, WorkerPass
-from nemo_rl.experience.payload import row_record
 from nemo_rl.experience.sync_rollout_actor import RolloutHandle
 from nemo_rl.models.policy.interfaces import SQUARED_PROBS
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.utils.r3_trace import trace_retired
-from nemo_rl.utils.rollout_file import rollout_path, rounded
 
 __all__ = ["build_stages", "clear_untrained"]
 
 logger = logging.getLogger(__name__)
-
-NOT_TRAINED = "not trained: no weight ({why})"
-NO_PASS = "the run has no such pass (grpo.use_generation_logprobs_as_prev or loss_fn.force_on_policy_ratio)"
-"""Why readable rollouts lack log-probabilities of the trainer."""
 
 
 class Rollout(Stage):
@@ -135,54 +131,6 @@ class Train(UpdateStage):
         return trained.then(lambda summary: replace(step, train=summary))
 
 
-class LogRollouts(Stage):
-    """The rollout worker writes the first rows for people to read."""
-
-    def applies_to(self, step: StepState) -> bool:
-        return self._tools.logger.num_rollouts_to_log > 0
-
-    def _submit(self, step: StepState) -> Pending[StepState]:
-        config, carry, versions = self._tools.logger, step.rows.carry, step.rows.weight_versions
-        rows = range(min(config.num_rollouts_to_log, len(step.rows.meta)))
-        meta = step.rows.meta.subset(rows)
-        scored = self._scored(step, meta)
-        known = set(scored.keys) if scored is not None else set()
-        records = [
-            row_record(
-                reward=carry.rewards[row],
-                components={name: part[row] for name, part in carry.components.items()},
-                response_tokens=carry.response_lengths[row],
-                truncated=carry.truncated[row],
-            )
-            | {
-                "advantage": rounded(float(step.scores.advantages[row])),
-                "sample_mask": rounded(float(step.scores.sample_mask[row])),
-                "no_weight": step.why_no_weight(row),
-                "weight_version": int(versions[row]),
-                "no_prev_logprobs": None if meta.keys[row] in known else self._why_not_scored(step, row),
-            }
-            for row in rows
-        ]
-        path = rollout_path(config.log_dir, step.number)
-        written = self._tools.rollout.submit_log_rollouts(meta, scored=scored, path=path, records=records)
-        return written.then(lambda _: step)
-
-    @property
-    def _has_prev_logprobs(self) -> bool:
-        return WorkerPass.PREV_LOGPROBS.column in self.reads
-
-    def _why_not_scored(self, step: StepState, row: int) -> str:
-        return NOT_TRAINED.format(why=step.why_no_weight(row)) if self._has_prev_logprobs else NO_PASS
-
-    def _scored(self, step: StepState, shown: KVBatchMeta) -> KVBatchMeta | None:
-        """Those of the rows that the trainer has scored before its update; None where there are none."""
-        if step.chosen is None or not self._has_prev_logprobs:
-            return None
-        wanted, chosen = set(shown.keys), step.chosen.meta
-        found = [row for row, key in enumerate(chosen.keys) if key in wanted]
-        return chosen.subset(found) if found else None
-
-
 BODIES: Mapping[str, type[Stage]] = {
     "rollout": Rollout,
     "score": Score,
@@ -207,7 +155,7 @@ def clear_untrained(client: DataPlaneClient, step: StepState) -> None:
     untrained, keys_of = set(step.untrained_keys), dict[str, list[str]]()
     for row, key in enumerate(step.rows.meta.keys if untrained else ()):
         if key in untrained:
-            keys_of.setdefault(NOT_TRAINED.format(why=step.why_no_weight(row)), []).append(key)
+            keys_of.setdefault(NOT_TRAINED.format(why=step.scores.why_no_weight(row)), []).append(key)
     for reason, keys in keys_of.items():
         with working_for(CLEAR):
             client.kv_clear(keys, step.partition, reason=reason)

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from nemo_rl.algorithms.row_measures import RowMeasures, decide_rows
+from nemo_rl.algorithms.scored_rows import TOO_FAR
 from nemo_rl.algorithms.stages.stage import UpdateStage
-from nemo_rl.algorithms.stages.state import TOO_FAR, StepState
+from nemo_rl.algorithms.stages.state import StepState
 from nemo_rl.algorithms.token_work import ADVANTAGE, TokenWork, plan_groups, whitening_of
+from nemo_rl.data_plane.row_work import RowWorkDone
 from nemo_rl.distributed.calls import Pending
 from nemo_rl.distributed.worker_pass import RowPass
-from nemo_rl.models.policy.tq_policy import RowWorkDone
 
 __all__ = ["MeasureRows", "TokenAdvantages"]
 

@@ -12,8 +12,8 @@ from itertools import chain
 
 import torch
 
-from nemo_rl.algorithms.grpo import ScoredRows
 from nemo_rl.algorithms.row_measures import MeasuredRows
+from nemo_rl.algorithms.scored_rows import ScoredRows
 from nemo_rl.algorithms.stages.columns import PARTITION
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.keys import keys_of_groups, mint_uids
@@ -21,12 +21,7 @@ from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.experience.sync_rollout_actor import RolloutResult
 from nemo_rl.models.policy.lm_policy import TrainSummary
 
-__all__ = ["TOO_FAR", "ChosenRows", "StepState", "begin_step", "join_steps"]
-
-EQUAL = "equal rewards in its group"
-CUT = "truncated response (grpo.overlong_filtering)"
-TOO_FAR = "log-probability error is above grpo.seq_logprob_error_threshold"
-"""Why a row has no weight in the loss."""
+__all__ = ["ChosenRows", "StepState", "begin_step", "join_steps"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,14 +97,6 @@ class StepState:
         """Rows that are left out of the update."""
         kept = set(self.chosen.meta.keys) if self.chosen is not None else set()
         return tuple(key for key in self.rows.meta.keys if key not in kept)
-
-    def why_no_weight(self, row: int) -> str | None:
-        """Why a row has no part in the loss; None for one that has."""
-        if self.scores.sample_mask[row] > 0:
-            return None
-        if not self.scores.is_trained_group[row]:
-            return EQUAL
-        return TOO_FAR if self.scores.had_weight[row] else CUT
 
     def with_chosen_meta(self, meta: KVBatchMeta) -> StepState:
         """The state after a stage has written columns of the chosen rows."""

@@ -7,17 +7,14 @@ waits for it. The workers do passes in the order in which they were submitted, w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
-import torch
+from collections.abc import Sequence
 
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.chunks.wire import message_bytes
 from nemo_rl.data_plane.client.operation_counts import Totals
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.preshard import shard_meta_for_dp
-from nemo_rl.data_plane.row_work import RowWork, RowWorkResult
+from nemo_rl.data_plane.row_work import RowWork, RowWorkDone, RowWorkResult
 from nemo_rl.distributed.calls import Pending, Request, ask
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan
@@ -28,26 +25,7 @@ from nemo_rl.models.policy.lm_policy import Policy, TrainSummary, summarize
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
 from nemo_rl.utils.metrics import Reduction, merge_metrics
 
-__all__ = ["RowWorkDone", "TQPolicy"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowWorkDone:
-    """What `RowWork` has given, over all data-parallel shards."""
-
-    meta: KVBatchMeta
-    """Of all rows, with the columns that were written."""
-    shards: tuple[Mapping[str, torch.Tensor], ...]
-    """Numbers of each shard, its rows in the order of the plan."""
-    plan: PackPlan
-
-    def by_row(self) -> dict[str, torch.Tensor]:
-        """Numbers of which every shard has one per row, `[N]` in the order of the meta."""
-        rows = [row for rank in range(self.plan.num_ranks) for row in self.plan.rows_of_rank(rank)]
-        index = torch.tensor(rows, dtype=torch.int64)
-        parts = [numbers for numbers in self.shards if numbers]
-        joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        return {name: torch.empty_like(found).index_copy_(0, index, found) for name, found in joined.items()}
+__all__ = ["TQPolicy"]
 
 
 class TQPolicy(Policy):

@@ -9,16 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.algorithms.grpo import ScoredRows, less_penalties, score_rows, select_train_rows
+from nemo_rl.algorithms.grpo import score_rows, select_train_rows
 from nemo_rl.algorithms.row_measures import (
     KL,
     LOGPROB_ERROR,
     KlInReward,
     MeasuredRows,
     RowMeasures,
+    less_penalties,
     logprob_errors,
     row_sums,
 )
+from nemo_rl.algorithms.scored_rows import ScoredRows
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import GRPOConfig
