@@ -37,6 +37,7 @@ __all__ = [
     "estimated_advantages",
     "plan_logprobs",
     "plan_train",
+    "rows_of_equal_groups",
     "score_rows",
     "select_train_rows",
 ]
@@ -71,9 +72,9 @@ def score_rows(
     if config.overlong_filtering:
         weight[torch.tensor(carry.truncated)] = 0.0
     is_trained_group = torch.ones(len(rewards), dtype=torch.bool)
-    if config.drop_zero_advantage_groups:
-        is_trained_group = ~stats.row_is_trivial
-        weight[stats.row_is_trivial] = 0.0
+    if config.leaves_equal_groups_out:
+        is_trained_group = ~rows_of_equal_groups(carry, stats, config)
+        weight[~is_trained_group] = 0.0
     return ScoredRows(
         stats=stats,
         advantages=advantages,
@@ -81,6 +82,21 @@ def score_rows(
         is_trained_group=is_trained_group,
         had_weight=weight > 0,
     )
+
+
+def rows_of_equal_groups(carry: RowScalars, stats: GroupStats, config: GRPOConfig) -> torch.Tensor:
+    """`[N]` bool: nothing is learned from the row's group, whose rewards, as they were scored, are all equal.
+
+    For gdpo all components that count must be equal, too: those that cancel in the sum still tell its rows apart.
+    """
+    is_equal_N = stats.row_is_trivial
+    if config.adv_estimator.name == "gdpo":
+        weights = config.adv_estimator.component_weights
+        for name, part in carry.components.items():
+            if weights.get(name, 1.0) != 0:
+                part_N = torch.from_numpy(part).nan_to_num(nan=0.0)
+                is_equal_N = is_equal_N & stats.of(part_N).row_is_trivial
+    return is_equal_N
 
 
 def estimated_advantages(

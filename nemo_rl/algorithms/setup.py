@@ -24,6 +24,7 @@ from nemo_rl.algorithms.kept_steps.folder import StepsFolder
 from nemo_rl.algorithms.kept_steps.keeper import Keeper, StepKeeper
 from nemo_rl.algorithms.kept_steps.record import RunFacts
 from nemo_rl.algorithms.preflight.checks import preflight
+from nemo_rl.algorithms.preflight.inputs import too_few_prompts
 from nemo_rl.algorithms.process_environment import run_environment
 from nemo_rl.algorithms.recipe_loss import build_loss
 from nemo_rl.algorithms.row_measures import RowMeasures
@@ -382,11 +383,8 @@ def _sampler(config: MasterConfig, rollout: RolloutHandle) -> PromptSampler:
             info.num_skipped_prompts,
             config.data.max_input_seq_length,
         )
-    if info.num_train_prompts < config.grpo.num_prompts_per_step:
-        raise DatasetError(
-            f"data.train: expected at least grpo.num_prompts_per_step={config.grpo.num_prompts_per_step} prompts, "
-            f"got {info.num_train_prompts}; add prompts or lower it"
-        )
+    if info.num_train_prompts < config.grpo.prompts_at_once:
+        raise DatasetError(too_few_prompts(config.grpo, info.num_train_prompts))
     return PromptSampler(
         info.num_train_prompts,
         seed=config.grpo.seed,

@@ -86,7 +86,8 @@ class GRPOConfig(Section):
     advantage_clip_high: float | None = None
     """Advantages above this are lowered to it; null: no limit."""
     drop_zero_advantage_groups: bool = True
-    """Leave groups whose rewards are all equal out of the update: they carry no gradient."""
+    """Leave groups whose rewards are all equal out of the update: they carry no gradient. Dynamic sampling does so
+    itself."""
     use_dynamic_sampling: bool = False
     """Sample others in place of the groups that are left out (DAPO): more prompts are drawn until
     `num_prompts_per_step` groups are left; what is beyond is trained in the next step."""
@@ -106,8 +107,17 @@ class GRPOConfig(Section):
 
     @property
     def prompts_per_round(self) -> int:
-        """Of one rollout."""
+        """Of one rollout with dynamic sampling."""
         return math.ceil(self.num_prompts_per_step * self.batch_multiplier)
+
+    @property
+    def prompts_at_once(self) -> int:
+        """Prompts of one rollout."""
+        return self.prompts_per_round if self.use_dynamic_sampling else self.num_prompts_per_step
+
+    @property
+    def leaves_equal_groups_out(self) -> bool:
+        return self.drop_zero_advantage_groups or self.use_dynamic_sampling
 
     @property
     def rows_alive(self) -> int:

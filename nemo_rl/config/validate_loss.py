@@ -189,6 +189,12 @@ def rule_kl_in_reward_is_the_only_one(config: MasterConfig) -> list[str]:
     lines = would_be_ignored(loss, "loss_fn", of_the_term, switch=switch, because=because)
     if not config.has_prev_logprobs_pass:
         lines.append(f"{switch}: needs the trainer's log-probabilities before the update; {SET_FOR_A_PASS}")
+    generation = config.policy.generation
+    if generation.top_p < 1 or generation.top_k is not None:
+        lines.append(
+            f"{switch}: with policy.generation.top_p or top_k pi_old is a distribution on the kept set, and pi_ref one "
+            "on the whole vocabulary; set top_p=1 and top_k=null, or take the KL in the loss, which compares whole ones"
+        )
     name, estimator = grpo.adv_estimator.name, "grpo.adv_estimator.name"
     if name == "gdpo":
         lines.append(f"{estimator}: 'gdpo' reads the components of the reward, from which no KL is taken; set grpo")

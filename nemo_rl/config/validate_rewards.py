@@ -39,9 +39,11 @@ def rule_estimator_keys_fit_the_estimator(config: MasterConfig) -> list[str]:
     if name != "gdpo":
         own = ("component_weights",)
         lines += would_be_ignored(section, "grpo.adv_estimator", own, switch=switch, because=because)
-    if name in _BY_STEP and grpo.drop_zero_advantage_groups:
+    # Dynamic sampling has taken others in their place before the estimator sees them.
+    if name in _BY_STEP and grpo.drop_zero_advantage_groups and not grpo.use_dynamic_sampling:
         lines.append(
-            f"grpo.drop_zero_advantage_groups: true leaves out rows to which {name!r} gives advantages; set it to false"
+            f"grpo.drop_zero_advantage_groups: true leaves out rows to which {name!r} gives advantages; set it to "
+            "false, or grpo.use_dynamic_sampling=true"
         )
     return lines
 
@@ -83,11 +85,8 @@ def rule_dynamic_sampling_is_complete(config: MasterConfig) -> list[str]:
     if not grpo.use_dynamic_sampling:
         names = ("dynamic_sampling_max_gen_batches", "batch_multiplier")
         return would_be_ignored(grpo, "grpo", names, switch=switch, because=f"{switch} is false")
-    lines = []
-    if not grpo.drop_zero_advantage_groups:
-        lines.append(
-            f"{switch}: samples others for the groups that drop_zero_advantage_groups leaves out; set that to true"
-        )
+    because = f"{switch} is true, which leaves such groups out itself"
+    lines = would_be_ignored(grpo, "grpo", ("drop_zero_advantage_groups",), switch=switch, because=because)
     if config.diagnostics.keep_steps.enabled:
         lines.append(
             f"diagnostics.keep_steps.enabled: a step with {switch} has rows of several rollouts, which cannot be "

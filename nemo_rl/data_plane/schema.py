@@ -162,7 +162,7 @@ _ROWS = (
     ),
     FieldSpec(
         name="sampling_support",
-        dtypes=("int32",),
+        dtypes=("uint8",),
         dims=("S",),
         family="sampling_support",
         produced_by="rollout",

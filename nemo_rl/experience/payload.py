@@ -78,7 +78,7 @@ def build_columns(
     Returns:
         `input_ids` [N, T] int32, `token_mask` [N, T] bool (response tokens), `generation_logprobs` [N, T] float32
         (0 on the prompt), `input_lengths` [N] int32, `sample_mask` [N] float32 ones; where the engine has recorded it
-        `sampling_support` [N, (ids)] int32.
+        `sampling_support` [N, (bytes)] uint8.
     """
     prompt_lengths = torch.tensor([len(ids) for ids in prompt_ids]).repeat_interleave(group_size)
     lengths = prompt_lengths + output.lengths

@@ -50,6 +50,10 @@ class Sampling:
     def has_filter(self) -> bool:
         return self.top_k is not None or self.top_p < 1.0
 
+    @property
+    def unfiltered(self) -> Sampling:
+        return Sampling(temperature=self.temperature)
+
 
 def filter_logits(
     logits_MV: torch.Tensor, *, top_k: int | None, top_p: float, keep_M: torch.Tensor | None = None

@@ -1,11 +1,18 @@
 """Kept sets: the tokens that top-k and top-p left of the vocabulary, as the engine that sampled had them.
 
-Recorded by the embedded engine, read by the policy worker's passes. On the wire a row is one run of int32: the sets of
-its response tokens in order, each set its ids plus one, the first of them negative, so that sets need no lengths and 0
-is what fills a row up. Invariant: what is read is the recorded set, whatever the trainer's own logits are.
+Recorded by the embedded engine, read by the policy worker's passes. Invariant: what is read is the recorded set,
+whatever the trainer's own logits are.
 
-Shapes: E ids, B live rows, V vocabulary, N rows, n rows of a microbatch, S ids of its longest row, t tokens of its
-longest row, m scored tokens.
+On the wire a row is one run of uint8: numbers in LEB128 (seven bits to a byte, the lowest first, the eighth bit says
+that more follow), the sets of its response tokens in order. A set lists ids in rising order, each as its distance to
+the one before it, and ends with 1: these were kept, or with 2: these were dropped, where more than half was kept. The
+token that was sampled is in its set and in no list. So a set of one token is one byte, and so is a whole vocabulary.
+No byte of a number is 0, which is what fills a row up.
+
+    Example: kept {3, 5, 200}, 5 sampled      3 - (-1) = 4, 200 - 3 = 197 -> numbers 6, 199, 1 -> bytes 6, 199, 1, 1
+
+Shapes: E listed ids, B live rows, V vocabulary, N rows, n rows of a microbatch, S bytes of its longest row, Y bytes,
+W numbers, Z sets, t tokens of its longest row, m scored tokens.
 """
 
 from __future__ import annotations
@@ -16,10 +23,18 @@ import torch
 
 from nemo_rl.errors import FieldNotProduced
 
-__all__ = ["SUPPORT", "KeptSets", "SupportRecorder", "decode_support"]
+__all__ = ["BEFORE_STEPS", "SUPPORT", "KeptSets", "SupportRecorder", "decode_support"]
 
 SUPPORT = "sampling_support"
 """Name of the column."""
+KEPT, DROPPED = 1, 2
+"""Ends of a set: its list is of ids that were kept, or dropped."""
+BEFORE_STEPS = 2
+"""Added to a distance, which is at least 1."""
+PAYLOAD, MORE = 0x7F, 0x80
+"""Of a byte: its seven bits of the number, and that another byte follows."""
+MOST_BYTES = 5
+"""Of a number of 32 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +45,8 @@ class KeptSets:
     """int64, numbers of the scored tokens."""
     token_E: torch.Tensor
     """int64 ids."""
+    is_dropped_m: torch.Tensor
+    """bool: the token's ids are those that are not in its set."""
 
     def fill(self, scores: torch.Tensor, rows: slice, *, first: int) -> torch.Tensor:
         """The scores of `rows`, -inf outside their sets.
@@ -41,9 +58,10 @@ class KeptSets:
         start, stop = torch.searchsorted(self.place_E, borders).tolist()
         place, column = self.place_E[start:stop] - rows.start, self.token_E[start:stop] - first
         is_here = (column >= 0) & (column < scores.shape[-1])
-        kept = torch.zeros_like(scores, dtype=torch.bool)
-        kept[place[is_here], column[is_here]] = True
-        return scores.masked_fill(~kept, float("-inf"))
+        place, column = place[is_here], column[is_here]
+        is_outside = ~self.is_dropped_m[rows, None].repeat(1, scores.shape[-1])
+        is_outside[place, column] = ~is_outside[place, column]
+        return scores.masked_fill(is_outside, float("-inf"))
 
 
 class SupportRecorder:
@@ -52,31 +70,46 @@ class SupportRecorder:
     def __init__(self) -> None:
         self._turns: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def add_turn(self, kept_BV: torch.Tensor, live_B: torch.Tensor) -> None:
+    def add_turn(self, kept_BV: torch.Tensor, token_B: torch.Tensor, live_B: torch.Tensor) -> None:
         """Args:
-        kept_BV: bool, at least one token of each row.
+        kept_BV: bool.
+        token_B: what was sampled, counted as kept.
         live_B: numbers of the rows.
         """
-        row_E, token_E = kept_BV.nonzero(as_tuple=True)
-        is_first_E = torch.ones_like(row_E, dtype=torch.bool)
-        is_first_E[1:] = row_E[1:] != row_E[:-1]
-        code_E = torch.where(is_first_E, -1 - token_E, token_E + 1).to(torch.int32)
-        self._turns.append((live_B[row_E].cpu(), code_E.cpu()))
+        is_other_BV = kept_BV.scatter(1, token_B[:, None], False)
+        is_dropped_B = 2 * is_other_BV.sum(1) >= kept_BV.shape[1]
+        listed_BV = torch.where(is_dropped_B[:, None], ~kept_BV.scatter(1, token_B[:, None], True), is_other_BV)
+        place_E, token_E = listed_BV.nonzero(as_tuple=True)
+        before_E = torch.cat([token_E.new_full((1,), -1), token_E[:-1]])[: len(token_E)]
+        before_E[1:][place_E[1:] != place_E[:-1]] = -1
+        ends_B = torch.where(is_dropped_B, DROPPED, KEPT)
+        number_W = torch.cat([token_E - before_E + BEFORE_STEPS, ends_B])
+        place_W = torch.cat([place_E, torch.arange(len(live_B), device=place_E.device)])
+        order_W = place_W.argsort(stable=True)
+        self._turns.append((live_B[place_W[order_W]].cpu(), number_W[order_W].to(torch.int32).cpu()))
 
     def rows(self, count: int) -> tuple[torch.Tensor, ...]:
         """Each row's sets, end to end."""
-        row_E = torch.cat([row for row, _ in self._turns])
-        code_E = torch.cat([codes for _, codes in self._turns])
-        return code_E[row_E.argsort(stable=True)].split(row_E.bincount(minlength=count).tolist())
+        row_W = torch.cat([row for row, _ in self._turns])
+        number_W = torch.cat([numbers for _, numbers in self._turns])
+        order_W = row_W.argsort(stable=True)
+        byte_Y, size_W = _to_bytes(number_W[order_W])
+        size_N = torch.zeros(count, dtype=torch.int64).index_add_(0, row_W[order_W], size_W)
+        return byte_Y.split(size_N.tolist())
 
 
 def decode_support(
-    support_nS: torch.Tensor, is_response_nt: torch.Tensor, row_m: torch.Tensor, column_m: torch.Tensor
+    support_nS: torch.Tensor,
+    ids_nt: torch.Tensor,
+    is_response_nt: torch.Tensor,
+    row_m: torch.Tensor,
+    column_m: torch.Tensor,
 ) -> KeptSets:
     """The sets of the scored tokens of a microbatch.
 
     Args:
-        support_nS: int32, filled up with 0.
+        support_nS: uint8, filled up with 0.
+        ids_nt: tokens.
         is_response_nt: bool, tokens that were sampled.
         row_m: row of each scored token.
         column_m: its position in the row.
@@ -84,22 +117,63 @@ def decode_support(
     Raises:
         FieldNotProduced: a row has not one set for each sampled token, or a scored token was not sampled.
     """
-    is_id_nS, is_first_nS = support_nS != 0, support_nS < 0
-    sets_n, sampled_n = is_first_nS.sum(1), is_response_nt.sum(1)
+    number_W, row_W = _to_numbers(support_nS)
+    is_end_W = number_W <= BEFORE_STEPS
+    sets_n = torch.bincount(row_W[is_end_W], minlength=len(support_nS))
+    sampled_n = is_response_nt.sum(1)
     if not torch.equal(sets_n, sampled_n) or not bool(is_response_nt[row_m, column_m].all()):
         raise FieldNotProduced(
             f"{SUPPORT}: expected one kept set for every sampled token, {sampled_n.tolist()} of them in the rows of a "
             f"microbatch, and no other tokens to be scored; got {sets_n.tolist()} sets. Rows and sets must come from "
             "the same rollout, and token_mask must mark the sampled tokens alone"
         )
-    count_nt = is_response_nt.cumsum(1) - 1
-    place_nt = row_m.new_full((len(support_nS), max(1, is_response_nt.shape[1])), -1)
-    place_nt[row_m, count_nt[row_m, column_m]] = torch.arange(len(row_m), device=row_m.device)
-    row_E, where_E = is_id_nS.nonzero(as_tuple=True)
-    number_nS = is_first_nS.cumsum(1) - 1
-    place_E = place_nt[row_E, number_nS[row_E, where_E]]
-    token_E = support_nS[row_E, where_E].long().abs() - 1
+    place_nt = torch.full_like(is_response_nt, -1, dtype=torch.int64)
+    place_nt[row_m, column_m] = torch.arange(len(row_m), device=row_m.device)
+    # Sets and sampled tokens are in the same order.
+    place_Z, is_dropped_Z = place_nt[is_response_nt], number_W[is_end_W] == DROPPED
+    set_W = is_end_W.cumsum(0) - is_end_W.long()
+    total_W = torch.where(is_end_W, 0, number_W - BEFORE_STEPS).cumsum(0)
+    before_Z = torch.cat([total_W.new_zeros(1), total_W[is_end_W]])
+    set_E = set_W[~is_end_W]
+    token_E = total_W[~is_end_W] - before_Z[set_E] - 1
+    is_dropped_m = torch.zeros_like(row_m, dtype=torch.bool)
+    is_scored_Z = place_Z >= 0
+    is_dropped_m[place_Z[is_scored_Z]] = is_dropped_Z[is_scored_Z]
+    # A sampled token is in its set: listed with the others, or not among those that were dropped.
+    [alone] = (~is_dropped_m).nonzero(as_tuple=True)
+    place_E = torch.cat([place_Z[set_E], alone])
+    token_E = torch.cat([token_E, ids_nt[row_m, column_m].long()[alone]])
     is_scored_E = place_E >= 0
     place_E, token_E = place_E[is_scored_E], token_E[is_scored_E]
     order = place_E.argsort(stable=True)
-    return KeptSets(place_E=place_E[order], token_E=token_E[order])
+    return KeptSets(place_E=place_E[order], token_E=token_E[order], is_dropped_m=is_dropped_m)
+
+
+def _to_bytes(number_W: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """LEB128, and how many bytes each number takes."""
+    number_W = number_W.long()
+    size_W = torch.ones_like(number_W)
+    for place in range(1, MOST_BYTES):
+        size_W += number_W >= 1 << 7 * place
+    start_W = size_W.cumsum(0) - size_W
+    byte_Y = torch.empty(int(size_W.sum()), dtype=torch.uint8)
+    for place in range(int(size_W.max()) if len(size_W) else 0):
+        has_W = size_W > place
+        follows_W = torch.where(size_W[has_W] > place + 1, MORE, 0)
+        byte_Y[start_W[has_W] + place] = ((number_W[has_W] >> 7 * place & PAYLOAD) | follows_W).to(torch.uint8)
+    return byte_Y, size_W
+
+
+def _to_numbers(support_nS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The numbers of all rows, end to end, and the row of each."""
+    row_Y, place_Y = support_nS.nonzero(as_tuple=True)
+    byte_Y = support_nS[row_Y, place_Y].long()
+    is_last_Y = byte_Y < MORE
+    ends = is_last_Y.nonzero()[:, 0]
+    start_W = torch.cat([ends.new_zeros(1), ends[:-1] + 1])[: len(ends)]
+    # Bytes behind the last number, of a column that was cut off, belong to none.
+    whole = int(ends[-1]) + 1 if len(ends) else 0
+    byte_Y, number_Y = byte_Y[:whole], (is_last_Y.cumsum(0) - is_last_Y.long())[:whole]
+    shift_Y = 7 * (torch.arange(whole, device=byte_Y.device) - start_W[number_Y])
+    number_W = byte_Y.new_zeros(len(ends)).index_add_(0, number_Y, (byte_Y & PAYLOAD) << shift_Y)
+    return number_W, row_Y[ends]

@@ -84,7 +84,10 @@ def _split_logprobs(rank: int) -> dict[str, tuple[float, float]]:
     sizes = torch.arange(11) % 3 + 1
     others = (targets[:, None] + torch.tensor([1, 10])) % 20
     tokens = torch.cat([torch.cat([targets[i : i + 1], others[i, : sizes[i] - 1]]) for i in range(11)])
-    recorded = KeptSets(place_E=torch.arange(11).repeat_interleave(sizes), token_E=tokens)
+    # Of the last one these are what was dropped, but for the token itself.
+    place, is_dropped = torch.arange(11).repeat_interleave(sizes), torch.arange(11) == 10
+    listed = ~is_dropped[place] | (tokens != targets[place])
+    recorded = KeptSets(place_E=place[listed], token_E=tokens[listed], is_dropped_m=is_dropped)
     for name, sampling in {**SAMPLINGS, RECORDED: SAMPLINGS["top_p"]}.items():
         kept = recorded if name == RECORDED else None
         whole = logits.clone().requires_grad_()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from nemo_rl.algorithms.grpo_sync import SyncGRPOTrainer
+from nemo_rl.algorithms.preflight.checks import preflight
 from nemo_rl.algorithms.setup import open_trainer
 from nemo_rl.algorithms.stages.bodies import Train
 from nemo_rl.algorithms.stages.dynamic_sampling import DROPPED, DynamicRollout
@@ -218,10 +220,35 @@ def test_the_last_round_of_an_epoch_may_have_no_group_that_differs(model: Path, 
     assert [step.chosen for step in run.steps] == [None], "no update"
 
 
-def test_a_first_round_that_is_larger_than_the_data_is_refused(model: Path, tmp_path: Path) -> None:
-    run = Watched(tmp_path, model, max_num_epochs=1, batch_multiplier=17.0)
-    with pytest.raises(DatasetError, match="expected 68 more, got 64 of 64 prompts"):
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "gdpo"])
+def test_estimators_over_the_whole_step_see_groups_that_differ_alone(name: str, model: Path, tmp_path: Path) -> None:
+    run = Watched(tmp_path, model, adv_estimator={"name": name}, max_num_steps=1)
+    if name == "gdpo":
+        judged = {"reward_function": "tests.helpers.run_rewards:right_and_short", "score_threshold": None}
+        run.config = run.config.model_copy(update={"env": run.config.env.model_copy(update=judged)})
+    run.run()
+    [step] = run.steps
+    assert run.dropped and step.chosen is not None
+    advantages, carry = step.chosen.advantages.double(), step.rows.carry
+    weights = np.ones(len(carry)) if name == "gdpo" else carry.response_lengths
+    assert float(np.average(advantages, weights=weights)) == pytest.approx(0, abs=1e-6)
+    differs = [carry.rewards, *carry.components.values()]
+    groups = [any(len(set(part[row : row + GROUP].tolist())) > 1 for part in differs) for row in range(0, 16, GROUP)]
+    assert len(advantages) == PROMPTS * GROUP and all(groups)
+    if name == "gdpo":
+        sums = carry.rewards.reshape(PROMPTS, GROUP)
+        assert any(len(set(group)) == 1 for group in sums.tolist()), "components that cancel in the sum"
+
+
+def test_a_round_that_is_larger_than_the_data_is_refused_before_anything_starts(model: Path, tmp_path: Path) -> None:
+    run = Watched(tmp_path, model, batch_multiplier=17.0)
+    said = r"num_prompts_per_step=4 x grpo.batch_multiplier 17 = 68 prompts, got 64; .* lower batch_multiplier"
+    with pytest.raises(UserError, match=said) as refused:
+        preflight(run.config)
+    assert not isinstance(refused.value, DatasetError) and not run.log_dir.exists()
+    with pytest.raises(UserError, match=said):
         run.run()
+    preflight(Watched(tmp_path / "fits", model, batch_multiplier=16.0).config)
 
 
 def test_the_last_epoch_ends_with_the_groups_that_are_left(model: Path, tmp_path: Path) -> None:

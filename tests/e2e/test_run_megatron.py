@@ -25,6 +25,8 @@ MEGATRON = {
     "policy.sequence_packing.enabled": "true",
     "policy.sequence_packing.train_mb_tokens": "64",
     "policy.sequence_packing.logprob_mb_tokens": "64",
+    "policy.generation.top_p": "0.9",
+    "policy.generation.record_support": "true",
 }
 PIPELINE = {
     "cluster.cpu_workers_per_node": "2",
@@ -60,5 +62,7 @@ def test_a_pipeline_gives_the_numbers_of_one_process_which_continues_from_its_ch
     )
     for ours, theirs in zip([*together, *resumed], alone, strict=True):
         assert learned(ours) == pytest.approx(learned(theirs), rel=1e-4, abs=1e-6)
+    # The last stage has the recorded sets.
+    assert [step["train/token_mult_prob_error"] for step in together] == pytest.approx([1.0] * 2, abs=1e-5)
     assert len({step["train/grad_norm"] for step in alone}) == 3, "weights must change, or nothing is shown"
     assert all(step["data_plane/live_rows"] == 0 for step in together)

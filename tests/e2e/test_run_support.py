@@ -9,13 +9,14 @@ import pytest
 from rich.console import Console
 
 from nemo_rl.algorithms.run import run
+from nemo_rl.diagnostics.mismatch.explain import explain_mismatch
 from nemo_rl.diagnostics.step_replay.replay import replay_step
 from nemo_rl.diagnostics.step_replay.request import ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 
-FILTERED = {**LOCAL, "policy.generation.top_p": "0.8", "loss_fn.reference_policy_kl_penalty": "0"}
+FILTERED = {**LOCAL, "policy.generation.top_p": "0.8"}
 RECORDED = {**FILTERED, "policy.generation.record_support": "true"}
 
 
@@ -27,6 +28,8 @@ def test_rollout_and_trainer_agree_and_a_kept_step_is_replayed_to_the_last_bit(t
     assert [step["train/token_mult_prob_error"] for step in steps] == pytest.approx([1.0] * 3, abs=1e-5)
     report = replay_step(ReplayRequest(run=config.logger.log_dir, step=1))
     assert report.verdict is Verdict.PASS, "\n".join(report.lines())
+    explained = explain_mismatch(ReplayRequest(run=config.logger.log_dir, step=1))
+    assert explained.verdict is Verdict.PASS and "recorded sets" in explained.trainer, list(explained.lines())
 
 
 def test_a_run_without_the_sets_says_what_they_would_mend(tmp_path: Path) -> None:

@@ -36,7 +36,8 @@ from nemo_rl.models.generation.interfaces import GenerationRequest, RecordedRout
 from nemo_rl.models.generation.torch_engine import TorchEngine
 from nemo_rl.models.hf_routers import ROUTER_KINDS
 from nemo_rl.models.loading import load_causal_lm
-from nemo_rl.models.logprobs import Sampling, logprobs_from_logits
+from nemo_rl.models.logprobs import Sampling, logprobs_from_logits, token_logprobs
+from nemo_rl.models.support import SUPPORT, decode_support
 from nemo_rl.routes.columns import encode_routes
 from nemo_rl.routes.shape import MISSING
 from nemo_rl.utils.manifest import MANIFEST_FILE, Manifest
@@ -69,6 +70,8 @@ class Rows:
     logprobs: tuple[torch.Tensor, ...]
     """Of the responses' tokens."""
     routes: RecordedRoutes | None = None
+    support: tuple[torch.Tensor, ...] | None = None
+    """Recorded sets; None: the trainer has none."""
 
     @property
     def ids(self) -> list[list[int]]:
@@ -88,7 +91,7 @@ class Base:
         folder = self.log_dir / "checkpoints" / f"step_{version}" / "policy" / "weights"
         return load_causal_lm(folder, dtype=dtype)
 
-    def sample(self, model: PreTrainedModel, **sampling: object) -> Rows:
+    def sample(self, model: PreTrainedModel, *, with_support: bool = False, **sampling: object) -> Rows:
         """Rows to the run's prompts from a model."""
         prompts = _prompts(self.log_dir)
         params = {"temperature": 1.0, "max_new_tokens": NEW_TOKENS, "stop_token_ids": (2,), **sampling}
@@ -100,6 +103,7 @@ class Base:
                 seeds=tuple(range(1000 * self.seed, 1000 * self.seed + group * len(prompts))),
                 sampling=SamplingParams(**params),  # type: ignore[arg-type]
                 with_routes=self.routes,
+                with_support=with_support,
             )
         )
         lengths = output.lengths.tolist()
@@ -108,6 +112,7 @@ class Base:
             responses=tuple(tuple(part.tolist()) for part in output.token_ids.split(lengths)),
             logprobs=tuple(output.logprobs.split(lengths)),
             routes=output.routes,
+            support=output.support,
         )
 
     def keep(self, folder: Path, rows: Rows, *, trainer: Sampling | None = None, tag: int = STEP - 1) -> Path:
@@ -120,7 +125,11 @@ class Base:
         kept = StepsFolder(log_dir).all()[-1]
         step = kept.read()
         model = self.model(STEP - 1)
-        scored = [_score(model, ids, trainer or Sampling()) for ids in rows.ids]
+        support = rows.support or (None,) * len(rows.ids)
+        scored = [
+            _score(model, ids, trainer or Sampling(), sets, num_prompt=len(prompt))
+            for ids, prompt, sets in zip(rows.ids, rows.prompts, support, strict=True)
+        ]
         _write(kept.path, step, rows, scored, tag=tag)
         return log_dir
 
@@ -272,9 +281,18 @@ def _prompts(log_dir: Path) -> tuple[tuple[int, ...], ...]:
 
 
 @torch.inference_mode()
-def _score(model: PreTrainedModel, ids: list[int], sampling: Sampling) -> torch.Tensor:
+def _score(
+    model: PreTrainedModel, ids: list[int], sampling: Sampling, sets: torch.Tensor | None, *, num_prompt: int
+) -> torch.Tensor:
     row = torch.tensor([ids])
-    return logprobs_from_logits(model(row, use_cache=False).logits, row, sampling=sampling)[0]
+    logits = model(row, use_cache=False).logits
+    if sets is None:
+        return logprobs_from_logits(logits, row, sampling=sampling)[0]
+    is_response = torch.arange(len(ids)) >= num_prompt
+    [places] = is_response.nonzero(as_tuple=True)
+    kept = decode_support(sets[None], row, is_response[None], torch.zeros_like(places), places)
+    scored = token_logprobs(logits[0, places - 1], row[0, places], sampling=sampling, kept=kept)
+    return torch.zeros(len(ids)).index_put((places,), scored)
 
 
 def _write(folder: Path, step: KeptStep, rows: Rows, scored: list[torch.Tensor], *, tag: int) -> None:
@@ -291,6 +309,9 @@ def _write(folder: Path, step: KeptStep, rows: Rows, scored: list[torch.Tensor],
     }
     if rows.routes is not None:
         rollout |= _routes(rows.routes, lengths)
+    if rows.support is not None:
+        sizes = torch.tensor([len(sets) for sets in rows.support])
+        rollout[SUPPORT] = nest(torch.cat(rows.support), sizes)
     masked = [torch.where(mask, one, 0.0) for mask, one in zip(is_response, scored, strict=True)]
     write_column_file(folder / ROLLOUT_FILE, rollout)
     write_column_file(folder / UPDATE_FILE, {"prev_logprobs": nest(torch.cat(masked), lengths)})

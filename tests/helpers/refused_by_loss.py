@@ -89,6 +89,10 @@ REFUSED_BY_LOSS: Refused = {
             (*OWN_PREV, *IN_REWARD, "loss_fn.kl_output_clamp_value=5"),
             "loss_fn.kl_output_clamp_value: 5.0 would be ignored, because loss_fn.use_kl_in_reward is true",
         ),
+        (
+            (*IN_REWARD, "policy.generation.top_p=0.9"),
+            "loss_fn.use_kl_in_reward: with policy.generation.top_p or top_k pi_old is a distribution on the kept set",
+        ),
         (IN_REWARD, "loss_fn.use_kl_in_reward: needs the trainer's log-probabilities before the update"),
         (
             (*OWN_PREV, *IN_REWARD, "grpo.adv_estimator.name=maxrl"),

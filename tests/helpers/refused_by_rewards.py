@@ -37,7 +37,7 @@ REFUSED_BY_REWARDS: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("grpo.batch_multiplier=2",), "grpo.batch_multiplier: 2.0 would be ignored"),
         (
             ("grpo.use_dynamic_sampling=true", "grpo.drop_zero_advantage_groups=false"),
-            "grpo.use_dynamic_sampling: samples others for the groups that drop_zero_advantage_groups leaves out",
+            "grpo.drop_zero_advantage_groups: False would be ignored, because grpo.use_dynamic_sampling is true",
         ),
         (
             ("grpo.use_dynamic_sampling=true", "diagnostics.keep_steps.enabled=true"),

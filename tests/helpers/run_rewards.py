@@ -16,6 +16,12 @@ def judged(prompt: str, response: str, answer: object, *, response_tokens: int) 
     return {"odd": odd_share(prompt, response, answer), "length": float(response_tokens)}
 
 
+def right_and_short(prompt: str, response: str, answer: object) -> dict[str, float]:
+    """Components that often cancel in their sum."""
+    is_odd = float(odd_share(prompt, response, answer) > 0.6)
+    return {"odd": is_odd, "even": 1.0 - is_odd}
+
+
 def indifferent(prompt: str, response: str, answer: object) -> float:
     """No group learns from it."""
     return 0.5

@@ -48,6 +48,7 @@ OWN_TIME = (
     "_ms",
     "_per_s",
     "refit/ms",
+    "refit/receipt_",
 )
 """Metrics that differ from run to run."""
 

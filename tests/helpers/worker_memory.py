@@ -9,9 +9,9 @@ model's layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -22,7 +22,7 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.models.local_shard import local_shard
-from nemo_rl.models.policy.interfaces import LossOutput
+from nemo_rl.models.policy.interfaces import LossOutput, LossScale
 from nemo_rl.models.policy.microbatch import Microbatch
 from nemo_rl.models.policy.recording.observer import OnBackward, nothing_follows
 from nemo_rl.models.policy.routes.worker_replay import OWN_ROUTES
@@ -31,6 +31,7 @@ from nemo_rl.models.policy.workers.base import optimizer_tensors
 from nemo_rl.models.policy.workers.dtensor_engine import DTensorEngine
 from nemo_rl.models.policy.workers.engine import Engine
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
+from nemo_rl.models.support import SUPPORT
 from tests.helpers.tiny_model import tiny_worker
 
 GRADIENTS = "the gradients are whole"
@@ -52,8 +53,27 @@ class Measured:
     logprob_peak: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class AskingLoss(NLLLoss):
+    """With columns that workers compute, each with a gradient of its own."""
+
+    asks: tuple[str, ...] = ()
+    """Of `COMPUTED_FIELDS`."""
+
+    @property
+    def input_fields(self) -> tuple[str, ...]:
+        return (*NLLLoss.input_fields.fget(self), *self.asks)  # type: ignore[attr-defined]
+
+    def __call__(
+        self, token_logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor], *, scale: LossScale
+    ) -> LossOutput:
+        output = NLLLoss.__call__(self, token_logprobs, batch, scale=scale)
+        more = sum(batch[name].square().sum() for name in self.asks)
+        return replace(output, loss=output.loss + more / scale.valid_tokens)
+
+
 def equal_rows(num_rows: int, width: int, prompt: int) -> BatchedDataDict:
-    """Rows of one length, whose responses follow prompts of one length."""
+    """Rows of one length, whose responses follow prompts of one length; recorded sets hold one token each."""
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(7, 300, (num_rows, width), generator=draw, dtype=torch.int32)
     return BatchedDataDict(
@@ -62,22 +82,31 @@ def equal_rows(num_rows: int, width: int, prompt: int) -> BatchedDataDict:
             "input_lengths": torch.full((num_rows,), width),
             "token_mask": (torch.arange(width) >= prompt).expand(num_rows, width).contiguous(),
             "sample_mask": torch.ones(num_rows),
+            SUPPORT: torch.ones(num_rows, width - prompt, dtype=torch.uint8),
         }
     )
 
 
-def measure(rank: int, world_size: int, policy: PolicyConfig, rows: tuple[int, int, int]) -> Measured:
-    """(collective) One rank of the policy on `equal_rows(*rows)`."""
+def measure(
+    rank: int, world_size: int, policy: PolicyConfig, rows: tuple[int, int, int], asks: tuple[str, ...] = ()
+) -> Measured:
+    """(collective) One rank of the policy on `equal_rows(*rows)`, with a loss that asks for these columns."""
     worker = tiny_worker(policy, rank=rank, world_size=world_size)
     try:
-        return _measure(worker, ParallelLayout.of_policy(policy, world_size=world_size), policy, equal_rows(*rows))
+        batch = equal_rows(*rows)
+        if not policy.generation.record_support:
+            del batch[SUPPORT]
+        layout = ParallelLayout.of_policy(policy, world_size=world_size)
+        return _measure(worker, layout, policy, batch, AskingLoss(asks=asks))
     finally:
         worker.shutdown()
 
 
-def measure_table(rank: int, world_size: int, cases: list[tuple[PolicyConfig, tuple[int, int, int]]]) -> list[Measured]:
+def measure_table(
+    rank: int, world_size: int, cases: list[tuple[PolicyConfig, tuple[int, int, int], tuple[str, ...]]]
+) -> list[Measured]:
     """(collective) One after the other."""
-    return [measure(rank, world_size, policy, rows) for policy, rows in cases]
+    return [measure(rank, world_size, *case) for case in cases]
 
 
 class _Marks:
@@ -107,7 +136,9 @@ class _Marks:
             self.gradient_bytes = storage_bytes(_gradients(self._engine))
 
 
-def _measure(worker: PolicyWorker, layout: ParallelLayout, policy: PolicyConfig, batch: BatchedDataDict) -> Measured:
+def _measure(
+    worker: PolicyWorker, layout: ParallelLayout, policy: PolicyConfig, batch: BatchedDataDict, loss_fn: AskingLoss
+) -> Measured:
     engine, marks = worker.engine, _Marks(worker.engine)
     lengths = batch.tensor("input_lengths").tolist()
     plan = plan_train(lengths, [len(lengths)], policy, layout=layout)
@@ -115,12 +146,12 @@ def _measure(worker: PolicyWorker, layout: ParallelLayout, policy: PolicyConfig,
     part, own = batch.select_indices(list(plan.rows_of_rank(dp))), plan.for_rank(dp)
     own_lp = plan_logprobs(plan, lengths, policy, layout=layout).for_rank(dp)
     # The first step makes the optimizer's state.
-    worker.train(part, NLLLoss(), plan=own)
+    worker.train(part, loss_fn, plan=own)
     runner = engine.runner(worker.passes.batch_layout(own), OWN_ROUTES, marks)
     [scale] = loss_scales(part, [own.microbatches[0]], is_writer=layout.is_writer(worker.rank), device=worker.device)
 
     def step() -> object:
-        return runner.run(part, own.microbatches[0], NLLLoss(), scale, is_training=True)
+        return runner.run(part, own.microbatches[0], loss_fn, scale, is_training=True)
 
     train = [_profiled(step) for _ in range(REPEATS)]
     worker.get_logprobs(part, plan=own_lp)

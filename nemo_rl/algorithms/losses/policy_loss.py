@@ -32,7 +32,7 @@ from nemo_rl.algorithms.losses.term import PolicyInputs, PolicyTerm, TermOutput
 from nemo_rl.config.loss import LOSS_TRAITS
 from nemo_rl.config.parts import LOSSES
 from nemo_rl.config.schema import LossConfig
-from nemo_rl.models.policy.interfaces import ENTROPY, LossOutput, LossScale
+from nemo_rl.models.policy.interfaces import ENTROPY, UNFILTERED_LOGPROBS, LossOutput, LossScale
 from nemo_rl.utils.metrics import Reduction, Sum
 
 __all__ = ["PolicyLoss"]
@@ -79,7 +79,7 @@ class PolicyLoss:
             fields.append(self.prev_field)
         fields.append(GENERATION)
         if self.config.adds_kl:
-            fields.append(REFERENCE)
+            fields += [REFERENCE, UNFILTERED_LOGPROBS]
         if self.config.entropy_coefficient > 0:
             fields.append(ENTROPY)
         return tuple(dict.fromkeys(fields))
@@ -171,8 +171,10 @@ class PolicyLoss:
 
     def _kl(self, token_logprobs: torch.Tensor, tokens: _Tokens, batch: Mapping[str, torch.Tensor]) -> KlTerm:
         mask_NT = tokens.inputs.mask_NT
-        is_usable_NT = mask_NT & ~(token_logprobs.detach().isinf() | batch[REFERENCE].isinf())
-        log_ratio_NT = torch.where(is_usable_NT, batch[REFERENCE] - token_logprobs, 0.0)
+        # Both sides under the whole vocabulary: a set of one token has no KL on it, however far the reference is.
+        whole_NT = batch.get(UNFILTERED_LOGPROBS, token_logprobs)
+        is_usable_NT = mask_NT & ~(whole_NT.detach().isinf() | batch[REFERENCE].isinf())
+        log_ratio_NT = torch.where(is_usable_NT, batch[REFERENCE] - whole_NT, 0.0)
         sampler_NT = token_logprobs.detach()
         if self.config.use_on_policy_kl_approximation:
             sampler_NT = batch[GENERATION]

@@ -10,7 +10,7 @@ import torch
 
 from nemo_rl.algorithms.preflight.subject import Subject
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, ENGINE_TRAITS, ENGINES, LOSSES, STORES, EngineTraits
-from nemo_rl.config.schema import DatasetConfig
+from nemo_rl.config.schema import DatasetConfig, GRPOConfig
 from nemo_rl.data.datasets import raw_prompts
 from nemo_rl.data.messages import encode_prompt, prompt_messages
 from nemo_rl.environments.factory import build_environment
@@ -32,6 +32,7 @@ __all__ = [
     "check_reward",
     "check_tokenizer",
     "check_trackers_are_installed",
+    "too_few_prompts",
 ]
 
 PROMPTS_ENCODED = 4
@@ -63,7 +64,8 @@ def check_tokenizer(subject: Subject) -> list[str]:
 def check_prompts(subject: Subject) -> list[str]:
     """All datasets open, their first rows become tokens, and there is a step's worth of prompts."""
     data, lines = subject.config.data, list[str]()
-    sources = [("data.train", data.train, subject.config.grpo.num_prompts_per_step)]
+    grpo = subject.config.grpo
+    sources = [("data.train", data.train, grpo.prompts_at_once)]
     sources += [(data.held_out_key(name), source, 1) for name, source in data.held_out.items()]
     for where, source, count in sources:
         try:
@@ -126,13 +128,13 @@ def _first_prompts(subject: Subject, source: DatasetConfig, where: str, needed: 
     generated = source.dataset_name in ("sort_digits", "reasoning_gym")
     if generated and source.size is not None:
         if source.size < needed:
-            return [_too_few(where, source.size, needed)]
+            return [too_few_prompts(subject.config.grpo, source.size)]
         # The same prompts, but not all of them.
         source = source.model_copy(update={"size": min(source.size, needed)})
     found = [raw.text for raw in islice(raw_prompts(source, where), needed)]
     if not found:
         return [f"{where}: no prompt is left of 0 read"]
-    lines = [_too_few(where, len(found), needed)] if len(found) < needed else []
+    lines = [too_few_prompts(subject.config.grpo, len(found))] if len(found) < needed else []
     for text in found[:PROMPTS_ENCODED]:
         # Longer ones are the loader's to skip or to refuse.
         shown = text[: subject.config.data.max_input_seq_length]
@@ -145,9 +147,13 @@ def _bytes_of(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if path.is_dir() else 0
 
 
-def _too_few(where: str, found: int, needed: int) -> str:
+def too_few_prompts(grpo: GRPOConfig, found: int) -> str:
+    """What is said of so many prompts for training."""
+    is_round = grpo.use_dynamic_sampling and found >= grpo.num_prompts_per_step
+    times = f" x grpo.batch_multiplier {grpo.batch_multiplier:g} = {grpo.prompts_per_round}" if is_round else ""
     return (
-        f"{where}: expected at least grpo.num_prompts_per_step={needed} prompts, got {found}; add prompts or lower it"
+        f"data.train: expected at least grpo.num_prompts_per_step={grpo.num_prompts_per_step}{times} prompts, got "
+        f"{found}; add prompts or lower {'batch_multiplier' if is_round else 'it'}"
     )
 
 

@@ -20,10 +20,12 @@ from dataclasses import replace
 import torch
 
 from nemo_rl.algorithms.advantage_estimator import group_statistics
+from nemo_rl.algorithms.grpo import rows_of_equal_groups
 from nemo_rl.algorithms.stages.bodies import Rollout
 from nemo_rl.algorithms.stages.columns import PARTITION, StageColumns
 from nemo_rl.algorithms.stages.stage import StageTools
 from nemo_rl.algorithms.stages.state import StepState, begin_step
+from nemo_rl.config.schema import GRPOConfig
 from nemo_rl.data.sampler import PromptSampler
 from nemo_rl.data_plane.client.stage_context import CLEAR, working_for
 from nemo_rl.distributed.calls import Pending
@@ -141,7 +143,7 @@ class DynamicRollout(Rollout):
             partition_id=part.partition,
             round_number=counts.rounds,
         ).result()
-        kept = informative_rows(rolled)
+        kept = informative_rows(rolled, config)
         counts.add(rolled, num_kept=len(kept))
         if not kept and not has_groups and not self._has_a_round():
             return rolled  # The last epoch ends as without dynamic sampling: a step of equal groups updates nothing.
@@ -182,10 +184,11 @@ class DynamicRollout(Rollout):
         )
 
 
-def informative_rows(rolled: RolloutResult) -> list[int]:
+def informative_rows(rolled: RolloutResult, config: GRPOConfig) -> list[int]:
     """Rows of groups whose rewards are not all equal, compared exactly, in their order."""
     stats = group_statistics(torch.tensor(rolled.carry.rewards, dtype=torch.float32), rolled.group_uids)
-    return [row for row, is_trivial in enumerate(stats.row_is_trivial.tolist()) if not is_trivial]
+    is_equal_N = rows_of_equal_groups(rolled.carry, stats, config)
+    return [row for row, is_equal in enumerate(is_equal_N.tolist()) if not is_equal]
 
 
 class _Counts:

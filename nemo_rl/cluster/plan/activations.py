@@ -13,13 +13,17 @@ from dataclasses import dataclass
 from nemo_rl.cluster.plan.setting import FLOAT32_BYTES, Setting
 from nemo_rl.cluster.plan.weights import NOTHING_GATHERED, Gathered
 from nemo_rl.config.megatron import MegatronConfig
-from nemo_rl.models.logprobs import CHUNK_ELEMENTS
+from nemo_rl.models.logprobs import CHUNK_ELEMENTS, Sampling
 
 __all__ = ["LayerBytes", "PassActivations", "PassTokens", "layer_bytes", "pass_activations", "scores_bytes"]
 
 OWN_GATED, OWN_GATED_MEGATRON, FUSED_GATED = 4, 5, 3
 """Widths of a gated MLP that are kept: both halves, the activation, the product; megatron-core copies one half;
 Transformer Engine keeps the halves and the product."""
+KEPT_BYTES, TOP_K_BYTES, TOP_P_BYTES, ENTROPY_BYTES = 9, 10, 22, 17
+"""Per element of a chunk of logits whose log-probabilities are computed under recorded sets, under top-k, under top-p,
+which sorts it, or with entropies, whose gradients are another chunk and its probabilities. The scores of the chunk
+before it are added where there is one."""
 EXPERT_BYTES = 5
 """Per token and expert, of the scores and the map of a router."""
 ROUTES_SORTED = 24
@@ -107,10 +111,8 @@ def pass_activations(
     layers = [layer_bytes(setting, tokens, layer) for layer in setting.layers_of(stage)]
     is_last = stage == setting.layout.pp - 1
     logits = tokens.rows * tokens.predicted * _columns(setting) * setting.element_bytes if is_last else 0
-    # At the seam the logits lie there twice, and one chunk of them in float32 twice.
-    chunk = min(tokens.selected * _columns(setting), CHUNK_ELEMENTS) if is_last else 0
-    half = setting.element_bytes if with_gradients and setting.element_bytes < FLOAT32_BYTES else 0
-    seam = 2 * logits + chunk * (2 * FLOAT32_BYTES + half) + gathered.root
+    seam = _seam(setting, tokens, logits=logits, with_gradients=with_gradients) if is_last else 0
+    seam += gathered.root
     inside = gathered.root + 2 * gathered.layer
     if not with_gradients:
         # A pipeline stage has what it got and what it sends.
@@ -158,6 +160,28 @@ def scores_bytes(setting: Setting, tokens: PassTokens) -> int:
     """What attention without a fused kernel keeps in one layer: a probability per head, query and key."""
     heads = setting.model.flops_shape.num_heads // setting.layout.tp
     return heads * tokens.tokens * tokens.sequence * setting.element_bytes
+
+
+# ---- the seam between the model and its log-probabilities
+
+
+def _seam(setting: Setting, tokens: PassTokens, *, logits: int, with_gradients: bool) -> int:
+    """The logits lie there twice, and one chunk of them several times, mostly in float32."""
+    elements = tokens.selected * _columns(setting)
+    chunk, before = min(elements, CHUNK_ELEMENTS), FLOAT32_BYTES if elements > CHUNK_ELEMENTS else 0
+    half = setting.element_bytes if with_gradients and setting.element_bytes < FLOAT32_BYTES else 0
+    generation, loss = setting.policy.generation, setting.config.loss_fn
+    per_element = [2 * FLOAT32_BYTES + half]
+    sampling = Sampling(top_k=generation.top_k, top_p=generation.top_p)
+    if generation.record_support:
+        per_element.append(KEPT_BYTES + before)
+    elif sampling.has_filter:
+        per_element.append((TOP_P_BYTES if sampling.top_p < 1 else TOP_K_BYTES) + before)
+    if with_gradients and loss.entropy_coefficient > 0:
+        per_element.append(ENTROPY_BYTES + before)
+    # The KL under the whole vocabulary is a gradient of its own, which is added to the other.
+    is_twice = with_gradients and sampling.has_filter and loss.adds_kl
+    return (3 if is_twice else 2) * logits + chunk * max(per_element)
 
 
 # ---- widths of this rank

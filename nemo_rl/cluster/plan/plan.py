@@ -17,7 +17,7 @@ from nemo_rl.cluster.plan.batches import Batches, plan_batches
 from nemo_rl.cluster.plan.generation import EngineMemory, engine_memory
 from nemo_rl.cluster.plan.memory import RankMemory, engine_peak, host_bytes, rank_memory
 from nemo_rl.cluster.plan.placement import Node, Port, plan_nodes, plan_ports
-from nemo_rl.cluster.plan.plane import PlaneMemory, plan_plane
+from nemo_rl.cluster.plan.plane import PLANNED_IDS, PlaneMemory, plan_plane
 from nemo_rl.cluster.plan.setting import Setting
 from nemo_rl.cluster.plan.times import StageBound, stage_bounds
 from nemo_rl.utils.memory import available_bytes
@@ -68,6 +68,7 @@ class Plan:
         """What the numbers rest on, besides the recipe."""
         lines = [
             "all rows are as long as they may be, so a real step needs no more",
+            self._sets(),
             "tokens spread evenly over experts" if self.setting.model.flops_shape.num_experts else "",
         ]
         if self.setting.gpu is not None:
@@ -83,6 +84,12 @@ class Plan:
         if not self.engine.is_known:
             lines.append("what this engine needs is not known here: it is counted as the embedded one")
         return [line for line in lines if line]
+
+    def _sets(self) -> str:
+        generation = self.setting.policy.generation
+        if not generation.record_support or generation.top_k is not None:
+            return ""
+        return f"top-p {generation.top_p:.4g} keeps {PLANNED_IDS} tokens, whose sets are recorded"
 
     def as_json(self) -> dict[str, object]:
         """Every number."""
@@ -185,6 +192,6 @@ def _plane_problems(plane: PlaneMemory) -> list[str]:
     if plane.room is None or plane.rows_bytes <= plane.room:
         return []
     return [
-        f"data plane: the rows of a step have {bytes_text(plane.rows_bytes)}, {plane.limited_by} leaves room for "
+        f"data plane: {plane.rows} rows have {bytes_text(plane.rows_bytes)}, {plane.limited_by} leaves room for "
         f"{bytes_text(plane.room)}"
     ]

@@ -1,7 +1,7 @@
 """The data plane of a step: which columns, how many bytes, and what a store sets aside for them.
 
 The columns are those that the stages of the run declare. Invariant: within 2 % of the bytes that a ledger counts, for
-rows of the planned lengths.
+rows of the planned lengths; kept sets are counted as no smaller than they may be.
 """
 
 from __future__ import annotations
@@ -14,16 +14,22 @@ import torch
 
 from nemo_rl.algorithms.cpu_needs import num_clients
 from nemo_rl.algorithms.recipe_loss import build_loss
-from nemo_rl.algorithms.stages.columns import stage_columns, written_fields
+from nemo_rl.algorithms.stages.columns import StageColumns, stage_columns, written_fields
 from nemo_rl.cluster.plan.batches import Batches
 from nemo_rl.cluster.plan.setting import Setting
 from nemo_rl.data_plane.schema import FIELDS, ROUTE_FIELDS, FieldSpec
 from nemo_rl.data_plane.store_kinds import kind_named
+from nemo_rl.models.support import BEFORE_STEPS, SUPPORT
 from nemo_rl.routes.shape import RouteShape, bits_per_id, route_dtype
 
-__all__ = ["PlaneMemory", "plan_plane", "row_bytes"]
+__all__ = ["PLANNED_IDS", "PlaneMemory", "plan_plane", "row_bytes"]
 
 BITS = 8
+ROLLOUT_STAGES = ("rollout", "score")
+PLANNED_IDS = 64
+"""Of a set that top-p alone keeps, which may be any size: of sharp distributions 6 at 0.8, 90 to 200 at 0.95."""
+LARGER_DISTANCES = ((1 << 7) - BEFORE_STEPS, (1 << 14) - BEFORE_STEPS, (1 << 21) - BEFORE_STEPS)
+"""Between ids of a set, from which a number of `nemo_rl.models.support` takes a byte more."""
 CHUNK_HEADER_BYTES, COLUMN_BYTES, LENGTH_BYTES = 36, 12, 4
 """Of a chunk's header, of each column in it besides its name, of a row's length (`nemo_rl.data_plane.codec`)."""
 
@@ -34,12 +40,16 @@ class PlaneMemory:
 
     store: str
     clients: int
+    rows: int
+    """Most rows at one time: with dynamic sampling more than a step trains."""
     columns: Mapping[str, int]
-    """Bytes of each column over all rows."""
+    """Bytes of each column over all rows that have it."""
     headers: int
     """What chunks say of themselves."""
     reserved: int
     """What the store sets aside, in which rows lie; 0 for a store that takes memory as it needs it."""
+    step_bytes: int
+    """Of the rows that a step trains."""
     room: int | None
     """Bytes that may be live at one time; None: no limit."""
     limited_by: str
@@ -65,12 +75,18 @@ def plan_plane(setting: Setting, batches: Batches) -> PlaneMemory:
         segments = owners * plane.mooncake.segment_bytes
         if room is None or segments < room:
             room, key = segments, "data_plane.mooncake.segment_bytes"
-    columns = {name: batches.rows * size for name, size in row_bytes(setting, batches.row_tokens).items()}
+    sizes, alive = row_bytes(setting, batches.row_tokens), setting.config.grpo.rows_alive
+    # Rows that wait have what the rollout knows; what workers compute is of the rows that are trained.
+    drawn = {name for stage in _stages(setting) if stage.name in ROLLOUT_STAGES for name in stage.writes}
+    columns = {name: (alive if name in drawn else batches.rows) * size for name, size in sizes.items()}
+    trained = {name: batches.rows * size for name, size in sizes.items()}
     return PlaneMemory(
         store=plane.impl or "noop",
         clients=clients,
+        rows=alive,
         columns=columns,
-        headers=_header_bytes(columns, rows=batches.rows, chunk_bytes=plane.chunk_bytes),
+        headers=_header_bytes(columns, rows=alive, chunk_bytes=plane.chunk_bytes),
+        step_bytes=sum(trained.values()) + _header_bytes(trained, rows=batches.rows, chunk_bytes=plane.chunk_bytes),
         reserved=kind.reserved_bytes(plane, clients),
         room=room,
         limited_by=key if room is not None else "",
@@ -79,8 +95,11 @@ def plan_plane(setting: Setting, batches: Batches) -> PlaneMemory:
 
 def row_bytes(setting: Setting, tokens: int) -> dict[str, int]:
     """Of a row of so many tokens, by column."""
-    columns = stage_columns(setting.config, build_loss(setting.config))
-    return {name: _column_bytes(setting, FIELDS[name], tokens) for name in written_fields(columns)}
+    return {name: _column_bytes(setting, FIELDS[name], tokens) for name in written_fields(_stages(setting))}
+
+
+def _stages(setting: Setting) -> tuple[StageColumns, ...]:
+    return stage_columns(setting.config, build_loss(setting.config))
 
 
 def _header_bytes(columns: Mapping[str, int], *, rows: int, chunk_bytes: int) -> int:
@@ -98,6 +117,8 @@ def _header_bytes(columns: Mapping[str, int], *, rows: int, chunk_bytes: int) ->
 
 
 def _column_bytes(setting: Setting, spec: FieldSpec, tokens: int) -> int:
+    if spec.name == SUPPORT:
+        return min(setting.policy.generation.max_new_tokens, tokens) * _set_bytes(setting)
     if spec.name not in ROUTE_FIELDS:
         size = _itemsize(spec.dtypes[0])
         return size * (tokens if spec.is_token_aligned else 1)
@@ -110,6 +131,14 @@ def _column_bytes(setting: Setting, spec: FieldSpec, tokens: int) -> int:
     }
     # A bit for every token without a route.
     return tokens * per_token[spec.name] if spec.name in per_token else -(-tokens // BITS)
+
+
+def _set_bytes(setting: Setting) -> int:
+    """At most, of a kept set: every distance takes a byte, and only so many fit the vocabulary that take more."""
+    vocab, top_k = setting.model.flops_shape.vocab_size, setting.policy.generation.top_k
+    others = min(PLANNED_IDS if top_k is None else top_k, vocab) - 1
+    others = min(others, vocab - 1 - others)
+    return 1 + others + sum(min(others, vocab // least) for least in LARGER_DISTANCES)
 
 
 def _itemsize(dtype: str) -> int:

@@ -156,7 +156,7 @@ def _hosts(plan: Plan) -> Table:
 
 def _plane(plan: Plan) -> Table:
     plane = plan.plane
-    table = _table(f"Data plane: {plane.store}, {plane.clients} clients", "column", "bytes of a step")
+    table = _table(f"Data plane: {plane.store}, {plane.clients} clients", "column", f"bytes of {plane.rows} rows")
     for name, count in plane.columns.items():
         table.add_row(name, bytes_text(count))
     table.add_row("headers of chunks", bytes_text(plane.headers))

@@ -50,7 +50,7 @@ def stage_bounds(setting: Setting, batches: Batches, engine: EngineMemory, plane
         return []
     found = [_rollout(setting, setting.gpu, batches, engine)]
     found += [_pass(setting, setting.gpu, batches, part) for part in passes_of(setting)]
-    crossing = plane.rows_bytes / setting.gpu.network_rate if setting.config.cluster.num_nodes > 1 else 0.0
+    crossing = plane.step_bytes / setting.gpu.network_rate if setting.config.cluster.num_nodes > 1 else 0.0
     found.append(StageBound(stage="data plane", arithmetic_s=0.0, memory_s=0.0, network_s=crossing))
     is_far = setting.config.refit_transport == "broadcast" and setting.config.cluster.num_nodes > 1
     rate = setting.gpu.network_rate if is_far else setting.gpu.link_rate

@@ -70,7 +70,7 @@ def _explain(
     *,
     started: float,
 ) -> MismatchReport:
-    stated = _stated(settings, target)
+    stated = _stated(settings, target, has_sets=tokens.support_NS is not None)
     device = torch.device("cuda" if settings.uses_gpu else "cpu")
     routes_of = partial(route_columns, target.folder, target.step, tokens.rows)
     scorer = Scorer(
@@ -78,6 +78,7 @@ def _explain(
         versions.folders,
         version=target.step.policy_version,
         routes_of=routes_of if stated.can_replay else None,
+        engine=Setting(lag=0, precision=stated.precision, routes=stated.routes, sampling=stated.sampling),
         device=device,
     )
     trainer_M = tokens.trainer_M if versions.trainer_M is None else versions.trainer_M
@@ -100,7 +101,7 @@ def _explain(
     )
 
 
-def _stated(settings: ReplaySettings, target: ChainLink) -> Stated:
+def _stated(settings: ReplaySettings, target: ChainLink, *, has_sets: bool) -> Stated:
     policy = settings.config.policy
     rollout, update = target.folder.columns()
     has_routes = bool(set(ROUTE_FIELDS) & {*rollout, *update})
@@ -112,13 +113,17 @@ def _stated(settings: ReplaySettings, target: ChainLink) -> Stated:
         routes="replayed" if can_replay and policy.router_replay.enabled else "own",
         # As the workers have it: greedy rollouts have no distribution of their own.
         sampling=Sampling(temperature=generation.temperature or 1.0, top_k=generation.top_k, top_p=generation.top_p),
+        sets="engine" if has_sets and generation.record_support else "own",
         can_replay=can_replay,
+        has_sets=has_sets,
     )
 
 
 def _words(setting: Setting, *, is_fresh: bool) -> str:
     sampling = setting.sampling
     support = f"temperature {sampling.temperature:.4g}, top-k {sampling.top_k}, top-p {sampling.top_p:.4g}"
+    if sampling.has_filter:
+        support += {"own": ", sets of its own", "engine": ", recorded sets"}[setting.sets]
     routes = {"own": "its own routes", "replayed": "replayed routes"}[setting.routes]
     whose = "its pass run again" if is_fresh else "its kept log-probabilities"
     return f"{whose}: {setting.precision}, {support}, {routes}"

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from nemo_rl.diagnostics.mismatch.setting import Cause, Change, Routes, Setting
+from nemo_rl.diagnostics.mismatch.setting import Cause, Change, Routes, Sets, Setting
 from nemo_rl.models.logprobs import Sampling
 
 __all__ = ["Stated", "refined", "sampling_changes", "stated_changes", "supposed_changes"]
@@ -34,7 +34,11 @@ class Stated:
     routes: Routes
     """`replayed`: the rollout's routes were kept, and the trainer should take them."""
     sampling: Sampling
+    sets: Sets
+    """`engine`: the rollout's sets were kept, and the trainer scores under them."""
     can_replay: bool
+    has_sets: bool
+    """The rollout's sets were kept."""
 
 
 def stated_changes(at: Setting, stated: Stated, *, is_lagging: bool) -> list[Change]:
@@ -47,6 +51,7 @@ def stated_changes(at: Setting, stated: Stated, *, is_lagging: bool) -> list[Cha
         Change(cause=cause, text=f"{text} (as configured)", setting=replace(at, sampling=sampling), is_stated=True)
         for cause, text, sampling in _towards(at.sampling, stated.sampling)
     ]
+    found += _sets(at, stated)
     if is_lagging and at.lag is None:
         lagging = replace(at, lag=0)
         text = "the trainer's weights -> those that each row is tagged with"
@@ -130,6 +135,21 @@ def _moved(best: Change, at: Setting, by: float) -> Change | None:
         return _sampling(at, "temperature", replace(sampling, temperature=sampling.temperature * math.exp(by)))
     top_p = sampling.top_p + by
     return _sampling(at, "top_p", replace(sampling, top_p=top_p)) if 0 < top_p < 1 else None
+
+
+def _sets(at: Setting, stated: Stated) -> list[Change]:
+    """To those of the engine, which a trainer without recorded sets cannot know."""
+    if at.sets == "engine" or not at.sampling.has_filter or _filter(at.sampling) != _filter(stated.sampling):
+        return []
+    cut = [f"top-p {at.sampling.top_p:.4g}"] if at.sampling.top_p < 1 else []
+    cut += [] if at.sampling.top_k is None else [f"top-k {at.sampling.top_k}"]
+    engines = "that the rollout recorded" if stated.has_sets else "of the engine's weights"
+    text = f"{' and '.join(cut)} without recorded sets: the trainer's own sets -> those {engines}"
+    return [Change(cause="sets", text=text, setting=replace(at, sets="engine"), is_stated=True)]
+
+
+def _filter(sampling: Sampling) -> tuple[int | None, float]:
+    return sampling.top_k, sampling.top_p
 
 
 def _towards(now: Sampling, wanted: Sampling) -> list[tuple[Cause, str, Sampling]]:

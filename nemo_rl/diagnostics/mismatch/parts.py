@@ -41,6 +41,8 @@ FITTED_SHARE = 0.7
 """Of what is left: a fitted number is believed where it explains at least this. A flat guess is nearer to any."""
 FIXED_SHARE = 0.3
 """Of what is left, for suppositions without a number to fit: what is not the cause makes both sides differ more."""
+SETS_SHARE = 0.5
+"""Of what is left: sets that were not recorded are named for what moved them, too, where they are most of it."""
 DONE_SHARE = 0.1
 """Of what is left: a change that leaves no more is taken before others are tried."""
 WORTH_SHARE = 0.2
@@ -89,7 +91,7 @@ def split(scorer: Scorer, stated: Stated, trainer_M: torch.Tensor, *, precision:
     """
     tokens = scorer.tokens
     total = divergence(trainer_M, tokens.rollout_M, tokens.row_M)
-    as_run = Setting(lag=None, precision=precision, routes=stated.routes, sampling=stated.sampling)
+    as_run = Setting(lag=None, precision=precision, routes=stated.routes, sampling=stated.sampling, sets=stated.sets)
     floor = noise_floor(scorer, as_run, stated)
     search = _Search(scorer, stated, total.kl, floor)
     at = find_trainer(scorer, stated, as_run, trainer_M, enough=max(floor, SMALL_SHARE * total.kl))
@@ -214,7 +216,11 @@ class _Search:
     def best(self, at: Setting, left: float) -> Change | None:
         """The change that removes most; None where none removes enough."""
         stated = self._stated
-        said = self._least(stated_changes(at, stated, is_lagging=self._scorer.is_lagging))
+        changes = stated_changes(at, stated, is_lagging=self._scorer.is_lagging)
+        sets = self._least([change for change in changes if change.cause == "sets"])
+        if sets is not None and left - sets[1] >= max(SETS_SHARE * left, self._floor):
+            return sets[0]
+        said = self._least(changes)
         if said is not None and said[1] <= DONE_SHARE * left:
             return said[0]
         supposed = supposed_changes(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,11 +16,12 @@ from transformers import PreTrainedModel
 
 from nemo_rl.diagnostics.local_job import quiet_libraries
 from nemo_rl.diagnostics.mismatch.rope import has_rope, scaled_rope
-from nemo_rl.diagnostics.mismatch.setting import Setting
+from nemo_rl.diagnostics.mismatch.setting import Cut, Setting
 from nemo_rl.diagnostics.mismatch.tokens import StepTokens
 from nemo_rl.models.hf_routers import HFRouters
 from nemo_rl.models.loading import DTYPES, load_causal_lm
-from nemo_rl.models.logprobs import Sampling, token_logprobs
+from nemo_rl.models.logprobs import filter_logits, token_logprobs
+from nemo_rl.models.support import KeptSets, SupportRecorder, decode_support
 from nemo_rl.routes.shape import MISSING, RouteShape
 
 __all__ = ["RoutesOf", "Scorer"]
@@ -32,6 +34,17 @@ RoutesOf = Callable[[RouteShape], torch.Tensor | None]
 """Shape of the model's routes -> those of the rollout, `[N, T, L, K]`, -1 where one is missing; None: none kept."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Scored:
+    """The wanted tokens of one forward pass."""
+
+    row_m: torch.Tensor
+    """Of N."""
+    column_m: torch.Tensor
+    target_m: torch.Tensor
+    logits_mV: torch.Tensor
+
+
 class Scorer:
     """Scores the rows of one step.
 
@@ -39,6 +52,7 @@ class Scorer:
         folders: version -> Hugging Face folder of its weights.
         version: of the trainer.
         routes_of: for a model with experts whose rollout has recorded routes; None elsewhere.
+        engine: of whose logits a filter made the sets, where these were not recorded.
     """
 
     def __init__(
@@ -47,15 +61,17 @@ class Scorer:
         folders: Mapping[int, Path],
         *,
         version: int,
+        engine: Setting,
         routes_of: RoutesOf | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self.tokens = tokens
         self._folders, self._version, self._device = folders, version, device
-        self._routes_of = routes_of
+        self._routes_of, self._engine = routes_of, engine
+        self._support_NS = tokens.support_NS
         self._routes_NTLK: torch.Tensor | None = None
         self._models: dict[tuple[int, str], tuple[PreTrainedModel, HFRouters | None]] = {}
-        self._scored: dict[tuple[tuple[object, ...], Sampling], torch.Tensor] = {}
+        self._scored: dict[tuple[tuple[object, ...], Cut], torch.Tensor] = {}
         # One token more: a shift wants the log-probability of the token before the first sampled one.
         sampled = tokens.is_sampled_NT
         self._wanted_NT = sampled | torch.nn.functional.pad(sampled[:, 1:], (0, 1))
@@ -83,18 +99,18 @@ class Scorer:
         """`[M]` float32 of each; NaN where a shifted token has no counterpart."""
         by_passes: dict[tuple[object, ...], list[Setting]] = {}
         for setting in settings:
-            if (setting.passes, setting.sampling) not in self._scored:
+            if (setting.passes, setting.cut) not in self._scored:
                 by_passes.setdefault(setting.passes, []).append(setting)
         for passes, alike in by_passes.items():
-            samplings = list(dict.fromkeys(setting.sampling for setting in alike))
-            for sampling, scored_NT in zip(samplings, self._score(alike[0], samplings), strict=True):
-                self._scored[passes, sampling] = scored_NT
-        return [self._placed(self._scored[setting.passes, setting.sampling], setting.shift) for setting in settings]
+            cuts = list(dict.fromkeys(setting.cut for setting in alike))
+            for cut, scored_NT in zip(cuts, self._score(alike[0], cuts), strict=True):
+                self._scored[passes, cut] = scored_NT
+        return [self._placed(self._scored[setting.passes, setting.cut], setting.shift) for setting in settings]
 
     def one_by_one(self, setting: Setting, *, num_rows: int) -> torch.Tensor:
         """As `logprobs`, of the first rows, each in a pass of its own; NaN of the others."""
         rows = range(min(num_rows, len(self.tokens.rows)))
-        scored = self._score(setting, [setting.sampling], groups=[[row] for row in rows])
+        scored = self._score(setting, [setting.cut], groups=[[row] for row in rows])
         return self._placed(scored[0], setting.shift)
 
     # Private parts.
@@ -112,11 +128,27 @@ class Scorer:
 
     @torch.inference_mode()
     def _score(
-        self, setting: Setting, samplings: Sequence[Sampling], *, groups: Sequence[Sequence[int]] | None = None
+        self, setting: Setting, cuts: Sequence[Cut], *, groups: Sequence[Sequence[int]] | None = None
     ) -> list[torch.Tensor]:
-        """`[N, T]` for each sampling, NaN where nothing is wanted."""
+        """`[N, T]` for each cut, NaN where nothing is wanted."""
+        found = [torch.full(self.tokens.ids_NT.shape, float("nan")) for _ in cuts]
+        if any(cut.sets == "engine" for cut in cuts):
+            self._find_sets()
+        for scored in self._passes(setting, self._wanted_NT, groups):
+            for cut, scored_NT in zip(cuts, found, strict=True):
+                kept = self._kept(scored) if cut.sets == "engine" else None
+                logprobs_m = token_logprobs(scored.logits_mV, scored.target_m, sampling=cut.sampling, kept=kept).cpu()
+                if kept is not None:
+                    # What was not sampled has no set.
+                    logprobs_m[~self.tokens.is_sampled_NT[scored.row_m, scored.column_m]] = float("nan")
+                scored_NT[scored.row_m, scored.column_m] = logprobs_m
+        return found
+
+    def _passes(
+        self, setting: Setting, wanted_NT: torch.Tensor, groups: Sequence[Sequence[int]] | None = None
+    ) -> Iterator[_Scored]:
+        """The logits of the wanted tokens, pass by pass; a row is in one pass."""
         ids_NT = self.tokens.ids_NT
-        found = [torch.full(ids_NT.shape, float("nan")) for _ in samplings]
         versions = self._versions(setting.lag)
         for version in sorted(set(versions)):
             model, routers = self._model(version, setting.precision)
@@ -129,13 +161,54 @@ class Scorer:
                     length = self.tokens.lengths[of_version[0]]
                     with self._routing(routers, setting, index, length):
                         logits_nTV = model(ids_NT[index, :length].to(self._device), use_cache=False).logits
-                    row_m, column_m = self._wanted_NT[index, :length].nonzero(as_tuple=True)
-                    logits_mV = logits_nTV[row_m.to(self._device), column_m.to(self._device) - 1]
-                    targets_m = ids_NT[index[row_m], column_m].to(self._device)
-                    for sampling, scored_NT in zip(samplings, found, strict=True):
-                        logprobs_m = token_logprobs(logits_mV, targets_m, sampling=sampling)
-                        scored_NT[index[row_m], column_m] = logprobs_m.cpu()
-        return found
+                    place_m, column_m = wanted_NT[index, :length].nonzero(as_tuple=True)
+                    yield _Scored(
+                        row_m=index[place_m],
+                        column_m=column_m,
+                        target_m=ids_NT[index[place_m], column_m].to(self._device),
+                        logits_mV=logits_nTV[place_m.to(self._device), column_m.to(self._device) - 1],
+                    )
+
+    def _find_sets(self) -> None:
+        """Where they were not recorded: what the filter leaves of the engine's logits, as config and tags have it."""
+        if self._support_NS is not None:
+            return
+        engine, recorder = self._engine, SupportRecorder()
+        if not self.has_weights(engine.lag):
+            engine = replace(engine, lag=None)
+        sampling = engine.sampling
+        for scored in self._passes(engine, self.tokens.is_sampled_NT):
+            cut_mV = filter_logits(
+                scored.logits_mV.float() / sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                keep_M=scored.target_m,
+            )
+            recorder.add_turn(~cut_mV.isneginf(), scored.target_m, scored.row_m.to(self._device))
+        rows = recorder.rows(len(self.tokens.rows))
+        self._support_NS = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+
+    def _kept(self, scored: _Scored) -> KeptSets:
+        """Of what was sampled; what was not has an empty list."""
+        assert self._support_NS is not None, "they are found before a pass"
+        rows = scored.row_m.unique()
+        number_m = torch.searchsorted(rows, scored.row_m)
+        is_sampled_NT = self.tokens.is_sampled_NT
+        is_sampled_m = is_sampled_NT[scored.row_m, scored.column_m]
+        kept = decode_support(
+            self._support_NS[rows],
+            self.tokens.ids_NT[rows],
+            is_sampled_NT[rows],
+            number_m[is_sampled_m],
+            scored.column_m[is_sampled_m],
+        )
+        [numbers] = is_sampled_m.nonzero(as_tuple=True)
+        is_dropped_m = torch.zeros_like(is_sampled_m).index_put((numbers,), kept.is_dropped_m)
+        return KeptSets(
+            place_E=numbers[kept.place_E].to(self._device),
+            token_E=kept.token_E.to(self._device),
+            is_dropped_m=is_dropped_m.to(self._device),
+        )
 
     def _groups(self) -> Iterator[list[int]]:
         """Rows of one length, as many as fit a pass."""

@@ -7,17 +7,19 @@ from typing import Literal
 
 from nemo_rl.models.logprobs import Sampling
 
-__all__ = ["CAUSES", "Cause", "Change", "Routes", "Setting"]
+__all__ = ["CAUSES", "Cause", "Change", "Cut", "Routes", "Sets", "Setting"]
 
 Routes = Literal["own", "replayed"]
+Sets = Literal["own", "engine"]
 Cause = Literal[
-    "weights", "temperature", "top_k", "top_p", "routes", "precision", "batching", "shift", "rope", "engine"
+    "weights", "temperature", "top_k", "top_p", "sets", "routes", "precision", "batching", "shift", "rope", "engine"
 ]
 CAUSES: dict[Cause, str] = {
     "weights": "stale weights",
     "temperature": "sampling support: temperature",
     "top_k": "sampling support: top-k",
     "top_p": "sampling support: top-p",
+    "sets": "sampling support: sets not recorded",
     "routes": "routes",
     "precision": "precision",
     "batching": "batching",
@@ -26,6 +28,14 @@ CAUSES: dict[Cause, str] = {
     "engine": "rest: the engine's weights or computation",
 }
 """Cause -> its name for people."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """From logits to a distribution."""
+
+    sampling: Sampling
+    sets: Sets
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +54,8 @@ class Setting:
     precision: str
     routes: Routes
     sampling: Sampling
+    sets: Sets = "own"
+    """What a filter keeps: of the setting's own logits; or the engine's sets, recorded, else those of its weights."""
     rope: float = 1.0
     """Factor on the base of rotary embeddings."""
     shift: int = 0
@@ -53,6 +65,11 @@ class Setting:
     def passes(self) -> tuple[object, ...]:
         """What needs forward passes of its own; the rest follows from their logits."""
         return self.lag, self.precision, self.routes, self.rope
+
+    @property
+    def cut(self) -> Cut:
+        """What is made of their logits."""
+        return Cut(sampling=self.sampling, sets=self.sets if self.sampling.has_filter else "own")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,6 +21,7 @@ from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import name_some
 from nemo_rl.experience.sync_rollout_actor import WEIGHT_VERSION
+from nemo_rl.models.support import SUPPORT
 from nemo_rl.routes.columns import decode_routes
 from nemo_rl.routes.shape import MISSING, RouteShape
 
@@ -46,6 +47,8 @@ class StepTokens:
     """Float32 log-probabilities that the rollout gave."""
     trainer_M: torch.Tensor | None
     """The kept ones of the trainer; None where the run had no such stage."""
+    support_NS: torch.Tensor | None
+    """Recorded sets, uint8, as `nemo_rl.models.support` lays them out; None where there are none."""
 
     @property
     def row_M(self) -> torch.Tensor:
@@ -80,7 +83,8 @@ def read_tokens(folder: KeptFolder, step: KeptStep, *, only: Sequence[str] = ())
     has_prev = columns.has(prev, rows)
     if not has_prev and WorkerPass.PREV_LOGPROBS.value in step.run.stages:
         raise ReplayProblem(f"step {step.number} ended before its {prev} were kept", verdict=Verdict.INCOMPLETE)
-    names = [*NEEDED, *([prev] if has_prev else [])]
+    has_sets = columns.has(SUPPORT, rows)
+    names = [*NEEDED, *([prev] if has_prev else []), *([SUPPORT] if has_sets else [])]
     dense = materialize({name: columns.rows(name, rows) for name in names}, pad_values={})
     is_sampled = dense.tensor("token_mask").bool()
     # Nothing predicts the first token of a row.
@@ -94,6 +98,7 @@ def read_tokens(folder: KeptFolder, step: KeptStep, *, only: Sequence[str] = ())
         is_sampled_NT=is_sampled,
         rollout_M=dense.tensor("generation_logprobs")[is_sampled],
         trainer_M=dense.tensor(prev)[is_sampled] if has_prev else None,
+        support_NS=dense.tensor(SUPPORT) if has_sets else None,
     )
 
 

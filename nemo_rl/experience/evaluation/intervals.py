@@ -1,4 +1,4 @@
-"""Confidence intervals of a mean over prompts. Pure functions on small vectors.
+"""Confidence intervals of a mean over prompts, for `measure_set` and `one_prompt`. Pure functions on small vectors.
 
 Invariant: an interval lies in the range that the measure can take, and never has no width because all prompts happened
 to agree.
@@ -10,32 +10,43 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Literal
 
 import numpy as np
 
-__all__ = ["Estimate", "mean_with_interval", "t_quantile", "wilson_interval"]
+__all__ = ["Estimate", "Interval", "mean_with_interval", "t_quantile", "wilson_interval"]
 
 NORMAL_FROM = 1000
 """Degrees of freedom above which t and normal quantiles differ by less than 0.2 %."""
 BISECTIONS = 80
+Interval = Literal[
+    "student_t over prompts",
+    "wilson over prompts",
+    "student_t over samples",
+    "wilson over samples",
+    "jackknife over samples",
+    "none",
+]
+"""How the ends were found, and over what; `none`: they are those of the range."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """A mean over prompts, and where the true one lies with the given confidence.
+    """A mean, and where the true one lies with the given confidence.
 
     Example:
-        `Estimate(value=0.55, low=0.28, high=0.82)`
+        `Estimate(value=0.55, low=0.28, high=0.82, interval="student_t over prompts")`
     """
 
     value: float
     low: float
     high: float
+    interval: Interval
 
-    def as_record(self) -> dict[str, float | None]:
+    def as_record(self) -> dict[str, float | str | None]:
         """For JSON; an end that is open is None."""
         low, high = (end if math.isfinite(end) else None for end in (self.low, self.high))
-        return {"value": self.value, "low": low, "high": high}
+        return {"value": self.value, "low": low, "high": high, "interval": self.interval}
 
     def text(self) -> str:
         """For example `0.550 [0.280, 0.820]`."""
@@ -59,12 +70,13 @@ def mean_with_interval(values: Sequence[float], *, confidence: float, bounds: tu
     mean, is_share = float(values_P.mean()), bounds == (0.0, 1.0)
     if is_share and (bool(np.isin(values_P, (0.0, 1.0)).all()) or (len(values_P) > 1 and not np.ptp(values_P))):
         low, high = wilson_interval(float(values_P.sum()), len(values_P), confidence=confidence)
-        return Estimate(value=mean, low=low, high=high)
+        return Estimate(value=mean, low=low, high=high, interval="wilson over prompts")
     lowest, highest = bounds or (-math.inf, math.inf)
     if len(values_P) == 1:
-        return Estimate(value=mean, low=lowest, high=highest)
+        return Estimate(value=mean, low=lowest, high=highest, interval="none")
     half = t_quantile(len(values_P) - 1, confidence=confidence) * float(values_P.std(ddof=1)) / math.sqrt(len(values_P))
-    return Estimate(value=mean, low=max(lowest, mean - half), high=min(highest, mean + half))
+    low, high = max(lowest, mean - half), min(highest, mean + half)
+    return Estimate(value=mean, low=low, high=high, interval="student_t over prompts")
 
 
 def wilson_interval(num_right: float, num_trials: int, *, confidence: float) -> tuple[float, float]:

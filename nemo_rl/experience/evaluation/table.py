@@ -31,5 +31,6 @@ def evaluation_lines(sets: Mapping[str, SetResult], *, confidence: float) -> lis
     num = ", ".join(map(str, sorted(samples)))
     return [
         *lines,
-        f"intervals hold the mean over such prompts with {confidence:.0%} confidence; {num} samples a prompt",
+        f"intervals hold the mean over such prompts with {confidence:.0%} confidence, and where there is one "
+        f"prompt its mean over such samples; {num} samples a prompt",
     ]

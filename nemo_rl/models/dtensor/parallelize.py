@@ -7,6 +7,7 @@ context rank, K kept positions, M selected tokens, m of them predicted on this r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -21,7 +22,7 @@ from nemo_rl.models.dtensor.rope import RowFrequencies, long_rope_start
 from nemo_rl.models.dtensor.tensor_parallel import TensorAxis, apply_plan
 from nemo_rl.models.dtensor.tensor_plans import plan_of
 from nemo_rl.models.loading import DTYPES, fit_experts
-from nemo_rl.models.logprobs import Extra, Sampling, VocabShard
+from nemo_rl.models.logprobs import Sampling, VocabShard
 from nemo_rl.models.policy.microbatch import ForwardInputs
 from nemo_rl.models.policy.outputs import selected_logprobs, top_k_logits
 from nemo_rl.models.varlen_attention import ATTENTION_NAME
@@ -44,7 +45,7 @@ class PolicyModel(torch.nn.Module):
         self._frequencies = RowFrequencies(hf, start=start) if start is not None else None
 
     def forward(
-        self, inputs: ForwardInputs, *, sampling: Sampling, top_k: int | None = None, extra: Extra | None = None
+        self, inputs: ForwardInputs, *, sampling: Sampling, top_k: int | None = None, computed: Sequence[str] = ()
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """What `selected_logprobs` gives, the same on every tensor and context rank (collective over both).
 
@@ -63,7 +64,7 @@ class PolicyModel(torch.nn.Module):
             ).logits
         if top_k is not None:
             return top_k_logits(logits_nKV, inputs.segments, k=top_k, shard=self.shard)
-        return selected_logprobs(logits_nKV, inputs, sampling=sampling, shard=self.shard, extra=extra)
+        return selected_logprobs(logits_nKV, inputs, sampling=sampling, shard=self.shard, computed=computed)
 
 
 def parallelize(hf: PreTrainedModel, *, groups: ParallelGroups, config: PolicyConfig) -> PolicyModel:

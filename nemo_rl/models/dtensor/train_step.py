@@ -19,7 +19,6 @@ from nemo_rl.errors import NonFiniteError
 from nemo_rl.models.dtensor.optim import LossScaler
 from nemo_rl.models.dtensor.parallelize import PolicyModel, as_fsdp
 from nemo_rl.models.local_shard import local_shard
-from nemo_rl.models.logprobs import Extra
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale
 from nemo_rl.models.policy.microbatch import Microbatch, build_microbatch
 from nemo_rl.models.policy.recording.observer import NO_OBSERVER, PassObserver
@@ -28,7 +27,7 @@ from nemo_rl.models.policy.steps import (
     BatchForm,
     StepOutcome,
     bad_rows,
-    extra_of,
+    computed_fields,
     keep_found,
     logprob_result,
     loss_columns,
@@ -70,7 +69,7 @@ class StepRunner:
         microbatches: Sequence[Sequence[int]],
         select_NT: torch.Tensor,
         *,
-        extra: Extra | None = None,
+        computed: Sequence[str] = (),
     ) -> torch.Tensor:
         """`[c, N, T]` float32, 0 where no token is selected (collective); see `Runner.logprobs`.
 
@@ -78,13 +77,13 @@ class StepRunner:
             NonFiniteError: on every rank, when any rank met NaN or inf; names the rows.
         """
         self._model.eval()
-        result_cNT = logprob_result(select_NT, extra)
+        result_cNT = logprob_result(select_NT, computed)
         bad: list[int] = []
         with torch.no_grad():
             for rows in microbatches:
                 micro = self._build(batch, rows, select_NT, fields=())
                 with self._routes.pass_of(micro), self._observer.pass_of(micro):
-                    found = self._forward(micro, extra=extra)
+                    found = self._forward(micro, computed)
                     self._observer.logprobs(micro, found[0])
                 keep_found(result_cNT, micro, found)
                 bad += bad_rows(micro, found[0])
@@ -155,6 +154,7 @@ class StepRunner:
         loss_scale: float | None,
     ) -> tuple[float, tuple[dict[str, Reduction], ...]]:
         select_NT = trained_tokens(batch)
+        computed = computed_fields(loss_fn, self._layout.sampling)
         # FSDP averages gradients over data x context ranks, while the loss is divided by the global count already. Each
         # context rank has the whole loss, of which only its own tokens' part flows back.
         averaged_over = self._groups.fsdp_mesh.size()
@@ -164,13 +164,13 @@ class StepRunner:
             micro = self._build(batch, rows, select_NT, fields=stored_fields(loss_fn))
             # Layers that the backward pass runs again need the same routes.
             with self._routes.pass_of(micro), self._observer.pass_of(micro):
-                found = self._forward(micro, extra=extra_of(loss_fn))
+                found = self._forward(micro, computed)
                 self._observer.logprobs(micro, found[0])
                 bad += bad_rows(micro, found[0].detach())
                 if not micro.rows:
                     loss = found[0].sum()
                 else:
-                    output = loss_fn(found[0], loss_columns(micro, found), scale=scale)
+                    output = loss_fn(found[0], loss_columns(micro, found, computed), scale=scale)
                     loss = output.loss
                     self._observer.loss(micro, output)
                     metrics.append(output.metrics)
@@ -210,9 +210,9 @@ class StepRunner:
         device = next(self._model.parameters()).device
         raise_together(what, batch, rows, is_writer=self._groups.is_writer, device=device)
 
-    def _forward(self, micro: Microbatch, *, extra: Extra | None = None) -> tuple[torch.Tensor, ...]:
-        """`[n, t]` log-probabilities; what else is asked for, too."""
-        found_cM = self._model(micro.inputs, sampling=self._layout.sampling, extra=extra)
+    def _forward(self, micro: Microbatch, computed: Sequence[str] = ()) -> tuple[torch.Tensor, ...]:
+        """`[n, t]` log-probabilities, and of `COMPUTED_FIELDS` those that are asked for."""
+        found_cM = self._model(micro.inputs, sampling=self._layout.sampling, computed=computed)
         if not micro.rows:
             # The sum of no token: zero, but connected to the parameters, so that this rank's collectives take place.
             return (found_cM.sum()[None, None][:0],)

@@ -17,7 +17,7 @@ import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import NonFiniteError
-from nemo_rl.models.logprobs import Extra, VocabShard
+from nemo_rl.models.logprobs import VocabShard
 from nemo_rl.models.megatron.attention import PackedSegments
 from nemo_rl.models.megatron.balance import AuxiliaryLoss, biases_kept_on_error
 from nemo_rl.models.megatron.mcore import finalize_model_grads, get_forward_backward_func, parallel_state
@@ -34,7 +34,7 @@ from nemo_rl.models.policy.steps import (
     StepOutcome,
     ThisRank,
     bad_rows,
-    extra_of,
+    computed_fields,
     keep_found,
     logprob_result,
     loss_columns,
@@ -84,18 +84,18 @@ class PipelineRunner:
         microbatches: Microbatches,
         select_NT: torch.Tensor,
         *,
-        extra: Extra | None = None,
+        computed: Sequence[str] = (),
     ) -> torch.Tensor:
         """`[c, N, T]` float32, 0 where no token is selected and on all but the last stage (collective).
 
         Raises:
             NonFiniteError: on every rank, when any rank met NaN or inf; names the rows.
         """
-        result_cNT = logprob_result(select_NT, extra)
+        result_cNT = logprob_result(select_NT, computed)
         bad: list[int] = []
 
         def keep(micro: Microbatch, logits: torch.Tensor) -> torch.Tensor:
-            found = self._logprobs(micro, logits, extra=extra)
+            found = self._logprobs(micro, logits, computed)
             if micro.rows:
                 self._observer.logprobs(micro, found[0])
                 keep_found(result_cNT, micro, found)
@@ -184,12 +184,13 @@ class PipelineRunner:
     def _loss(
         self, loss_fn: LossFunction, scale: LossScale, sums: _Sums, micro: Microbatch, logits: torch.Tensor
     ) -> torch.Tensor:
-        found = self._logprobs(micro, logits, extra=extra_of(loss_fn))
+        computed = computed_fields(loss_fn, self._layout.sampling)
+        found = self._logprobs(micro, logits, computed)
         if not micro.rows:
             return found[0].sum()
         self._observer.logprobs(micro, found[0])
         sums.bad += bad_rows(micro, found[0].detach())
-        output = loss_fn(found[0], loss_columns(micro, found), scale=scale)
+        output = loss_fn(found[0], loss_columns(micro, found, computed), scale=scale)
         self._observer.loss(micro, output)
         value = float(output.loss.detach())
         sums.loss += value
@@ -199,11 +200,12 @@ class PipelineRunner:
         return output.loss
 
     def _logprobs(
-        self, micro: Microbatch, logits_nKV: torch.Tensor, *, extra: Extra | None = None
+        self, micro: Microbatch, logits_nKV: torch.Tensor, computed: Sequence[str] = ()
     ) -> tuple[torch.Tensor, ...]:
-        """`[n, t]`, what else is asked for, too; for a microbatch without rows no token, connected to the weights."""
+        """`[n, t]`, and of `COMPUTED_FIELDS` those that are asked for; for a microbatch without rows no token,
+        connected to the weights."""
         found_cM = selected_logprobs(
-            logits_nKV, micro.inputs, sampling=self._layout.sampling, shard=self._shard, extra=extra
+            logits_nKV, micro.inputs, sampling=self._layout.sampling, shard=self._shard, computed=computed
         )
         return tuple(micro.to_rows(part_M) if micro.rows else part_M for part_M in found_cM)
 

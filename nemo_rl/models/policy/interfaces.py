@@ -16,6 +16,7 @@ __all__ = [
     "ENTROPY",
     "SQUARED_PROBS",
     "TOKEN_ADVANTAGES",
+    "UNFILTERED_LOGPROBS",
     "LossFunction",
     "LossOutput",
     "LossScale",
@@ -29,10 +30,13 @@ ADVANTAGES, TOKEN_ADVANTAGES = "advantages", "token_advantages"
 ENTROPY = "entropy"
 """Column that no stage writes: the workers compute it for a loss that names it in `input_fields`. `[N, T]` float32 with
 gradient: entropy of the distribution that each token was drawn from, 0 at tokens that are not trained."""
+UNFILTERED_LOGPROBS = "unfiltered_logprobs"
+"""As `ENTROPY`, log-probabilities under the whole vocabulary, with temperature. Only where top-k or top-p has left a
+set of it: elsewhere the log-probabilities that the loss gets are these, and there is no such column."""
 SQUARED_PROBS = "squared_probs"
 """Column that the pass `prev_logprobs` writes where it is asked for: `[N, T]` float32, sum over the vocabulary of p^2
 of the distribution that each token was drawn from; 0 outside the responses."""
-COMPUTED_FIELDS = (ENTROPY,)
+COMPUTED_FIELDS = (ENTROPY, UNFILTERED_LOGPROBS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +68,7 @@ class LossFunction(Protocol):
 
     @property
     def input_fields(self) -> tuple[str, ...]:
-        """Columns read from the batch; `ENTROPY` is computed when it is among them."""
+        """Columns read from the batch; those of `COMPUTED_FIELDS` are computed when they are among them."""
 
     def __call__(
         self, token_logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor], *, scale: LossScale

@@ -187,7 +187,8 @@ def build_microbatch(
         mine_m = inputs.selected_m
         is_response_nt = batch.tensor("token_mask")[index, :width].bool()
         support_nS = batch.tensor(SUPPORT)[index]
-        inputs = replace(inputs, kept=decode_support(support_nS, is_response_nt, row_M[mine_m], column_M[mine_m]))
+        scored = row_M[mine_m], column_M[mine_m]
+        inputs = replace(inputs, kept=decode_support(support_nS, ids_nt, is_response_nt, *scored))
     return Microbatch(
         rows=tuple(rows),
         lengths=lengths,

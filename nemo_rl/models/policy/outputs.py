@@ -2,22 +2,24 @@
 
 Called by the models of every policy worker, where their forward pass ends. Shapes: n rows, S positions of the pass, s
 of them on this context rank, K kept positions, M selected tokens, m of them predicted here, V vocabulary columns here,
-c 1 or 2: log-probabilities, and something of the tokens' distributions where it is asked for.
+c 1 and more: log-probabilities, and what is computed besides them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from nemo_rl.distributed.differentiable import gather_along, reduce_from
 from nemo_rl.models.logprobs import (
-    Extra,
     Sampling,
     VocabShard,
     logprobs_with_entropy,
     logprobs_with_squares,
     token_logprobs,
 )
+from nemo_rl.models.policy.interfaces import ENTROPY, SQUARED_PROBS, UNFILTERED_LOGPROBS
 from nemo_rl.models.policy.microbatch import ForwardInputs
 from nemo_rl.models.varlen_attention import Segments
 
@@ -30,21 +32,25 @@ def selected_logprobs(
     *,
     sampling: Sampling,
     shard: VocabShard | None,
-    extra: Extra | None = None,
+    computed: Sequence[str] = (),
 ) -> torch.Tensor:
     """`[1, M]` float32, the same on every tensor and context rank (collective over both), differentiable.
 
     Args:
         logits_nKV: at `inputs.keep_K`.
         shard: this rank's part of the vocabulary where the head is split.
-        extra: `[2, M]` instead: this of the tokens' distributions, too; only entropies are differentiable.
+        computed: `SQUARED_PROBS`, or some of `COMPUTED_FIELDS` in their order: a line more for each.
     """
     logits_mV = logits_nKV[inputs.row_m, inputs.kept_m]
-    if extra is None:
-        found_cm = token_logprobs(logits_mV, inputs.target_m, sampling=sampling, shard=shard, kept=inputs.kept)[None]
+    if ENTROPY in computed:
+        found_cm = logprobs_with_entropy(logits_mV, inputs.target_m, sampling=sampling, shard=shard, kept=inputs.kept)
+    elif SQUARED_PROBS in computed:
+        found_cm = logprobs_with_squares(logits_mV, inputs.target_m, sampling=sampling, shard=shard, kept=inputs.kept)
     else:
-        both = {"entropy": logprobs_with_entropy, "squared_probs": logprobs_with_squares}[extra]
-        found_cm = both(logits_mV, inputs.target_m, sampling=sampling, shard=shard, kept=inputs.kept)
+        found_cm = token_logprobs(logits_mV, inputs.target_m, sampling=sampling, shard=shard, kept=inputs.kept)[None]
+    if UNFILTERED_LOGPROBS in computed:
+        unfiltered_m = token_logprobs(logits_mV, inputs.target_m, sampling=sampling.unfiltered, shard=shard)
+        found_cm = torch.cat([found_cm, unfiltered_m[None]])
     if inputs.segments.group is None:
         return found_cm
     # Every context rank gets the tokens of all, so that a loss sees whole rows.

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.layout import Coordinates, ParallelLayout
 from nemo_rl.errors import NonFiniteError, name_some
-from nemo_rl.models.logprobs import Extra, Sampling
-from nemo_rl.models.policy.interfaces import COMPUTED_FIELDS, ENTROPY, LossFunction, LossScale
+from nemo_rl.models.logprobs import Sampling
+from nemo_rl.models.policy.interfaces import COMPUTED_FIELDS, UNFILTERED_LOGPROBS, LossFunction, LossScale
 from nemo_rl.models.policy.microbatch import Microbatch, PassShape
 from nemo_rl.utils.metrics import Reduction
 
@@ -29,7 +29,7 @@ __all__ = [
     "all_reduce_sum",
     "bad_rows",
     "check_same_plan",
-    "extra_of",
+    "computed_fields",
     "keep_found",
     "logprob_result",
     "loss_columns",
@@ -98,10 +98,10 @@ class Runner(Protocol):
         microbatches: Microbatches,
         select_NT: torch.Tensor,
         *,
-        extra: Extra | None = None,
+        computed: Sequence[str] = (),
     ) -> torch.Tensor:
-        """`[1, N, T]` float32 log-probabilities of the selected tokens, 0 elsewhere; `[2, N, T]` with `extra`, the same
-        of the tokens' whole distributions.
+        """`[1, N, T]` float32 log-probabilities of the selected tokens, 0 elsewhere; `[2, N, T]` with
+        `SQUARED_PROBS` in `computed`, the same of the tokens' whole distributions.
 
         Raises:
             NonFiniteError: on every rank, when any rank met NaN or inf; names the rows.
@@ -142,15 +142,15 @@ def stored_fields(loss_fn: LossFunction) -> tuple[str, ...]:
     return tuple(name for name in loss_fn.input_fields if name not in COMPUTED_FIELDS)
 
 
-def extra_of(loss_fn: LossFunction) -> Extra | None:
-    """What the loss needs of the tokens' whole distributions."""
-    return "entropy" if ENTROPY in loss_fn.input_fields else None
+def computed_fields(loss_fn: LossFunction, sampling: Sampling) -> tuple[str, ...]:
+    """What the loss reads that a pass computes besides log-probabilities under `sampling`."""
+    wanted = (name for name in COMPUTED_FIELDS if name in loss_fn.input_fields)
+    return tuple(name for name in wanted if name != UNFILTERED_LOGPROBS or sampling.has_filter)
 
 
-def logprob_result(select_NT: torch.Tensor, extra: Extra | None) -> torch.Tensor:
+def logprob_result(select_NT: torch.Tensor, computed: Sequence[str]) -> torch.Tensor:
     """Zeros for what a pass of `Runner.logprobs` finds."""
-    shape = (1 if extra is None else 2, *select_NT.shape)
-    return torch.zeros(shape, dtype=torch.float32, device=select_NT.device)
+    return torch.zeros(1 + len(computed), *select_NT.shape, dtype=torch.float32, device=select_NT.device)
 
 
 def keep_found(result_cNT: torch.Tensor, micro: Microbatch, found: Sequence[torch.Tensor]) -> None:
@@ -160,13 +160,13 @@ def keep_found(result_cNT: torch.Tensor, micro: Microbatch, found: Sequence[torc
         result_NT[index, : micro.width] = part_nt
 
 
-def loss_columns(micro: Microbatch, found: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+def loss_columns(micro: Microbatch, found: Sequence[torch.Tensor], computed: Sequence[str]) -> dict[str, torch.Tensor]:
     """What the loss reads besides log-probabilities.
 
     Args:
-        found: log-probabilities `[n, t]`; entropies, too, where the loss needs them.
+        found: log-probabilities `[n, t]`, then the columns `computed`.
     """
-    return {**micro.columns, **dict(zip(COMPUTED_FIELDS, found[1:], strict=False))}
+    return {**micro.columns, **dict(zip(computed, found[1:], strict=True))}
 
 
 def loss_scales(

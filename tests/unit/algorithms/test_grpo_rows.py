@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -48,6 +50,26 @@ def test_groups_with_equal_rewards_have_no_weight_and_are_left_out():
     assert scored.sample_mask.tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
     chosen = select_train_rows(scored, LENGTHS, policy(), layout=TWO)
     assert chosen.rows == (2, 3, 6, 7) and chosen.batch_sizes == (2, 2)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gdpo"])
+def test_dynamic_sampling_leaves_equal_groups_out_without_being_told(estimator: str):
+    """Of gdpo those alone whose components are equal, too; a component without weight tells nothing."""
+    rows = replace(
+        carry([1, 1, 0, 1, 0, 0, 1, 1]),
+        components={
+            "a": np.asarray([1, 0, 0, 1, 0, 0, 1, 1], dtype=np.float32),
+            "b": np.asarray([0, 1, 0, 0, 0, 0, np.nan, 0], dtype=np.float32),
+            "unused": np.asarray([0, 0, 0, 0, 0, 1, 0, 0], dtype=np.float32),
+        },
+    )
+    section = {"name": estimator, **({"component_weights": {"unused": 0.0}} if estimator == "gdpo" else {})}
+    config = {"adv_estimator": section, "drop_zero_advantage_groups": False, "use_leave_one_out_baseline": False}
+    for is_dynamic in (False, True):
+        grpo = GRPOConfig.model_validate({**config, "use_dynamic_sampling": is_dynamic})
+        scored = score_rows(rows, uids(8), grpo)
+        kept = [1] * 8 if not is_dynamic else [int(estimator == "gdpo")] * 2 + [1, 1, 0, 0, 0, 0]
+        assert scored.sample_mask.tolist() == kept
 
 
 def test_rows_of_weight_zero_fill_a_step_up_to_the_number_of_ranks():

@@ -57,14 +57,6 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
     "rule_recorded_support_has_a_use_and_a_reader": [
         ((RECORDED,), "policy.generation.record_support: policy.generation.top_p is 1 and"),
         ((RECORDED, FILTERED, "policy.generation.backend=vllm"), "policy.generation.backend is 'vllm', and only the"),
-        (
-            (RECORDED, FILTERED, "policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true"),
-            "policy.generation.record_support: policy.megatron_cfg.enabled is true",
-        ),
-        (
-            (RECORDED, FILTERED, "loss_fn.reference_policy_kl_penalty=0.1"),
-            "policy.generation.record_support: loss_fn.reference_policy_kl_penalty is above 0",
-        ),
     ],
     "rule_receipt_keys_need_receipts": [
         (

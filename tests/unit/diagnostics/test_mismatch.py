@@ -21,12 +21,26 @@ from nemo_rl.cli.main import app
 from nemo_rl.data_plane.column_file import read_column_file, write_column_file
 from nemo_rl.diagnostics.mismatch.explain import explain_mismatch
 from nemo_rl.diagnostics.mismatch.measure import divergence
+from nemo_rl.diagnostics.mismatch.report import MismatchReport
 from nemo_rl.diagnostics.mismatch.rope import scaled_rope
 from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.jagged import nest
 from nemo_rl.models.logprobs import Sampling
+from nemo_rl.models.support import SUPPORT
 from nemo_rl.utils.manifest import MANIFEST_FILE, Manifest
-from tests.helpers.mismatch_cases import CASES, KEEPS, STEP, Base, Case, bf16_engine, explain, make_base, no_fault
+from tests.helpers.mismatch_cases import (
+    CASES,
+    KEEPS,
+    STEP,
+    Base,
+    Case,
+    Rows,
+    bf16_engine,
+    explain,
+    make_base,
+    no_fault,
+)
 from tests.helpers.runs import LOCAL, ROOT, load_recipe, write_recipe
 from tests.helpers.tiny_model import tiny_model
 
@@ -210,3 +224,58 @@ def test_a_trainer_is_taken_at_its_own_numbers(base: Base, tmp_path: Path) -> No
     log_dir = base.keep(tmp_path / "run", base.sample(base.model(STEP - 1)), trainer=Sampling(top_k=20))
     report = explain_mismatch(ReplayRequest(run=log_dir, step=STEP))
     assert report.first is not None and report.first.cause == "top_k" and "top-k 20" in report.trainer
+
+
+FILTER = "policy.generation.top_p=0.8"
+FEW = "policy.generation.top_k=2"
+"""So few that their change weighs more than that of the weights which moved them."""
+RECORDED = (FILTER, "policy.generation.record_support=true")
+
+
+def explained(log_dir: Path, *overrides: str) -> MismatchReport:
+    report = explain_mismatch(ReplayRequest(run=log_dir, step=STEP, overrides=overrides))
+    assert sum(part.kl for part in report.parts) == pytest.approx(report.total.kl, rel=1e-9)
+    return report
+
+
+def test_rows_with_recorded_sets_are_scored_under_them(base: Base, tmp_path: Path) -> None:
+    rows = base.sample(base.model(STEP - 1), top_p=0.8, with_support=True)
+    report = explained(base.keep(tmp_path / "run", rows, trainer=Sampling(top_p=0.8)), *RECORDED)
+    assert report.verdict is Verdict.PASS and "recorded sets" in report.trainer, list(report.lines())
+    assert report.total.kl < 1e-11
+    # Other weights: what is left under the sets is theirs.
+    stale = base.sample(base.model(STEP - 2), top_p=0.8, with_support=True)
+    report = explained(base.keep(tmp_path / "stale", stale, trainer=Sampling(top_p=0.8)), *RECORDED)
+    assert report.first is not None and report.first.cause == "weights", list(report.lines())
+    assert report.first.share == pytest.approx(1.0, abs=1e-3) and report.parts[0].kl < 1e-9
+
+
+def test_sets_that_were_not_recorded_are_named_where_they_are_most_of_it(base: Base, tmp_path: Path) -> None:
+    filtered = Sampling(top_k=2)
+    rows = base.sample(base.model(STEP - 2), top_k=2)
+    report = explained(base.keep(tmp_path / "run", rows, trainer=filtered, tag=STEP - 2), FEW)
+    assert report.first is not None and report.first.cause == "sets", list(report.lines())
+    assert "top-k 2 without recorded sets" in report.first.what and report.first.share > 0.5
+    # Under the sets the rest is that of the weights.
+    parts = {part.cause: part.share for part in report.parts}
+    assert parts["weights"] == pytest.approx(1 - report.first.share, abs=1e-3), parts
+    # The trainer had the sets, but did not score under them.
+    recorded = base.sample(base.model(STEP - 2), top_k=2, with_support=True)
+    unused = replace(recorded, support=None)
+    log_dir = base.keep(tmp_path / "unused", unused, trainer=filtered)
+    _add_sets(log_dir, recorded)
+    report = explained(log_dir, FEW)
+    assert report.first is not None and report.first.cause == "sets", list(report.lines())
+    assert "those that the rollout recorded" in report.first.what
+    # Without a difference nothing is named.
+    same = base.keep(tmp_path / "same", base.sample(base.model(STEP - 1), top_k=2), trainer=filtered)
+    assert explained(same, FEW).verdict is Verdict.PASS
+
+
+def _add_sets(log_dir: Path, rows: Rows) -> None:
+    assert rows.support is not None
+    step = log_dir / "steps" / f"step_{STEP}"
+    sets = nest(torch.cat(rows.support), torch.tensor([len(row) for row in rows.support]))
+    write_column_file(step / ROLLOUT_FILE, {**read_column_file(step / ROLLOUT_FILE), SUPPORT: sets})
+    (step / MANIFEST_FILE).unlink()
+    Manifest.write(step)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from itertools import combinations
+from itertools import combinations, product
+from math import factorial
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from nemo_rl.experience.evaluation.answers import stated_answer
 from nemo_rl.experience.evaluation.estimates import majority_at_k, pass_at_k
 from nemo_rl.experience.evaluation.intervals import mean_with_interval, t_quantile, wilson_interval
 from nemo_rl.experience.evaluation.measures import PromptSamples, measure_set
+from nemo_rl.experience.evaluation.one_prompt import jackknife_error, majority_of_samples, pass_of_samples
 from nemo_rl.experience.evaluation.result import SetResult, ValidationResult
 from nemo_rl.experience.evaluation.table import evaluation_lines
 
@@ -205,5 +207,83 @@ def test_rewards_without_bounds_have_no_ends_where_nothing_is_known() -> None:
         measures=measures, is_accuracy=False, num_samples=1, mean_response_tokens=4.0, truncated_share=0.25
     )
     metrics = graded.metrics("val")
-    assert graded.as_record()["reward"] == {"value": 3.0, "low": None, "high": None}
+    assert graded.as_record()["reward"] == {"value": 3.0, "low": None, "high": None, "interval": "none"}
     assert metrics["val/reward"] == 3.0 and "val/accuracy" not in metrics and "val/reward_low" not in metrics
+
+
+# ---- one prompt
+
+
+def measures_of_one(rewards: list[float], answers: list[str | None], *, is_accuracy: bool = True) -> dict[str, object]:
+    n = len(rewards)
+    config = EvaluationConfig(num_samples=n, pass_at=tuple({1, n}), majority_at=tuple({1, min(n, 3), n}))
+    found = measure_set([samples(rewards, answers)], config, is_accuracy=is_accuracy).measures
+    return {name: each.as_record() for name, each in found.items()}
+
+
+def test_one_prompt_has_intervals_over_its_samples_and_says_which() -> None:
+    found = measures_of_one([1.0] * 3 + [0.0] * 7, ["1"] * 3 + ["2", "3", "4", "5", "6", None, None])
+    low, high = wilson_interval(3, 10, confidence=0.95)
+    wilson = {"value": 0.3, "low": pytest.approx(low), "high": pytest.approx(high), "interval": "wilson over samples"}
+    assert found["reward"] == found["pass@1"] == found["majority@1"] == wilson
+    assert found["pass@10"]["low"] == pytest.approx(1 - (1 - low) ** 10) and found["pass@10"]["high"] == 1.0
+    assert found["majority@3"]["interval"] == "jackknife over samples"
+    assert 0 <= found["majority@3"]["low"] < found["majority@3"]["value"] < found["majority@3"]["high"] < 1
+    assert found["majority@10"] == {"value": 1.0, "low": pytest.approx(0.0, abs=0.02), "high": 1.0, **WILSON}
+    graded = measures_of_one([0.2, 0.6, 1.0, 0.4], [None] * 4, is_accuracy=False)["reward"]
+    half = 3.18245 * np.std([0.2, 0.6, 1.0, 0.4], ddof=1) / 2
+    assert graded == {
+        "value": pytest.approx(0.55),
+        "low": pytest.approx(0.55 - half, abs=1e-5),
+        "high": pytest.approx(0.55 + half, abs=1e-5),
+        "interval": "student_t over samples",
+    }
+    # One sample, or several prompts: over prompts.
+    assert measures_of_one([1.0], ["1"])["reward"]["interval"] == "wilson over prompts"
+    two = measure_set([samples([1.0, 0.0], ["1", "2"])] * 2, EvaluationConfig(num_samples=2), is_accuracy=True)
+    assert two.measures["reward"].interval == "wilson over prompts"
+
+
+WILSON = {"interval": "wilson over samples"}
+
+
+@pytest.mark.parametrize("right", [0, 8])
+def test_samples_that_agree_leave_room_for_those_that_would_not(right: int) -> None:
+    found = measures_of_one([1.0] * right + [0.0] * (8 - right), ["7"] * 8)
+    for name in ("pass@1", "pass@8", "majority@3", "majority@8"):
+        each = found[name]
+        assert each["value"] == (right == 8) and each["low"] <= each["value"] <= each["high"]
+        assert 0.1 < each["high"] - each["low"] < 1 or name == "pass@8"
+
+
+def test_the_error_of_the_jackknife_is_that_of_its_formula() -> None:
+    given = ["A", "A", "A", "B", "B", "C", None, "D"]
+    without = [given[:i] + given[i + 1 :] for i in range(len(given))]
+    estimates = [np.mean([wins(subset) for subset in combinations(left, 3)]) for left in without]
+    expected = np.sqrt(7 / 8 * np.square(np.subtract(estimates, np.mean(estimates))).sum())
+    votes = {"A": 3, "B": 2, "C": 1, "D": 1}
+    assert jackknife_error(votes, right="A", num_silent=1, k=3) == pytest.approx(expected, rel=1e-12)
+
+
+def test_intervals_over_samples_hold_the_truth_about_as_often_as_they_say() -> None:
+    """Exact coverage at n = 12: over c for pass@4, over the counts of three answers for majority@3."""
+    n, chances = 12, [0.05 * i for i in range(1, 20)]
+    of_c = [pass_of_samples(num_samples=n, num_right=c, k=4, confidence=0.95) for c in range(n + 1)]
+    coverage = [
+        sum(binomial(n, c, p) for c, each in enumerate(of_c) if each.low <= 1 - (1 - p) ** 4 <= each.high)
+        for p in chances
+    ]
+    assert np.mean(coverage) > 0.94 and min(coverage) > 0.88, coverage
+    counts = [(a, b, n - a - b) for a in range(n + 1) for b in range(n + 1 - a)]
+    found = [
+        majority_of_samples({"A": a, "B": b, "C": c}, right="A", num_silent=0, k=3, confidence=0.95)
+        for a, b, c in counts
+    ]
+    held = []
+    for p, q in ((0.1, 0.2), (0.3, 0.3), (0.5, 0.25), (0.6, 0.3), (0.9, 0.05)):
+        share = {"A": p, "B": q, "C": 1 - p - q}
+        truth = sum(wins(drawn) * np.prod([share[x] for x in drawn]) for drawn in product("ABC", repeat=3))
+        chance = [factorial(n) / np.prod([factorial(x) for x in each]) * p**each[0] * q**each[1] * share["C"] ** each[2]
+                  for each in counts]  # fmt: skip
+        held.append(sum(w for w, each in zip(chance, found, strict=True) if each.low <= truth <= each.high))
+    assert np.mean(held) > 0.9 and min(held) > 0.8, held

@@ -99,7 +99,7 @@ def decode_rows(
             token_B = forced_NS[live_B, turn]
             logprob_B = logprobs_BV.gather(-1, token_B[:, None]).squeeze(-1)
         if support is not None:
-            support.add_turn(~logprobs_BV.isneginf(), live_B)
+            support.add_turn(~logprobs_BV.isneginf(), token_B, live_B)
         tokens_NS[live_B, turn] = token_B
         logprobs_NS[live_B, turn] = logprob_B
         length_N[live_B] += 1

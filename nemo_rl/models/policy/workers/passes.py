@@ -6,6 +6,7 @@ split into ranks or microbatches.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,8 +15,8 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
-from nemo_rl.models.logprobs import Extra, Sampling
-from nemo_rl.models.policy.interfaces import ADVANTAGES, TOKEN_ADVANTAGES, LossFunction, TrainResult
+from nemo_rl.models.logprobs import Sampling
+from nemo_rl.models.policy.interfaces import ADVANTAGES, SQUARED_PROBS, TOKEN_ADVANTAGES, LossFunction, TrainResult
 from nemo_rl.models.policy.microbatch import PassShape, fixed_plan, steps_of
 from nemo_rl.models.policy.recording.onlookers import NO_ONLOOKERS, Onlookers
 from nemo_rl.models.policy.routes.slices import RouteSlices
@@ -24,6 +25,7 @@ from nemo_rl.models.policy.steps import BatchForm, ThisRank, check_same_plan, lo
 from nemo_rl.models.policy.workers.base import WorkerState, device_name
 from nemo_rl.models.policy.workers.engine import Engine
 from nemo_rl.models.policy.workers.life_cycle import LifeCycle
+from nemo_rl.models.support import SUPPORT
 from nemo_rl.utils.flops import theoretical_tflops, transformer_flops
 
 __all__ = ["Passes", "RecordedRoutes"]
@@ -96,7 +98,7 @@ class Passes:
             self._replay.replaying(WorkerPass.TRAIN, batch, plan, layout.shape, routes) as pass_routes,
             self._onlookers.phase(WorkerPass.TRAIN, batch) as observer,
         ):
-            batch = _for_the_loss(_without_routes(batch)).to(self._here.device)
+            batch = _for_the_loss(_without(batch, ROUTES)).to(self._here.device)
             learning_rate = self._engine.schedule.apply()
             scales = loss_scales(batch, steps, is_writer=self._here.is_writer, device=self._here.device)
             runner = self._engine.runner(layout, pass_routes, observer)
@@ -160,7 +162,7 @@ class Passes:
         plan = plan or self._inference_plan(batch, None)
         phase, shape = WorkerPass.PREV_LOGPROBS, self.batch_layout(plan).shape
         with self._replay.replaying(phase, batch, plan, shape, routes) as pass_routes:
-            return self._logprobs(batch, plan, pass_routes, phase, extra="squared_probs")
+            return self._logprobs(batch, plan, pass_routes, phase, computed=(SQUARED_PROBS,))
 
     def score(self, batch: BatchedDataDict) -> torch.Tensor:
         """(collective) `[N, T]` as `get_logprobs`, under the model's own distribution; nobody looks on.
@@ -181,8 +183,8 @@ class Passes:
         self._life.require("record_routes", WorkerState.TRAINING, WorkerState.LOGPROBS)
         plan = plan or self._inference_plan(batch, None)
         with self._replay.recording(WorkerPass.PREV_LOGPROBS, batch, plan) as stage:
-            extra: Extra | None = "squared_probs" if with_squares else None
-            found_cNT = self._logprobs(batch, plan, stage, WorkerPass.PREV_LOGPROBS, extra=extra)
+            computed = (SQUARED_PROBS,) if with_squares else ()
+            found_cNT = self._logprobs(batch, plan, stage, WorkerPass.PREV_LOGPROBS, computed=computed)
             routes_NTLK = stage.recorded(batch)
         squares_NT = found_cNT[1] if with_squares else None
         return RecordedRoutes(logprobs_NT=found_cNT[0], routes_NTLK=routes_NTLK, squares_NT=squares_NT)
@@ -195,27 +197,35 @@ class Passes:
         phase: WorkerPass | None,
         *,
         sampling: Sampling | None = None,
-        extra: Extra | None = None,
+        computed: Sequence[str] = (),
     ) -> torch.Tensor:
         """`[c, N, T]`, see `Runner.logprobs`."""
         microbatches = [rows for step in steps_of(plan, num_rows=batch.size) for rows in step]
         check_same_plan([len(microbatches)], device=self._here.device)
-        batch = _without_routes(batch).to(self._here.device)
+        layout = self.batch_layout(plan, sampling)
+        if not layout.sampling.has_filter:
+            batch = _without(batch, SUPPORT)
+        batch = _without(batch, ROUTES).to(self._here.device)
         if TOKEN_MASK in batch:
             select_NT = batch.tensor(TOKEN_MASK).bool()
         else:
             select_NT = torch.ones_like(batch.tensor("input_ids"), dtype=torch.bool)
         onlookers = self._onlookers if phase is not None else NO_ONLOOKERS
         with onlookers.phase(phase or WorkerPass.PREV_LOGPROBS, batch) as observer:
-            runner = self._engine.runner(self.batch_layout(plan, sampling), routes, observer)
-            return runner.logprobs(batch, microbatches, select_NT, extra=extra).cpu()
+            runner = self._engine.runner(layout, routes, observer)
+            return runner.logprobs(batch, microbatches, select_NT, computed=computed).cpu()
 
     def get_reference_policy_logprobs(
         self, batch: BatchedDataDict, *, mbs: int | None = None, plan: PackPlan | None = None
     ) -> torch.Tensor:
-        """(collective) As `get_logprobs` under the reference weights, whose routers choose for themselves."""
+        """(collective) As `get_logprobs` under the reference weights, whose routers choose for themselves; without the
+        filter of top-k and top-p."""
+        plan = plan or self._inference_plan(batch, mbs)
         with self._life.use_reference_model():
-            return self.get_logprobs(batch, mbs=mbs, plan=plan, replay=False, phase=WorkerPass.REFERENCE_LOGPROBS)
+            self._life.require("get_reference_policy_logprobs", WorkerState.TRAINING, WorkerState.LOGPROBS)
+            # The KL compares whole distributions; a filter would leave each policy a set of its own.
+            whole = self.batch_layout(plan).sampling.unfiltered
+            return self._logprobs(batch, plan, OWN_ROUTES, WorkerPass.REFERENCE_LOGPROBS, sampling=whole)[0]
 
     def get_topk_logits(
         self, batch: BatchedDataDict, *, k: int, mbs: int | None = None
@@ -270,9 +280,9 @@ class Passes:
         return self._fixed_plan(batch, max(1, batch.size), rows)
 
 
-def _without_routes(batch: BatchedDataDict) -> BatchedDataDict:
-    """Whole routes stay where they are: passes get their part."""
-    return BatchedDataDict({name: column for name, column in batch.items() if name != ROUTES})
+def _without(batch: BatchedDataDict, name: str) -> BatchedDataDict:
+    """Whole routes stay where they are, passes get their part; kept sets belong to a filter."""
+    return BatchedDataDict({other: column for other, column in batch.items() if other != name})
 
 
 def _for_the_loss(batch: BatchedDataDict) -> BatchedDataDict:

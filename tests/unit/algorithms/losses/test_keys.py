@@ -15,6 +15,7 @@ from nemo_rl.algorithms.stages.columns import stage_columns
 from nemo_rl.config.load import load_config
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.schema_walk import iter_fields, section_class
+from nemo_rl.models.policy.interfaces import ENTROPY, UNFILTERED_LOGPROBS
 from nemo_rl.utils.metrics import values
 from tests.helpers.hf_reference import global_scale
 from tests.helpers.loss_cases import loss_batch, loss_config
@@ -79,7 +80,8 @@ def behaviour(folder: Path, overrides: Sequence[str]) -> dict[str, object]:
     loss_fn = build_loss(load_config(write_recipe(folder, Path("model")), (*COMMON, *no_kl, *overrides)))
     batch = loss_batch()
     now, entropy = batch.tensor("now").clone().requires_grad_(), batch.tensor("now").abs()
-    columns = {name: {**batch, "entropy": entropy}[name] for name in loss_fn.input_fields}
+    computed = {ENTROPY: entropy, UNFILTERED_LOGPROBS: now}
+    columns = {name: {**batch, **computed}[name] for name in loss_fn.input_fields}
     output = loss_fn(now, columns, scale=global_scale(batch))
     output.loss.backward()
     assert now.grad is not None

@@ -17,8 +17,15 @@ from nemo_rl.cluster.plan.batches import pass_tokens
 from nemo_rl.cluster.plan.setting import Model, Setting
 from nemo_rl.cluster.plan.weights import gathered_weights, local_weights, rest_memory
 from nemo_rl.config.megatron import MegatronConfig
-from nemo_rl.config.policy import DTensorConfig, DynamicBatchingConfig, PolicyConfig, SequencePackingConfig
-from nemo_rl.config.schema import ClusterConfig, MasterConfig
+from nemo_rl.config.policy import (
+    DTensorConfig,
+    DynamicBatchingConfig,
+    GenerationConfig,
+    PolicyConfig,
+    SequencePackingConfig,
+)
+from nemo_rl.config.schema import ClusterConfig, LossConfig, MasterConfig
+from nemo_rl.models.policy.interfaces import ENTROPY, UNFILTERED_LOGPROBS
 from tests.helpers.gloo import JOB_S, run_ranks
 from tests.helpers.tiny_model import tiny_policy, write_tiny_folder
 from tests.helpers.worker_memory import Measured, measure_table
@@ -47,10 +54,14 @@ class Case:
     """Of the engine's section."""
     is_packed: bool = False
     precision: str = "float32"
+    asks: tuple[str, ...] = ()
+    """Columns that the loss has computed."""
+    generation: Mapping[str, object] = field(default_factory=dict)
 
     def __str__(self) -> str:
         words = [f"{name}={value}" for name, value in self.settings.items()]
         words += ["packed"] if self.is_packed else []
+        words += [*self.asks, *self.generation]
         return "-".join([self.engine, self.family, self.precision, *words])
 
 
@@ -59,11 +70,20 @@ DTENSOR_TP, DTENSOR_CP = {"tensor_parallel_size": 2, "sequence_parallel": True},
 MEGATRON_TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 MEGATRON_PP, MEGATRON_EP = {"pipeline_model_parallel_size": 2}, {"expert_model_parallel_size": 2}
 
+ENTROPIES, WHOLE, TOP_P = {"asks": (ENTROPY,)}, {"asks": (UNFILTERED_LOGPROBS,)}, {"generation": {"top_p": 0.8}}
+RECORDED = {"generation": {"top_p": 0.8, "record_support": True}}
+
 QUICK = [
     Case(engine="dtensor", is_packed=True, precision="bfloat16", settings=RECOMPUTED),
-    Case(engine="megatron", settings=MEGATRON_PP),
+    Case(engine="megatron", settings=MEGATRON_PP, **ENTROPIES),
 ]
 OF_ONE = [
+    Case(engine="dtensor", **ENTROPIES),
+    Case(engine="dtensor", **TOP_P),
+    Case(engine="dtensor", **RECORDED, **WHOLE),
+    Case(engine="dtensor", **RECORDED, precision="bfloat16"),
+    Case(engine="megatron", **TOP_P, **WHOLE, precision="bfloat16"),
+    Case(engine="megatron", **ENTROPIES, precision="bfloat16", is_packed=True),
     Case(engine="dtensor"),
     Case(engine="dtensor", family="llama", is_packed=True),
     Case(engine="dtensor", family="qwen3_moe", settings=RECOMPUTED),
@@ -120,13 +140,18 @@ def policy_of(case: Case, folder: Path) -> PolicyConfig:
         "dtensor_cfg": DTensorConfig(enabled=not is_megatron, **({} if is_megatron else case.settings)),
         "megatron_cfg": MegatronConfig(enabled=is_megatron, **(case.settings if is_megatron else {})),
     }
+    more = {"generation": GenerationConfig(**case.generation)}
     model = write_model(folder / case.family, case.family)
-    return tiny_policy(model, precision=case.precision, max_total_sequence_length=WIDTH, **batching, **sections)
+    return tiny_policy(model, precision=case.precision, max_total_sequence_length=WIDTH, **batching, **sections, **more)
 
 
 def check(case: Case, policy: PolicyConfig, measured: list[Measured]) -> None:
     """Each pipeline stage by its largest rank: that is what must fit."""
-    config = MasterConfig(policy=policy, cluster=ClusterConfig(cpu_workers_per_node=len(measured)))
+    loss = LossConfig(
+        entropy_coefficient=0.1 if ENTROPY in case.asks else 0.0,
+        reference_policy_kl_penalty=0.1 if UNFILTERED_LOGPROBS in case.asks else 0.0,
+    )
+    config = MasterConfig(policy=policy, loss_fn=loss, cluster=ClusterConfig(cpu_workers_per_node=len(measured)))
     setting = Setting(config=config, model=Model(planned_model_config(policy.model_name)), gpu=None)
     number = len(plan_train([WIDTH] * ROWS, [ROWS], policy, layout=setting.layout).microbatches[0])
     tokens = pass_tokens(setting, tokens=CAP, width=WIDTH, predicted=WIDTH - PROMPT, is_packed=case.is_packed)
@@ -154,7 +179,7 @@ def check(case: Case, policy: PolicyConfig, measured: list[Measured]) -> None:
 
 def compare(cases: list[Case], world_size: int, folder: Path) -> None:
     policies = [policy_of(case, folder) for case in cases]
-    table = [(policy, (ROWS, WIDTH, PROMPT)) for policy in policies]
+    table = [(policy, (ROWS, WIDTH, PROMPT), case.asks) for case, policy in zip(cases, policies, strict=True)]
     by_rank = run_ranks(world_size, measure_table, world_size, table, timeout_s=JOB_S / 3)
     for number, (case, policy) in enumerate(zip(cases, policies, strict=True)):
         check(case, policy, [of_rank[number] for of_rank in by_rank])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,9 +23,11 @@ from nemo_rl.cluster.plan.search import changes_of
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.column_io import kv_first_write
 from nemo_rl.data_plane.factory import build_data_plane_client
+from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.schema import FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import ConfigError, ModelFolderError, ResourceError
+from nemo_rl.models.support import SUPPORT, SupportRecorder
 from nemo_rl.routes.columns import encode_routes
 from nemo_rl.routes.shape import RouteShape
 from tests.repo.walk_docs import ROOT, blocks_of
@@ -197,27 +201,75 @@ def test_the_rows_of_a_step_take_the_planned_bytes_in_a_data_plane(bit_packed: b
             "loss_fn.reference_policy_kl_penalty=0.1",
         ),
     )
-    config, rows, width = plan.setting.config, plan.batches.rows, plan.batches.row_tokens
+    rows, width = plan.batches.rows, plan.batches.row_tokens
     shape = RouteShape(layers=(0, 1, 2, 3), top_k=2, num_experts=8)
     routes = torch.nested.nested_tensor(
         [torch.tensor([0, 1]).repeat(width, 4, 1).to(torch.int16)] * rows, layout=torch.jagged
     )
-    columns: dict[str, object] = dict(encode_routes(routes, shape, bit_packed=bit_packed))
+    columns = full_columns(plan, rows) | dict(encode_routes(routes, shape, bit_packed=bit_packed))
+    with partition_of(plan) as client:
+        put(client, columns, range(rows))
+        assert plan.plane.rows_bytes == pytest.approx(client.stats()["live_bytes"], rel=0.02)
+    assert plan.plane.rows_bytes == plan.plane.step_bytes and plan.plane.rows == rows
+
+
+def test_rows_that_wait_and_kept_sets_take_the_planned_bytes_too() -> None:
+    plan = planned(
+        DEMO,
+        *("grpo.num_prompts_per_step=4", "policy.train_global_batch_size=32", "grpo.use_dynamic_sampling=true"),
+        *("grpo.batch_multiplier=1.5", "policy.generation.top_k=3", "policy.generation.record_support=true"),
+    )
+    rows, alive = plan.batches.rows, plan.plane.rows
+    assert (rows, alive) == (32, (4 + 6) * 8)
+    # The longest that sets of three may be: two distances that take two bytes each.
+    vocab, response = plan.setting.model.flops_shape.vocab_size, plan.batches.response_tokens
+    recorder, count = SupportRecorder(), alive * response
+    kept = torch.zeros(count, vocab, dtype=torch.bool)
+    kept[:, [0, 130, 260]] = True
+    recorder.add_turn(kept, torch.zeros(count, dtype=torch.int64), torch.arange(alive).repeat_interleave(response))
+    sets = torch.stack(recorder.rows(alive))
+    assert sets.shape[1] == 5 * response
+    columns = full_columns(plan, alive) | {SUPPORT: sets}
+    computed = [name for name in columns if FIELDS[name].produced_by in ("prev_logprobs", "advantages")]
+    assert computed
+    with partition_of(plan) as client:
+        put(client, columns, range(rows))
+        waiting = {name: column[rows:] for name, column in columns.items() if name not in computed}
+        put(client, waiting, range(rows, alive))
+        assert plan.plane.rows_bytes == pytest.approx(client.stats()["live_bytes"], rel=0.02)
+    assert plan.plane.step_bytes < 0.5 * plan.plane.rows_bytes
+    guessed = planned(DEMO, "policy.generation.top_p=0.9", "policy.generation.record_support=true")
+    assert any("top-p 0.9 keeps 64 tokens" in line for line in guessed.assumptions())
+    assert not any("keeps" in line for line in plan.assumptions())
+
+
+def full_columns(plan: Plan, rows: int) -> dict[str, torch.Tensor]:
+    """As many rows of full length, of columns that need no encoding."""
+    columns = {}
     for name in plan.plane.columns:
         spec = FIELDS[name]
-        if name not in columns:
-            sizes = (rows, width) if spec.is_token_aligned else (rows,)
+        if spec.is_token_aligned or not spec.is_ragged:
+            sizes = (rows, plan.batches.row_tokens) if spec.is_token_aligned else (rows,)
             columns[name] = torch.zeros(sizes, dtype=vars(torch)[spec.dtypes[0]])
-    columns["input_lengths"] = torch.full((rows,), width, dtype=torch.int32)
+    columns["input_lengths"] = torch.full((rows,), plan.batches.row_tokens, dtype=torch.int32)
+    return columns
+
+
+@contextmanager
+def partition_of(plan: Plan) -> Iterator[DataPlaneClient]:
+    config = plan.setting.config
     client = build_data_plane_client(DataPlaneConfig(impl="noop"), run_id="planned")
     try:
         declare_partition(client, stage_columns(config, build_loss(config)), config.grpo)
-        keys = [f"uid{row // 8}_g{row % 8}" for row in range(rows)]
-        kv_first_write(client, BatchedDataDict(columns), keys, partition_id=PARTITION)
-        live = client.stats()["live_bytes"]
+        yield client
     finally:
         client.close()
-    assert plan.plane.rows_bytes == pytest.approx(live, rel=0.02)
+
+
+def put(client: DataPlaneClient, columns: Mapping[str, torch.Tensor], rows: range) -> None:
+    part = {name: column[: len(rows)] if len(column) > len(rows) else column for name, column in columns.items()}
+    keys = [f"uid{row // 8}_g{row % 8}" for row in rows]
+    kv_first_write(client, BatchedDataDict(part), keys, partition_id=PARTITION)
 
 
 def test_bounds_follow_the_arithmetic() -> None:
