@@ -121,11 +121,8 @@ class ShardWorker(Protocol[_LossT, _ResultT]):
     def _prev_logprobs(
         self, meta: KVBatchMeta, batch: BatchedDataDict, *, with_squares: bool
     ) -> Mapping[str, torch.Tensor]:
-        """(collective) The columns of `WorkerPass.PREV_LOGPROBS`, dense `[N, T, ...]` or jagged.
-
-        Args:
-            with_squares: `squared_probs`, too.
-        """
+        """(collective) The columns of `WorkerPass.PREV_LOGPROBS`, dense `[N, T, ...]` or jagged; `squared_probs` is one
+        of them with `with_squares`."""
 
     @abstractmethod
     def _reference_logprobs(self, meta: KVBatchMeta, batch: BatchedDataDict) -> torch.Tensor:
@@ -257,11 +254,8 @@ class TQWorkerMixin(ShardWorker[_LossT, _ResultT]):
             return self._train(meta, self._fetch(meta, fields), loss_fn, eval_mode=eval_mode)
 
     def get_logprobs_presharded(self, meta: KVBatchMeta, *, with_squares: bool = False) -> KVBatchMeta:
-        """(collective) Writes `prev_logprobs` of this rank's shard and returns the meta that knows them.
-
-        Args:
-            with_squares: writes `squared_probs`, too.
-        """
+        """(collective) Writes `prev_logprobs` of this rank's shard, with `with_squares` `squared_probs` as well, and
+        returns the meta that knows them."""
         with self._stage(WorkerPass.PREV_LOGPROBS):
             batch = self._fetch(meta, self._prev_logprobs_fields)
             return self._write_back(meta, self._prev_logprobs(meta, batch, with_squares=with_squares))

@@ -62,8 +62,7 @@ class TQPolicy(Policy):
         self._run(request, "data plane setup")
 
     def get_logprobs_from_meta(self, meta: KVBatchMeta, plan: PackPlan, *, with_squares: bool = False) -> KVBatchMeta:
-        """Workers write `prev_logprobs` of every row, and `squared_probs` where they are asked for; returns the meta
-        that knows them."""
+        """Workers write `prev_logprobs` of every row, with `with_squares` `squared_probs`; the meta that knows them."""
         return self.submit_logprobs_from_meta(meta, plan, with_squares=with_squares).result()
 
     def submit_logprobs_from_meta(
