@@ -42,6 +42,13 @@ class ScoredRows:
             return EQUAL
         return TOO_FAR if self.had_weight[row] else CUT
 
+    def why_no_update(self) -> str:
+        """Of a step in which no row has a weight."""
+        reasons = dict.fromkeys(why for row in range(len(self.sample_mask)) if (why := self.why_no_weight(row)))
+        return (
+            "every group has equal rewards" if set(reasons) == {EQUAL} else f"no row has a weight: {', '.join(reasons)}"
+        )
+
     def select(self, rows: Sequence[int]) -> ScoredRows:
         """The same numbers of `rows`, in that order."""
         index = torch.as_tensor(rows, dtype=torch.int64)

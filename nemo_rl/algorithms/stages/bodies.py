@@ -76,7 +76,7 @@ class Score(Stage):
             scored, meta.sequence_lengths or (), policy, layout=layout, whole_groups=self._tools.needs_whole_groups
         )
         if not chosen.rows:
-            logger.warning("step %d: every group has equal rewards; no update", step.number)
+            logger.warning("step %d: %s; no update", step.number, scored.why_no_update())
             return None
         tagged = meta.with_tags({"group_std": [round(value, 6) for value in scored.stats.row_std.tolist()]})
         kept, numbers = tagged.subset(chosen.rows), scored.select(chosen.rows)

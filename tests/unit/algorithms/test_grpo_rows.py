@@ -100,6 +100,17 @@ def test_truncated_rows_lose_their_weight_only_when_asked():
     assert filtered.advantages[1] < 0, "a filtered row still counts for its group's baseline"
 
 
+def test_a_step_without_an_update_says_why():
+    config = GRPOConfig(overlong_filtering=True)
+    assert score([1.0, 1.0]).why_no_update() == "every group has equal rewards"
+    cut = score_rows(carry([1.0, 0.0], [True, True]), ["u", "u"], config)
+    assert cut.why_no_update() == "no row has a weight: truncated response (grpo.overlong_filtering)"
+    both = score_rows(carry([1.0, 0.0, 1.0], [True, True, False]), ["u", "u", "v"], config)
+    assert both.why_no_update() == (
+        "no row has a weight: truncated response (grpo.overlong_filtering), equal rewards in its group"
+    )
+
+
 @pytest.mark.parametrize("mode", ["dynamic_batching", "sequence_packing"])
 def test_logprob_microbatches_keep_the_ranks_of_the_training_plan(mode):
     caps = {"enabled": True, "train_mb_tokens": 20, "logprob_mb_tokens": 60}
