@@ -61,7 +61,7 @@ REPLICAS = ("test_one_replica_that_was_not_updated", "test_a_vllm_replica_that_w
 class ReceiptCase:
     """How much."""
 
-    pairs: int = 2
+    pairs: int = 3
     steps: int = 24
     """Of each run; those at its start, which have receipts whatever they cost, are left out."""
     is_small: bool = False

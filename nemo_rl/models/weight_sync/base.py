@@ -23,7 +23,7 @@ from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.buckets import MAX_BUCKET_BYTES, RefitPlan, bucket_bytes
 from nemo_rl.models.weight_sync.delta_schedule import DeltaSchedule
 from nemo_rl.models.weight_sync.receipt.receipts import Receipts
-from nemo_rl.models.weight_sync.receipt.records import Receipt, ReceiptSpec
+from nemo_rl.models.weight_sync.receipt.records import Receipt, ReceiptSpec, Sent
 from nemo_rl.models.weight_sync.report import RefitReport
 from nemo_rl.models.weight_sync.target import RefitTarget
 
@@ -113,8 +113,8 @@ class WeightSync(ABC):
         wrong = {engine: got for engine, got in held.items() if got != version}
         if wrong:
             raise WorkerError(f"expected weight version {version} in every engine, got {wrong}", stage=STAGE)
-        receipt = self._close_receipt(version)
-        sent = ended.result()[0]
+        receipt = self._close_receipt(version, ended)
+        sent = ended.result()[0].num_bytes
         parties.run_policy(ask(PolicyWorker.offload_after_refit))
         self._version = version
         if replaced and parties.on_new_engines is not None:
@@ -145,10 +145,10 @@ class WeightSync(ABC):
         if self._receipts is not None:
             self._receipts.open(has_new_engines=has_new_engines)
 
-    def _close_receipt(self, version: int) -> Receipt | None:
+    def _close_receipt(self, version: int, ended: Pending[list[Sent]]) -> Receipt | None:
         """Engines are ready to generate, and proved if they are to be."""
         if self._receipts is not None:
-            return self._receipts.close(version)
+            return self._receipts.close(version, ended)
         self._parties.run_engines(ask(GenerationInterface.prepare_for_generation))
         return None
 

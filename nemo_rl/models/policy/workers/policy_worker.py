@@ -46,7 +46,7 @@ from nemo_rl.models.policy.workers.saving import Saving
 from nemo_rl.models.weight_sync.buckets import RefitPlan
 from nemo_rl.models.weight_sync.ipc_handle import IpcHandle
 from nemo_rl.models.weight_sync.receipt.probe import Probe
-from nemo_rl.models.weight_sync.receipt.records import Sent
+from nemo_rl.models.weight_sync.receipt.records import Scored, Sent
 from nemo_rl.models.weight_sync.refit_group import RefitGroupSpec
 from nemo_rl.models.weights_digest import WeightsDigest, digest_weights
 
@@ -206,23 +206,17 @@ class PolicyWorker:
         """(collective) The next bucket as uint8 at rank 0, None elsewhere."""
         return self.refit.next_bucket()
 
-    def end_refit(self) -> int:
-        """Frees the buffer; returns the bytes that went through it. Idempotent."""
+    def end_refit(self) -> Sent:
+        """Frees the buffer; says what was sent since `begin_refit`. Idempotent."""
         return self.refit.end()
 
-    def answer_receipt(self, probe: Probe | None) -> Sent:
-        """(collective) What was sent since `begin_refit`, and how this policy scores the probe.
-
-        Args:
-            probe: None: fingerprints alone.
-        """
-        started, sent, logprobs = time.monotonic(), self.refit.take_fingerprints(), tuple[float, ...]()
-        if probe is not None:
-            batch = probe.batch()
-            scored_NT = self.passes.score(batch)
-            if self.layout.is_writer(self.rank):
-                logprobs = probe.spread(scored_NT[batch.tensor("token_mask")].tolist())
-        return Sent(fingerprints=sent, logprobs=logprobs, seconds=time.monotonic() - started)
+    def score_probe(self, probe: Probe) -> Scored:
+        """(collective) How this policy scores the fixed rows of a receipt."""
+        started, batch, logprobs = time.monotonic(), probe.batch(), tuple[float, ...]()
+        scored_NT = self.passes.score(batch)
+        if self.layout.is_writer(self.rank):
+            logprobs = probe.spread(scored_NT[batch.tensor("token_mask")].tolist())
+        return Scored(logprobs=logprobs, seconds=time.monotonic() - started)
 
     def open_refit_store(self, *, address: str, world_size: int, timeout_s: float) -> int:
         """(rank 0) Opens the store of the refit group; returns its port."""

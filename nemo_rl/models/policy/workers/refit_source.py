@@ -19,6 +19,7 @@ from nemo_rl.models.weight_sync.buckets import BucketFiller, RefitPlan, in_dtype
 from nemo_rl.models.weight_sync.delta_buckets import DeltaFiller, HeldWeights
 from nemo_rl.models.weight_sync.ipc_handle import IpcHandle
 from nemo_rl.models.weight_sync.receipt.fingerprint import Fingerprints
+from nemo_rl.models.weight_sync.receipt.records import Sent
 from nemo_rl.models.weight_sync.refit_group import RefitGroup, RefitGroupSpec
 
 __all__ = ["RefitSource"]
@@ -92,19 +93,15 @@ class RefitSource:
         size = self._fill()
         return self._buffer[:size].numpy() if self._buffer is not None else None
 
-    def end(self) -> int:
-        """Frees the buffer; returns the bytes that were put into it since `begin`. Idempotent."""
+    def end(self) -> Sent:
+        """Frees the buffer; says what was put into it since `begin`. Idempotent."""
         self._filler, self._buffer = None, None
         if self._device_side.is_cuda:
             # Memory that another process had open is only freed when torch looks for it.
             torch.cuda.ipc_collect()
         self._device_side.release_cache()
-        return self._num_bytes
-
-    def take_fingerprints(self) -> dict[str, str]:
-        """Name -> fingerprint of what was sent since `begin`, in the engines' dtypes; rank 0 has them."""
         taken, self._fingerprints = self._fingerprints, Fingerprints()
-        return taken.result()
+        return Sent(num_bytes=self._num_bytes, fingerprints=taken.result())
 
     def open_store(self, *, address: str, world_size: int, timeout_s: float) -> int:
         """(rank 0) Opens the store of the refit group; returns its port."""

@@ -24,7 +24,7 @@ from nemo_rl.models.weight_sync.receipt.compare import (
     scoring_problems,
 )
 from nemo_rl.models.weight_sync.receipt.probe import Probe
-from nemo_rl.models.weight_sync.receipt.records import Answer, Receipt, ReceiptSpec, Sent, Tolerance
+from nemo_rl.models.weight_sync.receipt.records import Answer, Receipt, ReceiptSpec, Scored, Sent, Tolerance
 from nemo_rl.models.weight_sync.receipt.turns import ProbeTurns
 from nemo_rl.models.weight_sync.target import RefitTarget
 
@@ -61,36 +61,42 @@ class Receipts:
         self._parties, self._spec = parties, spec
         self._turns = ProbeTurns(spec.every)
         self._before: Mapping[str, str] = {}
-        self._sent: Pending[list[Sent]] = Pending.done([])
+        self._scored: Pending[list[Scored]] = Pending.done([])
         self._probe: Probe | None = None
         self.tolerance: Tolerance | None = None
         """None before the first refit that was proved."""
 
     def open(self, *, has_new_engines: bool) -> None:
-        """When the weights are sent, while the policy still has them ready: it answers without being waited for.
+        """When the weights are sent, while the policy still has them ready: it scores without being waited for.
 
         The probe is scored when it is its turn, or an engine is new.
         """
-        is_due = has_new_engines or self._turns.is_due()
-        self._probe = self._spec.probe if is_due else None
-        request = ask(PolicyWorker.answer_receipt, probe=self._probe)
-        self._sent = self._parties.policy.submit(Call(request=request, stage=STAGE, timeout_s=self._parties.timeout_s))
+        self._probe, self._scored = None, Pending.done([])
+        if has_new_engines or self._turns.is_due():
+            self._probe = self._spec.probe
+            request = ask(PolicyWorker.score_probe, probe=self._probe)
+            call = Call(request=request, stage=STAGE, timeout_s=self._parties.timeout_s)
+            self._scored = self._parties.policy.submit(call)
 
-    def close(self, version: int) -> Receipt:
+    def close(self, version: int, ended: Pending[list[Sent]]) -> Receipt:
         """When all engines have loaded: they are ready to generate, and say what they hold and compute with it.
+
+        Args:
+            ended: what the policy says that it has sent.
 
         Raises:
             RefitMismatch: an engine does not sample from these weights; names it, and weights or the difference.
         """
         started = time.monotonic()
-        # The policy is at its answer meanwhile.
+        # The policy scores meanwhile.
         answers = self._parties.run_engines(ask(RefitTarget.answer_receipt, probe=self._probe))
-        ranks = self._sent.result()
-        sent, logprobs = ranks[0].fingerprints, next((rank.logprobs for rank in ranks if rank.logprobs), None)
+        sent, ranks = ended.result()[0].fingerprints, self._scored.result()
+        logprobs = next((rank.logprobs for rank in ranks if rank.logprobs), None)
         self._check_content(version, sent, answers)
         apart = None if logprobs is None else self._check_behaviour(version, logprobs, answers)
         self._before, seconds = sent, time.monotonic() - started
-        self._turns.done(seconds + max(rank.seconds for rank in ranks), has_probe=self._probe is not None)
+        scoring_s = max((rank.seconds for rank in ranks), default=0.0)
+        self._turns.done(seconds + scoring_s, has_probe=self._probe is not None)
         return Receipt(
             version=version,
             num_engines=len(answers),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from nemo_rl.models.weight_sync.receipt.probe import Probe
 
-__all__ = ["Answer", "Receipt", "ReceiptSpec", "Sent", "Tolerance"]
+__all__ = ["Answer", "Receipt", "ReceiptSpec", "Scored", "Sent", "Tolerance"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,14 +27,22 @@ class ReceiptSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sent:
-    """What a rank of the policy says of a refit."""
+    """What a rank of the policy has sent in a refit."""
 
+    num_bytes: int
+    """That were put into its buffer."""
     fingerprints: Mapping[str, str]
-    """Of each weight that was sent, under its Hugging Face name, in the engines' dtype; rank 0 has them."""
-    logprobs: tuple[float, ...] = ()
-    """Of the probe's responses, laid end to end; none without a probe, and on ranks that write no results."""
+    """Of each weight, under its Hugging Face name, in the engines' dtype; rank 0 has them where receipts are taken."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scored:
+    """How a rank of the policy scores the probe."""
+
+    logprobs: tuple[float, ...]
+    """Of the responses, laid end to end; none on ranks that write no results."""
     seconds: float
-    """That it took to say so."""
+    """That it took."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

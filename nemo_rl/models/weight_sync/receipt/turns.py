@@ -14,8 +14,9 @@ __all__ = ["ProbeTurns"]
 
 FIRST_TURNS = 4
 """Refits that are always scored, and whose cost is one of the start."""
-MOST_SHARE = 0.02
-"""Of the time since then that receipts may take."""
+MOST_SHARE = 0.015
+"""Of the time since then that receipts may take; the rest of 2 % is for what their clocks do not see, such as
+fingerprints that are taken while weights are sent."""
 LONGEST_WAIT = 10
 """Refits from one turn to the next at the most, whatever they take."""
 
