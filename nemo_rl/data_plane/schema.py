@@ -29,6 +29,7 @@ __all__ = [
     "spec_to_record",
     "stage_of_task",
     "writes_of",
+    "writes_that_end_claims",
 ]
 
 Dim: TypeAlias = str | int
@@ -240,12 +241,17 @@ def route_fields(conditions: Collection[str]) -> tuple[str, ...]:
 
 _ROUTE_FAMILIES = ("routed_experts", "routed_experts_digests")
 ROUTE_FIELDS: tuple[str, ...] = tuple(s.name for s in _ROWS if s.family in _ROUTE_FAMILIES)
-_OF_SOME_RUNS = (*ROUTE_FIELDS, "sampling_support", "token_advantages")
+_OF_SOME_RUNS = (*ROUTE_FIELDS, "sampling_support", "squared_probs", "token_advantages")
 DP_TRAIN_FIELDS: tuple[str, ...] = tuple(name for name in reads_of(WorkerPass.TRAIN) if name not in _OF_SOME_RUNS)
 LP_SEED_FIELDS: tuple[str, ...] = tuple(
     name for name in reads_of(WorkerPass.PREV_LOGPROBS) if name not in _OF_SOME_RUNS
 )
 TOKEN_ALIGNED_FIELDS: tuple[str, ...] = tuple(s.name for s in _ROWS if s.is_token_aligned)
+
+
+def writes_that_end_claims(stage: str) -> tuple[str, ...]:
+    """Fields with which a task of `stage` is done with its rows; what it writes in some runs alone comes with them."""
+    return tuple(name for name in writes_of(stage, rewrites=False) if name not in _OF_SOME_RUNS)
 
 
 def extra_field(

@@ -158,6 +158,8 @@ def every_case(rank: int, ports: list[int]) -> dict[str, Seen]:
 
 
 def killed(rank: int, victim: int) -> None:
+    # Both are in the stage.
+    all_reduce()
     if rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     all_reduce()

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from nemo_rl.data_plane.schema import stage_of_task, writes_of
+from nemo_rl.data_plane.schema import stage_of_task, writes_that_end_claims
 from nemo_rl.errors import DataPlaneClosed, DataPlaneError
 
 __all__ = ["LeaseKeeper"]
@@ -76,7 +76,7 @@ class LeaseKeeper:
         with self._lock:
             tasks = [task for partition, task in self._held if partition == partition_id]
         for task in tasks:
-            writes = writes_of(stage_of_task(task), rewrites=False)
+            writes = writes_that_end_claims(stage_of_task(task))
             if writes and set(writes) <= set(fields):
                 self.forget_claims(partition_id, task, self.held(partition_id, keys).get(task, {}))
 

@@ -42,7 +42,7 @@ from nemo_rl.data_plane.schema import (
     resolve_fields,
     spec_to_record,
     stage_of_task,
-    writes_of,
+    writes_that_end_claims,
 )
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.errors import (
@@ -128,7 +128,7 @@ class LedgerClient(DataPlaneClient):
             "fields": [spec_to_record(spec) for spec in specs],
             "num_samples": num_samples,
             "tasks": tasks,
-            "task_writes": {task: list(writes_of(stage_of_task(task), rewrites=False)) for task in tasks},
+            "task_writes": {task: list(writes_that_end_claims(stage_of_task(task))) for task in tasks},
             "group_size": grpo_group_size,
         }
         with self._meter.measure("register_partition", partition_id):

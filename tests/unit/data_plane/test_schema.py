@@ -19,6 +19,7 @@ from nemo_rl.data_plane.schema import (
     spec_from_record,
     spec_to_record,
     writes_of,
+    writes_that_end_claims,
 )
 from nemo_rl.distributed.worker_pass import RowPass
 from nemo_rl.errors import SchemaMismatch
@@ -110,3 +111,9 @@ def test_the_docs_table_has_a_line_per_field() -> None:
     lines = docs_table().splitlines()
     assert len(lines) == 2 + len(FIELDS)
     assert "| `input_ids` | int32 | `[T]` | pad token | tokens | rollout |" in docs_table()
+
+
+def test_a_column_of_some_runs_keeps_no_claim_alive() -> None:
+    assert writes_that_end_claims("prev_logprobs") == ("prev_logprobs",)
+    assert writes_that_end_claims("reference_logprobs") == ("reference_policy_logprobs",)
+    assert writes_that_end_claims("train") == ()
