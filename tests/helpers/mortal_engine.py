@@ -29,7 +29,7 @@ __all__ = ["build_mortal_engine", "build_mortal_vllm"]
 
 LAST_WORD = ".ended"
 """Ending of the file that is made in the moment of its end."""
-INTO_DECODING_S = 0.05
+INTO_DECODING_S = 0.02
 """After which a request of vLLM is under way."""
 
 
