@@ -53,7 +53,7 @@ from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import DatasetError
 from nemo_rl.experience.sync_rollout_actor import RolloutHandle, RolloutSpec, SyncRolloutActor
 from nemo_rl.models.generation.interfaces import EngineSpec
-from nemo_rl.models.loading import load_model_config
+from nemo_rl.models.loading import decoder_sizes, load_model_config
 from nemo_rl.models.policy.recording.identity import record_spec
 from nemo_rl.models.policy.recording.recording import RecordSpec
 from nemo_rl.models.policy.tq_policy import TQPolicy
@@ -148,7 +148,7 @@ def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | Non
             loss_fn=loss_fn,
             measures=RowMeasures.of(config),
             token_estimator=token_estimator(config),
-            cost=sequence_cost(TransformerShape.from_config(model_config.get_text_config().to_dict())),
+            cost=sequence_cost(TransformerShape.from_config(decoder_sizes(model_config))),
         )
         parties = RefitParties(
             policy=groups.policy,

@@ -41,7 +41,7 @@ def shrink(
     # torch takes seconds to import, and other commands need none.
     from nemo_rl.cluster.shrink.run import ShrinkRequest  # noqa: PLC0415
     from nemo_rl.cluster.shrink.run import shrink as make_small  # noqa: PLC0415
-    from nemo_rl.diagnostics.local_job import quiet_libraries  # noqa: PLC0415
+    from nemo_rl.distributed.local_job import quiet_libraries  # noqa: PLC0415
     from nemo_rl.utils import interrupt  # noqa: PLC0415
 
     interrupt.install()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+from nemo_rl.utils.exit_codes import CHILD_FAILED
+
 __all__ = ["Verdict"]
 
 
@@ -22,7 +24,7 @@ class Verdict(Enum):
     """Bytes are not those that were written."""
     UNSUPPORTED = 7
     """Of another model, format or version."""
-    CHILD_FAILED = 8
+    CHILD_FAILED = CHILD_FAILED
     """A process that was started for this ended with an error."""
 
     @property

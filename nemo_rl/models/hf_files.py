@@ -1,7 +1,7 @@
 """Which bytes the weight files of a Hugging Face folder hold: known from names, shapes and dtypes alone.
 
 Called by the writers of a folder. Names here are those of the module's state dict, where the experts of a layer are one
-tensor; files hold every expert by itself, under the names of its model type. Invariant: header and order of a file are,
+tensor; files hold every expert by itself, under the names of its model type (`FileNames`). Invariant: header and order of a file are,
 byte for byte, those of `safetensors.torch.save_file` with the metadata that transformers gives.
 """
 
@@ -9,25 +9,35 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    apply_converters,
+    apply_renamings,
+    revert_weight_conversion,
+)
 
-from nemo_rl.models.boxes import Box, chunk_of
+from nemo_rl.errors import ModelFolderError, boundary
+from nemo_rl.models.boxes import Box
 from nemo_rl.models.policy.interfaces import TensorInfo
 
 __all__ = [
     "INDEX_FILE",
     "MAX_SHARD_BYTES",
     "SINGLE_FILE",
-    "ExpertNames",
+    "FileNames",
     "StoredTensor",
     "WeightFile",
     "as_stored",
-    "expert_names",
     "index_text",
     "plan_files",
 ]
@@ -56,29 +66,8 @@ CODES: Mapping[torch.dtype, str] = {
 ORDER = {dtype: number for number, dtype in enumerate(CODES)}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertNames:
-    """How the files of a model type name what a module calls `mlp.gate` and `mlp.experts`."""
-
-    block: str
-    """In place of `mlp`, in layers with experts."""
-    gate_up_proj: tuple[str, str]
-    down_proj: tuple[str]
-
-    def pieces(self) -> dict[str, tuple[str, ...]]:
-        """Names of an expert's weights in the files, in the order in which their rows make up the module's."""
-        return {"gate_up_proj": self.gate_up_proj, "down_proj": self.down_proj}
-
-
-EXPERT_NAMES = {
-    "mixtral": ExpertNames(block="block_sparse_moe", gate_up_proj=("w1", "w3"), down_proj=("w2",)),
-}
-COMMON_EXPERT_NAMES = ExpertNames(block="mlp", gate_up_proj=("gate_proj", "up_proj"), down_proj=("down_proj",))
-
-
-def expert_names(config: PretrainedConfig) -> ExpertNames:
-    """Those of a model's type."""
-    return EXPERT_NAMES.get(config.model_type, COMMON_EXPERT_NAMES)
+PROBE_ROWS = 12
+"""Size of a probe along each dim that is not counted in experts: pieces of halves, thirds and quarters come out even."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +91,99 @@ class StoredTensor:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+class FileNames:
+    """How the files of a model type name its weights, and which part of a weight each tensor of a file is.
+
+    transformers says so itself: its own conversion on saving is applied to small tensors that hold their positions.
+
+    Example:
+        A Mixtral's `model.layers.0.mlp.experts.down_proj` of shape `[E, H, I]` lies in its files as
+        `model.layers.0.block_sparse_moe.experts.{0..E-1}.w2.weight` of shape `[H, I]`.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Args:
+        model: with or without weights.
+
+        Raises:
+            ModelFolderError: files of this type hold values in an order that cannot be written in parts.
+        """
+        self._kind = model.config.model_type
+        conversions = [one for one in get_model_conversion_mapping(model, add_legacy=False) if not _is_prefix(one)]
+        reverse = [one.reverse_transform() for one in conversions[::-1]]
+        self._renamings = [one for one in reverse if isinstance(one, WeightRenaming)]
+        converters = [one for one in reverse if isinstance(one, WeightConverter)]
+        probes = {
+            name: weight.shape
+            for name, weight in model.state_dict(keep_vars=True).items()
+            if apply_converters(name, converters)[1] is not None
+        }
+        self._parts = self._cut(model, probes) if probes else {}
+
+    def stored(self, name: str, info: TensorInfo) -> Iterator[StoredTensor]:
+        """Yield the tensors of files that hold a weight of the module."""
+        dtype: torch.dtype = vars(torch)[info.dtype]
+        whole = Box.whole(info.shape)
+        if name not in self._parts:
+            stored = apply_renamings(name, self._renamings)
+            yield StoredTensor(name=stored, weight=name, box=whole, shape=info.shape, dtype=dtype)
+            return
+        for stored, start, size, dims in self._parts[name]:
+            box = whole
+            for dim, (first, count, of) in enumerate(zip(start, size, _probe_shape(info.shape), strict=True)):
+                box = box.along(dim, first * info.shape[dim] // of, count * info.shape[dim] // of)
+            yield StoredTensor(
+                name=stored, weight=name, box=box, shape=box.size[len(box.size) - dims :], dtype=dtype
+            )
+
+    def _cut(self, model: PreTrainedModel, shapes: Mapping[str, torch.Size]) -> dict[str, list[_Part]]:
+        """Return which parts of each weight lie where, found with tensors of positions in place of the weights."""
+        offsets, probes, total = dict[int, str](), dict[str, torch.Tensor](), 0
+        for name, shape in shapes.items():
+            small = _probe_shape(shape)
+            probes[name] = torch.arange(total, total + math.prod(small)).view(small)
+            offsets[total] = name
+            total += math.prod(small)
+        what = f"the files of {self._kind!r} cannot be written: transformers stores its weights in another order"
+        starts = sorted(offsets)
+        found: dict[str, list[_Part]] = {name: [] for name in shapes}
+        with boundary(ModelFolderError, what):
+            for stored, values in revert_weight_conversion(model, dict(probes)).items():
+                first = int(values.flatten()[0])
+                offset = starts[bisect_right(starts, first) - 1]
+                name = offsets[offset]
+                shape = probes[name].shape
+                start = tuple(int(at) for at in torch.unravel_index(torch.tensor(first - offset), shape))
+                size = (*[1] * (len(shape) - values.dim()), *values.shape)
+                box = Box(start=start, size=size)
+                if not torch.equal(box.of(probes[name], held=Box.whole(tuple(shape))).view(values.shape), values):
+                    raise ModelFolderError(f"{what} ({stored!r})")
+                found[name].append((stored, start, size, values.dim()))
+        incomplete = [
+            name
+            for name, parts in found.items()
+            if sum(math.prod(size) for _, _, size, _ in parts) != probes[name].numel()
+        ]
+        if incomplete:
+            raise ModelFolderError(f"{what} ({incomplete[0]!r})")
+        return {name: sorted(parts, key=lambda part: part[1]) for name, parts in found.items()}
+
+
+_Part = tuple[str, tuple[int, ...], tuple[int, ...], int]
+"""Name in the file; start and size in the probe; number of dims in the file."""
+
+
+def _probe_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Fused experts keep their number; every other size becomes one that divides well."""
+    small = tuple(PROBE_ROWS for _ in shape)
+    return (shape[0], *small[1:]) if len(shape) > 2 else small
+
+
+def _is_prefix(conversion: object) -> bool:
+    """Whether a conversion only says that a folder may hold a larger model that this one is a part of."""
+    return isinstance(conversion, PrefixChange)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,10 +212,10 @@ class WeightFile:
 
 
 def plan_files(
-    infos: Mapping[str, TensorInfo], names: ExpertNames, *, max_shard_bytes: int = MAX_SHARD_BYTES
+    infos: Mapping[str, TensorInfo], names: FileNames, *, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> tuple[WeightFile, ...]:
     """The files for weights that come in this order."""
-    shards = list(_shards([tensor for name in infos for tensor in _stored(name, infos[name], names)], max_shard_bytes))
+    shards = list(_shards([tensor for name in infos for tensor in names.stored(name, infos[name])], max_shard_bytes))
     return tuple(
         WeightFile(
             name=SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors",
@@ -152,10 +234,10 @@ def index_text(files: Sequence[WeightFile]) -> str:
     return json.dumps(index, indent=2, sort_keys=True) + "\n"
 
 
-def as_stored(name: str, weight: torch.Tensor, names: ExpertNames) -> Iterator[tuple[str, torch.Tensor]]:
+def as_stored(name: str, weight: torch.Tensor, names: FileNames) -> Iterator[tuple[str, torch.Tensor]]:
     """A weight of a module as files hold it: every expert by itself, sharing its memory."""
     info = TensorInfo(shape=tuple(weight.shape), dtype=str(weight.dtype).removeprefix("torch."))
-    for tensor in _stored(name, info, names):
+    for tensor in names.stored(name, info):
         yield tensor.name, tensor.box.of(weight, held=Box.whole(info.shape)).view(tensor.shape)
 
 
@@ -170,21 +252,3 @@ def _shards(tensors: Sequence[StoredTensor], max_bytes: int) -> Iterator[list[St
         held.append(tensor)
         held_bytes += tensor.num_bytes
     yield held
-
-
-def _stored(name: str, info: TensorInfo, names: ExpertNames) -> Iterator[StoredTensor]:
-    dtype: torch.dtype = vars(torch)[info.dtype]
-    whole = Box.whole(info.shape)
-    layer, experts, kind = name.rpartition(".mlp.experts.")
-    if not experts:
-        # Only the block with experts has a `gate`; that of other layers has a `gate_proj`.
-        stored = name.replace(".mlp.gate.", f".{names.block}.gate.")
-        yield StoredTensor(name=stored, weight=name, box=whole, shape=info.shape, dtype=dtype)
-        return
-    pieces = names.pieces()[kind]
-    for number in range(info.shape[0]):
-        for place, piece in enumerate(pieces):
-            rows = chunk_of(info.shape[1], place=place, count=len(pieces))
-            box = whole.along(0, number, 1).along(1, *rows)
-            stored = f"{layer}.{names.block}.experts.{number}.{piece}.weight"
-            yield StoredTensor(name=stored, weight=name, box=box, shape=box.size[1:], dtype=dtype)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Set
-from dataclasses import dataclass, field
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,8 +17,10 @@ from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig
 
 from nemo_rl.errors import ModelFolderError, boundary, name_some
-from nemo_rl.models.hf_files import INDEX_FILE, SINGLE_FILE, expert_names
-from nemo_rl.models.loading import check_model_folder, named_weights
+from nemo_rl.models.boxes import Box
+from nemo_rl.models.hf_files import INDEX_FILE, SINGLE_FILE, FileNames, StoredTensor
+from nemo_rl.models.loading import check_model_folder, model_without_weights, named_weights
+from nemo_rl.models.policy.interfaces import TensorInfo
 
 __all__ = [
     "ALL_ROWS",
@@ -67,17 +68,8 @@ class ModelWeights:
 
     def get(self, name: str, *, rows: slice = ALL_ROWS) -> torch.Tensor:
         """See `WeightSource`."""
-        return self._weights[name][rows]
-
-
-@dataclass(slots=True)
-class _Stored:
-    """Where a weight of the module lies in the files."""
-
-    name: str = ""
-    """In the files, of a weight that is stored whole."""
-    experts: dict[int, dict[str, str]] = field(default_factory=dict)
-    """Else the names of each expert's pieces, by the piece."""
+        weight = self._weights[name]
+        return weight[rows] if weight.dim() else weight
 
 
 class FolderWeights:
@@ -97,11 +89,10 @@ class FolderWeights:
         """
         self.where = f"model folder {str(folder)!r}"
         self._folder = folder
-        self._expert_names = expert_names(config)
         self._files: dict[str, Any] = {}
         self._file_of = self._find_names()
         unused = _unused_names(config)
-        self._stored = self._join_names(name for name in self._file_of if not unused.fullmatch(name))
+        self._stored = self._join_names(config, [name for name in self._file_of if not unused.fullmatch(name)])
         self._check_tied_head()
 
     def names(self) -> Set[str]:
@@ -114,11 +105,13 @@ class FolderWeights:
         Raises:
             ModelFolderError: the file does not hold what the index says.
         """
-        stored = self._stored[name]
-        if stored.name:
-            return self._shape_in_file(stored.name)
-        shapes = [self._shape_in_file(piece) for piece in stored.experts[0].values()]
-        return (len(stored.experts), sum(shape[0] for shape in shapes), *shapes[0][1:])
+        parts = self._stored[name]
+        shapes = [self._shape_in_file(part.name) for part in parts]
+        if len(parts) == 1:
+            return shapes[0]
+        wrong = [shape for shape, part in zip(shapes, parts, strict=True) if shape != part.shape]
+        # Of other experts than the config describes, what they would make up.
+        return (len(parts), *wrong[0]) if wrong else self._whole(parts)
 
     def get(self, name: str, *, rows: slice = ALL_ROWS) -> torch.Tensor:
         """See `WeightSource`.
@@ -126,15 +119,29 @@ class FolderWeights:
         Raises:
             ModelFolderError: the file does not hold what the index says, or experts differ in shape.
         """
-        stored = self._stored[name]
-        if stored.name:
-            return self._read(stored.name, rows)
-        wanted = range(len(stored.experts))[rows]
-        experts = [torch.cat([self._read(piece) for piece in stored.experts[expert].values()]) for expert in wanted]
-        try:
-            return torch.stack(experts)
-        except RuntimeError as error:
-            raise ModelFolderError(f"{self.where}: the experts of {name!r} differ: {error}") from error
+        parts = self._stored[name]
+        if len(parts) == 1:
+            return self._read(parts[0].name, rows)
+        shape = self._whole(parts)
+        wanted = range(shape[0])[rows]
+        held = Box.whole(shape).along(0, wanted.start, len(wanted))
+        pieces = [(part, held.meet(part.box)) for part in parts]
+        read = [(self._read(part.name), part, box) for part, box in pieces if box is not None]
+        whole = torch.empty(held.size, dtype=read[0][0].dtype)
+        for tensor, part, box in read:
+            if tuple(tensor.shape) != part.shape:
+                raise ModelFolderError(
+                    f"{self.where}: {part.name!r}: expected shape {part.shape}, got {tuple(tensor.shape)}; the experts "
+                    f"of {name!r} differ"
+                )
+            box.of(whole, held=held).copy_(box.of(tensor.view(part.box.size), held=part.box))
+        return whole
+
+    @staticmethod
+    def _whole(parts: Sequence[StoredTensor]) -> tuple[int, ...]:
+        """Shape of the weight that tensors of the files make up."""
+        last = parts[-1].box
+        return tuple(start + size for start, size in zip(last.start, last.size, strict=True))
 
     def _find_names(self) -> dict[str, str]:
         """The file of each stored weight; a single file goes before an index, as in transformers."""
@@ -162,31 +169,25 @@ class FolderWeights:
                 self._files[file] = safe_open(str(path), framework="pt", device="cpu")
         return self._files[file]
 
-    def _join_names(self, stored_names: Iterable[str]) -> dict[str, _Stored]:
-        names, found = self._expert_names, dict[str, _Stored]()
-        weight_of = {piece: weight for weight, pieces in names.pieces().items() for piece in pieces}
-        expert = re.compile(rf"(.*)\.{names.block}\.experts\.(\d+)\.({'|'.join(weight_of)})\.weight")
-        for name in stored_names:
-            match = expert.fullmatch(name)
-            if match is None:
-                found[name.replace(f".{names.block}.gate.", ".mlp.gate.")] = _Stored(name=name)
-            else:
-                layer, number, piece = match.groups()
-                joined = found.setdefault(f"{layer}.mlp.experts.{weight_of[piece]}", _Stored())
-                joined.experts.setdefault(int(number), {})[piece] = name
-        for name, stored in found.items():
-            if not stored.name:
-                self._order_pieces(name, stored)
-        return found
-
-    def _order_pieces(self, name: str, stored: _Stored) -> None:
-        pieces = self._expert_names.pieces()[name.rpartition(".")[2]]
-        for expert in range(max(stored.experts) + 1):
-            held = stored.experts.get(expert, {})
-            lost = [piece for piece in pieces if piece not in held]
-            if lost:
-                raise ModelFolderError(f"{self.where}: expert {expert} of {name!r} lacks {lost[0]}.weight")
-            stored.experts[expert] = {piece: held[piece] for piece in pieces}
+    def _join_names(
+        self, config: PretrainedConfig, stored_names: Sequence[str]
+    ) -> dict[str, tuple[StoredTensor, ...]]:
+        """Return the weights that the files make up; what no weight of the module is made of stays under its name."""
+        model = model_without_weights(config, self._folder)
+        names, left, found = FileNames(model), dict.fromkeys(stored_names), dict[str, tuple[StoredTensor, ...]]()
+        for name, weight in named_weights(model):
+            info = TensorInfo(shape=tuple(weight.shape), dtype="float32")
+            parts = tuple(names.stored(name, info))
+            lost = [part for part in parts if part.name not in left]
+            if len(lost) < len(parts):
+                if lost:
+                    raise ModelFolderError(
+                        f"{self.where}: expert {lost[0].box.start[0]} of {name!r} lacks {lost[0].name.split('.')[-2]}"
+                    )
+                found[name] = parts
+                for part in parts:
+                    del left[part.name]
+        return found | {name: (_as_it_is(name),) for name in left}
 
     def _check_tied_head(self) -> None:
         """A folder may hold the head of a model that is tied, but not another one than the embedding."""
@@ -207,7 +208,12 @@ class FolderWeights:
             tensor: torch.Tensor = self._files[file].get_tensor(name)
         except SafetensorError as error:
             raise ModelFolderError(f"{self.where}: {name!r} in {file} cannot be read: {error}") from error
-        return tensor[rows]
+        return tensor[rows] if tensor.dim() else tensor
+
+
+def _as_it_is(name: str) -> StoredTensor:
+    """A tensor of a file that no weight of the module is made of, or is under the very same name."""
+    return StoredTensor(name=name, weight=name, box=Box.whole(()), shape=(), dtype=torch.float32)
 
 
 def open_weights(folder: str | Path, config: PretrainedConfig) -> WeightSource:

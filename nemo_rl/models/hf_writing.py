@@ -22,12 +22,13 @@ from nemo_rl.models.boxes import Box
 from nemo_rl.models.hf_files import (
     INDEX_FILE,
     MAX_SHARD_BYTES,
+    FileNames,
     StoredTensor,
     WeightFile,
-    expert_names,
     index_text,
     plan_files,
 )
+from nemo_rl.models.loading import model_without_weights
 from nemo_rl.models.policy.interfaces import TensorInfo
 
 __all__ = ["ModelDescription", "Share", "write_folder", "write_shares"]
@@ -46,6 +47,10 @@ class ModelDescription:
     infos: Mapping[str, TensorInfo]
     """Shapes and dtypes of the whole weights, as `named_weights` names them and in its order."""
     generation_config: GenerationConfig | None = None
+
+    def file_names(self) -> FileNames:
+        """Return how the files of this model type name its weights."""
+        return FileNames(model_without_weights(self.config, "checkpoint"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +82,7 @@ def write_folder(
         OSError: a file cannot be written.
     """
     stream = iter(weights)
-    files = plan_files(model.infos, expert_names(model.config), max_shard_bytes=max_shard_bytes)
+    files = plan_files(model.infos, model.file_names(), max_shard_bytes=max_shard_bytes)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
@@ -116,7 +121,7 @@ def write_shares(
     Raises:
         OSError: a file cannot be written; at the writer alone.
     """
-    files = plan_files(model.infos, expert_names(model.config), max_shard_bytes=max_shard_bytes)
+    files = plan_files(model.infos, model.file_names(), max_shard_bytes=max_shard_bytes)
     if group.rank() != WRITER:
         for window in (window for file in files for window in _windows(file)):
             _send(window, share, group)

@@ -7,6 +7,7 @@ a `ModelFolderError` that names the file, before any process group or engine exi
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ __all__ = [
     "CONFIG_FILE",
     "DTYPES",
     "check_model_folder",
+    "decoder_sizes",
     "fit_experts",
     "load_causal_lm",
     "load_model_config",
@@ -40,6 +42,8 @@ CONFIG_FILE = "config.json"
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 MAX_CONFIG_BYTES = 2**20
+NOISE = re.compile("drop|jitter")
+"""Names of what makes a training pass random: dropout by its many names, noise of routers."""
 STARTERS: Mapping[str, tuple[str, str]] = {
     "starter_sort": ("demo", ""),
     "starter_sort_moe": ("learn-sort-moe", " --experts 8"),
@@ -109,7 +113,35 @@ def load_model_config(folder: str | Path) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         # What every part of a run reads of it.
         config.get_text_config().to_dict()
+    _switch_off_noise(config)
     return config
+
+
+def _switch_off_noise(config: PretrainedConfig) -> None:
+    """Set every dropout and every jitter of a config, and of the configs in it, to 0.
+
+    The probability of a token must be the same when it is drawn, scored and trained. With dropout in the training pass
+    alone, the ratios of the first update would be noise around 1, and no two layouts would agree.
+    """
+    for name, value in list(vars(config).items()):
+        if isinstance(value, PretrainedConfig):
+            _switch_off_noise(value)
+        elif NOISE.search(name) and isinstance(value, float | int) and not isinstance(value, bool) and value:
+            setattr(config, name, type(value)(0))
+
+
+def decoder_sizes(config: PretrainedConfig) -> dict[str, Any]:
+    """Return the config of the language model as a dictionary in which every size also has its common name.
+
+    Example:
+        >>> from transformers import GPT2Config
+        >>> sizes = decoder_sizes(GPT2Config(n_embd=64))
+        >>> sizes["n_embd"], sizes["hidden_size"]
+        (64, 64)
+    """
+    text = config.get_text_config()
+    given: dict[str, Any] = text.to_dict()
+    return given | {common: given[own] for common, own in (text.attribute_map or {}).items() if own in given}
 
 
 def model_without_weights(config: PretrainedConfig, folder: str | Path) -> PreTrainedModel:
@@ -131,15 +163,15 @@ def load_causal_lm(folder: str | Path, *, dtype: torch.dtype = torch.float32) ->
         ModelFolderError: the folder is missing, incomplete or unreadable, or lacks some of the weights.
     """
     path = check_model_folder(folder)
-    load_model_config(path)
+    config = load_model_config(path)
     with boundary(ModelFolderError, f"model folder {str(path)!r}: cannot be loaded"):
         model, report = AutoModelForCausalLM.from_pretrained(
             str(path),
+            config=config,
             dtype=dtype,
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
-            attn_implementation="sdpa",
             output_loading_info=True,
         )
     if report["missing_keys"]:
@@ -195,7 +227,8 @@ def _check_sizes(given: Mapping[str, Any], where: str) -> None:
         limit = LIMITS.get(name)
         if limit is None or value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= limit:
+        sizes = value if isinstance(value, list) and value else [value]
+        if any(isinstance(size, bool) or not isinstance(size, int) or not 0 < size <= limit for size in sizes):
             raise ModelFolderError(
                 f"{where}: {name}: expected a whole number from 1 to {limit}, got {shorten(repr(value))}"
             )

@@ -1,7 +1,7 @@
 """Causal attention over sequences packed in one row, on one rank or zigzag-split over context-parallel ranks.
 
 Registered with Hugging Face models as `nrl_varlen`; a forward pass hands its `Segments` to every layer as the keyword
-`segments`. Invariant: a token attends to itself and to earlier tokens of its own sequence only, by construction: a
+`segments`, and the mask that a model asks for arrives as a `Pattern`. Invariant: a token attends to itself and to earlier tokens of its own sequence only, by construction: a
 call sees sequences as rows of a batch, and no mask over the whole row exists. Shapes: n rows, S positions of the pass,
 s = S / ranks local ones, g sequences of one length, H query heads, G key heads, D head dimension.
 
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PretrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from nemo_rl.distributed.differentiable import gather_along
@@ -30,7 +30,7 @@ try:  # An optional kernel of its own package, for half precision on GPU.
 except ImportError:
     flash_attn_varlen_func = None
 
-__all__ = ["ATTENTION_NAME", "Segments", "varlen_attention"]
+__all__ = ["ATTENTION_NAME", "Pattern", "Segments", "varlen_attention"]
 
 ATTENTION_NAME = "nrl_varlen"
 
@@ -120,10 +120,60 @@ class Segments:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Pattern:
+    """Which earlier tokens of its sequence a token sees, as the mask of its layer says."""
+
+    window: int
+    """Tokens that a token sees, itself included."""
+    is_chunked: bool = False
+    """The sequence is cut into runs of `window` tokens, and a token sees its own run only (Llama 4)."""
+
+    @classmethod
+    def of_mask(
+        cls, *, local_size: int | None = None, use_vmap: bool = False, config: PretrainedConfig, **_: object
+    ) -> Pattern | None:
+        """Return what takes the place of a mask in a model; called by transformers as a mask function.
+
+        Args:
+            local_size: the window or chunk of the layers that the mask is for; None: all earlier tokens.
+            use_vmap: the model joins another pattern to the usual one.
+            config: of the text model.
+
+        Raises:
+            ValueError: a pattern of the model's own.
+        """
+        if use_vmap:
+            raise ValueError(f"{config.model_type!r} masks attention by a pattern of its own")
+        if local_size is None:
+            return None
+        given = config.to_dict()
+        is_chunked = given.get("attention_chunk_size") == local_size
+        if is_chunked and given.get("sliding_window") == local_size:
+            raise ValueError(f"{config.model_type!r} has windows and chunks of {local_size} tokens, which look alike")
+        return cls(window=local_size, is_chunked=is_chunked)
+
+    def mask(self, queries: int, keys: int, device: torch.device) -> torch.Tensor:
+        """Return `[q, k]` bool: True where a key is seen; the last query is at the place of the last key."""
+        place_q1 = torch.arange(keys - queries, keys, device=device)[:, None]
+        place_k = torch.arange(keys, device=device)
+        near = place_q1 // self.window == place_k // self.window
+        return (place_q1 >= place_k) & (near if self.is_chunked else place_q1 - place_k < self.window)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Options:
     scaling: float | None
     dropout: float
-    window: int | None
+    pattern: Pattern | None
+    softcap: float | None = None
+    """Scores are bent to lie between minus and plus this number."""
+    sinks: torch.Tensor | None = None
+    """`[H]`: a score of each head that takes part in the softmax, and has no value."""
+
+    @property
+    def has_own_scores(self) -> bool:
+        """Whether scores must be computed here, since no fused kernel has what they need."""
+        return self.softcap is not None or self.sinks is not None
 
 
 def varlen_attention(
@@ -131,11 +181,10 @@ def varlen_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: Pattern | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
     segments: Segments | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
@@ -145,27 +194,28 @@ def varlen_attention(
 
     Args:
         query: `[n, H, s, D]`; key and value `[n, G, s, D]`, H a multiple of G.
-        sliding_window: tokens that a token sees, itself included; None means all.
+        attention_mask: None means that a token sees all earlier ones. Also where layers pass their `sliding_window`,
+            the mask is what counts, as in the other implementations of Hugging Face.
         segments: of this pass; None treats each row as one sequence.
+        softcap: largest magnitude of a score.
+        s_aux: sinks, `[H]`.
 
     Returns:
         `[n, s, H, D]` and no weights.
 
     Raises:
-        ValueError: a mask, a cap of the scores or sinks, none of which this attention has.
+        ValueError: a mask that the model has made by itself.
     """
-    if attention_mask is not None:
-        raise ValueError("attention_mask: expected None; sequences are distinguished by `segments`")
-    if softcap is not None or s_aux is not None:
-        raise ValueError(f"{type(module).__name__} caps its scores or has sinks, which {ATTENTION_NAME} does not know")
+    if attention_mask is not None and not isinstance(attention_mask, Pattern):
+        raise ValueError(f"{type(module).__name__} makes its own mask, which attention over segments cannot follow")
     segments = segments or Segments(lengths=(query.shape[2],), device=query.device)
-    options = _Options(scaling=scaling, dropout=dropout, window=sliding_window)
+    options = _Options(scaling=scaling, dropout=dropout, pattern=attention_mask, softcap=softcap, sinks=s_aux)
     if segments.group is not None:
         key = gather_along(key, segments.group, dim=2).index_select(2, segments.row_order)
         value = gather_along(value, segments.group, dim=2).index_select(2, segments.row_order)
     if len(segments.lengths) == 1 and segments.cp_size == 1:
         return _attend(query, key, value, options).transpose(1, 2).contiguous(), None
-    if _has_flash(query, dropout) and segments.cp_size == 1:
+    if _has_flash(query, options) and segments.cp_size == 1:
         return _flash(query, key, value, segments.lengths, options), None
     outputs = []
     for run in segments.runs:
@@ -187,24 +237,40 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: _Options
     repeat = q.shape[1] // k.shape[1]
     if repeat > 1:
         k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-    attend = partial(scaled_dot_product_attention, dropout_p=options.dropout, scale=options.scaling)
     queries, keys = q.shape[2], k.shape[2]
-    if options.window is not None and options.window < keys:
-        return attend(q, k, v, attn_mask=_window_mask(queries, keys, options.window, q.device))
+    pattern = options.pattern if options.pattern is not None and options.pattern.window < keys else None
+    if options.has_own_scores:
+        return _attend_by_scores(q, k, v, pattern, options)
+    attend = partial(scaled_dot_product_attention, dropout_p=options.dropout, scale=options.scaling)
+    if pattern is not None:
+        return attend(q, k, v, attn_mask=pattern.mask(queries, keys, q.device))
     if queries == keys:
         return attend(q, k, v, is_causal=True)
     return attend(q, k, v, attn_mask=causal_lower_right(queries, keys))
 
 
-def _window_mask(queries: int, keys: int, window: int, device: torch.device) -> torch.Tensor:
-    """`[q, k]` bool: causal, and no further back than the window."""
-    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
-    return (distance >= 0) & (distance < window)
+def _attend_by_scores(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Pattern | None, options: _Options
+) -> torch.Tensor:
+    """Attention written out, for scores that are capped (Gemma 2) and heads with sinks (gpt-oss)."""
+    queries, keys = q.shape[2], k.shape[2]
+    scores_nHqk = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if options.scaling is None else options.scaling)
+    if options.softcap is not None:
+        scores_nHqk = torch.tanh(scores_nHqk / options.softcap) * options.softcap
+    is_seen_qk = (pattern or Pattern(window=keys)).mask(queries, keys, q.device)
+    scores_nHqk = scores_nHqk.masked_fill(~is_seen_qk, torch.finfo(scores_nHqk.dtype).min)
+    if options.sinks is not None:
+        sinks_nHq1 = options.sinks.to(scores_nHqk.dtype).view(1, -1, 1, 1).expand(*scores_nHqk.shape[:3], 1)
+        scores_nHqk = torch.cat([scores_nHqk, sinks_nHq1], dim=-1)
+    weights_nHqk = scores_nHqk.softmax(-1, dtype=torch.float32).to(v.dtype)[..., :keys]
+    return torch.nn.functional.dropout(weights_nHqk, options.dropout) @ v
 
 
-def _has_flash(query: torch.Tensor, dropout: float) -> bool:
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    return flash_attn_varlen_func is not None and query.is_cuda and half and dropout == 0.0
+def _has_flash(query: torch.Tensor, options: _Options) -> bool:
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    is_plain = not options.has_own_scores and options.dropout == 0.0
+    is_plain &= options.pattern is None or not options.pattern.is_chunked
+    return flash_attn_varlen_func is not None and query.is_cuda and is_half and is_plain
 
 
 def _flash(
@@ -216,7 +282,7 @@ def _flash(
     starts = counts.cumsum(0, dtype=torch.int32)
     flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
     longest = max(lengths)
-    back = -1 if options.window is None else options.window - 1
+    back = -1 if options.pattern is None else options.pattern.window - 1
     result: torch.Tensor = flash_attn_varlen_func(
         *flat, starts, starts, longest, longest, softmax_scale=options.scaling, causal=True, window_size=(back, 0)
     )
@@ -224,5 +290,5 @@ def _flash(
 
 
 AttentionInterface.register(ATTENTION_NAME, varlen_attention)
-# No mask is built: the segments are what separates sequences.
-ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, lambda *args, **kwargs: None)
+# No mask is built: segments separate sequences, and a layer learns its window.
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, Pattern.of_mask)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from nemo_rl.algorithms.preflight import model_check
 from nemo_rl.algorithms.preflight.subject import Subject
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, ENGINE_TRAITS, ENGINES, LOSSES, STORES, EngineTraits
 from nemo_rl.config.schema import DatasetConfig, GRPOConfig
@@ -42,9 +43,11 @@ MAX_BYTES = 256 * 2**20
 
 
 def check_model(subject: Subject) -> list[str]:
-    """The folder is whole, its weights can be opened, and the model can do what is asked of it."""
+    """The folder is whole, its weights can be opened, and the model has its own numbers in what is asked of it."""
     check_policy_fits(subject.config.policy)
-    return [] if subject.num_parameters else [f"model folder {subject.config.policy.model_name!r}: holds no weight"]
+    if not subject.num_parameters:
+        return [f"model folder {subject.config.policy.model_name!r}: holds no weight"]
+    return model_check.check_model(subject.config.policy)
 
 
 def check_optimizer(subject: Subject) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from nemo_rl.diagnostics.local_job import quiet_libraries
+from nemo_rl.distributed.local_job import quiet_libraries
 from nemo_rl.diagnostics.mismatch.rope import has_rope, scaled_rope
 from nemo_rl.diagnostics.mismatch.setting import Cut, Setting
 from nemo_rl.diagnostics.mismatch.tokens import StepTokens

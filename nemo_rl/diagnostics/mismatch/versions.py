@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from nemo_rl.algorithms.kept_steps.record import StepStatus
 from nemo_rl.algorithms.recipe_loss import build_loss
-from nemo_rl.diagnostics.local_job import run_job
+from nemo_rl.distributed.local_job import run_job
 from nemo_rl.diagnostics.mismatch.tokens import StepTokens
 from nemo_rl.diagnostics.step_replay.chain import Chain, ChainLink, checkpoints_of, find_chain, read_link
 from nemo_rl.diagnostics.step_replay.columns import KeptColumns

@@ -6,6 +6,7 @@ what is accepted here runs with the numbers of one process; the rest is refused 
 
 from __future__ import annotations
 
+import torch
 from transformers import PreTrainedModel
 
 from nemo_rl.config.policy import PolicyConfig
@@ -15,6 +16,9 @@ from nemo_rl.models.dtensor.tensor_parallel import check_plan
 from nemo_rl.models.dtensor.tensor_plans import plan_of
 
 __all__ = ["attention_problem", "check_model_fits"]
+
+RECURRENT = frozenset({"linear_attention", "conv", "mamba", "recurrent"})
+"""Kinds of layers that know sequences by where a row begins, and nothing else."""
 
 
 def check_model_fits(model: PreTrainedModel, config: PolicyConfig) -> None:
@@ -45,7 +49,7 @@ def check_model_fits(model: PreTrainedModel, config: PolicyConfig) -> None:
 
 def attention_problem(model: PreTrainedModel) -> str | None:
     """Why our attention over segments cannot stand in for the model's own; None where it can."""
-    if model.config.get_text_config().to_dict().get("attn_logit_softcapping") is not None:
-        return "caps its attention scores"
-    can_be_replaced = model._supports_attention_backend and model._supports_sdpa
-    return None if can_be_replaced else "brings an attention of its own"
+    kinds = {str(kind) for kind in model.config.get_text_config().to_dict().get("layer_types") or ()}
+    if kinds & RECURRENT or any(isinstance(module, torch.nn.Conv1d) for module in model.modules()):
+        return "has layers that carry values along a row outside of attention (convolutions, states)"
+    return None if model._supports_attention_backend else "brings an attention of its own"

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.nn.functional import embedding
 
 from nemo_rl.distributed.differentiable import copy_to, gather_along, reduce_from, scatter_along
 from nemo_rl.errors import ConfigError
@@ -197,14 +196,14 @@ def _vocab_embedding(module: Any, axis: TensorAxis) -> None:
     first = axis.rank * count
     padding = module.padding_idx
     # The row of the padding token gets no gradient, as in the whole embedding.
-    local_padding = padding - first if padding is not None and first <= padding < first + count else None
+    module.padding_idx = padding - first if padding is not None and first <= padding < first + count else None
 
-    def look_up(_: Forward, ids: torch.Tensor) -> torch.Tensor:
+    def look_up(forward: Forward, ids: torch.Tensor) -> torch.Tensor:
         is_here = (ids >= first) & (ids < first + count)
-        found = embedding(torch.where(is_here, ids - first, 0), module.weight, padding_idx=None)
-        keep = is_here if local_padding is None else is_here & (ids != padding)
-        values = torch.where(keep[..., None], found, found.detach())
-        return axis.leave(values * is_here[..., None])
+        # The module's own look-up: some families scale what they find. Ids of other ranks find a row that is dropped.
+        found = forward(torch.where(is_here, ids - first, 0))
+        assert isinstance(found, torch.Tensor)
+        return axis.leave(found * is_here[..., None])
 
     _wrap(module, look_up)
     _own_parameters(module, axis, _split("vocab_embedding", module))

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from nemo_rl.models.megatron.mcore import MegatronModule, PackedSeqParams, TransformerConfig
 from nemo_rl.models.megatron.rope import rotary_frequencies
-from nemo_rl.models.varlen_attention import Segments, varlen_attention
+from nemo_rl.models.varlen_attention import Pattern, Segments, varlen_attention
 
 __all__ = ["PackedSegments", "Rotary", "SegmentAttention"]
 
@@ -68,7 +68,8 @@ class SegmentAttention(MegatronModule):  # type: ignore[misc]
         layer_number: counts from 1 over all pipeline stages.
         """
         super().__init__(config=config)
-        self.window: int | None = config.attention_windows[layer_number - 1]
+        window: int | None = config.attention_windows[layer_number - 1]
+        self.pattern = None if window is None else Pattern(window=window)
         self.dropout: float = config.attention_dropout
         self.scaling = float(config.softmax_scale or config.kv_channels**-0.5)
 
@@ -87,16 +88,16 @@ class SegmentAttention(MegatronModule):  # type: ignore[misc]
             query: `[s, n, H, D]`; key and value `[s, n, G, D]`.
         """
         assert packed_seq_params is not None, "the pass has no PackedSegments"
+        assert attention_mask is None, "segments take the place of a mask"
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         found, _weights = varlen_attention(
             self,
             q,
             k,
             v,
-            attention_mask,
+            self.pattern,
             scaling=self.scaling,
             dropout=self.dropout if self.training else 0.0,
-            sliding_window=self.window,
             segments=packed_seq_params.segments,
         )
         return found.transpose(0, 1).flatten(2)

@@ -65,8 +65,12 @@ class _Finder(TapList):
         """Sites of one layer."""
         self.add(SiteKind.LAYER_IN, number, at_input(layer), tokens=self.between)
         attention, mlp = layer.self_attention, layer.mlp
-        for kind, place in ((SiteKind.ATTN_Q, 0), (SiteKind.ATTN_K, 1), (SiteKind.ATTN_V, 2)):
-            self.add(kind, number, at_output(attention.linear_qkv, self._projection(place)), split=self.part)
+        projections = {SiteKind.ATTN_Q: 0, SiteKind.ATTN_K: 1, SiteKind.ATTN_V: 2}
+        if self._model.shape.num_groups % self.part.count:
+            self.cannot("tensor ranks share key-value heads, of which none projects a whole one", *projections)
+        else:
+            for kind, place in projections.items():
+                self.add(kind, number, at_output(attention.linear_qkv, self._projection(place)), split=self.part)
         self.add(SiteKind.ATTN_CONTEXT, number, at_input(attention.linear_proj), split=self.part)
         self.add(SiteKind.ATTN_OUT, number, at_output(attention), tokens=self.between)
         if any(True for _ in layer.pre_mlp_layernorm.parameters()):

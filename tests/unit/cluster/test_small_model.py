@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from nemo_rl.cluster.known_models import planned_model_config
-from nemo_rl.cluster.shrink.model import small_model_config, write_small_model
+from nemo_rl.models.tiny_model import small_model_config, write_small_model
 from nemo_rl.config.parallel import ParallelSizes
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.errors import UserError
@@ -91,4 +91,4 @@ def test_the_folder_has_a_tokenizer_and_weights_of_which_none_is_one_or_zero(tmp
 
 def test_a_model_that_is_no_plain_decoder_is_refused() -> None:
     with pytest.raises(UserError, match="is no plain decoder"):
-        small_model_config(AutoConfig.for_model("mamba"), TWO, real_sizes=TWO, vocab_size=320)
+        small_model_config(AutoConfig.for_model("prophetnet"), TWO, real_sizes=TWO, vocab_size=320)

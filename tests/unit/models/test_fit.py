@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import (
     BertConfig,
+    CodeGenConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
@@ -42,6 +43,7 @@ def policy(folder: Path, *, packed: bool = False, **sizes: object) -> PolicyConf
 
 SMALL = {**COMMON, "hidden_size": 64, "head_dim": 16}
 CAPPED = Gemma2Config(**SMALL)
+OWN_ATTENTION = CodeGenConfig(vocab_size=320, n_embd=32, n_layer=2, n_head=4)
 GROWING = LlamaConfig(**COMMON, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
 SCALED = LONG_ROPE | {"short_mscale": 1.0, "long_mscale": 1.1}
 PHIMOE = PhimoeConfig(**COMMON, num_local_experts=2, rope_parameters=SCALED)
@@ -71,21 +73,20 @@ REFUSED = {
         {"tensor_parallel_size": 2, "sequence_parallel": True},
         "policy.dtensor_cfg.sequence_parallel: 'mistral' has no plan for it (known: llama, qwen2",
     ),
-    "capped scores and context": (
-        CAPPED,
-        {"context_parallel_size": 2},
-        "policy.dtensor_cfg.context_parallel_size: 'gemma2' caps its attention scores",
-    ),
-    "capped scores and packing": (
-        CAPPED,
+    "its own attention and packing": (
+        OWN_ATTENTION,
         {"packed": True},
-        "policy.sequence_packing.enabled: 'gemma2' caps its attention scores",
+        "policy.sequence_packing.enabled: 'codegen' brings an attention of its own",
+    ),
+    "its own attention and context": (
+        OWN_ATTENTION,
+        {"context_parallel_size": 2},
+        "policy.dtensor_cfg.context_parallel_size: 'codegen' brings an attention of its own",
     ),
     "positions that grow": (GROWING, {}, "has positions of rope_type 'dynamic', whose frequencies grow with the"),
     "positions of its own": (PHIMOE, {}, "rope_type 'longrope' with a rule of its own for the longest row"),
     "positions of layers": (BY_LAYER, {}, "rope_type 'longrope' with a rule of its own for the longest row"),
     "positions of rollouts": (config_of("longrope"), {}, "in rows of more than 16 tokens"),
-    "sinks": (SINKS, {"packed": True}, "policy.sequence_packing.enabled: 'gpt_oss' brings an attention of its own"),
 }
 
 
@@ -113,6 +114,11 @@ def test_a_model_brings_its_own_plan(tmp_path: Path) -> None:
 def test_a_window_serves_packing_and_context(tmp_path: Path) -> None:
     config = config_of("mistral")
     assert config.sliding_window is not None
+    check_policy_fits(policy(folder_of(config, tmp_path), packed=True, context_parallel_size=2))
+
+
+@pytest.mark.parametrize("config", [CAPPED, SINKS], ids=["capped scores", "sinks"])
+def test_scores_that_no_kernel_has_serve_packing_and_context(config: PretrainedConfig, tmp_path: Path) -> None:
     check_policy_fits(policy(folder_of(config, tmp_path), packed=True, context_parallel_size=2))
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import LlamaConfig
 
-from nemo_rl.models.varlen_attention import ATTENTION_NAME, Segments, varlen_attention
+from nemo_rl.models.varlen_attention import ATTENTION_NAME, Pattern, Segments, varlen_attention
 from tests.helpers.tiny_model import tiny_model
 
 LENGTHS = (5, 1, 9)
@@ -86,7 +87,7 @@ def test_a_sequence_that_cannot_be_split_is_refused() -> None:
 def test_a_window_hides_what_is_further_back(window: int) -> None:
     query, key, value = heads(9, 4), heads(9, 4) * 2, heads(9, 4) + 1
     found, _ = varlen_attention(
-        MODULE, query, key, value, None, scaling=1.0, sliding_window=window, segments=Segments(lengths=(2, 7))
+        MODULE, query, key, value, Pattern(window=window), scaling=1.0, segments=Segments(lengths=(2, 7))
     )
     for start, stop in ((0, 2), (2, 9)):
         for place in range(start, stop):
@@ -96,11 +97,40 @@ def test_a_window_hides_what_is_further_back(window: int) -> None:
             torch.testing.assert_close(found[:, place], expected)
 
 
-def test_what_this_attention_does_not_know_is_refused() -> None:
+@pytest.mark.parametrize("chunk", [1, 3, 20])
+def test_a_chunk_hides_what_is_in_an_earlier_one(chunk: int) -> None:
+    query, key, value = heads(9, 4), heads(9, 4) * 2, heads(9, 4) + 1
+    pattern = Pattern(window=chunk, is_chunked=True)
+    found, _ = varlen_attention(MODULE, query, key, value, pattern, scaling=1.0, segments=Segments(lengths=(2, 7)))
+    for start, stop in ((0, 2), (2, 9)):
+        for place in range(start, stop):
+            seen = slice(start + (place - start) // chunk * chunk, place + 1)
+            scores = (key[:, :, seen] * query[:, :, place : place + 1]).sum(-1).softmax(-1)
+            expected = (value[:, :, seen] * scores[..., None]).sum(2)
+            torch.testing.assert_close(found[:, place], expected)
+
+
+def test_capped_scores_and_sinks_are_as_written_out() -> None:
+    query, key, value = heads(9, 4) * 3, heads(9, 2) * 2, heads(9, 2) + 1
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    found, _ = varlen_attention(
+        MODULE, query, key, value, None, scaling=0.5, softcap=2.0, s_aux=sinks, segments=Segments(lengths=(2, 7))
+    )
+    for start, stop in ((0, 2), (2, 9)):
+        for place in range(start, stop):
+            for head in range(4):
+                seen = key[:, head // 2, start : place + 1]
+                scores = torch.tanh((seen * query[:, head, place, None]).sum(-1) * 0.5 / 2.0) * 2.0
+                weights = torch.cat([scores, sinks[head].expand(len(scores), 1)], dim=1).softmax(-1)[:, :-1]
+                expected = (value[:, head // 2, start : place + 1] * weights[..., None]).sum(1)
+                torch.testing.assert_close(found[:, place, head], expected)
+
+
+def test_a_mask_of_the_model_itself_is_refused() -> None:
     inputs = (MODULE, heads(3, 4), heads(3, 2), heads(3, 2))
-    with pytest.raises(ValueError, match="attention_mask: expected None"):
-        varlen_attention(*inputs, torch.ones(1, 3))
-    with pytest.raises(ValueError, match="caps its scores or has sinks"):
-        varlen_attention(*inputs, None, softcap=50.0)
-    with pytest.raises(ValueError, match="caps its scores or has sinks"):
-        varlen_attention(*inputs, None, s_aux=torch.zeros(4))
+    with pytest.raises(ValueError, match="makes its own mask"):
+        varlen_attention(*inputs, torch.ones(1, 3))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="masks attention by a pattern of its own"):
+        Pattern.of_mask(use_vmap=True, config=LlamaConfig())
+    with pytest.raises(ValueError, match="which look alike"):
+        Pattern.of_mask(local_size=8, config=LlamaConfig(attention_chunk_size=8, sliding_window=8))

@@ -179,7 +179,7 @@ class _LiveBatch:
         )
         if routes is not None:
             routes.add_prompts(row_slot, mask_PS)
-        cache.batch_select_indices(row_slot)
+        cache.reorder_cache(row_slot)
         return cls(
             cache=cache,
             mask_BS=mask_PS[row_slot],
@@ -189,7 +189,7 @@ class _LiveBatch:
 
     def keep(self, rows: torch.Tensor) -> None:
         """Drops every other row."""
-        self._cache.batch_select_indices(rows)
+        self._cache.reorder_cache(rows)
         self._mask_BS, self._position_B = self._mask_BS[rows], self._position_B[rows]
 
     def advance(self, model: PreTrainedModel, token_B: torch.Tensor) -> None:

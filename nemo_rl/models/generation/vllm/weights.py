@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from nemo_rl.errors import name_some
-from nemo_rl.models.hf_files import as_stored, expert_names
+from nemo_rl.models.hf_files import FileNames, as_stored
 from nemo_rl.models.loading import DTYPES, load_model_config, model_without_weights
 from nemo_rl.models.weight_sync.receipt.fingerprint import Fingerprints
 
@@ -38,7 +38,7 @@ class VllmWeights:
     """
 
     def __init__(self, model: PreTrainedModel, hand: Hand) -> None:
-        self._hand, self._file_names = hand, expert_names(model.config)
+        self._hand, self._file_names = hand, FileNames(model)
         names: dict[int, str] = {}
         state = model.state_dict(keep_vars=True)
         self._first = {name: names.setdefault(id(weight), name) for name, weight in state.items()}

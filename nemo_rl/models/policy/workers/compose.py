@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
@@ -16,7 +17,7 @@ from nemo_rl.config.r3_trace_env import router_replay_validate_enabled
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group, new_group
 from nemo_rl.distributed.layout import ParallelLayout
-from nemo_rl.models.policy.recording.onlookers import Onlookers
+from nemo_rl.models.policy.recording.onlookers import Onlooker, Onlookers
 from nemo_rl.models.policy.recording.recording import NO_RECORDING, RecordSpec, SiteRecording
 from nemo_rl.models.policy.routes.worker_replay import NoReplay, Replay, WorkerReplay
 from nemo_rl.models.policy.steps import ThisRank
@@ -45,6 +46,7 @@ def compose_worker(
     layout: ParallelLayout | None = None,
     record: RecordSpec | None = None,
     trace: TraceSpec | None = None,
+    onlookers: Sequence[Onlooker] = (),
 ) -> PolicyWorker:
     """(collective) One rank of the policy, without a data plane; a single rank makes its own process group.
 
@@ -56,6 +58,7 @@ def compose_worker(
         layout: of the ranks; None takes what the config says of so many.
         record: what the passes of the worker write; None: nothing.
         trace: the hub to which they show what is watched; None: none.
+        onlookers: who else sees the sites of its passes.
 
     Raises:
         ModelFolderError: model or tokenizer folder is missing or incomplete.
@@ -78,6 +81,7 @@ def compose_worker(
             owns_group=owns_group,
             record=record,
             trace=trace,
+            onlookers=onlookers,
         )
         undo.pop_all()
     return PolicyWorker(parts)
@@ -94,6 +98,7 @@ def compose_parts(
     owns_group: bool,
     record: RecordSpec | None = None,
     trace: TraceSpec | None = None,
+    onlookers: Sequence[Onlooker] = (),
 ) -> WorkerParts:
     """(collective) The parts of one rank, in a process whose default process group exists.
 
@@ -107,7 +112,7 @@ def compose_parts(
     with ExitStack() as undo:
         undo.callback(engine.close)
         replay = _replay(config, engine, here)
-        taps = engine.taps() if record is not None or trace is not None else None
+        taps = engine.taps() if record is not None or trace is not None or onlookers else None
         recording = NO_RECORDING if record is None or taps is None else SiteRecording(record, taps, here)
         tracing = NO_TRACING if trace is None or taps is None else SiteTracing(trace, taps, here)
         undo.callback(tracing.close)
@@ -124,7 +129,7 @@ def compose_parts(
         engine=engine,
         replay=replay,
         life=life,
-        passes=Passes(config, here, engine, life, replay, Onlookers(taps, (recording, tracing))),
+        passes=Passes(config, here, engine, life, replay, Onlookers(taps, (recording, tracing, *onlookers))),
         recording=recording,
         tracing=tracing,
         refit=RefitSource(

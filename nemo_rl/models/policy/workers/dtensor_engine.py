@@ -22,7 +22,7 @@ from nemo_rl.models.dtensor.sites import taps_of
 from nemo_rl.models.dtensor.train_step import OptimizerStep, StepRunner
 from nemo_rl.models.dtensor.weights import fill_shards, make_room, open_source
 from nemo_rl.models.hf_routers import HFRouters
-from nemo_rl.models.loading import named_weights
+from nemo_rl.models.loading import decoder_sizes, named_weights
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.policy.recording.observer import NO_OBSERVER, PassObserver
 from nemo_rl.models.policy.recording.taps import Taps
@@ -60,7 +60,7 @@ class DTensorEngine(Engine):
         torch.manual_seed(seed + here.rank // here.layout.tp)
         self._groups = ParallelGroups.build(here.layout, rank=here.rank, device=here.device)
         self.context = self._groups.context
-        self.flops_shape = TransformerShape.from_config(hf.config.to_dict())
+        self.flops_shape = TransformerShape.from_config(decoder_sizes(hf.config))
         self.model = parallelize(hf, groups=self._groups, config=config)
         make_room(self.model, torch.device("cpu") if config.dtensor_cfg.cpu_offload else here.device)
         fill_shards(self.model.hf, source)

@@ -21,17 +21,17 @@ from multiprocessing.process import BaseProcess
 
 import torch
 
-from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group
 from nemo_rl.distributed.job_store import adopt_listener
 from nemo_rl.errors import NemoRLError, from_record, to_record
+from nemo_rl.utils.exit_codes import CHILD_FAILED
 from nemo_rl.utils.last_resort import crash_line
 
 __all__ = ["ChildFailed", "quiet_libraries", "run_job"]
 
 Target = Callable[..., object]
 LOOPBACK = "127.0.0.1"
-IMPORTED = ("nemo_rl.diagnostics.imported_by_ranks",)
+IMPORTED = ("nemo_rl.models.imported_by_ranks",)
 """By the server, before the first rank."""
 GRACE_S = 2.0
 """For the other ranks after one has failed: they mostly wait for it."""
@@ -40,7 +40,7 @@ GRACE_S = 2.0
 class ChildFailed(NemoRLError):
     """A rank ended with an error that nobody foresaw, was killed, or did not end in time."""
 
-    exit_code = Verdict.CHILD_FAILED.value
+    exit_code = CHILD_FAILED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,107 @@
+"""The model check: families that run have their own numbers in every way, and what has others is named with its site."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from nemo_rl.algorithms.preflight.model_check import Found, check_config, check_model, difference, trials_of
+from nemo_rl.config.policy import DTensorConfig, PolicyConfig, SequencePackingConfig
+from nemo_rl.records.sites import SiteKind
+from tests.helpers.families import write_family
+from tests.repo import model_support
+
+PACKED, TENSOR, CONTEXT, ENGINE, SAVED = "packed", "TP 2", "CP 2", "engine", "saved"
+MIXTURE = {"num_local_experts": 8, "num_experts_per_tok": 2}
+HYBRID = {"layer_types": ["linear_attention", "full_attention"] * 2, "num_hidden_layers": 4}
+RIGHT: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    # Embeddings that are scaled where they are looked up, scores that are capped, sinks.
+    "gemma": ((TENSOR,), {}),
+    "gemma2": ((PACKED, TENSOR), {"num_hidden_layers": 4}),
+    "gpt_oss": ((PACKED, CONTEXT), {}),
+    # Windows that only the mask knows.
+    "qwen2_moe": ((PACKED,), {"use_sliding_window": True, "max_window_layers": 1}),
+    "exaone4": ((PACKED, ENGINE), {"sliding_window": 4096}),
+    # Files that name experts, or the block that they are in, otherwise than the module does.
+    "phimoe": ((SAVED,), MIXTURE),
+    "jamba": ((SAVED, "padded"), {}),
+    "lfm2_moe": ((SAVED, ENGINE), {"layer_types": ["conv", "full_attention"] * 16}),
+    # Dropout under other names, sizes under other names.
+    "gpt2": ((PACKED, ENGINE), {"resid_pdrop": 0.2, "embd_pdrop": 0.2}),
+    "bloom": (("padded", ENGINE), {"hidden_dropout": 0.2, "attention_dropout": 0.2}),
+    "phi": ((PACKED,), {"resid_pdrop": 0.2}),
+    # States beside keys and values in the cache.
+    "qwen3_next": ((ENGINE,), HYBRID),
+}
+WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "zaya": (PACKED, {}, "has other numbers with packed rows than in Hugging Face: log-probabilities differ by up to"),
+    "bert": ("padded", {}, "cannot run padded in one worker"),
+    "electra": (ENGINE, {}, "has other numbers in the embedded engine than in Hugging Face"),
+    "bamba": (PACKED, {}, "has layers that carry values along a row outside of attention"),
+    "recurrent_gemma": (CONTEXT, {}, "has layers that carry values along a row outside of attention"),
+    "openai-gpt": (ENGINE, {}, "cannot run in the embedded engine"),
+    "deepseek_v4": (SAVED, {}, "cannot run after saving"),
+}
+
+
+def lines_of(model_type: str, ways: tuple[str, ...], given: dict[str, Any]) -> list[str]:
+    config: PretrainedConfig = AutoConfig.for_model(model_type, **given)
+    trials = model_support.trials()
+    return check_config(config, [trials[way] for way in ways])
+
+
+@pytest.mark.parametrize("model_type", RIGHT)
+def test_a_family_has_its_own_numbers_in_every_way_that_it_runs(model_type: str) -> None:
+    assert lines_of(model_type, *RIGHT[model_type]) == []
+
+
+@pytest.mark.parametrize("model_type", WRONG)
+def test_what_a_family_cannot_do_is_named(model_type: str) -> None:
+    way, given, text = WRONG[model_type]
+    [line] = lines_of(model_type, (way,), given)
+    assert text in line and f"'{model_type}'" in line
+
+
+def test_a_difference_is_named_by_the_first_site_that_has_it() -> None:
+    logprobs = torch.zeros(126, dtype=torch.float64)
+    sites = {(SiteKind.LAYER_OUT, 1): torch.ones(126, 4), (SiteKind.ATTN_OUT, 1): torch.ones(126, 4)}
+    expected = Found(logprobs=logprobs, sites=sites)
+    apart = {at: value * 2 for at, value in sites.items()}
+    assert difference(Found(logprobs=logprobs, sites=apart), expected) is None
+    text = difference(Found(logprobs=logprobs + 0.5, sites=apart), expected)
+    assert text == "log-probabilities differ by up to 0.5 (first at attn.out of layer 1, relative difference 1)"
+
+
+def test_a_random_training_pass_and_a_wrong_gradient_are_found() -> None:
+    logprobs, grad = torch.zeros(126, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    expected = Found(logprobs=logprobs, loss=1.0, gradients={"a": grad, "b": grad})
+    assert "is random in training" in str(difference(Found(logprobs=logprobs, loss=1.1), expected))
+    wrong = Found(logprobs=logprobs, loss=1.0, gradients={"a": grad, "b": grad * 1.5})
+    assert difference(wrong, expected) == "the gradient of b differs by 0.5 of its norm"
+
+
+def test_a_plan_that_gives_other_numbers_is_refused() -> None:
+    """A plan of the user's own that adds up what is whole already."""
+    plan = {"model.layers.*.mlp.down_proj": "rowwise", "model.layers.*.mlp.up_proj": "colwise"}
+    config = PolicyConfig(
+        model_name="model", dtensor_cfg=DTensorConfig(tensor_parallel_size=2, custom_parallel_plan=plan)
+    )
+    [trial] = [trial for trial in trials_of(config) if trial.key == "dtensor_cfg.tensor_parallel_size"]
+    [line] = check_config(AutoConfig.for_model("llama"), [trial])
+    assert line.startswith("policy.dtensor_cfg.tensor_parallel_size: 'llama' cannot run tensor parallel")
+
+
+def test_a_check_that_has_passed_is_not_made_again_until_something_changes(tmp_path: Path) -> None:
+    folder = write_family(tmp_path / "model", "qwen3")
+    config = PolicyConfig(model_name=str(folder), sequence_packing=SequencePackingConfig(enabled=False))
+    assert check_model(config, cache=tmp_path / "cache") == []
+    [kept] = (tmp_path / "cache").iterdir()
+    before = kept.stat().st_mtime_ns
+    assert check_model(config, cache=tmp_path / "cache") == [] and kept.stat().st_mtime_ns == before
+    packed = config.model_copy(update={"sequence_packing": SequencePackingConfig(enabled=True)})
+    assert check_model(packed, cache=tmp_path / "cache") == []
+    assert len(list((tmp_path / "cache").iterdir())) == 2
