@@ -155,6 +155,9 @@ class DatasetConfig(Section):
     """Text of a system message before the prompt; null: none."""
     prompt_template: str = "{input}"
     """Text of the user message; `{input}` is replaced by the prompt."""
+    apply_chat_template: bool = True
+    """Give prompts through the tokenizer's chat template, where it has one; false gives the plain texts, as to a base
+    model."""
 
 
 MAIN_SET = "validation"

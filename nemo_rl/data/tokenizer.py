@@ -27,7 +27,9 @@ CHATML_TEMPLATE = (
 )
 # Any one of these makes a folder a tokenizer folder.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-GENERATION_CONFIG = "generation_config.json"
+GENERATION_CONFIG, MODEL_CONFIG = "generation_config.json", "config.json"
+TEXT_MODELS = ("text_config", "decoder", "generator", "llm_config", "language_config")
+"""Keys of config.json below which the text model of a larger one is described."""
 MAX_LENGTH = 4096
 
 
@@ -94,21 +96,32 @@ def load_tokenizer(folder: str | Path, *, chat_template: str | None = None) -> P
 
 def stop_token_ids(model_folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Tokens that end a response: the tokenizer's end-of-sequence token, then those that the model's
-    generation_config.json lists (chat models have two: end of turn and end of text).
+    generation_config.json and its config.json list (chat models have two: end of turn and end of text).
 
     Raises:
-        ModelFolderError: the file cannot be read, or names what is no token.
+        ModelFolderError: a file cannot be read, or names what is no token.
     """
-    path = Path(model_folder) / GENERATION_CONFIG
-    first = int(tokenizer.eos_token_id)
-    if not path.is_file():
-        return (first,)
-    with boundary(ModelFolderError, f"{path}: cannot be read"):
-        given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    found = [int(tokenizer.eos_token_id)]
+    for name in (GENERATION_CONFIG, MODEL_CONFIG):
+        path = Path(model_folder) / name
+        if path.is_file():
+            with boundary(ModelFolderError, f"{path}: cannot be read"):
+                config = json.loads(path.read_text(encoding="utf-8"))
+                if not isinstance(config, dict):
+                    raise ModelFolderError(f"{path}: expected a JSON object, got {shorten(repr(config))}")
+                found += _end_tokens(config, where=str(path))
+    return tuple(dict.fromkeys(found))
+
+
+def _end_tokens(config: object, *, where: str) -> list[int]:
+    """`eos_token_id` of a config and of its text model."""
+    if not isinstance(config, dict):
+        return []
+    given = config.get("eos_token_id")
     listed = given if isinstance(given, list) else [] if given is None else [given]
     for token in listed:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
             raise ModelFolderError(
-                f"{path}: eos_token_id: expected the id of a token or a list of ids, got {shorten(repr(given))}"
+                f"{where}: eos_token_id: expected the id of a token or a list of ids, got {shorten(repr(given))}"
             )
-    return tuple(dict.fromkeys((first, *listed)))
+    return listed + [token for name in TEXT_MODELS for token in _end_tokens(config.get(name), where=f"{where}: {name}")]
