@@ -264,6 +264,10 @@ class ClusterConfig(Section):
         return self.num_nodes * (self.gpus_per_node or self.cpu_workers_per_node or 1)
 
 
+IdentityPart = Literal["data", "model", "tokenizer", "template", "reward"]
+"""What a resumed run and a replay compare."""
+
+
 class CheckpointingConfig(Section):
     """When to save, where, and which to keep."""
 
@@ -292,6 +296,9 @@ class CheckpointingConfig(Section):
     Leaves room for the longest step and save so far; the exit code is 75 then. Null: no limit."""
     load_optimizer: bool = True
     """Resume with the checkpoint's optimizer state; false starts a fresh optimizer from its weights."""
+    allow_changed: tuple[IdentityPart, ...] = ()
+    """What may differ from the run that is resumed or replayed: `data` (rows of the datasets), `model` (weights at
+    step 0), `tokenizer`, `template` (the chat template), `reward` (its source). Any other difference is refused."""
 
 
 class WandbConfig(Section):

@@ -6,6 +6,7 @@ nothing is looked up on a network.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,7 +17,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from nemo_rl.data.thinking import THINK_END, THINK_START
 from nemo_rl.errors import ModelFolderError, boundary, shorten
 
-__all__ = ["CHATML_TEMPLATE", "END_OF_TURN", "build_tokenizer", "load_tokenizer", "stop_token_ids"]
+__all__ = [
+    "CHATML_TEMPLATE",
+    "END_OF_TURN",
+    "build_tokenizer",
+    "load_tokenizer",
+    "stop_token_ids",
+    "tokenizer_identity",
+]
 
 PAD = "<|pad|>"
 END_OF_TURN = "<|im_end|>"
@@ -111,6 +119,23 @@ def stop_token_ids(model_folder: str | Path, tokenizer: PreTrainedTokenizerBase)
                     raise ModelFolderError(f"{path}: expected a JSON object, got {shorten(repr(config))}")
                 found += _end_tokens(config, where=str(path))
     return tuple(dict.fromkeys(found))
+
+
+def tokenizer_identity(tokenizer: PreTrainedTokenizerBase, *, stop_ids: Iterable[int]) -> dict[str, str]:
+    """Digests of the tokenizer, with the tokens that end a response, and of its chat template."""
+    if tokenizer.is_fast:
+        settings = json.loads(tokenizer.backend_tokenizer.to_str())
+        # These are set by every call.
+        settings.pop("truncation"), settings.pop("padding")
+    else:
+        settings = tokenizer.get_vocab()
+    about = [settings, {name: str(token) for name, token in tokenizer.special_tokens_map.items()}, list(stop_ids)]
+    template = tokenizer.get_chat_template() if tokenizer.chat_template is not None else ""
+    return {"tokenizer": _digest(json.dumps(about, sort_keys=True)), "template": _digest(template)}
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _end_tokens(config: object, *, where: str) -> list[int]:

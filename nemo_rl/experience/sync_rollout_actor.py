@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from operator import itemgetter
 from pathlib import Path
 from typing import TypeVar
@@ -17,8 +18,8 @@ import numpy as np
 from nemo_rl.config.evaluation import EvaluationConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import DataConfig, EnvConfig, GRPOConfig, LoggerConfig
-from nemo_rl.data.datasets import build_prompt_sets
-from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids
+from nemo_rl.data.datasets import PromptSet, build_prompt_sets
+from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids, tokenizer_identity
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.chunks.wire import message_bytes
 from nemo_rl.data_plane.client.operation_counts import Totals
@@ -32,7 +33,8 @@ from nemo_rl.distributed.calls import Call, Pending, Request, ask
 from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import WorkerGroup
 from nemo_rl.distributed.worker_pass import WorkerPass
-from nemo_rl.environments.factory import build_environment
+from nemo_rl.environments.answers import AnswerCheck
+from nemo_rl.environments.factory import build_environment, reward_identity
 from nemo_rl.errors import DataPlaneClosed, ResourceError, WorkerError
 from nemo_rl.experience.evaluation.evaluator import EvaluationTask, Evaluator
 from nemo_rl.experience.evaluation.result import ValidationResult
@@ -67,6 +69,12 @@ class RolloutInfo:
     num_val_prompts: int
     num_skipped_prompts: int
     """Prompts longer than `data.max_input_seq_length`, left out."""
+    skipped: tuple[str, ...] = ()
+    """The first of them, for people."""
+    identity: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the data, by the dotted paths of their sections, of tokenizer, chat template and reward."""
+    prints_the_date: bool = False
+    """Whether the chat template says when the run was started."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,6 +124,8 @@ class RolloutSpec:
     logger: LoggerConfig
     start_timeout_s: float
     """For the processes that score."""
+    now: datetime | None = None
+    """The time that the chat template sees: that of the run's first start. None: the clock's."""
 
 
 class SyncRolloutActor:
@@ -134,12 +144,19 @@ class SyncRolloutActor:
         )
         self._token_texts = TokenTexts(self._tokenizer)
         self._stop_ids = stop_token_ids(spec.policy.model_name, self._tokenizer)
-        self._train, self._held_out = build_prompt_sets(spec.data, self._tokenizer)
+        self._train, self._held_out = build_prompt_sets(spec.data, self._tokenizer, now=spec.now)
         self._environment = build_environment(
             spec.env,
             start_timeout_s=spec.start_timeout_s,
             log_file=spec.logger.log_dir / REWARD_LOG,
         )
+        self._answers = AnswerCheck(self._environment, self._sets)
+        try:
+            if not self._answers.look():
+                self._answers.go_on()
+        except BaseException:
+            self._environment.shutdown()
+            raise
         self._evaluator = Evaluator(
             spec.evaluation,
             sampling=spec.policy.generation,
@@ -155,13 +172,24 @@ class SyncRolloutActor:
         self._routes = RouteWriter(spec.policy.router_replay)
 
     def describe(self) -> RolloutInfo:
-        """Sizes of the prompt sets."""
-        sets = self._held_out.values()
+        """Sizes and digests of what was loaded."""
+        spec, sets = self._spec, self._sets
+        identity = {where: found.digest for where, found in sets.items()}
+        identity |= tokenizer_identity(self._tokenizer, stop_ids=self._stop_ids)
         return RolloutInfo(
             num_train_prompts=len(self._train),
-            num_val_prompts=sum(map(len, sets)),
-            num_skipped_prompts=sum(each.num_skipped_overlong for each in (self._train, *sets)),
+            num_val_prompts=sum(map(len, self._held_out.values())),
+            num_skipped_prompts=sum(each.num_skipped_overlong for each in sets.values()),
+            skipped=tuple(f"{where}: {line}" for where, found in sets.items() for line in found.skipped),
+            identity=identity | {"reward": reward_identity(spec.env, self._environment)},
+            prints_the_date=any(found.prints_the_date for found in sets.values()),
         )
+
+    @property
+    def _sets(self) -> dict[str, PromptSet]:
+        """By the dotted paths of their sections."""
+        held_out = {self._spec.data.held_out_key(name): found for name, found in self._held_out.items()}
+        return {"data.train": self._train, **held_out}
 
     def setup_data_plane(self, address: DataPlaneAddress) -> None:
         """Attaches this process's client."""
@@ -196,6 +224,7 @@ class SyncRolloutActor:
             version: as in `run_rollouts`.
             round_number: of several rollouts of one step.
         """
+        self._answers.require("data.train", prompt_numbers)
         prompts = [self._train.prompts[number] for number in prompt_numbers]
         group = self._spec.grpo.num_generations_per_prompt
         rollouts = self._run(prompt_numbers, step=step, version=version, round_number=round_number)
@@ -256,6 +285,8 @@ class SyncRolloutActor:
 
     def validate(self, task: EvaluationTask) -> ValidationResult:
         """Measures the held-out prompts; see `Evaluator.evaluate`."""
+        for name, found in self._held_out.items():
+            self._answers.require(self._spec.data.held_out_key(name), range(len(found.prompts[: task.max_prompts])))
         return self._evaluator.evaluate(task)
 
     def log_rollouts(
@@ -307,6 +338,7 @@ class SyncRolloutActor:
 
     def shutdown(self) -> None:
         """Ends scoring processes and the client. Idempotent."""
+        self._answers.close()
         self._environment.shutdown()
         client, self._client = self._client, None
         if client is not None:
