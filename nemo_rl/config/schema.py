@@ -203,8 +203,8 @@ class EnvConfig(Section):
     options: Options = Field(default_factory=dict)
     """Settings of your own environment."""
     reward_function: str | None = None
-    """`module:function` of a custom reward: `(prompt: str, response: str, answer: object) -> float`. It may return
-    components by name instead of one number, and have further parameters; see docs/guide.md."""
+    """`module:function` or `FILE.py:function` of a custom reward: `(prompt: str, response: str, answer: object) ->
+    float`. It may return components by name instead of one number, and have further parameters; see docs/guide.md."""
     reward_weights: dict[str, FiniteFloat] = Field(default_factory=dict)
     """Weight of each component of a custom reward in the reward: all must be named; 0 only draws its curve. Without
     weights the components are added up."""

@@ -148,7 +148,7 @@ def _serve(fd: int) -> None:
 
 def _load(target: str, *, is_factory: bool) -> tuple[ModuleType, Callable[..., Any]]:
     place, _, name = target.rpartition(":")
-    module = _module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    module = _module_of_file(Path(place)) if place.endswith(".py") else _module_named(place)
     found: Any = module
     for part in name.split("."):
         found = getattr(found, part)
@@ -160,18 +160,31 @@ def _load(target: str, *, is_factory: bool) -> tuple[ModuleType, Callable[..., A
     return module, function
 
 
+def _module_named(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        places = ", ".join(path for path in sys.path if path)
+        raise ModuleNotFoundError(
+            f"no module named {error.name!r}: it is neither beside the recipe that names it, nor in the working "
+            f"directory {os.getcwd()}, nor in {places}; FILE.py:function names a file"
+        ) from error
+
+
 def _module_of_file(file: Path) -> ModuleType:
     """The module of a file: by its name in a package where it is a part of one, else by itself.
 
     Either way it can import what lies beside it.
     """
     file = file.resolve(strict=True)
-    folder, names = file.parent, [file.stem]
+    folder, names = file.parent, [file.stem] if file.stem != "__init__" else []
     while (folder / "__init__.py").is_file():
         names.insert(0, folder.name)
         folder = folder.parent
     sys.path.insert(0, str(folder))
-    if len(names) > 1:
+    if names and names != [file.stem]:
         return importlib.import_module(".".join(names))
     # A name that hides no module that is imported already, such as that of a file json.py.
     name = file.stem if file.stem not in sys.modules else f"reward_file_{file.stem}"
