@@ -204,11 +204,11 @@ def _describe(recipe: Recipe, path: tuple[str, ...], details: Sequence[ErrorDeta
         return _must_be_set(path), []
     expected = " or ".join(dict.fromkeys(_expected(detail) for detail in details))
     hint = ""
-    if first["type"] in ("literal_error", UNKNOWN_PART) and isinstance(value, str):
-        hint = suggest(value, str(first["ctx"]["expected"]).replace("'", "").replace(" or ", ", ").split(", "))
     if not is_set or value is None:
         # An element of a list, or what a validator has made of the value.
         value = first["input"]
+    if first["type"] in ("literal_error", UNKNOWN_PART) and isinstance(value, str):
+        hint = suggest(value, str(first["ctx"]["expected"]).replace("'", "").replace(" or ", ", ").split(", "))
     return f"expected {expected}, got {'null' if value is None else shorten(repr(value))}{hint}", []
 
 
