@@ -53,7 +53,8 @@ from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup, RayPlacement, RayWorkerGroup, WorkerGroup
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import DatasetError
-from nemo_rl.experience.sync_rollout_actor import RolloutHandle, RolloutInfo, RolloutSpec, SyncRolloutActor
+from nemo_rl.experience.rollout_spec import RolloutInfo, RolloutSpec
+from nemo_rl.experience.sync_rollout_actor import RolloutHandle, SyncRolloutActor
 from nemo_rl.models.generation.interfaces import EngineSpec
 from nemo_rl.models.loading import load_model_config
 from nemo_rl.models.policy.recording.identity import record_spec

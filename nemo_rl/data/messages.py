@@ -230,6 +230,8 @@ class PromptEncoder:
         lost, error = self._lost(roles, frozenset())
         if not lost:
             return frozenset()
+        if error is not None and isinstance(error.__cause__, TimeoutError):
+            raise error
         for in_parts in (frozenset(lost), frozenset(roles)):
             still_lost, _ = self._lost(roles, in_parts)
             if not still_lost:

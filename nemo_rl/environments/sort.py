@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.environments.interfaces import EnvReport, Response
-from nemo_rl.environments.rewards.exact import answer_problem, exact_match
+from nemo_rl.environments.rewards.exact import exact_match
+from nemo_rl.environments.rewards.math import answer_problem
 
 __all__ = ["SortEnvironment"]
 

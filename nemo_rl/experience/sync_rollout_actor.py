@@ -8,16 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from operator import itemgetter
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from nemo_rl.config.evaluation import EvaluationConfig
-from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.config.schema import DataConfig, EnvConfig, GRPOConfig, LoggerConfig
 from nemo_rl.data.datasets import PromptSet, build_prompt_sets
 from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids, tokenizer_identity
 from nemo_rl.data_plane.address import DataPlaneAddress
@@ -39,6 +35,7 @@ from nemo_rl.errors import DataPlaneClosed, ResourceError, WorkerError
 from nemo_rl.experience.evaluation.evaluator import EvaluationTask, Evaluator
 from nemo_rl.experience.evaluation.result import ValidationResult
 from nemo_rl.experience.payload import RowScalars, build_columns
+from nemo_rl.experience.rollout_spec import RolloutInfo, RolloutSpec
 from nemo_rl.experience.rollouts import Rollouts, SeedSource, run_rollouts, sampling_params
 from nemo_rl.experience.routes import RouteWriter
 from nemo_rl.experience.token_record import TokenTexts, token_record
@@ -59,22 +56,6 @@ WEIGHT_VERSION = "weight_version"
 """Tag of every row."""
 LOGGED_FIELDS = ("input_ids", "token_mask", "generation_logprobs")
 """Columns of readable rollouts that every row has."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutInfo:
-    """What the rollout worker loaded."""
-
-    num_train_prompts: int
-    num_val_prompts: int
-    num_skipped_prompts: int
-    """Prompts longer than `data.max_input_seq_length`, left out."""
-    skipped: tuple[str, ...] = ()
-    """The first of them, for people."""
-    identity: Mapping[str, str] = field(default_factory=dict)
-    """Digests of the data, by the dotted paths of their sections, of tokenizer, chat template and reward."""
-    prints_the_date: bool = False
-    """Whether the chat template says when the run was started."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,22 +91,6 @@ class RolloutResult:
             metrics=merge_metrics(part.metrics for part in parts),
             printed=tuple(line for part in parts for line in part.printed),
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutSpec:
-    """What a rollout worker is made from."""
-
-    grpo: GRPOConfig
-    policy: PolicyConfig
-    data: DataConfig
-    evaluation: EvaluationConfig
-    env: EnvConfig
-    logger: LoggerConfig
-    start_timeout_s: float
-    """For the processes that score."""
-    now: datetime | None = None
-    """The time that the chat template sees: that of the run's first start. None: the clock's."""
 
 
 class SyncRolloutActor:

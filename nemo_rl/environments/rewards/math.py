@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 import re
 from typing import Any
 
 from nemo_rl.data.thinking import final_answer, last_boxes
-from nemo_rl.environments.rewards.exact import answer_problem
 
-__all__ = ["has_math_verify", "make_math_reward"]
+__all__ = ["answer_problem", "has_math_verify", "make_math_reward"]
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +24,20 @@ BOX = re.compile(r"\\boxed\{.+\}", re.DOTALL)
 def has_math_verify() -> bool:
     """Whether the extra is installed."""
     return importlib.util.find_spec("math_verify") is not None
+
+
+def answer_problem(answer: object) -> str | None:
+    """Why a gold answer is none that a text could equal; None where it is one.
+
+    Example:
+        >>> answer_problem(12), answer_problem(" "), answer_problem(None)
+        (None, 'expected a text or a number, got an empty text', 'expected a text or a number, got null')
+    """
+    if isinstance(answer, str):
+        return None if answer.strip() else "expected a text or a number, got an empty text"
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        return None if math.isfinite(answer) else f"expected a text or a number, got {answer}"
+    return f"expected a text or a number, got {'null' if answer is None else repr(answer)[:80]}"
 
 
 def make_math_reward() -> MathReward:
