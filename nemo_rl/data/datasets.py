@@ -47,8 +47,8 @@ DIGEST_BYTES = 16
 class RawPrompt:
     """What a source yields."""
 
-    text: object
-    """A text; a row with anything else is refused."""
+    text: str
+    """A row of a file may have anything here: what is no text is refused by `load_prompts`."""
     answer: object
     """JSON-like; what an environment compares with."""
     metadata: Mapping[str, object] = field(default_factory=dict)

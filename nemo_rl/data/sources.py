@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast
 
 from nemo_rl.config.schema import DatasetConfig
 from nemo_rl.data import huggingface_wrapper, reasoning_gym_wrapper, sort_digits
@@ -108,4 +108,4 @@ def _raw_prompt(row: Mapping[str, object], cfg: DatasetConfig, *, place: str) ->
             "output_key"
         )
     others = {name: value for name, value in row.items() if name not in (cfg.input_key, cfg.output_key)}
-    return RawPrompt(text=row[cfg.input_key], answer=row[cfg.output_key], metadata=others, place=place)
+    return RawPrompt(text=cast("str", row[cfg.input_key]), answer=row[cfg.output_key], metadata=others, place=place)

@@ -29,6 +29,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -140,10 +141,10 @@ def _serve(fd: int) -> None:
         for line in stream:
             request = json.loads(line)
             if "answers" in request:
-                _send(stream, request, _guarded(lambda given=request: {"problems": list(map(check, given["answers"]))}))
+                reply = partial(_problems, check, request["answers"])
             else:
-                arguments = request["arguments"]
-                _send(stream, request, _guarded(lambda given=arguments: {"scores": score(function, given)}))
+                reply = partial(_scores, score, function, request["arguments"])
+            _send(stream, request, _guarded(reply))
 
 
 def _load(target: str, *, is_factory: bool) -> tuple[ModuleType, Callable[..., Any]]:
@@ -274,6 +275,16 @@ def _number(value: Any, where: str) -> float:
     if not math.isfinite(number):
         raise _BadScore(f"returned {where}{_cut(repr(value))}, expected a finite number")
     return number
+
+
+def _problems(check: Callable[[Any], object], answers: list[Any]) -> dict[str, object]:
+    return {"problems": [None if (problem := check(answer)) is None else str(problem) for answer in answers]}
+
+
+def _scores(
+    score: Callable[..., list[object]], function: Callable[..., Any], arguments: dict[str, list[Any]]
+) -> dict[str, object]:
+    return {"scores": score(function, arguments)}
 
 
 def _guarded(reply: Callable[[], dict[str, object]]) -> dict[str, object]:

@@ -169,8 +169,8 @@ def _all_rows_count(subject: Subject) -> bool:
 
 
 def _is_too_large(source: DatasetConfig) -> bool:
-    is_read_whole = source.dataset_name == "huggingface" and source.data_path is not None
-    return is_read_whole and _bytes_of(source.data_path) > MAX_BYTES
+    path = source.data_path if source.dataset_name == "huggingface" else None
+    return path is not None and _bytes_of(path) > MAX_BYTES
 
 
 def _first_prompts(subject: Subject, source: DatasetConfig, where: str, needed: int) -> list[str]:
