@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import datetime
 from functools import partial
 
 from nemo_rl.algorithms.cpu_needs import engines_apart
@@ -20,6 +21,7 @@ from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.virtual_cluster import EngineNodes, RayVirtualCluster
 from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import RayWorkerGroup
+from nemo_rl.environments.answers import AnswerCheck
 from nemo_rl.environments.factory import build_environment
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.evaluation.evaluator import Evaluator
@@ -34,12 +36,17 @@ CHECKED = ("model", "tokenizer", "reward", "engine", "GPUs")
 
 @contextmanager
 def open_evaluator(
-    given: MasterConfig, *, report: Callable[[str], None], forks: ForkServer | None = None
+    given: MasterConfig,
+    *,
+    report: Callable[[str], None],
+    forks: ForkServer | None = None,
+    now: datetime | None = None,
 ) -> Iterator[Evaluator]:
     """Starts engines, reward and, with `cluster.launcher: ray`, Ray; ends all of them with its block.
 
     Args:
         given: `policy.model_name` is what is evaluated; `logger.log_dir` gets the engines' logs.
+        now: the time that the chat template sees: that of the run of a checkpoint; None: the clock's.
         report: gets lines for the person at the terminal while something starts.
 
     Raises:
@@ -50,13 +57,16 @@ def open_evaluator(
     config = run_checks(given, CHECKED)
     policy = config.policy
     tokenizer = load_tokenizer(policy.tokenizer.name or policy.model_name, chat_template=policy.tokenizer.chat_template)
-    sets = load_held_out(config.data, tokenizer)
+    sets = load_held_out(config.data, tokenizer, now=now)
     with ExitStack() as stack:
         start = StartUp(timeout_s=config.cluster.worker_start_timeout_s, report=report)
         environment = build_environment(
             config.env, start_timeout_s=start.timeout_s, log_file=config.logger.log_dir / REWARD_LOG
         )
         stack.callback(environment.shutdown)
+        answers = AnswerCheck(environment, {config.data.held_out_key(name): found for name, found in sets.items()})
+        while not answers.look():
+            report("looking at the gold answers")
         yield Evaluator(
             config.evaluation,
             sampling=policy.generation,

@@ -77,6 +77,8 @@ class TrainerParts:
     logger: Logger
     panel: Panel
     resume_from: Checkpoint | None = None
+    run_state: Mapping[str, object] = field(default_factory=dict)
+    """Of `identity_state`, for checkpoints."""
     keeper: Keeper = field(default_factory=Keeper)
     """A `StepKeeper` with `diagnostics.keep_steps`."""
     dynamic: DynamicRollout | None = None
@@ -377,6 +379,7 @@ class SyncGRPOTrainer:
             "metrics": dict(metrics),
             "val_reward": self._val_reward,
             "first_val_reward": self._first_val_reward,
+            **self._parts.run_state,
         }
         self._saver.save(self._step, state=state, waits=waits)
 

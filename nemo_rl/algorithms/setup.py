@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from nemo_rl.algorithms.cpu_needs import ROLLOUT_CPUS, cpus_per_bundle, engines_
 from nemo_rl.algorithms.engine_tracing import TracedEngines
 from nemo_rl.algorithms.engines import EngineStarts, engine_replicas, engine_spec, gpu_share, local_engines, log_place
 from nemo_rl.algorithms.grpo_sync import SyncGRPOTrainer, TrainerParts
+from nemo_rl.algorithms.identity import date_line, first_start, identity_of, identity_state
 from nemo_rl.algorithms.kept_steps.folder import StepsFolder
 from nemo_rl.algorithms.kept_steps.keeper import Keeper, StepKeeper
 from nemo_rl.algorithms.kept_steps.record import RunFacts
@@ -33,7 +35,7 @@ from nemo_rl.algorithms.stages.bodies import build_stages
 from nemo_rl.algorithms.stages.columns import StageColumns, fetched_fields, stage_columns
 from nemo_rl.algorithms.stages.dynamic_sampling import DynamicRollout
 from nemo_rl.algorithms.stages.stage import StageTools
-from nemo_rl.algorithms.step_tracing import LiveTracing, StepTracing, open_tracing
+from nemo_rl.algorithms.step_tracing import LiveTracing, StepTracing, TracedRun, open_tracing
 from nemo_rl.algorithms.token_estimator import token_estimator
 from nemo_rl.config.parts import ENGINE_TRAITS, EngineTraits
 from nemo_rl.config.render import to_yaml
@@ -51,7 +53,8 @@ from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup, RayPlacement, RayWorkerGroup, WorkerGroup
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import DatasetError
-from nemo_rl.experience.sync_rollout_actor import RolloutHandle, RolloutSpec, SyncRolloutActor
+from nemo_rl.experience.rollout_spec import RolloutInfo, RolloutSpec
+from nemo_rl.experience.sync_rollout_actor import RolloutHandle, SyncRolloutActor
 from nemo_rl.models.generation.interfaces import EngineSpec
 from nemo_rl.models.loading import decoder_sizes, load_model_config
 from nemo_rl.models.policy.recording.identity import record_spec
@@ -92,6 +95,16 @@ class _Specs:
     worker: Callable[[RankSpec], WorkerSpec]
     engine: Callable[[int], EngineSpec]
     """By the number of the engine."""
+    rollout: RolloutSpec
+
+    @classmethod
+    def of(cls, config: MasterConfig, traced: TracedRun | None, began: datetime) -> _Specs:
+        trace = None if traced is None else traced.spec
+        return cls(
+            worker=partial(_worker_spec, config, trace),
+            engine=partial(engine_spec, config, trace=trace),
+            rollout=rollout_spec(config, now=began),
+        )
 
 
 @contextmanager
@@ -124,6 +137,7 @@ def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | Non
         checkpoints = _checkpoint_manager(config)
         resume_from = _checkpoint_to_resume(config, checkpoints, panel)
         write_resolved_config(given)
+        began = first_start(resume_from)
         run_logger = _logger(config, resume_from)
         stack.callback(run_logger.close)
         panel.note(_what_starts(config))
@@ -133,10 +147,14 @@ def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | Non
         traced = stack.enter_context(open_tracing(config, layout=layout))
         if traced is not None:
             panel.note(traced.job.note)
-        groups, client = _start(config, cluster, stack, start, None if traced is None else traced.spec)
+        groups, client = _start(config, cluster, stack, start, _Specs.of(config, traced, began))
         timeout_s = config.cluster.stage_timeout_s
         rollout = RolloutHandle(groups.rollout, timeout_s=timeout_s, report=panel.note)
         rollout.setup_data_plane(client.address)
+        info = rollout.describe()
+        identity = identity_of(config, info, resume_from)
+        if info.prints_the_date:
+            panel.note(date_line(began, resume_from))
         policy = TQPolicy(groups.policy, address=client.address, timeout_s=timeout_s, layout=layout)
         tools = StageTools(
             grpo=config.grpo,
@@ -159,7 +177,7 @@ def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | Non
             on_new_engines=rollout.use_engines,
             receipt=receipt_spec(config.policy, model_config.to_dict()),
         )
-        sampler = _sampler(config, rollout)
+        sampler = _sampler(config, info)
         stages, dynamic = build_stages(columns, tools), None
         if config.grpo.use_dynamic_sampling:
             dynamic = DynamicRollout(stages[0].columns, tools, sampler=sampler)
@@ -177,7 +195,8 @@ def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | Non
             logger=run_logger,
             panel=panel,
             resume_from=resume_from,
-            keeper=_keeper(tools, columns, config, resume_from) if config.diagnostics.keep_steps.enabled else Keeper(),
+            run_state=identity_state(began, identity),
+            keeper=_keeper(tools, columns, config, resume_from, identity),
             tracing=StepTracing() if traced is None else LiveTracing(traced, policy, _traced_engines(config, groups)),
         )
 
@@ -189,8 +208,14 @@ def _traced_engines(config: MasterConfig, groups: _Groups) -> TracedEngines:
 
 
 def _keeper(
-    tools: StageTools, columns: Sequence[StageColumns], config: MasterConfig, resume_from: Checkpoint | None
-) -> StepKeeper:
+    tools: StageTools,
+    columns: Sequence[StageColumns],
+    config: MasterConfig,
+    resume_from: Checkpoint | None,
+    identity: Mapping[str, str],
+) -> Keeper:
+    if not config.diagnostics.keep_steps.enabled:
+        return Keeper()
     train = next(stage for stage in columns if stage.name == WorkerPass.TRAIN)
     facts = RunFacts(
         config=config.model_dump(mode="json"),
@@ -201,6 +226,7 @@ def _keeper(
         started_from=None if resume_from is None else resume_from.step,
         with_optimizer=config.checkpointing.load_optimizer,
         packages=package_versions(),
+        identity=identity,
     )
     return StepKeeper(
         config.diagnostics.keep_steps,
@@ -257,10 +283,9 @@ def _cluster(config: MasterConfig, start: StartUp, forks: ForkServer | None) -> 
 
 
 def _start(
-    config: MasterConfig, cluster: RayVirtualCluster | None, stack: ExitStack, start: StartUp, trace: TraceSpec | None
+    config: MasterConfig, cluster: RayVirtualCluster | None, stack: ExitStack, start: StartUp, specs: _Specs
 ) -> tuple[_Groups, DataPlaneClient]:
     run_id = uuid.uuid4().hex[:12]
-    specs = _Specs(worker=partial(_worker_spec, config, trace), engine=partial(engine_spec, config, trace=trace))
     groups = (
         _local_groups(config, specs, stack) if cluster is None else _ray_groups(config, specs, cluster, stack, start)
     )
@@ -284,7 +309,7 @@ def _local_groups(config: MasterConfig, specs: _Specs, stack: ExitStack) -> _Gro
     engines = local_engines(config, specs.engine)
     stack.callback(engines.shutdown)
     replicas = engine_replicas(config, engines)
-    rollout = LocalWorkerGroup(lambda: SyncRolloutActor(rollout_spec(config), generation=replicas))
+    rollout = LocalWorkerGroup(lambda: SyncRolloutActor(specs.rollout, generation=replicas))
     stack.callback(rollout.shutdown)
     return _Groups(policy=policy, engines=engines, rollout=rollout)
 
@@ -320,7 +345,7 @@ def _ray_groups(
     policy.begin_start(build_policy_worker, [{"spec": specs.worker(rank)} for rank in ranks])
     starts.begin_all()
     replicas = engine_replicas(config, engines)
-    rollout.begin_start(SyncRolloutActor, [{"spec": rollout_spec(config), "generation": replicas}])
+    rollout.begin_start(SyncRolloutActor, [{"spec": specs.rollout, "generation": replicas}])
     return _Groups(policy=policy, engines=engines, rollout=rollout, address=address)
 
 
@@ -362,7 +387,7 @@ def _record_spec(config: MasterConfig) -> RecordSpec | None:
     )
 
 
-def rollout_spec(config: MasterConfig) -> RolloutSpec:
+def rollout_spec(config: MasterConfig, *, now: datetime | None = None) -> RolloutSpec:
     """The sections that a rollout needs."""
     return RolloutSpec(
         grpo=config.grpo,
@@ -372,16 +397,17 @@ def rollout_spec(config: MasterConfig) -> RolloutSpec:
         env=config.env,
         logger=config.logger,
         start_timeout_s=config.cluster.worker_start_timeout_s,
+        now=now,
     )
 
 
-def _sampler(config: MasterConfig, rollout: RolloutHandle) -> PromptSampler:
-    info = rollout.describe()
+def _sampler(config: MasterConfig, info: RolloutInfo) -> PromptSampler:
     if info.num_skipped_prompts:
         logger.warning(
-            "%d prompts are longer than data.max_input_seq_length=%d and were skipped",
+            "%d prompts are longer than data.max_input_seq_length=%d and were skipped: %s",
             info.num_skipped_prompts,
             config.data.max_input_seq_length,
+            "; ".join(info.skipped),
         )
     if info.num_train_prompts < config.grpo.prompts_at_once:
         raise DatasetError(too_few_prompts(config.grpo, info.num_train_prompts))

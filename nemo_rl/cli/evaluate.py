@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,6 +37,8 @@ class _Weights:
     """Folder, or name on the hub."""
     step: int
     """0 for what is no checkpoint of a run."""
+    state: Mapping[str, object] = field(default_factory=dict)
+    """Of the checkpoint."""
 
 
 def evaluate(
@@ -68,7 +70,7 @@ def evaluate(
     config = _for_evaluation(load_config(recipe, list(overrides or ())), weights.model, out)
     os.environ.setdefault("OMP_NUM_THREADS", str(config.cluster.threads_per_worker))
     began = time.monotonic()
-    result = _evaluated(config, weights.step, limit, out, report=lambda line: None if as_json else console.print(line))
+    result = _evaluated(config, weights, limit, out, report=lambda line: None if as_json else console.print(line))
     record = _record(config, weights, result, seconds=time.monotonic() - began)
     write_text(out / RESULT_FILE, json.dumps(record, indent=1) + "\n")
     if as_json:
@@ -85,7 +87,7 @@ def _find(given: str, step: int | None) -> _Weights:
     place = Path(given)
     if place.is_dir() and not (place / "config.json").is_file():
         found = find_checkpoint(place, step=step)
-        return _Weights(model=str(found.weights), step=found.step)
+        return _Weights(model=str(found.weights), step=found.step, state=found.state)
     if step is not None:
         raise CheckpointError(f"--step {step}: {given} is no run and holds no checkpoints; leave it out")
     return _Weights(model=given, step=0)
@@ -98,18 +100,22 @@ def _for_evaluation(config: MasterConfig, model: str, out: Path) -> MasterConfig
 
 
 def _evaluated(
-    config: MasterConfig, step: int, limit: int | None, out: Path, *, report: Callable[[str], None]
+    config: MasterConfig, weights: _Weights, limit: int | None, out: Path, *, report: Callable[[str], None]
 ) -> ValidationResult:
     """Imports torch and Ray only here."""
     from nemo_rl.algorithms.worker_forks import worker_forks  # noqa: PLC0415
 
     with worker_forks(config) as forks:
         from nemo_rl.algorithms.evaluate import open_evaluator  # noqa: PLC0415
+        from nemo_rl.algorithms.identity import run_start  # noqa: PLC0415
         from nemo_rl.experience.evaluation.evaluator import EvaluationTask, SampleFile  # noqa: PLC0415
 
-        with open_evaluator(config, report=report, forks=forks) as evaluator:
+        now = run_start(weights.state, where=weights.model)
+        with open_evaluator(config, report=report, forks=forks, now=now) as evaluator:
             samples = SampleFile(path=out / SAMPLES_FILE, max_rows=None)
-            result = evaluator.evaluate(EvaluationTask(step=step, version=None, max_prompts=limit, samples=samples))
+            result = evaluator.evaluate(
+                EvaluationTask(step=weights.step, version=None, max_prompts=limit, samples=samples)
+            )
     for line in result.printed:
         report(f"reward: {line}")
     return result

@@ -84,7 +84,7 @@ def _look(config: MasterConfig, console: Console, recipe: Path) -> None:
     """Everything that can be known before a run."""
     from nemo_rl.algorithms.preflight.checks import CHECKS, preflight  # noqa: PLC0415
 
-    preflight(config)
+    preflight(config, is_alone=True)
     console.print(f"{recipe}: ok: {', '.join(CHECKS)}")
 
 

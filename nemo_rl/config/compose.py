@@ -1,6 +1,6 @@
 """Reads a recipe and its `defaults:` into one plain tree that remembers which file set what.
 
-`defaults:` is one path or a list of paths, relative to the file that names them: depth first, later entries win, the
+`defaults:` is one path or a list of paths, looked for as every path of a recipe: depth first, later entries win, the
 file itself wins over all of them. A section with `_override_: true` replaces the inherited one instead of merging.
 Called by the loader; the tree is not validated here.
 """
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nemo_rl.config.recipe_paths import find_path, places_text
 from nemo_rl.config.yaml_text import MAX_TEXT, YamlProblem, parse_yaml, text_problem
 from nemo_rl.errors import ConfigError, shorten
 
@@ -121,7 +122,18 @@ def _read_into(recipe: Recipe, path: Path, *, chain: tuple[Path, ...], needs_par
     if not isinstance(parents, list) or not all(isinstance(p, str) for p in parents):
         raise ConfigError(f"{path}: defaults: expected a path or a list of paths, got {shorten(repr(parents))}")
     for parent in parents:
-        _read_into(recipe, path.parent / parent, chain=(*chain, real), needs_parents=needs_parents)
+        problem = text_problem(parent)
+        if problem is not None:
+            raise ConfigError(f"{path}: defaults: expected a path, got a text that {problem}: {shorten(repr(parent))}")
+        # A circle is named as one.
+        found = find_path(parent, recipe=str(path), but_not=(*chain, real)) or find_path(parent, recipe=str(path))
+        if found is None and needs_parents:
+            looked = places_text(parent, recipe=str(path))
+            raise ConfigError(
+                f"{shorten(parent)}: no such file (named in `defaults:` of {path}); expected a YAML recipe, looked for "
+                f"{shorten(looked)}"
+            )
+        _read_into(recipe, found or path.parent / parent, chain=(*chain, real), needs_parents=needs_parents)
     recipe.num_files += 1
     _merge(recipe, recipe.tree, tree, prefix=(), layer=Layer(order=recipe.num_files, name=str(path)))
 

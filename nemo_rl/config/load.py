@@ -21,6 +21,7 @@ from nemo_rl.config.interpolate import resolve_interpolations
 from nemo_rl.config.overrides import apply_overrides
 from nemo_rl.config.parts import UNKNOWN_PART
 from nemo_rl.config.r3_trace_env import r3_trace_verify_forward_enabled
+from nemo_rl.config.recipe_paths import locate_paths
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.config.schema_walk import lookup, place_of, suggest, suggest_path
 from nemo_rl.config.validate import RULES
@@ -65,6 +66,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> MasterConfig
     recipe = compose(Path(path))
     problems = apply_overrides(recipe, overrides)
     unusable = resolve_interpolations(recipe) | _unset(recipe)
+    unusable |= {place: text for place, text in locate_paths(recipe).items() if place not in unusable}
     problems += [f"{recipe.source_of(place)}: {'.'.join(place)}: {text}" for place, text in unusable.items()]
     for place in unusable:
         _remove(recipe.tree, place)
@@ -202,11 +204,11 @@ def _describe(recipe: Recipe, path: tuple[str, ...], details: Sequence[ErrorDeta
         return _must_be_set(path), []
     expected = " or ".join(dict.fromkeys(_expected(detail) for detail in details))
     hint = ""
-    if first["type"] in ("literal_error", UNKNOWN_PART) and isinstance(value, str):
-        hint = suggest(value, str(first["ctx"]["expected"]).replace("'", "").replace(" or ", ", ").split(", "))
     if not is_set or value is None:
         # An element of a list, or what a validator has made of the value.
         value = first["input"]
+    if first["type"] in ("literal_error", UNKNOWN_PART) and isinstance(value, str):
+        hint = suggest(value, str(first["ctx"]["expected"]).replace("'", "").replace(" or ", ", ").split(", "))
     return f"expected {expected}, got {'null' if value is None else shorten(repr(value))}{hint}", []
 
 

@@ -198,10 +198,10 @@ ENVIRONMENTS = PartKind(
 DATASETS = PartKind(
     what="a dataset",
     builtin={
-        "sort_digits": "nemo_rl.data.datasets:sort_digits_prompts",
-        "reasoning_gym": "nemo_rl.data.datasets:reasoning_gym_prompts",
-        "jsonl": "nemo_rl.data.datasets:jsonl_prompts",
-        "huggingface": "nemo_rl.data.datasets:huggingface_prompts",
+        "sort_digits": "nemo_rl.data.sources:sort_digits_prompts",
+        "reasoning_gym": "nemo_rl.data.sources:reasoning_gym_prompts",
+        "jsonl": "nemo_rl.data.sources:jsonl_prompts",
+        "huggingface": "nemo_rl.data.sources:huggingface_prompts",
     },
 )
 TRACKERS = PartKind(what="a tracker", builtin={})

@@ -232,7 +232,7 @@ class GenerationConfig(Section):
     """Temperature in validation; null uses `temperature`; 0 is greedy."""
     stop_token_ids: list[NonNegativeInt] | None = None
     """Tokens that end a response; null uses the tokenizer's end-of-sequence token and those that the model folder's
-    generation_config.json lists."""
+    generation_config.json and config.json list."""
     stop_strings: list[Text] = Field(default_factory=list)
     """Strings that end a response at the token that completes them; the string stays in the response."""
     max_batch_size: PositiveInt = 1024

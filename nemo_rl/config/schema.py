@@ -155,6 +155,9 @@ class DatasetConfig(Section):
     """Text of a system message before the prompt; null: none."""
     prompt_template: str = "{input}"
     """Text of the user message; `{input}` is replaced by the prompt."""
+    apply_chat_template: bool = True
+    """Give prompts through the tokenizer's chat template, where it has one; false gives the plain texts, as to a base
+    model."""
 
 
 MAIN_SET = "validation"
@@ -200,8 +203,8 @@ class EnvConfig(Section):
     options: Options = Field(default_factory=dict)
     """Settings of your own environment."""
     reward_function: str | None = None
-    """`module:function` of a custom reward: `(prompt: str, response: str, answer: object) -> float`. It may return
-    components by name instead of one number, and have further parameters; see docs/guide.md."""
+    """`module:function` or `FILE.py:function` of a custom reward: `(prompt: str, response: str, answer: object) ->
+    float`. It may return components by name instead of one number, and have further parameters; see docs/guide.md."""
     reward_weights: dict[str, FiniteFloat] = Field(default_factory=dict)
     """Weight of each component of a custom reward in the reward: all must be named; 0 only draws its curve. Without
     weights the components are added up."""
@@ -261,6 +264,10 @@ class ClusterConfig(Section):
         return self.num_nodes * (self.gpus_per_node or self.cpu_workers_per_node or 1)
 
 
+IdentityPart = Literal["data", "model", "tokenizer", "template", "reward"]
+"""What a resumed run and a replay compare."""
+
+
 class CheckpointingConfig(Section):
     """When to save, where, and which to keep."""
 
@@ -289,6 +296,9 @@ class CheckpointingConfig(Section):
     Leaves room for the longest step and save so far; the exit code is 75 then. Null: no limit."""
     load_optimizer: bool = True
     """Resume with the checkpoint's optimizer state; false starts a fresh optimizer from its weights."""
+    allow_changed: tuple[IdentityPart, ...] = ()
+    """What may differ from the run that is resumed or replayed: `data` (rows of the datasets), `model` (weights at
+    step 0), `tokenizer`, `template` (the chat template), `reward` (its source). Any other difference is refused."""
 
 
 class WandbConfig(Section):

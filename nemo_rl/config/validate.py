@@ -285,12 +285,12 @@ def rule_options_need_a_part_of_your_own(config: MasterConfig) -> list[str]:
 def rule_custom_reward_is_named(config: MasterConfig) -> list[str]:
     name, function = config.env.name, config.env.reward_function
     if name == "custom" and function is None:
-        return ["env.reward_function: must be set to module:function when env.name is 'custom'"]
+        return ["env.reward_function: must be set to module:function or FILE.py:function when env.name is 'custom'"]
     if name != "custom" and function is not None:
         because = f"env.name is {name!r}"
         return would_be_ignored(config.env, "env", ["reward_function"], switch="env.name", because=because)
     if function is not None and not all(part.strip() for part in function.partition(":")):
-        return [f"env.reward_function: expected module:function, got {function!r}"]
+        return [f"env.reward_function: expected module:function or FILE.py:function, got {function!r}"]
     return []
 
 
@@ -376,7 +376,9 @@ def rule_resume_needs_the_optimizer(config: MasterConfig) -> list[str]:
     if not section.resume:
         switch = "checkpointing.resume"
         because = f"{switch} is false"
-        return would_be_ignored(section, "checkpointing", ["load_optimizer"], switch=switch, because=because)
+        # A replay of kept steps compares as well.
+        names = ["load_optimizer"] if config.diagnostics.keep_steps.enabled else ["load_optimizer", "allow_changed"]
+        return would_be_ignored(section, "checkpointing", names, switch=switch, because=because)
     return []
 
 

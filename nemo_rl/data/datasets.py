@@ -1,45 +1,46 @@
 """Prompt datasets by name: `build_prompt_sets` for a run, `load_prompts` for one source.
 
-Called by the rollout worker. A source yields `RawPrompt`s; everything after that (template, tokens, length limit,
-overlap with validation) is the same for all. A source is a `Source`: a built-in one, listed in `config.parts`, or a
-user-defined one.
+Called by the rollout worker. A source yields `RawPrompt`s; everything after that (JSON values, template, tokens, length
+limit, overlap with validation) is the same for all. A source is a `Source`: a built-in one, listed in `config.parts`,
+or a user-defined one. Invariant: every row is read once, before the first prompt is drawn, and all rows that cannot be
+used are counted in one message.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
-from pathlib import Path
-from typing import TextIO
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from typing import Protocol, runtime_checkable
+from uuid import UUID
 
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.config.parts import DATASETS
 from nemo_rl.config.schema import DataConfig, DatasetConfig
-from nemo_rl.data import huggingface_wrapper, reasoning_gym_wrapper, sort_digits
-from nemo_rl.data.messages import encode_prompt, prompt_messages
-from nemo_rl.errors import DatasetError, boundary, shorten
+from nemo_rl.data.messages import PromptEncoder, prompt_messages
+from nemo_rl.errors import NAMES_SHOWN, DatasetError, boundary, shorten
 
 __all__ = [
     "Prompt",
     "PromptSet",
     "RawPrompt",
+    "RowProblems",
     "Source",
     "build_prompt_sets",
+    "json_value",
     "load_held_out",
     "load_prompts",
     "raw_prompts",
 ]
 
-MAX_ROW_CHARACTERS = 2**26
-"""Of one line of a file: more than any prompt that fits a context, little enough to be held."""
 CHARACTERS_PER_TOKEN = 256
 """More than the longest tokens have (runs of blanks): texts beyond the limit times this are not given to a tokenizer,
 whose time grows faster than the text."""
-_HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
+DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,10 +48,13 @@ class RawPrompt:
     """What a source yields."""
 
     text: str
+    """A row of a file may have anything here: what is no text is refused by `load_prompts`."""
     answer: object
     """JSON-like; what an environment compares with."""
     metadata: Mapping[str, object] = field(default_factory=dict)
     """The other columns of its row, or what the source's own reward needs."""
+    place: str = ""
+    """Where the row stands, such as `train.jsonl:7`; empty for a generated one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +75,8 @@ class Prompt:
     metadata: Mapping[str, object] = field(default_factory=dict)
     category: str | None = None
     """What `category_key` says of it."""
+    place: str = ""
+    """Number of its row, and where that stands."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,26 +88,86 @@ class PromptSet:
     """Prompts longer than `data.max_input_seq_length`."""
     num_skipped_overlap: int = 0
     """Training prompts whose text also occurs in validation."""
+    skipped: tuple[str, ...] = ()
+    """The first of the overlong ones, for people."""
+    digest: str = ""
+    """Of texts, answers and metadata in their order, and of what is put around the texts."""
+    is_whole: bool = True
+    """False where only the first rows were asked for and there are more."""
+    prints_the_date: bool = False
+    """Whether the chat template makes other prompts of it on another day."""
 
     def __len__(self) -> int:
         return len(self.prompts)
 
 
-def build_prompt_sets(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptSet, Mapping[str, PromptSet]]:
+class RowProblems:
+    """Rows of one source that cannot be used: all are counted, the first of each kind are quoted.
+
+    Args:
+        where: dotted path of the source's section.
+    """
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._lines: dict[str, list[str]] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, kind: str, line: str) -> None:
+        """Notes one row.
+
+        Args:
+            kind: what is wrong, the same for all rows of which it is.
+            line: names the row.
+        """
+        self._counts[kind] = self._counts.get(kind, 0) + 1
+        lines = self._lines.setdefault(kind, [])
+        if len(lines) < NAMES_SHOWN:
+            lines.append(line)
+
+    def check(self, num_read: int) -> None:
+        """
+        Raises:
+            DatasetError: there are such rows.
+        """
+        if not self._counts:
+            return
+        lines = [line for kind in self._lines.values() for line in kind]
+        counts = "; ".join(f"{count} {kind}" for kind, count in self._counts.items())
+        summary = f"{self._where}: of {num_read} rows read these cannot be used: {counts}"
+        raise DatasetError("\n".join([*lines, summary] if sum(self._counts.values()) > 1 else lines))
+
+
+def build_prompt_sets(
+    cfg: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    now: datetime | None = None,
+    max_rows: int | None = None,
+) -> tuple[PromptSet, Mapping[str, PromptSet]]:
     """Training prompts, and the held-out ones by the name of their set; a held-out text is not trained on.
 
+    Args:
+        now: the time that a chat template sees; None: that of the clock.
+        max_rows: of each source; None reads all.
+
     Raises:
-        DatasetError: a source is missing, malformed or empty, or a prompt is too long and must not be skipped.
+        DatasetError: a source is missing, malformed or empty, or has rows that cannot be used.
     """
-    held_out = load_held_out(cfg, tokenizer)
+    held_out = load_held_out(cfg, tokenizer, now=now, max_rows=max_rows)
     texts = frozenset(prompt.text for prompts in held_out.values() for prompt in prompts.prompts)
-    return load_prompts(cfg.train, tokenizer, limits=cfg, where="data.train", exclude=texts), held_out
+    train = load_prompts(
+        cfg.train, tokenizer, limits=cfg, where="data.train", exclude=texts, now=now, max_rows=max_rows
+    )
+    return train, held_out
 
 
-def load_held_out(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, PromptSet]:
-    """The validation sets by name, the main one first; raises as `build_prompt_sets`."""
+def load_held_out(
+    cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, now: datetime | None = None, max_rows: int | None = None
+) -> Mapping[str, PromptSet]:
+    """The validation sets by name, the main one first; arguments and errors as of `build_prompt_sets`."""
     return {
-        name: load_prompts(source, tokenizer, limits=cfg, where=cfg.held_out_key(name))
+        name: load_prompts(source, tokenizer, limits=cfg, where=cfg.held_out_key(name), now=now, max_rows=max_rows)
         for name, source in cfg.held_out.items()
     }
 
@@ -113,6 +179,8 @@ def load_prompts(
     limits: DataConfig,
     where: str,
     exclude: Collection[str] = frozenset(),
+    now: datetime | None = None,
+    max_rows: int | None = None,
 ) -> PromptSet:
     """The prompts of one source.
 
@@ -120,43 +188,32 @@ def load_prompts(
         limits: length limit and what to do with longer prompts.
         where: dotted path of `cfg`, for messages.
         exclude: texts to leave out.
+        now, max_rows: as in `build_prompt_sets`.
     """
-    prompts: list[Prompt] = []
-    num_overlong = num_overlap = num_read = 0
+    encoder = PromptEncoder(tokenizer, now=now, with_template=cfg.apply_chat_template)
+    rows = _Rows(cfg, encoder, limits=limits, where=where, exclude=exclude)
+    is_whole = True
     for raw in raw_prompts(cfg, where, exclude):
-        num_read += 1
-        if raw.text in exclude:
-            num_overlap += 1
-            continue
-        ids = _encode(raw, cfg, tokenizer, limit=limits.max_input_seq_length)
-        if ids is None or len(ids) > limits.max_input_seq_length:
-            if limits.overlong_prompts == "error":
-                size = f"{len(raw.text)} characters" if ids is None else f"{len(ids)} tokens"
-                raise DatasetError(
-                    f"{where}: prompt {num_read - 1} has {size}, data.max_input_seq_length allows "
-                    f"{limits.max_input_seq_length} tokens: {raw.text[:80]!r}; raise the limit or set "
-                    "data.overlong_prompts=skip"
-                )
-            num_overlong += 1
-            continue
-        if not ids:
-            raise DatasetError(f"{where}: prompt {num_read - 1} has no tokens: {raw.text[:80]!r}; leave it out")
-        prompts.append(
-            Prompt(
-                index=len(prompts),
-                text=raw.text,
-                answer=raw.answer,
-                ids=ids,
-                metadata=raw.metadata,
-                category=_category(raw, cfg, place=f"{where}: prompt {num_read - 1}"),
-            )
-        )
-    if not prompts:
+        if rows.num_read == max_rows:
+            is_whole = False
+            break
+        rows.take(raw)
+    rows.problems.check(rows.num_read)
+    if not rows.prompts:
         raise DatasetError(
-            f"{where}: no prompt is left of {num_read} read: {num_overlong} are longer than "
-            f"data.max_input_seq_length {limits.max_input_seq_length} tokens, {num_overlap} also occur in validation"
+            f"{where}: no prompt is left of {rows.num_read} read: {rows.num_overlong} are longer than "
+            f"data.max_input_seq_length {limits.max_input_seq_length} tokens, {rows.num_overlap} also occur in "
+            "validation"
         )
-    return PromptSet(prompts=tuple(prompts), num_skipped_overlong=num_overlong, num_skipped_overlap=num_overlap)
+    return PromptSet(
+        prompts=tuple(rows.prompts),
+        num_skipped_overlong=rows.num_overlong,
+        num_skipped_overlap=rows.num_overlap,
+        skipped=tuple(rows.skipped),
+        digest=rows.digest.hexdigest(),
+        is_whole=is_whole,
+        prints_the_date=encoder.prints_the_date(),
+    )
 
 
 def raw_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str] = frozenset()) -> Iterator[RawPrompt]:
@@ -170,26 +227,115 @@ def raw_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str] = froze
         yield from source(cfg, where, exclude)
 
 
-def _category(raw: RawPrompt, cfg: DatasetConfig, *, place: str) -> str | None:
+class _Rows:
+    """Makes the rows of one source into prompts, one by one."""
+
+    def __init__(
+        self, cfg: DatasetConfig, encoder: PromptEncoder, *, limits: DataConfig, where: str, exclude: Collection[str]
+    ) -> None:
+        self._cfg, self._encoder, self._limits, self._where, self._exclude = cfg, encoder, limits, where, exclude
+        self.problems = RowProblems(where)
+        self.prompts: list[Prompt] = []
+        self.num_read = self.num_overlong = self.num_overlap = 0
+        self.skipped: list[str] = []
+        around = [cfg.system_prompt, cfg.prompt_template, cfg.apply_chat_template]
+        self.digest = hashlib.blake2b(json.dumps(around).encode(), digest_size=DIGEST_BYTES)
+
+    def take(self, raw: RawPrompt) -> None:
+        """Adds the row's prompt, or counts why there is none."""
+        number, text = self.num_read, raw.text
+        self.num_read += 1
+        place = f"prompt {number}" + (f" ({raw.place})" if raw.place else "")
+        if not isinstance(text, str) or not text.strip():
+            what = f"expected a text, got {shorten(repr(text))}"
+            self.problems.add("without a prompt", f"{raw.place or place}: {self._cfg.input_key!r}: {what}")
+            return
+        if text in self._exclude:
+            self.num_overlap += 1
+            return
+        try:
+            prompt = self._prompt(raw, text, number, place)
+        except _Unusable as error:
+            self.problems.add(error.kind, f"{self._where}: prompt {number}{error.text}" + _at(raw.place))
+            return
+        if prompt is not None:
+            self.prompts.append(prompt)
+            row = json.dumps([text, prompt.answer, prompt.metadata], sort_keys=True)
+            self.digest.update(row.encode() + b"\n")
+
+    def _prompt(self, raw: RawPrompt, text: str, number: int, place: str) -> Prompt | None:
+        """None for one that is too long and may be skipped."""
+        answer, metadata = _checked_value(raw.answer, self._cfg.output_key), {}
+        for name, value in raw.metadata.items():
+            metadata[name] = _checked_value(value, name)
+        limit = self._limits.max_input_seq_length
+        ids = self._ids(text, limit)
+        if ids is None or len(ids) > limit:
+            size = f"{len(text)} characters" if ids is None else f"{len(ids)} tokens"
+            if self._limits.overlong_prompts == "error":
+                raise _Unusable(
+                    "too long",
+                    f" has {size}, data.max_input_seq_length allows {limit} tokens: {text[:80]!r}; raise the limit or "
+                    "set data.overlong_prompts=skip",
+                )
+            self.num_overlong += 1
+            if len(self.skipped) < NAMES_SHOWN:
+                self.skipped.append(f"{place} with {size}")
+            return None
+        if not ids:
+            raise _Unusable("without tokens", f" has no tokens: {text[:80]!r}; leave it out")
+        return Prompt(
+            index=len(self.prompts),
+            text=text,
+            answer=answer,
+            ids=ids,
+            metadata=metadata,
+            category=_category(metadata, self._cfg),
+            place=place,
+        )
+
+    def _ids(self, text: str, limit: int) -> tuple[int, ...] | None:
+        """Tokens of a prompt; None for a text that is too long whatever its tokens are."""
+        if len(text) > limit * CHARACTERS_PER_TOKEN:
+            return None
+        cfg = self._cfg
+        messages = prompt_messages(text, system_prompt=cfg.system_prompt, prompt_template=cfg.prompt_template)
+        try:
+            return self._encoder.encode(messages)
+        except DatasetError as error:
+            raise _Unusable("that the chat template or the tokenizer does not keep", f": {error}") from error
+
+
+class _Unusable(Exception):
+    """A row that cannot be used: what is wrong with rows of its kind, and with this one."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind, self.text = kind, text
+
+
+def _at(place: str) -> str:
+    return f" ({place})" if place else ""
+
+
+def _checked_value(value: object, column: str) -> object:
+    try:
+        return json_value(value)
+    except ValueError as error:
+        raise _Unusable("with columns that are no JSON", f": column {column!r}: {error}; leave it out") from error
+
+
+def _category(metadata: Mapping[str, object], cfg: DatasetConfig) -> str | None:
     if cfg.category_key is None:
         return None
-    found = raw.metadata.get(cfg.category_key)
+    found = metadata.get(cfg.category_key)
     if isinstance(found, str | int) and str(found):
         return str(found)
-    raise DatasetError(
-        f"{place}: category_key {cfg.category_key!r}: expected a text or a whole number, got {shorten(repr(found))}; "
-        f"it has {shorten(str(sorted(raw.metadata)))}"
+    raise _Unusable(
+        "without a category",
+        f": category_key {cfg.category_key!r}: expected a text or a whole number, got {shorten(repr(found))}; it has "
+        f"{shorten(str(sorted(metadata)))}",
     )
-
-
-def _encode(
-    raw: RawPrompt, cfg: DatasetConfig, tokenizer: PreTrainedTokenizerBase, *, limit: int
-) -> tuple[int, ...] | None:
-    """Tokens of a prompt; None for a text that is too long whatever its tokens are."""
-    if len(raw.text) > limit * CHARACTERS_PER_TOKEN:
-        return None
-    messages = prompt_messages(raw.text, system_prompt=cfg.system_prompt, prompt_template=cfg.prompt_template)
-    return encode_prompt(tokenizer, messages)
 
 
 Source = Callable[[DatasetConfig, str, Collection[str]], Iterator[RawPrompt]]
@@ -197,94 +343,63 @@ Source = Callable[[DatasetConfig, str, Collection[str]], Iterator[RawPrompt]]
 avoid -> prompts."""
 
 
-# ---- sources
+# ---- values of columns
 
 
-def sort_digits_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
-    limits: dict[str, int] = {}
-    for name, value in cfg.options.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise DatasetError(f"{where}.options.{name}: expected an integer, got {value!r}")
-        limits[name] = value
-    for problem in sort_digits.problems(cfg.size or 0, seed=cfg.seed, exclude=exclude, **limits):
-        yield RawPrompt(text=problem.prompt, answer=problem.answer, metadata={"digits": len(problem.answer)})
+@runtime_checkable
+class _Listed(Protocol):
+    """A number or an array of numpy or torch."""
+
+    def tolist(self) -> object: ...
 
 
-def reasoning_gym_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
-    del exclude
-    task = reasoning_gym_wrapper.Task(name=cfg.task or "", size=cfg.size or 0, seed=cfg.seed, options=dict(cfg.options))
-    for index, item in enumerate(reasoning_gym_wrapper.questions(task, where=where)):
-        yield RawPrompt(text=item.question, answer=item.answer, metadata={"task": task.to_json(), "index": index})
+def json_value(value: object) -> object:
+    """`value` as a reward gets it: JSON values, and others that have one way to be written as such.
+
+    Dates and times become ISO texts, durations seconds, decimals and UUIDs their text, bytes the UTF-8 text that they
+    are, arrays and tuples lists.
+
+    Example:
+        >>> json_value({"on": date(2025, 1, 2), "price": Decimal("1.50"), "of": (1, b"ab")})
+        {'on': '2025-01-02', 'price': '1.50', 'of': [1, 'ab']}
+
+    Raises:
+        ValueError: it has none; names its type, and its place in lists and dictionaries.
+    """
+    return _json_value(value, "")
 
 
-def jsonl_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
-    del exclude
-    path = cfg.data_path
-    assert path is not None, "rule_dataset_keys_fit_their_kind lets no jsonl dataset pass without data_path"
-    try:
-        if path.exists() and not path.is_file():
-            raise DatasetError(f"{where}.data_path: {path} is no regular file; expected a JSON Lines file")
-        # utf-8-sig: files of some editors begin with a byte order mark.
-        with path.open(encoding="utf-8-sig") as file:
-            filled = ((number, line) for number, line in enumerate(_lines(file, path), start=1) if line.strip())
-            for number, line in islice(filled, cfg.size):
-                yield _raw_prompt(_json_object(line, place=f"{path}:{number}"), cfg, place=f"{path}:{number}")
-    except OSError as error:
-        raise DatasetError(
-            f"{where}.data_path: {path} cannot be read: {error.strerror}; expected a JSON Lines file"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise DatasetError(f"{where}.data_path: {path} is no UTF-8 text: {error}") from error
+def _json_value(value: object, at: str) -> object:
+    # Subclasses of them (numpy's texts and numbers) are written as they are.
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {_json_key(key, at): _json_value(item, f"{at}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_value(item, f"{at}[{number}]") for number, item in enumerate(value)]
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, Decimal | UUID):
+        return str(value)
+    if isinstance(value, bytes | bytearray):
+        try:
+            return bytes(value).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"expected a JSON value, got {len(value)} bytes that are no UTF-8 text{_of(at)}"
+            ) from error
+    if isinstance(value, _Listed):
+        return _json_value(value.tolist(), at)
+    raise ValueError(f"expected a JSON value, got {type(value).__name__}{_of(at)}")
 
 
-def _lines(file: TextIO, path: Path) -> Iterator[str]:
-    """The lines of a file; one that has no end is refused before it fills the memory."""
-    number = 0
-    while line := file.readline(MAX_ROW_CHARACTERS + 1):
-        number += 1
-        if len(line) > MAX_ROW_CHARACTERS:
-            raise DatasetError(
-                f"{path}:{number}: expected a line of at most {MAX_ROW_CHARACTERS} characters; is each JSON object on "
-                "a line of its own?"
-            )
-        yield line
+def _json_key(key: object, at: str) -> str:
+    if isinstance(key, str | int):
+        return str(key)
+    raise ValueError(f"expected texts as keys, got {shorten(repr(key))}{_of(at)}")
 
 
-def huggingface_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
-    del exclude
-    path = cfg.data_path
-    assert path is not None, "rule_dataset_keys_fit_their_kind lets no huggingface dataset pass without data_path"
-    rows = huggingface_wrapper.rows(path, split=cfg.split, where=where)
-    for number, row in enumerate(islice(rows, cfg.size)):
-        yield _raw_prompt(row, cfg, place=f"{path} row {number}")
-
-
-def _json_object(line: str, *, place: str) -> Mapping[str, object]:
-    try:
-        row = json.loads(line)
-        if _HALF_PAIR.search(line):
-            json.dumps(row, ensure_ascii=False).encode("utf-8")
-    except json.JSONDecodeError as error:
-        raise DatasetError(f"{place}: expected a JSON object per line: {error}") from error
-    except UnicodeEncodeError as error:
-        raise DatasetError(f"{place}: expected Unicode texts, got half a surrogate pair: {error.reason}") from error
-    except (ValueError, RecursionError) as error:
-        # A number of thousands of digits, or lists in lists in lists.
-        raise DatasetError(f"{place}: expected a JSON object that can be read: {shorten(str(error))}") from error
-    if not isinstance(row, dict):
-        raise DatasetError(f"{place}: expected a JSON object, got {type(row).__name__}")
-    return row
-
-
-def _raw_prompt(row: Mapping[str, object], cfg: DatasetConfig, *, place: str) -> RawPrompt:
-    missing = [key for key in (cfg.input_key, cfg.output_key) if key not in row]
-    if missing:
-        raise DatasetError(
-            f"{place}: no {' and no '.join(map(repr, missing))}, got {shorten(str(sorted(row)))}; set input_key and "
-            "output_key"
-        )
-    text = row[cfg.input_key]
-    if not isinstance(text, str) or not text:
-        raise DatasetError(f"{place}: {cfg.input_key!r}: expected a text, got {shorten(repr(text))}")
-    others = {name: value for name, value in row.items() if name not in (cfg.input_key, cfg.output_key)}
-    return RawPrompt(text=text, answer=row[cfg.output_key], metadata=others)
+def _of(at: str) -> str:
+    return f" at {at.removeprefix('.')}" if at else ""

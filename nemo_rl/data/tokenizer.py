@@ -6,6 +6,7 @@ nothing is looked up on a network.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,7 +17,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from nemo_rl.data.thinking import THINK_END, THINK_START
 from nemo_rl.errors import ModelFolderError, boundary, shorten
 
-__all__ = ["CHATML_TEMPLATE", "END_OF_TURN", "build_tokenizer", "load_tokenizer", "stop_token_ids"]
+__all__ = [
+    "CHATML_TEMPLATE",
+    "END_OF_TURN",
+    "build_tokenizer",
+    "load_tokenizer",
+    "stop_token_ids",
+    "tokenizer_identity",
+]
 
 PAD = "<|pad|>"
 END_OF_TURN = "<|im_end|>"
@@ -27,7 +35,9 @@ CHATML_TEMPLATE = (
 )
 # Any one of these makes a folder a tokenizer folder.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-GENERATION_CONFIG = "generation_config.json"
+GENERATION_CONFIG, MODEL_CONFIG = "generation_config.json", "config.json"
+TEXT_MODELS = ("text_config", "decoder", "generator", "llm_config", "language_config")
+"""Keys of config.json below which the text model of a larger one is described."""
 MAX_LENGTH = 4096
 
 
@@ -94,21 +104,49 @@ def load_tokenizer(folder: str | Path, *, chat_template: str | None = None) -> P
 
 def stop_token_ids(model_folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Tokens that end a response: the tokenizer's end-of-sequence token, then those that the model's
-    generation_config.json lists (chat models have two: end of turn and end of text).
+    generation_config.json and its config.json list (chat models have two: end of turn and end of text).
 
     Raises:
-        ModelFolderError: the file cannot be read, or names what is no token.
+        ModelFolderError: a file cannot be read, or names what is no token.
     """
-    path = Path(model_folder) / GENERATION_CONFIG
-    first = int(tokenizer.eos_token_id)
-    if not path.is_file():
-        return (first,)
-    with boundary(ModelFolderError, f"{path}: cannot be read"):
-        given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    found = [int(tokenizer.eos_token_id)]
+    for name in (GENERATION_CONFIG, MODEL_CONFIG):
+        path = Path(model_folder) / name
+        if path.is_file():
+            with boundary(ModelFolderError, f"{path}: cannot be read"):
+                config = json.loads(path.read_text(encoding="utf-8"))
+                if not isinstance(config, dict):
+                    raise ModelFolderError(f"{path}: expected a JSON object, got {shorten(repr(config))}")
+                found += _end_tokens(config, where=str(path))
+    return tuple(dict.fromkeys(found))
+
+
+def tokenizer_identity(tokenizer: PreTrainedTokenizerBase, *, stop_ids: Iterable[int]) -> dict[str, str]:
+    """Digests of the tokenizer, with the tokens that end a response, and of its chat template."""
+    if tokenizer.is_fast:
+        settings = json.loads(tokenizer.backend_tokenizer.to_str())
+        # These are set by every call.
+        settings.pop("truncation"), settings.pop("padding")
+    else:
+        settings = tokenizer.get_vocab()
+    about = [settings, {name: str(token) for name, token in tokenizer.special_tokens_map.items()}, list(stop_ids)]
+    template = tokenizer.get_chat_template() if tokenizer.chat_template is not None else ""
+    return {"tokenizer": _digest(json.dumps(about, sort_keys=True)), "template": _digest(template)}
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _end_tokens(config: object, *, where: str) -> list[int]:
+    """`eos_token_id` of a config and of its text model."""
+    if not isinstance(config, dict):
+        return []
+    given = config.get("eos_token_id")
     listed = given if isinstance(given, list) else [] if given is None else [given]
     for token in listed:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
             raise ModelFolderError(
-                f"{path}: eos_token_id: expected the id of a token or a list of ids, got {shorten(repr(given))}"
+                f"{where}: eos_token_id: expected the id of a token or a list of ids, got {shorten(repr(given))}"
             )
-    return tuple(dict.fromkeys((first, *listed)))
+    return listed + [token for name in TEXT_MODELS for token in _end_tokens(config.get(name), where=f"{where}: {name}")]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,7 @@ from nemo_rl.environments.scorer_pool import ScorerSpec
 from nemo_rl.environments.sort import SortEnvironment
 from nemo_rl.errors import ConfigError
 
-__all__ = ["EnvironmentStart", "build_environment"]
+__all__ = ["EnvironmentStart", "build_environment", "reward_identity"]
 
 
 def build_environment(cfg: EnvConfig, *, start_timeout_s: float, log_file: Path | None = None) -> Environment:
@@ -35,6 +37,17 @@ def build_environment(cfg: EnvConfig, *, start_timeout_s: float, log_file: Path 
         cfg, EnvironmentStart(timeout_s=start_timeout_s, log_file=log_file)
     )
     return environment
+
+
+def reward_identity(cfg: EnvConfig, environment: Environment) -> str:
+    """The name of a built-in reward; of one of the user's, a digest of its source."""
+    if cfg.name != "custom" and ENVIRONMENTS.is_builtin(cfg.name):
+        return cfg.name
+    if isinstance(environment, ProcessEnvironment):
+        return f"{cfg.name}:{environment.source}"
+    file = inspect.getsourcefile(type(environment))
+    source = b"" if file is None else Path(file).read_bytes()
+    return f"{cfg.name}:{hashlib.blake2b(source, digest_size=16).hexdigest()}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from nemo_rl.data.datasets import Prompt
 
-__all__ = ["EnvReport", "Environment", "Response"]
+__all__ = ["ChecksAnswers", "EnvReport", "Environment", "Response"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,3 +58,11 @@ class Environment(Protocol):
 
     def shutdown(self) -> None:
         """Ends scoring processes. Idempotent."""
+
+
+@runtime_checkable
+class ChecksAnswers(Protocol):
+    """An environment that can say before a response is there which gold answers it cannot compare with."""
+
+    def answer_problems(self, prompts: Sequence[Prompt]) -> list[str | None]:
+        """Why the gold answer of each prompt cannot be read; None where it can."""

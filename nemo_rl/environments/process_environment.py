@@ -75,6 +75,15 @@ class ProcessEnvironment:
             printed=self._log.take(),
         )
 
+    @property
+    def source(self) -> str:
+        """Digest of the function's source."""
+        return self._pool.source
+
+    def answer_problems(self, prompts: Sequence[Prompt]) -> list[str | None]:
+        """As `ChecksAnswers`: the function's `check_answer` says it, where it has one."""
+        return self._pool.answer_problems([self._answer_of(prompt) for prompt in prompts])
+
     def shutdown(self) -> None:
         """Ends the scoring processes. Idempotent."""
         self._pool.shutdown()

@@ -4,8 +4,10 @@ Started by `scorer_process` with this file's path; standard library only, so tha
 processes: a guard, which ends everything that the reward function has started when the owner asks for it or dies, and
 the scorer itself. One JSON object per line over an inherited socket:
 
-    {"id", "paths", "target", "is_factory", "in_batches"}   -> {"id", "ready", "wants"} or {"id", "failed"}
+    {"id", "paths", "target", "is_factory", "in_batches"}   -> {"id", "ready", "wants", "source", "checks_answers"}
+                                                               or {"id", "failed"}
     {"id", "arguments"}                                      -> {"id", "scores"} or {"id", "error"}
+    {"id", "answers"}                                        -> {"id", "problems"} or {"id", "error"}
 
 A reply repeats the id of its request, which cannot be guessed, so what a reward function writes there by accident is
 told apart. `arguments` holds one list per parameter, a value per row; a score is a number or an object of numbers.
@@ -15,7 +17,9 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import hashlib
 import importlib
+import importlib.util
 import inspect
 import json
 import math
@@ -25,6 +29,9 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
@@ -35,6 +42,8 @@ _TEXT_LIMIT = 2000
 """Characters of an error's text."""
 _FRAMES_SHOWN = 5
 _POSITIONAL = ("prompt", "response", "answer")
+_ANSWER_CHECK = "check_answer"
+"""Name of a function's attribute that is given a gold answer and returns why it cannot be read, or None."""
 _BY_NAME = ("row", "prompt_tokens", "response_tokens", "truncated")
 """What a function gets besides prompt, response and answer when it has a parameter of that name, or `**kwargs`."""
 
@@ -120,23 +129,28 @@ def _serve(fd: int) -> None:
         first = json.loads(stream.readline())
         sys.path[:] = list(dict.fromkeys([*first["paths"], *sys.path]))
         try:
-            function = _load(first["target"], is_factory=first["is_factory"])
-            wants = _wanted(function)
+            module, function = _load(first["target"], is_factory=first["is_factory"])
+            wants, source = _wanted(function), _digest_of(module, function)
         except Exception as error:  # noqa: BLE001  (user code; the parent reports it)
             _send(stream, first, {"failed": _cut(f"{type(error).__name__}: {error}")})
             return
-        _send(stream, first, {"ready": True, "wants": wants})
+        check = inspect.getattr_static(function, _ANSWER_CHECK, None) and getattr(function, _ANSWER_CHECK)
+        ready = {"ready": True, "wants": wants, "source": source, "checks_answers": check is not None}
+        _send(stream, first, ready)
         score = _score_batch if first["in_batches"] else _score_one
         for line in stream:
             request = json.loads(line)
-            _send(stream, request, _answer(score, function, request["arguments"]))
+            if "answers" in request:
+                reply = partial(_problems, check, request["answers"])
+            else:
+                reply = partial(_scores, score, function, request["arguments"])
+            _send(stream, request, _guarded(reply))
 
 
-def _load(target: str, *, is_factory: bool) -> Callable[..., Any]:
-    module, _, name = target.partition(":")
-    if module.endswith(".py") or "/" in module:
-        raise ImportError(f"expected module:function, got the file {module}; write {_module_of(module)}:{name}")
-    found: Any = importlib.import_module(module)
+def _load(target: str, *, is_factory: bool) -> tuple[ModuleType, Callable[..., Any]]:
+    place, _, name = target.rpartition(":")
+    module = _module_of_file(Path(place)) if place.endswith(".py") else _module_named(place)
+    found: Any = module
     for part in name.split("."):
         found = getattr(found, part)
     if is_factory:
@@ -144,11 +158,60 @@ def _load(target: str, *, is_factory: bool) -> Callable[..., Any]:
     if not callable(found):
         raise TypeError(f"expected a function, got {type(found).__name__}")
     function: Callable[..., Any] = found
-    return function
+    return module, function
 
 
-def _module_of(file: str) -> str:
-    return file.removesuffix(".py").removeprefix("./").replace("/", ".")
+def _module_named(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        places = ", ".join(path for path in sys.path if path)
+        raise ModuleNotFoundError(
+            f"no module named {error.name!r}: it is neither beside the recipe that names it, nor in the working "
+            f"directory {os.getcwd()}, nor in {places}; FILE.py:function names a file"
+        ) from error
+
+
+def _module_of_file(file: Path) -> ModuleType:
+    """The module of a file: by its name in a package where it is a part of one, else by itself.
+
+    Either way it can import what lies beside it.
+    """
+    file = file.resolve(strict=True)
+    folder, names = file.parent, [file.stem] if file.stem != "__init__" else []
+    while (folder / "__init__.py").is_file():
+        names.insert(0, folder.name)
+        folder = folder.parent
+    sys.path.insert(0, str(folder))
+    if names and names != [file.stem]:
+        return importlib.import_module(".".join(names))
+    # A name that hides no module that is imported already, such as that of a file json.py.
+    name = file.stem if file.stem not in sys.modules else f"reward_file_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _digest_of(module: ModuleType, function: Callable[..., Any]) -> str:
+    """Of the source of the module, of the function's own one, and of modules beside either that are imported by now."""
+    named = [module, inspect.getmodule(inspect.unwrap(function)) or module]
+    files = {Path(str(vars(one)["__file__"])) for one in named if vars(one).get("__file__")}
+    folders = {file.parent for file in files}
+    for other in list(sys.modules.values()):
+        file = vars(other).get("__file__") if isinstance(other, ModuleType) else None
+        if isinstance(file, str) and Path(file).parent in folders:
+            files.add(Path(file))
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted(files, key=lambda file: file.name):
+        if file.is_file():
+            digest.update(f"{file.name}\n".encode() + hashlib.blake2b(file.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def _wanted(function: Callable[..., Any]) -> list[str]:
@@ -214,11 +277,20 @@ def _number(value: Any, where: str) -> float:
     return number
 
 
-def _answer(
+def _problems(check: Callable[[Any], object], answers: list[Any]) -> dict[str, object]:
+    return {"problems": [None if (problem := check(answer)) is None else str(problem) for answer in answers]}
+
+
+def _scores(
     score: Callable[..., list[object]], function: Callable[..., Any], arguments: dict[str, list[Any]]
 ) -> dict[str, object]:
+    return {"scores": score(function, arguments)}
+
+
+def _guarded(reply: Callable[[], dict[str, object]]) -> dict[str, object]:
+    """What `reply` gives, or why user code has failed in it."""
     try:
-        return {"scores": score(function, arguments)}
+        return reply()
     except _BadScore as error:
         return {"error": _cut(str(error))}
     except Exception as error:  # noqa: BLE001  (user code; the parent reports it)

@@ -18,6 +18,8 @@ from nemo_rl.errors import RewardError
 
 __all__ = ["Outcome", "Score", "ScorerItem", "ScorerPool", "ScorerSpec"]
 
+ANSWERS_AT_ONCE = 32
+"""Gold answers of one call: each takes milliseconds, and a response that is to be scored waits for a call at most."""
 Score = float | dict[str, float]
 """A number, or parts by name."""
 
@@ -84,15 +86,23 @@ class ScorerPool:
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="scorer")
         try:
             # The first process starts now, so that a function that cannot be loaded is reported before any rollout.
-            self._threads.submit(self._process).result()
+            first = self._threads.submit(self._process).result()
         except RewardError:
             self.shutdown()
             raise
+        self.source, self.checks_answers = first.source, first.checks_answers
 
     def score(self, items: Sequence[ScorerItem]) -> list[Outcome]:
         """One outcome per item, in order; bounded by the calls' limits."""
         calls = [items[start : start + self._batch_size] for start in range(0, len(items), self._batch_size)]
         return list(chain.from_iterable(self._threads.map(self._score_call, calls)))
+
+    def answer_problems(self, answers: Sequence[object]) -> list[str | None]:
+        """Why the function cannot read each of the gold answers; None where it can."""
+        if not self.checks_answers:
+            return [None] * len(answers)
+        batches = [answers[start : start + ANSWERS_AT_ONCE] for start in range(0, len(answers), ANSWERS_AT_ONCE)]
+        return list(chain.from_iterable(self._threads.map(self._check_answers, batches)))
 
     def shutdown(self) -> None:
         """Ends every process and thread. Idempotent."""
@@ -123,6 +133,23 @@ class ScorerPool:
         if "error" in reply:
             return [Outcome(error=str(reply["error"]))] * len(items)
         return [Outcome(score=score) for score in cast("list[Score]", reply["scores"])]
+
+    def _check_answers(self, answers: Sequence[object]) -> list[str | None]:
+        process = self._process()
+        try:
+            reply = process.ask({"answers": list(answers)}, timeout_s=self._timeout_s)
+        except (TimeoutError, OSError, EOFError) as error:
+            self._drop(process)
+            if len(answers) > 1:
+                # One of them is to blame.
+                return [problem for answer in answers for problem in self._check_answers([answer])]
+            is_late = isinstance(error, TimeoutError) and not isinstance(error, ConnectionError)
+            return [
+                f"takes longer than env.timeout_s {self._timeout_s:g} s" if is_late else f"ends its reader: {error}"
+            ]
+        if "error" in reply:
+            return [str(reply["error"])] * len(answers)
+        return cast("list[str | None]", reply["problems"])
 
     def _process(self) -> ScorerProcess:
         """This thread's process; made by this thread, because it dies with the thread that made it."""

@@ -43,7 +43,7 @@ class ScorerSpec:
     """Which function scores."""
 
     target: str
-    """`module:function`, looked up in the working directory too."""
+    """`module:function`, looked up in the working directory too, or `FILE.py:function`."""
     is_factory: bool = False
     """True: the function takes nothing and returns the one that scores."""
     in_batches: bool = False
@@ -84,6 +84,10 @@ class ScorerProcess:
             os.close(writing)
         self.wants: frozenset[str] = frozenset()
         """Further arguments that the function takes."""
+        self.source = ""
+        """Digest of the function's source."""
+        self.checks_answers = False
+        """Whether the function can say which gold answers it cannot read."""
         self._start_timeout_s = start_timeout_s
         self._spec = spec
 
@@ -106,6 +110,7 @@ class ScorerProcess:
             cause = printable(str(reply["failed"]), limit=_ERROR_LIMIT, keep_lines=True)
             raise RewardError(f"reward function {spec.target!r}: cannot be loaded: {cause}")
         self.wants = frozenset(cast("list[str]", reply["wants"]))
+        self.source, self.checks_answers = str(reply["source"]), bool(reply["checks_answers"])
 
     def ask(self, request: Mapping[str, object], *, timeout_s: float) -> Mapping[str, object]:
         """Sends a request and waits for its reply.

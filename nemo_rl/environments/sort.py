@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.environments.interfaces import EnvReport, Response
 from nemo_rl.environments.rewards.exact import exact_match
+from nemo_rl.environments.rewards.math import answer_problem
 
 __all__ = ["SortEnvironment"]
 
@@ -22,6 +23,10 @@ class SortEnvironment:
                 0.0 if response.truncated else exact_match(response.text, prompt.answer) for prompt, response in rows
             )
         )
+
+    def answer_problems(self, prompts: Sequence[Prompt]) -> list[str | None]:
+        """As `ChecksAnswers`."""
+        return [answer_problem(prompt.answer) for prompt in prompts]
 
     def shutdown(self) -> None:
         """Nothing to end."""

@@ -14,11 +14,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from nemo_rl.config.evaluation import EvaluationConfig
-from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.config.schema import DataConfig, EnvConfig, GRPOConfig, LoggerConfig
-from nemo_rl.data.datasets import build_prompt_sets
-from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids
+from nemo_rl.data.datasets import PromptSet, build_prompt_sets
+from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids, tokenizer_identity
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.chunks.wire import message_bytes
 from nemo_rl.data_plane.client.operation_counts import Totals
@@ -32,11 +29,13 @@ from nemo_rl.distributed.calls import Call, Pending, Request, ask
 from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import WorkerGroup
 from nemo_rl.distributed.worker_pass import WorkerPass
-from nemo_rl.environments.factory import build_environment
+from nemo_rl.environments.answers import AnswerCheck
+from nemo_rl.environments.factory import build_environment, reward_identity
 from nemo_rl.errors import DataPlaneClosed, ResourceError, WorkerError
 from nemo_rl.experience.evaluation.evaluator import EvaluationTask, Evaluator
 from nemo_rl.experience.evaluation.result import ValidationResult
 from nemo_rl.experience.payload import RowScalars, build_columns
+from nemo_rl.experience.rollout_spec import RolloutInfo, RolloutSpec
 from nemo_rl.experience.rollouts import Rollouts, SeedSource, run_rollouts, sampling_params
 from nemo_rl.experience.routes import RouteWriter
 from nemo_rl.experience.token_record import TokenTexts, token_record
@@ -57,16 +56,6 @@ WEIGHT_VERSION = "weight_version"
 """Tag of every row."""
 LOGGED_FIELDS = ("input_ids", "token_mask", "generation_logprobs")
 """Columns of readable rollouts that every row has."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutInfo:
-    """What the rollout worker loaded."""
-
-    num_train_prompts: int
-    num_val_prompts: int
-    num_skipped_prompts: int
-    """Prompts longer than `data.max_input_seq_length`, left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,20 +93,6 @@ class RolloutResult:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutSpec:
-    """What a rollout worker is made from."""
-
-    grpo: GRPOConfig
-    policy: PolicyConfig
-    data: DataConfig
-    evaluation: EvaluationConfig
-    env: EnvConfig
-    logger: LoggerConfig
-    start_timeout_s: float
-    """For the processes that score."""
-
-
 class SyncRolloutActor:
     """Prompts to scored rows.
 
@@ -134,12 +109,19 @@ class SyncRolloutActor:
         )
         self._token_texts = TokenTexts(self._tokenizer)
         self._stop_ids = stop_token_ids(spec.policy.model_name, self._tokenizer)
-        self._train, self._held_out = build_prompt_sets(spec.data, self._tokenizer)
+        self._train, self._held_out = build_prompt_sets(spec.data, self._tokenizer, now=spec.now)
         self._environment = build_environment(
             spec.env,
             start_timeout_s=spec.start_timeout_s,
             log_file=spec.logger.log_dir / REWARD_LOG,
         )
+        self._answers = AnswerCheck(self._environment, self._sets)
+        try:
+            if not self._answers.look():
+                self._answers.go_on()
+        except BaseException:
+            self._environment.shutdown()
+            raise
         self._evaluator = Evaluator(
             spec.evaluation,
             sampling=spec.policy.generation,
@@ -155,13 +137,24 @@ class SyncRolloutActor:
         self._routes = RouteWriter(spec.policy.router_replay)
 
     def describe(self) -> RolloutInfo:
-        """Sizes of the prompt sets."""
-        sets = self._held_out.values()
+        """Sizes and digests of what was loaded."""
+        spec, sets = self._spec, self._sets
+        identity = {where: found.digest for where, found in sets.items()}
+        identity |= tokenizer_identity(self._tokenizer, stop_ids=self._stop_ids)
         return RolloutInfo(
             num_train_prompts=len(self._train),
-            num_val_prompts=sum(map(len, sets)),
-            num_skipped_prompts=sum(each.num_skipped_overlong for each in (self._train, *sets)),
+            num_val_prompts=sum(map(len, self._held_out.values())),
+            num_skipped_prompts=sum(each.num_skipped_overlong for each in sets.values()),
+            skipped=tuple(f"{where}: {line}" for where, found in sets.items() for line in found.skipped),
+            identity=identity | {"reward": reward_identity(spec.env, self._environment)},
+            prints_the_date=any(found.prints_the_date for found in sets.values()),
         )
+
+    @property
+    def _sets(self) -> dict[str, PromptSet]:
+        """By the dotted paths of their sections."""
+        held_out = {self._spec.data.held_out_key(name): found for name, found in self._held_out.items()}
+        return {"data.train": self._train, **held_out}
 
     def setup_data_plane(self, address: DataPlaneAddress) -> None:
         """Attaches this process's client."""
@@ -196,6 +189,7 @@ class SyncRolloutActor:
             version: as in `run_rollouts`.
             round_number: of several rollouts of one step.
         """
+        self._answers.require("data.train", prompt_numbers)
         prompts = [self._train.prompts[number] for number in prompt_numbers]
         group = self._spec.grpo.num_generations_per_prompt
         rollouts = self._run(prompt_numbers, step=step, version=version, round_number=round_number)
@@ -256,6 +250,8 @@ class SyncRolloutActor:
 
     def validate(self, task: EvaluationTask) -> ValidationResult:
         """Measures the held-out prompts; see `Evaluator.evaluate`."""
+        for name, found in self._held_out.items():
+            self._answers.require(self._spec.data.held_out_key(name), range(len(found.prompts[: task.max_prompts])))
         return self._evaluator.evaluate(task)
 
     def log_rollouts(
@@ -307,6 +303,7 @@ class SyncRolloutActor:
 
     def shutdown(self) -> None:
         """Ends scoring processes and the client. Idempotent."""
+        self._answers.close()
         self._environment.shutdown()
         client, self._client = self._client, None
         if client is not None:

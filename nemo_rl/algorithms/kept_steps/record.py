@@ -140,6 +140,8 @@ class RunFacts:
     """Whether it took the optimizer's state from there."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """Versions."""
+    identity: Mapping[str, str] = field(default_factory=dict)
+    """Digests of data, model, tokenizer, chat template and reward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,6 +30,8 @@ CHECKS: Mapping[str, Check] = {
     "tokenizer": inputs.check_tokenizer,
     "prompts": inputs.check_prompts,
     "reward": inputs.check_reward,
+    "gold answers": inputs.check_answers,
+    "identity": inputs.check_identity,
     "parts": inputs.check_parts,
     "engine": inputs.check_engine,
     "trackers": inputs.check_trackers_are_installed,
@@ -40,23 +42,26 @@ CHECKS: Mapping[str, Check] = {
     "memory": machine.check_memory,
     "disk": machine.check_disk,
 }
-NEED_MODEL = ("model", "tokenizer", "prompts", "memory", "disk")
+NEED_MODEL = ("model", "tokenizer", "prompts", "gold answers", "identity", "memory", "disk")
 """Checks that would only repeat that a model's name on the hub leads nowhere."""
 ALONGSIDE = ("reward",)
 """Checks that wait for a process of their own, and run alongside the others."""
 
 
-def preflight(config: MasterConfig) -> MasterConfig:
+def preflight(config: MasterConfig, *, is_alone: bool = False) -> MasterConfig:
     """Runs every check; returns the config with folders in place of names on the hub, and with `resume: auto` decided.
+
+    Args:
+        is_alone: no run follows: also looks at all rows of the datasets, which a run does when it loads them.
 
     Raises:
         UserError: the only one that a check has met.
         PreflightError: all of them, a line each.
     """
-    return run_checks(decide_resume(config), CHECKS)
+    return run_checks(decide_resume(config), CHECKS, is_alone=is_alone)
 
 
-def run_checks(config: MasterConfig, names: Iterable[str]) -> MasterConfig:
+def run_checks(config: MasterConfig, names: Iterable[str], *, is_alone: bool = False) -> MasterConfig:
     """Some of `CHECKS`; returns the config with folders in place of names on the hub. Raises as `preflight`."""
     errors: list[UserError] = []
     wanted = {name: CHECKS[name] for name in names}
@@ -65,7 +70,7 @@ def run_checks(config: MasterConfig, names: Iterable[str]) -> MasterConfig:
     except UserError as error:
         errors.append(error)
         wanted = {name: check for name, check in wanted.items() if name not in NEED_MODEL}
-    subject = Subject(config)
+    subject = Subject(config, is_alone=is_alone)
     with ThreadPoolExecutor(len(ALONGSIDE), thread_name_prefix="preflight") as pool:
         alongside = {name: pool.submit(_run, wanted[name], subject) for name in ALONGSIDE if name in wanted}
         for name, check in wanted.items():

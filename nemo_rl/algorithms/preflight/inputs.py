@@ -8,13 +8,16 @@ from pathlib import Path
 
 import torch
 
+from nemo_rl.algorithms.identity import model_digest, same_or_refused
 from nemo_rl.algorithms.preflight import model_check
 from nemo_rl.algorithms.preflight.subject import Subject
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, ENGINE_TRAITS, ENGINES, LOSSES, STORES, EngineTraits
 from nemo_rl.config.schema import DatasetConfig, GRPOConfig
 from nemo_rl.data.datasets import raw_prompts
-from nemo_rl.data.messages import encode_prompt, prompt_messages
-from nemo_rl.environments.factory import build_environment
+from nemo_rl.data.messages import PromptEncoder, prompt_messages
+from nemo_rl.data.tokenizer import tokenizer_identity
+from nemo_rl.environments.answers import AnswerCheck
+from nemo_rl.environments.factory import build_environment, reward_identity
 from nemo_rl.errors import ConfigError, DatasetError, UserError
 from nemo_rl.models.dtensor.learning_rate import LearningRate
 from nemo_rl.models.dtensor.optim import build_optimizer
@@ -24,7 +27,9 @@ from nemo_rl.tracer.watch import Watch
 from nemo_rl.utils.logger import check_trackers
 
 __all__ = [
+    "check_answers",
     "check_engine",
+    "check_identity",
     "check_model",
     "check_optimizer",
     "check_parts",
@@ -65,9 +70,16 @@ def check_tokenizer(subject: Subject) -> list[str]:
 
 
 def check_prompts(subject: Subject) -> list[str]:
-    """All datasets open, their first rows become tokens, and there is a step's worth of prompts."""
+    """All datasets open, their rows become tokens, and there is a step's worth of prompts."""
     data, lines = subject.config.data, list[str]()
     grpo = subject.config.grpo
+    if _all_rows_count(subject):
+        for where, found in subject.prompt_sets.items():
+            if where == "data.train" and len(found) < grpo.prompts_at_once:
+                lines.append(too_few_prompts(grpo, len(found)))
+            ids = tuple({token for prompt in found.prompts for token in prompt.ids})
+            lines += _unknown_tokens(subject, f"tokens of prompts of {where}", ids)
+        return lines
     sources = [("data.train", data.train, grpo.prompts_at_once)]
     sources += [(data.held_out_key(name), source, 1) for name, source in data.held_out.items()]
     for where, source, count in sources:
@@ -83,6 +95,32 @@ def check_reward(subject: Subject) -> list[str]:
     # As patient as the run itself: what is merely slow must not be refused.
     limit = subject.config.cluster.worker_start_timeout_s
     build_environment(subject.config.env, start_timeout_s=limit).shutdown()
+    return []
+
+
+def check_answers(subject: Subject) -> list[str]:
+    """The reward can read the gold answers; of a run that is resumed, it is the same reward."""
+    if not _all_rows_count(subject):
+        return []
+    config = subject.config
+    environment = build_environment(config.env, start_timeout_s=config.cluster.worker_start_timeout_s)
+    try:
+        AnswerCheck(environment, subject.prompt_sets).look()
+        _compare(subject, {"reward": reward_identity(config.env, environment)})
+    finally:
+        environment.shutdown()
+    return []
+
+
+def check_identity(subject: Subject) -> list[str]:
+    """A run that is resumed goes on with the data, model, tokenizer and chat template that it had."""
+    if not subject.is_alone or subject.resume_from is None:
+        return []
+    identity = tokenizer_identity(subject.tokenizer, stop_ids=subject.known_stop_ids)
+    identity["model"] = model_digest(subject.config.policy.model_name)
+    if _all_rows_count(subject) and all(found.is_whole for found in subject.prompt_sets.values()):
+        identity |= {where: found.digest for where, found in subject.prompt_sets.items()}
+    _compare(subject, identity)
     return []
 
 
@@ -121,12 +159,25 @@ def check_trackers_are_installed(subject: Subject) -> list[str]:
     return []
 
 
+def _compare(subject: Subject, identity: dict[str, str]) -> None:
+    found = subject.resume_from
+    if found is not None:
+        same_or_refused(found.state, identity, allowed=subject.config.checkpointing.allow_changed, where=found.path)
+
+
+def _all_rows_count(subject: Subject) -> bool:
+    """Whether rows are all read here: nothing else would, and they are not too large to be read for it."""
+    data = subject.config.data
+    return subject.is_alone and not any(map(_is_too_large, (data.train, *data.held_out.values())))
+
+
+def _is_too_large(source: DatasetConfig) -> bool:
+    path = source.data_path if source.dataset_name == "huggingface" else None
+    return path is not None and _bytes_of(path) > MAX_BYTES
+
+
 def _first_prompts(subject: Subject, source: DatasetConfig, where: str, needed: int) -> list[str]:
-    if (
-        source.dataset_name == "huggingface"
-        and source.data_path is not None
-        and _bytes_of(source.data_path) > MAX_BYTES
-    ):
+    if _is_too_large(source):
         return []
     generated = source.dataset_name in ("sort_digits", "reasoning_gym")
     if generated and source.size is not None:
@@ -134,15 +185,16 @@ def _first_prompts(subject: Subject, source: DatasetConfig, where: str, needed: 
             return [too_few_prompts(subject.config.grpo, source.size)]
         # The same prompts, but not all of them.
         source = source.model_copy(update={"size": min(source.size, needed)})
-    found = [raw.text for raw in islice(raw_prompts(source, where), needed)]
+    found = [str(raw.text) for raw in islice(raw_prompts(source, where), needed)]
     if not found:
         return [f"{where}: no prompt is left of 0 read"]
     lines = [too_few_prompts(subject.config.grpo, len(found))] if len(found) < needed else []
+    encoder = PromptEncoder(subject.tokenizer, with_template=source.apply_chat_template)
     for text in found[:PROMPTS_ENCODED]:
         # Longer ones are the loader's to skip or to refuse.
         shown = text[: subject.config.data.max_input_seq_length]
         messages = prompt_messages(shown, system_prompt=source.system_prompt, prompt_template=source.prompt_template)
-        lines += _unknown_tokens(subject, f"tokens of a prompt of {where}", encode_prompt(subject.tokenizer, messages))
+        lines += _unknown_tokens(subject, f"tokens of a prompt of {where}", encoder.encode(messages))
     return list(dict.fromkeys(lines))
 
 

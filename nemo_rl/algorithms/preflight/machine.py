@@ -13,7 +13,6 @@ from nemo_rl.algorithms.preflight.subject import Subject, nearest_folder
 from nemo_rl.algorithms.run_folder import run_folders, used_folder_problems
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data_plane.store_kinds import kind_named
-from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.memory import available_bytes
 from nemo_rl.utils.run_lock import lock_problem
 from nemo_rl.utils.save_deadline import seconds_left
@@ -145,13 +144,8 @@ def check_time_limit(subject: Subject) -> list[str]:
 
 def check_checkpoint(subject: Subject) -> list[str]:
     """There is one to resume from; the run itself compares its contents."""
-    config = subject.config
-    if config.checkpointing.enabled and config.checkpointing.resume:
-        manager = CheckpointManager(
-            config.checkpoint_dir, keep_top_k=None, metric_name=config.checkpointing.metric_name
-        )
-        manager.choose(with_optimizer=config.checkpointing.load_optimizer, reads_files=False)
-    return []
+    found = subject.resume_from
+    return [] if found is None or found.path.is_dir() else [f"checkpoint {found.path}: is gone"]
 
 
 def _folder_problem(key: str, folder: Path) -> list[str]:

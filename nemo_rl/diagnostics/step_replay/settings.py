@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from nemo_rl.algorithms.identity import differences, model_digest
 from nemo_rl.algorithms.kept_steps.record import KeptStep
 from nemo_rl.config.compose import compose
 from nemo_rl.config.load import load_config
@@ -20,6 +21,7 @@ from nemo_rl.config.megatron import MegatronConfig, MegatronOptimizerConfig, Meg
 from nemo_rl.config.overrides import apply_overrides
 from nemo_rl.config.policy import DTensorConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
 from nemo_rl.config.schema import MasterConfig
+from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids, tokenizer_identity
 from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest, Worker
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.distributed.layout import ParallelLayout
@@ -60,9 +62,10 @@ def replay_settings(request: ReplayRequest, step: KeptStep) -> ReplaySettings:
     """
     Raises:
         ConfigError: an override is wrong.
-        ReplayProblem: the other worker cannot take this recipe.
+        ReplayProblem: the other worker cannot take this recipe, or a folder holds another model than that of the run.
     """
     config = _config(step.run.config, request.overrides)
+    _check_identity(config, step)
     run_layout = ParallelLayout.of_policy(config.policy, world_size=step.run.world_size)
     own: Worker = "megatron" if config.policy.megatron_cfg.enabled else "dtensor"
     worker = request.worker or own
@@ -105,6 +108,23 @@ def _config(kept: Mapping[str, object], overrides: Sequence[str]) -> MasterConfi
         recipe = compose(path)
         apply_overrides(recipe, overrides)
     return MasterConfig.model_validate_json(json.dumps(recipe.tree), strict=True)
+
+
+def _check_identity(config: MasterConfig, step: KeptStep) -> None:
+    """Model, tokenizer and chat template are those of the run; data and reward are not read again."""
+    policy, before = config.policy, step.run.identity
+    if not before:
+        return
+    tokenizer = load_tokenizer(policy.tokenizer.name or policy.model_name, chat_template=policy.tokenizer.chat_template)
+    now = tokenizer_identity(tokenizer, stop_ids=stop_token_ids(policy.model_name, tokenizer))
+    now["model"] = model_digest(policy.model_name)
+    changed = differences(before, now, allowed=config.checkpointing.allow_changed)
+    if changed:
+        raise ReplayProblem(
+            f"step {step.number} was kept by a run with other {', '.join(changed)}: {policy.model_name} has changed; "
+            f"restore it, or go on all the same with --set checkpointing.allow_changed=[{','.join(changed)}]",
+            verdict=Verdict.USAGE,
+        )
 
 
 def _problems(path: Path, overrides: Sequence[str]) -> list[str]:

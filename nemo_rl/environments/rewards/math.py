@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 import re
 from typing import Any
 
-__all__ = ["has_math_verify", "make_math_reward"]
+from nemo_rl.data.thinking import final_answer, last_boxes
+
+__all__ = ["answer_problem", "has_math_verify", "make_math_reward"]
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +26,20 @@ def has_math_verify() -> bool:
     return importlib.util.find_spec("math_verify") is not None
 
 
+def answer_problem(answer: object) -> str | None:
+    """Why a gold answer is none that a text could equal; None where it is one.
+
+    Example:
+        >>> answer_problem(12), answer_problem(" "), answer_problem(None)
+        (None, 'expected a text or a number, got an empty text', 'expected a text or a number, got null')
+    """
+    if isinstance(answer, str):
+        return None if answer.strip() else "expected a text or a number, got an empty text"
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        return None if math.isfinite(answer) else f"expected a text or a number, got {answer}"
+    return f"expected a text or a number, got {'null' if answer is None else repr(answer)[:80]}"
+
+
 def make_math_reward() -> MathReward:
     """Imports the library, which takes a second, before the first response has to be scored."""
     return MathReward()
@@ -32,7 +49,8 @@ class MathReward:
     """1 when a response states a value equal to the gold answer.
 
     What is boxed is read as LaTeX or not at all: the library's plain reader would take the last number in it, and
-    `Matrix([[1, 2], [3, 4]])` would be 4. What cannot be read equals the same text only.
+    `Matrix([[1, 2], [3, 4]])` would be 4. What cannot be read equals the same text only. Read is what `stated_answer`
+    reads for majority votes: what follows the thoughts, and of that the last boxes.
     """
 
     def __init__(self) -> None:
@@ -53,16 +71,32 @@ class MathReward:
             ValueError: the gold answer cannot be read.
         """
         del prompt
-        # GSM8K's solutions end with their answer behind this mark.
-        text = str(answer).rpartition("####")[2].strip()
-        gold = self._parse(text if "\\boxed" in text else f"\\boxed{{{text}}}", self._latex)
+        text, gold = self._gold(answer)
         if not gold:
             raise ValueError(f"math-verify cannot read the gold answer {text!r}")
         if not self._told_of_text and all(isinstance(part, str) for part in gold):
             self._told_of_text = True
             logger.warning("gold answer %r is no LaTeX that math-verify reads: only the same text is right", text)
-        stated = self._parse(response, self._latex if BOX.search(response) else self._latex_or_plain)
+        said = final_answer(response)
+        boxed = last_boxes(said)
+        if boxed is not None:
+            said = " and ".join(f"\\boxed{{{each}}}" for each in boxed)
+        stated = self._parse(said, self._latex if BOX.search(said) else self._latex_or_plain)
         return float(self._library.verify(gold, stated, timeout_seconds=None))
+
+    def check_answer(self, answer: object) -> str | None:
+        """Why the gold answer cannot be read; None where it can."""
+        problem = answer_problem(answer)
+        if problem is not None:
+            return problem
+        text, gold = self._gold(answer)
+        return None if gold else f"math-verify cannot read {text[:80]!r}"
+
+    def _gold(self, answer: object) -> tuple[str, list[Any]]:
+        """The answer's text and what it says; nothing where it cannot be read."""
+        # GSM8K's solutions end with their answer behind this mark.
+        text = str(answer).rpartition("####")[2].strip()
+        return text, self._parse(text if "\\boxed" in text else f"\\boxed{{{text}}}", self._latex)
 
     def _parse(self, text: str, readers: list[Any]) -> list[Any]:
         # Its own limits use SIGALRM, which sympy can swallow; the process that runs this has a limit that it cannot.

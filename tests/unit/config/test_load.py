@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -195,3 +197,58 @@ def test_the_resolved_config_says_whether_digests_travel(monkeypatch: pytest.Mon
     assert on.policy.router_replay.with_digests is (switches == ("1", "1"))
     assert f"with_digests: {str(on.policy.router_replay.with_digests).lower()}" in to_yaml(on)
     assert not load_config(DEMO).policy.router_replay.with_digests
+
+
+def test_every_path_of_a_recipe_is_looked_for_in_the_working_directory_then_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, beside = tmp_path / "here", tmp_path / "beside"
+    for folder in (here, beside):
+        folder.mkdir()
+        (folder / "both.jsonl").touch()
+        (folder / "parent.yaml").write_text(f"grpo: {{seed: {len(folder.name)}}}\n")
+    for name in ("only.jsonl", "my_rewards_of_this_test.py", "base.yaml"):
+        (beside / name).touch()
+    (beside / "model").mkdir()
+    text = """
+        defaults: [base.yaml, parent.yaml]
+        policy: {model_name: model, tokenizer: {name: nowhere}}
+        data:
+          train: {data_path: both.jsonl}
+          validation: {data_path: only.jsonl}
+          validation_sets: {more: {data_path: only.jsonl}}
+        env: {name: custom, reward_function: "my_rewards_of_this_test:f"}
+    """
+    (beside / "r.yaml").write_text(textwrap.dedent(text))
+    monkeypatch.chdir(here)
+    config = load_config("../beside/r.yaml")
+    assert config.grpo.seed == len("here")
+    assert config.policy.model_name == str(beside / "model") and config.policy.tokenizer.name == "nowhere"
+    assert config.data.train.data_path == Path("both.jsonl")
+    assert {held.data_path for held in config.data.held_out.values()} == {beside / "only.jsonl"}
+    assert config.env.reward_function == f"{beside / 'my_rewards_of_this_test.py'}:f"
+    named = load_config("../beside/r.yaml", ["env.reward_function=../beside/my_rewards_of_this_test.py:f"])
+    assert named.env == config.env
+    with pytest.raises(ConfigError, match=rf"no gone.py in {re.escape(str(here))}"):
+        load_config("../beside/r.yaml", ["env.reward_function=gone.py:f"])
+    (beside / "child.yaml").write_text("defaults: [r.yaml, gone.yaml]")
+    with pytest.raises(ConfigError, match=rf"gone.yaml in {re.escape(str(here))} and in {re.escape(str(beside))}"):
+        load_config("../beside/child.yaml")
+
+
+def test_a_parent_of_the_same_name_as_its_child_is_the_one_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "r.yaml").write_text("policy: {model_name: m}\ngrpo: {seed: 7}")
+    (tmp_path / "lib" / "middle.yaml").write_text("defaults: r.yaml")
+    (tmp_path / "r.yaml").write_text("defaults: lib/middle.yaml")
+    monkeypatch.chdir(tmp_path)
+    from nemo_rl.config.compose import compose
+
+    assert compose(Path("r.yaml")).tree["grpo"]["seed"] == 7
+
+
+def test_a_misspelt_word_of_allowed_changes_gets_a_suggestion() -> None:
+    with pytest.raises(ConfigError, match=r"allow_changed.*got 'datas'; did you mean 'data'"):
+        load_config("configs/grpo_sort_cpu.yaml", ["checkpointing.resume=true", "checkpointing.allow_changed=[datas]"])

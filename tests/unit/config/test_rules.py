@@ -265,6 +265,7 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
     "rule_resume_needs_the_optimizer": [
         (("checkpointing.resume=true", "checkpointing.save_optimizer=false"), "checkpointing.save_optimizer: false"),
         (("checkpointing.load_optimizer=false",), "checkpointing.load_optimizer: False would be ignored"),
+        (("checkpointing.allow_changed=[data]",), "checkpointing.allow_changed: would be ignored"),
     ],
     "rule_recorded_sites_need_steps": [(("diagnostics.record.sites=logits",), "sites: 'logits' would be ignored")],
     "rule_kept_steps_need_their_switch": [(("diagnostics.keep_steps.max_bytes=5",), "max_bytes: 5 would be ignored")],

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 
+import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.config.schema import DataConfig, DatasetConfig
-from nemo_rl.data.datasets import build_prompt_sets
+from nemo_rl.data.datasets import RawPrompt, build_prompt_sets, json_value
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.errors import DatasetError
 
@@ -195,3 +198,80 @@ def test_reasoning_gym_task_by_name(tokenizer: PreTrainedTokenizerBase) -> None:
         load("chain_sum", terms=2)
     with pytest.raises(DatasetError, match="min_terms must be positive"):
         load("chain_sum", min_terms=0)
+
+
+def test_values_of_columns_become_json_values() -> None:
+    given = {
+        "day": date(2025, 1, 2),
+        "at": datetime(2025, 1, 2, 3, 4, tzinfo=UTC),
+        "price": Decimal("1.50"),
+        "took": timedelta(minutes=1),
+        "text": "h\u00e9".encode(),
+        "array": np.arange(2),
+        "in a list": [{"n": np.int64(3)}, (np.bool_(True), None)],
+    }
+    assert json_value(given) == {
+        "day": "2025-01-02",
+        "at": "2025-01-02T03:04:00+00:00",
+        "price": "1.50",
+        "took": 60.0,
+        "text": "h\u00e9",
+        "array": [0, 1],
+        "in a list": [{"n": 3}, [True, None]],
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (b"\xff\xfe", "2 bytes that are no UTF-8 text"),
+        ({"a": [object()]}, r"got object at a\[0\]"),
+        ({"x"}, "got set"),
+        ({(1, 2): 3}, r"texts as keys, got \(1, 2\)"),
+    ],
+)
+def test_a_column_that_is_no_json_is_named_with_its_row(
+    tokenizer: PreTrainedTokenizerBase, value: object, message: str
+) -> None:
+    cfg = DatasetConfig(dataset_name=f"{__name__}:odd_rows", options={})
+    VALUES[:] = ["fine", value, value]
+    pattern = f"(?s)data.train: prompt 1: column 'c': expected .*{message}.*of 3 rows read these cannot be used: 2 with"
+    with pytest.raises(DatasetError, match=pattern):
+        build_prompt_sets(DataConfig(train=cfg), tokenizer)
+
+
+VALUES: list[object] = []
+
+
+def odd_rows(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
+    del cfg, where, exclude
+    for number, value in enumerate(VALUES):
+        yield RawPrompt(text=f"p {number}", answer=1, metadata={"c": value})
+
+
+def test_all_rows_that_cannot_be_used_are_counted_and_the_first_of_each_kind_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    rows = [{"input": "fine"}, *({"input": each} for each in (None, 3, " \n", "", [], "x" * 900, {}))]
+    (tmp_path / "t").write_text("".join(json.dumps(row | {"output": "1"}) + "\n" for row in rows))
+    cfg = DataConfig(train=DatasetConfig(data_path=tmp_path / "t"), overlong_prompts="error", max_input_seq_length=200)
+    with pytest.raises(DatasetError) as raised:
+        build_prompt_sets(cfg, tokenizer)
+    *lines, summary = str(raised.value).splitlines()
+    assert [line for line in lines if "t:2: 'input': expected a text, got None" in line]
+    assert "prompt 6 has" in lines[-1] and lines[-1].endswith("t:7)") and len(lines) == 6
+    assert summary == "data.train: of 8 rows read these cannot be used: 6 without a prompt; 1 too long"
+
+
+def test_the_digest_of_a_set_is_of_its_rows_and_of_what_is_put_around_them(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    def digest(*texts: str, **keys: object) -> str:
+        cfg = jsonl(tmp_path / "t", *texts).model_copy(update=keys)
+        return build_prompt_sets(DataConfig(train=cfg), tokenizer)[0].digest
+
+    first = digest("a", "b")
+    assert digest("a", "b") == first
+    others = [digest("b", "a"), digest("a", "c"), digest("a"), digest("a", "b", prompt_template="{input}!")]
+    others.append(digest("a", "b", system_prompt="s"))
+    assert len({first, *others}) == 6

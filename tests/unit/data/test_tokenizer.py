@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.data.tokenizer import END_OF_TURN, build_tokenizer, load_tokenizer, stop_token_ids
+from nemo_rl.data.tokenizer import END_OF_TURN, build_tokenizer, load_tokenizer, stop_token_ids, tokenizer_identity
 from nemo_rl.errors import ModelFolderError
 
 CORPUS = [f"user\nsort {i}\nassistant\n{i}" for i in range(100, 300)]
@@ -77,6 +77,44 @@ def test_stop_tokens_are_the_tokenizers_and_those_of_the_generation_config(
     """`END_OF_TURN` is token 2."""
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
     assert stop_token_ids(tmp_path, load_tokenizer(folder)) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ({"eos_token_id": [2, 9]}, None, (2, 9)),
+        ({"eos_token_id": 7}, {"eos_token_id": [5]}, (2, 5, 7)),
+        ({"eos_token_id": None, "text_config": {"eos_token_id": [8, 5]}}, {"eos_token_id": 5}, (2, 5, 8)),
+        ({"text_config": None}, {}, (2,)),
+    ],
+)
+def test_stop_tokens_are_also_those_of_the_models_config(
+    folder: Path, tmp_path: Path, config: dict[str, object], generation: object, expected: tuple[int, ...]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert stop_token_ids(tmp_path, load_tokenizer(folder)) == expected
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_file_that_names_what_is_no_token_is_refused_with_its_name(folder: Path, tmp_path: Path, name: str) -> None:
+    for given in ('{"eos_token_id": ["x"]}', "[1]", "{"):
+        (tmp_path / name).write_text(given)
+        with pytest.raises(ModelFolderError, match=name):
+            stop_token_ids(tmp_path, load_tokenizer(folder))
+
+
+def test_the_identity_of_a_tokenizer_is_of_what_it_does(folder: Path) -> None:
+    def identity(template: str | None = None, stop: tuple[int, ...] = (2,)) -> dict[str, str]:
+        tokenizer = load_tokenizer(folder, chat_template=template)
+        tokenizer(["a", "longer text"], padding=True, truncation=True, max_length=4)
+        return tokenizer_identity(tokenizer, stop_ids=stop)
+
+    first, other_template, other_stop = identity(), identity("{{ messages }}"), identity(stop=(2, 5))
+    assert identity() == first
+    assert other_template["tokenizer"] == first["tokenizer"] and other_template["template"] != first["template"]
+    assert other_stop["tokenizer"] != first["tokenizer"] and other_stop["template"] == first["template"]
 
 
 def test_a_model_without_a_generation_config_stops_at_the_tokenizers_end(folder: Path, tmp_path: Path) -> None:

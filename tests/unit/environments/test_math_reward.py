@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nemo_rl.environments.rewards.math import make_math_reward
+from nemo_rl.experience.evaluation.answers import stated_answer
 
 PAIRS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # Whole numbers and numbers with separators.
@@ -120,3 +121,36 @@ def test_right_responses_get_one_and_wrong_ones_zero() -> None:
 def test_a_gold_answer_without_content_is_refused(gold: str) -> None:
     with pytest.raises(ValueError, match="cannot read the gold answer"):
         make_math_reward()("", "1", gold)
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (None, "got null"), ("", "empty text"), (" \n", "empty text"), (float("nan"), "got nan"), (["4"], "got"),
+        ({"a": 1}, "got"), (True, "got True"), (r"\boxed{}", "cannot read"), ("#### ", "cannot read"),
+        ("4", None), (4, None), (0.5, None), (r"\frac{1}{2}", None), ("B", None), ("so\n#### 72", None),
+    ],
+)  # fmt: skip
+def test_gold_answers_that_cannot_be_read_are_told_from_others(answer: object, problem: str | None) -> None:
+    found = make_math_reward().check_answer(answer)
+    assert found is None if problem is None else problem in str(found)
+
+
+@pytest.mark.parametrize(
+    ("response", "gold", "expected"),
+    [
+        (r"<think>\boxed{4}</think> so 3", "3", 1.0),
+        (r"<think>\boxed{4}</think> so 3", "4", 0.0),
+        (r"<think>\boxed{3}</think> \boxed{4}", "4", 1.0),
+        (r"\boxed{3} no, \boxed{4}", "4", 1.0),
+        (r"\boxed{1} and \boxed{-2}", "1, -2", 1.0),
+        (r"\boxed{1}, \boxed{2}, or \boxed{3}", r"\{1, 2, 3\}", 1.0),
+        (r"thoughts of a prompt that opened them \boxed{9}</think>\boxed{\frac{1}{2}}", "0.5", 1.0),
+        (r"<think>never ended \boxed{4}", "4", 1.0),
+    ],
+)
+def test_reward_and_majority_vote_read_the_same_answer(response: str, gold: str, expected: float) -> None:
+    reward, stated = make_math_reward(), stated_answer(response)
+    assert reward("", response, gold) == expected
+    has_box = "boxed" in response.rpartition("</think>")[2]
+    assert reward("", f"\\boxed{{{stated}}}" if has_box else str(stated), gold) == expected

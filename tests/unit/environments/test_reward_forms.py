@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import pytest
 
+from nemo_rl.config.schema import EnvConfig
 from nemo_rl.data.datasets import Prompt
-from nemo_rl.environments.interfaces import Environment, EnvReport, Response
+from nemo_rl.environments.factory import reward_identity
+from nemo_rl.environments.interfaces import ChecksAnswers, Environment, EnvReport, Response
 from nemo_rl.errors import RewardError
 from tests.unit.environments.test_process_environment import answered, custom, environment
 
@@ -105,9 +110,61 @@ def test_a_batch_reward_gets_lists_and_its_limit_holds_for_a_batch() -> None:
         score(env, ["a"] * 3, [None] * 3)
 
 
-def test_a_file_name_in_place_of_a_module_is_explained() -> None:
-    with (
-        pytest.raises(RewardError, match=r"got the file my_rewards.py; write my_rewards:f"),
-        environment(name="custom", reward_function="my_rewards.py:f"),
+def test_a_file_may_hold_the_reward_and_import_what_lies_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "helper_of_this_reward.py").write_text("VALUE = 0.25\n")
+    package = tmp_path / "package_of_this_reward"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "part.py").write_text("VALUE = 0.75\n")
+    for file, line in (
+        (tmp_path / "json.py", "from helper_of_this_reward import VALUE"),
+        (package / "mine.py", "from .part import VALUE"),
     ):
-        pass
+        file.write_text(f"{line}\n\ndef f(prompt, response, answer):\n    return VALUE\n")
+        with environment(name="custom", reward_function=f"{file}:f") as env:
+            assert score(env, ["a"], [None]).rewards == ((0.75,) if file.name == "mine.py" else (0.25,))
+
+
+def test_a_reward_that_is_nowhere_names_the_places_searched() -> None:
+    for name, message in (
+        ("my_rewards.py:f", "my_rewards.py"),
+        ("my_rewards:f", f"beside the recipe that names it, nor in the working directory {re.escape(os.getcwd())}"),
+    ):
+        with pytest.raises(RewardError, match=message), environment(name="custom", reward_function=name):
+            pass
+
+
+def test_the_identity_of_a_reward_is_that_of_its_source(tmp_path: Path) -> None:
+    def identity(name: str = "custom", function: str | None = f"{tmp_path / 'mine.py'}:f") -> str:
+        cfg = EnvConfig(name=name, reward_function=function)
+        with environment(name=name, reward_function=function) as env:
+            return reward_identity(cfg, env)
+
+    (tmp_path / "beside.py").write_text("X = 1\n")
+    code = "import beside\ndef f(prompt, response, answer):\n    return 1\n"
+    (tmp_path / "mine.py").write_text(code)
+    first = identity()
+    assert identity() == first
+    (tmp_path / "beside.py").write_text("X = 2\n")
+    other = identity()
+    (tmp_path / "mine.py").write_text(code.replace("1\n", "2\n"))
+    assert len({first, other, identity()}) == 3
+    assert identity("sort", None) == "sort"
+
+
+def test_a_custom_reward_may_say_which_answers_it_cannot_read(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def f(prompt, response, answer):\n    return 1\n\n"
+        "def check(answer):\n    if answer == 'raise':\n        raise KeyError('x')\n"
+        "    if answer == 'hang':\n        import time\n        time.sleep(60)\n"
+        "    return None if answer else 'is empty'\n\nf.check_answer = check\n"
+    )
+    answers = ["a", "", "hang", None, *["b"] * 40]
+    prompts = [Prompt(index=n, text="p", answer=each, ids=(1,), place=f"prompt {n}") for n, each in enumerate(answers)]
+    with environment(name="custom", reward_function=f"{tmp_path / 'mine.py'}:f", timeout_s=0.5) as env:
+        assert isinstance(env, ChecksAnswers)
+        found = env.answer_problems(prompts)
+        assert [number for number, problem in enumerate(found) if problem] == [1, 2, 3]
+        assert found[1] == "is empty" and found[2] == "takes longer than env.timeout_s 0.5 s"
+        raising = [Prompt(index=0, text="p", answer="raise", ids=(1,))]
+        assert "raised KeyError" in str(env.answer_problems(raising)[0])

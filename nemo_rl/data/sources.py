@@ -1,0 +1,111 @@
+"""Built-in sources of prompts: generated ones, JSON Lines files, and whatever `datasets` reads.
+
+`raw_prompts` calls the one that a section names (`config.parts`). What a source yields is checked by `load_prompts`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import TextIO, cast
+
+from nemo_rl.config.schema import DatasetConfig
+from nemo_rl.data import huggingface_wrapper, reasoning_gym_wrapper, sort_digits
+from nemo_rl.data.datasets import RawPrompt
+from nemo_rl.errors import DatasetError, shorten
+
+__all__ = ["huggingface_prompts", "jsonl_prompts", "reasoning_gym_prompts", "sort_digits_prompts"]
+
+MAX_ROW_CHARACTERS = 2**26
+"""Of one line of a file: more than any prompt that fits a context, little enough to be held."""
+_HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def sort_digits_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
+    limits: dict[str, int] = {}
+    for name, value in cfg.options.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise DatasetError(f"{where}.options.{name}: expected an integer, got {value!r}")
+        limits[name] = value
+    for problem in sort_digits.problems(cfg.size or 0, seed=cfg.seed, exclude=exclude, **limits):
+        yield RawPrompt(text=problem.prompt, answer=problem.answer, metadata={"digits": len(problem.answer)})
+
+
+def reasoning_gym_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
+    del exclude
+    task = reasoning_gym_wrapper.Task(name=cfg.task or "", size=cfg.size or 0, seed=cfg.seed, options=dict(cfg.options))
+    for index, item in enumerate(reasoning_gym_wrapper.questions(task, where=where)):
+        yield RawPrompt(text=item.question, answer=item.answer, metadata={"task": task.to_json(), "index": index})
+
+
+def jsonl_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
+    del exclude
+    path = cfg.data_path
+    assert path is not None, "rule_dataset_keys_fit_their_kind lets no jsonl dataset pass without data_path"
+    try:
+        if path.exists() and not path.is_file():
+            raise DatasetError(f"{where}.data_path: {path} is no regular file; expected a JSON Lines file")
+        # utf-8-sig: files of some editors begin with a byte order mark.
+        with path.open(encoding="utf-8-sig") as file:
+            filled = ((number, line) for number, line in enumerate(_lines(file, path), start=1) if line.strip())
+            for number, line in islice(filled, cfg.size):
+                yield _raw_prompt(_json_object(line, place=f"{path}:{number}"), cfg, place=f"{path}:{number}")
+    except OSError as error:
+        raise DatasetError(
+            f"{where}.data_path: {path} cannot be read: {error.strerror}; expected a JSON Lines file"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise DatasetError(f"{where}.data_path: {path} is no UTF-8 text: {error}") from error
+
+
+def _lines(file: TextIO, path: Path) -> Iterator[str]:
+    """The lines of a file; one that has no end is refused before it fills the memory."""
+    number = 0
+    while line := file.readline(MAX_ROW_CHARACTERS + 1):
+        number += 1
+        if len(line) > MAX_ROW_CHARACTERS:
+            raise DatasetError(
+                f"{path}:{number}: expected a line of at most {MAX_ROW_CHARACTERS} characters; is each JSON object on "
+                "a line of its own?"
+            )
+        yield line
+
+
+def huggingface_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
+    del exclude
+    path = cfg.data_path
+    assert path is not None, "rule_dataset_keys_fit_their_kind lets no huggingface dataset pass without data_path"
+    rows = huggingface_wrapper.rows(path, split=cfg.split, where=where)
+    for number, row in enumerate(islice(rows, cfg.size)):
+        yield _raw_prompt(row, cfg, place=f"{path} row {number}")
+
+
+def _json_object(line: str, *, place: str) -> Mapping[str, object]:
+    try:
+        row = json.loads(line)
+        if _HALF_PAIR.search(line):
+            json.dumps(row, ensure_ascii=False).encode("utf-8")
+    except json.JSONDecodeError as error:
+        raise DatasetError(f"{place}: expected a JSON object per line: {error}") from error
+    except UnicodeEncodeError as error:
+        raise DatasetError(f"{place}: expected Unicode texts, got half a surrogate pair: {error.reason}") from error
+    except (ValueError, RecursionError) as error:
+        # A number of thousands of digits, or lists in lists in lists.
+        raise DatasetError(f"{place}: expected a JSON object that can be read: {shorten(str(error))}") from error
+    if not isinstance(row, dict):
+        raise DatasetError(f"{place}: expected a JSON object, got {type(row).__name__}")
+    return row
+
+
+def _raw_prompt(row: Mapping[str, object], cfg: DatasetConfig, *, place: str) -> RawPrompt:
+    missing = [key for key in (cfg.input_key, cfg.output_key) if key not in row]
+    if missing:
+        raise DatasetError(
+            f"{place}: no {' and no '.join(map(repr, missing))}, got {shorten(str(sorted(row)))}; set input_key and "
+            "output_key"
+        )
+    others = {name: value for name, value in row.items() if name not in (cfg.input_key, cfg.output_key)}
+    return RawPrompt(text=cast("str", row[cfg.input_key]), answer=row[cfg.output_key], metadata=others, place=place)
