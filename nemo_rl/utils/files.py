@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["give_usual_mode", "give_usual_modes", "replace_file", "write_text"]
+__all__ = ["give_usual_mode", "give_usual_modes", "read_tail", "replace_file", "write_text"]
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> Path:
@@ -26,6 +26,13 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> Path:
 def write_text(path: Path, text: str) -> Path:
     """`path` holds `text`, or what it held before."""
     return replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def read_tail(path: Path, num_bytes: int) -> bytes:
+    """The last bytes of a file that may be large, such as a log."""
+    with path.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))
+        return file.read(num_bytes)
 
 
 def give_usual_modes(folder: Path) -> None:
