@@ -64,8 +64,8 @@ class GuardedProcess:
         if not first.isdigit():
             self.stop()
             raise ResourceError(
-                f"cannot run {command[0]!r}: its guard gave no process id within {START_S:g} s, but {first[:100]!r} and "
-                f"exit code {self._guard.returncode}"
+                f"cannot run {command[0]!r}: its guard gave {first[:100]!r} within {START_S:g} s, no process id, "
+                f"and ended with code {self._guard.returncode}"
             )
         self.pid = int(first)
 

@@ -334,5 +334,7 @@ def test_the_first_end_of_a_job_is_what_its_caller_gets() -> None:
     with pytest.raises(ChildFailed, match=r"ranks \[0, 1\] did not end in time"):
         run_job(2, endless, timeout_s=3)
     # Killed in the middle of an answer, or silent there.
-    with pytest.raises(ChildFailed, match=r"rank 0 ended without a result, exit code 9|rank 1 did not end in time, amid"):
+    with pytest.raises(
+        ChildFailed, match=r"rank 0 ended without a result, exit code 9|rank 1 did not end in time, amid"
+    ):
         run_job(2, stops_amid_its_answer, timeout_s=5)

@@ -42,7 +42,14 @@ def test_an_error_shows_what_was_printed_before_it() -> None:
 
 @pytest.mark.parametrize(
     ("response", "text"),
-    [("stdout", "x"), ("stderr", "x"), ("stderr", "\xff"), ("stdout", "\n"), ("stdout", "ab\r\n"), ("everywhere", "x\n")],
+    [
+        ("stdout", "x"),
+        ("stderr", "x"),
+        ("stderr", "\xff"),
+        ("stdout", "\n"),
+        ("stdout", "ab\r\n"),
+        ("everywhere", "x\n"),
+    ],
 )
 def test_a_reward_that_prints_without_end_is_ended_at_its_limit(response: str, text: str, tmp_path: Path) -> None:
     with environment(**custom("floods", timeout_s=1.0), log_file=tmp_path / "reward.log") as env:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from nemo_rl.utils.files import give_usual_modes, read_tail, replace_file, write_text
+from nemo_rl.utils.files import give_usual_modes, read_plain, read_tail, replace_file, write_text
 from nemo_rl.utils.readable import read_line
 
 
@@ -36,6 +37,26 @@ def test_files_of_a_folder_get_the_mode_that_the_umask_leaves(tmp_path: Path) ->
     finally:
         os.umask(before)
     assert hidden.stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device", "folder", "nothing", "link to a pipe"])
+def test_what_is_no_plain_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "file"
+    with socket.socket(socket.AF_UNIX) as taken:
+        if kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "socket":
+            taken.bind(str(path))
+        elif kind == "device":
+            path.symlink_to("/dev/zero")
+        elif kind == "folder":
+            path.mkdir()
+        elif kind == "link to a pipe":
+            os.mkfifo(tmp_path / "pipe")
+            path.symlink_to(tmp_path / "pipe")
+        with pytest.raises(OSError, match=r"plain file|No such|Is a directory|device"):
+            read_plain(path)
+    assert read_plain(write_text(tmp_path / "plain", "text")) == b"text"
 
 
 def test_the_end_of_a_long_file_is_read_without_the_rest(tmp_path: Path) -> None:

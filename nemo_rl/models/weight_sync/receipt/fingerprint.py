@@ -28,9 +28,9 @@ HALF = 32
 SEED = 20_251_124
 """Of the tables of factors: they must be the same wherever a fingerprint is taken."""
 
-# The hash is sum(row factor * sum(factor of words * word + factor of halves * upper half)) modulo 2**64, with odd random
-# factors. Two words differ in the upper half, or by less than 2**32: the difference that a factor meets has at most 31
-# trailing zeros, so its product has at least 32 random bits. Of words alone, two wrong highest bits would cancel.
+# The hash is sum(row factor * sum(factor of words * word + factor of halves * upper half)) modulo 2**64, with odd
+# random factors. Two words differ in the upper half, or by less than 2**32: the difference that a factor meets has at
+# most 31 trailing zeros, so its product has at least 32 random bits. Of words alone two wrong highest bits cancel.
 
 
 class Fingerprints:
