@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl.utils.trackers.jsonl import METRICS_FILE
+from tests.helpers.kernel_models import write_dense
 from tests.helpers.processes import MARK, end_all, wait_for_none
 from tests.helpers.runs import LOCAL, ROOT, logged_steps, write_recipe
 
@@ -139,7 +140,7 @@ def _small_shared_memory(folder: Path, model: Path) -> str:
     """A file system of 64 KiB in place of /dev/shm."""
     recipe = write_recipe(folder, model)
     inside = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"'
-    settings = {"data_plane.impl": "shm", "data_plane.timeout_s": 10}
+    settings = {**LOCAL, "data_plane.impl": "shm", "data_plane.timeout_s": 10}
     code, text = _ended(["unshare", "--mount", "sh", "-c", inside, "sh", *_command(recipe, settings)], limit_s=RUN_S)
     return _told(code, text, cause="/dev/shm|space|shared memory")
 
@@ -182,10 +183,13 @@ def _signals_of_a_shutdown(folder: Path, model: Path) -> str:
     return "; ".join(wrong)[:200] or f"exit code 130 at {MOMENTS} moments"
 
 
-def _resumed(changes: Mapping[str, object]) -> Callable[[Path, Path], str]:
-    """Two steps, and the third one otherwise."""
+def _resumed(
+    changes: Mapping[str, object], *, write: Callable[[Path], Path] | None = None
+) -> Callable[[Path, Path], str]:
+    """Two steps, and the third one otherwise; with a model of its own where an engine needs one."""
 
     def run(folder: Path, model: Path) -> str:
+        model = model if write is None else write(folder / "model")
         recipe = write_recipe(folder, model, cluster={"cpu_workers_per_node": 1})
         first = {**SAVING, "data_plane.impl": "ray"}
         code, text = _ended(_command(recipe, {**first, "grpo.max_num_steps": 2}), limit_s=RUN_S)
@@ -225,7 +229,9 @@ TABLE: tuple[FaultRow, ...] = (
         run=_resumed({"cluster.cpu_workers_per_node": 2, "policy.dtensor_cfg.tensor_parallel_size": 2}),
     ),
     FaultRow(name="resume store", expected=CONTINUED, run=_resumed({"data_plane.impl": "transfer_queue"})),
-    FaultRow(name="resume engine", expected=CONTINUED, run=_resumed({"policy.generation.backend": "vllm"})),
+    FaultRow(
+        name="resume engine", expected=CONTINUED, run=_resumed({"policy.generation.backend": "vllm"}, write=write_dense)
+    ),
     FaultRow(name="clock jumps", expected="the same losses", run=_jumping_clock),
     FaultRow(name="small shm", expected="exit code 1", run=_small_shared_memory),
     FaultRow(name="signals shutdown", expected=f"exit code 130 at {MOMENTS} moments", run=_signals_of_a_shutdown),
