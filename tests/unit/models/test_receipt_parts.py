@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from nemo_rl.models.weight_sync.receipt.compare import behaviour_problems, content_problems, gap, measured
 from nemo_rl.models.weight_sync.receipt.fingerprint import BLOCK, ROWS_AT_ONCE, fingerprints
 from nemo_rl.models.weight_sync.receipt.probe import make_probe
-from nemo_rl.models.weight_sync.receipt.records import Answer, Tolerance
+from nemo_rl.models.weight_sync.receipt.records import Answer, Receipt, Tolerance
 from nemo_rl.models.weight_sync.receipt.turns import ProbeTurns
 
 LARGE = BLOCK * (ROWS_AT_ONCE + 2) * 2 + 3
@@ -178,3 +178,13 @@ def test_rows_are_scored_as_often_as_their_share_of_the_time_allows(step_s, turn
             found.append(number)
         plan.done(0.03 if has_probe else 0.005, has_probe=has_probe)
     assert found == turns
+
+
+@pytest.mark.parametrize(("moved", "tells"), [(None, True), (0.001, False), (0.12, False), (0.2, True)])
+def test_a_receipt_says_whether_a_stale_version_would_have_shown(moved, tells):
+    limits = Tolerance(of_policy=0.12, of_replicas=0.01)
+    receipt = Receipt(
+        version=1, num_engines=1, num_tensors=1, seconds=0.0, gap=0.02, replica_gap=0.0, moved=moved, tolerance=limits
+    )
+    assert receipt.tells_versions is tells and ("fingerprint alone" in receipt.text()) is not tells
+    assert ("receipt_moved" in receipt.metrics()) is (moved is not None)
