@@ -93,6 +93,7 @@ def _report(error: BaseException, config: MasterConfig | None, errors: Console) 
     # Libraries make errors of their own of an interrupt.
     is_interrupt = isinstance(error, KeyboardInterrupt) or interrupt.received()
     if is_interrupt:
+        interrupt.ignore()
         errors.print("interrupted; everything this run started has been ended")
     elif isinstance(error, NemoRLError):
         notes = "".join(f"\n  ({note})" for note in error.__notes__) if hasattr(error, "__notes__") else ""

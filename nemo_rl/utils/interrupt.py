@@ -14,7 +14,7 @@ from types import FrameType
 
 from nemo_rl.utils.exit_codes import INTERRUPTED
 
-__all__ = ["SIGNALS", "end_at_once", "install", "raise_if_received", "received"]
+__all__ = ["SIGNALS", "end_at_once", "ignore", "install", "raise_if_received", "received"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -24,6 +24,14 @@ _received: list[int] = []
 def end_at_once() -> None:
     """Until `install`, while a program only imports: a signal ends it with one line."""
     _handle_by(_end)
+
+
+def ignore() -> None:
+    """A second signal cannot end the process in another way, once an interrupt has ended all that it had started.
+
+    Python gives up its handlers when it ends, but not this.
+    """
+    _handle_by(signal.SIG_IGN)
 
 
 def install() -> None:
@@ -46,7 +54,7 @@ def raise_if_received() -> None:
         raise KeyboardInterrupt
 
 
-def _handle_by(handler: Callable[[int, FrameType | None], None]) -> None:
+def _handle_by(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)

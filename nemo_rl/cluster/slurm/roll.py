@@ -163,9 +163,8 @@ class Roll:
         _say(writer, nonce=nonce)
         said = _words(await reader.readline())
         member = self._members.get(str(said.get("node")))
-        if member is None or not hmac.compare_digest(
-            str(said.get("proof")).encode(errors="replace"), _proof(self._token, nonce).encode()
-        ):
+        proof = str(said.get("proof")).encode(errors="replace")
+        if member is None or not hmac.compare_digest(proof, _proof(self._token, nonce).encode()):
             return None
         member.host, member.place, member.writer = str(said.get("host")), Place.HERE, writer
         if self._ray is not None:
