@@ -192,7 +192,7 @@ resume-kills: $(VENV)/.dev ## 50 SIGKILLs at random moments, 20 of them during a
 replay-draw: $(VENV)/.dev ## four recipes that keep their steps; 20 of these at random, replayed to the last bit and in one process
 	$(BIN)/python -m tests.helpers.replay_draw $(ARGS)
 
-chaos: $(VENV)/.dev ## kill and stop every process of small runs at every stage, about 30 minutes; prints what became of each
+chaos: $(VENV)/.dev ## faults of every kind in small runs and refits, each with its expected end, about an hour
 	$(BIN)/python -m tests.helpers.chaos $(ARGS)
 
 leaks: $(VENV)/.dev ## memory, descriptors, threads and shared memory of all processes over 200 small steps

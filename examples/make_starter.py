@@ -22,7 +22,7 @@ USER_ERROR = 2
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Folder to write; one that is there is replaced.")],
+    out: Annotated[Path, typer.Option(help="Folder to write: a new or empty one, or a starter, which is replaced.")],
     task: Annotated[str, typer.Option(help=f"One of: {', '.join(STARTER_TASKS)}.")] = "sort",
     experts: Annotated[int, typer.Option(min=0, help="Experts per layer, two per token; 0 is a dense model.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the training order.")] = 0,

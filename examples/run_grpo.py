@@ -14,6 +14,11 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+from nemo_rl.utils import interrupt
+
+if __name__ == "__main__":
+    interrupt.end_at_once()
+
 from nemo_rl.cli.run_recipe import Extent, run_recipe
 
 

@@ -7,6 +7,7 @@ continues it, or removes what it wrote first. Nothing else in the folder is ever
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from nemo_rl.data_plane.ledger.event_log import EVENTS_FILE
 from nemo_rl.distributed.worker_log import WORKER_LOGS
 from nemo_rl.errors import RunFolderError
 from nemo_rl.experience.sync_rollout_actor import REWARD_LOG
-from nemo_rl.utils.checkpoint import STEP, checkpoint_paths
+from nemo_rl.utils.checkpoint import STEP, checkpoint_paths, is_of_checkpoint
 from nemo_rl.utils.last_resort import CRASH_FILE
 from nemo_rl.utils.rollout_file import ROLLOUTS, steps_with_rollouts
 from nemo_rl.utils.run_lock import lock_folder
@@ -63,8 +64,8 @@ WRITTEN = (
     *("wandb/run-*", "wandb/offline-run-*", "wandb/latest-run", "wandb/debug*.log"),
     *("mlflow/[0-9]*", "mlflow/.trash", "mlflow/models"),
     CRASH_FILE,
-    # Of files that were being written when a run was killed.
-    *(".*.tmp*", f"{ROLLOUTS}/.*.tmp*"),
+    # Of files that were being written when a run was killed, named by its process.
+    *(".*.[0-9]*.tmp*", f"{ROLLOUTS}/.*.[0-9]*.tmp*"),
 )
 """All that a run writes to its log folder, as patterns. What a new part of a run writes belongs here."""
 
@@ -89,9 +90,16 @@ def open_run_folders(config: MasterConfig) -> Iterator[None]:
 
 def used_folder_problems(config: MasterConfig) -> list[str]:
     """Why a run may not start in its folders; empty where it may. Looks only."""
-    if config.checkpointing.resume or config.logger.overwrite:
+    if config.checkpointing.resume:
         return []
     try:
+        if config.logger.overwrite:
+            return [
+                f"logger.overwrite: {path} is named like a checkpoint and holds none, so it stays; move it, or set "
+                "another checkpointing.checkpoint_dir"
+                for path in _checkpoints(config)
+                if STEP.fullmatch(path.name) and not is_of_checkpoint(path)
+            ]
         found, steps = _recorded(config.logger.log_dir), _steps(config)
     except OSError as error:
         return [f"logger.log_dir: {config.logger.log_dir} cannot be read: {error}"]
@@ -127,9 +135,9 @@ def _step_of(path: Path) -> int:
 
 def run_folders(config: MasterConfig) -> list[Path]:
     """Each once, in an order that is the same for every run."""
-    folders = {config.logger.log_dir.resolve()}
+    folders = {_real(config.logger.log_dir)}
     if config.checkpointing.enabled:
-        folders.add(config.checkpoint_dir.resolve())
+        folders.add(_real(config.checkpoint_dir))
     return sorted(folders)
 
 
@@ -146,7 +154,12 @@ def _steps(config: MasterConfig) -> list[int]:
 
 
 def _are_together(config: MasterConfig) -> bool:
-    return config.checkpoint_dir.resolve().is_relative_to(config.logger.log_dir.resolve())
+    return _real(config.checkpoint_dir).is_relative_to(_real(config.logger.log_dir))
+
+
+def _real(path: Path) -> Path:
+    """Without links; in a loop of them as far as it can be told: the first write says so."""
+    return Path(os.path.realpath(path))
 
 
 def _checkpoints(config: MasterConfig) -> list[Path]:

@@ -12,6 +12,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from nemo_rl.utils import interrupt
+
+if __name__ == "__main__" or sys.argv[0].endswith("nemo-rl"):
+    interrupt.end_at_once()
+
 from nemo_rl.cli.config import app as config_app
 from nemo_rl.cli.data_plane import app as data_plane_app
 from nemo_rl.cli.doctor import doctor
@@ -25,7 +30,8 @@ from nemo_rl.cli.rollouts import app as rollouts_app
 from nemo_rl.cli.shrink import shrink
 from nemo_rl.cli.trace import app as trace_app
 from nemo_rl.errors import NemoRLError, UserError
-from nemo_rl.utils.last_resort import crash_line, machine_problem
+from nemo_rl.utils.exit_codes import INTERRUPTED
+from nemo_rl.utils.last_resort import crash_line, machine_problem, text_of
 
 __all__ = ["app", "main"]
 
@@ -61,10 +67,14 @@ def _root(
 
 def main() -> None:
     """Entry point of the console script."""
+    interrupt.install()
     try:
         app()
+    except SystemExit as ended:
+        # The parser of the command line makes an end of its own of an interrupt.
+        raise SystemExit(INTERRUPTED if interrupt.received() else ended.code) from None
     except Exception as error:  # noqa: BLE001  (the outermost place: reported as what it is)
-        problem = str(error) if isinstance(error, NemoRLError) else machine_problem(error)
+        problem = text_of(error) if isinstance(error, NemoRLError) else machine_problem(error)
         line = problem or crash_line(error, folder=None)
         Console(stderr=True, soft_wrap=True, markup=False, highlight=False).print(f"error: {line}", style="red")
         sys.exit(_exit_code(error))

@@ -52,6 +52,9 @@ def replay(
         bool,
         typer.Option("--explain-mismatch", help="split the KL between rollout and trainer of the step into its causes"),
     ] = False,
+    allow_code: Annotated[
+        bool, typer.Option("--allow-code", help="import what the kept config names outside the library")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False,
 ) -> None:
     """Runs kept steps from the last checkpoint to STEP again and names the first stage that differs.
@@ -74,6 +77,7 @@ def replay(
         overrides=tuple(overrides or ()),
         rows=tuple(rows or ()),
         dump=dump,
+        allows_code=allow_code,
         out=out,
     )
     try:

@@ -22,7 +22,7 @@ from nemo_rl.errors import NemoRLError, UserError
 from nemo_rl.utils import interrupt
 from nemo_rl.utils.console import configure_logging, make_console
 from nemo_rl.utils.exit_codes import FAILURE, INTERRUPTED, TIME_LIMIT, USER_ERROR
-from nemo_rl.utils.last_resort import crash_line, machine_problem
+from nemo_rl.utils.last_resort import crash_line, machine_problem, text_of
 from nemo_rl.utils.resume_hint import resume_hint
 
 __all__ = ["Extent", "run_recipe"]
@@ -93,10 +93,11 @@ def _report(error: BaseException, config: MasterConfig | None, errors: Console) 
     # Libraries make errors of their own of an interrupt.
     is_interrupt = isinstance(error, KeyboardInterrupt) or interrupt.received()
     if is_interrupt:
+        interrupt.ignore()
         errors.print("interrupted; everything this run started has been ended")
     elif isinstance(error, NemoRLError):
         notes = "".join(f"\n  ({note})" for note in error.__notes__) if hasattr(error, "__notes__") else ""
-        errors.print(f"error: {error}{notes}", style="red")
+        errors.print(f"error: {text_of(error)}{notes}", style="red")
     else:
         line = machine_problem(error) or crash_line(error, folder=config.logger.log_dir if config is not None else None)
         errors.print(f"error: {line}", style="red")

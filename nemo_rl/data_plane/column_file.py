@@ -15,7 +15,7 @@ from safetensors.torch import load, save
 
 from nemo_rl.errors import SchemaMismatch
 from nemo_rl.jagged import lengths_of, nest, values_of
-from nemo_rl.utils.files import replace_file
+from nemo_rl.utils.files import read_plain, replace_file
 
 __all__ = ["read_column_file", "write_column_file"]
 
@@ -47,7 +47,7 @@ def read_column_file(path: Path) -> dict[str, torch.Tensor]:
         SchemaMismatch: it is torn, or no such file.
     """
     try:
-        flat = load(path.read_bytes())
+        flat = load(read_plain(path))
     except SafetensorError as error:
         raise SchemaMismatch(f"{path}: expected columns in a safetensors file: {error}") from error
     columns: dict[str, torch.Tensor] = {}

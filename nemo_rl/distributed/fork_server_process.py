@@ -17,6 +17,7 @@ import selectors
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,6 +28,8 @@ from nemo_rl.distributed.fork_stub import LENGTH, STATUS
 PR_SET_PDEATHSIG = 1
 REQUEST_S = 10.0
 """A stub sends its request in one go."""
+REQUEST_BYTES = 16 << 20
+"""Arguments and environment; Linux lets a process start with 6 MiB of them at the most."""
 
 
 @dataclass(eq=False, slots=True)
@@ -60,14 +63,13 @@ class Server:
 
     def _accept(self, listener: socket.socket) -> None:
         stub, _ = listener.accept()
+        files: list[int] = []
         try:
-            stub.settimeout(REQUEST_S)
-            header, files, _, _ = socket.recv_fds(stub, LENGTH.size, 3)
-            content = stub.recv(LENGTH.unpack(header)[0], socket.MSG_WAITALL)
-            request = json.loads(content)
-            stub.settimeout(None)
-        except (OSError, ValueError) as error:
+            request = _receive(stub, files)
+        except (OSError, EOFError, ValueError, RecursionError) as error:
             sys.stderr.write(f"a request that cannot be read: {error}\n")
+            for file in files:
+                os.close(file)
             stub.close()
             return
         process_id = os.fork()
@@ -125,6 +127,31 @@ class Server:
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(code)
+
+
+def _receive(stub: socket.socket, files: list[int]) -> dict[str, object]:
+    """A stub's request; descriptors that come with it are added to `files`, also when it cannot be read.
+
+    Raises:
+        OSError, EOFError, ValueError, RecursionError: it cannot, or has not come within `REQUEST_S`.
+    """
+    stub.settimeout(REQUEST_S)
+    header, found, _, _ = socket.recv_fds(stub, LENGTH.size, 3)
+    files += found
+    if len(header) != LENGTH.size or LENGTH.unpack(header)[0] > REQUEST_BYTES:
+        raise ValueError(f"expected a length of at most {REQUEST_BYTES} bytes, got {header!r}")
+    content, deadline = bytearray(), time.monotonic() + REQUEST_S
+    while (missing := LENGTH.unpack(header)[0] - len(content)) > 0:
+        stub.settimeout(max(deadline - time.monotonic(), 1e-3))
+        part = stub.recv(missing)
+        if not part:
+            raise EOFError(f"its connection ended {missing} bytes too early")
+        content += part
+    stub.settimeout(None)
+    request = json.loads(content)
+    if not isinstance(request, dict) or len(files) != 3:
+        raise ValueError(f"expected an object and 3 descriptors, got {type(request).__name__} and {len(files)}")
+    return request
 
 
 def _run_worker(*, arguments: Sequence[str], environment: dict[str, str], folder: str) -> int:

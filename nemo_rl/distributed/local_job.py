@@ -109,16 +109,24 @@ def _collect(ranks: Sequence[_Rank], deadline: float) -> list[object]:
         for end in ready:
             assert isinstance(end, Connection)
             number = open_ends.pop(end)
-            results[number] = _answer_of(ranks[number], number)
+            results[number] = _answer_of(ranks[number], number, deadline)
     return [results[number] for number in range(len(ranks))]
 
 
-def _answer_of(rank: _Rank, number: int) -> object:
+def _answer_of(rank: _Rank, number: int, deadline: float) -> object:
+    # A rank that is stopped amid its answer would be waited for: killed, its end of the pipe closes.
+    late = threading.Timer(max(0.0, deadline - time.monotonic()), rank.process.kill)
+    late.start()
     try:
         is_ok, value = rank.answers.recv()
-    except EOFError:
+    except (EOFError, OSError):
         rank.process.join(GRACE_S)
+        if time.monotonic() >= deadline:
+            raise ChildFailed(f"rank {number} did not end in time, amid its answer; raise the deadline") from None
         raise ChildFailed(f"rank {number} ended without a result, exit code {rank.process.exitcode}") from None
+    finally:
+        late.cancel()
+        late.join()
     if is_ok:
         return value
     error = from_record(value)

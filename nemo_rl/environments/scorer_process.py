@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,6 +37,12 @@ _REPLY_LIMIT_BYTES = 64 * 1024 * 1024
 """A reply is a few numbers; more comes from something else that writes to the channel."""
 _ERROR_LIMIT = 4000
 """Characters of an error's text."""
+_PART_BYTES = 1 << 14
+"""Read at once; between two parts the deadline is looked at."""
+_PIPE_BYTES = 1 << 16
+"""What a pipe holds: no more can wait there of what was printed before a reply."""
+_LINE_LIMIT_BYTES = 1 << 16
+"""Of a printed line; the rest of it is counted and dropped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,10 +70,12 @@ class ScorerProcess:
     """
 
     def __init__(self, spec: ScorerSpec, *, start_timeout_s: float, hear: Callable[[str], None]) -> None:
-        self._hear = hear
         self._end_lock = threading.Lock()
         self._channel, theirs = socket.socketpair()
-        self._replies, self._prints = bytearray(), bytearray()
+        self._replies = bytearray()
+        self._lines: deque[bytes] = deque()
+        """Lines that have come and were not looked at."""
+        self._prints = _PrintedLines(hear)
         self._output, writing = os.pipe()
         os.set_blocking(self._output, False)
         try:
@@ -127,7 +136,7 @@ class ScorerProcess:
         while True:
             reply = _reply_in(self._next_line(deadline), number)
             if reply is not None:
-                self._hear_prints()
+                self._hear_rest()
                 return reply
 
     def end(self) -> None:
@@ -147,54 +156,87 @@ class ScorerProcess:
         """Ends it and gives its channels back; nobody may wait for it any more. Idempotent."""
         self.end()
         if self._channel.fileno() != -1:
-            self._hear_prints()
-            if self._prints:
-                self._hear_line(self._prints)
+            self._hear_rest()
+            self._prints.end()
             self._channel.close()
             os.close(self._output)
 
     def _next_line(self, deadline: float) -> bytes:
-        while b"\n" not in self._replies:
+        while True:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise TimeoutError
+            if self._lines:
+                return self._lines.popleft()
             channel = self._channel.fileno()
             readable = wait_readable(channel, self._output, timeout_s=remaining)
-            if self._output in readable and not self._hear_prints():
+            if self._output in readable and self._hear_part() == 0:
                 # Nobody prints any more: the process is gone, or has closed its outputs.
                 readable = wait_readable(channel, timeout_s=remaining)
             if channel in readable:
-                part = self._channel.recv(1 << 16)
-                if not part:
-                    # Its guard exits with the code of the scorer, once it has ended what that has left.
-                    with suppress(subprocess.TimeoutExpired):
-                        self._process.wait(_LEFTOVER_TIMEOUT_S)
-                    self.end()
-                    raise EOFError(f"exit code {self._process.returncode}")
-                self._replies += part
-                if len(self._replies) > _REPLY_LIMIT_BYTES:
-                    raise OSError(f"more than {_REPLY_LIMIT_BYTES} bytes came where a reply was expected")
-        line, _, rest = bytes(self._replies).partition(b"\n")
-        self._replies = bytearray(rest)
-        return line
+                self._receive()
 
-    def _hear_prints(self) -> bool:
-        """Hands on what was printed; False at the end of the output."""
-        while True:
-            try:
-                part = os.read(self._output, 1 << 16)
-            except BlockingIOError:
-                return True
-            if not part:
-                return False
-            self._prints += part
-            *lines, rest = self._prints.split(b"\n")
-            self._prints = bytearray(rest)
-            for line in lines:
-                self._hear_line(line)
+    def _receive(self) -> None:
+        part = self._channel.recv(_PART_BYTES)
+        if not part:
+            # Its guard exits with the code of the scorer, once it has ended what that has left.
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_LEFTOVER_TIMEOUT_S)
+            self.end()
+            raise EOFError(f"exit code {self._process.returncode}")
+        first, *others = part.split(b"\n")
+        self._replies += first
+        if len(self._replies) > _REPLY_LIMIT_BYTES:
+            raise OSError(f"more than {_REPLY_LIMIT_BYTES} bytes came where a reply was expected")
+        if others:
+            *whole, rest = others
+            self._lines += [bytes(self._replies), *whole]
+            self._replies = bytearray(rest)
 
-    def _hear_line(self, line: bytearray) -> None:
-        self._hear(line.decode("utf-8", "backslashreplace").rstrip("\r"))
+    def _hear_rest(self) -> None:
+        """Hands on what waits in the pipe."""
+        count = 0
+        while count < _PIPE_BYTES and (heard := self._hear_part()):
+            count += heard
+
+    def _hear_part(self) -> int | None:
+        """Hands on what was printed, as far as it is read at once; its bytes, 0 at the end, None: nothing waits."""
+        try:
+            part = os.read(self._output, _PART_BYTES)
+        except BlockingIOError:
+            return None
+        self._prints.add(part)
+        return len(part)
+
+
+class _PrintedLines:
+    """Hands on lines, of which it keeps no more than a limit."""
+
+    def __init__(self, hear: Callable[[str], None]) -> None:
+        self._hear = hear
+        self._line, self._num_dropped = bytearray(), 0
+
+    def add(self, part: bytes) -> None:
+        *whole, rest = part.split(b"\n")
+        for piece in whole:
+            self._extend(piece)
+            self._hand_on()
+        self._extend(rest)
+
+    def end(self) -> None:
+        """The last line may have no end."""
+        if self._line:
+            self._hand_on()
+
+    def _extend(self, piece: bytes) -> None:
+        kept = piece[: _LINE_LIMIT_BYTES - len(self._line)]
+        self._line += kept
+        self._num_dropped += len(piece) - len(kept)
+
+    def _hand_on(self) -> None:
+        text = self._line.decode("utf-8", "backslashreplace").rstrip("\r")
+        self._hear(f"{text} ... and {self._num_dropped} more bytes" if self._num_dropped else text)
+        self._line, self._num_dropped = bytearray(), 0
 
 
 def _reply_in(line: bytes, number: str) -> dict[str, object] | None:

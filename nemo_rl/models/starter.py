@@ -6,9 +6,11 @@ and the accuracy that ends the warm start is measured on the calibration split a
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import random
-import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,16 +29,19 @@ from transformers import (
 from nemo_rl.data.datasets import RawPrompt
 from nemo_rl.data.thinking import final_answer
 from nemo_rl.data.tokenizer import build_tokenizer
+from nemo_rl.errors import ModelFolderError, name_some
 from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine import TorchEngine
 from nemo_rl.models.logprobs import Sampling, negative_log_likelihood, token_logprobs
 from nemo_rl.models.starter_tasks import StarterConfig, StarterTask
 from nemo_rl.utils.files import give_usual_modes
 
-__all__ = ["StarterReport", "make_starter", "prompt_ids", "sampled_accuracy"]
+__all__ = ["STARTER_FILE", "StarterReport", "make_starter", "prompt_ids", "sampled_accuracy"]
 
 logger = logging.getLogger(__name__)
 
+STARTER_FILE = "starter.json"
+"""Names the files of a starter: a folder that holds others as well is not removed."""
 # Vocabulary rows are rounded up to a multiple, as larger models do.
 VOCAB_MULTIPLE = 64
 
@@ -52,22 +57,71 @@ class StarterReport:
 
 
 def make_starter(folder: Path, task: StarterTask, *, config: StarterConfig) -> StarterReport:
-    """Builds tokenizer and model, warm-starts it and writes a Hugging Face folder; replaces one that is there."""
+    """Builds tokenizer and model, warm-starts it and writes a Hugging Face folder.
+
+    Raises:
+        ModelFolderError: what is there is neither an empty folder nor a starter alone, or it cannot be written.
+    """
+    folder = Path(os.path.abspath(folder))
+    _check_place(folder)
     tokenizer = build_tokenizer(
         f"user\n{problem.text}\nassistant\n{task.demonstrate(problem)}" for problem in task.corpus()
     )
     torch.manual_seed(config.seed)
     model = _build_model(tokenizer, num_experts=config.num_experts)
     report = _warm_start(model, tokenizer, task, config)
-    part = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    model.save_pretrained(str(part))
-    tokenizer.save_pretrained(str(part))
-    give_usual_modes(part)
-    shutil.rmtree(folder, ignore_errors=True)
-    part.rename(folder)
+    try:
+        _write(folder, model, tokenizer)
+    except OSError as error:
+        raise ModelFolderError(f"{folder}: cannot be written: {error}; choose another folder") from error
     return report
+
+
+def _check_place(folder: Path) -> None:
+    """Raises where `folder` is somebody else's, and makes the folders above it."""
+    try:
+        if folder.is_symlink():
+            raise ModelFolderError(f"{folder}: is a link to {os.readlink(folder)}; name the folder itself, or another")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if not folder.exists():
+            return
+        if not folder.is_dir():
+            raise ModelFolderError(f"{folder}: is no folder; choose another place")
+        ours = _files_of_starter(folder)
+        others = sorted(path.name for path in folder.iterdir() if path.name not in ours or path.is_dir())
+    except OSError as error:
+        raise ModelFolderError(f"{folder}: cannot be written: {error}; choose another folder") from error
+    if others:
+        raise ModelFolderError(
+            f"{folder}: holds what is no starter of this script ({name_some(others)}), and is left as it is; choose "
+            "another folder, or remove it yourself"
+        )
+
+
+def _files_of_starter(folder: Path) -> frozenset[str]:
+    """What `make_starter` has written there; nothing where it has not."""
+    try:
+        found = json.loads((folder / STARTER_FILE).read_text(encoding="utf-8"))["files"]
+        return frozenset({STARTER_FILE, *map(str, found)})
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return frozenset()
+
+
+def _write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    # A name of its own beside the folder: the place of nobody's files, and on the same file system.
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as beside:
+        part = Path(beside) / "new"
+        part.mkdir()
+        model.save_pretrained(str(part))
+        tokenizer.save_pretrained(str(part))
+        files = sorted(path.name for path in part.iterdir())
+        (part / STARTER_FILE).write_text(f"{json.dumps({'files': files}, indent=1)}\n", encoding="utf-8")
+        give_usual_modes(part)
+        # Looked at again: the warm start took a while.
+        _check_place(folder)
+        if folder.exists():
+            folder.rename(Path(beside) / "old")
+        part.rename(folder)
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[int, ...]:

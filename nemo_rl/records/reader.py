@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +18,14 @@ import torch
 from nemo_rl.errors import NemoRLError, UserError
 from nemo_rl.records.record import FORMAT, FORMAT_VERSION, Manifest, Place, Split, TokenTable
 from nemo_rl.records.writer import MANIFEST, digest_of, end_path, lines_path, payload_path
+from nemo_rl.utils.files import open_plain, read_plain
 
 __all__ = ["CorruptRecord", "Problem", "Record", "RecordFolder", "UnsupportedRecord", "read_folder"]
 
+MOST_RANKS = 1 << 16
+"""More have never recorded; a damaged manifest may say any number."""
+MOST_BYTES = 1 << 62
+"""Of a file: no place in one is beyond."""
 DTYPES: Mapping[str, torch.dtype] = {
     name: getattr(torch, name)
     for name in ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
@@ -54,7 +60,12 @@ class _Payload:
 
     def load(self) -> torch.Tensor:
         try:
-            with self.path.open("rb") as file:
+            with open_plain(self.path) as file:
+                # Before anything is read: a damaged line may ask for more bytes than a machine has.
+                if self.offset + self.num_bytes > os.fstat(file.fileno()).st_size:
+                    raise CorruptRecord(
+                        f"{self.path}: it ends before the {self.num_bytes} bytes at {self.offset} that a record names"
+                    )
                 file.seek(self.offset)
                 payload = file.read(self.num_bytes)
         except OSError as error:
@@ -137,22 +148,30 @@ def read_folder(path: Path) -> RecordFolder:
     manifest = _manifest(path)
     records: list[Record] = []
     problems: list[Problem] = []
-    for rank in range(int(manifest.layout.get("world", 1))):
+    for rank in range(_world(path, manifest)):
         found, wrong = _read_rank(path, rank)
         records += found
         problems += wrong
     return RecordFolder(path=path, manifest=manifest, records=records, problems=problems)
 
 
+def _world(path: Path, manifest: Manifest) -> int:
+    """Ranks that have recorded."""
+    world = manifest.layout.get("world", 1)
+    if not isinstance(world, int) or isinstance(world, bool) or not 1 <= world <= MOST_RANKS:
+        raise CorruptRecord(f"{path / MANIFEST}: layout.world: expected 1 to {MOST_RANKS} ranks, got {world!r:.50}")
+    return world
+
+
 def _manifest(path: Path) -> Manifest:
     where = path / MANIFEST
     try:
-        record = json.loads(where.read_text(encoding="utf-8"))
+        record = json.loads(read_plain(where).decode("utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(f"{path}: no folder of records: it has no {MANIFEST}") from error
     except OSError as error:
         raise UserError(f"{where}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptRecord(f"{where}: not JSON: {error}") from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise UnsupportedRecord(f"{where}: expected a manifest of {FORMAT!r}")
@@ -162,7 +181,7 @@ def _manifest(path: Path) -> Manifest:
         )
     try:
         return Manifest.of_record(record)
-    except TypeError as error:
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise CorruptRecord(f"{where}: its manifest is damaged: {error}") from error
 
 
@@ -172,17 +191,20 @@ def _read_rank(folder: Path, rank: int) -> tuple[list[Record], list[Problem]]:
     tables: dict[str, _Table] = {}
     where = lines_path(folder, rank)
     try:
-        lines = where.read_bytes().split(b"\n")
+        lines = read_plain(where).split(b"\n")
     except OSError as error:
+        # One that is there and cannot be read is damaged; one that is not has recorded nothing.
         return [], [
-            Problem(is_corrupt=False, text=f"rank {rank} wrote nothing: {where.name}: {error.strerror or error}")
+            Problem(
+                is_corrupt=where.exists(), text=f"rank {rank} wrote nothing: {where.name}: {error.strerror or error}"
+            )
         ]
     if lines[-1]:
         problems.append(Problem(is_corrupt=False, text=f"{where.name}: its last line is cut off"))
     for number, line in enumerate(lines[:-1], start=1):
         try:
             _read_line(json.loads(line), folder, rank, records, tables)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
             problems.append(Problem(is_corrupt=True, text=f"{where.name}, line {number}: no record: {error}"))
     problems += _end_problems(folder, rank, num_records=len(lines) - 1)
     return records, problems
@@ -200,6 +222,8 @@ def _read_line(head: object, folder: Path, rank: int, records: list[Record], tab
         shape=shape,
         digest=str(head["digest"]),
     )
+    if payload.offset + payload.num_bytes > MOST_BYTES:
+        raise ValueError(f"{payload.num_bytes} bytes at {payload.offset} are in no file")
     if min((0, payload.offset, *shape)) < 0 or math.prod(shape) * dtype.itemsize != payload.num_bytes:
         raise ValueError(f"{payload.num_bytes} bytes are no {head['dtype']} of shape {list(shape)}")
     if "tokens" in head:
@@ -224,10 +248,10 @@ def _read_line(head: object, folder: Path, rank: int, records: list[Record], tab
 def _end_problems(folder: Path, rank: int, *, num_records: int) -> list[Problem]:
     where = end_path(folder, rank)
     try:
-        said = int(json.loads(where.read_text(encoding="utf-8"))["records"])
+        said = int(json.loads(read_plain(where).decode("utf-8"))["records"])
     except FileNotFoundError:
         return [Problem(is_corrupt=False, text=f"rank {rank} did not end: there is no {where.name}")]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         return [Problem(is_corrupt=True, text=f"{where.name}: {error}")]
     if said == num_records:
         return []

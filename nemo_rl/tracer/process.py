@@ -12,20 +12,19 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 from nemo_rl.errors import ResourceError, RunFolderError
 from nemo_rl.tracer.protocol import Limits, Role
 from nemo_rl.tracer.tokens import Tokens, token_path, write_private
 from nemo_rl.utils.files import write_text
-from nemo_rl.utils.readable import wait_readable
+from nemo_rl.utils.readable import read_line
 
 __all__ = ["HUB_FILE", "LOG_FILE", "OPEN_FILE", "HubProcess", "HubSpec"]
 
@@ -35,7 +34,6 @@ CLOSE_S = 30.0
 """For the hub to write what waits and to end."""
 KILL_S = 5.0
 HUB_FILE, OPEN_FILE, LOG_FILE = "hub.json", "open.html", "hub.log"
-MAX_LINE = 65_536
 ANY_HOST = ("0.0.0.0", "::", "")
 """All addresses of the machine."""
 
@@ -199,10 +197,10 @@ class HubProcess:
             process.stdin.write(f"{orders}\n".encode())
             process.stdin.flush()
         with process.stdout as said:
-            line = _read_line(said, time.monotonic() + self.spec.start_timeout_s)
+            line = read_line(said.fileno(), timeout_s=self.spec.start_timeout_s)
         try:
             found = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
 
@@ -223,16 +221,3 @@ def _own_address(host: str) -> str:
         probe.connect((elsewhere, 9))
         return str(probe.getsockname()[0])
     return "::1" if ":" in host else "127.0.0.1"
-
-
-def _read_line(file: IO[bytes], deadline_s: float) -> bytes:
-    line = b""
-    while not line.endswith(b"\n") and len(line) < MAX_LINE:
-        left = deadline_s - time.monotonic()
-        if left <= 0 or not wait_readable(file.fileno(), timeout_s=left):
-            break
-        part = os.read(file.fileno(), MAX_LINE)
-        if not part:
-            break
-        line += part
-    return line

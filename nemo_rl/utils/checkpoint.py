@@ -23,8 +23,8 @@ from typing import Protocol, runtime_checkable
 
 from nemo_rl.errors import CheckpointError, NemoRLError, WorkerError
 from nemo_rl.utils import interrupt
-from nemo_rl.utils.files import write_text
-from nemo_rl.utils.manifest import Manifest
+from nemo_rl.utils.files import read_plain, write_text
+from nemo_rl.utils.manifest import MANIFEST_FILE, Manifest
 
 __all__ = [
     "WEIGHTS",
@@ -332,6 +332,12 @@ def checkpoint_paths(folder: Path) -> list[Path]:
     return [*steps, *_aside_paths(folder), *([pointer] if pointer.is_file() else [])]
 
 
+def is_of_checkpoint(path: Path) -> bool:
+    """Whether a folder named like a checkpoint has been written as one, damaged or not; an empty one is nobody's."""
+    content = {child.name for child in path.iterdir()}
+    return not content or not content.isdisjoint((STATE_FILE, MANIFEST_FILE, WEIGHTS.partition("/")[0]))
+
+
 def _plain(value: object) -> object:
     """JSON values in place of those of numpy and torch, also as keys."""
     if isinstance(value, Mapping):
@@ -356,7 +362,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """
     if not STEP.fullmatch(path.name):
         raise ValueError("is named like no checkpoint: expected step_ and a number")
-    state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+    state = json.loads(read_plain(path / STATE_FILE).decode("utf-8"))
     if not isinstance(state, dict) or not isinstance(state.get("sampler"), dict):
         raise ValueError(f"{STATE_FILE}: expected an object with the data position in 'sampler'")
     step = int(path.name.removeprefix("step_"))

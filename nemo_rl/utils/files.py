@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
-__all__ = ["give_usual_mode", "give_usual_modes", "replace_file", "write_text"]
+__all__ = ["give_usual_mode", "give_usual_modes", "open_plain", "read_plain", "read_tail", "replace_file", "write_text"]
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> Path:
@@ -26,6 +29,35 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> Path:
 def write_text(path: Path, text: str) -> Path:
     """`path` holds `text`, or what it held before."""
     return replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """A plain file, opened for reading; nothing waits for the writer of a named pipe, or reads a device without end.
+
+    Raises:
+        OSError: it cannot be opened, or is no plain file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        raise OSError(errno.EINVAL, "expected a plain file, got a pipe, socket or device", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_plain(path: Path) -> bytes:
+    """The content of a plain file; raises as `open_plain`."""
+    with open_plain(path) as file:
+        return file.read()
+
+
+def read_tail(path: Path, num_bytes: int) -> bytes:
+    """The last bytes of a file that may be large, such as a log."""
+    with path.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))
+        return file.read(num_bytes)
 
 
 def give_usual_modes(folder: Path) -> None:

@@ -6,22 +6,38 @@ their own (a failed save, for example), so whoever handles an error asks `receiv
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
+from collections.abc import Callable
 from types import FrameType
 
-__all__ = ["SIGNALS", "install", "raise_if_received", "received"]
+from nemo_rl.utils.exit_codes import INTERRUPTED
+
+__all__ = ["SIGNALS", "end_at_once", "ignore", "install", "raise_if_received", "received"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _received: list[int] = []
 
 
+def end_at_once() -> None:
+    """Until `install`, while a program only imports: a signal ends it with one line."""
+    _handle_by(_end)
+
+
+def ignore() -> None:
+    """A second signal cannot end the process in another way, once an interrupt has ended all that it had started.
+
+    Python gives up its handlers when it ends, but not this.
+    """
+    _handle_by(signal.SIG_IGN)
+
+
 def install() -> None:
     """Lets `SIGNALS` interrupt the process; one that is ignored (a shell's background job, nohup) stays ignored."""
     _received.clear()
-    for number in SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _interrupt)
+    _handle_by(_interrupt)
 
 
 def received() -> bool:
@@ -36,6 +52,19 @@ def raise_if_received() -> None:
     """
     if _received:
         raise KeyboardInterrupt
+
+
+def _handle_by(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    del number, frame
+    # No exception: an import would be left half done, and say so.
+    os.write(sys.stderr.fileno(), b"interrupted; nothing was started\n")
+    os._exit(INTERRUPTED)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

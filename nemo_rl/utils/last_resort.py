@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nemo_rl.errors import shorten
 
-__all__ = ["CRASH_FILE", "crash_line", "machine_problem"]
+__all__ = ["CRASH_FILE", "crash_line", "machine_problem", "text_of"]
 
 CRASH_FILE = "error.txt"
 _ADVICE = {
@@ -29,11 +29,20 @@ _ADVICE = {
 }
 
 
+def text_of(error: BaseException) -> str:
+    """What an error says, also where making its text fails."""
+    try:
+        return str(error)
+    except Exception as second:  # noqa: BLE001  (the class of somebody else)
+        return f"(no text: its __str__ raises {type(second).__name__})"
+
+
 def machine_problem(error: BaseException) -> str | None:
     """What a file system or the memory refused, and what to do; None for an error of another kind."""
     # Torch has no kind of its own for the memory of the CPU.
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error) or "out of memory" in str(error):
-        return f"no memory is left ({shorten(str(error))}); shorter rows, smaller batches or a smaller model need less"
+    said = text_of(error)
+    if isinstance(error, MemoryError) or "can't allocate memory" in said or "out of memory" in said:
+        return f"no memory is left ({shorten(said)}); shorter rows, smaller batches or a smaller model need less"
     if not isinstance(error, OSError) or error.errno is None:
         return None
     advice = _ADVICE.get(error.errno)
@@ -45,7 +54,7 @@ def machine_problem(error: BaseException) -> str | None:
 
 def crash_line(error: BaseException, *, folder: Path | None) -> str:
     """One line about an error of ours; its traceback goes to `folder`, or to a temporary file."""
-    said = shorten(" ".join(str(error).split()))
+    said = shorten(" ".join(text_of(error).split()))
     line = f"{type(error).__name__}{': ' if said else ''}{said}"
     text = "".join(traceback.format_exception(error))
     for place in (folder, Path(tempfile.gettempdir())):

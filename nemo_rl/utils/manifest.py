@@ -6,13 +6,14 @@ Called by `CheckpointManager`. CRC-32 finds damage, not forgery; it reads 1.7 GB
 from __future__ import annotations
 
 import json
+import stat
 import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_rl.utils.files import write_text
+from nemo_rl.utils.files import open_plain, read_plain, write_text
 
 __all__ = ["MANIFEST_FILE", "Manifest"]
 
@@ -63,14 +64,14 @@ class Manifest:
         Raises:
             OSError, ValueError: there is none, or it is damaged.
         """
-        return cls.parse((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
+        return cls.parse(read_plain(folder / MANIFEST_FILE).decode("utf-8"))
 
     @classmethod
     def parse(cls, text: str) -> Manifest:
         try:
             files = json.loads(text)["files"].items()
             entries = {str(n): _Entry(num_bytes=int(f["bytes"]), crc32=str(f["crc32"])) for n, f in files}
-        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"{MANIFEST_FILE} is damaged: {error!r}") from error
         return cls(entries=entries)
 
@@ -88,9 +89,12 @@ class Manifest:
         """The first file that is absent or of another size, in words; reads no file."""
         for name, entry in self.entries.items():
             try:
-                size = (folder / name).stat().st_size
-            except OSError:
+                status = (folder / name).stat()
+            except (OSError, ValueError):
                 return f"{name} is missing"
+            if not stat.S_ISREG(status.st_mode):
+                return f"{name} is no plain file"
+            size = status.st_size
             if size != entry.num_bytes:
                 return f"{name} has {size} bytes, expected {entry.num_bytes}"
         return None
@@ -115,7 +119,7 @@ def _in_threads(read: Callable[[str], _Entry], names: list[str]) -> dict[str, _E
 
 def _entry(path: Path) -> _Entry:
     checksum, num_bytes = 0, 0
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         while block := file.read(BLOCK_BYTES):
             checksum = zlib.crc32(block, checksum)
             num_bytes += len(block)

@@ -159,6 +159,33 @@ def test_what_is_not_as_it_was_kept_is_named(change: Callable[[dict], None], sta
     assert report.verdict is Verdict.MISMATCH and report.first_difference == (4, stage)
 
 
+EDITS: dict[str, Callable[[dict], None]] = {
+    "number": lambda record: record.update(number=3),
+    "seed": lambda record: record.update(seed=record["seed"] + 1),
+    "stages": lambda record: record["run"].update(stages=["rollout"]),
+    "world_size": lambda record: record["run"].update(world_size=10**9),
+    "config": lambda record: record["run"].update(config={"grpo": []}),
+    "plan": lambda record: record["plan"]["microbatches"][0][0].append(10**6),
+    "trained": lambda record: record.update(trained=[0, 0]),
+    "rows.lengths": lambda record: record["rows"]["lengths"].pop(),
+    "keys": lambda record: record["rows"].pop("keys"),
+    "versions": lambda record: record["rows"].update(versions=[[[]]]),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edited_record_is_corrupt_though_its_checksums_are_right(name: str, copied: Path) -> None:
+    step = copied / "steps" / "step_4"
+    record = json.loads((step / STEP_FILE).read_text())
+    EDITS[name](record)
+    (step / STEP_FILE).write_text(json.dumps(record))
+    Manifest.write(step)
+    (step / "manifest.json").write_text(_without_itself((step / "manifest.json").read_text()))
+    done = CliRunner().invoke(app, ["replay", str(copied), "--step", "4"])
+    assert done.exit_code == Verdict.CORRUPT.value, done.output
+    assert str(step / STEP_FILE) in done.output.replace("\n", "") and "Traceback" not in done.output
+
+
 def _without_itself(text: str) -> str:
     files = json.loads(text)["files"]
     files.pop("manifest.json", None)
@@ -198,7 +225,10 @@ def test_a_planted_nan_keeps_the_step_that_failed_and_the_replay_fails_alike(
     log_dir = tmp_path / "logs"
     failed = StepsFolder(log_dir).all()[-1]
     assert failed.number == 3 and failed.read().status is StepStatus.FAILED
-    report = replay_step(ReplayRequest(run=log_dir, step=3))
+    with pytest.raises(ReplayProblem, match=rf"loss_fn.name: '{PLANTED}'. Add --allow-code") as refused:
+        replay_step(ReplayRequest(run=log_dir, step=3))
+    assert refused.value.verdict is Verdict.USAGE
+    report = replay_step(ReplayRequest(run=log_dir, step=3, allows_code=True))
     assert report.verdict is Verdict.PASS, list(report.lines())
     assert words(report)[3, "error"] and words(report)[3, "prev_logprobs"]
     assert "NaN or inf in the loss" in "\n".join(report.lines())

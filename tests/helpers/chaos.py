@@ -1,10 +1,11 @@
-"""Kills and stops every process of small runs, one run at a time, and prints what became of each.
+"""Kills and stops every process of small runs, plants other faults, and prints `row | expected | got | seconds`.
 
     python -m tests.helpers.chaos [--only WORD] [--stores transfer_queue,ray]
 
 A row is a signal, a process and a stage: the run must end by its deadline with an exit code of its own, name what died,
 show no traceback, and leave no process, no shared memory and no folder of its own. Servers of Ray that die while Ray
-starts may also be started again: then the run must train. Exit code 1 when a row fails.
+starts may also be started again: then the run must train. Rows of another kind are in `chaos_rows.TABLE`. Exit code 1
+when a row ends otherwise than expected.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import psutil
 
 from nemo_rl.data_plane.ledger.event_log import EVENTS_FILE
 from nemo_rl.distributed.run_folder import OWNER_FILE
+from tests.helpers.chaos_rows import TABLE, FaultRow
 from tests.helpers.processes import MARK, end_all, marked, wait_for_none
 from tests.helpers.runs import start_cli, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
@@ -82,6 +84,7 @@ STARTED_AGAIN = ("raylet", "gcs", "forks")
 """A start of Ray that fails is repeated; without a fork server, workers start as Ray starts them."""
 NOT_MISSED = (("STOP", "guard"), ("STOP", "forks"))
 """Nobody waits for these: the run goes on, and must end when it is told to."""
+ENDS = "ends in time, cause named, nothing left"
 OF_TRANSFER_QUEUE = ("controller", "storage")
 
 
@@ -244,21 +247,32 @@ def _left_behind(driver: int, events: Path) -> list[str]:
     return [str(path) for path in (*folders, *(path for run in runs for path in Path("/dev/shm").glob(f"*{run}*")))]
 
 
+def _end_of(row: Row | FaultRow, folder: Path, model: Path) -> tuple[str, str, float]:
+    """How it is to end, how it has, and the seconds that took."""
+    if isinstance(row, FaultRow):
+        started = time.monotonic()
+        folder.mkdir()
+        return row.expected, row.run(folder, model), time.monotonic() - started
+    outcome = hit(row, folder, model)
+    found = f"{'; '.join(outcome.problems)}: code {outcome.code}, {outcome.told}"
+    return ENDS, found if outcome.problems else ENDS, outcome.seconds
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows that have all these words, separated by commas")
     parser.add_argument("--stores", default="transfer_queue,ray", help="data planes to run over")
     given = parser.parse_args()
     words = [word for word in given.only.split(",") if word]
-    rows = [row for row in table(given.stores.split(",")) if all(word in str(row).split() for word in words)]
+    rows = [row for row in (*TABLE, *table(given.stores.split(","))) if all(word in str(row).split() for word in words)]
     num_failed = 0
     with tempfile.TemporaryDirectory() as root:
         model = write_tiny_folder(Path(root) / "model")
+        print("row | expected | got | seconds")
         for number, row in enumerate(rows):
-            outcome = hit(row, Path(root) / str(number), model)
-            num_failed += bool(outcome.problems)
-            verdict = "; ".join(outcome.problems) or "ok"
-            print(f"{row} {verdict:<40} code {outcome.code} {outcome.seconds:5.1f} s  {outcome.told}", flush=True)
+            expected, got, seconds = _end_of(row, Path(root) / str(number), model)
+            num_failed += got != expected
+            print(f"{row} | {expected} | {got} | {seconds:.1f}", flush=True)
     print(f"{len(rows) - num_failed} of {len(rows)} rows hold")
     return min(num_failed, 1)
 

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import re
+import threading
 import time
 
 
@@ -35,6 +36,29 @@ def chatty(prompt: str, response: str, answer: object) -> float:
     for number in range(int(response)):
         print(f"line {number} \x1b[2J\u202e of {response}")
     return float(response)
+
+
+def floods(prompt: str, response: str, answer: object) -> float:
+    """Writes `answer` without end to the descriptor of the name: while it is asked, or in a thread after its answer."""
+    target, _, when = response.partition(" ")
+    descriptors = {"stdout": [1], "stderr": [2], "everywhere": list(map(int, os.listdir("/proc/self/fd")))}
+
+    def write() -> None:
+        while True:
+            for descriptor in descriptors[target]:
+                with contextlib.suppress(OSError):
+                    os.write(descriptor, str(answer).encode("latin-1") * 4096)
+
+    if when == "later":
+        threading.Thread(target=write, daemon=True).start()
+    elif target in descriptors:
+        write()
+    return 1.0
+
+
+def says_one_long_line(prompt: str, response: str, answer: object) -> float:
+    os.write(1, b"\xff\xfe" + b"y" * int(response) + b"\nshort\nno end")
+    return 1.0
 
 
 def parts(prompt: str, response: str, answer: object) -> dict[str, float]:

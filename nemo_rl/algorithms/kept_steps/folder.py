@@ -25,6 +25,7 @@ from nemo_rl.algorithms.kept_steps.record import KeptStep, read_record
 from nemo_rl.algorithms.run_folder import STEPS
 from nemo_rl.data_plane.column_file import read_column_file
 from nemo_rl.errors import CheckpointError, SchemaMismatch
+from nemo_rl.utils.files import read_plain
 from nemo_rl.utils.manifest import Manifest
 
 __all__ = ["ROLLOUT_FILE", "STEP_FILE", "UPDATE_FILE", "KeptFolder", "StepsFolder"]
@@ -59,7 +60,7 @@ class KeptFolder:
             problem = None if self.is_partial else Manifest.read(self.path).damage(self.path)
             if problem is not None:
                 raise CheckpointError(f"kept step {self.path}: {problem}")
-            text = (self.path / STEP_FILE).read_text(encoding="utf-8")
+            text = read_plain(self.path / STEP_FILE).decode("utf-8")
         except (OSError, ValueError) as error:
             raise CheckpointError(f"kept step {self.path} cannot be read: {error}") from error
         return read_record(text, where=str(self.path / STEP_FILE))
@@ -75,7 +76,7 @@ class KeptFolder:
                 read_column_file(path) if (path := self.path / name).is_file() else {}
                 for name in (ROLLOUT_FILE, UPDATE_FILE)
             )
-        except (OSError, SchemaMismatch) as error:
+        except (OSError, ValueError, RuntimeError, SchemaMismatch) as error:
             raise CheckpointError(f"kept step {self.path}: {error}") from error
         return rollout, update
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from nemo_rl.errors import NemoRLError
+from nemo_rl.utils.files import read_tail
 
 __all__ = ["CommandChild", "RayChild", "RayFailed"]
 
@@ -108,10 +109,10 @@ class RayChild:
 
     def _last_words(self) -> str:
         try:
-            text = (self._logs / LOG_FILE).read_text(encoding="utf-8", errors="replace")
+            text = read_tail(self._logs / LOG_FILE, LAST_WORDS).decode(errors="replace")
         except OSError:
             text = ""
-        return f"{text[-LAST_WORDS:].strip() or 'it said nothing'} (all of it: {self._logs})"
+        return f"{text.strip() or 'it said nothing'} (all of it: {self._logs})"
 
 
 class CommandChild:

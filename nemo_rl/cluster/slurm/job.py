@@ -18,10 +18,13 @@ from nemo_rl.algorithms.worker_forks import forked_modules
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import UserError
+from nemo_rl.utils.plain_text import printable
 
 __all__ = ["JobOptions", "render_job", "submit_job"]
 
 SCRIPT = "ray.sub"
+NAME_LIMIT = 300
+"""Characters of the recipe's path in a comment."""
 SBATCH_S = 60.0
 """A busy controller answers late."""
 
@@ -63,16 +66,17 @@ def render_job(recipe: Path, overrides: Sequence[str], options: JobOptions) -> s
         )
     if options.mounts and not options.container:
         raise UserError(f"--mounts: {options.mounts!r} would be ignored without --container")
-    command = shlex.join(["-m", "nemo_rl.cli.main", "launch", "ray", str(recipe), "--address", "auto", *words])
+    command = shlex.join(["-m", "nemo_rl.cli.main", "launch", "ray", "--address", "auto", "--", _path(recipe), *words])
     exports = "\n".join(
         f"export {name}={shlex.quote(value)}" for name, value in _variables(config, options, f'"$PYTHON" {command}')
     )
     call = shlex.join(["sbatch", *_sbatch_words(config, options, nodes), SCRIPT])
-    log_dir = shlex.quote(str(options.log_dir))
+    make_folder = shlex.join(["mkdir", "-p", "--", _path(options.log_dir)])
+    # A comment ends at a line feed, which the name may hold.
+    title = f"{printable(str(recipe), limit=NAME_LIMIT)} on {nodes} nodes; written by `nemo-rl launch slurm`"
     return (
-        "#!/usr/bin/env bash\n"
-        f"# {recipe} on {nodes} nodes; written by `nemo-rl launch slurm`, to be run in the repository's root.\n"
-        f"set -euo pipefail\n{exports}\nmkdir -p {log_dir}\n{call}\n"
+        f"#!/usr/bin/env bash\n# {title}, to be run in the repository's root.\n"
+        f"set -euo pipefail\n{exports}\n{make_folder}\n{call}\n"
     )
 
 
@@ -122,7 +126,7 @@ def _added(config: MasterConfig, options: JobOptions) -> Iterator[str]:
 
 def _variables(config: MasterConfig, options: JobOptions, command: str) -> Iterator[tuple[str, str]]:
     yield "COMMAND", command
-    yield "LOG_DIR", str(options.log_dir)
+    yield "LOG_DIR", _path(options.log_dir)
     yield "GPUS_PER_NODE", str(config.cluster.gpus_per_node)
     yield "CPUS_PER_NODE", str(_cpus_per_node(config))
     if options.requeue:
@@ -139,10 +143,15 @@ def _sbatch_words(config: MasterConfig, options: JobOptions, nodes: int) -> list
     if config.cluster.gpus_per_node:
         words.append(f"--gpus-per-node={config.cluster.gpus_per_node}")
     words.append("--requeue" if options.requeue else "--no-requeue")
-    words.append(f"--output={options.log_dir}/slurm-%j.log")
+    words.append(f"--output={_path(options.log_dir)}/slurm-%j.log")
     given = {"time": options.time, "account": options.account, "partition": options.partition}
     given["job-name"] = options.job_name
     return [*words, *(f"--{name}={value}" for name, value in given.items() if value), *options.sbatch]
+
+
+def _path(path: Path) -> str:
+    """One that no command takes for an option."""
+    return f"./{path}" if str(path).startswith("-") else str(path)
 
 
 def _cpus_per_node(config: MasterConfig) -> int:

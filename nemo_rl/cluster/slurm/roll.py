@@ -161,9 +161,10 @@ class Roll:
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Member | None:
         nonce = secrets.token_hex(16)
         _say(writer, nonce=nonce)
-        said = json.loads(await reader.readline() or b"{}")
+        said = _words(await reader.readline())
         member = self._members.get(str(said.get("node")))
-        if member is None or not hmac.compare_digest(str(said.get("proof")), _proof(self._token, nonce)):
+        proof = str(said.get("proof")).encode(errors="replace")
+        if member is None or not hmac.compare_digest(proof, _proof(self._token, nonce).encode()):
             return None
         member.host, member.place, member.writer = str(said.get("host")), Place.HERE, writer
         if self._ray is not None:
@@ -180,7 +181,7 @@ class Roll:
                     line = await reader.readline()
                 if not line:
                     break
-                said = json.loads(line)
+                said = _words(line)
                 if "failed" in said:
                     why = str(said["failed"])
                     break
@@ -218,7 +219,7 @@ class Attendance:
         """
         async with asyncio.timeout(SILENCE_S):
             reader, writer = await asyncio.open_connection(address, port, limit=LINE_BYTES)
-            nonce = json.loads(await reader.readline() or b"{}").get("nonce", "")
+            nonce = str(_words(await reader.readline()).get("nonce", ""))
             _say(writer, node=name, host=socket.gethostname(), proof=_proof(token, nonce))
         return cls(reader, writer)
 
@@ -255,14 +256,15 @@ class Attendance:
         try:
             async with asyncio.timeout(SILENCE_S):
                 line = await self._reader.readline()
+            if not line:
+                raise NodesMissing("the head is lost: it has closed the connection")
+            return _words(line)
         except TimeoutError:
             raise NodesMissing(f"the head is lost: no sign of life for {SILENCE_S:g} s") from None
         except OSError as error:
             raise NodesMissing(f"the head is lost: {error}") from error
-        if not line:
-            raise NodesMissing("the head is lost: it has closed the connection")
-        said = json.loads(line)
-        return said if isinstance(said, dict) else {}
+        except ValueError as error:
+            raise NodesMissing(f"the head is lost: what it says cannot be read: {error}") from error
 
 
 async def _close(writer: asyncio.StreamWriter) -> None:
@@ -282,6 +284,21 @@ async def _beat(writer: asyncio.StreamWriter | None) -> None:
 def _say(writer: asyncio.StreamWriter | None, **words: object) -> None:
     if writer is not None and not writer.is_closing():
         writer.write(json.dumps(words).encode() + b"\n")
+
+
+def _words(line: bytes) -> dict[str, object]:
+    """Of one line; none of an empty one.
+
+    Raises:
+        ValueError: it is no JSON object.
+    """
+    try:
+        said = json.loads(line or b"{}")
+    except RecursionError as error:
+        raise ValueError("lists in lists without end") from error
+    if not isinstance(said, dict):
+        raise ValueError(f"expected an object, got {type(said).__name__}")
+    return said
 
 
 def _proof(token: str, nonce: str) -> str:

@@ -20,6 +20,8 @@ from pathlib import Path
 
 from nemo_rl.data_plane.adapters import process_guard
 from nemo_rl.errors import ResourceError
+from nemo_rl.utils.files import read_tail
+from nemo_rl.utils.readable import read_line
 
 __all__ = ["GuardedProcess", "answers", "free_port"]
 
@@ -27,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.02
 CONNECT_S = 1.0
+START_S = 60.0
+"""Until the guard has started the command; it takes milliseconds."""
 STOP_S = process_guard.GRACE_S + 3.0
 """The guard itself needs a moment after the grace that it gives."""
 LOG_TAIL_BYTES = 400
@@ -55,11 +59,14 @@ class GuardedProcess:
             start_new_session=True,
         )
         assert self._guard.stdout is not None
-        first = self._guard.stdout.readline()
-        self._guard.stdout.close()
-        if not first.strip():
+        with self._guard.stdout as said:
+            first = read_line(said.fileno(), timeout_s=START_S).strip()
+        if not first.isdigit():
             self.stop()
-            raise ResourceError(f"cannot run {command[0]!r}: its guard ended with code {self._guard.returncode}")
+            raise ResourceError(
+                f"cannot run {command[0]!r}: its guard gave {first[:100]!r} within {START_S:g} s, no process id, "
+                f"and ended with code {self._guard.returncode}"
+            )
         self.pid = int(first)
 
     def is_alive(self) -> bool:
@@ -86,7 +93,7 @@ class GuardedProcess:
     def log_tail(self) -> str:
         """The end of what the command wrote."""
         try:
-            content = self._log.read_bytes()[-LOG_TAIL_BYTES:]
+            content = read_tail(self._log, LOG_TAIL_BYTES)
         except OSError as error:
             return f"(no log: {error})"
         return content.decode(errors="replace").strip() or "(it wrote nothing)"

@@ -137,6 +137,7 @@ class SocketLedgerHost:
         connection = None
         try:
             connection = self._take(deadline)
+            connection.settimeout(_left(deadline))
             _send(connection, request)
             reply = _receive(connection, limit=MAX_FRAME_BYTES, deadline=deadline)
         except TimeoutError as error:

@@ -5,18 +5,22 @@ Invariant: the steps of a chain are those that the run did between its start and
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_rl.algorithms.kept_steps.folder import KeptFolder, StepsFolder
+from nemo_rl.algorithms.kept_steps.folder import STEP_FILE, KeptFolder, StepsFolder
 from nemo_rl.algorithms.kept_steps.record import KeptStep, StepStatus
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.diagnostics.step_replay.request import ReplayProblem
 from nemo_rl.diagnostics.verdict import Verdict
-from nemo_rl.errors import CheckpointError, SchemaMismatch, name_some
+from nemo_rl.distributed.worker_pass import WorkerPass
+from nemo_rl.errors import CheckpointError, SchemaMismatch, name_some, shorten
 from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager
 
 __all__ = ["Chain", "ChainLink", "checkpoints_of", "find_chain", "read_link", "read_target"]
+
+MOST_RANKS = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,9 +123,46 @@ def find_chain(run: Path, number: int, checkpoints: list[Checkpoint], *, reads_o
 
 def _read(folder: KeptFolder) -> ChainLink:
     try:
-        return ChainLink(folder=folder, step=folder.read())
+        step = folder.read()
+        problem = _contradiction(step, folder.number)
+        if problem is not None:
+            raise CheckpointError(f"{folder.path / STEP_FILE}: {problem}")
+        return ChainLink(folder=folder, step=step)
     except SchemaMismatch as error:
         is_other = "of another version" in str(error)
         raise ReplayProblem(str(error), verdict=Verdict.UNSUPPORTED if is_other else Verdict.CORRUPT) from error
     except CheckpointError as error:
         raise ReplayProblem(str(error), verdict=Verdict.CORRUPT) from error
+
+
+def _contradiction(step: KeptStep, number: int) -> str | None:
+    """What a record says against itself or its folder's name, in words; a checksum finds no edit."""
+    if step.number != number:
+        return f"number: expected {number} as its folder is named, got {step.number}"
+    run = step.run
+    section = run.config.get("grpo")
+    seed = section.get("seed") if isinstance(section, Mapping) else None
+    if isinstance(seed, int) and seed != step.seed:
+        return f"seed: expected grpo.seed={seed} of its config, got {step.seed}"
+    if not 1 <= run.world_size <= MOST_RANKS:
+        return f"run.world_size: expected 1 to {MOST_RANKS} workers, got {run.world_size}"
+    if WorkerPass.TRAIN not in run.stages or len(set(run.stages)) != len(run.stages):
+        return f"run.stages: expected different stages with {WorkerPass.TRAIN.value!r}, got {list(run.stages)}"
+    rows = step.rows
+    if rows is None:
+        return None if step.trained is None else "trained: there are no rows"
+    columns = {"lengths": rows.lengths, "rewards": rows.rewards, "truncated": rows.truncated, **rows.tags}
+    columns |= {"response_lengths": rows.response_lengths, **rows.components}
+    for name, values in columns.items():
+        if len(values) != len(rows.keys):
+            return f"rows.{name}: expected {len(rows.keys)} values, one for each key, got {len(values)}"
+    trained = step.trained or ()
+    if len(set(trained)) != len(trained) or not all(0 <= row < len(rows.keys) for row in trained):
+        return f"trained: expected different rows below {len(rows.keys)}, got {shorten(str(trained))}"
+    for name, plan in (("plan", step.plan), ("logprob_plan", step.logprob_plan)):
+        if plan is None:
+            continue
+        planned = [row for shard in plan.microbatches for rows_of in shard for row in rows_of]
+        if not set(planned) <= set(range(len(trained))) or len(set(planned)) != len(planned):
+            return f"{name}: expected different rows below {len(trained)}, got {shorten(str(planned))}"
+    return None

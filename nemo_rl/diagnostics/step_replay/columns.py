@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from nemo_rl.algorithms.kept_steps.folder import KeptFolder
+from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, STEP_FILE, UPDATE_FILE, KeptFolder
 from nemo_rl.algorithms.kept_steps.record import KeptStep
 from nemo_rl.data_plane.chunks.ragged import materialize
 from nemo_rl.data_plane.schema import ROUTE_FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.errors import CheckpointError
 from nemo_rl.jagged import nest, offsets_of
 from nemo_rl.models.policy.routes.worker_replay import ROUTES
 from nemo_rl.routes.columns import decode_routes
 from nemo_rl.routes.shape import MISSING, RouteShape
 
 __all__ = ["KeptColumns"]
+
+INPUT_IDS = "input_ids"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +30,8 @@ class KeptColumns:
 
     keys: tuple[str, ...]
     lengths: tuple[int, ...]
+    path: Path
+    """Folder of the step."""
     rollout: dict[str, torch.Tensor]
     update: dict[str, torch.Tensor]
     places: dict[int, int]
@@ -35,13 +41,29 @@ class KeptColumns:
     def read(cls, folder: KeptFolder, step: KeptStep) -> KeptColumns:
         """
         Raises:
-            CheckpointError: a file is torn.
+            CheckpointError: a file is torn, or holds columns of other rows than the step's.
         """
         assert step.rows is not None, "a step without rows has no columns"
         rollout, update = folder.columns()
+        for name, columns, count in (
+            (ROLLOUT_FILE, rollout, len(step.rows.keys)),
+            (UPDATE_FILE, update, len(step.trained or ())),
+        ):
+            for column, values in columns.items():
+                found = values.size(0) if values.dim() else 0
+                if found != count:
+                    raise CheckpointError(
+                        f"{folder.path / name}: column {column!r}: expected {count} rows as in {STEP_FILE}, got {found}"
+                    )
+        if rollout and INPUT_IDS not in rollout:
+            raise CheckpointError(
+                f"{folder.path / ROLLOUT_FILE}: expected the columns of a rollout with {INPUT_IDS!r}, got "
+                f"{', '.join(sorted(rollout))}"
+            )
         return cls(
             keys=step.rows.keys,
             lengths=step.rows.lengths,
+            path=folder.path,
             rollout=rollout,
             update=update,
             places={row: place for place, row in enumerate(step.trained or ())},
@@ -56,6 +78,8 @@ class KeptColumns:
     def rows(self, name: str, rows: Sequence[int]) -> torch.Tensor:
         """The column of these rows, jagged where it is kept so; of the update where it is there."""
         in_update = name in self.update
+        if not in_update and name not in self.rollout:
+            raise CheckpointError(f"{self.path}: neither {ROLLOUT_FILE} nor {UPDATE_FILE} has the column {name!r}")
         column = self.update[name] if in_update else self.rollout[name]
         index = [self.places[row] for row in rows] if in_update else list(rows)
         if not column.is_nested:

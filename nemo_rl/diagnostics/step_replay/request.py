@@ -39,5 +39,7 @@ class ReplayRequest:
     """Keys of rows of the step: only these, without an update of theirs."""
     dump: str | None = None
     """Sites to record in the passes of `step`."""
+    allows_code: bool = False
+    """Whether modules outside the library that the kept config names may be imported."""
     out: Path | None = None
     """Folder of these records; they need one."""

@@ -6,15 +6,19 @@ Invariant: what neither the request nor the other worker needs is as in the run.
 from __future__ import annotations
 
 import json
+import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 
 from nemo_rl.algorithms.identity import differences, model_digest
+from nemo_rl.algorithms.kept_steps.folder import STEP_FILE
 from nemo_rl.algorithms.kept_steps.record import KeptStep
+from nemo_rl.algorithms.run_folder import STEPS
 from nemo_rl.config.compose import compose
 from nemo_rl.config.load import load_config
 from nemo_rl.config.megatron import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
@@ -25,11 +29,14 @@ from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids, tokenizer_ide
 from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest, Worker
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.distributed.layout import ParallelLayout
-from nemo_rl.errors import ConfigError
+from nemo_rl.errors import ConfigError, shorten
 from nemo_rl.utils.versions import package_versions
 
 __all__ = ["ReplaySettings", "replay_settings"]
 
+TRUSTED_PACKAGES = ("nemo_rl", "torch", "megatron", "transformers")
+PART = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+IMPORT_KEYS = re.compile(r"policy\.(optimizer|scheduler)\.")
 ADAMW = "torch.optim.AdamW"
 TORCH_ADAMW: Mapping[str, object] = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 """Torch's own defaults."""
@@ -64,7 +71,21 @@ def replay_settings(request: ReplayRequest, step: KeptStep) -> ReplaySettings:
         ConfigError: an override is wrong.
         ReplayProblem: the other worker cannot take this recipe, or a folder holds another model than that of the run.
     """
-    config = _config(step.run.config, request.overrides)
+    where = request.run / STEPS / f"step_{request.step}" / STEP_FILE
+    foreign = _foreign_code(step.run.config)
+    if foreign and not request.allows_code:
+        raise ReplayProblem(
+            f"{where}: its config names code outside the library, which a replay imports and so runs: "
+            f"{'; '.join(foreign)}. Add --allow-code if you trust who wrote this folder",
+            verdict=Verdict.USAGE,
+        )
+    try:
+        config = _config(step.run.config, request.overrides)
+    except ValidationError as error:
+        raise ReplayProblem(
+            f"{where}: its config is none of this version: {shorten(' '.join(str(error).split()))}",
+            verdict=Verdict.CORRUPT,
+        ) from error
     _check_identity(config, step)
     run_layout = ParallelLayout.of_policy(config.policy, world_size=step.run.world_size)
     own: Worker = "megatron" if config.policy.megatron_cfg.enabled else "dtensor"
@@ -125,6 +146,30 @@ def _check_identity(config: MasterConfig, step: KeptStep) -> None:
             f"restore it, or go on all the same with --set checkpointing.allow_changed=[{','.join(changed)}]",
             verdict=Verdict.USAGE,
         )
+
+
+def _foreign_code(kept: Mapping[str, object]) -> list[str]:
+    """`key: name` of what a replay would import from outside: parts as `module:name`, optimizers and schedulers."""
+    found = []
+    for section in ("loss_fn", "grpo", "policy"):
+        for key, text in _texts(kept.get(section), section):
+            is_part = PART.fullmatch(text) is not None and key.rpartition(".")[2] in ("name", "backend", "impl")
+            is_path = IMPORT_KEYS.match(key) is not None and key.endswith(".name") and "." in text
+            if (is_part or is_path) and text.partition(".")[0] not in TRUSTED_PACKAGES:
+                found.append(f"{key}: {text!r:.200}")
+    return found
+
+
+def _texts(value: object, key: str) -> Iterator[tuple[str, str]]:
+    """Texts of a tree by dotted key."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, child in value.items():
+            yield from _texts(child, f"{key}.{name}")
+    elif isinstance(value, list):
+        for child in value:
+            yield from _texts(child, key)
 
 
 def _problems(path: Path, overrides: Sequence[str]) -> list[str]:

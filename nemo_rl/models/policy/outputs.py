@@ -47,7 +47,9 @@ def selected_logprobs(
     elif SQUARED_PROBS in computed:
         found_cm = logprobs_with_squares(logits_mV, inputs.target_m, sampling=sampling, shard=shard, kept=inputs.kept)
     else:
-        found_cm = token_logprobs(logits_mV, inputs.target_m, sampling=sampling, shard=shard, kept=inputs.kept)[None]
+        logprobs_m = token_logprobs(logits_mV, inputs.target_m, sampling=sampling, shard=shard, kept=inputs.kept)
+        # No view: FSDP warns of one that its module returns, since an in-place op on it would drop its hook.
+        found_cm = torch.stack([logprobs_m])
     if UNFILTERED_LOGPROBS in computed:
         unfiltered_m = token_logprobs(logits_mV, inputs.target_m, sampling=sampling.unfiltered, shard=shard)
         found_cm = torch.cat([found_cm, unfiltered_m[None]])

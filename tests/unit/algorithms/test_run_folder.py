@@ -37,7 +37,7 @@ RUN = (
 )
 SAVED = (
     "checkpoints/step_20/training_info.json",
-    "checkpoints/step_40/x",
+    "checkpoints/step_40/policy/x",
     "checkpoints/latest",
     "checkpoints/tmp_step_60.ab/x",
 )
@@ -88,6 +88,16 @@ def test_overwriting_removes_what_a_run_wrote_and_nothing_else(tmp_path, enabled
         pass
     assert files(tmp_path) == set(MINE)
     assert not (tmp_path / "rollouts").exists()
+
+
+@pytest.mark.parametrize("name", ["step_1/thesis.txt", "step_22/model/weights.bin"])
+def test_a_folder_that_is_only_named_like_a_checkpoint_is_not_removed(tmp_path, name):
+    write(tmp_path, *RUN, *SAVED, name)
+    before = files(tmp_path)
+    refused = pytest.raises(RunFolderError, match="is named like a checkpoint and holds none")
+    with refused, open_run_folders(config(tmp_path, checkpointing={"checkpoint_dir": tmp_path}, overwrite=True)):
+        pass
+    assert files(tmp_path) == before
 
 
 def test_a_resumed_run_may_use_the_folder_and_loses_nothing(tmp_path):

@@ -33,6 +33,30 @@ def test_one_key_is_set_over_a_resolved_config_and_nothing_else_changes(recipe: 
         settings_of(recipe, overrides=("loss_fn.ratio_clip_mx=1",))
 
 
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("loss_fn.name", "stranger.losses:Loss"),
+        ("grpo.adv_estimator.name", "os.path:join"),
+        ("policy.optimizer.name", "stranger.optim.Adam"),
+        ("policy.generation.backend", "stranger:engine"),
+    ],
+)
+def test_code_of_strangers_is_named_and_not_imported(key: str, name: str) -> None:
+    config = load_recipe(ROOT / "configs" / "recipes" / "grpo_sort_tp2_cpu.yaml").model_dump(mode="json")
+    *sections, last = key.split(".")
+    section = config
+    for part in sections:
+        section = section[part]
+    section[last] = name
+    facts = RunFacts(config=config, world_size=2, stages=(), train_fields=())
+    step = KeptStep(number=1, partition="train", prompts=(), uids=(), keys=(), policy_version=0, run=facts)
+    with pytest.raises(ReplayProblem, match=rf"step.json: .*{key}: '{name}'. Add --allow-code") as caught:
+        replay_settings(ReplayRequest(run=Path("run"), step=1), step)
+    assert caught.value.verdict is Verdict.USAGE
+    assert replay_settings(ReplayRequest(run=Path("run"), step=1, allows_code=True), step).worker == "dtensor"
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_one_process_has_every_size_1(recipe: str) -> None:
     alone = settings_of(recipe, in_one_process=True)

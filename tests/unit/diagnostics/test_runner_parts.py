@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import struct
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -311,6 +313,14 @@ def endless(spec: RankSpec) -> None:
     time.sleep(600)
 
 
+def stops_amid_its_answer(spec: RankSpec) -> None:
+    answers = sys._getframe(1).f_locals["answers"]
+    os.write(answers.fileno(), struct.pack("!i", 1000) + b"the beginning")
+    if spec.rank == 0:
+        os._exit(9)
+    time.sleep(600)
+
+
 @pytest.mark.slow
 def test_the_first_end_of_a_job_is_what_its_caller_gets() -> None:
     assert run_job(1, rank_of, 5, timeout_s=60) == [5]
@@ -323,3 +333,8 @@ def test_the_first_end_of_a_job_is_what_its_caller_gets() -> None:
         run_job(2, killed, timeout_s=180)
     with pytest.raises(ChildFailed, match=r"ranks \[0, 1\] did not end in time"):
         run_job(2, endless, timeout_s=3)
+    # Killed in the middle of an answer, or silent there.
+    with pytest.raises(
+        ChildFailed, match=r"rank 0 ended without a result, exit code 9|rank 1 did not end in time, amid"
+    ):
+        run_job(2, stops_amid_its_answer, timeout_s=5)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +15,7 @@ import psutil
 import pytest
 import ray
 
+from nemo_rl.distributed import fork_stub
 from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.own_ray import OwnRay
 from tests.helpers.planes import wait_until
@@ -134,6 +137,32 @@ def test_nothing_is_left_when_ray_is_closed(noted: Path) -> None:
         (look,) = looks([start(0)])
         (server,) = servers()
     assert not server.is_running() and not psutil.pid_exists(int(str(look["process"])))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"", b"\1", fork_stub.LENGTH.pack(7) + b"{", fork_stub.LENGTH.pack(2**32 - 1), fork_stub.LENGTH.pack(2) + b"[]"],
+)
+def test_a_request_that_cannot_be_read_ends_no_server(said: bytes, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('forked', flush=True)")
+    with ForkServer([], environment={}, deadline_s=CALL_S) as forks:
+        address = forks.environment[fork_stub.ADDRESS]
+        with socket.socket(socket.AF_UNIX) as stub:
+            stub.settimeout(CALL_S)
+            stub.connect(address)
+            stub.sendall(said)
+            stub.shutdown(socket.SHUT_WR)
+            assert stub.recv(4) == b""
+        done = subprocess.run(
+            [sys.executable, fork_stub.__file__, str(script)],
+            env={**os.environ, **forks.environment, "LARGE": "x" * 100_000},
+            capture_output=True,
+            text=True,
+            timeout=CALL_S,
+            check=False,
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, "forked\n", "")
 
 
 def test_a_server_that_has_imported_ray_forks_nobody(noted: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import psutil
@@ -37,6 +38,42 @@ def test_the_log_ends_at_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_an_error_shows_what_was_printed_before_it() -> None:
     with environment(**custom("chatty")) as env, pytest.raises(RewardError, match=r"printed: line 0 (.|\n)*of 1"):
         score(env, ["1", "no number"])
+
+
+@pytest.mark.parametrize(
+    ("response", "text"),
+    [
+        ("stdout", "x"),
+        ("stderr", "x"),
+        ("stderr", "\xff"),
+        ("stdout", "\n"),
+        ("stdout", "ab\r\n"),
+        ("everywhere", "x\n"),
+    ],
+)
+def test_a_reward_that_prints_without_end_is_ended_at_its_limit(response: str, text: str, tmp_path: Path) -> None:
+    with environment(**custom("floods", timeout_s=1.0), log_file=tmp_path / "reward.log") as env:
+        started = time.monotonic()
+        report = score(env, [response, "quiet"], answer=text)
+        assert report.rewards == (0.0, 1.0) and report.num_timeouts == 1
+        assert time.monotonic() - started < 15
+
+
+@pytest.mark.parametrize("text", ["x", "\n"])
+def test_a_thread_that_prints_without_end_keeps_no_answer_back(text: str) -> None:
+    with environment(**custom("floods", num_workers=1, timeout_s=20.0)) as env:
+        started = time.monotonic()
+        assert score(env, ["stdout later", "quiet", "quiet"], answer=text).rewards == (1.0, 1.0, 1.0)
+        assert time.monotonic() - started < 20
+
+
+def test_of_a_long_line_the_beginning_is_kept_and_the_rest_is_counted(tmp_path: Path) -> None:
+    log = tmp_path / "reward.log"
+    with environment(**custom("says_one_long_line"), log_file=log) as env:
+        score(env, ["1000000"])
+    lines = log.read_text(encoding="utf-8").splitlines()
+    assert lines[0].startswith(r"\xff\xfeyyy") and lines[0].endswith("yyy ... and 934466 more bytes")
+    assert lines[1:] == ["short", "no end"]
 
 
 def test_what_a_reward_writes_to_other_descriptors_is_no_reward() -> None:

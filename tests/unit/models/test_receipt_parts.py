@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nemo_rl.models.weight_sync.receipt.compare import behaviour_problems, content_problems, gap, measured
 from nemo_rl.models.weight_sync.receipt.fingerprint import BLOCK, ROWS_AT_ONCE, fingerprints
 from nemo_rl.models.weight_sync.receipt.probe import make_probe
-from nemo_rl.models.weight_sync.receipt.records import Answer, Tolerance
+from nemo_rl.models.weight_sync.receipt.records import Answer, Receipt, Tolerance
 from nemo_rl.models.weight_sync.receipt.turns import ProbeTurns
 
 LARGE = BLOCK * (ROWS_AT_ONCE + 2) * 2 + 3
@@ -21,30 +25,88 @@ def of(weight: torch.Tensor) -> str:
     return fingerprints([("w", weight)])["w"]
 
 
-def _changed(kind: str, weight: torch.Tensor) -> torch.Tensor:
-    changed = weight.clone()
-    if kind == "one bit":
-        changed.view(torch.int32)[-1] ^= 1
-    elif kind == "swapped":
-        changed[[0, -1]] = changed[[-1, 0]]
-    elif kind == "two signs":
-        # The highest bits of two words of 64 bits.
-        changed[[1, 3]] *= -1
-    elif kind == "all signs":
-        changed *= -1
-    elif kind == "rows exchanged":
-        row = 2 * BLOCK
-        changed = torch.cat([changed[row : 2 * row], changed[:row], changed[2 * row :]])
-    return changed
+def _bit(weight: torch.Tensor, place: int) -> None:
+    weight.view(-1).view(torch.uint8)[place // 8] ^= 1 << place % 8
 
 
-@pytest.mark.parametrize("kind", ["one bit", "swapped", "two signs", "all signs", "rows exchanged"])
-@pytest.mark.parametrize("size", [8, 1001, LARGE])
+def _transposed(weight: torch.Tensor) -> None:
+    side = int(len(weight) ** 0.5)
+    weight[: side * side] = weight[: side * side].view(side, side).T.reshape(-1)
+
+
+def _exchanged(one: slice, other: slice) -> Callable[[torch.Tensor], None]:
+    def exchange(weight: torch.Tensor) -> None:
+        weight[one], weight[other] = weight[other].clone(), weight[one].clone()
+
+    return exchange
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
+    "one bit": lambda weight: _bit(weight, 8 * weight.nbytes - 1),
+    "swapped": _exchanged(slice(0, 1), slice(-1, None)),
+    # The highest bits of two words of 64 bits, alone and with the one that a fold by 33 bits would move there.
+    "two signs": lambda weight: [_bit(weight, place) for place in (63, 127)],
+    "two signs and exponents": lambda weight: [_bit(weight, place) for place in (63, 30, 127, 94)],
+    "all signs": torch.Tensor.neg_,
+    "complement": lambda weight: weight.view(torch.uint8).bitwise_not_(),
+    "complement of one word": lambda weight: weight.view(torch.uint8)[8:16].bitwise_not_(),
+    "transposed": _transposed,
+    "reversed": lambda weight: weight.copy_(weight.flip(0)),
+    "one element on": lambda weight: weight.copy_(weight.roll(1)),
+    "rows of the table exchanged": _exchanged(slice(0, 2 * BLOCK), slice(2 * BLOCK, 4 * BLOCK)),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+@pytest.mark.parametrize("size", [16, 1001, LARGE])
 def test_any_change_changes_the_fingerprint(kind, size):
     weight = torch.randn(size, generator=torch.Generator().manual_seed(1))
-    assert of(weight) == of(weight.clone())
-    if kind != "rows exchanged" or size == LARGE:
-        assert of(weight) != of(_changed(kind, weight))
+    changed = weight.clone()
+    if "rows" not in kind or size == LARGE:
+        CHANGES[kind](changed)
+        assert of(weight) == of(weight.clone()) != of(changed)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(0x00, 0xFF), (0x00, 0x80), (0x7F, 0x80), (0x00, 0x01), (0x0F, 0xF0), (0x55, 0xAA)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64])
+def test_weights_of_one_repeated_byte_are_told_apart(one, other, dtype):
+    weights = [torch.full((64 * 64 * 8,), byte, dtype=torch.uint8).view(dtype) for byte in (one, other)]
+    assert of(weights[0]) != of(weights[1])
+
+
+@given(
+    content=st.binary(min_size=8, max_size=96),
+    flips=st.sets(st.integers(0, 2**20), min_size=1, max_size=6),
+    dtypes=st.tuples(*[st.sampled_from([torch.uint8, torch.int16, torch.bfloat16, torch.float32, torch.int64])] * 2),
+    order=st.randoms(use_true_random=False),
+)
+def test_fingerprints_differ_where_a_cryptographic_hash_does(content, flips, dtypes, order):
+    content = content[: len(content) // 8 * 8]
+    other = bytearray(content)
+    for place in flips:
+        other[place // 8 % len(other)] ^= 1 << place % 8
+    # Elements of four bytes in another order.
+    pieces = [content[place : place + 4] for place in range(0, len(content), 4)]
+    order.shuffle(pieces)
+    complement = bytes(byte ^ 0xFF for byte in content)
+    texts = [content, bytes(other), b"".join(pieces), complement, bytes(len(content)), content * 2]
+    by_hash, by_print = {}, {}
+    for text in texts:
+        for dtype in dtypes:
+            weight = torch.frombuffer(bytearray(text), dtype=torch.uint8).view(dtype)
+            head = f"{dtype} {tuple(weight.shape)}".encode()
+            name = hashlib.sha256(head + text).hexdigest()
+            by_hash[name] = of(weight)
+            by_print[by_hash[name]] = name
+    assert len(by_hash) == len(by_print), "two different weights have one fingerprint"
+
+
+def test_the_two_zeros_are_told_apart():
+    zero = torch.zeros(3, 5)
+    assert len({of(zero), of(-zero), of(torch.full((3, 5), math.nan)), of(zero.double())}) == 4
 
 
 def test_shape_dtype_and_order_are_part_of_it():
@@ -116,3 +178,13 @@ def test_rows_are_scored_as_often_as_their_share_of_the_time_allows(step_s, turn
             found.append(number)
         plan.done(0.03 if has_probe else 0.005, has_probe=has_probe)
     assert found == turns
+
+
+@pytest.mark.parametrize(("moved", "tells"), [(None, True), (0.001, False), (0.12, False), (0.2, True)])
+def test_a_receipt_says_whether_a_stale_version_would_have_shown(moved, tells):
+    limits = Tolerance(of_policy=0.12, of_replicas=0.01)
+    receipt = Receipt(
+        version=1, num_engines=1, num_tensors=1, seconds=0.0, gap=0.02, replica_gap=0.0, moved=moved, tolerance=limits
+    )
+    assert receipt.tells_versions is tells and ("fingerprint alone" in receipt.text()) is not tells
+    assert ("receipt_moved" in receipt.metrics()) is (moved is not None)

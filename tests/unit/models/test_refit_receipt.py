@@ -199,6 +199,7 @@ def test_without_a_receipt_a_fault_passes(embedded):
 
 
 def test_a_tolerance_that_is_set_is_kept(embedded):
-    spec = replace(embedded.parties.receipt, tolerance=1e-12)
-    with pytest.raises(RefitMismatch, match="more than 1e-12"):
+    # Below any difference: after some steps engine and policy may agree to the last bit.
+    spec = replace(embedded.parties.receipt, tolerance=-1.0)
+    with pytest.raises(RefitMismatch, match="more than -1"):
         PayloadWeightSync(replace(embedded.parties, receipt=spec)).sync(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import pytest
 from nemo_rl.config.load import load_config
 from nemo_rl.data.thinking import final_answer
 from nemo_rl.data.tokenizer import load_tokenizer
+from nemo_rl.errors import ModelFolderError
 from nemo_rl.models.hf_routers import HFRouters
 from nemo_rl.models.loading import load_causal_lm
-from nemo_rl.models.starter import make_starter, sampled_accuracy
+from nemo_rl.models.starter import STARTER_FILE, make_starter, sampled_accuracy
 from nemo_rl.models.starter_tasks import STARTER_TASKS, StarterConfig
 
 ROOT = Path(__file__).parents[3]
@@ -20,19 +22,64 @@ SORT = STARTER_TASKS["sort"]
 RECIPES = {"sort": "configs/grpo_sort_cpu.yaml", "chain_sum": "configs/recipes/grpo_chain_sum_cpu.yaml"}
 
 
-def test_a_short_warm_start_writes_a_loadable_folder_and_replaces_an_old_one(tmp_path: Path) -> None:
-    folder = tmp_path / "starter"
+def test_a_short_warm_start_writes_a_loadable_folder_and_replaces_a_starter_alone(tmp_path: Path) -> None:
+    folder, neighbour = tmp_path / "new" / "starter", tmp_path / "new" / "starter.part"
+    neighbour.mkdir(parents=True)
+    (neighbour / "thesis.txt").write_text("years of work")
     folder.mkdir()
-    (folder / "stale.txt").write_text("old")
     short = StarterConfig(max_steps=2, first_evaluation=2, evaluate_every=1, num_problems=200)
     report = make_starter(folder, SORT, config=short)
     assert report.steps == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["starter"]
-    assert not (folder / "stale.txt").exists()
+    before = (folder / "model.safetensors").stat().st_ino
+    make_starter(folder, SORT, config=replace(short, seed=1))
+    assert (folder / "model.safetensors").stat().st_ino != before
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["starter", "starter.part"]
+    assert (neighbour / "thesis.txt").read_text() == "years of work"
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(ModelFolderError, match=r"holds what is no starter of this script \(notes.txt\)"):
+        make_starter(folder, SORT, config=short)
+    (folder / "notes.txt").unlink()
     model, tokenizer = load_causal_lm(folder), load_tokenizer(folder)
     assert model.config.vocab_size >= len(tokenizer)
     assert model.config.eos_token_id == tokenizer.eos_token_id
     assert sampled_accuracy(model, tokenizer, SORT.validation()[:8], task=SORT, seed=0) == 0.0
+
+
+def _file(place: Path) -> None:
+    place.write_text("years of work")
+
+
+def _folder(place: Path) -> None:
+    (place / "model.safetensors").mkdir(parents=True)
+    (place / STARTER_FILE).write_text('{"files": ["model.safetensors"]}')
+
+
+def _link_to_a_folder(place: Path) -> None:
+    place.with_name("real").mkdir()
+    place.symlink_to(place.with_name("real"))
+
+
+@pytest.mark.parametrize(
+    ("make", "inside", "cause"),
+    [
+        (_file, "", "is no folder"),
+        (_file, "starter", "cannot be written: .*File exists"),
+        (lambda place: (place / "thesis").mkdir(parents=True), "", r"no starter of this script \(thesis\)"),
+        (_folder, "", r"no starter of this script \(model.safetensors\)"),
+        (_link_to_a_folder, "", "is a link to .*real; name the folder itself"),
+        (lambda place: place.symlink_to("nowhere"), "", "is a link to nowhere"),
+        (lambda place: place.symlink_to(place), "", "is a link to"),
+        (lambda place: place.symlink_to(place), "starter", "cannot be written: .*symbolic links|File exists"),
+        (os.mkfifo, "", "is no folder"),
+    ],
+)
+def test_what_is_no_starter_is_never_replaced(tmp_path, make, inside, cause) -> None:
+    place = tmp_path / "place"
+    make(place)
+    before = sorted((path.name, path.lstat().st_ino) for path in tmp_path.rglob("*"))
+    with pytest.raises(ModelFolderError, match=cause):
+        make_starter(place / inside if inside else place, SORT, config=SORT.config)
+    assert sorted((path.name, path.lstat().st_ino) for path in tmp_path.rglob("*")) == before
 
 
 def test_a_starter_with_experts_is_a_mixture_with_a_choice_in_every_layer(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -84,8 +86,52 @@ def test_what_is_not_all_there_is_incomplete(damage: Callable[[Path], None], fol
     assert problems and not any(problem.is_corrupt for problem in problems), problems
 
 
+@pytest.mark.parametrize("world", [10**9, 2**70, 0, -1, True])
+def test_a_number_of_ranks_that_no_job_has_is_corrupt_at_once(world: int, folder: Path) -> None:
+    record = json.loads((folder / MANIFEST).read_text())
+    record["layout"]["world"] = world
+    (folder / MANIFEST).write_text(json.dumps(record))
+    with pytest.raises(CorruptRecord, match=MANIFEST):
+        read_folder(folder)
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff\xfe", b'{"format": 1e999}', b""])
+def test_a_manifest_that_cannot_be_read_is_named(content: bytes, folder: Path) -> None:
+    (folder / MANIFEST).write_bytes(content)
+    with pytest.raises((CorruptRecord, UnsupportedRecord), match=MANIFEST):
+        read_folder(folder)
+
+
+@pytest.mark.parametrize("place", [payload_path, lines_path, end_path])
+def test_a_pipe_in_place_of_a_file_is_corrupt_and_not_waited_for(
+    place: Callable[[Path, int], Path], folder: Path
+) -> None:
+    place(folder, 0).unlink()
+    os.mkfifo(place(folder, 0))
+    found = read_folder(folder)
+    if place is payload_path:
+        with pytest.raises(CorruptRecord, match="expected a plain file"):
+            found.records[0].load()
+    else:
+        assert any(problem.is_corrupt for problem in found.problems)
+
+
+def test_more_bytes_than_a_file_has_are_not_read(folder: Path) -> None:
+    payload_path(folder, 0).write_bytes(b"short")
+    with pytest.raises(CorruptRecord, match="it ends before"):
+        read_folder(folder).records[-1].load()
+
+
+def _line(**changes: object) -> bytes:
+    return json.dumps({"shape": [1], "dtype": "int64", "offset": 0, "bytes": 8, "digest": "", **changes}).encode()
+
+
 @pytest.mark.parametrize(
-    "line", [b"{}", b"[]", b"no json", b'{"shape": [1], "dtype": "object", "offset": 0, "bytes": 8, "digest": ""}']
+    "line",
+    [
+        *(b"{}", b"[]", b"no json", _line(dtype="object"), _line(offset=2**70), _line(offset=-8), b"[" * 100_000),
+        *(_line(shape=[2**62, 2**62]), _line(shape=None), _line(offset=float("inf")), _line(split=[1])),
+    ],
 )
 def test_a_line_that_is_no_record_is_corrupt(line: bytes, folder: Path) -> None:
     with lines_path(folder, 0).open("ab") as file:

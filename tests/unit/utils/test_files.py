@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from nemo_rl.utils.files import give_usual_modes, replace_file, write_text
+from nemo_rl.utils.files import give_usual_modes, read_plain, read_tail, replace_file, write_text
+from nemo_rl.utils.readable import read_line
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path) -> None:
@@ -33,3 +37,57 @@ def test_files_of_a_folder_get_the_mode_that_the_umask_leaves(tmp_path: Path) ->
     finally:
         os.umask(before)
     assert hidden.stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device", "folder", "nothing", "link to a pipe"])
+def test_what_is_no_plain_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "file"
+    with socket.socket(socket.AF_UNIX) as taken:
+        if kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "socket":
+            taken.bind(str(path))
+        elif kind == "device":
+            path.symlink_to("/dev/zero")
+        elif kind == "folder":
+            path.mkdir()
+        elif kind == "link to a pipe":
+            os.mkfifo(tmp_path / "pipe")
+            path.symlink_to(tmp_path / "pipe")
+        with pytest.raises(OSError, match=r"plain file|No such|Is a directory|device"):
+            read_plain(path)
+    assert read_plain(write_text(tmp_path / "plain", "text")) == b"text"
+
+
+def test_the_end_of_a_long_file_is_read_without_the_rest(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+        file.seek(0, os.SEEK_END)
+        file.write(b"the end")
+    assert read_tail(path, 3) == b"end"
+    assert read_tail(write_text(path, "short"), 100) == b"short"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "line"),
+    [([b"12", b"34\n56"], b"1234\n"), ([b"no end"], b"no end"), ([b"x" * 50] * 3, b"x" * 64), ([b"\xff\n"], b"\xff\n")],
+)
+def test_a_line_is_read_until_its_end_its_limit_or_the_deadline(pieces: list[bytes], line: bytes) -> None:
+    reading, writing = os.pipe()
+
+    def write() -> None:
+        for piece in pieces:
+            os.write(writing, piece)
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    started = time.monotonic()
+    try:
+        assert read_line(reading, timeout_s=1.0, limit_bytes=64) == line
+        assert time.monotonic() - started < 10
+    finally:
+        thread.join()
+        os.close(reading)
+        os.close(writing)

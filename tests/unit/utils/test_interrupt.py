@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
+import subprocess
+import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,6 +17,8 @@ from nemo_rl.config.schema import MasterConfig
 from nemo_rl.utils import interrupt
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.resume_hint import resume_hint
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -58,3 +65,31 @@ def test_the_command_that_continues_is_the_one_that_was_typed(tmp_path):
         f"the last checkpoint is {tmp_path}/checkpoints/step_4; to continue:\n"
         "  python examples/run_grpo.py --config 'my recipe.yaml' grpo.seed=7 checkpointing.resume=true"
     )
+
+
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [
+        (["examples/run_grpo.py", "--config", "configs/grpo_sort_cpu.yaml", "--validate-only"], signal.SIGHUP),
+        (["examples/run_grpo.py", "--config", "configs/grpo_sort_cpu.yaml", "--validate-only"], signal.SIGINT),
+        (["-m", "nemo_rl.cli.main", "plan", "configs/grpo_sort_cpu.yaml"], signal.SIGTERM),
+    ],
+)
+def test_a_signal_amid_the_imports_ends_a_command_with_one_line(command, number):
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    status = Path(f"/proc/{process.pid}/status")
+    # As soon as it handles SIGHUP, which Python itself leaves alone: its imports have just begun.
+    deadline = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < deadline:
+        caught = int(re.search(r"SigCgt:\s*(\w+)", status.read_text())[1], 16)
+        if caught >> (signal.SIGHUP - 1) & 1:
+            break
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and said.startswith("interrupted") and said.count("\n") == 1, said

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl.utils.last_resort import crash_line, machine_problem
+from nemo_rl.errors import NemoRLError
+from nemo_rl.utils.last_resort import crash_line, machine_problem, text_of
 
 
 def test_a_full_disk_is_named_with_its_file_and_what_to_do() -> None:
@@ -41,3 +42,15 @@ def test_an_error_that_nobody_foresaw_is_a_line_and_a_file(tmp_path: Path) -> No
     assert line.startswith("KeyError: 'lost'\n") and "Traceback" not in line and str(tmp_path / "error.txt") in line
     text = (tmp_path / "error.txt").read_text()
     assert "Traceback" in text and '{}["lost"]' in text
+
+
+class _Unprintable(NemoRLError):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("kind", [_Unprintable, type("Other", (OSError,), {"__str__": lambda self: 1 / 0})])
+def test_an_error_whose_text_cannot_be_made_is_told_all_the_same(kind: type[BaseException], tmp_path: Path) -> None:
+    assert text_of(kind()).startswith("(no text: its __str__ raises ")
+    assert machine_problem(kind()) is None
+    assert crash_line(kind(), folder=tmp_path).startswith(f"{kind.__name__}: (no text")

@@ -1,13 +1,15 @@
 """Fingerprints of weights: dtype, shape and a hash of the bytes, computed where a weight lies.
 
 Taken by the policy of what it sends, and by engines of what they hold. Invariant: two weights of different bytes, the
-same bytes in another order among them, have different fingerprints, but for a chance of about 2**-64; on any device the
-numbers are the same. `WeightsDigest` is for weights that may differ a little.
+same bytes in another order among them, have different fingerprints, but for a chance of at most 2**-32 and mostly of
+about 2**-60; on any device the numbers are the same. It is no protection against somebody who chooses the bytes by the
+factors. `WeightsDigest` is for weights that may differ a little.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -22,13 +24,13 @@ ROWS_ON_DEVICE = 2048
 NUM_FACTORS = 65_537
 """Of rows: a prime, so that no size of a weight divides it."""
 WORD_BYTES = 8
-HALF = 33
-"""Bits by which a word is folded: its highest bit must reach low ones, or signs that are wrong at two places would
-cancel."""
+HALF = 32
 SEED = 20_251_124
-"""Of both tables of factors: they must be the same wherever a fingerprint is taken."""
+"""Of the tables of factors: they must be the same wherever a fingerprint is taken."""
 
-# The hash is sum(row factor * sum(column factor * folded word)) modulo 2**64, with odd random factors.
+# The hash is sum(row factor * sum(factor of words * word + factor of halves * upper half)) modulo 2**64, with odd
+# random factors. Two words differ in the upper half, or by less than 2**32: the difference that a factor meets has at
+# most 31 trailing zeros, so its product has at least 32 random bits. Of words alone two wrong highest bits cancel.
 
 
 class Fingerprints:
@@ -81,7 +83,7 @@ def fingerprints(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
 def _hash(weight: torch.Tensor) -> torch.Tensor:
     """Scalar int64, on the device of the weight."""
     words = _words(weight)
-    columns, rows = _factors(words.device)
+    factors = _factors(words.device)
     at_once = ROWS_AT_ONCE if words.device.type == "cpu" else ROWS_ON_DEVICE
     whole = words.numel() // BLOCK
     total = torch.zeros((), dtype=torch.int64, device=words.device)
@@ -90,19 +92,24 @@ def _hash(weight: torch.Tensor) -> torch.Tensor:
     for start in range(0, whole, at_once):
         part = table[start : start + at_once]
         first = start % NUM_FACTORS
-        total += (_products(part, columns, products[: len(part)]).sum(1) * rows[first : first + len(part)]).sum()
+        sums = _sums(part, factors.words, factors.halves, products[: len(part)])
+        total += (sums * factors.rows[first : first + len(part)]).sum()
     rest = words[whole * BLOCK :]
     if rest.numel():
-        sums = _products(rest, columns[: rest.numel()], torch.empty_like(rest)).sum()
-        total += sums * rows[whole % NUM_FACTORS]
+        of_words, of_halves = factors.words[: rest.numel()], factors.halves[: rest.numel()]
+        sums = _sums(rest, of_words, of_halves, torch.empty_like(rest))
+        total += sums * factors.rows[whole % NUM_FACTORS]
     return total
 
 
-def _products(words: torch.Tensor, factors: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def _sums(words: torch.Tensor, of_words: torch.Tensor, of_halves: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """`[...]` of `[..., columns]`, with `out` as room for the products."""
+    torch.mul(words, of_words, out=out)
+    sums = out.sum(-1)
+    # The shift repeats the sign, which loses nothing: upper halves stay as different as they are.
     torch.bitwise_right_shift(words, HALF, out=out)
-    out ^= words
-    out *= factors
-    return out
+    out *= of_halves
+    return sums.add_(out.sum(-1))
 
 
 def _words(weight: torch.Tensor) -> torch.Tensor:
@@ -114,11 +121,25 @@ def _words(weight: torch.Tensor) -> torch.Tensor:
     return raw.view(torch.int64)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Factors:
+    words: torch.Tensor
+    """`[BLOCK]` odd int64."""
+    halves: torch.Tensor
+    """`[BLOCK]` odd int64."""
+    rows: torch.Tensor
+    """`[NUM_FACTORS + rows at once]` odd int64."""
+
+
 @cache
-def _factors(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[BLOCK]` and `[NUM_FACTORS + rows at once]` odd int64, apart from the process's random numbers."""
+def _factors(device: torch.device) -> _Factors:
+    """They are apart from the process's random numbers."""
     generator = torch.Generator().manual_seed(SEED)
     least, most = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
-    columns, rows = (torch.randint(least, most, (size,), generator=generator) | 1 for size in (BLOCK, NUM_FACTORS))
+    words, halves, rows = (
+        torch.randint(least, most, (size,), generator=generator) | 1 for size in (BLOCK, BLOCK, NUM_FACTORS)
+    )
     # Rows at once may cross the end of the table, which begins again there.
-    return columns.to(device), torch.cat([rows, rows[:ROWS_ON_DEVICE]]).to(device)
+    return _Factors(
+        words=words.to(device), halves=halves.to(device), rows=torch.cat([rows, rows[:ROWS_ON_DEVICE]]).to(device)
+    )

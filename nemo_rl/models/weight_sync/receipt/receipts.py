@@ -61,6 +61,8 @@ class Receipts:
         self._parties, self._spec = parties, spec
         self._turns = ProbeTurns(spec.every)
         self._before: Mapping[str, str] = {}
+        self._scored_before: Sequence[float] | None = None
+        """What the policy gave the probe when it was scored last."""
         self._scored: Pending[list[Scored]] = Pending.done([])
         self._probe: Probe | None = None
         self.tolerance: Tolerance | None = None
@@ -94,6 +96,10 @@ class Receipts:
         logprobs = next((rank.logprobs for rank in ranks if rank.logprobs), None)
         self._check_content(version, sent, answers)
         apart = None if logprobs is None else self._check_behaviour(version, logprobs, answers)
+        before, moved = self._scored_before, None
+        if logprobs is not None:
+            moved = None if before is None else self._gap(logprobs, before)
+            self._scored_before = logprobs
         self._before, seconds = sent, time.monotonic() - started
         scoring_s = max((rank.seconds for rank in ranks), default=0.0)
         self._turns.done(seconds + scoring_s, has_probe=self._probe is not None)
@@ -104,6 +110,7 @@ class Receipts:
             seconds=seconds,
             gap=None if apart is None else apart.of_policy,
             replica_gap=None if apart is None else apart.of_replicas,
+            moved=moved,
             tolerance=self.tolerance,
             cached_tokens=min(sum(answer.cached_tokens) for answer in answers.values()),
         )

@@ -85,8 +85,15 @@ class Receipt:
     probe was left out."""
     replica_gap: float | None = None
     """The same between engines."""
+    moved: float | None = None
+    """How far the policy's own log-probabilities of the probe have moved since it was scored last."""
     tolerance: Tolerance | None = None
     cached_tokens: int = 0
+
+    @property
+    def tells_versions(self) -> bool:
+        """Whether an engine that samples from the weights before would be further away than is allowed."""
+        return self.moved is None or self.tolerance is None or self.moved > self.tolerance.of_policy
 
     def text(self) -> str:
         """A few words for the terminal.
@@ -94,8 +101,15 @@ class Receipt:
         Example:
             >>> Receipt(version=3, num_engines=2, num_tensors=52, seconds=0.01).text()
             'receipt ok'
+            >>> limits = Tolerance(of_policy=0.12, of_replicas=0.01)
+            >>> Receipt(version=3, num_engines=2, num_tensors=52, seconds=0.01, gap=0.02, moved=0.001,
+            ...         tolerance=limits).text()
+            'receipt ok, gap 2.0e-02 (stale weights known by fingerprint alone: the update moved 1.0e-03)'
         """
-        return "receipt ok" if self.gap is None else f"receipt ok, gap {self.gap:.1e}"
+        if self.gap is None:
+            return "receipt ok"
+        alone = f" (stale weights known by fingerprint alone: the update moved {self.moved or 0.0:.1e})"
+        return f"receipt ok, gap {self.gap:.1e}{'' if self.tells_versions else alone}"
 
     def tolerance_text(self) -> str:
         """For the terminal, after the first refit.
@@ -124,4 +138,6 @@ class Receipt:
                 "receipt_tolerance": self.tolerance.of_policy,
                 "receipt_cached_tokens": float(self.cached_tokens),
             }
+            if self.moved is not None:
+                found["receipt_moved"] = self.moved
         return found

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from nemo_rl.cli.main import main
 from nemo_rl.cluster.slurm.job import JobOptions, render_job, submit_job
@@ -118,3 +121,42 @@ def test_ray_sub_says_that_it_needs_slurm_and_a_command():
             ["bash", "ray.sub"], env={**clean, **variables}, capture_output=True, text=True, timeout=30, check=False
         )
         assert done.returncode == 2 and f"error: {said}" in done.stderr
+
+
+HOSTILE = st.lists(
+    st.sampled_from(
+        ["\n", "'", '"', "$(touch PWNED)", "`touch PWNED`", "; touch PWNED;", "-", " ", "\u00e9", "\\", "%", "x"]
+    ),
+    min_size=1,
+    max_size=4,
+).map("".join)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(texts=st.tuples(*[HOSTILE] * 8))
+def test_no_value_runs_in_the_shell_that_submits(texts, tmp_path_factory):
+    name, job, account, partition, image, mounts, setup, folder = texts
+    home = tmp_path_factory.mktemp("job")
+    recipe = home / f"{name}.yaml"
+    recipe.write_text(f"defaults: {ROOT / DEMO}\n")
+    options = JobOptions(
+        job_name=job,
+        account=account,
+        partition=partition,
+        container=image,
+        mounts=mounts,
+        setup=setup,
+        log_dir=Path(folder),
+    )
+    script = render_job(recipe, [f"logger.log_dir={json.dumps(folder)}"], options)
+    (home / "sbatch").write_text(
+        '#!/bin/sh\nprintf "%s\\0" "$@" "$LOG_DIR" "$CONTAINER" "$MOUNTS" "$SETUP_COMMAND" > words\n'
+    )
+    (home / "sbatch").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{home}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", script], cwd=home, env=environment, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not list(home.rglob("PWNED"))
+    words = (home / "words").read_text().split("\0")[:-1]
+    assert {f"--job-name={job}", f"--account={account}", f"--partition={partition}"} <= set(words)
+    assert words[-3:] == [image, mounts, setup] and Path(words[-4]) == Path(folder)

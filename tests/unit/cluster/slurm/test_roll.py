@@ -68,6 +68,26 @@ def test_the_missing_are_named_with_how_far_they_came():
     in_time(talk())
 
 
+@pytest.mark.parametrize("said", [b"no JSON\n", b"[]\n", b"[" * 60_000 + b"\n", b"x" * 100_000, b'{"half'])
+def test_a_head_that_says_what_cannot_be_read_is_lost(said):
+    async def head(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'{"nonce": "1"}\n')
+        await reader.readline()
+        writer.write(said)
+        await writer.drain()
+        writer.close()
+
+    async def talk() -> None:
+        server = await asyncio.start_server(head, HOST, 0)
+        node = await Attendance.connect(HOST, server.sockets[0].getsockname()[1], name="a", token=TOKEN)
+        with pytest.raises(NodesMissing, match="the head is lost: what it says cannot be read"):
+            await node.ray()
+        await node.leave()
+        server.close()
+
+    in_time(talk())
+
+
 def test_who_does_not_know_the_token_is_sent_away():
     async def talk() -> None:
         roll = Roll(["a"], token=TOKEN)
@@ -78,11 +98,12 @@ def test_who_does_not_know_the_token_is_sent_away():
             with pytest.raises(NodesMissing, match="the head is lost: it has closed the connection"):
                 await node.ray()
             await node.leave()
-        reader, writer = await asyncio.open_connection(HOST, port)
-        writer.write(b"no JSON\n")
-        assert "nonce" in json.loads(await reader.readline()) and await reader.readline() == b""
-        writer.close()
-        await writer.wait_closed()
+        for said in (b"no JSON", b"7", b"[" * 60_000, b'{"node": "a", "proof": "\\u00e9"}', b"\xff", b"x" * 100_000):
+            reader, writer = await asyncio.open_connection(HOST, port)
+            writer.write(said + b"\n")
+            assert "nonce" in json.loads(await reader.readline()) and await reader.readline() == b"", said[:20]
+            writer.close()
+            await writer.wait_closed()
         with pytest.raises(NodesMissing, match=r"a \(host unknown\) has not reported"):
             await roll.all_joined(timeout_s=SHORT_S)
         await roll.close()
