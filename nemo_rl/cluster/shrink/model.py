@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
+from nemo_rl.cluster.known_models import MLP_WIDTHS, sizes_of
 from nemo_rl.config.parallel import ParallelSizes
 from nemo_rl.data.sort_digits import problems
 from nemo_rl.data.tokenizer import build_tokenizer
@@ -31,7 +32,7 @@ MAX_PARAMETERS = 20_000_000
 """More means that a size was not found."""
 SEED = 0
 CAPS: Mapping[str, int] = {
-    **{"hidden_size": HIDDEN, "intermediate_size": 128, "head_dim": HEAD_DIM},
+    **{"hidden_size": HIDDEN, **dict.fromkeys(MLP_WIDTHS, 128), "head_dim": HEAD_DIM},
     **{"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "n_shared_experts": 2},
     **{"num_experts": EXPERTS, "num_local_experts": EXPERTS, "n_routed_experts": EXPERTS},
     **{"num_experts_per_tok": EXPERTS_PER_TOKEN, "n_group": 2, "topk_group": 1},
@@ -60,14 +61,9 @@ def small_model_config(
     """The family's config with small sizes that the axes divide.
 
     Raises:
-        UserError: it describes no plain decoder.
+        ModelFolderError: it describes no plain decoder.
     """
-    given = {name: value for name, value in real.to_dict().items() if name not in LEFT_OUT}
-    if "num_hidden_layers" not in given or "num_attention_heads" not in given:
-        raise UserError(
-            f"policy.model_name: {real.model_type!r} is no plain decoder (num_hidden_layers and num_attention_heads), "
-            "and cannot be made small here"
-        )
+    given = {name: value for name, value in sizes_of(real).items() if name not in LEFT_OUT}
     layers = _layers(given, sizes.pipeline)
     # Classes have tokens of their own, which a small vocabulary lacks.
     small = {
@@ -85,7 +81,8 @@ def small_model_config(
         small["num_key_value_heads"] = _key_value_heads(given, real_sizes.tensor)
     _shrink_lists(given, small, layers)
     _shrink_rope(given, small)
-    config: PretrainedConfig = AutoConfig.for_model(**small)
+    own = {mine: small.pop(usual) for usual, mine in real.attribute_map.items() if usual in small}
+    config: PretrainedConfig = AutoConfig.for_model(**{**small, **own})
     return config
 
 
