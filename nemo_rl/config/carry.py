@@ -57,9 +57,10 @@ def _is_default(recipe: Recipe, path: tuple[str, ...]) -> bool:
 
 def _to_megatron(recipe: Recipe, switch: Layer | None) -> Iterator[str]:
     optimizer = _given(recipe, _OPTIMIZER, switch, over=_MEGATRON_OPTIMIZER)
-    if isinstance(optimizer, Mapping):
-        kwargs = optimizer.get("kwargs") or OptimizerConfig().kwargs
-        betas = kwargs.get("betas", [])
+    kwargs: Any = optimizer.get("kwargs") or OptimizerConfig().kwargs if isinstance(optimizer, Mapping) else None
+    if isinstance(optimizer, Mapping) and isinstance(kwargs, Mapping):
+        betas = kwargs.get("betas") or []
+        betas = betas if isinstance(betas, list) else [betas]
         unknown = set(kwargs) - {*_PLAIN, "betas"}
         if optimizer.get("name", _ADAMW[1]) not in _ADAMW or unknown or len(betas) not in (0, 2):
             what = ", ".join([str(optimizer.get("name", "AdamW")), *sorted(unknown)])
