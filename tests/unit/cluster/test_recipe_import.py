@@ -417,6 +417,7 @@ def test_the_name_of_a_file_stays_in_its_comment(name: str, tmp_path: Path) -> N
     assert config.grpo.seed == 7
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(st.text(max_size=8), st.text() | st.integers(-(2**63) + 1, 2**63 - 1) | st.booleans() | st.none())
 )
