@@ -72,7 +72,7 @@ def sample(folder: Path, *, seed: int, num_prompts: int) -> Rollouts:
             seeds=tuple(range(seed * num_rows, (seed + 1) * num_rows)),
             sampling=SamplingParams(
                 temperature=1.0,
-                max_new_tokens=config.generation.max_new_tokens,
+                max_new_tokens=config.longest_response,
                 stop_token_ids=(int(tokenizer.eos_token_id),),
             ),
             with_routes=True,

@@ -33,7 +33,8 @@ def import_(
 ) -> None:
     """Maps every key of a NeMo-RL recipe, or names it as not supported, without effect or unknown.
 
-    Exit code: 0 the result loads, 2 it does not yet, or FILE is no recipe.
+    Exit code: 0 the result loads, 2 somebody has to decide first (a parent or a value is missing, a key without which
+    something else is trained is not supported, a rule is broken), or FILE is no recipe.
     """
     imported = import_recipe(file)
     recipe = to_recipe(imported)
@@ -42,7 +43,8 @@ def import_(
         with boundary(UserError, f"{out}: cannot be written"):
             out.write_text(recipe, encoding="utf-8")
     elif not as_json:
-        Console(**plain).print(recipe, end="")  # type: ignore[arg-type]
+        # Not by rich, which replaces ":name:" by an emoji.
+        typer.echo(recipe, nl=False)
     if as_json:
         Console(**plain).print_json(json.dumps(as_record(imported), default=str))  # type: ignore[arg-type]
     else:

@@ -64,10 +64,10 @@ def replay(
     Exit code: 0 pass, 2 usage, 3 mismatch, 4 incomplete, 5 vacuous, 6 corrupt, 7 unsupported, 8 a rank failed.
     """
     # torch takes seconds to import, and other commands need none.
-    from nemo_rl.distributed.local_job import quiet_libraries  # noqa: PLC0415
     from nemo_rl.diagnostics.mismatch.explain import explain_mismatch  # noqa: PLC0415
     from nemo_rl.diagnostics.step_replay.replay import replay_step  # noqa: PLC0415
     from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest  # noqa: PLC0415
+    from nemo_rl.distributed.local_job import quiet_libraries  # noqa: PLC0415
 
     request = ReplayRequest(
         run=run,

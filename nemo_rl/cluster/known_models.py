@@ -7,27 +7,42 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
 from nemo_rl.errors import ModelFolderError
-from nemo_rl.models.loading import CONFIG_FILE, load_model_config
+from nemo_rl.models.loading import CONFIG_FILE, decoder_sizes, load_model_config
 
-__all__ = ["KNOWN_MODELS", "planned_model_config"]
+__all__ = ["KNOWN_MODELS", "planned_model_config", "sizes_of"]
 
-_QWEN2 = {"model_type": "qwen2", "vocab_size": 151936, "max_position_embeddings": 32768, "rope_theta": 1e6}
+_QWEN2 = {
+    **{"model_type": "qwen2", "vocab_size": 151936, "max_position_embeddings": 32768, "rope_theta": 1e6},
+    **{"bos_token_id": 151643, "eos_token_id": 151643, "tie_word_embeddings": False},
+}
+_QWEN2_LONG = {**_QWEN2, "max_position_embeddings": 131072}
+_QWEN2_WIDE = {**_QWEN2_LONG, "vocab_size": 152064}
 _QWEN3 = {
     **{"model_type": "qwen3", "vocab_size": 151936, "max_position_embeddings": 40960, "rope_theta": 1e6},
-    **{"head_dim": 128, "num_key_value_heads": 8},
+    **{"head_dim": 128, "num_key_value_heads": 8, "bos_token_id": 151643, "eos_token_id": 151645},
 }
 _QWEN3_MOE = {
     **{**_QWEN3, "model_type": "qwen3_moe", "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8},
     **{"decoder_sparse_step": 1, "norm_topk_prob": True, "tie_word_embeddings": False},
 }
-_LLAMA3 = {
-    **{"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 131072, "rope_theta": 5e5},
-    "num_key_value_heads": 8,
-}
+
+
+def _llama3(factor: float) -> dict[str, object]:
+    """Llama 3.1 and later stretch the positions of the 8192 tokens that Llama 3 was trained with."""
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return {
+        **{"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
+        **{"num_key_value_heads": 8, "bos_token_id": 128000, "eos_token_id": 128001},
+        "rope_parameters": {**rope, "original_max_position_embeddings": 8192},
+    }
+
+
+_LLAMA31, _LLAMA32 = _llama3(8.0), _llama3(32.0)
 _STARTER = {
     **{"vocab_size": 320, "head_dim": 32, "num_key_value_heads": 2, "max_position_embeddings": 2048},
     "tie_word_embeddings": True,
@@ -46,10 +61,10 @@ def _shape(
 
 KNOWN_MODELS: Mapping[str, Mapping[str, object]] = {
     "Qwen2.5-0.5B": _shape(_QWEN2, 24, 896, 4864, 14, num_key_value_heads=2, tie_word_embeddings=True),
-    "Qwen2.5-1.5B": _shape(_QWEN2, 28, 1536, 8960, 12, num_key_value_heads=2, tie_word_embeddings=True),
+    "Qwen2.5-1.5B": _shape(_QWEN2_LONG, 28, 1536, 8960, 12, num_key_value_heads=2, tie_word_embeddings=True),
     "Qwen2.5-3B": _shape(_QWEN2, 36, 2048, 11008, 16, num_key_value_heads=2, tie_word_embeddings=True),
-    "Qwen2.5-7B": _shape({**_QWEN2, "vocab_size": 152064}, 28, 3584, 18944, 28, num_key_value_heads=4),
-    "Qwen2.5-32B": _shape({**_QWEN2, "vocab_size": 152064}, 64, 5120, 27648, 40, num_key_value_heads=8),
+    "Qwen2.5-7B": _shape(_QWEN2_WIDE, 28, 3584, 18944, 28, num_key_value_heads=4),
+    "Qwen2.5-32B": _shape({**_QWEN2_WIDE, "rms_norm_eps": 1e-5}, 64, 5120, 27648, 40, num_key_value_heads=8),
     "Qwen3-0.6B": _shape(_QWEN3, 28, 1024, 3072, 16, tie_word_embeddings=True),
     "Qwen3-1.7B": _shape(_QWEN3, 28, 2048, 6144, 16, tie_word_embeddings=True),
     "Qwen3-4B": _shape(_QWEN3, 36, 2560, 9728, 32, tie_word_embeddings=True),
@@ -58,9 +73,11 @@ KNOWN_MODELS: Mapping[str, Mapping[str, object]] = {
     "Qwen3-32B": _shape(_QWEN3, 64, 5120, 25600, 64, tie_word_embeddings=False),
     "Qwen3-30B-A3B": _shape(_QWEN3_MOE, 48, 2048, 6144, 32, moe_intermediate_size=768),
     "Qwen3-235B-A22B": _shape(_QWEN3_MOE, 94, 4096, 12288, 64, moe_intermediate_size=1536),
-    "Llama-3.2-1B": _shape(_LLAMA3, 16, 2048, 8192, 32, head_dim=64, tie_word_embeddings=True),
-    "Llama-3.1-8B": _shape(_LLAMA3, 32, 4096, 14336, 32, head_dim=128, tie_word_embeddings=False),
-    "Llama-3.1-70B": _shape(_LLAMA3, 80, 8192, 28672, 64, head_dim=128, tie_word_embeddings=False),
+    "Llama-3.1-8B": _shape(_LLAMA31, 32, 4096, 14336, 32, head_dim=128, tie_word_embeddings=False),
+    "Llama-3.1-70B": _shape(_LLAMA31, 80, 8192, 28672, 64, head_dim=128, tie_word_embeddings=False),
+    "Llama-3.2-1B": _shape(_LLAMA32, 16, 2048, 8192, 32, head_dim=64, tie_word_embeddings=True),
+    "Llama-3.2-3B": _shape(_LLAMA32, 28, 3072, 8192, 24, head_dim=128, tie_word_embeddings=True),
+    "Llama-3.3-70B": _shape(_LLAMA31, 80, 8192, 28672, 64, head_dim=128, tie_word_embeddings=False),
     # The demo's starter checkpoints, as `nemo_rl.models.starter` makes them.
     "starter_sort": _shape({**_STARTER, "model_type": "qwen3"}, 2, 128, 384, 4),
     "starter_sort_moe": _shape(
@@ -70,8 +87,15 @@ KNOWN_MODELS: Mapping[str, Mapping[str, object]] = {
     ),
 }
 """By the name of the folder; values as in the `config.json` that the makers publish."""
-SUFFIXES = ("-Instruct", "-Base", "-Chat")
-"""Of names whose shapes are those of the model without it."""
+_QWEN2_CHAT = {"eos_token_id": 151645, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
+_QWEN3_BASE = {"eos_token_id": 151643, "max_position_embeddings": 32768}
+_LLAMA3_CHAT = {"eos_token_id": [128001, 128008, 128009]}
+VARIANTS: Mapping[str, Mapping[str, Mapping[str, object]]] = {
+    "-Instruct": {"qwen2": _QWEN2_CHAT, "llama": _LLAMA3_CHAT},
+    "-Base": {"qwen3": _QWEN3_BASE, "qwen3_moe": _QWEN3_BASE},
+    "-Chat": {},
+}
+"""What models with such a suffix have otherwise than those without, by `model_type`; their sizes are the same."""
 
 
 def planned_model_config(model_name: str, *, given: Path | None = None) -> PretrainedConfig:
@@ -88,15 +112,38 @@ def planned_model_config(model_name: str, *, given: Path | None = None) -> Pretr
         return _config_of_file(given)
     if Path(model_name).is_dir():
         return load_model_config(model_name)
-    name = Path(model_name).name
-    for suffix in SUFFIXES:
-        name = name.removesuffix(suffix)
+    name, suffix = Path(model_name).name, ""
+    for known in VARIANTS:
+        if name.endswith(known):
+            name, suffix = name.removesuffix(known), known
     if name not in KNOWN_MODELS:
         raise ModelFolderError(
             f"policy.model_name: {model_name!r} is neither a folder here nor a model whose shape is known "
             f"({', '.join(KNOWN_MODELS)}); give its config.json with --model-config FILE"
         )
-    return AutoConfig.for_model(**KNOWN_MODELS[name])
+    shape = KNOWN_MODELS[name]
+    variant = VARIANTS[suffix].get(str(shape["model_type"]), {}) if suffix else {}
+    return AutoConfig.for_model(**{**shape, **variant})
+
+
+NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+"""Sizes that every decoder has."""
+
+
+def sizes_of(config: PretrainedConfig) -> dict[str, Any]:
+    """The values of a decoder's config, with sizes that have other names there (`n_embd`) by the usual ones.
+
+    Raises:
+        ModelFolderError: it describes no plain decoder.
+    """
+    found = decoder_sizes(config)
+    missing = [name for name in NEEDED if not isinstance(found.get(name), int) or found[name] < 1]
+    if missing:
+        raise ModelFolderError(
+            f"policy.model_name: a model of type {config.model_type!r} is no plain decoder: its config has no "
+            f"{', '.join(missing)}; it cannot be planned or made small here"
+        )
+    return found
 
 
 def _config_of_file(given: Path) -> PretrainedConfig:

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from nemo_rl.config.carry import carry_optimizer
 from nemo_rl.config.compose import Recipe, compose
 from nemo_rl.config.ignored import Ignored
 from nemo_rl.config.interpolate import resolve_interpolations
@@ -68,6 +69,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> MasterConfig
     unusable = resolve_interpolations(recipe) | _unset(recipe)
     unusable |= {place: text for place, text in locate_paths(recipe).items() if place not in unusable}
     problems += [f"{recipe.source_of(place)}: {'.'.join(place)}: {text}" for place, text in unusable.items()]
+    problems += carry_optimizer(recipe)
     for place in unusable:
         _remove(recipe.tree, place)
     try:

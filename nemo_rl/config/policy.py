@@ -217,8 +217,9 @@ class GenerationConfig(Section):
     colocated: ColocatedConfig = Field(default_factory=ColocatedConfig)
     env_vars: EnvVars = {}
     """Variables of the engines' processes; they win over `cluster.env_vars`."""
-    max_new_tokens: PositiveInt = 512
-    """Longest response in tokens, the stop token included."""
+    max_new_tokens: PositiveInt | None = 512
+    """Longest response in tokens, the stop token included; null: what the prompt leaves of
+    `policy.max_total_sequence_length`."""
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature of training rollouts; 0 is greedy and refused for training."""
     top_p: Probability = 1.0
@@ -289,6 +290,11 @@ class PolicyConfig(Section):
         return {
             key: value for key, value in given.items() if value is not None or key not in ("optimizer", "scheduler")
         }
+
+    @property
+    def longest_response(self) -> int:
+        """Tokens of a response at most: `generation.max_new_tokens`, with null decided for the shortest prompt."""
+        return self.generation.max_new_tokens or max(1, self.max_total_sequence_length - 1)
 
     @property
     def parallel_section(self) -> str:

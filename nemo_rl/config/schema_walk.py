@@ -93,6 +93,14 @@ def suggest(name: str, candidates: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+_KNOWN_ELSEWHERE: Mapping[str, str] = {
+    "lora": "adapters (LoRA) are not here: all weights are trained",
+    "peft": "adapters (LoRA) are not here: all weights are trained",
+    "kl": "the KL penalty is loss_fn.reference_policy_kl_penalty, its estimate loss_fn.reference_policy_kl_type",
+}
+"""Words in names of other frameworks' keys -> where it is here."""
+
+
 def suggest_path(path: Sequence[str], candidates: Iterable[str], tree: Mapping[str, Any]) -> str:
     """As `suggest`; a name that exists elsewhere is offered with its whole path, and with the values that it takes.
 
@@ -103,6 +111,9 @@ def suggest_path(path: Sequence[str], candidates: Iterable[str], tree: Mapping[s
     near = suggest(name, candidates)
     if near:
         return near
+    for word, answer in _KNOWN_ELSEWHERE.items():
+        if word in name.lower().split("_"):
+            return f"; {answer}"
     elsewhere = [known for known in _all_paths() if known.rsplit(".", 1)[-1] == name]
     elsewhere = [known for known in elsewhere if not _is_off(known.split("."), tree)] or elsewhere
     shown = [f"{known!r}{_values_of(known)}" for known in elsewhere]

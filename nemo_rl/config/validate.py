@@ -134,7 +134,12 @@ def rule_sampling_is_random_in_training(config: MasterConfig) -> list[str]:
 def rule_lengths_fit(config: MasterConfig) -> list[str]:
     policy, prompt = config.policy, config.data.max_input_seq_length
     new, total = policy.generation.max_new_tokens, policy.max_total_sequence_length
-    if prompt + new > total:
+    if new is None and prompt >= total:
+        return [
+            f"policy.max_total_sequence_length: {total} leaves no token for the response to a prompt of "
+            f"data.max_input_seq_length {prompt}; lower that to at most {total - 1}"
+        ]
+    if new is not None and prompt + new > total:
         return [
             f"policy.max_total_sequence_length: {total} does not hold data.max_input_seq_length {prompt} + "
             f"policy.generation.max_new_tokens {new} = {prompt + new}"

@@ -118,7 +118,7 @@ def rule_reward_shaping_is_complete(config: MasterConfig) -> list[str]:
     if section.stop_properly_penalty_coef is not None:
         switch = f"{prefix}.stop_properly_penalty_coef"
         return would_be_ignored(section, prefix, buffer, switch=switch, because=f"{switch} replaces the buffer")
-    longest, most = section.max_response_length, config.policy.generation.max_new_tokens
+    longest, most = section.max_response_length, config.policy.longest_response
     if longest is None:
         return [f"{prefix}.max_response_length: must be set, for example to ${{policy.generation.max_new_tokens}}"]
     if section.overlong_buffer_length > longest:

@@ -1,19 +1,29 @@
-"""The boundary of YAML, `parse_yaml`: recipes and overrides as plain, bounded values.
+"""The boundary of YAML: `parse_yaml` reads recipes and overrides as plain, bounded values, `yaml_line` writes one.
 
-Called where a recipe is read and for the value of an override. Invariant: what comes out is made of dicts with text
-keys, lists, texts, 64-bit integers, floats, booleans and null, is not nested deeply, and is small: everything later can
-rely on that. Dates, bytes, sets, cycles and aliases that multiply are refused with their line.
+Called where a recipe is read or written, and for the value of an override. Invariant: what comes out is made of dicts
+with text keys, lists, texts, 64-bit integers, floats, booleans and null, is not nested deeply, and is small: everything
+later can rely on that. Dates, bytes, sets, cycles and aliases that multiply are refused with their line.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
-__all__ = ["MAX_DEPTH", "MAX_INTEGER", "MAX_TEXT", "MAX_VALUES", "YamlProblem", "parse_yaml", "text_problem"]
+__all__ = [
+    "MAX_DEPTH",
+    "MAX_INTEGER",
+    "MAX_TEXT",
+    "MAX_VALUES",
+    "YamlProblem",
+    "parse_yaml",
+    "text_problem",
+    "yaml_line",
+]
 
 MAX_TEXT = 256 * 1024
 """Characters of a recipe; the largest of ours has 20 thousand."""
@@ -59,6 +69,33 @@ _Composer.yaml_implicit_resolvers = {
 }
 for _kind, _pattern in _NUMBERS.items():
     _Composer.add_implicit_resolver(_TAG + _kind, re.compile(f"^(?:{_pattern})$"), list("-+0123456789."))
+
+
+class _Emitter(yaml.SafeDumper):  # type: ignore[misc]
+    """Values as YAML: a text that this reader, or a reader of YAML 1.1, takes for something else gets quotes."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_text(self, text: str) -> yaml.Node:
+        """A text of several lines, or with characters that cannot be seen, is written with escapes."""
+        return self.represent_scalar(f"{_TAG}str", text, style=None if text.isprintable() else '"')
+
+
+_Emitter.yaml_implicit_resolvers = {
+    first: [
+        *yaml.SafeDumper.yaml_implicit_resolvers.get(first, []),
+        *_Composer.yaml_implicit_resolvers.get(first, []),
+    ]
+    for first in {*yaml.SafeDumper.yaml_implicit_resolvers, *_Composer.yaml_implicit_resolvers}
+}
+_Emitter.add_representer(str, _Emitter.represent_text)
+
+
+def yaml_line(value: Any) -> str:
+    """A value, or the name of a key, on one line; `parse_yaml` reads the same from it."""
+    text = yaml.dump(value, Dumper=_Emitter, default_flow_style=True, width=sys.maxsize, allow_unicode=True)
+    return str(text).removesuffix("\n").removesuffix("\n...")
 
 
 def parse_yaml(text: str) -> Any:

@@ -36,6 +36,10 @@ class Rollouts:
     """Rewards of all rows, and what happened while scoring."""
 
 
+NO_LIMIT = 2**31 - 1
+"""Tokens of a response that ends where its row is full: engines bound every row by the policy's longest sequence."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeedSource:
     """Seeds that depend on the run, the purpose and the step, so that a resumed run samples the same."""
@@ -61,7 +65,7 @@ def sampling_params(config: GenerationConfig, stop_ids: Sequence[int], *, is_val
         temperature=temperature,
         top_p=config.top_p,
         top_k=config.top_k,
-        max_new_tokens=config.max_new_tokens,
+        max_new_tokens=config.max_new_tokens or NO_LIMIT,
         stop_token_ids=tuple(chosen),
         stop_strings=tuple(config.stop_strings),
     )

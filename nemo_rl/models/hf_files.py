@@ -134,9 +134,7 @@ class FileNames:
             box = whole
             for dim, (first, count, of) in enumerate(zip(start, size, _probe_shape(info.shape), strict=True)):
                 box = box.along(dim, first * info.shape[dim] // of, count * info.shape[dim] // of)
-            yield StoredTensor(
-                name=stored, weight=name, box=box, shape=box.size[len(box.size) - dims :], dtype=dtype
-            )
+            yield StoredTensor(name=stored, weight=name, box=box, shape=box.size[len(box.size) - dims :], dtype=dtype)
 
     def _cut(self, model: PreTrainedModel, shapes: Mapping[str, torch.Size]) -> dict[str, list[_Part]]:
         """Return which parts of each weight lie where, found with tensors of positions in place of the weights."""

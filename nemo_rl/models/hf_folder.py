@@ -169,9 +169,7 @@ class FolderWeights:
                 self._files[file] = safe_open(str(path), framework="pt", device="cpu")
         return self._files[file]
 
-    def _join_names(
-        self, config: PretrainedConfig, stored_names: Sequence[str]
-    ) -> dict[str, tuple[StoredTensor, ...]]:
+    def _join_names(self, config: PretrainedConfig, stored_names: Sequence[str]) -> dict[str, tuple[StoredTensor, ...]]:
         """Return the weights that the files make up; what no weight of the module is made of stays under its name."""
         model = model_without_weights(config, self._folder)
         names, left, found = FileNames(model), dict.fromkeys(stored_names), dict[str, tuple[StoredTensor, ...]]()

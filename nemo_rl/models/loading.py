@@ -38,6 +38,8 @@ GROUPED = "grouped_mm"
 """Hugging Face's default for experts: one kernel for all of them."""
 GROUPED_BYTES = 16
 """That kernel takes matrices whose rows are a multiple of so many bytes."""
+MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+"""Names for the width of a feed-forward block, in families that do not say `intermediate_size`."""
 CONFIG_FILE = "config.json"
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -141,7 +143,15 @@ def decoder_sizes(config: PretrainedConfig) -> dict[str, Any]:
     """
     text = config.get_text_config()
     given: dict[str, Any] = text.to_dict()
-    return given | {common: given[own] for common, own in (text.attribute_map or {}).items() if own in given}
+    found = given | {common: given[own] for common, own in (text.attribute_map or {}).items() if own in given}
+    width = next((found[name] for name in MLP_WIDTHS if isinstance(found.get(name), int)), None)
+    if width is not None:
+        found["intermediate_size"] = width
+    if "num_kv_heads" in found and "num_key_value_heads" not in found:
+        # Falcon: one head of keys for all queries in its first form, groups in its second.
+        is_single = found.get("multi_query") and not found.get("new_decoder_architecture")
+        found["num_key_value_heads"] = 1 if is_single else found["num_kv_heads"]
+    return found
 
 
 def model_without_weights(config: PretrainedConfig, folder: str | Path) -> PreTrainedModel:

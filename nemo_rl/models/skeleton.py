@@ -30,9 +30,7 @@ def build_skeleton(folder: str | Path) -> PreTrainedModel:
     config = load_model_config(folder)
     what = f"model folder {str(folder)!r}: {CONFIG_FILE} of {config.model_type!r} describes no causal language model"
     with boundary(ModelFolderError, what), _parameters_on_meta():
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, trust_remote_code=False
-        )
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
         if (Path(folder) / GENERATION_CONFIG).is_file():
             model.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
     fit_experts(model, torch.float32)

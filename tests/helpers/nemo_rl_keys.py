@@ -98,6 +98,8 @@ policy.tokenizer.name M other/tokenizer
 policy.tokenizer.chat_template M null
 policy.tokenizer.chat_template_kwargs.enable_thinking N false
 policy.tokenizer.use_fastokens I true
+policy.tokenizer.use_processor N true
+policy.reward_model_cfg.enabled N true
 policy.hf_config_overrides.rope_theta N 1.0
 policy.train_global_batch_size S 512
 policy.train_micro_batch_size I 1  # packing decides
@@ -174,6 +176,7 @@ policy.megatron_cfg.apply_rope_fusion S true
 policy.megatron_cfg.bias_activation_fusion I true
 policy.megatron_cfg.defer_fp32_logits I true
 policy.megatron_cfg.gradient_accumulation_fusion I true
+policy.megatron_cfg.layernorm_epsilon N 0.1
 policy.megatron_cfg.mtp_num_layers N 1
 policy.megatron_cfg.mtp_loss_scaling_factor I 0.1
 policy.megatron_cfg.peft.enabled N true
@@ -185,6 +188,7 @@ policy.megatron_cfg.optimizer.weight_decay S 0.01
 policy.megatron_cfg.optimizer.adam_beta1 S 0.9
 policy.megatron_cfg.optimizer.adam_beta2 S 0.99
 policy.megatron_cfg.optimizer.adam_eps S 0.00000001
+policy.megatron_cfg.optimizer.clip_grad M 0.5
 policy.megatron_cfg.optimizer.sgd_momentum S 0.9
 policy.megatron_cfg.optimizer.use_distributed_optimizer S true
 policy.megatron_cfg.optimizer.use_precision_aware_optimizer S true
@@ -228,6 +232,10 @@ policy.generation.val_top_k N 10
 policy.generation.stop_token_ids S [1]
 policy.generation.stop_strings M null
 policy.generation.bad_words N [no]
+policy.generation.min_p N 0.1
+policy.generation.ignore_eos N true
+policy.generation.skip_special_tokens N false
+policy.generation.repetition_penalty N 1.1
 policy.generation.port_range_low I 3000
 policy.generation.port_range_high I 4999
 policy.generation.refit_transport M nixl
@@ -243,19 +251,20 @@ policy.generation.vllm_cfg.kv_cache_dtype N fp8
 policy.generation.vllm_cfg.logprobs_mode N raw_logprobs
 policy.generation.vllm_cfg.tensor_parallel_size N 2
 policy.generation.vllm_cfg.pipeline_parallel_size N 2
-policy.generation.vllm_cfg.expert_parallel_size M 2
-policy.generation.vllm_cfg.gpu_memory_utilization I 0.6
-policy.generation.vllm_cfg.max_model_len I 4096
-policy.generation.vllm_cfg.enforce_eager I true
+policy.generation.vllm_cfg.expert_parallel_size N 2
+policy.generation.vllm_cfg.gpu_memory_utilization M 0.6
+policy.generation.vllm_cfg.max_model_len M 4096
+policy.generation.vllm_cfg.enforce_eager M true
 policy.generation.vllm_cfg.use_tqdm I true
-policy.generation.vllm_cfg.use_deep_gemm I true
-policy.generation.vllm_cfg.num_first_layers_in_bf16 I 1
-policy.generation.vllm_cfg.num_last_layers_in_bf16 I 1
+policy.generation.vllm_cfg.use_deep_gemm N true
+policy.generation.vllm_cfg.num_first_layers_in_bf16 N 1
+policy.generation.vllm_cfg.num_last_layers_in_bf16 N 1
 policy.generation.vllm_cfg.enable_vllm_metrics_logger I true
 policy.generation.vllm_cfg.vllm_metrics_logger_interval I 0.5
 policy.generation.vllm_cfg.expose_http_server I true
+policy.generation.vllm_cfg.anything_new N 1
 policy.generation.vllm_cfg.reset_encoder_cache_after_weight_update I true
-policy.generation.vllm_kwargs.enable_prefix_caching I false
+policy.generation.vllm_kwargs.enable_prefix_caching M false
 policy.generation.mcore_generation_config.x I 1
 data.max_input_seq_length M 4096
 data.shuffle S true
@@ -269,10 +278,10 @@ data.train.input_key M question
 data.train.output_key M answer
 data.train.split M train
 data.train.split_validation_size M 0.1
-data.train.seed M 1
+data.train.seed I 1
 data.train.prompt_file M prompts/cot.txt
 data.train.system_prompt_file M prompts/system.txt
-data.train.processor M math
+data.train.processor N multichoice_qa_processor
 data.train.env_name M math
 data.validation.dataset_name M AIME2024
 data.default.prompt_file M prompts/cot.txt
@@ -282,6 +291,7 @@ data.add_eos N true
 data.add_generation_prompt N false
 env.math.num_workers M 8
 env.math.math_verify_impl N dapo_math_verify
+env.math.verifier_type N english_multichoice
 env.should_use_nemo_gym N true
 env.nemo_gym.config_paths I [a]
 env.should_log_nemo_gym_responses I true
@@ -307,7 +317,7 @@ checkpointing.save_optimizer S true
 checkpointing.pretrained_checkpoint.path N x
 checkpointing.pretrained_checkpoint.format N x
 logger.log_dir S logs/x
-logger.num_val_samples_to_print M 3
+logger.num_val_samples_to_print I 3
 logger.wandb_enabled S true
 logger.wandb.project S grpo
 logger.wandb.name S x

@@ -102,7 +102,9 @@ def line_of(model_type: str, ways: Mapping[str, Trial]) -> str:
 
 def _short(text: str) -> str:
     """The reason alone, on one line, without what would end a cell."""
-    text = re.sub(r"policy\.[\w.]+: '[\w-]+' |; set policy.*|has other numbers .* than in Hugging Face: |/tmp/\S+ ?", "", text)
+    text = re.sub(
+        r"policy\.[\w.]+: '[\w-]+' |; set policy.*|has other numbers .* than in Hugging Face: |/tmp/\S+ ?", "", text
+    )
     return " ".join(text.split()).replace("|", "\\|")[:200]
 
 

@@ -137,7 +137,9 @@ def check_config(real: PretrainedConfig, trials: Sequence[Trial]) -> list[str]:
         write_small_model(folder, real, ParallelSizes(), real_sizes=ParallelSizes())
         expected = _reference(folder)
         lines = [_problem(trial, folder, expected) for trial in trials]
-    return [f"policy.{trial.key}: {real.model_type!r} {line}" for trial, line in zip(trials, lines, strict=True) if line]
+    return [
+        f"policy.{trial.key}: {real.model_type!r} {line}" for trial, line in zip(trials, lines, strict=True) if line
+    ]
 
 
 def _problem(trial: Trial, folder: Path, expected: Found) -> str | None:
@@ -404,7 +406,11 @@ def _in_engine(folder: Path, policy: PolicyConfig) -> Found:
     """The embedded engine, which decodes the rest of each row after its prompt."""
     rows = _rows(_vocab_size(folder))
     engine = TorchEngine(
-        load_causal_lm(folder), tokenizer=None, max_total_length=max(LENGTHS), max_batch_size=len(rows), weight_version=0
+        load_causal_lm(folder),
+        tokenizer=None,
+        max_total_length=max(LENGTHS),
+        max_batch_size=len(rows),
+        weight_version=0,
     )
     output = engine.generate(
         GenerationRequest(
@@ -437,7 +443,9 @@ def _saved(folder: Path, policy: PolicyConfig) -> Found:
     again, report = AutoModelForCausalLM.from_pretrained(str(target), output_loading_info=True, local_files_only=True)
     wrong = sorted([*report["missing_keys"], *report["unexpected_keys"]])
     if wrong:
-        raise UserError(f"transformers does not find {len(wrong)} weights under the names of our files, first {wrong[0]}")
+        raise UserError(
+            f"transformers does not find {len(wrong)} weights under the names of our files, first {wrong[0]}"
+        )
     held = dict(named_weights(again))
     changed = [name for name, weight in weights.items() if not torch.equal(weight, held[name].to(weight.dtype))]
     if changed:

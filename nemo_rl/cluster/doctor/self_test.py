@@ -14,8 +14,8 @@ from nemo_rl.cluster.doctor.finding import Finding, green, red
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.factory import attach_data_plane, build_data_plane_client
-from nemo_rl.distributed.local_job import run_job
 from nemo_rl.distributed.collectives import RankSpec, init_process_group
+from nemo_rl.distributed.local_job import run_job
 from nemo_rl.errors import NemoRLError
 
 __all__ = ["look_at_self_test"]

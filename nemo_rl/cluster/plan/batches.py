@@ -50,7 +50,7 @@ def plan_batches(setting: Setting) -> Batches:
     """Raises ConfigError where a row does not fit a microbatch, or rows do not divide."""
     grpo, policy, layout = setting.config.grpo, setting.policy, setting.layout
     rows, size = grpo.num_prompts_per_step * grpo.num_generations_per_prompt, policy.train_global_batch_size
-    width, response = policy.max_total_sequence_length, policy.generation.max_new_tokens
+    width, response = policy.max_total_sequence_length, policy.longest_response
     sizes = [min(size, rows - start) for start in range(0, rows, size)]
     lengths = [width] * rows
     plan = plan_train(lengths, sizes, policy, layout=layout)

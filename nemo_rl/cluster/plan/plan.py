@@ -70,6 +70,7 @@ class Plan:
             "all rows are as long as they may be, so a real step needs no more",
             self._sets(),
             "tokens spread evenly over experts" if self.setting.model.flops_shape.num_experts else "",
+            "" if self.setting.model.has_gated_mlp else "the MLP needs no more than a gated one, as Llama has it",
         ]
         if self.setting.gpu is not None:
             first = self.setting.layers_of(0)[0]

@@ -118,7 +118,7 @@ def _header_bytes(columns: Mapping[str, int], *, rows: int, chunk_bytes: int) ->
 
 def _column_bytes(setting: Setting, spec: FieldSpec, tokens: int) -> int:
     if spec.name == SUPPORT:
-        return min(setting.policy.generation.max_new_tokens, tokens) * _set_bytes(setting)
+        return min(setting.policy.longest_response, tokens) * _set_bytes(setting)
     if spec.name not in ROUTE_FIELDS:
         size = _itemsize(spec.dtypes[0])
         return size * (tokens if spec.is_token_aligned else 1)

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from nemo_rl.cluster.known_models import sizes_of
 from nemo_rl.cluster.plan.gpus import GPU
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import MasterConfig
@@ -28,7 +29,7 @@ class Model:
 
     def __init__(self, config: PretrainedConfig) -> None:
         self.config: PretrainedConfig = config.get_text_config()
-        given = self.config.to_dict()
+        given = sizes_of(self.config)
         self.flops_shape = TransformerShape.from_config(given)
         self.top_k = int(given.get("num_experts_per_tok") or 1)
         """Experts that a token chooses; 1 without experts."""
@@ -50,6 +51,11 @@ class Model:
     def has_head_norms(self) -> bool:
         """Whether queries and keys have norms of their own."""
         return any(name.endswith(".q_norm") for name, _ in self.hf.named_modules())
+
+    @cached_property
+    def has_gated_mlp(self) -> bool:
+        """Whether a feed-forward block multiplies two projections of its input."""
+        return any("gate" in name.rpartition(".")[2] for name, _ in self.hf.named_modules())
 
     @cached_property
     def units(self) -> dict[str, int]:

@@ -3,9 +3,10 @@
 import_recipe
   |- read_recipe            defaults, overrides of sections, interpolations           (read)
   |- _by_table              each key by its row; unknown ones with a suggestion       (table_*)
-  |- convert_sections       keys that belong together                                 (sections)
+  |- convert_sections       keys that belong together                                 (sections, prompts)
   |- _typed                 what the schema does not take is left out, and named
-  `- _without_effect        what the rules call ignored is left out, and named
+  |- _without_effect        what the rules call ignored is left out, and named
+  `- _to_decide             what would train something else, or is not there
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from nemo_rl.cluster.recipe_import.key_rule import MANY, Fate, KeyRule, Outcome, Table
-from nemo_rl.cluster.recipe_import.read import Given, read_recipe
+from nemo_rl.cluster.recipe_import.read import MANDATORY, Given, read_recipe
 from nemo_rl.cluster.recipe_import.sections import convert_sections
 from nemo_rl.cluster.recipe_import.table_algorithm import ALGORITHM
 from nemo_rl.cluster.recipe_import.table_policy import POLICY
@@ -37,6 +38,7 @@ TABLE: Table = {**ALGORITHM, **POLICY, **RUN}
 MAX_ROUNDS = 20
 """Of leaving keys out: one may let another be seen."""
 DECIDE = "model_name"
+WORKERS = ("dtensor_cfg", "megatron_cfg")
 SHARES = "policy.generation.colocated.enabled"
 """Engines share the GPUs of the workers, which they do here without being asked."""
 
@@ -49,7 +51,8 @@ class Imported:
     tree: dict[str, Any]
     outcomes: tuple[Outcome, ...]
     problems: tuple[str, ...]
-    """Rules that the recipe breaks as it is: somebody has to decide."""
+    """What somebody has to decide: rules that the recipe breaks as it is, parents and values that are not there, and
+    keys without which something else is trained."""
 
     def of(self, fate: Fate) -> list[Outcome]:
         return [outcome for outcome in self.outcomes if outcome.fate is fate]
@@ -68,8 +71,9 @@ def import_recipe(path: Path) -> Imported:
     for outcome in outcomes:
         if outcome.to:
             _put(tree, outcome.to.split("."), outcome.value)
-    outcomes += _typed(tree)
+    outcomes = _typed(tree, outcomes)
     outcomes, problems = _without_effect(tree, outcomes)
+    problems = list(dict.fromkeys([*_to_decide(given, tree, outcomes), *problems]))
     _drop_empty(tree)
     return Imported(given=given, tree=tree, outcomes=tuple(outcomes), problems=tuple(problems))
 
@@ -95,7 +99,7 @@ def _by_table(given: Given) -> Iterator[Outcome]:
         elif rule.fate is Fate.NOT_SUPPORTED and any(value == off and type(value) is type(off) for off in rule.off):
             yield Outcome(key=key, fate=Fate.SAME, why="switched off there, and not here")
         else:
-            yield Outcome(key=key, fate=rule.fate, why=rule.why)
+            yield Outcome(key=key, fate=rule.fate, why=rule.why, must_decide=rule.must_decide)
 
 
 def _kept(key: str, value: object, rule: KeyRule) -> Outcome:
@@ -146,25 +150,52 @@ def _put(tree: dict[str, Any], path: list[str], value: object) -> None:
     tree[path[-1]] = copy.deepcopy(value)
 
 
-def _typed(tree: dict[str, Any]) -> list[Outcome]:
-    """Leaves out what the schema does not take."""
-    found: list[Outcome] = []
+def _to_decide(given: Given, tree: Mapping[str, Any], outcomes: list[Outcome]) -> Iterator[str]:
+    for parent in given.lost_parents:
+        yield f"defaults: {parent} is not here, and what it sets is missing: import the recipe where its parents are"
+    for key, text in given.unresolved.items():
+        rule = rule_of(key)
+        if rule is None or rule.fate is not Fate.IGNORED:
+            yield f"{key}: {text}"
+    if lookup(tree, ["policy", DECIDE])[1] == MANDATORY and f"policy.{DECIDE}" not in given.unresolved:
+        yield f"policy.{DECIDE}: must be set"
+    for outcome in outcomes:
+        is_of_other_worker = any(
+            outcome.key.startswith(f"policy.{worker}.") and given.get(f"policy.{worker}.enabled") is False
+            for worker in WORKERS
+        )
+        if outcome.must_decide and not is_of_other_worker:
+            yield f"{outcome.key}: {outcome.fate}: {outcome.why}; change it, or leave it out, in {given.file.name}"
+
+
+def _typed(tree: dict[str, Any], outcomes: list[Outcome]) -> list[Outcome]:
+    """Leaves out what the schema does not take; the key that is named is that of the recipe."""
     for _ in range(MAX_ROUNDS):
         try:
             MasterConfig.model_validate_json(json.dumps(tree), strict=True)
         except ValidationError as error:
             details = [detail for detail in error.errors() if detail["type"] != "missing"]
             if not details:
-                _put(tree, ["policy", DECIDE], "???")
-                return found
+                _put(tree, ["policy", DECIDE], MANDATORY)
+                return outcomes
             for detail in details:
                 key, value = _cut(tree, [str(part) for part in detail["loc"]])
                 if key:
-                    what = f"{value!r} is not taken here: {detail['msg']}"
-                    found.append(Outcome(key=key, fate=Fate.NOT_SUPPORTED, why=what))
+                    outcomes = _not_taken(outcomes, key, value, detail["msg"])
         else:
-            return found
-    return found
+            return outcomes
+    return outcomes
+
+
+def _not_taken(outcomes: list[Outcome], cut: str, value: object, message: str) -> list[Outcome]:
+    """Outcomes after a key of ours was cut: null asks for the default, anything else is not supported."""
+    found = [one for one in outcomes if one.to == cut or one.to.startswith(f"{cut}.")]
+    others = [one for one in outcomes if one not in found]
+    names = dict.fromkeys(one.key for one in found if one.key) or {cut: None}
+    if value is None:
+        return others + [Outcome(key=name, fate=Fate.SAME, why="null there: the default here") for name in names]
+    why = f"{value!r} is not taken here: {message}"
+    return others + [Outcome(key=name, fate=Fate.NOT_SUPPORTED, why=why) for name in names]
 
 
 def _cut(tree: dict[str, Any], path: list[str]) -> tuple[str, object]:
@@ -186,7 +217,7 @@ def _without_effect(tree: dict[str, Any], outcomes: list[Outcome]) -> tuple[list
     for _ in range(MAX_ROUNDS):
         whole = copy.deepcopy(tree)
         if lookup(whole, ["policy", DECIDE]) == (False, None):
-            _put(whole, ["policy", DECIDE], "???")
+            _put(whole, ["policy", DECIDE], MANDATORY)
         config = MasterConfig.model_validate_json(json.dumps(whole), strict=True)
         lines = [line for rule in RULES for line in rule(config)]
         ignored = [line for line in lines if isinstance(line, Ignored)]

@@ -13,9 +13,12 @@ __all__ = [
     "KeyRule",
     "Outcome",
     "Table",
+    "becomes",
+    "lacks",
     "moved",
     "no_effect",
     "not_supported",
+    "refused",
     "same",
     "with_others",
 ]
@@ -55,6 +58,8 @@ class KeyRule:
     """Value there -> value here; None takes it as it is."""
     is_with_others: bool = False
     """Several keys are converted together, see `sections`."""
+    must_decide: bool = False
+    """Of a key that is not supported: without it something else is trained, so the import ends with exit code 2."""
 
 
 Table = Mapping[str, KeyRule]
@@ -72,6 +77,8 @@ class Outcome:
     value: object = None
     """Here, where there is a key for it."""
     why: str = ""
+    must_decide: bool = False
+    """Left out, the run would train something else: somebody has to decide."""
 
 
 def same(*, convert: Callable[[object], object] | None = None, why: str = "") -> KeyRule:
@@ -89,6 +96,11 @@ def not_supported(why: str, *, off: tuple[object, ...] = OFF) -> KeyRule:
     return KeyRule(fate=Fate.NOT_SUPPORTED, why=why, off=off)
 
 
+def refused(why: str, *, off: tuple[object, ...] = OFF) -> KeyRule:
+    """There is nothing of the kind here, and a run without it trains another model, other data or another loss."""
+    return KeyRule(fate=Fate.NOT_SUPPORTED, why=why, off=off, must_decide=True)
+
+
 def no_effect(why: str) -> KeyRule:
     """It would change nothing here."""
     return KeyRule(fate=Fate.IGNORED, why=why)
@@ -97,3 +109,13 @@ def no_effect(why: str) -> KeyRule:
 def with_others(why: str) -> KeyRule:
     """It is converted together with others of its section."""
     return KeyRule(fate=Fate.MAPPED, why=why, is_with_others=True)
+
+
+def becomes(key: str, here: str, value: object, why: str) -> Outcome:
+    """A key of a recipe becomes one of ours; an empty one is added."""
+    return Outcome(key=key, fate=Fate.MAPPED, to=here, value=value, why=why)
+
+
+def lacks(key: str, why: str, *, must_decide: bool = False) -> Outcome:
+    """A key of a recipe has nothing here."""
+    return Outcome(key=key, fate=Fate.NOT_SUPPORTED, why=why, must_decide=must_decide)

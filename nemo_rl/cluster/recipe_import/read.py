@@ -14,7 +14,7 @@ from nemo_rl.config.compose import Layer, compose
 from nemo_rl.config.interpolate import resolve_interpolations
 from nemo_rl.config.schema_walk import lookup
 
-__all__ = ["EXEMPLAR", "EXEMPLAR_NAME", "Given", "read_recipe"]
+__all__ = ["EXEMPLAR", "EXEMPLAR_NAME", "MANDATORY", "Given", "read_recipe"]
 
 EXEMPLAR_NAME = "grpo_math_1B.yaml"
 MANDATORY = "???"
@@ -87,12 +87,22 @@ class Given:
     unresolved: Mapping[str, str] = field(default_factory=dict)
     """Key -> why its interpolation has no value, or that it must be set."""
 
+    @property
+    def lost_parents(self) -> tuple[str, ...]:
+        """Missing parents that nothing stands in for."""
+        return tuple(parent for parent in self.missing if Path(parent).name != EXEMPLAR_NAME)
+
     def get(self, key: str, default: object = None) -> Any:
         is_set, value = lookup(self.tree, key.split("."))
         return value if is_set else default
 
     def has(self, key: str) -> bool:
         return lookup(self.tree, key.split("."))[0]
+
+    def section(self, key: str) -> Mapping[str, Any]:
+        """A section that may be missing, or null."""
+        found = self.get(key)
+        return found if isinstance(found, Mapping) else {}
 
 
 def read_recipe(path: Path) -> Given:

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from nemo_rl.cluster.recipe_import.key_rule import Table, moved, no_effect, not_supported, same, with_others
+from collections.abc import Mapping
+
+from nemo_rl.cluster.recipe_import.key_rule import (
+    Table,
+    moved,
+    no_effect,
+    not_supported,
+    refused,
+    same,
+    with_others,
+)
 
 __all__ = ["ALGORITHM"]
 
 ASYNC = "rollouts and training take turns here; there is no asynchronous trainer"
 ONE_TRAINER = "a debugging switch of another trainer"
+DISTILLATION = "distillation is not here"
+OTHER_ALGORITHMS: Mapping[str, str] = {
+    **{"sft": "supervised fine-tuning", "dpo": "DPO", "rm": "reward-model training", "ppo": "PPO"},
+    **{"distillation": "distillation", "teacher": "distillation", "value": "PPO", "eval": "evaluation"},
+}
+"""Sections of NeMo-RL's other recipes."""
 OWN_LOSS = "write it as a loss of your own (loss_fn.name=module:Class)"
 GYM = "messages of tools and NeMo-Gym are not here"
 
@@ -22,7 +38,7 @@ _GRPO: Table = {
     },
     "grpo.val_period": same(convert=lambda value: value or 0, why="0 turns it off"),
     "grpo.max_val_samples": with_others("all prompts where it is null"),
-    "grpo.max_rollout_turns": not_supported("rollouts of several turns are not here", off=(None, 1)),
+    "grpo.max_rollout_turns": refused("rollouts of several turns are not here", off=(None, 1)),
     "grpo.val_start_at": not_supported("validation begins with val_at_start or val_period", off=(None, -1, 0)),
     "grpo.val_batch_size": no_effect("validation decodes policy.generation.max_batch_size rows together"),
     "grpo.val_num_generations_per_prompt": moved("evaluation.num_samples", convert=lambda value: value or 1),
@@ -47,13 +63,13 @@ _GRPO: Table = {
     "grpo.adv_estimator.reward_weights": with_others("weights of a reward's components"),
     "grpo.adv_estimator.reward_weights.*": with_others("weights of a reward's components"),
     "grpo.seq_logprob_error_threshold": same(),
-    "grpo.invalid_tool_call_advantage": not_supported(GYM),
-    "grpo.malformed_thinking_advantage": not_supported(GYM),
+    "grpo.invalid_tool_call_advantage": refused(GYM),
+    "grpo.malformed_thinking_advantage": refused(GYM),
     "grpo.skip_reference_policy_logprobs_calculation": with_others(
         "here loss_fn.reference_policy_kl_penalty=0 leaves the pass out"
     ),
     "grpo.calculate_advantages_on_gpu": no_effect("advantages are a few numbers per row"),
-    "grpo.deduplicate_multimodal_data": not_supported("prompts are text"),
+    "grpo.deduplicate_multimodal_data": refused("prompts are text: images, video and sound are not here"),
     "grpo.debug_payload_metrics": no_effect(ONE_TRAINER),
     "grpo.async_grpo.enabled": not_supported(ASYNC),
     "grpo.async_grpo.*": no_effect("belongs to async_grpo.enabled"),
@@ -82,15 +98,21 @@ _LOSS: Table = {
     "loss_fn.use_kl_in_reward": with_others("of reinforce_plus_plus, which alone takes it there"),
     "loss_fn.use_cispo": with_others("becomes loss_fn.name=cispo"),
     "loss_fn.disable_ppo_ratio": with_others("becomes loss_fn.name=reinforce"),
-    "loss_fn.positive_example_nll_weight": not_supported(OWN_LOSS, off=(None, 0, 0.0)),
+    "loss_fn.positive_example_nll_weight": refused(OWN_LOSS, off=(None, 0, 0.0)),
 }
 
 _REST: Table = {
     "reward_penalties.token_ids.*": no_effect("belongs to penalties of NeMo-Gym"),
-    "reward_penalties.*": not_supported(GYM),
-    "reward_penalties": not_supported(GYM, off=(None, {})),
-    "on_policy_distillation": not_supported("distillation is not here", off=(None, {})),
-    "on_policy_distillation.*": not_supported("distillation is not here"),
+    "reward_penalties.*": refused(GYM),
+    "reward_penalties": refused(GYM, off=(None, {})),
+    "on_policy_distillation": refused(DISTILLATION, off=(None, {})),
+    "on_policy_distillation.enabled": refused(DISTILLATION),
+    "on_policy_distillation.*": no_effect("belongs to on_policy_distillation.enabled"),
+    **{
+        section: refused(f"this is a recipe of {name}, and GRPO alone is here", off=(None, {}))
+        for word, name in OTHER_ALGORITHMS.items()
+        for section in (word, f"{word}.*")
+    },
     "async_rl": not_supported(ASYNC, off=(None, {})),
     "async_rl.*": not_supported(ASYNC, off=()),
 }

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from nemo_rl.cluster.recipe_import.key_rule import Table, moved, no_effect, not_supported, same, with_others
+from collections.abc import Mapping
+
+from nemo_rl.cluster.recipe_import.key_rule import (
+    OFF,
+    Table,
+    moved,
+    no_effect,
+    not_supported,
+    refused,
+    same,
+    with_others,
+)
 
 __all__ = ["POLICY"]
 
-VLLM = "the engine is the embedded one; policy.generation.backend=vllm takes vLLM, with vllm_cfg of its own"
+OTHER_ENGINE = "a setting of an engine that is not here; see policy.generation.backend"
+IMAGES = "prompts are text: images, video and sound are not here"
+REWARD_MODEL = "reward models are not here; a reward of your own may ask one (env.name=custom)"
+ENGINE = "an engine setting without a key here; policy.generation.vllm_kwargs takes vLLM's own arguments"
 SPEED = "a matter of speed that has no switch here"
 MTP = "heads for several tokens (MTP) are not here"
 FP8 = "training and decoding in fp8 are not here"
@@ -23,11 +37,17 @@ _MAIN: Table = {
     "policy.make_sequence_length_divisible_by": same(why="a layout that needs more takes it"),
     "policy.tokenizer.name": with_others("null where it is the model's own"),
     "policy.tokenizer.chat_template": with_others("null is the tokenizer's own here, and none at all there"),
-    "policy.tokenizer.chat_template_kwargs": not_supported("write them into the template", off=(None, {})),
-    "policy.tokenizer.chat_template_kwargs.*": not_supported("write them into the template", off=(None,)),
+    "policy.tokenizer.chat_template_kwargs": refused("write them into the template", off=(None, {})),
+    "policy.tokenizer.chat_template_kwargs.*": refused("write them into the template", off=(None,)),
+    "policy.tokenizer.use_processor": refused(IMAGES),
+    "policy.tokenizer.video": refused(IMAGES, off=(None, {})),
+    "policy.tokenizer.video.*": refused(IMAGES, off=(None,)),
+    "policy.reward_model_cfg.enabled": refused(REWARD_MODEL),
+    "policy.reward_model_cfg.*": no_effect("belongs to reward_model_cfg.enabled"),
+    "policy.reward_model_cfg": refused(REWARD_MODEL, off=(None, {})),
     "policy.tokenizer.use_fastokens": no_effect("tokenizers are the fast ones"),
-    "policy.hf_config_overrides": not_supported("change config.json in the model folder", off=(None, {})),
-    "policy.hf_config_overrides.*": not_supported("change config.json in the model folder", off=()),
+    "policy.hf_config_overrides": refused("change config.json in the model folder", off=(None, {})),
+    "policy.hf_config_overrides.*": refused("change config.json in the model folder", off=()),
     "policy.generation_batch_size": moved(
         "policy.generation.max_batch_size", why="rows that an engine decodes together"
     ),
@@ -70,11 +90,15 @@ _DTENSOR: Table = {
     },
     "policy.dtensor_cfg.custom_parallel_plan.*": same(),
     "policy.dtensor_cfg._v2": no_effect("there is one DTensor worker"),
-    "policy.dtensor_cfg.automodel_kwargs": no_effect("the model is Hugging Face's"),
-    "policy.dtensor_cfg.automodel_kwargs.*": no_effect("the model is Hugging Face's"),
-    "policy.dtensor_cfg.lora_cfg.enabled": not_supported(LORA),
-    "policy.dtensor_cfg.lora_cfg.*": no_effect(LORA),
-    "policy.dtensor_cfg.lora_cfg": not_supported(LORA, off=(None, {})),
+    "policy.dtensor_cfg.automodel_kwargs": not_supported("the model is Hugging Face's own", off=(None, {})),
+    **{
+        f"policy.dtensor_cfg.automodel_kwargs.{name}": no_effect("kernels: the model is Hugging Face's own")
+        for name in ("force_hf", "use_liger_kernel", "use_sdpa_patching", "backend", "backend.*")
+    },
+    "policy.dtensor_cfg.automodel_kwargs.*": not_supported("the model is Hugging Face's own", off=(None,)),
+    "policy.dtensor_cfg.lora_cfg.enabled": refused(LORA),
+    "policy.dtensor_cfg.lora_cfg.*": no_effect("belongs to lora_cfg.enabled"),
+    "policy.dtensor_cfg.lora_cfg": refused(LORA, off=(None, {})),
     "policy.dtensor_cfg.env_vars": same(),
     "policy.dtensor_cfg.env_vars.*": same(),
     "policy.dtensor_cfg.expert_parallel_size": not_supported(
@@ -108,8 +132,8 @@ _MEGATRON: Table = {
     ),
     "policy.megatron_cfg.checkpoint.async_save": moved("checkpointing.async_save"),
     "policy.megatron_cfg.checkpoint.ckpt_assume_constant_structure": no_effect(SPEED),
-    "policy.megatron_cfg.model_overrides": not_supported("change config.json in the model folder", off=(None, {})),
-    "policy.megatron_cfg.model_overrides.*": not_supported("change config.json in the model folder", off=()),
+    "policy.megatron_cfg.model_overrides": refused("change config.json in the model folder", off=(None, {})),
+    "policy.megatron_cfg.model_overrides.*": refused("change config.json in the model folder", off=()),
     "policy.megatron_cfg.pipeline_dtype": no_effect("activations travel in policy.precision"),
     "policy.megatron_cfg.fine_grained_activation_offloading": not_supported(
         "activations are recomputed, not offloaded"
@@ -125,16 +149,19 @@ _MEGATRON: Table = {
         for name in (
             *("empty_unused_memory_level", "cuda_graph_impl", "cuda_graph_modules", "cuda_graph_warmup_steps"),
             *("cuda_graph_scope", "moe_enable_deepep", "moe_shared_expert_overlap", "defer_fp32_logits"),
-            *("gradient_accumulation_fusion", "moe_per_layer_logging", "layernorm_epsilon"),
+            *("gradient_accumulation_fusion", "moe_per_layer_logging"),
         )
     },
-    "policy.megatron_cfg.mtp_num_layers": not_supported(MTP, off=(None, 0)),
-    "policy.megatron_cfg.mtp_*": no_effect(MTP),
-    "policy.megatron_cfg.peft.enabled": not_supported(LORA),
-    "policy.megatron_cfg.peft.*": no_effect(LORA),
-    "policy.megatron_cfg.peft": not_supported(LORA, off=(None, {})),
+    "policy.megatron_cfg.layernorm_epsilon": refused(
+        "change rms_norm_eps of config.json in the model folder", off=(None,)
+    ),
+    "policy.megatron_cfg.mtp_num_layers": refused(MTP, off=(None, 0)),
+    "policy.megatron_cfg.mtp_*": no_effect("belongs to mtp_num_layers"),
+    "policy.megatron_cfg.peft.enabled": refused(LORA),
+    "policy.megatron_cfg.peft.*": no_effect("belongs to peft.enabled"),
+    "policy.megatron_cfg.peft": refused(LORA, off=(None, {})),
     "policy.megatron_cfg.fp8_cfg.enabled": not_supported(FP8),
-    "policy.megatron_cfg.fp8_cfg.*": no_effect(FP8),
+    "policy.megatron_cfg.fp8_cfg.*": no_effect("belongs to fp8_cfg.enabled"),
     "policy.megatron_cfg.fp8_cfg": not_supported(FP8, off=(None, {})),
     "policy.megatron_cfg.env_vars": same(),
     "policy.megatron_cfg.env_vars.*": same(),
@@ -146,7 +173,7 @@ _MEGATRON: Table = {
             "optimizer_offload_fraction",
         )
     },
-    "policy.megatron_cfg.optimizer.clip_grad": moved("policy.max_grad_norm"),
+    "policy.megatron_cfg.optimizer.clip_grad": with_others("becomes policy.max_grad_norm where this worker trains"),
     **{
         f"policy.megatron_cfg.optimizer.{name}": no_effect("policy.precision says it")
         for name in ("bf16", "fp16", "params_dtype")
@@ -166,18 +193,33 @@ _MEGATRON: Table = {
     "policy.megatron_cfg.distributed_data_parallel_config.use_custom_fsdp": not_supported(
         "the DTensor worker shards by FSDP2"
     ),
-    "policy.megatron_cfg.distributed_data_parallel_config.*": no_effect(SPEED),
+    **{
+        f"policy.megatron_cfg.distributed_data_parallel_config.{name}": no_effect(SPEED)
+        for name in ("average_in_collective", "data_parallel_sharding_strategy", "bucket_size", "check_for_nan_in_grad")
+    },
 }
 
+FILTERS = "tokens are drawn by temperature, top_p and top_k alone"
+_FILTERS_OFF: Mapping[str, tuple[object, ...]] = {
+    **dict.fromkeys(("min_p", "min_tokens", "presence_penalty", "frequency_penalty"), (None, 0, 0.0)),
+    **dict.fromkeys(("repetition_penalty", "length_penalty"), (None, 1, 1.0)),
+    **dict.fromkeys(("ignore_eos", "include_stop_str_in_output"), OFF),
+    "skip_special_tokens": (None, True),
+    "logit_bias": (None, {}),
+    "allowed_token_ids": (None, []),
+}
+"""Arguments of other samplers, with the values that ask for nothing."""
+
 _GENERATION: Table = {
-    "policy.generation.backend": with_others(VLLM),
+    "policy.generation.backend": with_others("vllm stays vllm; another is the embedded engine"),
     "policy.generation.max_new_tokens": with_others("prompt and response together fit max_total_sequence_length"),
     **{f"policy.generation.{name}": same() for name in ("temperature", "top_p", "val_temperature", "stop_token_ids")},
     "policy.generation.top_k": same(convert=lambda value: None if value in (None, -1, 0) else value, why="null: all"),
     "policy.generation.val_top_p": with_others("validation samples from the set of training"),
     "policy.generation.val_top_k": with_others("validation samples from the set of training"),
     "policy.generation.stop_strings": same(convert=lambda value: value or [], why="none is an empty list"),
-    "policy.generation.bad_words": not_supported("no token is forbidden", off=(None, [])),
+    "policy.generation.bad_words": refused("no token is forbidden", off=(None, [])),
+    **{f"policy.generation.{name}": refused(FILTERS, off=off) for name, off in _FILTERS_OFF.items()},
     "policy.generation.port_range_low": no_effect("engines have no ports"),
     "policy.generation.port_range_high": no_effect("engines have no ports"),
     "policy.generation.refit_transport": with_others("auto takes what fits"),
@@ -189,21 +231,45 @@ _GENERATION: Table = {
     "policy.generation.colocated.resources.num_nodes": moved("policy.generation.colocated.num_nodes"),
     "policy.generation.vllm_cfg.precision": with_others("policy.generation.precision"),
     "policy.generation.vllm_cfg.kv_cache_dtype": not_supported(FP8, off=(None, "auto", "bfloat16")),
-    "policy.generation.vllm_cfg.logprobs_mode": not_supported(
+    "policy.generation.vllm_cfg.logprobs_mode": refused(
         "log-probabilities are those of the sampling distribution", off=(None, "processed_logprobs")
     ),
     **{
-        f"policy.generation.vllm_cfg.{axis}_parallel_size": with_others("an engine holds the whole model on one GPU")
+        f"policy.generation.vllm_cfg.{axis}_parallel_size": with_others("1, where an engine stands on one GPU")
         for axis in ("tensor", "pipeline", "expert")
     },
     "policy.generation.vllm_cfg.async_engine": no_effect("the rollout waits for all rows of a step"),
-    "policy.generation.vllm_cfg.*": no_effect(VLLM),
-    "policy.generation.vllm_kwargs": no_effect(VLLM),
-    "policy.generation.vllm_kwargs.*": no_effect(VLLM),
-    "policy.generation.sglang_cfg.*": no_effect(VLLM),
-    "policy.generation.trtllm_cfg.*": no_effect(VLLM),
-    "policy.generation.mcore_generation_config": no_effect(VLLM),
-    "policy.generation.mcore_generation_config.*": no_effect(VLLM),
+    **{
+        f"policy.generation.vllm_cfg.{name}": with_others("the same, with backend vllm")
+        for name in ("gpu_memory_utilization", "max_model_len", "enforce_eager")
+    },
+    **{
+        f"policy.generation.vllm_cfg.{name}": no_effect("it changes no response")
+        for name in (
+            *("use_tqdm", "skip_tokenizer_init", "load_format", "reset_encoder_cache_after_weight_update"),
+            *("enable_vllm_metrics_logger", "vllm_metrics_logger_interval", "expose_http_server"),
+            *("http_server_serving_chat_kwargs", "http_server_serving_chat_kwargs.*"),
+        )
+    },
+    "policy.generation.vllm_cfg.use_deep_gemm": not_supported(FP8),
+    "policy.generation.vllm_cfg.num_first_layers_in_bf16": not_supported(FP8, off=(None, 0)),
+    "policy.generation.vllm_cfg.num_last_layers_in_bf16": not_supported(FP8, off=(None, 0)),
+    "policy.generation.vllm_cfg.limit_mm_per_prompt": not_supported(IMAGES, off=(None, {})),
+    "policy.generation.vllm_cfg.*": not_supported(ENGINE, off=(None,)),
+    "policy.generation.vllm_kwargs": with_others("arguments of vLLM's engine, by vLLM's own names"),
+    "policy.generation.vllm_kwargs.*": with_others("arguments of vLLM's engine, by vLLM's own names"),
+    **{
+        f"policy.generation.{section}": no_effect(OTHER_ENGINE)
+        for name in (
+            "sglang_cfg",
+            "sglang_kwargs",
+            "trtllm_cfg",
+            "trtllm_kwargs",
+            "dynamo_cfg",
+            "mcore_generation_config",
+        )
+        for section in (name, f"{name}.*")
+    },
 }
 
 POLICY: Table = {**_MAIN, **_DTENSOR, **_MEGATRON, **_GENERATION}

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from nemo_rl.cluster.recipe_import.key_rule import Table, moved, no_effect, not_supported, same, with_others
+from nemo_rl.cluster.recipe_import.key_rule import (
+    Table,
+    moved,
+    no_effect,
+    not_supported,
+    refused,
+    same,
+    with_others,
+)
 
 __all__ = ["RUN"]
 
@@ -10,7 +18,7 @@ PROMPTS = "becomes data.train, data.validation and env.name"
 GYM = "NeMo-Gym is not here"
 _DATASET = (
     *("dataset_name", "data_path", "input_key", "output_key", "split", "split_validation_size", "seed"),
-    *("prompt_file", "system_prompt_file", "processor", "env_name", "download_dir"),
+    *("prompt_file", "system_prompt_file", "processor", "env_name"),
 )
 
 
@@ -27,29 +35,25 @@ _DATA: Table = {
     "data.max_input_seq_length": with_others("prompt and response together fit policy.max_total_sequence_length"),
     "data.shuffle": same(),
     "data.num_workers": no_effect("prompts are read once, before the first step"),
-    "data.use_multiple_dataloader": not_supported("one source of prompts"),
+    "data.use_multiple_dataloader": refused("one source of prompts"),
     "data.num_prompts_per_dataloader": no_effect("belongs to use_multiple_dataloader"),
-    "data.custom_dataloader": not_supported("write a dataset of your own (data.train.dataset_name=module:function)"),
+    "data.custom_dataloader": refused("write a dataset of your own (data.train.dataset_name=module:function)"),
     **{f"data.{part}": with_others(PROMPTS) for part in ("train", "validation", "default")},
     **{f"data.{part}.{name}": with_others(PROMPTS) for part in ("train", "validation", "default") for name in _DATASET},
+    **{f"data.{part}download_dir": no_effect("nothing is downloaded here") for part in ("", "train.", "default.")},
+    "data.validation.download_dir": no_effect("nothing is downloaded here"),
     # Older recipes have these beside the sections.
     **{f"data.{name}": with_others(PROMPTS) for name in _DATASET},
     **{f"data.{name}": not_supported("the chat template decides") for name in ("add_bos", "add_eos")},
-    "data.add_generation_prompt": not_supported(
-        "the chat template's generation prompt is always added", off=(None, True)
-    ),
+    "data.add_generation_prompt": refused("the chat template's generation prompt is always added", off=(None, True)),
 }
 
 _ENV: Table = {
-    "env.math.num_workers": moved("env.num_workers"),
-    "env.math.math_verify_impl": not_supported(
-        "math-verify reads the answer; see docs/coming_from_nemo_rl.md", off=(None, "hf_math_verify")
-    ),
-    "env.should_use_nemo_gym": not_supported(GYM),
-    "env.should_log_nemo_gym_responses": no_effect(GYM),
-    "env.nemo_gym.*": no_effect(GYM),
-    "env.nemo_gym": no_effect(GYM),
-    "env.*": no_effect("another environment's section; env.name says which one scores"),
+    "env.should_use_nemo_gym": refused(GYM),
+    "env.should_log_nemo_gym_responses": no_effect("belongs to should_use_nemo_gym"),
+    "env.nemo_gym.*": no_effect("belongs to should_use_nemo_gym"),
+    "env.nemo_gym": no_effect("belongs to should_use_nemo_gym"),
+    "env.*": with_others("of the environments that data sets name"),
     "env": no_effect("an empty section"),
 }
 
@@ -76,11 +80,11 @@ _CHECKPOINTING: Table = {
         "weights are saved as Hugging Face safetensors", off=(None, "safetensors")
     ),
     "checkpointing.save_consolidated": no_effect("weights are always one Hugging Face folder"),
-    "checkpointing.is_peft": not_supported("adapters (LoRA) are not here"),
+    "checkpointing.is_peft": refused("adapters (LoRA) are not here"),
     "checkpointing.peft_config": no_effect("belongs to is_peft"),
     "checkpointing.peft_config.*": no_effect("belongs to is_peft"),
-    "checkpointing.pretrained_checkpoint": not_supported("policy.model_name is a Hugging Face folder", off=(None, {})),
-    "checkpointing.pretrained_checkpoint.*": not_supported("policy.model_name is a Hugging Face folder"),
+    "checkpointing.pretrained_checkpoint": refused("policy.model_name is a Hugging Face folder", off=(None, {})),
+    "checkpointing.pretrained_checkpoint.*": refused("policy.model_name is a Hugging Face folder"),
 }
 
 _LOGGER: Table = {
@@ -98,8 +102,8 @@ _LOGGER: Table = {
     "logger.swanlab.*": no_effect("belongs to swanlab_enabled"),
     "logger.tensorboard": no_effect("events lie in tensorboard/ of logger.log_dir"),
     "logger.tensorboard.*": no_effect("events lie in tensorboard/ of logger.log_dir"),
-    "logger.num_val_samples_to_print": moved(
-        "logger.num_rollouts_to_log", why="rollouts are written to files, of training steps as well"
+    "logger.num_val_samples_to_print": no_effect(
+        "nothing is printed: rollouts are written to files (logger.num_rollouts_to_log)"
     ),
     "logger.monitor_gpus": no_effect("memory of the workers is always logged"),
     "logger.gpu_monitoring.*": no_effect("memory of the workers is always logged"),

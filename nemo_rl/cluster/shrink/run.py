@@ -24,13 +24,13 @@ from nemo_rl.cluster.known_models import planned_model_config
 from nemo_rl.cluster.shrink.changes import changes_of
 from nemo_rl.cluster.shrink.checks import checks_of, stages_of
 from nemo_rl.cluster.shrink.layout import small_layout
-from nemo_rl.models.tiny_model import write_small_model
 from nemo_rl.cluster.shrink.recipe import write_recipe
 from nemo_rl.cluster.shrink.report import ShrinkReport
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.datasets import raw_prompts
 from nemo_rl.models.policy.fit import check_planned_model_fits
+from nemo_rl.models.tiny_model import write_small_model
 
 __all__ = ["ShrinkRequest", "shrink"]
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from nemo_rl.distributed.local_job import quiet_libraries
 from nemo_rl.diagnostics.mismatch.rope import has_rope, scaled_rope
 from nemo_rl.diagnostics.mismatch.setting import Cut, Setting
 from nemo_rl.diagnostics.mismatch.tokens import StepTokens
+from nemo_rl.distributed.local_job import quiet_libraries
 from nemo_rl.models.hf_routers import HFRouters
 from nemo_rl.models.loading import DTYPES, load_causal_lm
 from nemo_rl.models.logprobs import filter_logits, token_logprobs

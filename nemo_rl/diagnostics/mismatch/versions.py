@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from nemo_rl.algorithms.kept_steps.record import StepStatus
 from nemo_rl.algorithms.recipe_loss import build_loss
-from nemo_rl.distributed.local_job import run_job
 from nemo_rl.diagnostics.mismatch.tokens import StepTokens
 from nemo_rl.diagnostics.step_replay.chain import Chain, ChainLink, checkpoints_of, find_chain, read_link
 from nemo_rl.diagnostics.step_replay.columns import KeptColumns
@@ -23,6 +22,7 @@ from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings
 from nemo_rl.diagnostics.step_replay.work import StepWork, make_work
 from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.distributed.local_job import run_job
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import name_some
 from nemo_rl.utils.checkpoint import Checkpoint

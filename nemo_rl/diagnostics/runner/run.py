@@ -20,12 +20,12 @@ from nemo_rl.algorithms.run_folder import TRACER
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.tokenizer import load_tokenizer
-from nemo_rl.distributed.local_job import quiet_libraries, run_job
 from nemo_rl.diagnostics.runner.layout_text import LayoutText, smallest_world
 from nemo_rl.diagnostics.runner.prompts import PromptSpec, Rows, make_rows
 from nemo_rl.diagnostics.runner.rank import STEP, RankResult, RankWork, probe_rank
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.layout import ParallelLayout
+from nemo_rl.distributed.local_job import quiet_libraries, run_job
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import UserError
 from nemo_rl.models.hub import local_folders

@@ -19,7 +19,6 @@ from typing import cast
 
 from nemo_rl.algorithms.kept_steps.record import KeptStep, StepStatus
 from nemo_rl.algorithms.recipe_loss import build_loss
-from nemo_rl.distributed.local_job import run_job
 from nemo_rl.diagnostics.non_finite import first_non_finite
 from nemo_rl.diagnostics.step_replay.chain import Chain, checkpoints_of, find_chain, read_target
 from nemo_rl.diagnostics.step_replay.compare import compare_step
@@ -29,6 +28,7 @@ from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.step_replay.settings import ReplaySettings, replay_settings
 from nemo_rl.diagnostics.step_replay.work import StepWork, make_work
 from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.distributed.local_job import run_job
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import CheckpointError, NonFiniteError
 from nemo_rl.models.policy.recording.identity import record_spec

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from nemo_rl.cli.main import app
@@ -15,6 +17,8 @@ from nemo_rl.cluster.recipe_import.emit import report_lines, to_recipe
 from nemo_rl.cluster.recipe_import.key_rule import Fate
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema_walk import place_of
+from nemo_rl.config.yaml_text import parse_yaml, text_problem, yaml_line
+from nemo_rl.data.messages import prompt_messages
 from nemo_rl.errors import ConfigError
 from tests.helpers.nemo_rl_keys import FATES, KEYS, nested
 
@@ -35,8 +39,14 @@ SMALL: dict[str, Any] = {
 def write(folder: Path, tree: dict[str, Any], name: str = "recipe.yaml") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
-    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    path.write_text(yaml_line(tree), encoding="utf-8")
     return path
+
+
+def texts(folder: Path, **files: str) -> None:
+    (folder / "prompts").mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / "prompts" / f"{name}.txt").write_text(text, encoding="utf-8")
 
 
 def merged(changes: dict[str, Any], base: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -62,6 +72,7 @@ def test_no_key_falls_through() -> None:
 
 
 def test_every_key_has_the_fate_that_the_table_says(tmp_path: Path) -> None:
+    texts(tmp_path, cot="Solve: {}", system="You solve.")
     imported = import_recipe(write(tmp_path, nested()))
     assert imported.of(Fate.UNKNOWN) == []
     wrong = {}
@@ -80,11 +91,12 @@ def test_every_key_has_the_fate_that_the_table_says(tmp_path: Path) -> None:
 
 def test_lengths_prompts_and_what_has_no_key_are_converted_and_the_result_loads(tmp_path: Path) -> None:
     config = loaded(tmp_path, import_recipe(write(tmp_path, SMALL)))
-    assert (config.data.max_input_seq_length, config.policy.generation.max_new_tokens) == (128, 384)
+    # A response ends where 512 tokens are reached, as there.
+    assert (config.data.max_input_seq_length, config.policy.generation.max_new_tokens) == (511, None)
     assert config.data.train.data_path == Path("data/x.jsonl") and config.data.train.input_key == "q"
     assert config.data.validation is None and config.grpo.val_period == 0 and not config.grpo.val_at_end
     assert config.grpo.use_leave_one_out_std and not config.grpo.drop_zero_advantage_groups
-    assert config.policy.generation.backend == "torch" and config.env.name == "math"
+    assert config.policy.generation.backend == "vllm" and config.env.name == "math"
 
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])
@@ -210,6 +222,8 @@ def test_a_missing_parent_is_named_and_the_exemplar_stands_in(tmp_path: Path) ->
     assert config.policy.max_total_sequence_length == 512 and config.policy.sequence_packing.enabled
     report = "\n".join(report_lines(imported))
     assert "gone.yaml: what it sets is not in the result" in report
+    assert any("gone.yaml is not here" in problem for problem in imported.problems)
+    assert not any("grpo_math_1B.yaml is not here" in problem for problem in imported.problems)
     assert "grpo_math_1B.yaml: its values of August 2026" in report
 
 
@@ -222,12 +236,18 @@ def test_unknown_keys_get_a_suggestion_and_references_without_a_value_are_left_o
     )
     assert list(imported.given.unresolved) == ["logger.log_dir"]
     assert "unknown: grpo.num_generation_per_prompt" in to_recipe(imported)
+    assert any("logger.log_dir: cannot resolve" in problem for problem in imported.problems)
 
 
 def test_values_that_no_key_here_takes_are_named(tmp_path: Path) -> None:
     imported = import_recipe(write(tmp_path, merged({"policy": {"precision": "fp8"}})))
     [outcome] = [one for one in imported.of(Fate.NOT_SUPPORTED) if one.key == "policy.precision"]
     assert "'fp8' is not taken here" in outcome.why
+    colocated = {
+        "generation": {"colocated": {"enabled": True, "resources": {"num_nodes": None, "gpus_per_node": None}}}
+    }
+    nulls = import_recipe(write(tmp_path, merged({"policy": colocated}), "nulls.yaml"))
+    assert nulls.of(Fate.NOT_SUPPORTED) == []
     assert loaded(tmp_path, imported).policy.precision == "bfloat16"
 
 
@@ -246,3 +266,161 @@ def test_the_command_writes_a_recipe_and_says_what_remains_to_decide(tmp_path: P
 def test_without_a_file_the_recipe_or_the_record_is_printed(tmp_path: Path, flag: list[str]) -> None:
     done = CliRunner().invoke(app, ["config", "import", str(write(tmp_path, SMALL)), *flag])
     assert done.exit_code == 0 and yaml.safe_load(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("file", "ours"),
+    [
+        ("Solve it:\n{}\nPut it into \\boxed{{}}.", "Solve it:\n{input}\nPut it into \\boxed{}."),
+        ("{{{0}}} is the question: {0}", "{{input}} is the question: {input}"),
+        ('Reply as {{"answer": 1}}: {}', 'Reply as {"answer": 1}: {input}'),
+    ],
+)
+def test_prompt_files_are_filled_as_str_format_fills_them(file: str, ours: str, tmp_path: Path) -> None:
+    texts(tmp_path, cot=file, system="Use {braces} as {} you like, {{twice}}.")
+    data = {"default": {"prompt_file": "prompts/cot.txt", "system_prompt_file": "prompts/system.txt"}}
+    imported = import_recipe(write(tmp_path, merged({"data": data})))
+    train = loaded(tmp_path, imported).data.train
+    assert train.prompt_template == ours
+    [message] = prompt_messages("1+{input}", prompt_template=train.prompt_template)
+    assert message.content == file.format("1+{input}")
+    assert train.system_prompt == "Use {braces} as {} you like, {{twice}}." and not imported.problems
+
+
+@pytest.mark.parametrize(
+    ("file", "why"),
+    [
+        ("Solve {problem}", "got {problem}"),
+        ("Solve {0.__class__}", "got {0.__class__}"),
+        ("Solve {0[0]}", "got {0[0]}"),
+        ("Solve {!r}", "got {!r}"),
+        ("Solve {:>9}", "got {:>9}"),
+        ("Solve {1}", "got {1}"),
+        ("Solve {} and {}", "several {}"),
+        ("Solve it", "has no {}"),
+        ("Solve {} }", "no template of str.format"),
+        ("Solve {} with {{input}}", "holds the text {input}"),
+        (None, "cot.txt is not here"),
+    ],
+)
+def test_prompt_files_that_cannot_be_filled_are_left_to_somebody(file: str | None, why: str, tmp_path: Path) -> None:
+    if file is not None:
+        texts(tmp_path, cot=file)
+    path = write(tmp_path, merged({"data": {"default": {"prompt_file": "prompts/cot.txt"}}}))
+    [problem] = import_recipe(path).problems
+    assert problem.startswith("data.default.prompt_file: not supported") and why in problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"env": {"math": {"verifier_type": "mcq"}}}, "env.math.verifier_type"),
+        ({"env": {"math": {"stop": {"words": ["x"]}}}}, "env.math.stop.words"),
+        ({"data": {"train": {"processor": "helpsteer3_data_processor"}}}, "data.train.processor"),
+        ({"data": {"processor": "vlm_hf_data_processor"}}, "data.processor"),
+        ({"data": {"train": {"split": "dapo"}}}, "data.train.split"),
+        ({"data": {"train": {"subset": "hard"}}}, "data.train.subset"),
+        ({"data": {"train": [{"data_path": "a.jsonl"}, {"data_path": "b.jsonl"}]}}, "data.train"),
+        ({"data": {"validation": {"data_path": "v.jsonl", "env_name": "code"}}}, "data.validation.env_name"),
+        ({"policy": {"dtensor_cfg": {"enabled": True, "lora_cfg": {"enabled": True, "dim": 8}}}}, "lora_cfg.enabled"),
+        ({"policy": {"generation": {"min_p": 0.05}}}, "policy.generation.min_p"),
+        ({"policy": {"generation": {"vllm_kwargs": {"hf_overrides": {"a": 1}}}}}, "vllm_kwargs.hf_overrides"),
+        ({"policy": {"reward_model_cfg": {"enabled": True}}}, "policy.reward_model_cfg.enabled"),
+        ({"dpo": {"beta": 0.1}}, "dpo.beta"),
+    ],
+)
+def test_a_key_without_which_something_else_is_trained_ends_the_import_with_2(
+    changes: dict[str, Any], key: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path, merged(changes))
+    done = CliRunner().invoke(app, ["config", "import", str(path), "--out", str(tmp_path / "ours.yaml")])
+    assert isinstance(done.exception, ConfigError) and f"{key}: not supported" in str(done.exception)
+
+
+def test_switches_that_are_off_there_and_sections_that_nothing_names_are_no_problem(tmp_path: Path) -> None:
+    changes = {
+        "env": {"math": {"num_workers": 4, "verifier_type": "math"}, "code": {"num_workers": 2}},
+        "data": {"default": {"processor": "math_hf_data_processor"}},
+        "policy": {
+            "dtensor_cfg": {"enabled": True, "lora_cfg": {"enabled": False, "dim": 8}},
+            "megatron_cfg": {"enabled": False, "peft": {"enabled": True}, "optimizer": {"clip_grad": 9.0}},
+            "max_grad_norm": 0.5,
+            "generation": {"min_p": 0.0, "repetition_penalty": 1.0},
+        },
+    }
+    imported = import_recipe(write(tmp_path, merged(changes)))
+    assert imported.problems == () and fates_of(imported, "env.code.num_workers") == {Fate.IGNORED}
+    config = loaded(tmp_path, imported)
+    assert config.env.num_workers == 4 and config.policy.max_grad_norm == 0.5
+
+
+@pytest.mark.parametrize(("gpus", "size"), [(0, 2), (8, 1)])
+def test_vllm_stays_vllm_with_its_settings(gpus: int, size: int, tmp_path: Path) -> None:
+    cfg = {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.4, "enforce_eager": True, "max_model_len": 512}
+    kwargs = {"enable_prefix_caching": False, "compilation_config": {"level": 0}, "speculative_config": {"x": 1}}
+    generation = {"backend": "vllm", "vllm_cfg": cfg, "vllm_kwargs": kwargs}
+    changes = {"policy": {"generation": generation}, "cluster": {"gpus_per_node": gpus}}
+    imported = import_recipe(write(tmp_path, merged(changes)))
+    ours = loaded(tmp_path, imported).policy.generation
+    assert ours.backend == "vllm" and ours.vllm_cfg.tensor_parallel_size == size
+    assert (ours.vllm_cfg.gpu_memory_utilization, ours.vllm_cfg.enforce_eager) == (0.4, True)
+    assert not ours.vllm_cfg.enable_prefix_caching and ours.vllm_kwargs == {"compilation_config": {"level": 0}}
+    named = {outcome.key for outcome in imported.of(Fate.NOT_SUPPORTED)}
+    assert "policy.generation.vllm_kwargs.speculative_config" in named
+    assert ("policy.generation.vllm_cfg.tensor_parallel_size" in named) == (gpus > 0)
+
+
+@pytest.mark.parametrize("key", ["policy.model_name", "grpo.seed"])
+def test_a_value_that_must_be_set_ends_the_import_with_2(key: str, tmp_path: Path) -> None:
+    section, name = key.split(".")
+    path = write(tmp_path, merged({section: {name: "???"}}))
+    done = CliRunner().invoke(app, ["config", "import", str(path), "--out", str(tmp_path / "ours.yaml")])
+    assert isinstance(done.exception, ConfigError) and f"{key}: must be set" in str(done.exception)
+
+
+TEXTS = [
+    *("1e3", "2E-4", "0o7", "1_000", "0x1F", "+5", ".5", ".inf", "yes", "No", "null", "~", "", " a ", "2024-01-02"),
+    *("12:30", "a: b", "- x", "*x", "&x", "!x", "<<", "=", "#x", "a #b", "---", "...", "{a}", "[a", "'", '"', "%x"),
+    *(
+        "a\nb: 1",
+        "\n",
+        "tab\t",
+        "bell\x07",
+        "\x85",
+        "\u2028",
+        "\ufeffx",
+        "caf\u00e9",
+        "\U0001f600",
+        ":rocket:",
+        "`",
+        "@",
+    ),
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_texts_stay_texts_as_values_and_as_names(text: str, tmp_path: Path) -> None:
+    changes = {
+        "policy": {"optimizer": {"name": "torch.optim.AdamW", "kwargs": {text: 1.0, "lr": 1e-6}}},
+        "logger": {"wandb_enabled": True, "wandb": {"name": text}},
+    }
+    imported = import_recipe(write(tmp_path, merged(changes)))
+    config = loaded(tmp_path, imported)
+    assert config.policy.optimizer.kwargs == {text: 1.0, "lr": 1e-6} and config.logger.wandb.name == text
+    # Readers of YAML 1.1 see the same.
+    assert yaml.safe_load((tmp_path / "ours.yaml").read_text())["logger"]["wandb"]["name"] == text
+
+
+@pytest.mark.parametrize("name", ["a\ngrpo:\n  seed: 5\n.yaml", "b\x85policy: {}\x07.yaml", "c # d.yaml"])
+def test_the_name_of_a_file_stays_in_its_comment(name: str, tmp_path: Path) -> None:
+    config = loaded(tmp_path, import_recipe(write(tmp_path, merged({"grpo": {"seed": 7}}), name)))
+    assert config.grpo.seed == 7
+
+
+@settings(deadline=None)
+@given(
+    st.dictionaries(st.text(max_size=8), st.text() | st.integers(-(2**63) + 1, 2**63 - 1) | st.booleans() | st.none())
+)
+def test_what_is_written_reads_the_same(values: dict[str, Any]) -> None:
+    if all(text_problem(text) is None for pair in values.items() for text in pair if isinstance(text, str)):
+        assert parse_yaml(yaml_line(values)) == values

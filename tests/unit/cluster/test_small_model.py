@@ -10,12 +10,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from nemo_rl.cluster.known_models import planned_model_config
-from nemo_rl.models.tiny_model import small_model_config, write_small_model
 from nemo_rl.config.parallel import ParallelSizes
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.errors import UserError
 from nemo_rl.models.loading import load_causal_lm
 from nemo_rl.models.megatron.architecture import Architecture
+from nemo_rl.models.tiny_model import small_model_config, write_small_model
 
 TWO = ParallelSizes(tensor=2, pipeline=2, context=2, expert=2, expert_tensor=1)
 FAMILIES: dict[str, dict[str, Any]] = {
