@@ -26,7 +26,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 # Stamps share one environment, which one pip at a time may write.
 .NOTPARALLEL:
-.PHONY: help demo vllm test test-fast test-full walk-docs lint types imports configs tree constraints learn-sort learn-sort-tp2 learn-sort-megatron learn-chain-sum learn-sort-moe learn-algorithms same-numbers mutants resume-kills replay-draw chaos leaks stress-data-plane bench-step bench-data-plane bench-packing bench-router-replay bench-generation bench-tracer bench-driver watch-trait gpu-wheels test-gpu clean
+.PHONY: help demo vllm test test-fast test-full walk-docs lint types imports configs model-support tree constraints learn-sort learn-sort-tp2 learn-sort-megatron learn-chain-sum learn-sort-moe learn-algorithms same-numbers mutants resume-kills replay-draw chaos leaks stress-data-plane bench-step bench-data-plane bench-packing bench-router-replay bench-generation bench-tracer bench-driver watch-trait gpu-wheels test-gpu clean
 
 help:
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-22s %s\n", $$1, $$2}'
@@ -144,6 +144,9 @@ constraints: $(VENV)/.mooncake ## write constraints.txt from the packages in .ve
 
 configs: $(VENV)/.base ## write configs/grpo_base.yaml from the schema
 	$(BIN)/python -m nemo_rl.config.render configs/grpo_base.yaml
+
+model-support: $(VENV)/.dev ## write docs/model_support.md: which models of transformers run, tried one by one
+	$(BIN)/python -m tests.repo.model_support docs/model_support.md
 
 tree: $(VENV)/.base ## write docs/tree.md, one line for every file, from the heads of the files
 	$(BIN)/python -m tests.repo.tree docs/tree.md

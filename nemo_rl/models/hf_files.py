@@ -1,8 +1,8 @@
 """Which bytes the weight files of a Hugging Face folder hold: known from names, shapes and dtypes alone.
 
 Called by the writers of a folder. Names here are those of the module's state dict, where the experts of a layer are one
-tensor; files hold every expert by itself, under the names of its model type (`FileNames`). Invariant: header and order of a file are,
-byte for byte, those of `safetensors.torch.save_file` with the metadata that transformers gives.
+tensor; files hold every expert by itself, under the names of its model type (`FileNames`). Invariant: header and order
+of a file are, byte for byte, those of `safetensors.torch.save_file` with the metadata that transformers gives.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ ORDER = {dtype: number for number, dtype in enumerate(CODES)}
 
 
 PROBE_ROWS = 12
-"""Size of a probe along each dim that is not counted in experts: pieces of halves, thirds and quarters come out even."""
+"""Size of a probe along each dim that does not count experts: halves, thirds and quarters come out even."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

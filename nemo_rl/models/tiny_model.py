@@ -1,4 +1,4 @@
-"""A small random model of a family, with a tokenizer: what `shrink` trains and preflight checks in place of the real one.
+"""A small random model of a family, with a tokenizer: what `shrink` trains and preflight checks in place of another.
 
 Made from the real model's config by its own class: switches (tied embeddings, norms of heads, biases, windows, kinds of
 layers, shared experts, rope) stay, sizes shrink. Invariant: no weight is 0 or 1 by default, so that a layout that drops

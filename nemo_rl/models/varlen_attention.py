@@ -1,9 +1,10 @@
 """Causal attention over sequences packed in one row, on one rank or zigzag-split over context-parallel ranks.
 
 Registered with Hugging Face models as `nrl_varlen`; a forward pass hands its `Segments` to every layer as the keyword
-`segments`, and the mask that a model asks for arrives as a `Pattern`. Invariant: a token attends to itself and to earlier tokens of its own sequence only, by construction: a
-call sees sequences as rows of a batch, and no mask over the whole row exists. Shapes: n rows, S positions of the pass,
-s = S / ranks local ones, g sequences of one length, H query heads, G key heads, D head dimension.
+`segments`, and the mask that a model asks for arrives as a `Pattern`. Invariant: a token attends to itself and to
+earlier tokens of its own sequence only, by construction: a call sees sequences as rows of a batch, and no mask over the
+whole row exists. Shapes: n rows, S positions of the pass, s = S / ranks local ones, g sequences of one length, H query
+heads, G key heads, D head dimension.
 
 Zigzag: a sequence of length L is cut into 2 x ranks chunks; rank r holds chunks r and 2 x ranks - 1 - r, so that every
 rank has the same causal work.

@@ -19,10 +19,12 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -264,7 +266,7 @@ def _reference(folder: Path) -> Found:
     sites = HFSites(model)
     seen: dict[tuple[SiteKind, int | None], list[torch.Tensor]] = {}
     detach = [
-        tap.attach(lambda value, at=(tap.kind, tap.layer): seen.setdefault(at, []).append(value.detach()[0].flatten(1)))
+        tap.attach(partial(_keep, seen.setdefault((tap.kind, tap.layer), [])))
         for tap in sites.taps
         if tap.kind in WATCHED
     ]
@@ -276,14 +278,19 @@ def _reference(folder: Path) -> Found:
         logprobs.append(torch.nn.functional.pad(taken, (1, 0)))
     for remove in detach:
         remove()
-    loss = -sum(row.sum() for row in logprobs) / sum(length - 1 for length in LENGTHS)
-    loss.backward()
+    loss = -torch.cat(logprobs).sum() / sum(length - 1 for length in LENGTHS)
+    torch.autograd.backward([loss])
     return Found(
         logprobs=torch.cat(logprobs).detach(),
         sites={at: torch.cat(parts) for at, parts in seen.items()},
         loss=float(loss.detach()),
         gradients={name: weight.grad for name, weight in named_weights(model) if weight.grad is not None},
     )
+
+
+def _keep(held: list[torch.Tensor], value: torch.Tensor) -> None:
+    """Take up what a site of the reference shows of one row."""
+    held.append(value.detach()[0].flatten(1))
 
 
 class _Collector:
@@ -422,7 +429,7 @@ def _in_engine(folder: Path, policy: PolicyConfig) -> Found:
     )
     logprobs = torch.full((sum(LENGTHS),), torch.nan)
     starts = [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
-    parts = output.logprobs.split(output.lengths.tolist())
+    parts = torch.split(output.logprobs, output.lengths.tolist())
     for (start, stop), prompt, part in zip(pairwise(starts), PROMPTS, parts, strict=True):
         logprobs[start + prompt : stop] = part
     engine.shutdown()
@@ -443,9 +450,7 @@ def _saved(folder: Path, policy: PolicyConfig) -> Found:
     again, report = AutoModelForCausalLM.from_pretrained(str(target), output_loading_info=True, local_files_only=True)
     wrong = sorted([*report["missing_keys"], *report["unexpected_keys"]])
     if wrong:
-        raise UserError(
-            f"transformers does not find {len(wrong)} weights under the names of our files, first {wrong[0]}"
-        )
+        raise UserError(f"transformers does not know {len(wrong)} weights by the names in our files, first {wrong[0]}")
     held = dict(named_weights(again))
     changed = [name for name, weight in weights.items() if not torch.equal(weight, held[name].to(weight.dtype))]
     if changed:
@@ -473,7 +478,7 @@ def difference(found: Found, expected: Found) -> str | None:
 
 
 def _first_site(found: Found, expected: Found) -> str | None:
-    for kind, layer in sorted(expected.sites, key=lambda at: execution_order(*at, Direction.FORWARD)):
+    for kind, layer in sorted(expected.sites, key=lambda at: execution_order(at[0], at[1], Direction.FORWARD)):
         mine, other = found.sites.get((kind, layer)), expected.sites[kind, layer]
         if mine is None or mine.shape != other.shape:
             continue
@@ -501,9 +506,14 @@ def _first_gradient(found: Found, expected: Found) -> str | None:
 
 @contextmanager
 def _untouched() -> Iterator[None]:
-    """Random numbers of this process go on afterwards as if nothing had been drawn."""
-    with torch.random.fork_rng(devices=[]):
-        yield
+    """Random numbers of this process go on as if nothing had been drawn, and its errors are told without a rank."""
+    hook = sys.excepthook
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        # Each process group puts another prefix before what the hook says.
+        sys.excepthook = hook
 
 
 def _digest(real: PretrainedConfig, trials: Sequence[Trial]) -> str:
