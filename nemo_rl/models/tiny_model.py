@@ -97,7 +97,7 @@ def small_model_config(
         UserError: it describes no plain decoder.
     """
     given = {name: value for name, value in real.to_dict().items() if name not in LEFT_OUT}
-    given_tokens = {name: getattr(real, name, None) for name in TOKENS}
+    given_tokens = {name: real.to_dict().get(name) for name in TOKENS}
     layers_name, heads_name = (_own_name(real, name) for name in ("num_hidden_layers", "num_attention_heads"))
     if not isinstance(given.get(layers_name), int):
         raise UserError(
@@ -173,7 +173,7 @@ def _write_weights(folder: Path, config: PretrainedConfig) -> int:
 def _set_tokens(config: PretrainedConfig, real: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     config.eos_token_id = tokenizer.eos_token_id
     # A padding token's embedding gets no gradient; without one in the family there is none here.
-    config.pad_token_id = None if getattr(real, "pad_token_id", None) is None else tokenizer.pad_token_id
+    config.pad_token_id = None if real.to_dict().get("pad_token_id") is None else tokenizer.pad_token_id
 
 
 def _own_name(config: PretrainedConfig, name: str) -> str:
