@@ -40,7 +40,11 @@ RIGHT: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "zaya": (PACKED, {}, "has layers that carry values along a row outside of attention"),
-    "bert-generation": ("padded", {}, "has other numbers padded in one worker than in Hugging Face: log-probabilities differ"),
+    "bert-generation": (
+        "padded",
+        {},
+        "has other numbers padded in one worker than in Hugging Face: log-probabilities differ",
+    ),
     "bert": ("padded", {}, "cannot run padded in one worker"),
     "electra": (ENGINE, {}, "has other numbers in the embedded engine than in Hugging Face"),
     "bamba": (PACKED, {}, "has layers that carry values along a row outside of attention"),
