@@ -121,7 +121,8 @@ class OwnRay:
         if folder is None:
             return
         try:
-            ray.shutdown()
+            with keep_sigterm_handler():
+                ray.shutdown()
         finally:
             self._is_closed.set()
             _servers.clear()
@@ -232,7 +233,8 @@ def _ray_servers() -> dict[str, ProcessIdentity]:
 
 @contextmanager
 def keep_sigterm_handler() -> Iterator[None]:
-    """`ray.init` puts a SIGTERM handler of its own in place, which leaves without our teardown."""
+    """Restore the SIGTERM handler after `ray.init`, which sets one that skips our teardown, and `ray.shutdown`, which
+    leaves none, so that a second signal would end the process before the rest is ended."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield

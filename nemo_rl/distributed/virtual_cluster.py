@@ -142,7 +142,8 @@ class RayVirtualCluster:
         if own is not None:
             own.close()
         elif self._joined:
-            ray.shutdown()
+            with keep_sigterm_handler():
+                ray.shutdown()
             self._joined = False
 
     def _keep_logs(self) -> None:
