@@ -114,7 +114,7 @@ def _short(text: str) -> str:
     """The reason alone, on one line, without what would end a cell."""
     for noise in NOISE:
         text = re.sub(noise, "", text)
-    return " ".join(text.split()).replace("|", "\\|")[:160]
+    return " ".join(text.split()).replace("|", "\\|").replace("`", "'")[:160]
 
 
 def main(page: Path, *names: str) -> None:
