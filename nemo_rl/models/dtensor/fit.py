@@ -52,4 +52,6 @@ def attention_problem(model: PreTrainedModel) -> str | None:
     kinds = {str(kind) for kind in model.config.get_text_config().to_dict().get("layer_types") or ()}
     if kinds & RECURRENT or any(isinstance(module, torch.nn.Conv1d) for module in model.modules()):
         return "has layers that carry values along a row outside of attention (convolutions, states)"
+    if any(type(module).__name__.endswith("Indexer") for module in model.modules()):
+        return "has an indexer that chooses the keys of each token by a mask of whole rows"
     return None if model._supports_attention_backend else "brings an attention of its own"

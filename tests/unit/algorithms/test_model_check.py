@@ -47,6 +47,8 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "bert": ("padded", {}, "cannot run padded in one worker"),
     "electra": (ENGINE, {}, "has other numbers in the embedded engine than in Hugging Face"),
+    "deepseek_v32": (PACKED, {}, "has an indexer that chooses the keys of each token"),
+    "glm_moe_dsa": (CONTEXT, {}, "has an indexer that chooses the keys of each token"),
     "bamba": (PACKED, {}, "has layers that carry values along a row outside of attention"),
     "recurrent_gemma": (CONTEXT, {}, "has layers that carry values along a row outside of attention"),
     "openai-gpt": (ENGINE, {}, "cannot run in the embedded engine"),
