@@ -71,8 +71,8 @@ def main() -> None:
     try:
         app()
     except SystemExit as ended:
-        # The parser of the command line makes an end of its own of an interrupt.
-        raise SystemExit(INTERRUPTED if interrupt.received() else ended.code) from None
+        # The parser of the command line ends an interrupt with 1; a command that ends by one as it should, with 0.
+        raise SystemExit(INTERRUPTED if interrupt.received() and ended.code else ended.code) from None
     except Exception as error:  # noqa: BLE001  (the outermost place: reported as what it is)
         problem = text_of(error) if isinstance(error, NemoRLError) else machine_problem(error)
         line = problem or crash_line(error, folder=None)

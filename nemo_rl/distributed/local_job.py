@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -163,11 +163,17 @@ def _main(
         with quiet_libraries():
             answers.send((True, target(spec, *args)))
     except NemoRLError as error:
-        answers.send((False, to_record(error)))
+        _tell(answers, to_record(error))
     except BaseException as error:  # noqa: BLE001  (the caller reports whatever it was)
-        answers.send((False, {"kind": ChildFailed.__name__, "text": crash_line(error, folder=None)}))
+        _tell(answers, {"kind": ChildFailed.__name__, "text": crash_line(error, folder=None)})
     finally:
         destroy_process_group()
+
+
+def _tell(answers: Connection, failure: object) -> None:
+    """Send why this rank has failed; a caller that heard another rank first no longer listens."""
+    with suppress(OSError):
+        answers.send((False, failure))
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -35,7 +36,7 @@ from nemo_rl.distributed.run_folder import RunFolder
 from nemo_rl.errors import ResourceError, WorkerError
 from nemo_rl.utils.start_up import StartUp
 
-__all__ = ["LOOPBACK", "OwnRay", "check_own_ray", "keep_sigterm_handler"]
+__all__ = ["LOOPBACK", "OwnRay", "check_own_ray", "keep_sigterm_handler", "shut_down_ray"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,8 @@ LOOK_S = 1.0
 UNHEARD_S = 40.0
 """From the metadata server's death until this process is left, if nobody has closed Ray by then: after 60 s Ray itself
 ends it with a text of its own, and calls that wait for the server hear nobody."""
+HANDLER_S = 0.005
+"""Until a handler that Ray has reset is there again."""
 _ended: set[str] = set()
 """Servers that were ended because somebody had stopped them."""
 _servers: dict[str, ProcessIdentity] = {}
@@ -121,7 +124,7 @@ class OwnRay:
         if folder is None:
             return
         try:
-            ray.shutdown()
+            shut_down_ray()
         finally:
             self._is_closed.set()
             _servers.clear()
@@ -141,7 +144,7 @@ class OwnRay:
                 self._init(folder)
                 return
             except Exception as error:  # Ray raises all kinds
-                ray.shutdown()
+                shut_down_ray()
                 first = (str(error).splitlines() or [type(error).__name__])[0]
                 if not any(text in str(error) for text in SLOW_START):
                     raise ResourceError(f"cluster: Ray could not be started: {first}") from error
@@ -232,13 +235,31 @@ def _ray_servers() -> dict[str, ProcessIdentity]:
 
 @contextmanager
 def keep_sigterm_handler() -> Iterator[None]:
-    """`ray.init` puts a SIGTERM handler of its own in place, which leaves without our teardown."""
+    """Restore the SIGTERM handler after `ray.init`, which sets one that leaves without our teardown."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
         if handler is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
+
+
+def shut_down_ray() -> None:
+    """Leave Ray, with the SIGTERM handler that is there.
+
+    Ray's shutdown resets it at its beginning, and then takes a second or more, in which a second signal would end the
+    process before its teardown. Only the main thread can set a handler, so another one shuts Ray down.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    if handler is None or threading.current_thread() is not threading.main_thread():
+        ray.shutdown()
+        return
+    with ThreadPoolExecutor(1, thread_name_prefix="ray-shutdown") as pool:
+        ended = pool.submit(ray.shutdown)
+        while not wait([ended], HANDLER_S).done:
+            signal.signal(signal.SIGTERM, handler)
+    signal.signal(signal.SIGTERM, handler)
+    ended.result()
 
 
 @contextmanager

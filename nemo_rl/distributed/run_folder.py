@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from nemo_rl.config.base import START_TIMEOUT_S
 from nemo_rl.distributed import run_sweeper
 from nemo_rl.distributed.liveness import ProcessIdentity
 from nemo_rl.errors import ResourceError
@@ -30,7 +31,6 @@ logger = logging.getLogger(__name__)
 OWNER_FILE = "owner.json"
 LONGEST_ROOT = 30
 """Characters: a Unix socket's path has 107 at most, and Ray's own part of it takes 62."""
-SWEEPER_START_S = 60.0
 SWEEPER_EXIT_S = 10.0
 
 
@@ -50,7 +50,7 @@ class RunFolder:
         )
         assert self._sweeper.stdout is not None
         with self._sweeper.stdout as said:
-            if not read_line(said.fileno(), timeout_s=SWEEPER_START_S):
+            if not read_line(said.fileno(), timeout_s=START_TIMEOUT_S):
                 logger.warning("the sweeper of %s (process %d) does not start", self.path, self._sweeper.pid)
 
     @contextmanager

@@ -22,7 +22,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from nemo_rl.config.schema import ClusterConfig
 from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.nodes import Node, Share, alive_nodes, choose_nodes, node_resource
-from nemo_rl.distributed.own_ray import OwnRay, keep_sigterm_handler
+from nemo_rl.distributed.own_ray import OwnRay, keep_sigterm_handler, shut_down_ray
 from nemo_rl.distributed.worker_environment import worker_environment
 from nemo_rl.errors import ResourceError, UserError
 from nemo_rl.utils.start_up import StartUp
@@ -142,7 +142,7 @@ class RayVirtualCluster:
         if own is not None:
             own.close()
         elif self._joined:
-            ray.shutdown()
+            shut_down_ray()
             self._joined = False
 
     def _keep_logs(self) -> None:

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from nemo_rl.config.parallel import ParallelSizes
 from nemo_rl.data.sort_digits import problems
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.errors import ModelFolderError, UserError, boundary
 
-__all__ = ["SmallModel", "small_model_config", "write_small_model"]
+__all__ = ["SmallModel", "language_config", "small_model_config", "write_small_model"]
 
 HEADS, HEAD_DIM, HIDDEN, WINDOW, POSITIONS, WIDTH = 4, 32, 64, 16, 2048, 128
 EXPERTS, EXPERTS_PER_TOKEN = 8, 2
@@ -70,7 +71,9 @@ HEAD_COUNTS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder
 """Numbers of query heads, by every name."""
 KEY_VALUE_COUNTS = ("num_key_value_heads", "kv_n_heads", "num_kv_heads", "swa_num_key_value_heads", "num_query_groups")
 POSITION_COUNTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length")
-KINDS_OF_LAYERS = ("layer_types", "layers_block_type", "block_types", "attention_layers", "mlp_layer_types")
+BLOCK_TYPES = "layers_block_type"
+"""Where a family has this list, it is what says how many layers there are."""
+KINDS_OF_LAYERS = ("layer_types", BLOCK_TYPES, "block_types", "attention_layers", "mlp_layer_types")
 NUMBERED_LAYERS = ("full_attn_idxs", "moe_layers", "hybrid_layer_ids")
 """Lists of the numbers of layers of one kind."""
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -97,20 +100,22 @@ def small_model_config(
         UserError: it describes no plain decoder.
     """
     given = {name: value for name, value in real.to_dict().items() if name not in LEFT_OUT}
-    given_tokens = {name: getattr(real, name, None) for name in TOKENS}
+    given_tokens = {name: real.to_dict().get(name) for name in TOKENS}
     layers_name, heads_name = (_own_name(real, name) for name in ("num_hidden_layers", "num_attention_heads"))
-    if not isinstance(given.get(layers_name), int):
+    count = given.get(layers_name, len(given.get(BLOCK_TYPES) or ()))
+    if real.sub_configs or not count:
+        parts = f"parts besides the language model ({', '.join(real.sub_configs)})" if real.sub_configs else "no layers"
         raise UserError(
-            f"policy.model_name: the config of {real.model_type!r} has no num_hidden_layers, and cannot be made small "
-            "here; take a model type of docs/model_support.md"
+            f"policy.model_name: a {real.model_type!r} has {parts}, and cannot be made small here, so nothing tells "
+            "whether its numbers would be right; take a model type of docs/model_support.md"
         )
-    layers = _layers(given, given[layers_name], sizes.pipeline)
+    layers = _layers(given, count, sizes.pipeline)
     # Classes have tokens of their own, which a small vocabulary lacks.
     small = {
         **given,
         **{name: token for name, token in SMALL_TOKENS.items() if given_tokens[name] is not None},
         _own_name(real, "vocab_size"): vocab_size,
-        layers_name: layers,
+        **({layers_name: layers} if layers_name in given else {}),
         "initializer_range": INIT,
     }
     for name, cap in CAPS.items():
@@ -123,7 +128,7 @@ def small_model_config(
         if isinstance(given.get(name), int) and not isinstance(given[name], bool):
             small[name] = _key_value_heads(given[heads_name], given[name], real_sizes.tensor)
     _keep_products(given, small, heads=given.get(heads_name))
-    _shrink_lists(given, small, given[layers_name], layers)
+    _shrink_lists(given, small, count, layers)
     _shrink_rope(given, small)
     config: PretrainedConfig = type(real)(**{name: value for name, value in small.items() if name != "model_type"})
     return config
@@ -173,7 +178,14 @@ def _write_weights(folder: Path, config: PretrainedConfig) -> int:
 def _set_tokens(config: PretrainedConfig, real: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     config.eos_token_id = tokenizer.eos_token_id
     # A padding token's embedding gets no gradient; without one in the family there is none here.
-    config.pad_token_id = None if getattr(real, "pad_token_id", None) is None else tokenizer.pad_token_id
+    config.pad_token_id = None if real.to_dict().get("pad_token_id") is None else tokenizer.pad_token_id
+
+
+def language_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the part of a config that `AutoModelForCausalLM` builds its model from: all of it, or its text part."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    is_part = model_class is not None and model_class.config_class is (config.sub_configs or {}).get("text_config")
+    return config.get_text_config() if is_part else config
 
 
 def _own_name(config: PretrainedConfig, name: str) -> str:

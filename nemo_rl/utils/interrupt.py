@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from types import FrameType
 
@@ -18,7 +19,10 @@ __all__ = ["SIGNALS", "end_at_once", "ignore", "install", "raise_if_received", "
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-_received: list[int] = []
+AGAIN_AFTER_S = 30.0
+"""Until a signal may break off the teardown that an earlier one has begun."""
+
+_received: list[float] = []
 
 
 def end_at_once() -> None:
@@ -68,5 +72,10 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    _received.append(number)
-    raise KeyboardInterrupt
+    """Raise for the first signal; one that follows soon would leave half of what the first one is ending."""
+    del number, frame
+    now = time.monotonic()
+    is_first = not _received or now - _received[-1] > AGAIN_AFTER_S
+    if is_first:
+        _received.append(now)
+        raise KeyboardInterrupt

@@ -211,7 +211,7 @@ TABLE: tuple[FaultRow, ...] = (
     FaultRow(
         name="delta-refit planted",
         expected="all found",
-        run=_tests("tests/unit/models/test_refit_delta.py", "-k", "doubt or whole or refused or versions"),
+        run=_tests(REFIT, "tests/unit/models/test_refit_delta.py", "-k", "delta or doubt or whole or versions"),
     ),
     FaultRow(name="vllm-engines killed stopped", expected="all found", run=_tests("tests/e2e/test_lost_vllm.py")),
     FaultRow(name="engines killed stopped", expected="all found", run=_tests("tests/e2e/test_lost_engines.py")),

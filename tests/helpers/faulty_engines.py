@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from nemo_rl.models.generation.interfaces import EngineSpec
 from nemo_rl.models.generation.torch_engine.worker import EngineWorker
 from nemo_rl.models.generation.vllm.start import build_vllm_worker
-from nemo_rl.models.weight_sync.buckets import BucketSink, RefitPlan
+from nemo_rl.models.weight_sync.buckets import BucketSink, RefitPlan, flat_bytes
 from nemo_rl.models.weight_sync.ipc_handle import IpcHandle
 from tests.helpers.families import write_with_tokenizer
 from tests.helpers.kernel_models import COMMON
@@ -57,7 +57,19 @@ class FaultyWorker(EngineWorker):
     def begin_refit(self, plan: RefitPlan, *, handle: IpcHandle | None = None) -> None:
         super().begin_refit(plan, handle=handle)
         if self.fault == "not delivered":
-            self._refit()._sink = _Without(plan, self._refit()._targets, SQUARE)
+            self._drop(plan, SQUARE)
+
+    def _drop(self, plan: RefitPlan, name: str) -> None:
+        """What comes for one weight goes nowhere."""
+        receiver = self._refit()
+        kept = [
+            torch.empty_like(target) if slot.name == name else target
+            for slot, target in zip(plan.slots, receiver._targets, strict=True)
+        ]
+        if plan.delta is None:
+            receiver._sink = BucketSink(plan, kept)
+        else:
+            receiver._held._bytes = [flat_bytes(target) for target in kept]
 
     def load_bucket(self, bucket: np.ndarray | None = None) -> None:
         if self.fault != "version without weights":
@@ -95,14 +107,6 @@ def _changed(fault: str | None, now: dict[str, torch.Tensor], worker: FaultyWork
     if fault == "layers off by one":
         return {name: now[name.replace(LAYER_0, LAYER_1)] for name in now if name.startswith(LAYER_0)}
     return {}
-
-
-class _Without(BucketSink):
-    """Drops what comes for one weight."""
-
-    def __init__(self, plan: RefitPlan, targets: Sequence[torch.Tensor], name: str) -> None:
-        kept = [torch.empty_like(t) if s.name == name else t for s, t in zip(plan.slots, targets, strict=True)]
-        super().__init__(plan, kept)
 
 
 class FaultyVllm:

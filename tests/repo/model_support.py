@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 from nemo_rl.algorithms.preflight.model_check import Trial, check_config, trials_of
 from nemo_rl.config.policy import DTensorConfig, PolicyConfig, SequencePackingConfig
 from nemo_rl.models.megatron.architecture import SUPPORTED
+from nemo_rl.models.tiny_model import language_config
 from nemo_rl.utils.versions import package_versions
 
 __all__ = ["HEAD", "WAYS", "config_of", "line_of", "trials"]
@@ -48,6 +49,18 @@ GIVEN: Mapping[str, Mapping[str, Any]] = {
     "qwen2_moe": {"use_sliding_window": True, "max_window_layers": 1},
 }
 """What released models of a type say and its config class leaves open."""
+NOISE = (
+    r"^policy\.[\w.]+: '[\w-]+' ",
+    r"policy\.[\w.]+: ",
+    r"; (set|use|take) .*",
+    r"has other numbers (?=.* in Hugging Face)",
+    r" than in Hugging Face",
+    r"rank \d+: ",
+    r" \(not foreseen.*",
+    r"a small '[\w-]+' cannot be built: ",
+    r"transformers stores its weights in another order: .*",
+)
+"""Parts of a reason that say what the row and the column say."""
 HEAD = """# Models
 
 Which causal language models of transformers {transformers} run, and in which way. `make model-support` writes this
@@ -71,10 +84,7 @@ The Megatron worker trains {megatron}, and no other types.
 
 def config_of(model_type: str) -> PretrainedConfig:
     """Return a config of a type as its models are loaded: that of the language model where it is a part of a larger."""
-    config = AutoConfig.for_model(model_type, **GIVEN.get(model_type, {}))
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    is_part = model_class.config_class is (config.sub_configs or {}).get("text_config")
-    return config.get_text_config() if is_part else config
+    return language_config(AutoConfig.for_model(model_type, **GIVEN.get(model_type, {})))
 
 
 def trials() -> dict[str, Trial]:
@@ -102,10 +112,9 @@ def line_of(model_type: str, ways: Mapping[str, Trial]) -> str:
 
 def _short(text: str) -> str:
     """The reason alone, on one line, without what would end a cell."""
-    text = re.sub(
-        r"policy\.[\w.]+: '[\w-]+' |; set policy.*|has other numbers .* than in Hugging Face: |/tmp/\S+ ?", "", text
-    )
-    return " ".join(text.split()).replace("|", "\\|")[:200]
+    for noise in NOISE:
+        text = re.sub(noise, "", text)
+    return " ".join(text.split()).replace("|", "\\|").replace("`", "'")[:160]
 
 
 def main(page: Path, *names: str) -> None:

@@ -47,6 +47,7 @@ TARGETS: Mapping[str, str] = {
     "imports": "",
     "configs": "",
     "tree": "",
+    "model-support": "llama qwen3",
     "constraints": "",
     "learn-sort": "grpo.max_num_steps=2",
     "learn-sort-tp2": "grpo.max_num_steps=2",

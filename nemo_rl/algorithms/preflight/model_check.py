@@ -52,7 +52,7 @@ from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.policy.recording.sight import Sight
 from nemo_rl.models.policy.workers.compose import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
-from nemo_rl.models.tiny_model import WINDOW, write_small_model
+from nemo_rl.models.tiny_model import WINDOW, language_config, write_small_model
 from nemo_rl.records.sites import Direction, SiteKind, execution_order
 from nemo_rl.utils.versions import package_versions
 
@@ -71,6 +71,8 @@ WATCHED = (SiteKind.EMBED, SiteKind.LAYER_IN, SiteKind.ATTN_OUT, SiteKind.MLP_OU
 STEP = 64.0
 """Learning rate of the plain gradient descent by which gradients are read off the weights."""
 TIMEOUT_S = 120.0
+MAX_REASON = 240
+"""Characters that are told of an error."""
 CACHE = Path("~/.cache/nemo_rl/model_checks")
 SEED = 0
 
@@ -117,7 +119,7 @@ def check_model(config: PolicyConfig, *, cache: Path | None = CACHE) -> list[str
     Raises:
         UserError: no tiny model can be made of this one.
     """
-    real = load_model_config(config.model_name)
+    real = language_config(load_model_config(config.model_name))
     trials = trials_of(config)
     place = None if cache is None else cache.expanduser() / _digest(real, trials)
     if place is not None and place.is_file():
@@ -148,8 +150,8 @@ def _problem(trial: Trial, folder: Path, expected: Found) -> str | None:
     try:
         found = trial.run(folder, trial.policy)
     except (NemoRLError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError) as error:
-        text = " ".join(str(error).split())
-        return f"cannot run {trial.name}: {text[:240] or type(error).__name__}"
+        kind = "" if isinstance(error, NemoRLError) else f"{type(error).__name__}: "
+        return f"cannot run {trial.name}: {kind}{' '.join(str(error).split())[:MAX_REASON]}"
     problem = difference(found, expected)
     return None if problem is None else f"has other numbers {trial.name} than in Hugging Face: {problem}"
 

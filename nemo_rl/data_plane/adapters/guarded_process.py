@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from nemo_rl.config.base import START_TIMEOUT_S
 from nemo_rl.data_plane.adapters import process_guard
 from nemo_rl.errors import ResourceError
 from nemo_rl.utils.files import read_tail
@@ -29,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.02
 CONNECT_S = 1.0
-START_S = 60.0
-"""Until the guard has started the command; it takes milliseconds."""
 STOP_S = process_guard.GRACE_S + 3.0
 """The guard itself needs a moment after the grace that it gives."""
 LOG_TAIL_BYTES = 400
@@ -60,12 +59,12 @@ class GuardedProcess:
         )
         assert self._guard.stdout is not None
         with self._guard.stdout as said:
-            first = read_line(said.fileno(), timeout_s=START_S).strip()
+            first = read_line(said.fileno(), timeout_s=START_TIMEOUT_S).strip()
         if not first.isdigit():
             self.stop()
             raise ResourceError(
-                f"cannot run {command[0]!r}: its guard gave {first[:100]!r} within {START_S:g} s, no process id, "
-                f"and ended with code {self._guard.returncode}"
+                f"cannot run {command[0]!r}: its guard gave {first[:100]!r} within {START_TIMEOUT_S:g} s, no process "
+                f"id, and ended with code {self._guard.returncode}"
             )
         self.pid = int(first)
 

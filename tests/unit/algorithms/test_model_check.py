@@ -26,6 +26,7 @@ RIGHT: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     # Windows that only the mask knows.
     "qwen2_moe": ((PACKED,), {"use_sliding_window": True, "max_window_layers": 1}),
     "exaone4": ((PACKED, ENGINE), {"sliding_window": 4096}),
+    "llama4_text": (("padded",), {"attention_chunk_size": 4096, "num_hidden_layers": 4, "num_experts_per_tok": 1}),
     # Files that name experts, or the block that they are in, otherwise than the module does.
     "phimoe": ((SAVED,), MIXTURE),
     "jamba": ((SAVED, "padded"), {}),
@@ -39,7 +40,11 @@ RIGHT: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "zaya": (PACKED, {}, "has layers that carry values along a row outside of attention"),
-    "roberta": ("padded", {}, "has other numbers padded in one worker than in Hugging Face: log-probabilities differ"),
+    "bert-generation": (
+        "padded",
+        {},
+        "has other numbers padded in one worker than in Hugging Face: log-probabilities differ",
+    ),
     "bert": ("padded", {}, "cannot run padded in one worker"),
     "electra": (ENGINE, {}, "has other numbers in the embedded engine than in Hugging Face"),
     "bamba": (PACKED, {}, "has layers that carry values along a row outside of attention"),

@@ -90,5 +90,5 @@ def test_the_folder_has_a_tokenizer_and_weights_of_which_none_is_one_or_zero(tmp
 
 
 def test_a_model_that_is_no_plain_decoder_is_refused() -> None:
-    with pytest.raises(UserError, match="is no plain decoder"):
+    with pytest.raises(UserError, match="has no layers, and cannot be made small here"):
         small_model_config(AutoConfig.for_model("prophetnet"), TWO, real_sizes=TWO, vocab_size=320)

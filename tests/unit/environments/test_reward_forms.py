@@ -98,7 +98,7 @@ def test_only_a_reward_that_asks_for_the_row_needs_it_to_be_json() -> None:
 
 
 def test_a_batch_reward_gets_lists_and_its_limit_holds_for_a_batch() -> None:
-    with environment(**custom("batch", reward_batch_size=4, timeout_s=0.5)) as env:
+    with environment(**custom("batch", reward_batch_size=4, timeout_s=2)) as env:
         texts = ["", "a", "aa", "aaa", "aaaa", "hang"]
         report = score(env, texts, [None] * 6)
     assert report.rewards == (4.0, 4.01, 4.02, 4.03, 0.0, 0.0)

@@ -29,6 +29,8 @@ from tests.helpers.tiny_model import tiny_policy
 
 pytestmark = pytest.mark.slow
 
+DELTAS = 1000
+"""Refits of which one would be whole, so that all but the first of a test are deltas."""
 APART = "its log-probabilities are .* from the policy's, more than"
 NAMED = {
     "not delivered": f"{SQUARE} is that of the version before",
@@ -75,6 +77,15 @@ def embedded(folder: Path, policy: WorkerGroup) -> Iterator[Bench]:
 
 
 @pytest.fixture(scope="module")
+def deltas(embedded: Bench) -> Bench:
+    """The same engine, to which only what has changed is sent."""
+    parties = replace(embedded.parties, delta_full_every=DELTAS)
+    bench = Bench(parties=parties, sync=PayloadWeightSync(parties), plant=embedded.plant, version=DELTAS)
+    bench.sync.sync(DELTAS)
+    return bench
+
+
+@pytest.fixture(scope="module")
 def vllm(folder: Path, policy: WorkerGroup) -> Iterator[tuple[Bench, Proxy]]:
     if not has_vllm():
         pytest.skip(NO_VLLM)
@@ -87,8 +98,18 @@ def vllm(folder: Path, policy: WorkerGroup) -> Iterator[tuple[Bench, Proxy]]:
         yield bench, proxy
 
 
+@pytest.fixture(scope="module")
+def vllm_deltas(vllm: tuple[Bench, Proxy]) -> Bench:
+    parties = replace(vllm[0].parties, delta_full_every=DELTAS)
+    bench = Bench(parties=parties, sync=PayloadWeightSync(parties), plant=vllm[0].plant, version=DELTAS)
+    bench.sync.sync(DELTAS)
+    return bench
+
+
 def check_found(bench: Bench, fault: str, said: str) -> None:
     bench.step()
+    report = bench.sync.report
+    assert (report.bytes_sent == report.bytes_dense) == (bench.version < DELTAS)
     bench.plant(fault=fault)
     try:
         with pytest.raises(RefitMismatch, match=said) as caught:
@@ -109,6 +130,16 @@ def test_a_fault_in_the_embedded_engine_is_named(embedded, fault):
 def test_a_fault_in_the_embedded_engine_shows_in_what_it_computes(embedded, fault, monkeypatch):
     monkeypatch.setattr("nemo_rl.models.weight_sync.receipt.receipts.content_problems", lambda *_: None)
     check_found(embedded, fault, APART)
+
+
+@pytest.mark.parametrize("fault", NAMED)
+def test_a_fault_of_a_delta_in_the_embedded_engine_is_named(deltas, fault):
+    check_found(deltas, fault, NAMED[fault])
+
+
+@pytest.mark.parametrize("fault", IN_VLLM)
+def test_a_fault_of_a_delta_in_vllm_is_found(vllm_deltas, fault):
+    check_found(vllm_deltas, fault, IN_VLLM[fault])
 
 
 @pytest.mark.parametrize("fault", IN_VLLM)

@@ -43,6 +43,19 @@ def test_an_interrupt_that_a_library_swallowed_is_raised_again(number):
         interrupt.raise_if_received()
 
 
+@pytest.mark.parametrize("second", interrupt.SIGNALS)
+def test_a_second_signal_leaves_the_teardown_of_the_first_alone(second, monkeypatch):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    interrupt.install()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(second)
+    monkeypatch.setattr(interrupt, "AGAIN_AFTER_S", -1.0)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(second)
+
+
 def test_what_is_ignored_stays_ignored():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     interrupt.install()

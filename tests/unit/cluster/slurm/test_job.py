@@ -132,7 +132,7 @@ HOSTILE = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(texts=st.tuples(*[HOSTILE] * 8))
 def test_no_value_runs_in_the_shell_that_submits(texts, tmp_path_factory):
     name, job, account, partition, image, mounts, setup, folder = texts
