@@ -15,6 +15,9 @@ INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint constrain
 STARTER := checkpoints/starter_sort
 MOE_STARTER := checkpoints/starter_sort_moe
 CHAIN_SUM_STARTER := checkpoints/starter_chain_sum
+SMOLLM2 := checkpoints/smollm2
+# The rollout engine of `make demo-llm`: torch (the embedded one) or vllm.
+ENGINE ?= torch
 GPU_WHEELS := build/gpu-wheels
 GPU_WHEELS_MIB := 40
 # A target that trains starts over in its folder, unless it is told to go on: make demo ARGS="checkpointing.resume=true"
@@ -26,7 +29,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 # Stamps share one environment, which one pip at a time may write.
 .NOTPARALLEL:
-.PHONY: help demo vllm test test-fast test-full walk-docs lint types imports configs model-support tree constraints learn-sort learn-sort-tp2 learn-sort-megatron learn-chain-sum learn-sort-moe learn-algorithms same-numbers mutants resume-kills replay-draw chaos leaks stress-data-plane bench-step bench-data-plane bench-packing bench-router-replay bench-generation bench-tracer bench-driver watch-trait gpu-wheels test-gpu clean
+.PHONY: help demo demo-llm vllm test test-fast test-full walk-docs lint types imports configs model-support tree constraints learn-sort learn-sort-tp2 learn-sort-megatron learn-chain-sum learn-sort-moe learn-algorithms same-numbers mutants resume-kills replay-draw chaos leaks stress-data-plane bench-step bench-data-plane bench-packing bench-router-replay bench-generation bench-tracer bench-driver watch-trait gpu-wheels test-gpu clean
 
 help:
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-22s %s\n", $$1, $$2}'
@@ -50,7 +53,11 @@ $(VENV)/.base: pyproject.toml constraints.txt $(VENV)/.torch
 
 $(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.base
 	@echo "installing test tools and optional libraries: about 0.4 GB of disk"
-	$(INSTALL) -e '.[envs,data,wandb,mlflow,dev]'
+	$(INSTALL) -e '.[envs,data,gguf,wandb,mlflow,dev]'
+	touch $@
+
+$(VENV)/.gguf: pyproject.toml constraints.txt $(VENV)/.base
+	$(INSTALL) -e '.[gguf]'
 	touch $@
 
 # Mooncake's store needs libibverbs, also over TCP. Where we may not install it, its tests skip and say why.
@@ -101,8 +108,15 @@ $(MOE_STARTER)/config.json: | $(VENV)/.base
 $(CHAIN_SUM_STARTER)/config.json: | $(VENV)/.dev
 	$(BIN)/python examples/make_starter.py --out $(CHAIN_SUM_STARTER) --task chain_sum
 
+$(SMOLLM2)/config.json: | $(VENV)/.gguf
+	TQDM_DISABLE=1 $(BIN)/python examples/smollm2/make_smollm2.py --out $(SMOLLM2)
+
 demo: $(VENV)/.base $(STARTER)/config.json ## install, make the starter checkpoint, run GRPO on sorting digits
 	$(BIN)/python examples/run_grpo.py --config configs/grpo_sort_cpu.yaml $(RUN_ARGS)
+
+demo-llm: $(if $(filter vllm,$(ENGINE)),vllm) $(VENV)/.base $(SMOLLM2)/config.json ## GRPO on a pretrained model: SmolLM2-135M adds two numbers; ENGINE=vllm samples with vLLM
+	$(if $(filter torch vllm,$(ENGINE)),,$(error ENGINE: expected torch or vllm, got '$(ENGINE)'))
+	$(BIN)/python examples/run_grpo.py --config examples/smollm2/recipe$(if $(filter vllm,$(ENGINE)),_vllm).yaml $(RUN_ARGS)
 
 vllm: $(VENV)/.vllm ## install vLLM, the rollout engine of larger models
 	$(BIN)/python -c 'import vllm' || { rm -f $(VENV)/.vllm; exit 1; }

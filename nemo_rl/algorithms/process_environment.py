@@ -36,8 +36,10 @@ def environment_lines(config: MasterConfig) -> list[str]:
 
 def _common(config: MasterConfig) -> list[tuple[str, Mapping[str, str]]]:
     """By what sets them; a later one wins."""
+    cluster = config.cluster
+    usual = worker_environment(cluster.threads_per_worker, uses_gpu=cluster.gpus_per_node > 0)
     return [
-        ("cluster.threads_per_worker and defaults", worker_environment(config.cluster.threads_per_worker)),
+        ("cluster.threads_per_worker and defaults", usual),
         ("data_plane", transport_environment(config.active_data_plane)),
         ("route trace", trace_environment()),
         ("cluster.env_vars", config.cluster.env_vars),

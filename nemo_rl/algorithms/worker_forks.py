@@ -30,7 +30,7 @@ def worker_forks(config: MasterConfig) -> AbstractContextManager[ForkServer | No
         return nullcontext()
     return ForkServer(
         forked_modules(config),
-        environment=worker_environment(cluster.threads_per_worker),
+        environment=worker_environment(cluster.threads_per_worker, uses_gpu=False),
         deadline_s=cluster.worker_start_timeout_s,
     )
 

@@ -75,7 +75,10 @@ class RayVirtualCluster:
     ) -> None:
         self._config, self._forks, self._logs_to = config, forks, logs_to
         self._start = start or StartUp(timeout_s=config.worker_start_timeout_s)
-        self._environment = {**worker_environment(config.threads_per_worker), **(environment or {})}
+        self._environment = {
+            **worker_environment(config.threads_per_worker, uses_gpu=self.uses_gpu),
+            **(environment or {}),
+        }
         self._other_cpus = other_cpus
         self._cpus_per_bundle = cpus_per_bundle
         self._engines = engines or EngineNodes(num_engines=0, num_nodes=0)

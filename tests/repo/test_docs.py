@@ -47,6 +47,8 @@ OUTSIDE = {
     *("nemo_rl", "envs", "torchrun"),
     # Slurm's commands, the script of a job, its defaults.
     *("sbatch", "scancel", "ray.sub", "slurm_logs", "python", "auto", "RAY_ADDRESS"),
+    # Variables of glibc.
+    *("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_"),
     # Ways of a refit, and variables of NCCL and gloo.
     *("ipc", "broadcast", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_DEBUG", "GLOO_SOCKET_IFNAME"),
 }

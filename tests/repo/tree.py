@@ -42,6 +42,7 @@ FOLDERS = {
     "configs/recipes": "Small recipes on top of those two.",
     "examples": "Command line scripts.",
     "examples/extending": "One user-defined part of each kind, and a recipe that uses all of them.",
+    "examples/smollm2": "A pretrained model learns to add: weights and problems, the reward, and recipes.",
     "nemo_rl/algorithms": "GRPO: the trainer, advantages and losses; the start and the end of a run.",
     "nemo_rl/algorithms/stages": "The stages of a step: what they read and write, and what they do.",
     "nemo_rl/cli": "The `nemo-rl` command.",

@@ -81,7 +81,7 @@ class Node:
             folder = RunFolder()
             stack.callback(folder.close)
             return folder
-        variables = worker_environment(threads=1)
+        variables = worker_environment(threads=1, uses_gpu=False)
         forks = ForkServer(settings.preload, environment=variables, deadline_s=settings.node_timeout_s)
         stack.callback(forks.close)
         self._forks = forks.environment

@@ -30,3 +30,11 @@ def test_each_variable_is_listed_once_with_what_set_it_last() -> None:
 def test_one_process_has_its_own_environment() -> None:
     local = ("cluster.launcher=local", "cluster.cpu_workers_per_node=1", "policy.generation.num_replicas=1")
     assert environment_lines(config(*local, "data_plane.impl=noop")) == ["environment: that of this process"]
+
+
+def test_memory_of_freed_tensors_is_kept_on_cpus_and_returned_beside_gpus() -> None:
+    on_cpus = run_environment(config())
+    on_gpus = run_environment(config("cluster.gpus_per_node=2", "cluster.cpu_workers_per_node=null"))
+    assert set(on_cpus) - set(on_gpus) == {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_"}
+    changed = run_environment(config("cluster.env_vars={MALLOC_TRIM_THRESHOLD_: 0}"))
+    assert changed["MALLOC_TRIM_THRESHOLD_"] == "0"

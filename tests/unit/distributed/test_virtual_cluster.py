@@ -97,6 +97,7 @@ def test_variables_reach_every_actor(opened):
         assert environment["OMP_NUM_THREADS"] == environment["MKL_NUM_THREADS"] == str(THREADS)
         assert environment["TOKENIZERS_PARALLELISM"] == "false" and environment["HF_HUB_OFFLINE"] == "1"
         assert environment["TRANSPORT_WORD"] == "carried"
+        assert environment["MALLOC_TRIM_THRESHOLD_"] == str(1 << 34)
 
 
 def test_no_worker_is_started_that_nobody_asked_for(opened):
