@@ -23,6 +23,7 @@ from nemo_rl.cli.doctor import doctor
 from nemo_rl.cli.evaluate import evaluate
 from nemo_rl.cli.export import export
 from nemo_rl.cli.launch import app as launch_app
+from nemo_rl.cli.launch import train
 from nemo_rl.cli.plan import plan
 from nemo_rl.cli.probe import app as probe_app
 from nemo_rl.cli.replay import replay
@@ -48,6 +49,7 @@ app.command()(export)
 app.command()(plan)
 app.command()(replay)
 app.command()(shrink)
+app.command()(train)
 
 
 def _show_version(asked: bool) -> None:
@@ -62,7 +64,7 @@ def _root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="show the version and exit")
     ] = False,
 ) -> None:
-    """Tools around GRPO runs."""
+    """GRPO runs, and tools around them."""
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """One run as a person starts it, with its messages and exit code; the same for every way to launch one.
 
-`examples/run_grpo.py` and `nemo-rl launch` call it. Exit codes are those of `nemo_rl.utils.exit_codes`.
+`examples/run_grpo.py`, `nemo-rl train` and `nemo-rl launch` call it. Exit codes are those of `nemo_rl.utils.exit_codes`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nemo_rl.utils.exit_codes import FAILURE, INTERRUPTED, TIME_LIMIT, USER_ERRO
 from nemo_rl.utils.last_resort import crash_line, machine_problem, text_of
 from nemo_rl.utils.resume_hint import resume_hint
 
-__all__ = ["Extent", "run_recipe"]
+__all__ = ["Extent", "extent_of", "run_recipe"]
 
 NOT_LOOKED_AT = "model folder, data, reward, extras, hardware, memory, disk, folders"
 
@@ -39,6 +39,15 @@ class Extent(StrEnum):
     PREFLIGHT = "preflight"
     """All that a run needs is checked, nothing is started."""
     RUN = "run"
+
+
+def extent_of(*, print_config: bool, validate_only: bool, preflight: bool) -> Extent:
+    """How far the options of a command line take a recipe: the most thorough of the checks that were asked for."""
+    if preflight:
+        return Extent.PREFLIGHT
+    if validate_only:
+        return Extent.VALIDATE
+    return Extent.PRINT if print_config else Extent.RUN
 
 
 def run_recipe(
