@@ -426,7 +426,7 @@ def _checkpoint_manager(config: MasterConfig) -> CheckpointManager | None:
     return CheckpointManager(
         config.checkpoint_dir,
         keep_top_k=section.keep_top_k,
-        metric_name=section.metric_name.replace(":", "/", 1),
+        metric_name=config.checkpoint_metric.replace(":", "/", 1),
         higher_is_better=section.higher_is_better,
     )
 

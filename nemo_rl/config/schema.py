@@ -171,7 +171,8 @@ class DataConfig(Section):
 
     train: DatasetConfig = Field(default_factory=DatasetConfig)
     validation: DatasetConfig | None = None
-    """Held-out prompts; texts that also occur here are removed from the training prompts. Null: no validation."""
+    """Held-out prompts; texts that also occur here are removed from the training prompts. Null turns all
+    validation off, whatever `grpo` says of it."""
     validation_sets: dict[SetName, DatasetConfig] = Field(default_factory=dict)
     """Further held-out prompts by name, measured as `validation` is and logged as `val/NAME/...`; texts of them are not
     trained on either."""
@@ -184,9 +185,8 @@ class DataConfig(Section):
 
     @property
     def held_out(self) -> dict[str, DatasetConfig]:
-        """Every validation set by name, the main one first."""
-        main = {} if self.validation is None else {MAIN_SET: self.validation}
-        return main | self.validation_sets
+        """Every validation set by name, the main one first; none where `validation` is null."""
+        return {} if self.validation is None else {MAIN_SET: self.validation, **self.validation_sets}
 
     @staticmethod
     def held_out_key(name: str) -> str:
@@ -280,7 +280,8 @@ class CheckpointingConfig(Section):
     keep_top_k: PositiveInt | None = 3
     """Best checkpoints to keep by `metric_name`, in addition to the latest; null keeps all."""
     metric_name: Text = "val:reward"
-    """`val:NAME` or `train:NAME` as logged; `val:accuracy` where rewards are right or wrong."""
+    """`val:NAME` or `train:NAME` as logged; `val:accuracy` where rewards are right or wrong. Where nothing is
+    validated, checkpoints are ranked by `train:reward` in place of `val:reward` or `val:accuracy`."""
     higher_is_better: bool = True
     """Whether larger values of `metric_name` are better."""
     save_optimizer: bool = True
@@ -385,6 +386,18 @@ class MasterConfig(Section):
         return TOKEN_ESTIMATORS.is_builtin(name) and (
             self.loss_fn.use_kl_in_reward or TOKEN_ESTIMATORS.builtin[name] == ADVANTAGE_ESTIMATORS.builtin[name]
         )
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether held-out prompts are measured at any time of the run."""
+        grpo = self.grpo
+        return self.data.validation is not None and (grpo.val_period > 0 or grpo.val_at_start or grpo.val_at_end)
+
+    @property
+    def checkpoint_metric(self) -> str:
+        """`checkpointing.metric_name`, or its counterpart of training where nothing is validated."""
+        name = self.checkpointing.metric_name
+        return "train:reward" if name in ("val:reward", "val:accuracy") and not self.has_validation else name
 
     @property
     def checkpoint_dir(self) -> Path:
