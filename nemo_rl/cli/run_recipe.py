@@ -1,6 +1,7 @@
 """One run as a person starts it, with its messages and exit code; the same for every way to launch one.
 
-`examples/run_grpo.py`, `nemo-rl train` and `nemo-rl launch` call it. Exit codes are those of `nemo_rl.utils.exit_codes`.
+`examples/run_grpo.py`, `nemo-rl train` and `nemo-rl launch` call it. Exit codes are those of
+`nemo_rl.utils.exit_codes`.
 """
 
 from __future__ import annotations
