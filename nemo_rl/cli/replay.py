@@ -82,7 +82,7 @@ def replay(
     )
     try:
         with quiet_libraries():
-            report = explain_mismatch(request) if explain else replay_step(request)
+            report = explain_mismatch(request, report=_tell) if explain else replay_step(request)
     except ReplayProblem as problem:
         raise _end(str(problem), problem.verdict) from problem
     _show(report, as_json=as_json)
@@ -98,7 +98,14 @@ def _show(report: ReplayReport | MismatchReport, *, as_json: bool) -> None:
         console.print(line)
 
 
+def _tell(text: str) -> None:
+    _stderr().print(text)
+
+
+def _stderr() -> Console:
+    return Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+
+
 def _end(text: str, verdict: Verdict) -> typer.Exit:
-    console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
-    console.print(f"{verdict.label}: {text}", style="red")
+    _stderr().print(f"{verdict.label}: {text}", style="red")
     return typer.Exit(verdict.value)
