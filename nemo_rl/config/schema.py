@@ -130,12 +130,14 @@ class DatasetConfig(Section):
     """One source of prompts."""
 
     dataset_name: Annotated[str, DATASETS] = "jsonl"
-    """`sort_digits` and `reasoning_gym` are generated; `jsonl` and `huggingface` read local files; or
-    `module:function` of your own, see docs/extending.md."""
+    """`sort_digits` and `reasoning_gym` are generated; `jsonl` and `huggingface` read local files;
+    `owner/name` is a dataset of the Hugging Face hub; or `module:function` of your own, see docs/extending.md."""
     data_path: FilePath | None = None
     """File (`jsonl`) or folder (`huggingface`, as written by `datasets.save_to_disk`, or JSON/parquet files)."""
     split: Text | None = None
-    """Split of a `huggingface` dataset that has several."""
+    """Split of a `huggingface` dataset, or one of the hub, that has several."""
+    subset: Text | None = None
+    """Subset (configuration) of a dataset of the hub that has several, for example `main` of `openai/gsm8k`."""
     input_key: Text = "input"
     """Name of the prompt's column in a file."""
     output_key: Text = "output"

@@ -233,7 +233,11 @@ def _dataset_lines(dataset: DatasetConfig, prefix: str) -> list[str]:
     if not DATASETS.is_builtin(name):
         # What a user-defined dataset reads of its section is not known here.
         return _template_lines(dataset, prefix)
-    if name in _GENERATED:
+    is_on_hub = DATASETS.is_on_hub(name)
+    ignored += [] if is_on_hub else ["subset"]
+    if is_on_hub:
+        ignored += ["data_path", "seed", "options"]
+    elif name in _GENERATED:
         ignored += ["data_path", "split", "input_key", "output_key"]
         if dataset.size is None:
             lines.append(f"{prefix}.size: must be set: {name} is generated")
