@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
@@ -19,10 +20,17 @@ from nemo_rl.data_plane.chunks.wire import Counted, Packed, message_bytes, pack_
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import SchemaMismatch, name_some
 
-__all__ = ["KVBatchMeta", "Version"]
+__all__ = ["JsonLike", "KVBatchMeta", "Version"]
 
 _T = TypeVar("_T")
 
+JsonLike: TypeAlias = "bool | int | float | str | Sequence[JsonLike] | Mapping[str, JsonLike] | None"
+_PLANS = frozenset(
+    ("micro_batch_indices", "micro_batch_lengths", "elem_counts_per_gb", "pad_to_multiple", "global_forward_pad_seqlen")
+)
+"""Names under which NeMo-RL keeps a plan in its `extra_info`; here it has a typed field."""
+_DEPTH = 32
+"""Containers in one another: deeper ones are a loop, or no facts about a batch."""
 Version: TypeAlias = int | tuple[int, ...]
 """One number for all rows, or one per row, aligned with the keys."""
 
@@ -55,6 +63,10 @@ class KVBatchMeta(Counted):
     nothing was claimed."""
     pack: PackPlan | None = None
     """Which rows form which microbatch on which rank, in indices into `keys`."""
+    extra_info: Mapping[str, JsonLike] = field(default_factory=dict)
+    """Facts about the batch as a whole, for people and code of your own: JSON-like, copied, with finite numbers. The
+    library reads none of it; a plan has `pack`. Cut metas keep it; joined ones have the entries of all parts, which
+    must not contradict one another."""
     _packed: list[Packed] = field(default_factory=list, init=False, repr=False, compare=False)
     """The compact form of keys, lengths and tags, once it was needed."""
 
@@ -79,6 +91,7 @@ class KVBatchMeta(Counted):
         if self.tags is not None:
             set_(self, "tags", TagTable.of(self.tags, where=f"partition {self.partition_id!r}"))
             self._check_aligned("tags", len(self.tags))
+        set_(self, "extra_info", MappingProxyType(self._checked_info()))
         if self.claims is not None:
             set_(self, "claims", tuple(self.claims))
             self._check_aligned("claims", len(self.claims))
@@ -90,6 +103,8 @@ class KVBatchMeta(Counted):
     def _message(self) -> tuple[Packed, str, int | tuple[int, ...] | None, dict[str, Any]]:
         claims = self.claims[0] if self.claims and len(set(self.claims)) == 1 else self.claims
         more = {"task_name": self.task_name, "fields": self.fields, "versions": dict(self.versions), "pack": self.pack}
+        if self.extra_info:
+            more["extra_info"] = dict(self.extra_info)
         return self._rows(), self.partition_id, claims, more
 
     def _rows(self) -> Packed:
@@ -139,7 +154,7 @@ class KVBatchMeta(Counted):
 
         Raises:
             SchemaMismatch: another partition, task, field set or set of known families; lengths, tags or claims on one
-                side only.
+                side only; another value under one name of `extra_info`.
         """
         for other in others:
             self._check_same("partition_id", self.partition_id, other.partition_id)
@@ -162,6 +177,7 @@ class KVBatchMeta(Counted):
             },
             claims=_join([p.claims for p in parts]),
             pack=None,
+            extra_info=_join_info(parts),
         )
 
     def drop(self, indices: Iterable[int]) -> KVBatchMeta:
@@ -194,7 +210,9 @@ class KVBatchMeta(Counted):
             isinstance(version, int) for version in first.versions.values()
         ):
             return self.with_fields(first.fields, versions=first.versions)
-        bare = [replace(shard, sequence_lengths=None, tags=None, claims=None, pack=None) for shard in shards]
+        bare = [
+            replace(shard, sequence_lengths=None, tags=None, claims=None, pack=None, extra_info={}) for shard in shards
+        ]
         joined = bare[0].concat(*bare[1:])
         places = {key: i for i, key in enumerate(joined.keys)}
         ordered = joined.subset(places[key] for key in self.keys)
@@ -204,9 +222,21 @@ class KVBatchMeta(Counted):
         """Key -> the claim under which the row was handed out; empty when nothing was claimed."""
         return dict(zip(self.keys, self.claims, strict=True)) if self.claims is not None else {}
 
+    def with_extra_info(self, entries: Mapping[str, JsonLike]) -> KVBatchMeta:
+        """Adds or replaces entries of `extra_info`."""
+        return replace(self, extra_info={**self.extra_info, **entries})
+
     def with_pack(self, pack: PackPlan | None) -> KVBatchMeta:
         """The same rows under another pack plan."""
         return replace(self, pack=pack)
+
+    def _checked_info(self) -> dict[str, JsonLike]:
+        where = f"partition {self.partition_id!r}: extra_info"
+        if not isinstance(self.extra_info, Mapping):
+            raise SchemaMismatch(f"{where}: expected a mapping, got {type(self.extra_info).__name__}")
+        for name in self.extra_info.keys() & _PLANS:
+            raise SchemaMismatch(f"{where}: {name!r} is a plan; it belongs in KVBatchMeta.pack")
+        return {_text_key(name, where): _copied(value, f"{where}[{name!r}]") for name, value in self.extra_info.items()}
 
     def _check_aligned(self, what: str, count: int) -> None:
         if count != len(self.keys):
@@ -252,6 +282,38 @@ def _rebuild_meta(
         claims=(claims,) * len(keys) if isinstance(claims, int) else claims,
         **more,
     )
+
+
+def _text_key(name: object, where: str) -> str:
+    if not isinstance(name, str):
+        raise SchemaMismatch(f"{where}: expected texts as names, got {name!r}")
+    return name
+
+
+def _copied(value: JsonLike, where: str, depth: int = 0) -> JsonLike:
+    """A JSON-like value that shares nothing with the given one; tuples become lists, as JSON has them."""
+    if depth > _DEPTH:
+        raise SchemaMismatch(f"{where}: expected at most {_DEPTH} containers in one another")
+    # Exact types: numbers of numpy are floats, too, and a pickle of them is not small.
+    if value is None or type(value) in (bool, int, str) or (type(value) is float and isfinite(value)):
+        return value
+    if isinstance(value, Mapping):
+        return {_text_key(name, where): _copied(part, f"{where}[{name!r}]", depth + 1) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_copied(part, f"{where}[{at}]", depth + 1) for at, part in enumerate(value)]
+    shown = value if isinstance(value, float) else type(value).__name__
+    raise SchemaMismatch(f"{where}: expected a JSON-like value (texts, finite numbers, lists, mappings), got {shown}")
+
+
+def _join_info(parts: Sequence[KVBatchMeta]) -> dict[str, JsonLike]:
+    joined: dict[str, JsonLike] = {}
+    for part in parts:
+        for name, value in part.extra_info.items():
+            if joined.setdefault(name, value) != value:
+                raise SchemaMismatch(
+                    f"concat: extra_info[{name!r}] differs: {joined[name]!r} and {value!r}; give one value to all parts"
+                )
+    return joined
 
 
 def _join(parts: Sequence[tuple[_T, ...] | None]) -> tuple[_T, ...] | None:
