@@ -10,9 +10,9 @@ from importlib.metadata import version
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from nemo_rl.utils import interrupt
+from nemo_rl.utils.console import make_console
 
 if __name__ == "__main__" or sys.argv[0].endswith("nemo-rl"):
     interrupt.end_at_once()
@@ -78,7 +78,7 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001  (the outermost place: reported as what it is)
         problem = text_of(error) if isinstance(error, NemoRLError) else machine_problem(error)
         line = problem or crash_line(error, folder=None)
-        Console(stderr=True, soft_wrap=True, markup=False, highlight=False).print(f"error: {line}", style="red")
+        make_console(stderr=True).print(f"error: {line}", style="red")
         sys.exit(_exit_code(error))
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.utils.console import make_console
 
 if TYPE_CHECKING:
     from nemo_rl.diagnostics.mismatch.report import MismatchReport
@@ -90,7 +90,7 @@ def replay(
 
 
 def _show(report: ReplayReport | MismatchReport, *, as_json: bool) -> None:
-    console = Console(soft_wrap=True, markup=False, highlight=False)
+    console = make_console()
     if as_json:
         console.print_json(json.dumps(report.as_record()))
         return
@@ -99,13 +99,9 @@ def _show(report: ReplayReport | MismatchReport, *, as_json: bool) -> None:
 
 
 def _tell(text: str) -> None:
-    _stderr().print(text)
-
-
-def _stderr() -> Console:
-    return Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+    make_console(stderr=True).print(text)
 
 
 def _end(text: str, verdict: Verdict) -> typer.Exit:
-    _stderr().print(f"{verdict.label}: {text}", style="red")
+    make_console(stderr=True).print(f"{verdict.label}: {text}", style="red")
     return typer.Exit(verdict.value)

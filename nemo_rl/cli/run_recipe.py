@@ -55,7 +55,7 @@ def run_recipe(
     recipe: Path, overrides: Sequence[str], *, extent: Extent = Extent.RUN, print_config: bool = False
 ) -> int:
     """Runs it, or looks at it; returns the exit code."""
-    console, errors = make_console(), Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+    console, errors = make_console(), make_console(stderr=True)
     configure_logging(console, level=logging.WARNING)
     interrupt.install()
     running: MasterConfig | None = None
