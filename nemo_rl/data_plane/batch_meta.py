@@ -102,7 +102,8 @@ class KVBatchMeta(Counted):
 
     def _message(self) -> tuple[Packed, str, int | tuple[int, ...] | None, dict[str, Any]]:
         claims = self.claims[0] if self.claims and len(set(self.claims)) == 1 else self.claims
-        more = {"task_name": self.task_name, "fields": self.fields, "versions": dict(self.versions), "pack": self.pack}
+        more: dict[str, Any] = {"task_name": self.task_name, "fields": self.fields, "pack": self.pack}
+        more["versions"] = dict(self.versions)
         if self.extra_info:
             more["extra_info"] = dict(self.extra_info)
         return self._rows(), self.partition_id, claims, more
