@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
@@ -17,20 +16,14 @@ import torch
 
 from nemo_rl.data_plane.chunks.tags import Tags, TagTable, TagValue, plain_column
 from nemo_rl.data_plane.chunks.wire import Counted, Packed, message_bytes, pack_rows, unpack_rows
+from nemo_rl.data_plane.extra_info import JsonLike, checked_info, join_info
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import SchemaMismatch, name_some
 
-__all__ = ["JsonLike", "KVBatchMeta", "Version"]
+__all__ = ["KVBatchMeta", "Version"]
 
 _T = TypeVar("_T")
 
-JsonLike: TypeAlias = "bool | int | float | str | Sequence[JsonLike] | Mapping[str, JsonLike] | None"
-_PLANS = frozenset(
-    ("micro_batch_indices", "micro_batch_lengths", "elem_counts_per_gb", "pad_to_multiple", "global_forward_pad_seqlen")
-)
-"""Names under which NeMo-RL keeps a plan in its `extra_info`; here it has a typed field."""
-_DEPTH = 32
-"""Containers in one another: deeper ones are a loop, or no facts about a batch."""
 Version: TypeAlias = int | tuple[int, ...]
 """One number for all rows, or one per row, aligned with the keys."""
 
@@ -64,9 +57,7 @@ class KVBatchMeta(Counted):
     pack: PackPlan | None = None
     """Which rows form which microbatch on which rank, in indices into `keys`."""
     extra_info: Mapping[str, JsonLike] = field(default_factory=dict)
-    """Facts about the batch as a whole, for people and code of your own: JSON-like, copied, with finite numbers. The
-    library reads none of it; a plan has `pack`. Cut metas keep it; joined ones have the entries of all parts, which
-    must not contradict one another."""
+    """Facts about the batch as a whole, see `extra_info`; the library reads none of them."""
     _packed: list[Packed] = field(default_factory=list, init=False, repr=False, compare=False)
     """The compact form of keys, lengths and tags, once it was needed."""
 
@@ -91,7 +82,7 @@ class KVBatchMeta(Counted):
         if self.tags is not None:
             set_(self, "tags", TagTable.of(self.tags, where=f"partition {self.partition_id!r}"))
             self._check_aligned("tags", len(self.tags))
-        set_(self, "extra_info", MappingProxyType(self._checked_info()))
+        set_(self, "extra_info", MappingProxyType(checked_info(self.extra_info, f"partition {self.partition_id!r}")))
         if self.claims is not None:
             set_(self, "claims", tuple(self.claims))
             self._check_aligned("claims", len(self.claims))
@@ -102,10 +93,8 @@ class KVBatchMeta(Counted):
 
     def _message(self) -> tuple[Packed, str, int | tuple[int, ...] | None, dict[str, Any]]:
         claims = self.claims[0] if self.claims and len(set(self.claims)) == 1 else self.claims
-        more: dict[str, Any] = {"task_name": self.task_name, "fields": self.fields, "pack": self.pack}
-        more["versions"] = dict(self.versions)
-        if self.extra_info:
-            more["extra_info"] = dict(self.extra_info)
+        more: dict[str, Any] = {"task_name": self.task_name, "fields": self.fields, "versions": dict(self.versions)}
+        more |= {"pack": self.pack, "extra_info": dict(self.extra_info)}
         return self._rows(), self.partition_id, claims, more
 
     def _rows(self) -> Packed:
@@ -128,8 +117,7 @@ class KVBatchMeta(Counted):
     def subset(self, indices: Iterable[int]) -> KVBatchMeta:
         """The rows at `indices`, in that order; the pack plan is cleared."""
         picked = [int(i) for i in indices]
-        outside = [i for i in picked if not 0 <= i < len(self.keys)]
-        if outside:
+        if outside := [i for i in picked if not 0 <= i < len(self.keys)]:
             raise SchemaMismatch(f"subset: rows {name_some(outside)} are outside 0..{len(self.keys) - 1}")
         return replace(
             self,
@@ -160,10 +148,10 @@ class KVBatchMeta(Counted):
         for other in others:
             self._check_same("partition_id", self.partition_id, other.partition_id)
         parts = [part for part in (self, *others) if part.keys]
-        if len(parts) < 2:
-            return replace(parts[0] if parts else self, pack=None)
-        first = parts[0]
-        for part in parts[1:]:
+        first, *rest = parts or [self]
+        if not rest:
+            return replace(first, pack=None)
+        for part in rest:
             first._check_joins(part)
         return replace(
             first,
@@ -172,20 +160,16 @@ class KVBatchMeta(Counted):
             tags=None
             if (tags := first._tag_table()) is None
             else tags.join([t for p in parts[1:] if (t := p._tag_table()) is not None]),
-            versions={
-                family: tuple(version for p in parts for version in p._versions_by_row(family))
-                for family in first.versions
-            },
+            versions={family: tuple(v for p in parts for v in p._versions_by_row(family)) for family in first.versions},
             claims=_join([p.claims for p in parts]),
             pack=None,
-            extra_info=_join_info(parts),
+            extra_info=join_info([p.extra_info for p in parts]),
         )
 
     def drop(self, indices: Iterable[int]) -> KVBatchMeta:
         """All rows but those at `indices` (any order, repeats allowed); dropping all gives an empty meta."""
         gone = {int(i) for i in indices}
-        outside = sorted(i for i in gone if not 0 <= i < len(self.keys))
-        if outside:
+        if outside := sorted(i for i in gone if not 0 <= i < len(self.keys)):
             raise SchemaMismatch(f"drop: rows {name_some(outside)} are outside 0..{len(self.keys) - 1}")
         return self.subset(i for i in range(len(self.keys)) if i not in gone)
 
@@ -211,9 +195,7 @@ class KVBatchMeta(Counted):
             isinstance(version, int) for version in first.versions.values()
         ):
             return self.with_fields(first.fields, versions=first.versions)
-        bare = [
-            replace(shard, sequence_lengths=None, tags=None, claims=None, pack=None, extra_info={}) for shard in shards
-        ]
+        bare = [replace(shard, sequence_lengths=None, tags=None, claims=None, extra_info={}) for shard in shards]
         joined = bare[0].concat(*bare[1:])
         places = {key: i for i, key in enumerate(joined.keys)}
         ordered = joined.subset(places[key] for key in self.keys)
@@ -223,21 +205,9 @@ class KVBatchMeta(Counted):
         """Key -> the claim under which the row was handed out; empty when nothing was claimed."""
         return dict(zip(self.keys, self.claims, strict=True)) if self.claims is not None else {}
 
-    def with_extra_info(self, entries: Mapping[str, JsonLike]) -> KVBatchMeta:
-        """Adds or replaces entries of `extra_info`."""
-        return replace(self, extra_info={**self.extra_info, **entries})
-
     def with_pack(self, pack: PackPlan | None) -> KVBatchMeta:
         """The same rows under another pack plan."""
         return replace(self, pack=pack)
-
-    def _checked_info(self) -> dict[str, JsonLike]:
-        where = f"partition {self.partition_id!r}: extra_info"
-        if not isinstance(self.extra_info, Mapping):
-            raise SchemaMismatch(f"{where}: expected a mapping, got {type(self.extra_info).__name__}")
-        for name in self.extra_info.keys() & _PLANS:
-            raise SchemaMismatch(f"{where}: {name!r} is a plan; it belongs in KVBatchMeta.pack")
-        return {_text_key(name, where): _copied(value, f"{where}[{name!r}]") for name, value in self.extra_info.items()}
 
     def _check_aligned(self, what: str, count: int) -> None:
         if count != len(self.keys):
@@ -285,40 +255,7 @@ def _rebuild_meta(
     )
 
 
-def _text_key(name: object, where: str) -> str:
-    if not isinstance(name, str):
-        raise SchemaMismatch(f"{where}: expected texts as names, got {name!r}")
-    return name
-
-
-def _copied(value: JsonLike, where: str, depth: int = 0) -> JsonLike:
-    """A JSON-like value that shares nothing with the given one; tuples become lists, as JSON has them."""
-    if depth > _DEPTH:
-        raise SchemaMismatch(f"{where}: expected at most {_DEPTH} containers in one another")
-    # Exact types: numbers of numpy are floats, too, and a pickle of them is not small.
-    if value is None or type(value) in (bool, int, str) or (type(value) is float and isfinite(value)):
-        return value
-    if isinstance(value, Mapping):
-        return {_text_key(name, where): _copied(part, f"{where}[{name!r}]", depth + 1) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_copied(part, f"{where}[{at}]", depth + 1) for at, part in enumerate(value)]
-    shown = value if isinstance(value, float) else type(value).__name__
-    raise SchemaMismatch(f"{where}: expected a JSON-like value (texts, finite numbers, lists, mappings), got {shown}")
-
-
-def _join_info(parts: Sequence[KVBatchMeta]) -> dict[str, JsonLike]:
-    joined: dict[str, JsonLike] = {}
-    for part in parts:
-        for name, value in part.extra_info.items():
-            if joined.setdefault(name, value) != value:
-                raise SchemaMismatch(
-                    f"concat: extra_info[{name!r}] differs: {joined[name]!r} and {value!r}; give one value to all parts"
-                )
-    return joined
-
-
 def _join(parts: Sequence[tuple[_T, ...] | None]) -> tuple[_T, ...] | None:
-    """All or none of the parts are there."""
     return None if parts[0] is None else tuple(value for part in parts for value in part or ())
 
 

@@ -262,10 +262,7 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
     ],
     "rule_checkpoints_are_ranked_by_something_logged": [
         (("checkpointing.metric_name=accuracy",), "checkpointing.metric_name: expected val:NAME or train:NAME"),
-        (
-            ("data.validation=null", "checkpointing.metric_name=val:pass_at_1"),
-            "checkpointing.metric_name: 'val:pass_at_1' is never measured",
-        ),
+        (("data.validation=null", "checkpointing.metric_name=val:pass_at_1"), "'val:pass_at_1' is never measured"),
         (("checkpointing.keep_top_k=null", "checkpointing.metric_name=a"), "checkpointing.metric_name: 'a' would be"),
     ],
     "rule_resume_needs_the_optimizer": [
