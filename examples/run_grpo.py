@@ -3,6 +3,8 @@
     python examples/run_grpo.py --config configs/grpo_sort_cpu.yaml [a.b=value ...] [--print-config]
         [--validate-only | --preflight]
 
+`nemo-rl train RECIPE` takes the same options and does the same.
+
 Exit codes: 0 done, 1 a worker or the data plane failed, 2 something the user can fix, 75 saved and ended before
 `checkpointing.must_save_by`, 130 interrupted.
 """
@@ -19,7 +21,7 @@ from nemo_rl.utils import interrupt
 if __name__ == "__main__":
     interrupt.end_at_once()
 
-from nemo_rl.cli.run_recipe import Extent, run_recipe
+from nemo_rl.cli.run_recipe import extent_of, run_recipe
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -37,12 +39,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     args = parse_args(argv)
-    looks = (
-        (args.preflight, Extent.PREFLIGHT),
-        (args.validate_only, Extent.VALIDATE),
-        (args.print_config, Extent.PRINT),
-    )
-    extent = next((extent for is_asked, extent in looks if is_asked), Extent.RUN)
+    extent = extent_of(print_config=args.print_config, validate_only=args.validate_only, preflight=args.preflight)
     return run_recipe(args.config, args.overrides, extent=extent, print_config=args.print_config)
 
 

@@ -33,7 +33,7 @@ from nemo_rl.algorithms.stages.columns import declare_partition
 from nemo_rl.algorithms.stages.dynamic_sampling import DynamicRollout
 from nemo_rl.algorithms.stages.stage import Stage
 from nemo_rl.algorithms.stages.state import StepState, begin_step
-from nemo_rl.algorithms.step_metrics import data_plane_metrics, engine_speeds, step_metrics
+from nemo_rl.algorithms.step_metrics import data_plane_metrics, engine_speeds, informative_kl, step_metrics
 from nemo_rl.algorithms.step_tracing import StepTracing
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.sampler import PromptSampler
@@ -48,7 +48,7 @@ from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.weight_sync.base import WeightSync
 from nemo_rl.utils import interrupt
 from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager
-from nemo_rl.utils.logger import REWARD_METRIC, Logger
+from nemo_rl.utils.logger import REWARD_METRIC, VAL_REWARD_METRIC, Logger
 from nemo_rl.utils.metrics import values
 from nemo_rl.utils.panel import Panel, StepReport
 from nemo_rl.utils.r3_trace import trace_plan
@@ -322,9 +322,9 @@ class SyncGRPOTrainer:
             step=self._step,
             num_steps=self._config.grpo.max_num_steps,
             reward=metrics[REWARD_METRIC],
-            val_reward=self._val_reward,
+            val_reward=metrics.get(VAL_REWARD_METRIC),
             loss=metrics.get("train/loss"),
-            kl=metrics.get("train/reference_kl", metrics.get("train/policy_kl")),
+            kl=informative_kl(step.train, metrics, self._config),
             mismatch=metrics.get(MISMATCH_METRIC),
             num_engines=None if engines is None else int(engines),
             all_engines=self._config.policy.generation.num_replicas,

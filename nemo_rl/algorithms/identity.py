@@ -20,10 +20,12 @@ from nemo_rl.utils.checkpoint import Checkpoint
 __all__ = [
     "date_line",
     "differences",
+    "exported_dtype",
     "first_start",
     "identity_of",
     "identity_state",
     "model_digest",
+    "model_dtype",
     "run_start",
     "same_or_refused",
 ]
@@ -65,13 +67,30 @@ def model_digest(folder: str | Path) -> str:
     return digest.hexdigest()
 
 
-def identity_state(started: datetime, identity: Mapping[str, str]) -> dict[str, object]:
+def identity_state(started: datetime, identity: Mapping[str, str], *, dtype: str | None) -> dict[str, object]:
     """What a checkpoint holds of it.
 
     Args:
         started: the first start of the run, which its chat template may print.
+        dtype: of the model folder, as `model_dtype` reads it.
     """
-    return {STATE: {"started": started.isoformat(timespec="seconds"), "identity": dict(identity)}}
+    started_at = started.isoformat(timespec="seconds")
+    return {STATE: {"started": started_at, "identity": dict(identity), "model_dtype": dtype}}
+
+
+def model_dtype(folder: str | Path) -> str | None:
+    """What config.json of a model folder says of its weights, such as `bfloat16`; None where it says nothing."""
+    path = Path(folder) / CONFIG_FILE
+    with boundary(CheckpointError, f"{path}: cannot be read"):
+        config = json.loads(path.read_text(encoding="utf-8"))
+        dtype = config.get("dtype") or config.get("torch_dtype")
+    return dtype if isinstance(dtype, str) else None
+
+
+def exported_dtype(state: Mapping[str, object]) -> str | None:
+    """The dtype of the model that a run has started from; None where its checkpoint does not say it."""
+    dtype = _section(state).get("model_dtype")
+    return dtype if isinstance(dtype, str) else None
 
 
 def run_start(state: Mapping[str, object], *, where: object) -> datetime | None:

@@ -21,7 +21,7 @@ from nemo_rl.algorithms.cpu_needs import ROLLOUT_CPUS, cpus_per_bundle, engines_
 from nemo_rl.algorithms.engine_tracing import TracedEngines
 from nemo_rl.algorithms.engines import EngineStarts, engine_replicas, engine_spec, gpu_share, local_engines, log_place
 from nemo_rl.algorithms.grpo_sync import SyncGRPOTrainer, TrainerParts
-from nemo_rl.algorithms.identity import date_line, first_start, identity_of, identity_state
+from nemo_rl.algorithms.identity import date_line, first_start, identity_of, identity_state, model_dtype
 from nemo_rl.algorithms.kept_steps.folder import StepsFolder
 from nemo_rl.algorithms.kept_steps.keeper import Keeper, StepKeeper
 from nemo_rl.algorithms.kept_steps.record import RunFacts
@@ -195,7 +195,7 @@ def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | Non
             logger=run_logger,
             panel=panel,
             resume_from=resume_from,
-            run_state=identity_state(began, identity),
+            run_state=identity_state(began, identity, dtype=model_dtype(config.policy.model_name)),
             keeper=_keeper(tools, columns, config, resume_from, identity),
             tracing=StepTracing() if traced is None else LiveTracing(traced, policy, _traced_engines(config, groups)),
         )
@@ -426,7 +426,7 @@ def _checkpoint_manager(config: MasterConfig) -> CheckpointManager | None:
     return CheckpointManager(
         config.checkpoint_dir,
         keep_top_k=section.keep_top_k,
-        metric_name=section.metric_name.replace(":", "/", 1),
+        metric_name=config.checkpoint_metric.replace(":", "/", 1),
         higher_is_better=section.higher_is_better,
     )
 

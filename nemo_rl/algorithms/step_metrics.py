@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from nemo_rl.algorithms.stages.state import StepState
+from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.client.operation_counts import OperationCount, Totals, sum_totals
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
@@ -24,6 +25,7 @@ __all__ = [
     "Traffic",
     "data_plane_metrics",
     "engine_speeds",
+    "informative_kl",
     "lag_metrics",
     "pack_metrics",
     "step_metrics",
@@ -89,7 +91,19 @@ def _training_metrics(train: TrainSummary) -> dict[str, float]:
         "train/learning_rate": train.learning_rate,
         "train/tokens": float(train.num_tokens),
         "train/total_flops": train.total_flops,
+        "train/num_ranks": float(train.num_ranks),
     }
+
+
+def informative_kl(train: TrainSummary | None, metrics: Mapping[str, float], config: MasterConfig) -> float | None:
+    """The KL to the reference where it is computed, else that to the old policy.
+
+    None where that one is 0 by construction: the trainer's own pass gives pi_old, and the step has a single update.
+    """
+    if "train/reference_kl" in metrics:
+        return metrics["train/reference_kl"]
+    is_same_policy = not config.grpo.use_generation_logprobs_as_prev and train is not None and len(train.losses) == 1
+    return None if is_same_policy else metrics.get("train/policy_kl")
 
 
 def lag_metrics(weight_versions: np.ndarray, *, policy_version: int) -> dict[str, float]:

@@ -6,13 +6,12 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from nemo_rl.diagnostics.compare.folders import compare_folders
 from nemo_rl.diagnostics.compare.limits import DEFAULT, read_limits
 from nemo_rl.diagnostics.compare.noise import propose_limits
 from nemo_rl.diagnostics.compare.page import write_page
 from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.utils.console import make_console
 from nemo_rl.utils.files import write_text
 
 __all__ = ["show_comparison"]
@@ -46,7 +45,7 @@ def show_comparison(
         write_text(propose, proposal.text)
     if html is not None:
         write_page(html, comparison)
-    console = Console(soft_wrap=True, markup=False, highlight=False)
+    console = make_console()
     if as_json:
         record = comparison.as_record() | ({} if proposal is None else {"proposed_limits": proposal.text})
         console.print_json(json.dumps(record, allow_nan=False), ensure_ascii=True)

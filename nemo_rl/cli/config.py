@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from nemo_rl.cluster.recipe_import.convert import import_recipe
 from nemo_rl.cluster.recipe_import.emit import as_record, report_lines, to_recipe
 from nemo_rl.errors import ConfigError, UserError, boundary
+from nemo_rl.utils.console import make_console
 
 __all__ = ["app"]
 
@@ -38,17 +38,16 @@ def import_(
     """
     imported = import_recipe(file)
     recipe = to_recipe(imported)
-    plain = {"soft_wrap": True, "markup": False, "highlight": False}
     if out is not None:
         with boundary(UserError, f"{out}: cannot be written"):
             out.write_text(recipe, encoding="utf-8")
     elif not as_json:
-        # Not by rich, which replaces ":name:" by an emoji.
+        # Not by rich, which wraps lines.
         typer.echo(recipe, nl=False)
     if as_json:
-        Console(**plain).print_json(json.dumps(as_record(imported), default=str))  # type: ignore[arg-type]
+        make_console().print_json(json.dumps(as_record(imported), default=str))
     else:
-        report = Console(stderr=out is None, **plain)  # type: ignore[arg-type]
+        report = make_console(stderr=out is None)
         for line in report_lines(imported):
             report.print(line)
     if imported.problems:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from nemo_rl.cli.row_history import history_of_key, read_history
 from nemo_rl.data_plane.attach_file import ATTACH_FILE, AttachPoint, read_attach_file
@@ -24,6 +23,7 @@ from nemo_rl.data_plane.chunks.tags import TagTable
 from nemo_rl.data_plane.ledger.event_log import EVENTS_FILE
 from nemo_rl.data_plane.ledger.host import LedgerHost
 from nemo_rl.errors import DataPlaneClosed, UserError, name_some
+from nemo_rl.utils.console import make_console
 
 __all__ = ["app"]
 
@@ -138,7 +138,7 @@ def _reach(point: AttachPoint, run: Path) -> LedgerHost | None:
         host.call("stats", {}, timeout_s=TIMEOUT_S)
     except DataPlaneClosed as error:
         note = f"the job of process {point.process_id} on {point.host_name} does not answer any more ({error})"
-        _console(stderr=True).print(f"{note}; reading its log")
+        make_console(stderr=True).print(f"{note}; reading its log")
         return None
     return host
 
@@ -204,16 +204,12 @@ def _history_lines(row: Mapping[str, object]) -> list[str]:
 
 
 def _show(record: object, lines: list[str], as_json: bool) -> None:
-    console = _console()
+    console = make_console()
     if as_json:
         console.print_json(json.dumps(record))
         return
     for line in lines:
         console.print(line)
-
-
-def _console(*, stderr: bool = False) -> Console:
-    return Console(stderr=stderr, soft_wrap=True, markup=False, highlight=False)
 
 
 def _number(value: object) -> str:

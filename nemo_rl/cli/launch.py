@@ -1,4 +1,6 @@
-"""`nemo-rl launch local|ray|slurm|attach`: one recipe on this machine, on a running Ray, or as a Slurm job."""
+"""`nemo-rl train`, and `nemo-rl launch local|ray|slurm|attach`: one recipe on this machine, on a running Ray, or as a
+Slurm job.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,10 @@ from typing import Annotated
 
 import typer
 
-from nemo_rl.cli.run_recipe import run_recipe
+from nemo_rl.cli.run_recipe import extent_of, run_recipe
 from nemo_rl.errors import UserError
 
-__all__ = ["app"]
+__all__ = ["app", "train"]
 
 app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Run a recipe here, on a running Ray, or as a Slurm job."
@@ -25,6 +27,26 @@ ANSWER_S = 5.0
 
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML recipe")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="as run_grpo.py takes them")]
+
+
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="print the resolved config with variables, and exit")
+    ] = False,
+    validate_only: Annotated[bool, typer.Option("--validate-only", help="check the config alone and exit")] = False,
+    preflight: Annotated[
+        bool, typer.Option("--preflight", help="check all that a run needs, start nothing, and exit")
+    ] = False,
+) -> None:
+    """Runs GRPO from RECIPE: the same as `examples/run_grpo.py --config RECIPE`.
+
+    Exit code: 0 done, 1 a worker or the data plane failed, 2 something the user can fix, 75 saved and ended before
+    checkpointing.must_save_by, 130 interrupted.
+    """
+    extent = extent_of(print_config=print_config, validate_only=validate_only, preflight=preflight)
+    raise typer.Exit(run_recipe(recipe, overrides or [], extent=extent, print_config=print_config))
 
 
 @app.callback()

@@ -10,9 +10,9 @@ from importlib.metadata import version
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from nemo_rl.utils import interrupt
+from nemo_rl.utils.console import make_console
 
 if __name__ == "__main__" or sys.argv[0].endswith("nemo-rl"):
     interrupt.end_at_once()
@@ -23,6 +23,7 @@ from nemo_rl.cli.doctor import doctor
 from nemo_rl.cli.evaluate import evaluate
 from nemo_rl.cli.export import export
 from nemo_rl.cli.launch import app as launch_app
+from nemo_rl.cli.launch import train
 from nemo_rl.cli.plan import plan
 from nemo_rl.cli.probe import app as probe_app
 from nemo_rl.cli.replay import replay
@@ -48,6 +49,7 @@ app.command()(export)
 app.command()(plan)
 app.command()(replay)
 app.command()(shrink)
+app.command()(train)
 
 
 def _show_version(asked: bool) -> None:
@@ -62,7 +64,7 @@ def _root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="show the version and exit")
     ] = False,
 ) -> None:
-    """Tools around GRPO runs."""
+    """GRPO runs, and tools around them."""
 
 
 def main() -> None:
@@ -76,7 +78,7 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001  (the outermost place: reported as what it is)
         problem = text_of(error) if isinstance(error, NemoRLError) else machine_problem(error)
         line = problem or crash_line(error, folder=None)
-        Console(stderr=True, soft_wrap=True, markup=False, highlight=False).print(f"error: {line}", style="red")
+        make_console(stderr=True).print(f"error: {line}", style="red")
         sys.exit(_exit_code(error))
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+
+from nemo_rl.utils.console import make_console
 
 __all__ = ["plan"]
 
@@ -39,6 +40,6 @@ def plan(
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
     else:
-        show_plan(found, Console(soft_wrap=True, markup=False, highlight=False))
+        show_plan(found, make_console())
     if error is not None:
         raise error

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from nemo_rl.cli.probe_run import ab, run
 from nemo_rl.errors import UserError
 from nemo_rl.records.sites import SITES
+from nemo_rl.utils.console import make_console
 
 __all__ = ["app"]
 
@@ -54,7 +54,7 @@ def compare(
 @app.command(short_help="what can be recorded, and what it means")
 def sites() -> None:
     """Lists the sites that selectors name: their dims (R tokens) and meaning; `*` marks those with gradients, too."""
-    console = Console(soft_wrap=True, markup=False, highlight=False)
+    console = make_console()
     for kind, meaning in SITES.items():
         mark = "*" if meaning.has_backward else " "
         where = "each layer" if meaning.in_layers else "the model"

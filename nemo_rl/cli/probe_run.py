@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console
+
+from nemo_rl.utils.console import make_console
 
 if TYPE_CHECKING:
     from nemo_rl.diagnostics.runner.prompts import PromptSpec
@@ -199,7 +200,7 @@ def _spec(recipe: Path, overrides: list[str] | None, rows: _Rows, **settings: ob
 
 
 def _show(record: dict[str, object], lines: list[str], *, as_json: bool) -> None:
-    console = Console(soft_wrap=True, markup=False, highlight=False)
+    console = make_console()
     if as_json:
         console.print_json(json.dumps(record), ensure_ascii=True)
         return

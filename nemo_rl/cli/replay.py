@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from nemo_rl.diagnostics.verdict import Verdict
+from nemo_rl.utils.console import make_console
 
 if TYPE_CHECKING:
     from nemo_rl.diagnostics.mismatch.report import MismatchReport
@@ -82,7 +82,7 @@ def replay(
     )
     try:
         with quiet_libraries():
-            report = explain_mismatch(request) if explain else replay_step(request)
+            report = explain_mismatch(request, report=_tell) if explain else replay_step(request)
     except ReplayProblem as problem:
         raise _end(str(problem), problem.verdict) from problem
     _show(report, as_json=as_json)
@@ -90,7 +90,7 @@ def replay(
 
 
 def _show(report: ReplayReport | MismatchReport, *, as_json: bool) -> None:
-    console = Console(soft_wrap=True, markup=False, highlight=False)
+    console = make_console()
     if as_json:
         console.print_json(json.dumps(report.as_record()))
         return
@@ -98,7 +98,10 @@ def _show(report: ReplayReport | MismatchReport, *, as_json: bool) -> None:
         console.print(line)
 
 
+def _tell(text: str) -> None:
+    make_console(stderr=True).print(text)
+
+
 def _end(text: str, verdict: Verdict) -> typer.Exit:
-    console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
-    console.print(f"{verdict.label}: {text}", style="red")
+    make_console(stderr=True).print(f"{verdict.label}: {text}", style="red")
     return typer.Exit(verdict.value)

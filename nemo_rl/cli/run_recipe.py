@@ -1,6 +1,7 @@
 """One run as a person starts it, with its messages and exit code; the same for every way to launch one.
 
-`examples/run_grpo.py` and `nemo-rl launch` call it. Exit codes are those of `nemo_rl.utils.exit_codes`.
+`examples/run_grpo.py`, `nemo-rl train` and `nemo-rl launch` call it. Exit codes are those of
+`nemo_rl.utils.exit_codes`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from nemo_rl.utils.exit_codes import FAILURE, INTERRUPTED, TIME_LIMIT, USER_ERRO
 from nemo_rl.utils.last_resort import crash_line, machine_problem, text_of
 from nemo_rl.utils.resume_hint import resume_hint
 
-__all__ = ["Extent", "run_recipe"]
+__all__ = ["Extent", "extent_of", "run_recipe"]
 
 NOT_LOOKED_AT = "model folder, data, reward, extras, hardware, memory, disk, folders"
 
@@ -41,11 +42,20 @@ class Extent(StrEnum):
     RUN = "run"
 
 
+def extent_of(*, print_config: bool, validate_only: bool, preflight: bool) -> Extent:
+    """How far the options of a command line take a recipe: the most thorough of the checks that were asked for."""
+    if preflight:
+        return Extent.PREFLIGHT
+    if validate_only:
+        return Extent.VALIDATE
+    return Extent.PRINT if print_config else Extent.RUN
+
+
 def run_recipe(
     recipe: Path, overrides: Sequence[str], *, extent: Extent = Extent.RUN, print_config: bool = False
 ) -> int:
     """Runs it, or looks at it; returns the exit code."""
-    console, errors = make_console(), Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+    console, errors = make_console(), make_console(stderr=True)
     configure_logging(console, level=logging.WARNING)
     interrupt.install()
     running: MasterConfig | None = None

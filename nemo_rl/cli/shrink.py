@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
+
+from nemo_rl.utils.console import make_console
 
 if TYPE_CHECKING:
     from nemo_rl.cluster.shrink.report import ShrinkReport
@@ -56,13 +57,13 @@ def shrink(
     )
     # Progress goes beside the report, which may be read by a machine.
     with quiet_libraries():
-        report = make_small(request, console=Console(stderr=True, soft_wrap=True, markup=False, highlight=False))
+        report = make_small(request, console=make_console(stderr=True))
     _show(report, as_json=as_json)
     raise typer.Exit(report.verdict.value)
 
 
 def _show(report: ShrinkReport, *, as_json: bool) -> None:
-    console = Console(soft_wrap=True, markup=False, highlight=False)
+    console = make_console()
     if as_json:
         console.print_json(json.dumps(report.as_record(), default=str))
         return

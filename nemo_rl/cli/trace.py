@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from nemo_rl.cli.trace_ls import ls
 from nemo_rl.cli.trace_play import play, serve
 from nemo_rl.cli.trace_watch import watch
 from nemo_rl.diagnostics.route_chain.chain import verify_trace
+from nemo_rl.utils.console import make_console
 
 __all__ = ["app"]
 
@@ -41,7 +41,7 @@ def verify(
     report = verify_trace(
         folder, require_forward_verify=require_forward_verify, require_cp_identity=require_cp_identity
     )
-    console = Console(soft_wrap=True, markup=False, highlight=False)
+    console = make_console()
     if as_json:
         console.print_json(json.dumps(report.as_record()))
     else:

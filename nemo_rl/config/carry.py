@@ -2,6 +2,7 @@
 
 A parent has `policy.optimizer` and `policy.scheduler`, which the DTensor worker reads; a child or the command line
 switches to the Megatron worker and says nothing of its optimizer; or the other way round. Called by the loader.
+What that layer, or a later one, sets of the section that is read goes before what is carried, key by key.
 Invariant: the same numbers, or a line that says why not; null drops what the parent has set.
 """
 
@@ -39,12 +40,24 @@ def carry_optimizer(recipe: Recipe) -> list[str]:
 
 
 def _given(recipe: Recipe, path: tuple[str, ...], switch: Layer | None, *, over: tuple[str, ...]) -> Any:
-    """What a layer before the switch has set in a section; None where the section that is read, `over`, is set too."""
+    """What a layer before the switch has set in a section; None where that layer, or one before it, has set the section
+    that is read, `over`, too."""
     value, setter, reader = lookup(recipe.tree, path)[1], recipe.layer_of(path), recipe.layer_of(over)
     if switch is None or setter is None or setter.order >= switch.order or _is_default(recipe, path):
         return None
-    is_read_section_set = reader is not None and reader.order >= setter.order
+    if reader is not None and reader.order > setter.order:
+        return value
+    is_read_section_set = reader is not None and reader.order == setter.order
     return None if is_read_section_set or not _is_default(recipe, over) else value
+
+
+def _set_later(recipe: Recipe, section: tuple[str, ...], *, than: tuple[str, ...]) -> set[str]:
+    """Keys of a section that a later layer has set than the one that set the section `than`."""
+    setter, value = recipe.layer_of(than), lookup(recipe.tree, section)[1]
+    if setter is None or not isinstance(value, Mapping):
+        return set()
+    layers = {name: recipe.layer_of((*section, name)) for name in value}
+    return {name for name, layer in layers.items() if layer is not None and layer.order > setter.order}
 
 
 def _is_default(recipe: Recipe, path: tuple[str, ...]) -> bool:
@@ -58,27 +71,32 @@ def _is_default(recipe: Recipe, path: tuple[str, ...]) -> bool:
 def _to_megatron(recipe: Recipe, switch: Layer | None) -> Iterator[str]:
     optimizer = _given(recipe, _OPTIMIZER, switch, over=_MEGATRON_OPTIMIZER)
     kwargs: Any = optimizer.get("kwargs") or OptimizerConfig().kwargs if isinstance(optimizer, Mapping) else None
-    if isinstance(optimizer, Mapping) and isinstance(kwargs, Mapping):
+    own = _set_later(recipe, _MEGATRON_OPTIMIZER, than=_OPTIMIZER)
+    if isinstance(optimizer, Mapping) and isinstance(kwargs, Mapping) and "optimizer" not in own:
         betas = kwargs.get("betas") or []
         betas = betas if isinstance(betas, list) else [betas]
         unknown = set(kwargs) - {*_PLAIN, "betas"}
-        if optimizer.get("name", _ADAMW[1]) not in _ADAMW or unknown or len(betas) not in (0, 2):
+        is_known = optimizer.get("name", _ADAMW[1]) in _ADAMW and not unknown and len(betas) in (0, 2)
+        if not is_known and "lr" not in own:
             what = ", ".join([str(optimizer.get("name", "AdamW")), *sorted(unknown)])
             yield _lost(recipe, _OPTIMIZER, _MEGATRON_OPTIMIZER, f"{what} has no counterpart there")
-        else:
+        elif is_known:
             carried = {_PLAIN[name]: value for name, value in kwargs.items() if name in _PLAIN}
             carried |= dict(zip(("adam_beta1", "adam_beta2"), betas, strict=False))
-            _move(recipe, _OPTIMIZER, _MEGATRON_OPTIMIZER, carried)
+            _move(recipe, _OPTIMIZER, _MEGATRON_OPTIMIZER, carried, own=own)
     scheduler = _given(recipe, _SCHEDULER, switch, over=_MEGATRON_SCHEDULER)
     if scheduler is None:
+        return
+    own = _set_later(recipe, _MEGATRON_SCHEDULER, than=_SCHEDULER)
+    if own and (not isinstance(scheduler, Mapping) or "lr_decay_style" in own):
         return
     if not isinstance(scheduler, Mapping) or scheduler.get("phases") or "." in str(scheduler.get("name", "")):
         yield _lost(recipe, _SCHEDULER, _MEGATRON_SCHEDULER, "torch's schedulers have no counterpart there")
         return
-    _carry_shape(recipe, scheduler)
+    _carry_shape(recipe, scheduler, own=own)
 
 
-def _carry_shape(recipe: Recipe, scheduler: Mapping[str, Any]) -> None:
+def _carry_shape(recipe: Recipe, scheduler: Mapping[str, Any], *, own: set[str]) -> None:
     """The first of W steps of warm-up has 1/W of the rate with the DTensor worker, and what is asked for with Megatron:
     the rates of a warm-up are the same, those of a decay differ by one step of its length."""
     default, layer = SchedulerConfig(), _layer(recipe, _SCHEDULER)
@@ -89,13 +107,13 @@ def _carry_shape(recipe: Recipe, scheduler: Mapping[str, Any]) -> None:
         # The schema says what is wrong with them.
         return
     shape = {"lr_decay_style": style}
-    if warmup > 1:
+    if warmup > 1 and not own & {"lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_init"}:
         shape |= {"lr_warmup_iters": warmup - 1, "lr_warmup_init": peak / warmup}
     if style != default.name:
         shape |= {} if end is None else {"lr_decay_iters": end}
         if not lookup(recipe.tree, (*_MEGATRON_OPTIMIZER, "min_lr"))[1]:
             recipe.set((*_MEGATRON_OPTIMIZER, "min_lr"), peak * factor, layer=layer)
-    _move(recipe, _SCHEDULER, _MEGATRON_SCHEDULER, shape)
+    _move(recipe, _SCHEDULER, _MEGATRON_SCHEDULER, shape, own=own)
 
 
 def _to_dtensor(recipe: Recipe, switch: Layer | None) -> Iterator[str]:
@@ -113,10 +131,17 @@ def _lost(recipe: Recipe, section: tuple[str, ...], kept: tuple[str, ...], why: 
     )
 
 
-def _move(recipe: Recipe, section: tuple[str, ...], to: tuple[str, ...], values: Mapping[str, Any]) -> None:
+def _move(
+    recipe: Recipe, section: tuple[str, ...], to: tuple[str, ...], values: Mapping[str, Any], *, own: set[str]
+) -> None:
+    """
+    Args:
+        own: names of `to` that keep their values.
+    """
     layer = _layer(recipe, section)
     for name, value in values.items():
-        recipe.set((*to, name), value, layer=layer)
+        if name not in own:
+            recipe.set((*to, name), value, layer=layer)
     recipe.tree[section[0]].pop(section[1])
     recipe.mark(section, None)
 

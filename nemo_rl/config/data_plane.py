@@ -100,7 +100,8 @@ class ObservabilityConfig(Section):
     event_log: bool = True
     """Write what happens to each row to `data_plane_events.jsonl` in `logger.log_dir`, for `nemo-rl data-plane`."""
     callback: str | None = None
-    """`package.module:function`, called in every process with a `DataPlaneEvent` after each data plane call."""
+    """`package.module:function`, called in every process with a `DataPlaneEvent` after each data plane call;
+    `print_event` logs a line for each."""
 
 
 class DataPlaneConfig(Section):

@@ -109,9 +109,10 @@ def _rule_problems(recipe: Recipe, config: MasterConfig, broken: Sequence[str]) 
 
 
 def _is_switched_off_later(recipe: Recipe, line: Ignored) -> bool:
-    """A child recipe or the command line may turn off what its parent has set up; no key of its own is ignored."""
+    """A child recipe or the command line may turn off what its parent has set up, or a default; no key of its own is
+    ignored."""
     key, switch = recipe.layer_of(line.key.split(".")), recipe.layer_of(line.switch.split("."))
-    return key is not None and switch is not None and key.order < switch.order
+    return switch is not None and (key is None or key.order < switch.order)
 
 
 def _rules_on_the_rest(recipe: Recipe, error: ValidationError, broken: Sequence[str]) -> list[str]:

@@ -8,6 +8,7 @@ part; whoever builds a part calls `PartKind.load`.
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ __all__ = [
     "ENGINES",
     "ENGINE_TRAITS",
     "ENVIRONMENTS",
+    "HUB_NAME",
     "LOSSES",
     "STORES",
     "TOKEN_ESTIMATORS",
@@ -32,6 +34,8 @@ __all__ = [
     "PartKind",
 ]
 
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*")
+"""`owner/name` on the Hugging Face hub."""
 UNKNOWN_PART = "unknown_part"
 """Type of the validation error, whose context has the words as `expected`."""
 
@@ -50,17 +54,24 @@ class PartKind:
     builtin: Mapping[str, str]
     """Word -> `module:name` of its definition."""
 
+    hub: str | None = None
+    """Definition that serves every `owner/name` of the Hugging Face hub; None where such a name means nothing."""
+
     def is_builtin(self, name: str) -> bool:
-        return name in self.builtin
+        return name in self.builtin or self.is_on_hub(name)
+
+    def is_on_hub(self, name: str) -> bool:
+        return self.hub is not None and HUB_NAME.fullmatch(name) is not None
 
     def check(self, name: str) -> str:
         """The validator: `name` is a built-in word, or two names with a colon between them."""
         module, colon, attribute = name.partition(":")
-        if name in self.builtin or (
+        if self.is_builtin(name) or (
             colon and attribute.isidentifier() and all(map(str.isidentifier, module.split(".")))
         ):
             return name
         words = ", ".join(map(repr, self.builtin)) or "none is built in"
+        words += "" if self.hub is None else ", owner/name of the Hugging Face hub"
         raise PydanticCustomError(UNKNOWN_PART, "one of {expected}, or module:name of your own", {"expected": words})
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -76,7 +87,8 @@ class PartKind:
         Raises:
             ConfigError: it cannot be imported, or is nothing that can be called.
         """
-        module, _, attribute = self.builtin.get(name, name).partition(":")
+        of_hub = self.hub if self.is_on_hub(name) else None
+        module, _, attribute = (self.builtin.get(name) or of_hub or name).partition(":")
         try:
             part = vars(importlib.import_module(module))[attribute]
         except KeyError:
@@ -203,6 +215,7 @@ DATASETS = PartKind(
         "jsonl": "nemo_rl.data.sources:jsonl_prompts",
         "huggingface": "nemo_rl.data.sources:huggingface_prompts",
     },
+    hub="nemo_rl.data.sources:hub_prompts",
 )
 TRACKERS = PartKind(what="a tracker", builtin={})
 """Built-in trackers have switches of their own (`logger.wandb_enabled` and so on)."""

@@ -91,6 +91,10 @@ class DynamicBatchingConfig(Section):
     start."""
 
 
+ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*$")]
+"""`module:name` or `module.name`."""
+
+
 class DTensorConfig(Section):
     """The DTensor worker: FSDP2 over data x context parallel ranks, with tensor parallelism."""
 
@@ -102,8 +106,9 @@ class DTensorConfig(Section):
     """Ranks that share every sequence."""
     sequence_parallel: bool = False
     """Split activations between the blocks over the tensor-parallel ranks; needs `tensor_parallel_size` above 1."""
-    custom_parallel_plan: dict[str, str] | None = None
-    """Module pattern (`model.layers.*.mlp.up_proj`) -> style (`colwise`, `rowwise`, ...); null takes the model's."""
+    custom_parallel_plan: dict[str, str] | ImportPath | None = None
+    """Module pattern (`model.layers.*.mlp.up_proj`) -> style (`colwise`, `rowwise`, ...), or where such a dictionary is
+    imported from (`my_package.plans:PLAN`, `my_package.plans.PLAN`); null takes the model's."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state on the CPU and move each layer to the GPU when it runs."""
     activation_checkpointing: bool = False

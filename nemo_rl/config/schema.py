@@ -130,12 +130,14 @@ class DatasetConfig(Section):
     """One source of prompts."""
 
     dataset_name: Annotated[str, DATASETS] = "jsonl"
-    """`sort_digits` and `reasoning_gym` are generated; `jsonl` and `huggingface` read local files; or
-    `module:function` of your own, see docs/extending.md."""
+    """`sort_digits` and `reasoning_gym` are generated; `jsonl` and `huggingface` read local files;
+    `owner/name` is a dataset of the Hugging Face hub; or `module:function` of your own, see docs/extending.md."""
     data_path: FilePath | None = None
     """File (`jsonl`) or folder (`huggingface`, as written by `datasets.save_to_disk`, or JSON/parquet files)."""
     split: Text | None = None
-    """Split of a `huggingface` dataset that has several."""
+    """Split of a `huggingface` dataset, or one of the hub, that has several."""
+    subset: Text | None = None
+    """Subset (configuration) of a dataset of the hub that has several, for example `main` of `openai/gsm8k`."""
     input_key: Text = "input"
     """Name of the prompt's column in a file."""
     output_key: Text = "output"
@@ -171,7 +173,8 @@ class DataConfig(Section):
 
     train: DatasetConfig = Field(default_factory=DatasetConfig)
     validation: DatasetConfig | None = None
-    """Held-out prompts; texts that also occur here are removed from the training prompts. Null: no validation."""
+    """Held-out prompts; texts that also occur here are removed from the training prompts. Null turns all
+    validation off, whatever `grpo` says of it."""
     validation_sets: dict[SetName, DatasetConfig] = Field(default_factory=dict)
     """Further held-out prompts by name, measured as `validation` is and logged as `val/NAME/...`; texts of them are not
     trained on either."""
@@ -184,9 +187,8 @@ class DataConfig(Section):
 
     @property
     def held_out(self) -> dict[str, DatasetConfig]:
-        """Every validation set by name, the main one first."""
-        main = {} if self.validation is None else {MAIN_SET: self.validation}
-        return main | self.validation_sets
+        """Every validation set by name, the main one first; none where `validation` is null."""
+        return {} if self.validation is None else {MAIN_SET: self.validation, **self.validation_sets}
 
     @staticmethod
     def held_out_key(name: str) -> str:
@@ -247,7 +249,9 @@ class ClusterConfig(Section):
     num_cpus: PositiveInt | None = None
     """Logical CPUs that Ray may hand out on this machine; null: as many as the actors need, at least the cores."""
     threads_per_worker: PositiveInt = 1
-    """Torch threads in every process of the run."""
+    """Torch threads in every process of the run. With 2 a step on CPU is about 1.3 times faster while every thread has
+    a core to itself, and up to ten times slower when another process takes one of the cores: threads of one operation
+    wait for the slowest."""
     env_vars: EnvVars = {}
     """Variables of all processes of the run, such as `NCCL_SOCKET_IFNAME`, `NCCL_IB_HCA` or `GLOO_SOCKET_IFNAME`; they
     win over what was exported, and over what a run sets by itself. `--print-config` lists them."""
@@ -280,7 +284,8 @@ class CheckpointingConfig(Section):
     keep_top_k: PositiveInt | None = 3
     """Best checkpoints to keep by `metric_name`, in addition to the latest; null keeps all."""
     metric_name: Text = "val:reward"
-    """`val:NAME` or `train:NAME` as logged; `val:accuracy` where rewards are right or wrong."""
+    """`val:NAME` or `train:NAME` as logged; `val:accuracy` where rewards are right or wrong. Where nothing is
+    validated, checkpoints are ranked by `train:reward` in place of `val:reward` or `val:accuracy`."""
     higher_is_better: bool = True
     """Whether larger values of `metric_name` are better."""
     save_optimizer: bool = True
@@ -385,6 +390,18 @@ class MasterConfig(Section):
         return TOKEN_ESTIMATORS.is_builtin(name) and (
             self.loss_fn.use_kl_in_reward or TOKEN_ESTIMATORS.builtin[name] == ADVANTAGE_ESTIMATORS.builtin[name]
         )
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether held-out prompts are measured at any time of the run."""
+        grpo = self.grpo
+        return self.data.validation is not None and (grpo.val_period > 0 or grpo.val_at_start or grpo.val_at_end)
+
+    @property
+    def checkpoint_metric(self) -> str:
+        """`checkpointing.metric_name`, or its counterpart of training where nothing is validated."""
+        name = self.checkpointing.metric_name
+        return "train:reward" if name in ("val:reward", "val:accuracy") and not self.has_validation else name
 
     @property
     def checkpoint_dir(self) -> Path:

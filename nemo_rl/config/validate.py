@@ -17,10 +17,10 @@ from nemo_rl.config import (
     validate_router_replay,
 )
 from nemo_rl.config.base import Section
-from nemo_rl.config.ignored import would_be_ignored
+from nemo_rl.config.ignored import Ignored, would_be_ignored
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, DATASETS, ENGINES, ENVIRONMENTS, LOSSES, STORES, PartKind
 from nemo_rl.config.rule import Rule, rules_in
-from nemo_rl.config.schema import DatasetConfig, GRPOConfig, MasterConfig
+from nemo_rl.config.schema import DatasetConfig, MasterConfig
 
 __all__ = ["RULES"]
 
@@ -153,23 +153,19 @@ def rule_lengths_fit(config: MasterConfig) -> list[str]:
 def rule_validation_needs_prompts(config: MasterConfig) -> list[str]:
     if config.data.validation is not None:
         return []
-    grpo = config.grpo
-    asked = [
-        name
-        for name, is_on in (
-            ("val_period", grpo.val_period > 0),
-            ("val_at_start", grpo.val_at_start),
-            ("val_at_end", grpo.val_at_end),
-            ("stop_at_validation_accuracy", grpo.stop_at_validation_accuracy is not None),
-        )
+    grpo, switch = config.grpo, "data.validation"
+    because = f"there is no {switch} ({switch}=null turns all validation off)"
+    asked = {
+        "val_period": grpo.val_period > 0,
+        "val_at_start": grpo.val_at_start,
+        "val_at_end": grpo.val_at_end,
+        "stop_at_validation_accuracy": grpo.stop_at_validation_accuracy is not None,
+    }
+    lines: list[str] = [
+        Ignored(f"grpo.{name}", f"{getattr(grpo, name)} ", switch=switch, because=because)
+        for name, is_on in asked.items()
         if is_on
     ]
-    off = {"val_period": "0", "stop_at_validation_accuracy": "null"}
-    lines = [
-        f"grpo.{name}: there is no data.validation; add one, or set grpo.{name}={off.get(name, 'false')}"
-        for name in asked
-    ]
-    switch, because = "data.validation", "there is no data.validation"
     lines += would_be_ignored(grpo, "grpo", ["max_val_samples"], switch=switch, because=because)
     lines += would_be_ignored(config.data, "data", ["validation_sets"], switch=switch, because=because)
     names = tuple(type(config.evaluation).model_fields)
@@ -204,7 +200,7 @@ def rule_evaluation_has_enough_samples(config: MasterConfig) -> list[str]:
 
 
 def rule_validation_prompts_are_used(config: MasterConfig) -> list[str]:
-    if config.data.validation is None or _validates(config.grpo):
+    if config.data.validation is None or config.has_validation:
         return []
     lines = [
         "data.validation: is never used, because grpo.val_period is 0 and val_at_start and val_at_end are false; "
@@ -213,10 +209,6 @@ def rule_validation_prompts_are_used(config: MasterConfig) -> list[str]:
     if config.grpo.stop_at_validation_accuracy is not None:
         lines.append("grpo.stop_at_validation_accuracy: nothing is ever validated; set grpo.val_period")
     return lines
-
-
-def _validates(grpo: GRPOConfig) -> bool:
-    return grpo.val_period > 0 or grpo.val_at_start or grpo.val_at_end
 
 
 # ---- prompts and rewards
@@ -241,7 +233,11 @@ def _dataset_lines(dataset: DatasetConfig, prefix: str) -> list[str]:
     if not DATASETS.is_builtin(name):
         # What a user-defined dataset reads of its section is not known here.
         return _template_lines(dataset, prefix)
-    if name in _GENERATED:
+    is_on_hub = DATASETS.is_on_hub(name)
+    ignored += [] if is_on_hub else ["subset"]
+    if is_on_hub:
+        ignored += ["data_path", "seed", "options"]
+    elif name in _GENERATED:
         ignored += ["data_path", "split", "input_key", "output_key"]
         if dataset.size is None:
             lines.append(f"{prefix}.size: must be set: {name} is generated")
@@ -366,7 +362,7 @@ def rule_checkpoints_are_ranked_by_something_logged(config: MasterConfig) -> lis
     area, _, metric = checkpointing.metric_name.partition(":")
     if area not in ("val", "train") or not metric:
         return [f"checkpointing.metric_name: expected val:NAME or train:NAME, got {checkpointing.metric_name!r}"]
-    if area == "val" and (config.data.validation is None or not _validates(config.grpo)):
+    if config.checkpoint_metric.startswith("val:") and not config.has_validation:
         return [
             f"checkpointing.metric_name: {checkpointing.metric_name!r} is never measured without validation; "
             "set train:reward, or keep_top_k=null, or add data.validation"

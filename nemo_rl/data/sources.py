@@ -83,6 +83,13 @@ def huggingface_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]
         yield _raw_prompt(row, cfg, place=f"{path} row {number}")
 
 
+def hub_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
+    del exclude
+    rows = huggingface_wrapper.hub_rows(cfg.dataset_name, subset=cfg.subset, split=cfg.split, where=where)
+    for number, row in enumerate(islice(rows, cfg.size)):
+        yield _raw_prompt(row, cfg, place=f"{cfg.dataset_name} row {number}")
+
+
 def _json_object(line: str, *, place: str) -> Mapping[str, object]:
     try:
         row = json.loads(line)

@@ -16,6 +16,7 @@ import torch
 
 from nemo_rl.data_plane.chunks.tags import Tags, TagTable, TagValue, plain_column
 from nemo_rl.data_plane.chunks.wire import Counted, Packed, message_bytes, pack_rows, unpack_rows
+from nemo_rl.data_plane.extra_info import JsonLike, checked_info, join_info
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import SchemaMismatch, name_some
 
@@ -55,6 +56,8 @@ class KVBatchMeta(Counted):
     nothing was claimed."""
     pack: PackPlan | None = None
     """Which rows form which microbatch on which rank, in indices into `keys`."""
+    extra_info: Mapping[str, JsonLike] = field(default_factory=dict)
+    """Facts about the batch as a whole, see `extra_info`; the library reads none of them."""
     _packed: list[Packed] = field(default_factory=list, init=False, repr=False, compare=False)
     """The compact form of keys, lengths and tags, once it was needed."""
 
@@ -79,6 +82,7 @@ class KVBatchMeta(Counted):
         if self.tags is not None:
             set_(self, "tags", TagTable.of(self.tags, where=f"partition {self.partition_id!r}"))
             self._check_aligned("tags", len(self.tags))
+        set_(self, "extra_info", MappingProxyType(checked_info(self.extra_info, f"partition {self.partition_id!r}")))
         if self.claims is not None:
             set_(self, "claims", tuple(self.claims))
             self._check_aligned("claims", len(self.claims))
@@ -89,7 +93,8 @@ class KVBatchMeta(Counted):
 
     def _message(self) -> tuple[Packed, str, int | tuple[int, ...] | None, dict[str, Any]]:
         claims = self.claims[0] if self.claims and len(set(self.claims)) == 1 else self.claims
-        more = {"task_name": self.task_name, "fields": self.fields, "versions": dict(self.versions), "pack": self.pack}
+        more: dict[str, Any] = {"task_name": self.task_name, "fields": self.fields, "versions": dict(self.versions)}
+        more |= {"pack": self.pack, "extra_info": dict(self.extra_info)}
         return self._rows(), self.partition_id, claims, more
 
     def _rows(self) -> Packed:
@@ -112,8 +117,7 @@ class KVBatchMeta(Counted):
     def subset(self, indices: Iterable[int]) -> KVBatchMeta:
         """The rows at `indices`, in that order; the pack plan is cleared."""
         picked = [int(i) for i in indices]
-        outside = [i for i in picked if not 0 <= i < len(self.keys)]
-        if outside:
+        if outside := [i for i in picked if not 0 <= i < len(self.keys)]:
             raise SchemaMismatch(f"subset: rows {name_some(outside)} are outside 0..{len(self.keys) - 1}")
         return replace(
             self,
@@ -139,15 +143,15 @@ class KVBatchMeta(Counted):
 
         Raises:
             SchemaMismatch: another partition, task, field set or set of known families; lengths, tags or claims on one
-                side only.
+                side only; another value under one name of `extra_info`.
         """
         for other in others:
             self._check_same("partition_id", self.partition_id, other.partition_id)
         parts = [part for part in (self, *others) if part.keys]
-        if len(parts) < 2:
-            return replace(parts[0] if parts else self, pack=None)
-        first = parts[0]
-        for part in parts[1:]:
+        first, *rest = parts or [self]
+        if not rest:
+            return replace(first, pack=None)
+        for part in rest:
             first._check_joins(part)
         return replace(
             first,
@@ -156,19 +160,16 @@ class KVBatchMeta(Counted):
             tags=None
             if (tags := first._tag_table()) is None
             else tags.join([t for p in parts[1:] if (t := p._tag_table()) is not None]),
-            versions={
-                family: tuple(version for p in parts for version in p._versions_by_row(family))
-                for family in first.versions
-            },
+            versions={family: tuple(v for p in parts for v in p._versions_by_row(family)) for family in first.versions},
             claims=_join([p.claims for p in parts]),
             pack=None,
+            extra_info=join_info([p.extra_info for p in parts]),
         )
 
     def drop(self, indices: Iterable[int]) -> KVBatchMeta:
         """All rows but those at `indices` (any order, repeats allowed); dropping all gives an empty meta."""
         gone = {int(i) for i in indices}
-        outside = sorted(i for i in gone if not 0 <= i < len(self.keys))
-        if outside:
+        if outside := sorted(i for i in gone if not 0 <= i < len(self.keys)):
             raise SchemaMismatch(f"drop: rows {name_some(outside)} are outside 0..{len(self.keys) - 1}")
         return self.subset(i for i in range(len(self.keys)) if i not in gone)
 
@@ -194,7 +195,7 @@ class KVBatchMeta(Counted):
             isinstance(version, int) for version in first.versions.values()
         ):
             return self.with_fields(first.fields, versions=first.versions)
-        bare = [replace(shard, sequence_lengths=None, tags=None, claims=None, pack=None) for shard in shards]
+        bare = [replace(shard, sequence_lengths=None, tags=None, claims=None, extra_info={}) for shard in shards]
         joined = bare[0].concat(*bare[1:])
         places = {key: i for i, key in enumerate(joined.keys)}
         ordered = joined.subset(places[key] for key in self.keys)
@@ -255,7 +256,6 @@ def _rebuild_meta(
 
 
 def _join(parts: Sequence[tuple[_T, ...] | None]) -> tuple[_T, ...] | None:
-    """All or none of the parts are there."""
     return None if parts[0] is None else tuple(value for part in parts for value in part or ())
 
 

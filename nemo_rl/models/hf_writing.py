@@ -1,12 +1,15 @@
 """Writing a Hugging Face folder: from whole weights that come one by one, or from the shards of all ranks.
 
-Called by the checkpoints of the policy workers. Invariant: what is written here, `open_weights` and transformers both
-read without a missing or an unexpected weight, and the files do not depend on how the model was split.
+Called by the checkpoints of the policy workers, and `cast_folder` by `nemo-rl export`. Invariant: what is written here,
+`open_weights` and transformers both read without a missing or an unexpected weight, and the files do not depend on how
+the model was split.
 """
 
 from __future__ import annotations
 
 import copy
+import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -15,9 +18,11 @@ from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from nemo_rl.errors import ModelFolderError, boundary
 from nemo_rl.models.boxes import Box
 from nemo_rl.models.hf_files import (
     INDEX_FILE,
@@ -28,10 +33,10 @@ from nemo_rl.models.hf_files import (
     index_text,
     plan_files,
 )
-from nemo_rl.models.loading import model_without_weights
+from nemo_rl.models.loading import CONFIG_FILE, load_model_config, model_without_weights
 from nemo_rl.models.policy.interfaces import TensorInfo
 
-__all__ = ["ModelDescription", "Share", "write_folder", "write_shares"]
+__all__ = ["ModelDescription", "Share", "cast_folder", "write_folder", "write_shares"]
 
 WINDOW_BYTES = 4 << 20
 """Of a file, gathered and written at once: enough for a disk and a network, and little for a node with many ranks."""
@@ -136,6 +141,44 @@ def write_shares(
     if output.problem is not None:
         raise output.problem
     _write_descriptions(folder, model, files)
+
+
+def cast_folder(folder: Path, dtype: torch.dtype) -> None:
+    """Rewrites the weights of a folder in another dtype, file by file.
+
+    What the model's class keeps in float32 (the score correction of a router, for example) stays as it is, and so do
+    tensors of integers.
+
+    Raises:
+        ModelFolderError: the folder is unreadable, or a weight is too large for the dtype.
+    """
+    config = load_model_config(folder)
+    model = model_without_weights(config, folder)
+    kept = [*(model._keep_in_fp32_modules_strict or ())]
+    if dtype is torch.float16:
+        kept += model._keep_in_fp32_modules or ()
+    keeps = re.compile("|".join(rf"(?:^|\.){name}(?:\.|$)" for name in kept) or "(?!)")
+    total = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        with boundary(ModelFolderError, f"{path}: cannot be read"):
+            weights = load_file(path)
+        for name, weight in weights.items():
+            if weight.is_floating_point() and not keeps.search(name):
+                weights[name] = weight.to(dtype)
+                if weights[name].isfinite().sum() < weight.isfinite().sum():
+                    raise ModelFolderError(f"{path}: {name}: has values too large for {dtype}; take another dtype")
+            total += weights[name].nbytes
+        # What is unchanged still lies in the file that is read.
+        changed = path.with_suffix(".tmp")
+        save_file(weights, changed, metadata={"format": "pt"})
+        changed.replace(path)
+    if (folder / INDEX_FILE).is_file():
+        index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
+        index["metadata"] = {**index.get("metadata", {}), "total_size": total}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    described = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    described["dtype"] = str(dtype).removeprefix("torch.")
+    (folder / CONFIG_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,33 +6,28 @@ before the cache of transformers, the cache before the network.
 
 from __future__ import annotations
 
-import re
-import threading
 from pathlib import Path
 
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
-from huggingface_hub.utils import get_session
 
+from nemo_rl.config.parts import HUB_NAME
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.errors import ModelFolderError, boundary, shorten
+from nemo_rl.errors import ModelFolderError, boundary
 from nemo_rl.models.loading import STARTERS, check_model_folder
+from nemo_rl.utils.hub_reach import ETAG_TIMEOUT_S, why_unreachable
 
 __all__ = ["is_hub_name", "local_folders"]
 
-REACH_TIMEOUT_S = 8.0
-"""For the hub to answer at all, looking up its address included."""
-ETAG_TIMEOUT_S = 15.0
 # What a model folder is read for; weights in other formats stay where they are.
 PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 LOCAL = frozenset({"checkpoints", "data", "models", "results"})
 """First parts of paths in recipes: a folder of ours that is not there yet is never looked for under somebody's name."""
-_NAME = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*")
 
 
 def is_hub_name(name: str) -> bool:
     """Whether `name` is `owner/model` and no path of this machine."""
-    if not _NAME.fullmatch(name) or name.endswith((".json", ".model")):
+    if not HUB_NAME.fullmatch(name) or name.endswith((".json", ".model")):
         return False
     owner, _, model = name.partition("/")
     return not (Path(owner).exists() or owner in LOCAL or model in STARTERS)
@@ -58,7 +53,7 @@ def _folder(name: str, *, where: str, needs_weights: bool = True) -> str:
     found = _cached(name, needs_weights=needs_weights)
     if found is not None:
         return found
-    problem = _unreachable()
+    problem = why_unreachable()
     if problem is not None:
         raise ModelFolderError(
             f"{where}: {name!r} is not a directory here, the cache {constants.HF_HUB_CACHE} does not hold it whole, "
@@ -91,24 +86,3 @@ def _cached(name: str, *, needs_weights: bool) -> str | None:
     except (LocalEntryNotFoundError, ModelFolderError):
         return None
     return str(folder)
-
-
-def _unreachable() -> str | None:
-    """Why the hub cannot be asked; None when it answers, with whatever code."""
-    if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set"
-    failed: list[str] = []
-
-    def ask() -> None:
-        try:
-            get_session().head(constants.ENDPOINT, timeout=REACH_TIMEOUT_S)
-        except Exception as error:  # noqa: BLE001  (whatever a network raises: the hub does not answer)
-            failed.append(shorten(f"{type(error).__name__}: {error}"))
-
-    # A thread that nobody waits for: looking up an address has no deadline of its own.
-    thread = threading.Thread(target=ask, daemon=True, name="hub-probe")
-    thread.start()
-    thread.join(REACH_TIMEOUT_S + 1)
-    if thread.is_alive():
-        return f"{constants.ENDPOINT} does not answer within {REACH_TIMEOUT_S:.0f} s"
-    return f"{constants.ENDPOINT} cannot be reached ({failed[0]})" if failed else None

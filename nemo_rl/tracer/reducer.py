@@ -20,6 +20,7 @@ from nemo_rl.errors import UserError
 __all__ = [
     "REDUCERS",
     "STATS",
+    "VECTOR_FILES",
     "Counts",
     "Digest",
     "Full",
@@ -39,7 +40,9 @@ __all__ = [
 
 CALL = re.compile(r"\s*([a-z]+)\s*(?:\(([^()]*)\))?\s*")
 VECTOR = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
-"""Name of an artifact: a file `NAME.safetensors` of the folder of artifacts, never a path."""
+"""Name of an artifact in the folder of artifacts, never a path."""
+VECTOR_FILES = (".safetensors", ".pt")
+"""Endings of the file that an artifact is."""
 MAX_COUNT = 65_536
 MAX_TEXT = 200
 
@@ -292,7 +295,7 @@ class Project(PerToken):
     """`[R, 1]` float32: the product of each token's features with a vector, summed in float32 or better."""
 
     name: ClassVar[str] = "project"
-    text: ClassVar[str] = "each token's component along a vector: project(NAME), of NAME.safetensors"
+    text: ClassVar[str] = "each token's component along a vector: project(NAME), of NAME.safetensors or NAME.pt"
     vector: str
 
     def __post_init__(self) -> None:

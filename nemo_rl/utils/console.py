@@ -15,14 +15,15 @@ from rich.logging import RichHandler
 __all__ = ["configure_logging", "make_console"]
 
 
-def make_console() -> Console:
-    """Standard output; no markup, so that brackets in texts and paths stay as they are.
+def make_console(*, stderr: bool = False) -> Console:
+    """Standard output or error; without markup and emoji, so that `[x]` and `:smile:` in a text stay as they are.
 
     What the terminal's encoding lacks is written as an escape: a path or a response may hold anything.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-    return Console(markup=False, highlight=False, soft_wrap=True)
+    stream = sys.stderr if stderr else sys.stdout
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
+    return Console(stderr=stderr, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def configure_logging(console: Console, *, level: int = logging.INFO) -> None:

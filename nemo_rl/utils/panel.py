@@ -41,11 +41,12 @@ class StepReport:
     num_steps: int
     reward: float
     val_reward: float | None = None
-    """Latest validation's mean reward; None before the first validation."""
+    """Mean reward of the validation after this step; None after other steps."""
     loss: float | None = None
     """None when the step had nothing to train on."""
     kl: float | None = None
-    """KL to the reference where it is computed, else to the policy that sampled; None without an update."""
+    """KL to the reference where it is computed, else to the old policy; None without an update, and where it is 0 by
+    construction."""
     mismatch: float | None = None
     """Mean factor between the probabilities that rollout and trainer give a sampled token; None without an update."""
     num_engines: int | None = None

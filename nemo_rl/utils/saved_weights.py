@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 from nemo_rl.errors import CheckpointError
@@ -40,8 +41,11 @@ def find_checkpoint(place: Path, *, step: int | None = None) -> Checkpoint:
     return checkpoint
 
 
-def export_weights(checkpoint: Checkpoint, out: Path) -> Path:
+def export_weights(checkpoint: Checkpoint, out: Path, *, change: Callable[[Path], None] | None = None) -> Path:
     """Copies the Hugging Face folder of a checkpoint to `out`, which appears when it is whole.
+
+    Args:
+        change: of the copy, once it is known to be what was saved.
 
     Raises:
         CheckpointError: `out` exists, or cannot be written, or the copy differs from the manifest.
@@ -55,6 +59,8 @@ def export_weights(checkpoint: Checkpoint, out: Path) -> Path:
         damage = checkpoint.manifest.only(f"{WEIGHTS}/", is_relative=True).damage(partial)
         if damage is not None:
             raise CheckpointError(f"{out}: the copy is not what was saved: {damage}")
+        if change is not None:
+            change(partial)
         partial.rename(out)
     except OSError as error:
         raise CheckpointError(f"{out}: cannot be written: {machine_problem(error) or error}") from error

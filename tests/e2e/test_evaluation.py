@@ -8,6 +8,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -32,9 +33,12 @@ DIGITS = {"dataset_name": "sort_digits", "options": {"min_digits": 3, "max_digit
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps with a checkpoint of each, validated after each."""
     folder = tmp_path_factory.mktemp("run")
+    write_tiny_folder(folder / "model")
+    described = json.loads((folder / "model" / "config.json").read_text())
+    (folder / "model" / "config.json").write_text(json.dumps({**described, "dtype": "bfloat16"}))
     recipe = write_recipe(
         folder,
-        write_tiny_folder(folder / "model"),
+        folder / "model",
         grpo={"max_num_steps": 2, "val_period": 1, "val_at_end": True, "max_val_samples": 12},
         evaluation=EVALUATION,
         data={
@@ -129,13 +133,18 @@ def test_a_model_folder_is_measured_with_the_settings_of_the_command_line(
 def test_an_exported_checkpoint_is_the_folder_that_was_saved(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command("export", folder / "logs", "--out", folder / "exported")
+    command("export", folder / "logs", "--out", folder / "exported", "--dtype", "float32")
     assert "step 2 of" in capsys.readouterr().out
     saved = folder / "logs" / "checkpoints" / "step_2" / "policy" / "weights"
     assert {path.name: path.read_bytes() for path in saved.iterdir()} == {
         path.name: path.read_bytes() for path in (folder / "exported").iterdir()
     }
-    assert load_file(folder / "exported" / "model.safetensors")
+    trained = load_file(folder / "exported" / "model.safetensors")
+    command("export", folder / "logs", "--out", folder / "as_the_model")
+    assert "(bfloat16)" in capsys.readouterr().out
+    exported = load_file(folder / "as_the_model" / "model.safetensors")
+    assert {str(weight.dtype) for weight in exported.values()} == {"torch.bfloat16"}
+    assert all(torch.equal(weight, trained[name].bfloat16()) for name, weight in exported.items())
     assert "exists already" in refused(capsys, monkeypatch, "export", folder / "logs", "--out", folder / "exported")
     said = refused(capsys, monkeypatch, "export", folder / "logs", "--step", 7, "--out", folder / "seventh")
     assert "holds no step 7, only 1, 2" in said and not (folder / "seventh").exists()

@@ -50,6 +50,30 @@ def styles(page: Any, name: str, *properties: str) -> tuple[str, ...]:
     )
 
 
+def test_rows_are_found_by_text_reward_answer_and_step(browser: Browser, tmp_path: Path) -> None:
+    write_rows(
+        tmp_path, 3, [token_row("aa_g0", ["Par", "is"]), token_row("aa_g1", ["Rome"], reward=-0.5, components={})]
+    )
+    write_rows(tmp_path, 4, [token_row("bb_g0", ["x"], prompt=["capital of Peru"], reward=0.5)])
+    shown = choose_rollouts(tmp_path, step=None, group=None, limit=None, every_step=True)
+    page = opened(browser, write_rollout_page(tmp_path / "page.html", shown))
+
+    def found(name: str, value: str) -> list[str]:
+        box = page.locator(f"[name={name}]")
+        box.select_option(value) if name in ("answer", "step") else box.fill(value)
+        keys = page.locator("section:not([hidden]) > article:not([hidden]) > p > b").all_text_contents()
+        assert page.locator("output").text_content() == f"{len(keys)} of 3 rows"
+        box.select_option("") if name in ("answer", "step") else box.fill("")
+        return keys
+
+    assert found("text", "PARIS") == ["aa_g0"] and found("text", "of peru") == ["bb_g0"] and found("text", "?") == []
+    assert found("least", "0.5") == ["aa_g0", "bb_g0"] and found("most", "0.5") == ["aa_g1", "bb_g0"]
+    assert found("answer", "wrong") == ["aa_g1"] and found("answer", "right") == ["aa_g0", "bb_g0"]
+    assert found("step", "4") == ["bb_g0"] and len(found("step", "")) == 3
+    assert browser.complaints == []
+    browser.close_pages()
+
+
 @pytest.mark.slow
 def test_the_page_looks_right_in_both_schemes_and_runs_nothing(browser: Browser, written: Path, tmp_path: Path) -> None:
     seen, pictures = {}, {}
@@ -72,7 +96,7 @@ def test_the_page_looks_right_in_both_schemes_and_runs_nothing(browser: Browser,
             float(styles(page, "pre .masked", "opacity")[0]) < 1 > float(styles(page, "article.out pre", "opacity")[0])
         )
         assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), "no line is cut"
-        assert page.title().startswith("Rollouts of ") and page.locator("img, script").count() == 0
+        assert page.title().startswith("Rollouts of ") and page.locator("img").count() == 0
         picture = tmp_path / f"{scheme}.png"
         page.screenshot(path=str(picture))
         pictures[scheme] = picture.read_bytes()

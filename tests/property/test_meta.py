@@ -240,3 +240,55 @@ def test_the_bytes_of_a_message_are_known_without_making_it() -> None:
     assert meta._rows() is meta._rows() and meta == pickle.loads(pickle.dumps(meta))
     with pytest.raises(TypeError, match="got object"):
         message_bytes([object()])
+
+
+INFO = {"source": "gsm8k", "temperature": 0.7, "of": [1, None, {"ok": True}]}
+
+
+def test_extra_info_is_a_copy_that_survives_cuts_joins_and_messages() -> None:
+    given = {**INFO, "seen": [1], "pair": (1, 2)}
+    meta = KVBatchMeta(partition_id="train", keys=("a_g0", "a_g1"), extra_info=given, pack=PLAN)
+    given["seen"].append(2)
+    expected = {**INFO, "seen": [1], "pair": [1, 2]}
+    assert meta.extra_info == expected
+    with pytest.raises(TypeError):
+        meta.extra_info["more"] = 1  # type: ignore[index]
+    for other in (meta.subset([1]), meta.drop([0]), meta.with_pack(None), pickle.loads(pickle.dumps(meta))):
+        assert other.extra_info == expected
+        assert other.extra_info["seen"] is not meta.extra_info["seen"], "no two metas share a list"
+    other = replace(meta, keys=("b_g0", "b_g1"), extra_info={"source": "gsm8k", "late": 1})
+    assert meta.concat(other).extra_info == {**expected, "late": 1}
+    assert meta.with_written([meta.subset([1]), meta.subset([0])]).extra_info == expected
+    with pytest.raises(SchemaMismatch, match=r"extra_info\['source'\] differs: 'gsm8k' and 'math'"):
+        meta.concat(replace(other, extra_info={"source": "math"}))
+    bare = replace(meta, extra_info={}, pack=None)
+    assert meta.num_bytes() - replace(bare, pack=PLAN).num_bytes() == pytest.approx(
+        len(pickle.dumps(replace(meta, pack=None))) - len(pickle.dumps(bare)), rel=0.3
+    )
+
+
+@pytest.mark.parametrize(
+    ("info", "said"),
+    [
+        ({"x": torch.ones(1)}, r"extra_info\['x'\]: expected a JSON-like value .*, got Tensor"),
+        ({"x": {"y": [1, np.float64(1.0)]}}, r"extra_info\['x'\]\['y'\]\[1\]: expected a JSON-like value .*, got 1.0"),
+        ({"x": float("nan")}, "got nan"),
+        ({"x": {1, 2}}, "got set"),
+        ({"x": b"ab"}, "got bytes"),
+        ({3: 1}, "expected texts as names, got 3"),
+        ({"x": {None: 1}}, "expected texts as names, got None"),
+        ([1], "expected a mapping, got list"),
+        ({"micro_batch_indices": [[0, 1]]}, "is a plan; it belongs in KVBatchMeta.pack"),
+        ({"global_forward_pad_seqlen": 64}, "is a plan"),
+    ],
+)
+def test_extra_info_that_is_not_json_like_or_is_a_plan_is_refused(info: object, said: str) -> None:
+    with pytest.raises(SchemaMismatch, match=said):
+        KVBatchMeta(partition_id="train", keys=("a_g0",), extra_info=info)  # type: ignore[arg-type]
+
+
+def test_extra_info_that_holds_itself_is_refused() -> None:
+    loop: list[object] = []
+    loop.append(loop)
+    with pytest.raises(SchemaMismatch, match="at most 32 containers in one another"):
+        KVBatchMeta(partition_id="train", keys=("a_g0",), extra_info={"x": loop})

@@ -62,18 +62,22 @@ def test_loading_a_recipe_imports_neither_torch_nor_ray() -> None:
         (["policy.model_name=no/such/folder", "--validate-only"], 0, "ok"),
     ],
 )
-def test_command_line_checks_a_recipe_without_starting_anything(arguments: list[str], code: int, shown: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "examples/run_grpo.py", "--config", "configs/grpo_sort_cpu.yaml", *arguments],
-        cwd=ROOT,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == code, done.stderr
-    assert shown in done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
+def test_script_and_nemo_rl_train_check_a_recipe_alike(arguments: list[str], code: int, shown: str) -> None:
+    ended = []
+    for command in (("examples/run_grpo.py", "--config"), ("-m", "nemo_rl.cli.main", "train")):
+        done = subprocess.run(
+            [sys.executable, *command, "configs/grpo_sort_cpu.yaml", *arguments],
+            cwd=ROOT,
+            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == code, done.stderr
+        assert shown in done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+        ended.append((done.stdout, done.stderr))
+    assert ended[0] == ended[1]
 
 
 @pytest.mark.parametrize(
@@ -85,6 +89,7 @@ def test_command_line_checks_a_recipe_without_starting_anything(arguments: list[
         (["nemo_rl/cli/main.py", "--help"], "data-plane"),
         (["nemo_rl/cli/main.py", "--version"], "nemo-rl 0."),
         (["nemo_rl/cli/main.py", "data-plane", "--help"], "explain"),
+        (["nemo_rl/cli/main.py", "train", "configs/grpo_sort_cpu.yaml", "--validate-only"], "ok"),
     ],
 )
 def test_help_version_and_validation_import_nothing_heavy(command: list[str], shown: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ from nemo_rl.algorithms.cpu_needs import engines_apart, logical_cpus, too_few_cp
 from nemo_rl.algorithms.preflight.subject import Subject, nearest_folder
 from nemo_rl.algorithms.run_folder import run_folders, used_folder_problems
 from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.schema import ClusterConfig
 from nemo_rl.data_plane.store_kinds import kind_named
 from nemo_rl.utils.memory import available_bytes
 from nemo_rl.utils.run_lock import lock_problem
@@ -19,6 +21,7 @@ from nemo_rl.utils.save_deadline import seconds_left
 from nemo_rl.utils.units import bytes_text
 
 __all__ = [
+    "busy_machine",
     "check_checkpoint",
     "check_cpus",
     "check_disk",
@@ -28,6 +31,10 @@ __all__ = [
     "check_run_folder",
 ]
 
+logger = logging.getLogger(__name__)
+
+BUSY_LOAD = 0.75
+"""Load per core from which a machine counts as busy: on two cores, one and a half processes that always run."""
 WORKERS_PER_CORE, FEW_WORKERS = 16, 64
 """More processes than that on a core are a slip; on any machine so many are believed."""
 PARAMETER_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 4
@@ -63,6 +70,8 @@ def check_cpus(subject: Subject) -> list[str]:
     if config.cluster.address is not None:
         return []
     cluster = config.cluster
+    for line in busy_machine(cluster):
+        logger.warning("%s", line)
     limit = max(FEW_WORKERS, WORKERS_PER_CORE * cores)
     lines = [
         f"{key}: {count} processes on {cores} cores are more than can work; expected at most {limit}"
@@ -75,6 +84,29 @@ def check_cpus(subject: Subject) -> list[str]:
     ]
     if cluster.launcher == "ray" and cluster.num_cpus is not None and cluster.num_cpus < logical_cpus(config):
         lines.append(too_few_cpus(config, have=cluster.num_cpus))
+    return lines
+
+
+def busy_machine(cluster: ClusterConfig) -> list[str]:
+    """What slows down a run on this machine's CPUs: processes of others, or more threads than cores."""
+    if cluster.gpus_per_node > 0:
+        return []
+    cores, load = os.cpu_count() or 1, os.getloadavg()[0]
+    threads, workers = cluster.threads_per_worker, cluster.num_workers
+    run = f"{workers} policy worker{'s' if workers > 1 else ''} of {threads} thread{'s' if threads > 1 else ''}"
+    lines = []
+    if load >= BUSY_LOAD * cores and load + workers * threads > cores:
+        cost = (
+            f"with cluster.threads_per_worker={threads} a step can take ten times as long; set it to 1, or wait"
+            if threads > 1
+            else "steps and start-up take longer; wait, or give the deadlines in cluster more time"
+        )
+        lines.append(f"this machine is busy: load average {load:.1f} on {cores} cores before {run} start: {cost}")
+    if threads > 1 and workers * threads > cores:
+        lines.append(
+            f"cluster.threads_per_worker: {run} are {workers * threads} threads on {cores} cores, and threads that "
+            f"share a core wait for one another; expected at most {max(1, cores // workers)}"
+        )
     return lines
 
 

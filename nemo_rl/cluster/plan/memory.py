@@ -5,6 +5,7 @@ Invariant: stages take turns on a device, so what it must hold is the largest of
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 
 from nemo_rl.cluster.plan.activations import PassActivations, pass_activations
@@ -45,6 +46,8 @@ class RankMemory:
     """Of the processes themselves."""
     offloads: bool
     """Weights, gradients and optimizer stay in the node's memory."""
+    read_share: float
+    """Of the model folder that the rank reads when it starts, at most."""
 
     def stages(self) -> dict[str, int]:
         """Most bytes on the device in each stage of a step."""
@@ -80,6 +83,7 @@ def rank_memory(setting: Setting, batches: Batches, *, stage: int, with_engine: 
     processes = 2 if with_engine else 1
     return RankMemory(
         stage=stage,
+        read_share=sum(weight.read for weight in weights) / sum(map(math.prod, setting.model.whole_weights.values())),
         weights=rest.weights,
         gradients=rest.gradients,
         summed_gradients=rest.summed_gradients,

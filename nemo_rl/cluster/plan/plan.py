@@ -64,6 +64,29 @@ class Plan:
         room = self.device_bytes
         return 0 if room is None else max(0, max(rank.peak for rank in self.ranks) - room)
 
+    def reading(self) -> str:
+        """What each process reads of the model folder when it starts."""
+        shares = [min(1.0, rank.read_share) for rank in self.ranks]
+        most, least = max(shares), min(shares)
+        if least == 1:
+            ranks = "every policy rank reads all of it"
+        else:
+            share = f"{most:.0%}" if f"{most:.0%}" == f"{least:.0%}" else f"{least:.0%} to {most:.0%}"
+            ranks = f"a policy rank reads at most {share} of it{self._stored_bytes(most)}"
+        engine = (
+            "vLLM engines read no weights, they get the trainer's"
+            if self.setting.policy.generation.backend == "vllm"
+            else "every engine reads all of it"
+        )
+        return f"model folder: {ranks}, one weight at a time through the node's page cache; {engine}"
+
+    def _stored_bytes(self, share: float) -> str:
+        """Nothing where the config does not say in which dtype its weights are stored."""
+        dtype = self.setting.model.config.dtype
+        if dtype is None:
+            return ""
+        return f" ({bytes_text(int(share * self.setting.model.num_parameters * dtype.itemsize))})"
+
     def assumptions(self) -> list[str]:
         """What the numbers rest on, besides the recipe."""
         lines = [
@@ -109,6 +132,7 @@ class Plan:
             "engine": asdict(self.engine),
             "data_plane": {**asdict(self.plane), "rows_bytes": self.plane.rows_bytes},
             "nodes": [{**asdict(node), "memory": host} for node, host in zip(self.nodes, self.hosts, strict=True)],
+            "reading": self.reading(),
             "ports": [asdict(port) for port in self.ports],
             "bounds": [
                 {**asdict(bound), "seconds": bound.seconds, "limited_by": bound.limited_by} for bound in self.bounds

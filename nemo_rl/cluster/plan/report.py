@@ -49,7 +49,7 @@ def _parts(plan: Plan) -> list[RenderableType]:
         f"{setting.policy.model_name}: {setting.model.num_parameters:,} parameters, {worker} worker, {axes} = "
         f"{layout.world_size} ranks on {len(plan.nodes)} x {device} node(s)"
     )
-    parts: list[RenderableType] = [head, "", _where(plan), "", _batches(plan), ""]
+    parts: list[RenderableType] = [head, plan.reading(), "", _where(plan), "", _batches(plan), ""]
     parts += [_memory(plan), ""]
     parts += [_hosts(plan), "", _plane(plan), ""]
     if plan.bounds:

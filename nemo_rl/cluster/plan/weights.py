@@ -46,6 +46,9 @@ class LocalWeight:
     """Elements that it computes with: FSDP gathers them layer by layer."""
     bytes_at_rest: int
     """Of an element."""
+    read: int
+    """Elements that the rank reads of the model folder when it starts, at most: rows of a mapped file are read alone,
+    columns are not."""
     is_trained: bool = True
     is_expert: bool = False
 
@@ -138,10 +141,12 @@ def _of_dtensor(setting: Setting) -> Iterator[LocalWeight]:
             _check_divides(name, shape[dim], layout.tp)
             shape[dim] //= layout.tp
         rows, rest = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+        at_rest = math.ceil(rows / (layout.dp * layout.cp)) * rest
         yield LocalWeight(
             name=name,
             unit=units.get(name, ROOT),
-            at_rest=math.ceil(rows / (layout.dp * layout.cp)) * rest,
+            at_rest=at_rest,
+            read=at_rest * (layout.tp if dim else 1),
             in_use=rows * rest,
             bytes_at_rest=FLOAT32_BYTES,
             is_expert=".experts." in name,
@@ -182,6 +187,8 @@ def _of_megatron(setting: Setting, stage: int) -> Iterator[LocalWeight]:
             name=weight.local,
             unit=weight.layer if weight.local.startswith("decoder.layers.") else ROOT,
             at_rest=elements,
+            # Parts of a split weight are put together before a rank takes its share; of experts only its own are read.
+            read=math.prod(weight.shape) // (setting.policy.parallel_sizes.expert if weight.num_experts else 1),
             in_use=elements,
             bytes_at_rest=FLOAT32_BYTES if weight.is_float32 else setting.element_bytes,
             is_trained=not is_bias and not (freezes and ".router." in weight.local),

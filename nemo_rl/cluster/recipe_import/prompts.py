@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from string import Formatter
 from typing import Any
 
 from nemo_rl.cluster.recipe_import.key_rule import OFF, Fate, Outcome, becomes, lacks
 from nemo_rl.cluster.recipe_import.read import Given
+from nemo_rl.config.recipe_paths import find_path
 from nemo_rl.errors import ConfigError, boundary
 
 __all__ = ["PLAIN_PROCESSORS", "convert_environments", "convert_prompts", "our_template"]
@@ -212,11 +212,14 @@ def _wording(given: Given, source: Source) -> Iterator[Outcome]:
 
 
 def _text_of_file(given: Given, name: str) -> str | None:
-    for folder in (Path(), given.file.parent, *given.file.parents):
-        if (folder / name).is_file():
-            with boundary(ConfigError, f"{folder / name}: cannot be read"):
-                return (folder / name).read_text(encoding="utf-8").strip()
-    return None
+    """Looked for as every path of a recipe, then from each folder above it, one of which is the checkout's root."""
+    found = find_path(name, recipe=str(given.file))
+    above = (folder / name for folder in given.file.parents if (folder / name).is_file())
+    path = found if found is not None and found.is_file() else next(above, None)
+    if path is None:
+        return None
+    with boundary(ConfigError, f"{path}: cannot be read"):
+        return path.read_text(encoding="utf-8").strip()
 
 
 def our_template(text: str) -> str:

@@ -266,6 +266,8 @@ def _store(given: Given) -> Iterator[Outcome]:
         yield becomes(
             "data_plane.enabled", "data_plane.enabled", bool(is_on), "" if is_on else "only which store is used"
         )
+    if given.get("data_plane.observability.enabled") and not given.get("data_plane.observability.callback"):
+        yield becomes("", "data_plane.observability.callback", "print_event", "the default there")
     if is_on and not given.has("data_plane.impl"):
         yield becomes("", "data_plane.impl", "transfer_queue", "the default there")
     nodes = _number(given.get("cluster.num_nodes"))

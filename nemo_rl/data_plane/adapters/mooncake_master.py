@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
+import shlex
 import socket
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +21,15 @@ from nemo_rl.data_plane.adapters.guarded_process import GuardedProcess, answers,
 from nemo_rl.errors import DataPlaneClosed, ResourceError
 from nemo_rl.utils.start_up import DEFAULT_START, StartUp
 
-__all__ = ["MooncakeServers", "StoreAddress", "check_installed", "is_listening", "own_address", "start_servers"]
+__all__ = [
+    "MooncakeServers",
+    "StoreAddress",
+    "check_installed",
+    "executable",
+    "is_listening",
+    "own_address",
+    "start_servers",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +132,30 @@ def check_installed() -> Path:
     return Path(found.origin).parent
 
 
+def executable(program: Path) -> Path:
+    """The program, which some installers leave without its executable bits: they are given back.
+
+    Raises:
+        ResourceError: the package lacks the program, or it cannot be made executable by this user.
+    """
+    if not program.is_file():
+        raise ResourceError(f"{program}: Mooncake's package lacks this program; install it again ({EXTRAS})")
+    if os.access(program, os.X_OK):
+        return program
+    mode = stat.S_IMODE(program.stat().st_mode)
+    # Whoever may read it may run it.
+    wanted = mode | (mode & (stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH)) >> 2
+    try:
+        program.chmod(wanted)
+    except OSError as error:
+        raise ResourceError(
+            f"{program} is not executable and is not this user's to change ({error.strerror}); have its owner run "
+            f"`chmod +x {shlex.quote(str(program))}`"
+        ) from error
+    logger.warning("%s was installed without its executable bits; they have been set", program)
+    return program
+
+
 def missing_library(problem: str) -> str:
     """What to install, from the text of an ImportError."""
     for name, what in SYSTEM_LIBRARIES.items():
@@ -150,7 +185,7 @@ def own_address(master: str) -> str:
 
 
 def _start_master(config: MooncakeConfig, processes: list[GuardedProcess], start: StartUp) -> str:
-    program = check_installed() / "mooncake_master"
+    program = executable(check_installed() / "mooncake_master")
 
     def command(port: int) -> list[str]:
         return [
@@ -172,7 +207,7 @@ def _start_master(config: MooncakeConfig, processes: list[GuardedProcess], start
 
 
 def _start_holder(config: MooncakeConfig, master: str, processes: list[GuardedProcess], start: StartUp) -> str:
-    program = check_installed() / "mooncake_client"
+    program = executable(check_installed() / "mooncake_client")
 
     def command(port: int) -> list[str]:
         return [

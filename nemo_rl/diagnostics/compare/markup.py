@@ -12,7 +12,7 @@ from html import escape
 
 __all__ = ["Markup", "tag"]
 
-_VOID = frozenset({"meta", "br", "hr"})
+_VOID = frozenset({"meta", "br", "hr", "input"})
 
 
 class Markup(str):

@@ -9,8 +9,10 @@ explain_mismatch
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from nemo_rl.data_plane.schema import ROUTE_FIELDS
 from nemo_rl.diagnostics.mismatch.evidence import far_tokens, look_at
 from nemo_rl.diagnostics.mismatch.hypotheses import Stated
 from nemo_rl.diagnostics.mismatch.parts import split
+from nemo_rl.diagnostics.mismatch.progress import Progress
 from nemo_rl.diagnostics.mismatch.report import MismatchReport
 from nemo_rl.diagnostics.mismatch.scorer import Scorer
 from nemo_rl.diagnostics.mismatch.setting import Setting
@@ -35,9 +38,18 @@ from nemo_rl.models.logprobs import Sampling
 
 __all__ = ["explain_mismatch"]
 
+logger = logging.getLogger(__name__)
 
-def explain_mismatch(request: ReplayRequest) -> MismatchReport:
+
+def _log(text: str) -> None:
+    logger.info("%s", text)
+
+
+def explain_mismatch(request: ReplayRequest, *, report: Callable[[str], None] = _log) -> MismatchReport:
     """
+    Args:
+        report: gets a line on the progress every few seconds, from another thread.
+
     Raises:
         ReplayProblem: the step was not kept, or lacks what is needed. ConfigError: an override is wrong.
         ChildFailed: a rank of the replay failed.
@@ -54,9 +66,10 @@ def explain_mismatch(request: ReplayRequest) -> MismatchReport:
                 f"step {request.step} trained no row, so its trainer scored none: every group had equal rewards",
                 verdict=Verdict.VACUOUS,
             )
-        with tempfile.TemporaryDirectory(prefix="nemo_rl_mismatch_") as scratch:
-            versions = find_versions(request, settings, target, tokens, scratch=Path(scratch))
-            return _explain(request, settings, target, tokens, versions, started=started)
+        report(f"scoring the {len(tokens.rows)} rows of step {request.step} again, one change at a time")
+        with Progress(report) as progress, tempfile.TemporaryDirectory(prefix="nemo_rl_mismatch_") as scratch:
+            versions = find_versions(request, settings, target, tokens, scratch=Path(scratch), progress=progress)
+            return _explain(request, settings, target, tokens, versions, started=started, progress=progress)
     except CheckpointError as error:
         raise ReplayProblem(str(error), verdict=Verdict.CORRUPT) from error
 
@@ -69,6 +82,7 @@ def _explain(
     versions: Versions,
     *,
     started: float,
+    progress: Progress,
 ) -> MismatchReport:
     stated = _stated(settings, target, has_sets=tokens.support_NS is not None)
     device = torch.device("cuda" if settings.uses_gpu else "cpu")
@@ -80,6 +94,7 @@ def _explain(
         routes_of=routes_of if stated.can_replay else None,
         engine=Setting(lag=0, precision=stated.precision, routes=stated.routes, sampling=stated.sampling),
         device=device,
+        progress=progress,
     )
     trainer_M = tokens.trainer_M if versions.trainer_M is None else versions.trainer_M
     assert trainer_M is not None, "kept, or made anew"

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from nemo_rl.diagnostics.mismatch.progress import Progress
 from nemo_rl.diagnostics.mismatch.rope import has_rope, scaled_rope
 from nemo_rl.diagnostics.mismatch.setting import Cut, Setting
 from nemo_rl.diagnostics.mismatch.tokens import StepTokens
@@ -64,10 +65,12 @@ class Scorer:
         engine: Setting,
         routes_of: RoutesOf | None = None,
         device: torch.device | str = "cpu",
+        progress: Progress | None = None,
     ) -> None:
         self.tokens = tokens
         self._folders, self._version, self._device = folders, version, device
         self._routes_of, self._engine = routes_of, engine
+        self._progress = Progress(lambda _: None) if progress is None else progress
         self._support_NS = tokens.support_NS
         self._routes_NTLK: torch.Tensor | None = None
         self._models: dict[tuple[int, str], tuple[PreTrainedModel, HFRouters | None]] = {}
@@ -101,6 +104,8 @@ class Scorer:
         for setting in settings:
             if (setting.passes, setting.cut) not in self._scored:
                 by_passes.setdefault(setting.passes, []).append(setting)
+        if by_passes:
+            self._begin(len(settings), num_scorings=len(by_passes))
         for passes, alike in by_passes.items():
             cuts = list(dict.fromkeys(setting.cut for setting in alike))
             for cut, scored_NT in zip(cuts, self._score(alike[0], cuts), strict=True):
@@ -110,10 +115,15 @@ class Scorer:
     def one_by_one(self, setting: Setting, *, num_rows: int) -> torch.Tensor:
         """As `logprobs`, of the first rows, each in a pass of its own; NaN of the others."""
         rows = range(min(num_rows, len(self.tokens.rows)))
+        self._progress.begin("measuring the noise, rows scored", total=len(rows))
         scored = self._score(setting, [setting.cut], groups=[[row] for row in rows])
         return self._placed(scored[0], setting.shift)
 
     # Private parts.
+
+    def _begin(self, num_settings: int, *, num_scorings: int) -> None:
+        what = "one setting" if num_settings == 1 else f"{num_settings} settings"
+        self._progress.begin(f"comparing {what}, rows scored", total=num_scorings * len(self.tokens.rows))
 
     def _versions(self, lag: int | None) -> list[int]:
         return [self._version if lag is None else version + lag for version in self.tokens.versions]
@@ -161,6 +171,7 @@ class Scorer:
                     length = self.tokens.lengths[of_version[0]]
                     with self._routing(routers, setting, index, length):
                         logits_nTV = model(ids_NT[index, :length].to(self._device), use_cache=False).logits
+                    self._progress.advance(len(of_version))
                     place_m, column_m = wanted_NT[index, :length].nonzero(as_tuple=True)
                     yield _Scored(
                         row_m=index[place_m],
@@ -177,6 +188,7 @@ class Scorer:
         if not self.has_weights(engine.lag):
             engine = replace(engine, lag=None)
         sampling = engine.sampling
+        self._progress.begin("finding the engine's sets, rows scored", total=len(self.tokens.rows))
         for scored in self._passes(engine, self.tokens.is_sampled_NT):
             cut_mV = filter_logits(
                 scored.logits_mV.float() / sampling.temperature,

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from nemo_rl.algorithms.kept_steps.record import StepStatus
 from nemo_rl.algorithms.recipe_loss import build_loss
+from nemo_rl.diagnostics.mismatch.progress import Progress
 from nemo_rl.diagnostics.mismatch.tokens import StepTokens
 from nemo_rl.diagnostics.step_replay.chain import Chain, ChainLink, checkpoints_of, find_chain, read_link
 from nemo_rl.diagnostics.step_replay.columns import KeptColumns
@@ -30,6 +31,8 @@ from nemo_rl.utils.checkpoint import Checkpoint
 __all__ = ["Versions", "find_versions"]
 
 ROWS, LOGPROBS, PASS = "rows", "logprobs", "pass_{rank}.safetensors"
+REACHED = "reached_{version}"
+"""Rank 0 makes such a file at each version of the replay: the progress that the caller reads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +53,7 @@ def find_versions(
     tokens: StepTokens,
     *,
     scratch: Path,
+    progress: Progress,
 ) -> Versions:
     """The trainer's weights, those that the tags name, and the ones next to them, as far as they can be had.
 
@@ -76,6 +80,7 @@ def find_versions(
         missing = needed - here.keys()
         chain = plan.chain(missing)
     if chain is not None:
+        _begin_replay(chain, scratch, progress)
         _replay(chain, settings, _Keep(folder=scratch, versions=tuple(missing), target=plan.target_pass()))
         here |= {version: scratch / _name(version) for version in missing}
     return Versions(
@@ -95,7 +100,9 @@ class _Keep:
     """The step whose pass is run again; None where it was kept."""
 
     def __call__(self, rank: ReplayRank, version: int) -> None:
-        """(collective) Writes weights, and the log-probabilities of this rank's rows."""
+        """(collective) Writes weights, the log-probabilities of this rank's rows, and how far the replay is."""
+        if rank.worker.rank == 0:
+            (self.folder / REACHED.format(version=version)).touch()
         if version in self.versions:
             rank.worker.save_checkpoint(weights=self.folder / _name(version), optimizer=None, tokenizer=None)
         if self.target is None or version != self.target.step.policy_version:
@@ -139,6 +146,17 @@ class _Plan:
         read_link(self.request.run, number)
         reads_optimizer = not self.settings.is_other_worker
         return find_chain(self.request.run, number, self.checkpoints, reads_optimizer=reads_optimizer)
+
+
+def _begin_replay(chain: Chain, scratch: Path, progress: Progress) -> None:
+    steps = [link.step.number for link in chain.links]
+    what = f"replaying steps {name_some(steps)} for their weights" if steps else "running the trainer's pass again"
+
+    def count() -> int:
+        # The first file is there before a step has been run.
+        return max(0, len(list(scratch.glob(REACHED.format(version="*")))) - 1)
+
+    progress.begin(what, total=len(steps), count=count)
 
 
 def _replay(chain: Chain, settings: ReplaySettings, keep: _Keep) -> None:

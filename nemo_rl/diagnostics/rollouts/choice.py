@@ -22,6 +22,7 @@ class Group:
     """Rows of one prompt."""
 
     uid: str
+    step: int
     rows: tuple[RolloutRow, ...]
     """Those that are shown."""
     num_rows: int
@@ -45,23 +46,31 @@ class ShownRollouts:
     """What is shown of a step."""
 
     run: Path
-    step: int
+    steps: tuple[int, ...]
     groups: tuple[Group, ...]
     num_rows: int
-    """Of the file."""
+    """Of the files."""
 
     @property
     def num_shown(self) -> int:
         return sum(len(group.rows) for group in self.groups)
 
+    @property
+    def title(self) -> str:
+        """The steps, for people: `step 3`."""
+        return f"step {self.steps[0]}" if len(self.steps) == 1 else _span(self.steps)
 
-def choose_rollouts(run: Path, *, step: int | None, group: str | None, limit: int | None) -> ShownRollouts:
+
+def choose_rollouts(
+    run: Path, *, step: int | None, group: str | None, limit: int | None, every_step: bool = False
+) -> ShownRollouts:
     """Rows of a run's folder.
 
     Args:
         step: None takes the newest.
         group: a uid or its beginning; None takes all.
-        limit: at most so many rows; None shows all.
+        limit: at most so many rows of a step; None shows all.
+        every_step: takes all steps that have rollouts.
 
     Raises:
         UserError: there are none; the message says what there is.
@@ -72,7 +81,18 @@ def choose_rollouts(run: Path, *, step: int | None, group: str | None, limit: in
     number = steps[-1] if step is None else step
     if number not in steps:
         raise UserError(f"--step {number}: {run} has readable rollouts of {_span(steps)}")
-    path = rollout_path(run, number)
+    wanted = steps if every_step else (number,)
+    groups, num_rows = [], 0
+    for each in wanted:
+        found, count = _of_step(run, each, group=group, limit=limit)
+        groups += found
+        num_rows += count
+    return ShownRollouts(run=run, steps=wanted, groups=tuple(groups), num_rows=num_rows)
+
+
+def _of_step(run: Path, step: int, *, group: str | None, limit: int | None) -> tuple[list[Group], int]:
+    """The wanted groups of a step, and how many rows its file has."""
+    path = rollout_path(run, step)
     rows = read_rows(path)
     # Stable: rows of a group that lie apart come together, groups stay in the order of their first rows.
     order = {uid: at for at, uid in enumerate(dict.fromkeys(row.group for row in rows))}
@@ -82,9 +102,9 @@ def choose_rollouts(run: Path, *, step: int | None, group: str | None, limit: in
     for uid, members in groupby(rows, key=lambda row: row.group):
         of_group = tuple(members)
         if uid in wanted and left > 0:
-            groups.append(Group(uid=uid, rows=of_group[:left], num_rows=len(of_group)))
+            groups.append(Group(uid=uid, step=step, rows=of_group[:left], num_rows=len(of_group)))
             left -= len(groups[-1].rows)
-    return ShownRollouts(run=run, step=number, groups=tuple(groups), num_rows=len(rows))
+    return groups, len(rows)
 
 
 def _wanted(uids: list[str], group: str | None, path: Path) -> list[str]:

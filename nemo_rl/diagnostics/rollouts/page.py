@@ -1,13 +1,27 @@
-"""`write_rollout_page`: rollouts as one HTML file that needs nothing else: no script, no font, no picture."""
+"""`write_rollout_page`: rollouts as one HTML file that needs nothing else: no font, no picture, one script of its own.
+
+The script filters rows; without it all are shown. The page's policy names it by its digest, so no other can run.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 
 from nemo_rl.diagnostics.compare.markup import Markup, tag
 from nemo_rl.diagnostics.rollouts.choice import Group, ShownRollouts
-from nemo_rl.diagnostics.rollouts.pieces import BOUNDS, Grade, Piece, difference_text, pieces_of, signed
+from nemo_rl.diagnostics.rollouts.pieces import (
+    BOUNDS,
+    Grade,
+    Piece,
+    difference_text,
+    pieces_of,
+    shared_reason,
+    signed,
+)
 from nemo_rl.diagnostics.rollouts.row import RolloutRow, RowTokens
 from nemo_rl.utils.files import write_text
 from nemo_rl.utils.plain_text import printable
@@ -31,8 +45,37 @@ article.out pre, .masked { opacity: .5; }
 .far { background: var(--far); border-bottom: 2px solid var(--far-line); }
 .masked { text-decoration: line-through; }
 b { color: var(--text); font-variant-numeric: tabular-nums; }
+form { position: sticky; top: 0; padding: .5em 0; background: var(--back); border-bottom: 1px solid var(--line); }
+form label { margin-right: 1em; white-space: nowrap; } form input[type=number] { width: 5em; }
+[hidden] { display: none !important; }
 """
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+SCRIPT = """
+const form = document.querySelector("form"), rows = [...document.querySelectorAll("article")];
+const texts = new Map(rows.map(row => [row,
+  [row, ...row.parentElement.querySelectorAll("h2, .prompt")].map(part => part.textContent).join(" ").toLowerCase()]));
+function filter() {
+  const want = Object.fromEntries(new FormData(form)), text = want.text.toLowerCase();
+  let shown = 0;
+  for (const row of rows) {
+    const reward = Number(row.dataset.reward);
+    const fits = (want.least === "" || reward >= Number(want.least))
+      && (want.most === "" || reward <= Number(want.most))
+      && (want.answer === "" || row.dataset.answer === want.answer)
+      && (want.step === "" || row.parentElement.dataset.step === want.step) && texts.get(row).includes(text);
+    row.hidden = !fits;
+    shown += fits;
+  }
+  for (const group of document.querySelectorAll("section"))
+    group.hidden = !group.querySelector("article:not([hidden])");
+  document.querySelector("output").textContent = `${shown} of ${rows.length} rows`;
+}
+form.addEventListener("input", filter);
+form.addEventListener("submit", event => event.preventDefault());
+form.hidden = false;
+filter();
+"""
+_DIGEST = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_DIGEST}'"
 """What a browser may load: should something get past the escaping, it still can do nothing."""
 CLASSES = {Grade.CLOSE: "close", Grade.APART: "apart", Grade.FAR: "far"}
 NAME_SHOWN = 200
@@ -46,7 +89,8 @@ def write_rollout_page(path: Path, shown: ShownRollouts) -> Path:
 
 def page_text(shown: ShownRollouts) -> str:
     """The page."""
-    title = f"Rollouts of {_plain(shown.run)}, step {shown.step}"
+    title = f"Rollouts of {_plain(shown.run)}, {shown.title}"
+    reason = shared_reason(row for group in shown.groups for row in group.rows)
     head = tag(
         "head",
         tag("meta", {"charset": "utf-8"}),
@@ -69,37 +113,85 @@ def page_text(shown: ShownRollouts) -> str:
             tag("span", {"class": "masked"}, "not trained"),
             ". Both values are shown under the pointer.",
         ),
-        *(_group(group) for group in shown.groups),
+        tag("p", _summary(shown)),
+        *([] if reason is None else [tag("p", {"class": "reason"}, reason)]),
+        _filters(shown),
+        *(_group(group, of_step=len(shown.steps) > 1, is_said=reason is not None) for group in shown.groups),
+        tag("script", Markup(SCRIPT)),
     )
     return f"<!DOCTYPE html>\n{tag('html', {'lang': 'en'}, head, body)}\n"
 
 
-def _group(group: Group) -> Markup:
+def _summary(shown: ShownRollouts) -> str:
+    rows = [row for group in shown.groups for row in group.rows]
+    num_cut = sum(row.finish_reason == "length" for row in rows)
+    num_equal = sum(len({row.reward for row in group.rows}) == 1 for group in shown.groups if group.num_rows > 1)
+    return (
+        f"Rows: {len(rows)}, mean reward {fmean(row.reward for row in rows):.4g}, right "
+        f"{sum(row.is_right for row in rows)}, truncated {num_cut}. Groups: {len(shown.groups)}, with equal rewards "
+        f"{num_equal}."
+    )
+
+
+def _filters(shown: ShownRollouts) -> Markup:
+    steps = [tag("option", {"value": step}, f"step {step}") for step in shown.steps]
+    every = tag("option", {"value": ""}, "all")
+    return tag(
+        "form",
+        {"hidden": ""},
+        tag("label", "text ", tag("input", {"type": "search", "name": "text"})),
+        tag("label", "reward from ", tag("input", {"type": "number", "step": "any", "name": "least"})),
+        tag("label", "to ", tag("input", {"type": "number", "step": "any", "name": "most"})),
+        tag(
+            "label",
+            {"title": "right: the component `correct`, or the reward where there is none, is above 0"},
+            "answer ",
+            tag("select", {"name": "answer"}, every, tag("option", "right"), tag("option", "wrong")),
+        ),
+        tag("label", "step ", tag("select", {"name": "step"}, every, *steps)),
+        tag("output"),
+    )
+
+
+def _group(group: Group, *, of_step: bool, is_said: bool) -> Markup:
+    """
+    Args:
+        of_step: the page has several steps.
+        is_said: why there are no differences stands above all groups.
+    """
+    reason = shared_reason(group.rows)
+    is_said_here = is_said or reason is not None or len(group.rows) == 1
     return tag(
         "section",
-        tag("h2", f"Group {_plain(group.uid)}"),
-        tag("p", ", ".join(group.summary()), "; ", difference_text(group.rows)),
+        {"data-step": group.step},
+        tag("h2", f"Group {_plain(group.uid)}", f" of step {group.step}" if of_step else ""),
+        tag("p", ", ".join(group.summary()), "" if is_said else f"; {difference_text(group.rows)}"),
         *(
             tag("pre", {"class": "prompt"}, _lines(prompt))
             for prompt in dict.fromkeys(row.prompt for row in group.rows)
         ),
-        *(_row(row) for row in group.rows),
+        *(_row(row, is_said=is_said_here) for row in group.rows),
     )
 
 
-def _row(row: RolloutRow) -> Markup:
+def _row(row: RolloutRow, *, is_said: bool) -> Markup:
     is_left_out = row.sample_mask == 0
     facts: list[tuple[str, object]] = [("reward", f"{row.reward:.4g}")]
     facts += [(_plain(name), "none" if part is None else f"{part:.4g}") for name, part in row.components.items()]
     facts += [("advantage", signed(row.advantage)), ("ended by", _plain(row.finish_reason))]
     facts += [("tokens", row.response_tokens), ("weights", row.weight_version)]
     parts = [tag("span", f" {name} ", tag("b", value), ", ") for name, value in facts if value is not None]
-    left_out = f"{_plain(row.left_out)}; " if is_left_out else ""
+    ends = [_plain(row.left_out)] if is_left_out else []
+    ends += [] if is_said else [difference_text([row])]
     response = list(_tokens(row.tokens)) if row.tokens is not None else [_lines(row.response)]
     return tag(
         "article",
-        {"class": "out"} if is_left_out else {},
-        tag("p", tag("b", _plain(row.key)), ": ", *parts, left_out, difference_text([row])),
+        {
+            **({"class": "out"} if is_left_out else {}),
+            "data-reward": row.reward,
+            "data-answer": "right" if row.is_right else "wrong",
+        },
+        tag("p", tag("b", _plain(row.key)), ": ", *parts, "; ".join(ends)),
         tag("pre", {"class": "response"}, *response),
     )
 

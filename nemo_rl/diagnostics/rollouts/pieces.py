@@ -13,7 +13,7 @@ from enum import IntEnum
 from nemo_rl.diagnostics.rollouts.row import RolloutRow, RowTokens
 from nemo_rl.utils.plain_text import printable
 
-__all__ = ["BOUNDS", "Grade", "Piece", "difference_text", "grade_of", "legend", "pieces_of", "signed"]
+__all__ = ["BOUNDS", "Grade", "Piece", "difference_text", "grade_of", "legend", "pieces_of", "shared_reason", "signed"]
 
 BOUNDS = (0.05, 0.5)
 """Of the grades: probabilities 5 % apart, which low precision explains, and 65 %, which it does not."""
@@ -85,6 +85,13 @@ def difference_text(rows: Iterable[RolloutRow]) -> str:
     num_far = sum(grade_of(value) is Grade.FAR for value in found)
     far = f", {num_far} of {len(found)} tokens far" if num_far else f" over {len(found)} tokens"
     return f"|rollout - trainer| mean {sum(found) / len(found):.2g}, max {max(found):.2g}{far}"
+
+
+def shared_reason(rows: Iterable[RolloutRow]) -> str | None:
+    """Why none of the rows has a difference, where the reason is the same for all of them."""
+    texts = {difference_text([row]) for row in rows if row.tokens is None or not row.tokens.differences()}
+    has_difference = any(row.tokens is not None and row.tokens.differences() for row in rows)
+    return texts.pop() if len(texts) == 1 and not has_difference else None
 
 
 def legend() -> str:

@@ -82,6 +82,12 @@ class RolloutRow:
     """Why there are none of the trainer; None where there are."""
 
     @property
+    def is_right(self) -> bool:
+        """Whether the answer is right: the component `correct`, or the reward where there is none, is above 0."""
+        correct = self.components.get("correct")
+        return (self.reward if correct is None else correct) > 0
+
+    @property
     def left_out(self) -> str:
         """That the row is not trained, and why; empty where it is."""
         return f"not trained ({self.no_weight or 'sample mask 0'})" if self.sample_mask == 0 else ""

@@ -29,16 +29,16 @@ def rollout_lines(shown: ShownRollouts, *, width: int) -> Iterator[Text]:
     """Lines of at most `width` cells (at least 20)."""
     width = max(width, LEAST_WIDTH)
     run = printable(str(shown.run), limit=len(str(shown.run)))
-    head = [f"{run}, step {shown.step}:", f"{shown.num_shown} of {shown.num_rows} rows,"]
+    head = [f"{run}, {shown.title}:", f"{shown.num_shown} of {shown.num_rows} rows,"]
     yield from _words([*head, f"groups: {len(shown.groups)}"], width, style=WORD)
     yield from _words(legend().split(" "), width)
     for group in shown.groups:
         yield Text()
-        yield from _group_lines(group, width)
+        yield from _group_lines(group, width, of_step=f" of step {group.step}" if len(shown.steps) > 1 else "")
 
 
-def _group_lines(group: Group, width: int) -> Iterator[Text]:
-    yield from _words([f"group {_plain(group.uid)}:", *_listed(group.summary())], width, style=WORD)
+def _group_lines(group: Group, width: int, *, of_step: str) -> Iterator[Text]:
+    yield from _words([f"group {_plain(group.uid)}{of_step}:", *_listed(group.summary())], width, style=WORD)
     yield from _words(difference_text(group.rows).split(" "), width, indent="  ")
     prompts = dict.fromkeys(row.prompt for row in group.rows)
     for prompt in prompts:

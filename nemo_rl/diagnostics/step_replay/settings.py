@@ -37,6 +37,8 @@ __all__ = ["ReplaySettings", "replay_settings"]
 TRUSTED_PACKAGES = ("nemo_rl", "torch", "megatron", "transformers")
 PART = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 IMPORT_KEYS = re.compile(r"policy\.(optimizer|scheduler)\.")
+PLAN_KEY = "policy.dtensor_cfg.custom_parallel_plan"
+"""A text there is imported; styles lie under keys below it."""
 ADAMW = "torch.optim.AdamW"
 TORCH_ADAMW: Mapping[str, object] = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 """Torch's own defaults."""
@@ -155,7 +157,8 @@ def _foreign_code(kept: Mapping[str, object]) -> list[str]:
         for key, text in _texts(kept.get(section), section):
             is_part = PART.fullmatch(text) is not None and key.rpartition(".")[2] in ("name", "backend", "impl")
             is_path = IMPORT_KEYS.match(key) is not None and key.endswith(".name") and "." in text
-            if (is_part or is_path) and text.partition(".")[0] not in TRUSTED_PACKAGES:
+            is_plan = key == PLAN_KEY
+            if (is_part or is_path or is_plan) and re.split("[.:]", text)[0] not in TRUSTED_PACKAGES:
                 found.append(f"{key}: {text!r:.200}")
     return found
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 
 from transformers import PreTrainedModel
 
-from nemo_rl.errors import ConfigError
+from nemo_rl.errors import ConfigError, shorten
 
 __all__ = ["MODEL_TYPES", "plan_of"]
 
@@ -26,16 +27,17 @@ HEAD = "lm_head"
 
 
 def plan_of(
-    model: PreTrainedModel, *, custom: Mapping[str, str] | None, tp: int, sequence_parallel: bool
+    model: PreTrainedModel, *, custom: Mapping[str, str] | str | None, tp: int, sequence_parallel: bool
 ) -> dict[str, str]:
     """Pattern of module names -> style: the user's, the one of its type, or what the model says of itself.
 
     Raises:
-        ConfigError: nothing is known about this model, or what is known does not serve sequence parallelism.
+        ConfigError: nothing is known about this model, what is known does not serve sequence parallelism, or the user's
+            plan cannot be imported.
     """
     kind = str(model.config.model_type)
     if custom is not None:
-        return dict(custom)
+        return _imported(custom) if isinstance(custom, str) else dict(custom)
     _check_heads(model, tp)
     if kind in MODEL_TYPES:
         return _plan_by_type(model)
@@ -45,6 +47,29 @@ def plan_of(
             "it to false or give policy.dtensor_cfg.custom_parallel_plan"
         )
     return _own_plan(model, kind)
+
+
+def _imported(name: str) -> dict[str, str]:
+    """The dictionary that `module:name` or `module.name` stands for."""
+    key = "policy.dtensor_cfg.custom_parallel_plan"
+    module, _, attribute = name.rpartition(":" if ":" in name else ".")
+    try:
+        found = vars(importlib.import_module(module))[attribute]
+    except KeyError:
+        raise ConfigError(f"{key}: module {module!r} has no {attribute!r}; expected a dictionary of styles") from None
+    except Exception as error:
+        # A module of the user's may fail in any way while it is imported.
+        raise ConfigError(
+            f"{key}: {name!r} cannot be imported: {type(error).__name__}: {error}; is its folder on PYTHONPATH?"
+        ) from error
+    wanted = "expected a dictionary, pattern of module names -> name of a style such as 'colwise'"
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{key}: {name!r}: {wanted}, got {shorten(repr(found))}")
+    wrong = [pair for pair in found.items() if not all(isinstance(part, str) for part in pair)]
+    if wrong:
+        got = shorten(repr(wrong[0]))
+        raise ConfigError(f"{key}: {name!r}: {wanted}, got {got}; name the style instead of its object")
+    return dict(found)
 
 
 def _plan_by_type(model: PreTrainedModel) -> dict[str, str]:

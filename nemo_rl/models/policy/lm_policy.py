@@ -45,6 +45,9 @@ class TrainSummary:
     num_tokens: int
     total_flops: float
     theoretical_tflops: float
+    """Peak of all ranks together; 0 where the devices are not known."""
+    num_ranks: int
+    """Policy workers that took part in the update."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,4 +216,5 @@ def summarize(results: Sequence[TrainResult], *, layout: ParallelLayout | None =
         num_tokens=sum(result.num_tokens for result in writers),
         total_flops=sum(result.total_flops for result in writers),
         theoretical_tflops=sum(result.theoretical_tflops for result in results),
+        num_ranks=len(results),
     )

@@ -26,7 +26,7 @@ from nemo_rl.tracer.hub.sinks import SinkThread
 from nemo_rl.tracer.hub.wire import dump
 from nemo_rl.tracer.non_finite import FirstNonFinite
 from nemo_rl.tracer.protocol import PROTOCOL_VERSION, Limits, Role, RunState
-from nemo_rl.tracer.reducer import REDUCERS, Project
+from nemo_rl.tracer.reducer import REDUCERS, VECTOR_FILES, Project
 from nemo_rl.tracer.watch import Plan
 
 __all__ = ["Hub", "Subscriber"]
@@ -160,8 +160,10 @@ class Hub:
         vectors = [each.vector for watch in plan.watches for each in watch.reducers if isinstance(each, Project)]
         folder = self._artifacts
         for vector in vectors:
-            if folder is not None and not (folder / f"{vector}.safetensors").is_file():
-                known = name_some(sorted(path.stem for path in folder.glob("*.safetensors"))) or "none"
+            if folder is not None and not any((folder / f"{vector}{end}").is_file() for end in VECTOR_FILES):
+                known = (
+                    name_some(sorted({path.stem for end in VECTOR_FILES for path in folder.glob(f"*{end}")})) or "none"
+                )
                 raise UserError(
                     f"reducer project: expected a vector of the folder of artifacts ({known}), got {vector!r}"
                 )

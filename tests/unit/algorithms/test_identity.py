@@ -9,12 +9,19 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.algorithms import identity
-from nemo_rl.algorithms.identity import identity_state, model_digest, run_start, same_or_refused
+from nemo_rl.algorithms.identity import (
+    exported_dtype,
+    identity_state,
+    model_digest,
+    model_dtype,
+    run_start,
+    same_or_refused,
+)
 from nemo_rl.errors import CheckpointError
 from tests.helpers.tiny_model import write_tiny_folder
 
 BEFORE = {"data.train": "a", "data.validation": "b", "model": "c", "tokenizer": "d", "template": "e", "reward": "f"}
-STATE = identity_state(datetime(2025, 1, 2, 3, 4, 5), BEFORE)
+STATE = identity_state(datetime(2025, 1, 2, 3, 4, 5), BEFORE, dtype="bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -76,3 +83,12 @@ def test_the_digest_of_a_model_is_of_its_weights_and_config(
     weights[-len(weights) // 2 :] = bytes(byte ^ 1 for byte in weights[-len(weights) // 2 :])
     (folder / "model.safetensors").write_bytes(weights)
     assert model_digest(folder) != first
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_the_dtype_of_a_model_is_what_its_config_says(tmp_path: Path, key: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({key: "float16"}))
+    assert model_dtype(tmp_path) == "float16"
+    (tmp_path / "config.json").write_text("{}")
+    assert model_dtype(tmp_path) is None
+    assert exported_dtype(STATE) == "bfloat16" and exported_dtype({}) is None

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.algorithms.preflight.checks import CHECKS, preflight
+from nemo_rl.algorithms.preflight.checks import CHECKS, preflight, run_checks
+from nemo_rl.algorithms.preflight.machine import busy_machine
+from nemo_rl.config.schema import ClusterConfig
 from nemo_rl.data_plane.adapters import mooncake_master
 from nemo_rl.errors import CheckpointError, NemoRLError, ResourceError, UserError
 from nemo_rl.utils.checkpoint import CheckpointManager
@@ -187,3 +189,39 @@ def test_a_store_that_is_not_installed_is_known_before(
     with pytest.raises(UserError, match="Mooncake is not installed"):
         preflight(load_recipe(recipe, {f"data_plane.{name}": value for name, value in settings.items()}))
     assert found(recipe) == []
+
+
+@pytest.mark.parametrize(
+    ("cores", "load", "cluster", "said"),
+    [
+        (2, 0.3, {"cpu_workers_per_node": 2}, []),
+        (2, 1.4, {"cpu_workers_per_node": 2}, []),
+        (
+            2,
+            1.9,
+            {"cpu_workers_per_node": 2},
+            ["load average 1.9 on 2 cores before 2 policy workers of 1 thread start"],
+        ),
+        (2, 1.6, {"threads_per_worker": 2}, ["threads_per_worker=2 a step can take ten times as long; set it to 1"]),
+        (2, 0.0, {"cpu_workers_per_node": 2, "threads_per_worker": 2}, ["are 4 threads on 2 cores"]),
+        (2, 9.0, {"cpu_workers_per_node": 2, "threads_per_worker": 2}, ["load average 9.0", "expected at most 1"]),
+        (64, 9.0, {"cpu_workers_per_node": 8, "threads_per_worker": 4}, []),
+        (2, 9.0, {"gpus_per_node": 1, "threads_per_worker": 4}, []),
+    ],
+)
+def test_a_busy_machine_is_warned_of_with_its_load(
+    cores: int, load: float, cluster: dict[str, int], said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    lines = busy_machine(ClusterConfig.model_validate(cluster))
+    assert len(lines) == len(said) and all(text in line for text, line in zip(said, lines, strict=True)), lines
+
+
+def test_a_preflight_warns_of_a_busy_machine_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
+    config = load_recipe(write_recipe(tmp_path, write_tiny_folder(tmp_path / "model")), LOCAL)
+    run_checks(config, ["CPUs"])
+    assert "this machine is busy: load average 99.0" in caplog.text

@@ -11,7 +11,14 @@ import torch
 
 from nemo_rl.algorithms.grpo import score_rows
 from nemo_rl.algorithms.stages.state import ChosenRows, begin_step
-from nemo_rl.algorithms.step_metrics import data_plane_metrics, lag_metrics, pack_metrics, step_metrics, training_speed
+from nemo_rl.algorithms.step_metrics import (
+    data_plane_metrics,
+    informative_kl,
+    lag_metrics,
+    pack_metrics,
+    step_metrics,
+    training_speed,
+)
 from nemo_rl.config.load import load_config
 from nemo_rl.data_plane.batch_meta import KVBatchMeta
 from nemo_rl.data_plane.client.operation_counts import OperationCount, Totals
@@ -70,6 +77,7 @@ def test_utilisation_is_known_where_the_peak_is(peak: float, mfu: float | None) 
         num_tokens=1000,
         total_flops=100e12,
         theoretical_tflops=peak,
+        num_ranks=1,
     )
     speed = training_speed(summary, seconds=2.0)
     assert (speed["train/tflops_per_s"], speed["train/tokens_per_s"], speed.get("train/mfu")) == (50.0, 500.0, mfu)
@@ -107,6 +115,7 @@ def test_parts_of_the_loss_are_means_over_the_optimizer_steps() -> None:
         num_tokens=20,
         total_flops=1e9,
         theoretical_tflops=0.0,
+        num_ranks=4,
     )
     keys, tags = ("a_g0", "a_g1", "b_g0", "b_g1"), [{"weight_version": version} for version in (0, 0, 0, -2)]
     meta = KVBatchMeta(partition_id="train", keys=keys, sequence_lengths=(5, 7, 6, 6), tags=tags)
@@ -124,6 +133,7 @@ def test_parts_of_the_loss_are_means_over_the_optimizer_steps() -> None:
     found = step_metrics(step)
     train = {name: found[f"train/{name}"] for name in ("loss", "actor_loss", "kl_penalty", "reference_kl", "grad_norm")}
     assert train == {"loss": 0.3, "actor_loss": 0.2, "kl_penalty": 0.1, "reference_kl": 0.5, "grad_norm": 2.0}
+    assert found["train/num_ranks"] == 4
     assert (found["train/reward"], found["train/rows"], found["rollout/tokens_per_s"]) == (0.75, 2.0, 12.0)
     assert (found["rollout/trivial_group_share"], found["rollout/truncated_share"]) == (0.5, 0.25)
     assert (found["rollout/mean_response_tokens"], found["rollout/reward_timeouts"]) == (3.0, 2.0)
@@ -136,3 +146,36 @@ def test_the_lag_of_a_batch_is_told_by_its_rows_and_only_where_there_is_one() ->
     assert lag_metrics(np.asarray([4, 4]), policy_version=4) == {}
     old = lag_metrics(np.asarray([3, 3]), policy_version=4)
     assert set(old.values()) == {1.0}
+
+
+def summary_of(num_updates: int) -> TrainSummary:
+    each = (0.1,) * num_updates
+    return TrainSummary(
+        loss=0.1,
+        losses=each,
+        grad_norms=each,
+        learning_rate=1e-3,
+        num_tokens=1,
+        total_flops=1.0,
+        theoretical_tflops=0.0,
+        num_ranks=1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_updates", "from_rollout", "more", "shown"),
+    [
+        (1, False, {}, None),
+        (2, False, {}, 0.25),
+        (1, True, {}, 0.25),
+        (1, False, {"train/reference_kl": 0.5}, 0.5),
+        (2, True, {"train/reference_kl": 0.0}, 0.0),
+    ],
+)
+def test_a_kl_that_is_zero_by_construction_is_not_shown(
+    num_updates: int, from_rollout: bool, more: dict[str, float], shown: float | None
+) -> None:
+    config = load_config(RECIPE, [f"grpo.use_generation_logprobs_as_prev={str(from_rollout).lower()}"])
+    metrics = {"train/policy_kl": 0.25, **more}
+    assert informative_kl(summary_of(num_updates), metrics, config) == shown
+    assert informative_kl(None, {}, config) is None

@@ -212,8 +212,11 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         ),
     ],
     "rule_validation_needs_prompts": [
-        (("data.validation=null", "checkpointing.keep_top_k=null"), "grpo.val_period: there is no data.validation"),
-        ((*NO_VALIDATION, "grpo.stop_at_validation_accuracy=0.5"), "grpo.stop_at_validation_accuracy=null"),
+        (("~data.validation",), "grpo.val_period: 20 would be ignored, because there is no data.validation"),
+        (("~data.validation",), "grpo.val_at_end: True would be ignored, because there is no data.validation"),
+        (("data.validation=null", "grpo.val_period=5"), "grpo.val_period: 5 would be ignored, because there is no"),
+        (("data.validation=null", "grpo.val_at_start=true"), "grpo.val_at_start: True would be ignored"),
+        ((*NO_VALIDATION, "grpo.stop_at_validation_accuracy=0.5"), "grpo.stop_at_validation_accuracy: 0.5 would be"),
     ],
     "rule_validation_prompts_are_used": [(NO_VALIDATION[1:], "data.validation: is never used")],
     "rule_dataset_keys_fit_their_kind": [
@@ -259,7 +262,7 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
     ],
     "rule_checkpoints_are_ranked_by_something_logged": [
         (("checkpointing.metric_name=accuracy",), "checkpointing.metric_name: expected val:NAME or train:NAME"),
-        (NO_VALIDATION, "checkpointing.metric_name: 'val:reward' is never measured"),
+        (("data.validation=null", "checkpointing.metric_name=val:pass_at_1"), "'val:pass_at_1' is never measured"),
         (("checkpointing.keep_top_k=null", "checkpointing.metric_name=a"), "checkpointing.metric_name: 'a' would be"),
     ],
     "rule_resume_needs_the_optimizer": [
@@ -499,6 +502,8 @@ def test_every_rule_is_exercised() -> None:
         (*LOCAL[:3], "data_plane.enabled=false"),
         (*LOCAL, "data_plane.ledger_host=socket"),
         ("data_plane.ledger_host=socket",),
+        NO_VALIDATION,
+        NO_VALIDATION[:1],
         (*NO_VALIDATION, "checkpointing.keep_top_k=null"),
         ("grpo.max_num_steps=2",),
         (*NO_VALIDATION, "checkpointing.metric_name=train:loss"),
@@ -510,6 +515,17 @@ def test_every_rule_is_exercised() -> None:
 )
 def test_combinations_that_work_are_accepted(overrides: tuple[str, ...]) -> None:
     load_config(DEMO, overrides)
+
+
+@pytest.mark.parametrize("parent", ["val:accuracy", "val:reward"])
+def test_one_key_turns_validation_off_whatever_a_parent_asked_for(tmp_path: Path, parent: str) -> None:
+    asks = f"checkpointing: {{metric_name: {parent}}}\ngrpo: {{stop_at_validation_accuracy: 0.5, max_val_samples: 9}}"
+    more = "data: {validation_sets: {more: {dataset_name: sort_digits, size: 4}}}\nevaluation: {num_samples: 2}"
+    (tmp_path / "parent.yaml").write_text(f"defaults: {DEMO}\n{asks}\n{more}\n")
+    assert load_config(tmp_path / "parent.yaml").checkpoint_metric == parent
+    (tmp_path / "child.yaml").write_text("defaults: parent.yaml\ndata: {validation: null}\n")
+    config = load_config(tmp_path / "child.yaml")
+    assert not config.has_validation and config.checkpoint_metric == "train:reward" and not config.data.held_out
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
+from huggingface_hub import constants
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.config.schema import DataConfig, DatasetConfig
+from nemo_rl.data import huggingface_wrapper
 from nemo_rl.data.datasets import RawPrompt, build_prompt_sets, json_value
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.errors import DatasetError
@@ -182,6 +185,93 @@ def test_huggingface_problems_are_dataset_errors(tmp_path: Path, tokenizer: PreT
     _json_files(tmp_path / "d")
     with pytest.raises(DatasetError, match=r"data.train.split: expected one of \['test', 'train'\], got None"):
         load(tmp_path / "d")
+
+
+HUB_NAME = "somebody/sums-1.0"
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What `hf download` has left of a dataset with two subsets, and no network."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    repository = tmp_path / "hub" / f"datasets--{HUB_NAME.replace('/', '--')}"
+    files = {
+        "README.md": "---\n" + yaml.safe_dump({"configs": [_hub_config(name) for name in ("main", "hard")]}) + "---\n",
+        **{
+            f"{name}/{split}-0.jsonl": _row(f"{name} {split}")
+            for name in ("main", "hard")
+            for split in ("train", "test")
+        },
+    }
+    for number, (file, text) in enumerate(files.items()):
+        path = repository / "snapshots" / "0123abc" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        blob = repository / "blobs" / str(number)
+        blob.parent.mkdir(exist_ok=True)
+        blob.write_text(text)
+        path.symlink_to(blob)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0123abc")
+    return repository
+
+
+def _hub_config(name: str) -> dict[str, object]:
+    files = [{"split": split, "path": f"{name}/{split}-*"} for split in ("train", "test")]
+    return {"config_name": name, "data_files": files}
+
+
+def _row(text: str) -> str:
+    return json.dumps({"question": text, "answer": "1"}) + "\n"
+
+
+def _of_hub(name: str = HUB_NAME, **keys: object) -> DataConfig:
+    train = {"dataset_name": name, "input_key": "question", "output_key": "answer", **keys}
+    return DataConfig.model_validate({"train": train})
+
+
+@pytest.mark.parametrize(("subset", "split"), [("main", "train"), ("main", "test"), ("hard", "train")])
+def test_a_dataset_of_the_hub_is_read_by_name_subset_and_split(
+    hub_cache: Path, tokenizer: PreTrainedTokenizerBase, subset: str, split: str
+) -> None:
+    train, _ = build_prompt_sets(_of_hub(subset=subset, split=split), tokenizer)
+    assert [(p.text, p.answer) for p in train.prompts] == [(f"{subset} {split}", "1")]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"split": "train"}, r"data.train.subset: expected one of main, hard, got None"),
+        ({"subset": "easy"}, r"data.train.subset: expected one of main, hard, got 'easy'"),
+        ({"subset": "main"}, r"data.train.split: expected one of \['test', 'train'\], got None"),
+        ({"name": "somebody/gone"}, "not in the cache .*, and HF_HUB_OFFLINE is set; run `hf download --repo-type "),
+        ({"name": "other/gone"}, "dataset_name=jsonl with data_path"),
+    ],
+)
+def test_a_dataset_of_the_hub_that_cannot_be_had_is_refused_with_what_to_do(
+    hub_cache: Path, tokenizer: PreTrainedTokenizerBase, given: dict[str, str], said: str
+) -> None:
+    with pytest.raises(DatasetError, match=said):
+        build_prompt_sets(_of_hub(**given), tokenizer)
+
+
+def test_half_a_download_and_a_missing_library_are_refused(
+    hub_cache: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (hub_cache / "blobs" / "77.incomplete").touch()
+    with pytest.raises(DatasetError, match="did not end, and HF_HUB_OFFLINE is set; run `hf download"):
+        build_prompt_sets(_of_hub(subset="main", split="train"), tokenizer)
+    monkeypatch.setattr(huggingface_wrapper, "has_datasets", lambda: False)
+    with pytest.raises(DatasetError, match=r"needs the datasets library; run `pip install -e '\.\[data\]'`"):
+        build_prompt_sets(_of_hub(subset="main", split="train"), tokenizer)
+
+
+def test_only_the_files_of_a_subset_are_asked_for() -> None:
+    split_of = {"config_name": "a", "data_files": [{"split": "train", "path": ["a/*.parquet", "b.json"]}]}
+    assert huggingface_wrapper._files_of(split_of) == ["a/*.parquet", "b.json"]
+    assert huggingface_wrapper._files_of({"config_name": "a", "data_files": "x.csv"}) == ["x.csv"]
+    assert huggingface_wrapper._files_of({"config_name": "a", "data_dir": "d"}) == ["d/*"]
+    assert "*.parquet" in huggingface_wrapper._files_of(None)
 
 
 def test_reasoning_gym_task_by_name(tokenizer: PreTrainedTokenizerBase) -> None:

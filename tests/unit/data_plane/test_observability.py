@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import pickle
 import sys
@@ -156,6 +157,21 @@ def test_every_call_is_reported_to_the_callback() -> None:
     assert put.fields == ("input_ids", "sample_mask") and put.bytes == 64 and put.meta_bytes > 0 and put.ms > 0
     assert [event.status for event in (put, get, claim)] == ["ok", "error", "timeout"]
     assert (get.stage, get.rows, get.bytes, claim.op) == ("", 1, 0, "get_meta")
+
+
+def test_print_event_logs_a_line_per_call(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="nemo_rl")
+    with plane_with_callback("print_event") as plane:
+        client, partition = plane.owner, plane.partition()
+        with client.stage("rollout"):
+            client.kv_batch_put(keys_of(1), partition, {"sample_mask": torch.ones(4)})
+        with pytest.raises(KeysNotFound):
+            client.kv_batch_get(["nobody"], partition, ["input_ids"])
+        plane.settle()
+    put = next(line for line in caplog.messages if "kv_batch_put" in line)
+    assert put.startswith("data plane: kv_batch_put ok in ")
+    assert put.endswith(f", stage rollout, partition {partition}: 4 rows, 16 bytes of sample_mask")
+    assert any("kv_batch_get error in" in line and ", stage none," in line for line in caplog.messages)
 
 
 def test_a_callback_that_raises_is_reported_once_and_breaks_nothing(caplog) -> None:

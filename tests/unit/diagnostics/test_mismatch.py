@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, StepsFolder
 from nemo_rl.algorithms.run import run
 from nemo_rl.cli.main import app
 from nemo_rl.data_plane.column_file import read_column_file, write_column_file
+from nemo_rl.diagnostics.mismatch import progress
 from nemo_rl.diagnostics.mismatch.explain import explain_mismatch
 from nemo_rl.diagnostics.mismatch.measure import divergence
 from nemo_rl.diagnostics.mismatch.report import MismatchReport
@@ -117,6 +119,7 @@ def test_the_command_prints_causes_tokens_and_a_hint_and_says_what_is_missing(ba
     cli, arguments = CliRunner(), ["replay", str(log_dir), "--step", str(STEP), "--explain-mismatch"]
     shown = cli.invoke(app, arguments)
     assert shown.exit_code == Verdict.MISMATCH.value, shown.output
+    assert f"rows of step {STEP} again, one change at a time" in shown.stderr
     for word in (
         "first cause: token shift (100%): each token -> the one behind it",
         "hint: ",
@@ -125,7 +128,7 @@ def test_the_command_prints_causes_tokens_and_a_hint_and_says_what_is_missing(ba
         " 100.0%",
     ):
         assert word in shown.output
-    found = json.loads(cli.invoke(app, [*arguments, "--json", "--rows", "row0_g0", "--rows", "row1_g0"]).output)
+    found = json.loads(cli.invoke(app, [*arguments, "--json", "--rows", "row0_g0", "--rows", "row1_g0"]).stdout)
     assert found["first"] == "shift" and found["verdict"] == "mismatch" and found["num_rows"] == 2
     step = log_dir / "steps" / f"step_{STEP}"
     columns = read_column_file(step / ROLLOUT_FILE)
@@ -175,6 +178,45 @@ def test_the_trainers_pass_is_run_again_where_the_run_had_none(
     shutil.rmtree(request.run / "checkpoints" / "step_2")
     again = explain_mismatch(request)
     assert again.total == report.total and again.num_rows == report.num_rows
+
+
+def test_an_explanation_reports_how_much_of_a_comparison_is_done(
+    base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "TELL_EVERY_S", 0.001)
+    log_dir = CASES["one version behind"].plant(base, tmp_path / "run")
+    shutil.rmtree(log_dir / "checkpoints")
+    told: list[str] = []
+    explain_mismatch(ReplayRequest(run=log_dir, step=STEP), report=told.append)
+    assert [
+        line for line in told if re.fullmatch(r"replaying steps [\d, ]+ for their weights: \d of \d, \d+ s.*", line)
+    ]
+    counted = [
+        re.fullmatch(r"comparing .* rows scored: (\d+) of (\d+), \d+ s(, about \d+ s left)?", line) for line in told
+    ]
+    assert {match[3] is not None for match in counted if match} >= {True}
+    assert all(int(match[1]) <= int(match[2]) for match in counted if match)
+
+
+@pytest.mark.parametrize(
+    ("total", "done", "taken_s", "line"),
+    [
+        (0, 0, 7, "scoring, 7 s"),
+        (40, 0, 7, "scoring: 0 of 40, 7 s"),
+        (40, 10, 7, "scoring: 10 of 40, 7 s, about 21 s left"),
+        (40, 40, 7, "scoring: 40 of 40, 7 s, about 0 s left"),
+    ],
+)
+def test_time_left_is_said_once_a_unit_is_done(
+    total: int, done: int, taken_s: int, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    found = progress.Progress(lambda _: None)
+    found.begin("scoring", total=total)
+    found.advance(done)
+    now[0] += taken_s
+    assert found.line() == line
 
 
 def test_k3_is_the_kl_of_the_sampled_side_and_its_error_is_that_of_rows() -> None:

@@ -40,6 +40,8 @@ def test_one_key_is_set_over_a_resolved_config_and_nothing_else_changes(recipe: 
         ("grpo.adv_estimator.name", "os.path:join"),
         ("policy.optimizer.name", "stranger.optim.Adam"),
         ("policy.generation.backend", "stranger:engine"),
+        ("policy.dtensor_cfg.custom_parallel_plan", "stranger:PLAN"),
+        ("policy.dtensor_cfg.custom_parallel_plan", "stranger.plans.PLAN"),
     ],
 )
 def test_code_of_strangers_is_named_and_not_imported(key: str, name: str) -> None:

@@ -90,7 +90,7 @@ def test_nothing_that_a_response_holds_reaches_a_terminal_or_a_page_as_it_is(tmp
     assert all(line.isprintable() for line in shown)
     assert sum("\\x1b[2J" in line for line in shown) >= 6
     page = page_text(choose_rollouts(tmp_path, step=3, group=None, limit=None))
-    assert "<img" not in page and "<script" not in page and "http:" not in page and "https:" not in page
+    assert "<img" not in page and page.count("<script") == 1 and "http:" not in page and "https:" not in page
     assert not {"\x1b", "\x07", "\u202e", "\r"} & set(page)
     assert "&lt;img src=x onerror=&quot;" in page
 
@@ -116,7 +116,33 @@ def test_a_row_that_is_left_out_of_the_update_is_dim_and_says_so(tmp_path: Path)
     found = list(rollout_lines(shown, width=200))
     assert found[-3].plain.endswith("weights 4, not trained (sample mask 0)")
     assert all("dim" in str(span.style) for span in found[-1].spans) and found[-1].spans
-    assert '<article class="out">' in page_text(shown)
+    assert '<article class="out" ' in page_text(shown)
+
+
+@pytest.mark.parametrize(
+    ("rows", "times"),
+    [
+        ([unscored_row(key, ["x"], why="no pass") for key in ("a_g0", "a_g1", "b_g0", "b_g1")], 1),
+        ([earlier_row(key, "x") for key in ("a_g0", "b_g0", "c_g0")], 1),
+        ([unscored_row(key, ["x"], why="no pass") for key in ("a_g0", "a_g1")] + [token_row("b_g0", ["x"])], 1),
+        ([unscored_row("a_g0", ["x"], why="no pass"), token_row("a_g1", ["x"])], 1),
+    ],
+)
+def test_a_page_says_once_why_there_are_no_differences(
+    tmp_path: Path, rows: list[dict[str, object]], times: int
+) -> None:
+    page = page_text(choose_rollouts(write_rows(tmp_path, 3, rows), step=None, group=None, limit=None))
+    assert page.count("no log-probabilities of the trainer") == times
+
+
+def test_a_page_of_several_steps_sums_up_what_it_shows(tmp_path: Path) -> None:
+    write_rows(tmp_path, 3, [token_row("a_g0", ["x"]), token_row("a_g1", ["x"])])
+    wrong = {"reward": 0.25, "components": {"correct": 0.0}, "finish_reason": "length"}
+    write_rows(tmp_path, 7, [token_row("a_g0", ["x"], **wrong), token_row("a_g1", ["x"])])
+    page = page_text(choose_rollouts(tmp_path, step=None, group=None, limit=None, every_step=True))
+    assert "Rows: 4, mean reward 0.8125, right 3, truncated 1. Groups: 2, with equal rewards 1." in page
+    assert '<option value="3">' in page and '<option value="7">' in page and "Group a of step 7" in page
+    assert page.count('data-answer="wrong"') == 1 and page.count('data-step="7"') == 1
 
 
 def test_rows_of_a_group_come_together_and_the_limit_counts_rows(tmp_path: Path) -> None:

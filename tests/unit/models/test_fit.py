@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 from transformers import (
+    AutoModelForCausalLM,
     BertConfig,
     CodeGenConfig,
     Gemma2Config,
@@ -23,6 +25,7 @@ from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.policy import DTensorConfig, PolicyConfig, SequencePackingConfig
 from nemo_rl.config.router_replay import RouterReplayConfig
 from nemo_rl.errors import ConfigError, ModelFolderError
+from nemo_rl.models.dtensor.tensor_plans import plan_of
 from nemo_rl.models.policy.fit import check_policy_fits
 from tests.helpers.families import COMMON, LONG_ROPE, config_of
 from tests.helpers.tiny_model import tiny_policy
@@ -159,3 +162,50 @@ def test_more_experts_than_ids_can_name_are_refused(tmp_path: Path) -> None:
     config.num_experts = 32768
     with pytest.raises(ConfigError, match="has 32768 experts, expected at most 32767"):
         check_policy_fits(replayed(folder_of(config, tmp_path / "more")))
+
+
+@pytest.fixture
+def plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of the user's."""
+    (tmp_path / "my_plans.py").write_text(
+        "PLAN = {'model.layers.*.mlp.gate_proj': 'colwise', 'model.layers.*.mlp.up_proj': 'colwise',"
+        " 'model.layers.*.mlp.down_proj': 'rowwise'}\n"
+        "ODD = {'lm_head': 'diagonal'}\nLISTED = ['lm_head']\nOBJECTS = {'lm_head': object()}\n"
+    )
+    (tmp_path / "broken_plans.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["my_plans:PLAN", "my_plans.PLAN"])
+def test_a_parallel_plan_may_be_imported(name: str, plans: None, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(config_of("qwen3"))
+    found = plan_of(model, custom=name, tp=2, sequence_parallel=False)
+    assert found["model.layers.*.mlp.down_proj"] == "rowwise" and len(found) == 3
+    folder = folder_of(config_of("qwen3"), tmp_path / "model")
+    check_policy_fits(policy(folder, tensor_parallel_size=2, custom_parallel_plan=name))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("my_plans:NONE", "module 'my_plans' has no 'NONE'"),
+        ("no_plans.PLAN", "'no_plans.PLAN' cannot be imported: ModuleNotFoundError"),
+        ("broken_plans:PLAN", "cannot be imported: ZeroDivisionError"),
+        ("my_plans:LISTED", "expected a dictionary, pattern of module names -> name of a style such as 'colwise', got"),
+        ("my_plans:OBJECTS", "name the style instead of its object"),
+        ("my_plans:ODD", "'lm_head': unknown style 'diagonal'; known are"),
+    ],
+)
+def test_an_imported_plan_that_is_none_is_refused_with_its_reason(
+    name: str, said: str, plans: None, tmp_path: Path
+) -> None:
+    folder = folder_of(config_of("qwen3"), tmp_path / "model")
+    with pytest.raises(ConfigError) as caught:
+        check_policy_fits(policy(folder, tensor_parallel_size=2, custom_parallel_plan=name))
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["PLAN", "my plans:PLAN", "../plans.py:PLAN", "a:b:c", ""])
+def test_what_is_no_import_path_is_no_plan(name: str) -> None:
+    with pytest.raises(ValidationError):
+        DTensorConfig(tensor_parallel_size=2, custom_parallel_plan=name)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from nemo_rl.errors import ModelFolderError
 from nemo_rl.models.hf_files import CODES
 from nemo_rl.models.hf_folder import WeightSource, open_weights
-from nemo_rl.models.hf_writing import ModelDescription, write_folder
+from nemo_rl.models.hf_writing import ModelDescription, cast_folder, write_folder
 from nemo_rl.models.loading import named_weights
 from nemo_rl.models.policy.interfaces import TensorInfo
 from tests.helpers.megatron_models import FAMILIES, hf_model, tokens
@@ -280,3 +280,36 @@ def test_experts_of_different_shapes_are_named(tmp_path: Path) -> None:
     change_file(tmp_path, lambda weights: weights.update({name: torch.zeros(3, 3)}))
     with pytest.raises(ModelFolderError, match=r"experts of 'model\.layers\.0\.mlp\.experts\.down_proj' differ"):
         open_weights(tmp_path, model.config).get("model.layers.0.mlp.experts.down_proj")
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "shards"),
+    [("qwen3", torch.bfloat16, "20KB"), ("glm4_moe", torch.bfloat16, None), ("glm4_moe", torch.float16, None)],
+)
+def test_a_cast_folder_is_what_transformers_writes_in_that_dtype(
+    tmp_path: Path, family: str, dtype: torch.dtype, shards: str | None
+) -> None:
+    small_model(family).save_pretrained(str(tmp_path / "cast"), **({"max_shard_size": shards} if shards else {}))
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "cast", dtype=dtype)
+    expected.save_pretrained(str(tmp_path / "expected"), **({"max_shard_size": "20KB"} if shards else {}))
+    cast_folder(tmp_path / "cast", dtype)
+    read = {}
+    for name in ("cast", "expected"):
+        read[name] = {}
+        for file in (tmp_path / name).glob("*.safetensors"):
+            read[name] |= load_file(file)
+    assert_same(read["cast"], read["expected"])
+    assert {name: each.dtype for name, each in read["cast"].items()} == {
+        name: each.dtype for name, each in read["expected"].items()
+    }
+    assert json.loads((tmp_path / "cast" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+    if shards:
+        total = json.loads((tmp_path / "cast" / INDEX).read_text())["metadata"]["total_size"]
+        assert total == sum(weight.nbytes for weight in read["cast"].values())
+
+
+def test_a_weight_that_the_dtype_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
+    small_model("qwen3").save_pretrained(str(tmp_path))
+    change_file(tmp_path, lambda weights: weights["model.norm.weight"].fill_(1e5))
+    with pytest.raises(ModelFolderError, match=r"model.norm.weight: has values too large for torch.float16"):
+        cast_folder(tmp_path, torch.float16)

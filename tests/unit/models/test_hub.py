@@ -15,8 +15,8 @@ from rich.console import Console
 from nemo_rl.algorithms.preflight.checks import preflight
 from nemo_rl.algorithms.setup import open_trainer
 from nemo_rl.errors import ModelFolderError
-from nemo_rl.models import hub
 from nemo_rl.models.hub import is_hub_name, local_folders
+from nemo_rl.utils import hub_reach
 from tests.helpers.runs import LOCAL, load_recipe, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 
@@ -92,7 +92,7 @@ def test_a_hub_that_does_not_answer_ends_in_seconds_with_the_download_command(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        monkeypatch.setattr(hub, "REACH_TIMEOUT_S", 0.5)
+        monkeypatch.setattr(hub_reach, "REACH_TIMEOUT_S", 0.5)
         for variable in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
             monkeypatch.delenv(variable, raising=False)
         close_session()

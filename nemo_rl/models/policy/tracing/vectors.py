@@ -1,7 +1,11 @@
-"""Vectors to project on: named artifacts in safetensors, from one folder and by name alone."""
+"""Vectors to project on: named artifacts from one folder and by name alone, in safetensors or as torch saves them.
+
+A torch file is read with `weights_only`, so that nothing in it runs.
+"""
 
 from __future__ import annotations
 
+import pickle
 from functools import lru_cache
 from pathlib import Path
 
@@ -10,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from nemo_rl.errors import UserError
-from nemo_rl.tracer.reducer import VECTOR
+from nemo_rl.tracer.reducer import VECTOR, VECTOR_FILES
 
 __all__ = ["TENSOR", "Vectors"]
 
@@ -45,11 +49,38 @@ class Vectors:
             raise UserError(f"vector {name!r}: no folder of vectors is configured; set diagnostics.tracer.artifacts")
         if VECTOR.fullmatch(name) is None:
             raise UserError(f"vector {name[:100]!r}: expected a name, not a path")
-        path = self._folder / f"{name}.safetensors"
-        try:
-            found = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{path}: cannot be read as safetensors: {error}") from error
-        if TENSOR not in found or found[TENSOR].dim() not in (1, 2):
-            raise UserError(f"{path}: expected a tensor {TENSOR!r} of shape [h] or [L, h], got {sorted(found)}")
-        return found[TENSOR].float()
+        paths = [path for end in VECTOR_FILES if (path := self._folder / f"{name}{end}").exists()]
+        if len(paths) > 1:
+            raise UserError(f"vector {name!r}: expected one file, got {' and '.join(map(str, paths))}; remove one")
+        path = paths[0] if paths else self._folder / f"{name}{VECTOR_FILES[0]}"
+        found = _of_safetensors(path) if path.suffix == VECTOR_FILES[0] else _of_torch(path)
+        if not found.is_floating_point() or found.dim() not in (1, 2):
+            shape = list(found.shape)
+            raise UserError(
+                f"{path}: expected floating-point numbers of shape [h] or [L, h], got {found.dtype} {shape}"
+            )
+        return found.float()
+
+
+def _of_safetensors(path: Path) -> torch.Tensor:
+    try:
+        found = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: cannot be read as safetensors: {error}") from error
+    if TENSOR not in found:
+        raise UserError(f"{path}: expected a tensor {TENSOR!r} of shape [h] or [L, h], got {sorted(found)}")
+    return found[TENSOR]
+
+
+def _of_torch(path: Path) -> torch.Tensor:
+    """The tensor that the file is, or the one that it has under the name `vector`."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        said = str(error).partition("\n")[0]
+        raise UserError(f"{path}: expected a tensor of torch.save, which no code is run for: {said}") from error
+    if isinstance(found, dict):
+        found = found.get(TENSOR, sorted(map(str, found)))
+    if not isinstance(found, torch.Tensor):
+        raise UserError(f"{path}: expected a tensor, or a dict with a tensor {TENSOR!r}, got {found!r}"[:300])
+    return found.detach().to_dense()

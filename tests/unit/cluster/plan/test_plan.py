@@ -54,6 +54,10 @@ QWEN_30B = (
 )
 
 
+MEGATRON = ("policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true")
+PIPELINE = "policy.megatron_cfg.pipeline_model_parallel_size=2"
+
+
 def planned(recipe: Path, *overrides: str, gpu: str | None = None, nodes: int | None = None) -> Plan:
     """Of a recipe that fits."""
     plan, error = plan_recipe(PlanRequest(recipe=recipe, overrides=overrides, gpu=gpu, nodes=nodes))
@@ -313,6 +317,26 @@ def test_deltas_need_the_weights_that_were_sent_last(backend: str, copies: int) 
     more = {name: size for name, size in deltas.hosts[0].items() if name not in without.hosts[0]}
     # The policy's rank 0, and each of two engines that take whole weights.
     assert more == {"weights sent last, for deltas": copies * deltas.engine.weights}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("cluster.cpu_workers_per_node=1",), "every policy rank reads all of it"),
+        (("cluster.cpu_workers_per_node=2",), "a policy rank reads at most 50% of it"),
+        (
+            ("cluster.cpu_workers_per_node=2", "policy.dtensor_cfg.tensor_parallel_size=2"),
+            "a policy rank reads at most 65% of it",
+        ),
+        (MEGATRON, "every policy rank reads all of it"),
+        ((*MEGATRON, "cluster.cpu_workers_per_node=2"), "every policy rank reads all of it"),
+        ((*MEGATRON, "cluster.cpu_workers_per_node=2", PIPELINE), "a policy rank reads at most 55% of it"),
+        (("policy.generation.backend=vllm",), "vLLM engines read no weights"),
+    ],
+)
+def test_a_plan_says_what_each_rank_reads_of_the_model_folder(overrides: tuple[str, ...], said: str) -> None:
+    plan, _ = plan_recipe(PlanRequest(recipe=DEMO, overrides=overrides, gpu=None, nodes=None))
+    assert said in plan.reading()
 
 
 def test_json_has_its_version_and_whole_numbers() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import stat
+from pathlib import Path
+
 import pytest
 
 from nemo_rl.data_plane.adapters.mooncake_codes import call_error, read_error
-from nemo_rl.data_plane.adapters.mooncake_master import StoreAddress, missing_library, own_address
+from nemo_rl.data_plane.adapters.mooncake_master import StoreAddress, executable, missing_library, own_address
 from nemo_rl.errors import (
     CapacityExceeded,
     DataPlaneClosed,
@@ -13,6 +17,7 @@ from nemo_rl.errors import (
     DataPlaneTimeout,
     KeysNotFound,
     PayloadLost,
+    ResourceError,
 )
 
 IDS = ["run/node:7.abc/0", "run/node:7.abc/1", "run/other:8.def/0"]
@@ -73,3 +78,31 @@ def test_the_own_address_is_the_one_that_the_master_is_reached_from() -> None:
     assert own_address("127.0.0.1:50051") == "127.0.0.1"
     with pytest.raises(DataPlaneClosed, match="no route"):
         own_address("no-such-host.invalid:50051")
+
+
+@pytest.mark.parametrize(("before", "after"), [(0o644, 0o755), (0o640, 0o750), (0o600, 0o700), (0o755, 0o755)])
+def test_a_program_without_its_executable_bits_gets_them_back(
+    tmp_path: Path, before: int, after: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    program = tmp_path / "mooncake_master"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(before)
+    with caplog.at_level(logging.WARNING):
+        assert executable(program) == program
+    assert stat.S_IMODE(program.stat().st_mode) == after
+    assert ("without its executable bits" in caplog.text) == (before != after)
+
+
+def test_a_program_that_is_missing_or_not_ours_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ResourceError, match="mooncake_client: Mooncake's package lacks this program; install it"):
+        executable(tmp_path / "mooncake_client")
+    program = tmp_path / "mooncake master"
+    program.write_text("")
+    program.chmod(0o644)
+
+    def refuse(self: Path, mode: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "chmod", refuse)
+    with pytest.raises(ResourceError, match=r"Operation not permitted.*run `chmod \+x '.*mooncake master'`"):
+        executable(program)

@@ -145,6 +145,45 @@ def test_vectors_are_of_one_folder_and_fit_their_site(tmp_path: Path) -> None:
         Vectors(tmp_path).of_layer("../v", 0, size=4)
 
 
+@pytest.mark.parametrize("saved", [torch.arange(4.0), {"vector": torch.arange(4.0, dtype=torch.bfloat16)}])
+def test_a_vector_may_be_saved_by_torch(tmp_path: Path, saved: object) -> None:
+    torch.save(saved, tmp_path / "v.pt")
+    assert Vectors(tmp_path).of_layer("v", 2, size=4).tolist() == [0.0, 1.0, 2.0, 3.0]
+    with pytest.raises(UserError, match="expected 5 numbers"):
+        Vectors(tmp_path).of_layer("v", 2, size=5)
+    save_file({"vector": torch.ones(4)}, tmp_path / "v.safetensors")
+    with pytest.raises(UserError, match=r"expected one file, got .*v.safetensors and .*v.pt; remove one"):
+        Vectors(tmp_path).of_layer("v", 2, size=4)
+
+
+class _Runs:
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (Path("ran"),)
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        (torch.ones(2, 3, 4), r"shape \[h\] or \[L, h\], got torch.float32 \[2, 3, 4\]"),
+        (torch.arange(4), "expected floating-point numbers .*, got torch.int64"),
+        ({"other": torch.ones(4)}, r"a dict with a tensor 'vector', got \['other'\]"),
+        ([torch.ones(4)], "expected a tensor, or a dict"),
+        (_Runs(), "which no code is run for"),
+    ],
+)
+def test_a_torch_file_that_is_no_vector_is_refused(
+    tmp_path: Path, saved: object, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save(saved, tmp_path / "v.pt")
+    with pytest.raises(UserError, match=said):
+        Vectors(tmp_path).of_layer("v", 0, size=4)
+    assert not (tmp_path / "ran").exists()
+    (tmp_path / "v.pt").write_bytes(b"no torch file")
+    with pytest.raises(UserError, match="expected a tensor of torch.save"):
+        Vectors(tmp_path).of_layer("v", 0, size=4)
+
+
 def test_the_same_tokens_are_drawn_whoever_has_them() -> None:
     value = torch.arange(24.0).reshape(2, 3, 4)
     (table, part), _ = seen("layer.out | sample(2)", sight=sight_of(value))
