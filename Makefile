@@ -16,6 +16,7 @@ STARTER := checkpoints/starter_sort
 MOE_STARTER := checkpoints/starter_sort_moe
 CHAIN_SUM_STARTER := checkpoints/starter_chain_sum
 SMOLLM2 := checkpoints/smollm2
+SUMS := checkpoints/sums
 # The rollout engine of `make demo-llm`: torch (the embedded one) or vllm.
 ENGINE ?= torch
 GPU_WHEELS := build/gpu-wheels
@@ -108,13 +109,13 @@ $(MOE_STARTER)/config.json: | $(VENV)/.base
 $(CHAIN_SUM_STARTER)/config.json: | $(VENV)/.dev
 	$(BIN)/python examples/make_starter.py --out $(CHAIN_SUM_STARTER) --task chain_sum
 
-$(SMOLLM2)/config.json: | $(VENV)/.gguf
-	TQDM_DISABLE=1 $(BIN)/python examples/smollm2/make_smollm2.py --out $(SMOLLM2)
+$(SMOLLM2)/config.json $(SUMS)/sums.jsonl &: | $(VENV)/.gguf
+	TQDM_DISABLE=1 $(BIN)/python examples/smollm2/make_smollm2.py --out $(SMOLLM2) --data $(SUMS)
 
 demo: $(VENV)/.base $(STARTER)/config.json ## install, make the starter checkpoint, run GRPO on sorting digits
 	$(BIN)/python examples/run_grpo.py --config configs/grpo_sort_cpu.yaml $(RUN_ARGS)
 
-demo-llm: $(if $(filter vllm,$(ENGINE)),vllm) $(VENV)/.base $(SMOLLM2)/config.json ## GRPO on a pretrained model: SmolLM2-135M adds two numbers; ENGINE=vllm samples with vLLM
+demo-llm: $(if $(filter vllm,$(ENGINE)),vllm) $(VENV)/.base $(SMOLLM2)/config.json $(SUMS)/sums.jsonl ## GRPO on a pretrained model: SmolLM2-135M adds two numbers; ENGINE=vllm samples with vLLM
 	$(if $(filter torch vllm,$(ENGINE)),,$(error ENGINE: expected torch or vllm, got '$(ENGINE)'))
 	$(BIN)/python examples/run_grpo.py --config examples/smollm2/recipe$(if $(filter vllm,$(ENGINE)),_vllm).yaml $(RUN_ARGS)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import (
+    AfterValidator,
     Field,
     JsonValue,
     NonNegativeFloat,
@@ -13,6 +14,7 @@ from pydantic import (
     PositiveInt,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from nemo_rl.config.base import EnvVars, Options, Section, Text
 from nemo_rl.config.megatron import MegatronConfig
@@ -91,7 +93,14 @@ class DynamicBatchingConfig(Section):
     start."""
 
 
-ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*$")]
+def _import_path(text: str) -> str:
+    parts = text.replace(":", ".", 1).split(".")
+    if len(parts) < 2 or not all(map(str.isidentifier, parts)):
+        raise PydanticCustomError("import_path", "module:name, such as my_package.plans:PLAN")
+    return text
+
+
+ImportPath = Annotated[str, AfterValidator(_import_path)]
 """`module:name` or `module.name`."""
 
 
