@@ -78,7 +78,7 @@ class TrainerParts:
     panel: Panel
     resume_from: Checkpoint | None = None
     run_state: Mapping[str, object] = field(default_factory=dict)
-    """Of `identity_state`, for checkpoints."""
+    """The section that `identity_state` makes for checkpoints."""
     keeper: Keeper = field(default_factory=Keeper)
     """A `StepKeeper` with `diagnostics.keep_steps`."""
     dynamic: DynamicRollout | None = None

@@ -42,7 +42,7 @@ NOT_OF_THE_MODEL = ("transformers_version", "_name_or_path", "dtype", "torch_dty
 
 
 def model_digest(folder: str | Path) -> str:
-    """Of the weights and the config of a model folder.
+    """Return a digest of the weights and the config of a model folder.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -68,7 +68,7 @@ def model_digest(folder: str | Path) -> str:
 
 
 def identity_state(started: datetime, identity: Mapping[str, str], *, dtype: str | None) -> dict[str, object]:
-    """What a checkpoint holds of it.
+    """Return what a checkpoint holds of a run's identity.
 
     Args:
         started: the first start of the run, which its chat template may print.
@@ -79,7 +79,7 @@ def identity_state(started: datetime, identity: Mapping[str, str], *, dtype: str
 
 
 def model_dtype(folder: str | Path) -> str | None:
-    """What config.json of a model folder says of its weights, such as `bfloat16`; None where it says nothing."""
+    """Return the dtype that config.json of a model folder names, such as `bfloat16`; None where it names none."""
     path = Path(folder) / CONFIG_FILE
     with boundary(CheckpointError, f"{path}: cannot be read"):
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -107,13 +107,13 @@ def run_start(state: Mapping[str, object], *, where: object) -> datetime | None:
 
 
 def first_start(resume_from: Checkpoint | None) -> datetime:
-    """Of the run that goes on; a chat template may print it."""
+    """Return when the run that goes on was started; a chat template may print it."""
     known = None if resume_from is None else run_start(resume_from.state, where=resume_from.path)
     return known or datetime.now()
 
 
 def date_line(began: datetime, resume_from: Checkpoint | None) -> str:
-    """What the user is told of a chat template that prints the date."""
+    """Return what the user is told of a chat template that prints the date."""
     if resume_from is not None and run_start(resume_from.state, where=resume_from.path) is None:
         return (
             f"the chat template prints the date, and {resume_from.path} does not say when its run was started: prompts "
@@ -123,7 +123,7 @@ def date_line(began: datetime, resume_from: Checkpoint | None) -> str:
 
 
 def identity_of(config: MasterConfig, info: RolloutInfo, resume_from: Checkpoint | None) -> dict[str, str]:
-    """What this run learns from.
+    """Return the digests of what this run learns from.
 
     Raises:
         CheckpointError: the run that it resumes had something else, which `checkpointing.allow_changed` does not name.

@@ -158,7 +158,7 @@ def _are_together(config: MasterConfig) -> bool:
 
 
 def _real(path: Path) -> Path:
-    """Without links; in a loop of them as far as it can be told: the first write says so."""
+    """Return the path without links; a loop of them is left in it, and the first write says so."""
     return Path(os.path.realpath(path))
 
 

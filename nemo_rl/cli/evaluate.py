@@ -38,7 +38,7 @@ class _Weights:
     step: int
     """0 for what is no checkpoint of a run."""
     state: Mapping[str, object] = field(default_factory=dict)
-    """Of the checkpoint."""
+    """State that the checkpoint holds."""
 
 
 def evaluate(

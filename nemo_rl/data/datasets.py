@@ -91,7 +91,7 @@ class PromptSet:
     skipped: tuple[str, ...] = ()
     """The first of the overlong ones, for people."""
     digest: str = ""
-    """Of texts, answers and metadata in their order, and of what is put around the texts."""
+    """Return a digest of texts, answers and metadata in their order, and of what is put around the texts."""
     is_whole: bool = True
     """False where only the first rows were asked for and there are more."""
     prints_the_date: bool = False

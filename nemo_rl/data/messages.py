@@ -365,7 +365,7 @@ class PromptEncoder:
         return list(self._encoded(text, as_text=as_text)["input_ids"])
 
     def _encoded(self, text: str, *, as_text: bool, **options: bool) -> Any:
-        """As text: special tokens in it are no tokens; other added ones still are."""
+        """Encode as text: special tokens in it are no tokens; other added ones still are."""
         return self._tokenizer(text, add_special_tokens=False, split_special_tokens=as_text, **options)
 
 

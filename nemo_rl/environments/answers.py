@@ -36,7 +36,7 @@ class AnswerCheck:
         self._seen: dict[str, set[int]] = {where: set() for where in sets}
         self._problems = {where: RowProblems(where) for where in sets}
         self._lock = threading.Lock()
-        """Of one look: a prompt that is drawn waits for the one that goes on."""
+        """Lock of one look: a prompt that is drawn waits for the one that goes on."""
         self._is_closed = False
         self._thread: threading.Thread | None = None
 

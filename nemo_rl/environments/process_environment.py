@@ -81,7 +81,7 @@ class ProcessEnvironment:
         return self._pool.source
 
     def answer_problems(self, prompts: Sequence[Prompt]) -> list[str | None]:
-        """As `ChecksAnswers`: the function's `check_answer` says it, where it has one."""
+        """See `ChecksAnswers`: the function's `check_answer` says it, where it has one."""
         return self._pool.answer_problems([self._answer_of(prompt) for prompt in prompts])
 
     def shutdown(self) -> None:

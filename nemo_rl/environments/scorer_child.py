@@ -199,7 +199,7 @@ def _module_of_file(file: Path) -> ModuleType:
 
 
 def _digest_of(module: ModuleType, function: Callable[..., Any]) -> str:
-    """Of the source of the module, of the function's own one, and of modules beside either that are imported by now."""
+    """Return a digest of the sources of module and function, and of imported modules that lie beside either."""
     named = [module, inspect.getmodule(inspect.unwrap(function)) or module]
     files = {Path(str(vars(one)["__file__"])) for one in named if vars(one).get("__file__")}
     folders = {file.parent for file in files}

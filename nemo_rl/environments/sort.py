@@ -25,7 +25,7 @@ class SortEnvironment:
         )
 
     def answer_problems(self, prompts: Sequence[Prompt]) -> list[str | None]:
-        """As `ChecksAnswers`."""
+        """See `ChecksAnswers`."""
         return [answer_problem(prompt.answer) for prompt in prompts]
 
     def shutdown(self) -> None:

@@ -152,7 +152,7 @@ class SyncRolloutActor:
 
     @property
     def _sets(self) -> dict[str, PromptSet]:
-        """By the dotted paths of their sections."""
+        """Sets of prompts by the dotted paths of their sections."""
         held_out = {self._spec.data.held_out_key(name): found for name, found in self._held_out.items()}
         return {"data.train": self._train, **held_out}
 

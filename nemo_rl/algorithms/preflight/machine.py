@@ -88,7 +88,7 @@ def check_cpus(subject: Subject) -> list[str]:
 
 
 def busy_machine(cluster: ClusterConfig) -> list[str]:
-    """What slows down a run on this machine's CPUs: processes of others, or more threads than cores."""
+    """Return a line for each thing that slows down a run on this machine's CPUs: other processes, too many threads."""
     if cluster.gpus_per_node > 0:
         return []
     cores, load = os.cpu_count() or 1, os.getloadavg()[0]

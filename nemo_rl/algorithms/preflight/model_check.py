@@ -79,7 +79,7 @@ SEED = 0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """What one way of computing gives for the rows.
+    """The numbers that one way of computing gives for the rows.
 
     Example:
         Two rows of 3 and 2 tokens: `logprobs` has 5 numbers, 0.0 at the first token of each row.
@@ -92,7 +92,7 @@ class Found:
     loss: float | None = None
     """Mean negative log-likelihood in training mode."""
     gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """By the name of the weight."""
+    """Gradients by the name of their weight."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +100,7 @@ class Trial:
     """One way in which the recipe runs the model."""
 
     name: str
-    """As a message names it."""
+    """How messages name it."""
     key: str
     """Key of the recipe that asks for it."""
     run: Callable[[Path, PolicyConfig], Found]
@@ -324,7 +324,7 @@ class _Collector:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _RankFound:
-    """What one rank computed."""
+    """The numbers that one rank computed."""
 
     found: Found
     seen: Mapping[tuple[SiteKind, int | None], list[tuple[torch.Tensor, torch.Tensor]]]
@@ -344,7 +344,7 @@ def _in_job(folder: Path, policy: PolicyConfig) -> Found:
 
 
 def _on_rank_of_job(spec: RankSpec, folder: Path, policy: PolicyConfig) -> _RankFound:
-    """As `_on_rank`; arrays outlive their process, and tensors would be shared with it."""
+    """Run `_on_rank`, and return arrays: they outlive their process, and tensors would be shared with it."""
     return _changed(_on_rank(spec, folder, policy), lambda tensor: tensor.detach().numpy())
 
 

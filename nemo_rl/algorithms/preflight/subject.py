@@ -76,7 +76,7 @@ class Subject:
 
     @cached_property
     def known_stop_ids(self) -> tuple[int, ...]:
-        """Those that model and tokenizer name."""
+        """Stop tokens that model and tokenizer name."""
         return stop_token_ids(self.config.policy.model_name, self.tokenizer)
 
 

@@ -47,7 +47,7 @@ class RankMemory:
     offloads: bool
     """Weights, gradients and optimizer stay in the node's memory."""
     read_share: float
-    """Of the model folder that the rank reads when it starts, at most."""
+    """Most bytes of the model folder that the rank reads when it starts."""
 
     def stages(self) -> dict[str, int]:
         """Most bytes on the device in each stage of a step."""

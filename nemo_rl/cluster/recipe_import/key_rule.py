@@ -59,7 +59,7 @@ class KeyRule:
     is_with_others: bool = False
     """Several keys are converted together, see `sections`."""
     must_decide: bool = False
-    """Of a key that is not supported: without it something else is trained, so the import ends with exit code 2."""
+    """Whether something else is trained without this unsupported key, so that the import ends with exit code 2."""
 
 
 Table = Mapping[str, KeyRule]

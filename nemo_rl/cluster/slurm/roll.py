@@ -287,7 +287,7 @@ def _say(writer: asyncio.StreamWriter | None, **words: object) -> None:
 
 
 def _words(line: bytes) -> dict[str, object]:
-    """Of one line; none of an empty one.
+    """Read the message of one line; an empty line has none.
 
     Raises:
         ValueError: it is no JSON object.

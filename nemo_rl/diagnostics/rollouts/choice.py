@@ -49,7 +49,7 @@ class ShownRollouts:
     steps: tuple[int, ...]
     groups: tuple[Group, ...]
     num_rows: int
-    """Of the files."""
+    """Rows of the files, shown or not."""
 
     @property
     def num_shown(self) -> int:
