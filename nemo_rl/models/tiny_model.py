@@ -79,7 +79,9 @@ NUMBERED_LAYERS = ("full_attn_idxs", "moe_layers", "hybrid_layer_ids")
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 SMALL_TOKENS: Mapping[str, int] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 LEFT_OUT = ("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "auto_map", *TOKENS)
-"""Of the real config; tokens are those of the small tokenizer."""
+"""Keys that are not taken from the real config; tokens are those of the small tokenizer."""
+MODEL_SIZES = frozenset({"hidden_size", "num_hidden_layers", "d_model", "num_layers"})
+"""Sizes that a section of a config has if it describes a model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,8 +105,9 @@ def small_model_config(
     given_tokens = {name: real.to_dict().get(name) for name in TOKENS}
     layers_name, heads_name = (_own_name(real, name) for name in ("num_hidden_layers", "num_attention_heads"))
     count = given.get(layers_name, len(given.get(BLOCK_TYPES) or ()))
-    if real.sub_configs or not count:
-        parts = f"parts besides the language model ({', '.join(real.sub_configs)})" if real.sub_configs else "no layers"
+    towers = _other_models(real)
+    if towers or not count:
+        parts = f"parts besides the language model ({', '.join(towers)})" if towers else "no layers"
         raise UserError(
             f"policy.model_name: a {real.model_type!r} has {parts}, and cannot be made small here, so nothing tells "
             "whether its numbers would be right; take a model type of docs/model_support.md"
@@ -186,6 +189,15 @@ def language_config(config: PretrainedConfig) -> PretrainedConfig:
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     is_part = model_class is not None and model_class.config_class is (config.sub_configs or {}).get("text_config")
     return config.get_text_config() if is_part else config
+
+
+def _other_models(config: PretrainedConfig) -> list[str]:
+    """Return the names of the sections that describe a model of their own, not switches of this one as MPT's do."""
+    return [
+        name
+        for name in config.sub_configs or ()
+        if not MODEL_SIZES.isdisjoint(getattr(getattr(config, name, None), "to_dict", dict)())
+    ]
 
 
 def _own_name(config: PretrainedConfig, name: str) -> str:

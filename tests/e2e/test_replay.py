@@ -267,7 +267,9 @@ def test_a_run_killed_in_mid_step_is_replayed_to_the_step_that_it_was_in(
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
     report = replay_step(
-        ReplayRequest(run=tmp_path / "logs", step=3, overrides=("loss_fn.options={row: -1, what: nan}",))
+        ReplayRequest(
+            run=tmp_path / "logs", step=3, overrides=("loss_fn.options={row: -1, what: nan}",), allows_code=True
+        )
     )
     assert report.verdict is Verdict.PASS and "in flight" in "\n".join(report.lines())
     found = words(report)

@@ -162,7 +162,7 @@ def test_the_attention_of_the_worker_has_no_such_traps(folder: Path, expected: t
         for trap in TRAPS.values():
             with unguarded(worker, trap):
                 if trap.mask == "boolean":
-                    with pytest.raises(ValueError, match="attention_mask: expected None"):
+                    with pytest.raises(ValueError, match="makes its own mask"):
                         worker_error(worker, expected)
                 else:
                     assert worker_error(worker, expected) < ROUNDING

@@ -160,7 +160,7 @@ def test_reasoning_gym_scores_its_items_and_survives_odd_texts(task: str) -> Non
     train, _ = build_prompt_sets(DataConfig(train=cfg, max_input_seq_length=5000), build_tokenizer(["a"]))
     prompts = [*train.prompts, *train.prompts]
     gold = [str(p.answer) for p in train.prompts]
-    with environment(name="reasoning_gym", score_threshold=1.0) as env:
+    with environment(name="reasoning_gym", score_threshold=1.0, timeout_s=60) as env:
         report = env.score(prompts, answered([*gold, "zzz", "", "-", "(" * 500]))
     assert set(report.rewards) <= {0.0, 1.0}
     assert report.rewards[4:] == (0.0,) * 4
