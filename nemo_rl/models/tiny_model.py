@@ -193,11 +193,8 @@ def language_config(config: PretrainedConfig) -> PretrainedConfig:
 
 def _other_models(config: PretrainedConfig) -> list[str]:
     """Return the names of the sections that describe a model of their own, not switches of this one as MPT's do."""
-    return [
-        name
-        for name in config.sub_configs or ()
-        if not MODEL_SIZES.isdisjoint(getattr(getattr(config, name, None), "to_dict", dict)())
-    ]
+    given = config.to_dict()
+    return [name for name in config.sub_configs or () if not MODEL_SIZES.isdisjoint(given.get(name) or ())]
 
 
 def _own_name(config: PretrainedConfig, name: str) -> str:
