@@ -39,6 +39,7 @@ from nemo_rl.algorithms.step_metrics import step_metrics
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
+from nemo_rl.data.sampler import PromptDraw
 from nemo_rl.data_plane.column_io import kv_first_write
 from nemo_rl.data_plane.factory import build_data_plane_client, open_step
 from nemo_rl.data_plane.interfaces import DataPlaneClient
@@ -141,8 +142,9 @@ def _step(
     with_plan: bool,
 ) -> DriverSample:
     grpo, clock = config.grpo, _Clock()
-    prompts, group = range(grpo.num_prompts_per_step), grpo.num_generations_per_prompt
-    step = clock.time("begin", lambda: begin_step(number, list(prompts), group_size=group, version=number))
+    group = grpo.num_generations_per_prompt
+    drawn = [PromptDraw(place, place) for place in range(grpo.num_prompts_per_step)]
+    step = clock.time("begin", lambda: begin_step(number, drawn, group_size=group, version=number))
     opened = open_step(client, step.partition, step.keys)
     opened.__enter__()
     step = replace(step, rolled=_rolled(step, client))

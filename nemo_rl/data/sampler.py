@@ -1,16 +1,28 @@
-"""The order in which prompts are drawn: a function of the seed alone, and resumable at any position.
+"""The stream of prompts: a function of the seed alone, and resumable at any position.
 
-Called by the trainer, which holds numbers only; the prompts themselves stay in the rollout worker.
+Called by the trainer, which holds numbers only; the prompts themselves stay in the rollout worker. Each draw has an
+ordinal, its place in the stream, which decides the seeds of the rows that are sampled for it.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from nemo_rl.errors import CheckpointError, DatasetError
 
-__all__ = ["PromptSampler"]
+__all__ = ["PromptDraw", "PromptSampler"]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptDraw:
+    """One prompt of the stream."""
+
+    ordinal: int
+    """Its place in the stream, counted from 0 over all epochs."""
+    prompt: int
+    """Its number in the training set."""
 
 
 class PromptSampler:
@@ -24,8 +36,8 @@ class PromptSampler:
 
     Example:
         >>> sampler = PromptSampler(3, seed=0, shuffle=False)
-        >>> sampler.next(2), sampler.next(2)
-        ([0, 1], [2, 0])
+        >>> [(draw.ordinal, draw.prompt) for draw in sampler.next(4)]
+        [(0, 0), (1, 1), (2, 2), (3, 0)]
     """
 
     def __init__(self, num_prompts: int, *, seed: int, shuffle: bool = True, max_num_epochs: int | None = None) -> None:
@@ -54,8 +66,8 @@ class PromptSampler:
         """Whether `next` would give so many."""
         return self._num_left() >= count
 
-    def next(self, count: int) -> list[int]:
-        """The next `count` prompts; a draw may run over the end of an epoch.
+    def next(self, count: int) -> list[PromptDraw]:
+        """The next `count` prompts; they may run over the end of an epoch.
 
         Raises:
             DatasetError: `max_num_epochs` leaves fewer than `count`.
@@ -66,15 +78,27 @@ class PromptSampler:
                 f"grpo.max_num_epochs {self._max_num_epochs}; lower grpo.num_prompts_per_step or raise max_num_epochs"
             )
         self._batch_size = count
-        drawn: list[int] = []
+        drawn: list[PromptDraw] = []
         while len(drawn) < count:
             if self._position == self._num_prompts:
                 self._epoch, self._position = self._epoch + 1, 0
                 self._order = self._order_of(self._epoch)
             taken = self._order[self._position : self._position + count - len(drawn)]
+            first = self._epoch * self._num_prompts + self._position
             self._position += len(taken)
-            drawn += taken
+            drawn += [PromptDraw(first + place, prompt) for place, prompt in enumerate(taken)]
         return drawn
+
+    def at(self, ordinal: int) -> PromptDraw:
+        """The draw at a place of the stream that has been passed.
+
+        Raises:
+            CheckpointError: the stream has not come so far.
+        """
+        epoch, position = divmod(ordinal, self._num_prompts)
+        if not 0 <= ordinal < self._epoch * self._num_prompts + self._position:
+            raise CheckpointError(f"data position: expected an ordinal that was drawn before, got {ordinal}")
+        return PromptDraw(ordinal, self._order_of(epoch)[position])
 
     def state_dict(self) -> dict[str, int | bool]:
         """Where the next draw starts, and what that position means."""

@@ -22,7 +22,7 @@ from nemo_rl.models.generation.interfaces import (
     SamplingParams,
 )
 
-__all__ = ["Rollouts", "SeedSource", "run_rollouts", "sampling_params"]
+__all__ = ["Rollouts", "row_seeds", "run_rollouts", "sampling_params"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,19 +40,15 @@ NO_LIMIT = 2**31 - 1
 """Tokens of a response that ends where its row is full: engines bound every row by the policy's longest sequence."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SeedSource:
-    """Seeds that depend on the run, the purpose and the step, so that a resumed run samples the same."""
+def row_seeds(*parts: object, count: int) -> tuple[int, ...]:
+    """Return `count` consecutive seeds below 2^63 that start at a hash of `parts`.
 
-    seed: int
-    purpose: str
-    step: int
-
-    def rows(self, count: int) -> tuple[int, ...]:
-        """One seed per row, below 2^63."""
-        digest = hashlib.blake2b(f"{self.seed}:{self.purpose}:{self.step}".encode(), digest_size=7).digest()
-        start = int.from_bytes(digest, "big")
-        return tuple(range(start, start + count))
+    A training group hashes the run's seed and its ordinal in the prompt stream, so its rows have the same seeds in
+    whichever step, and on whichever engine, they are sampled.
+    """
+    digest = hashlib.blake2b(":".join(map(str, parts)).encode(), digest_size=7).digest()
+    start = int.from_bytes(digest, "big")
+    return tuple(range(start, start + count))
 
 
 def sampling_params(config: GenerationConfig, stop_ids: Sequence[int], *, is_validation: bool) -> SamplingParams:
@@ -79,7 +75,7 @@ def run_rollouts(
     environment: Environment,
     tokenizer: PreTrainedTokenizerBase,
     sampling: SamplingParams,
-    seeds: SeedSource,
+    seeds: Sequence[int],
     version: int | None,
     with_routes: bool = False,
     with_support: bool = False,
@@ -87,6 +83,7 @@ def run_rollouts(
     """Samples `group_size` responses per prompt and scores them.
 
     Args:
+        seeds: one for each row, prompt by prompt.
         version: of the weights that every row must be sampled from; None takes any, and the rows say which.
         with_routes: the engines record the routes of experts.
         with_support: the engines record the sets that top-k and top-p kept.
@@ -97,7 +94,7 @@ def run_rollouts(
     """
     request = GenerationRequest(
         prompt_ids=tuple(prompt.ids for prompt in prompts),
-        seeds=seeds.rows(len(prompts) * group_size),
+        seeds=tuple(seeds),
         sampling=sampling,
         with_routes=with_routes,
         with_support=with_support,

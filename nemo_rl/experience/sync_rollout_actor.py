@@ -6,15 +6,18 @@ between them: prompt numbers, metas and per-row scalars.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from nemo_rl.data.datasets import PromptSet, build_prompt_sets
+from nemo_rl.data.datasets import Prompt, PromptSet, build_prompt_sets
+from nemo_rl.data.sampler import PromptDraw
 from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids, tokenizer_identity
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.chunks.wire import message_bytes
@@ -36,7 +39,7 @@ from nemo_rl.experience.evaluation.evaluator import EvaluationTask, Evaluator
 from nemo_rl.experience.evaluation.result import ValidationResult
 from nemo_rl.experience.payload import RowScalars, build_columns
 from nemo_rl.experience.rollout_spec import RolloutInfo, RolloutSpec
-from nemo_rl.experience.rollouts import Rollouts, SeedSource, run_rollouts, sampling_params
+from nemo_rl.experience.rollouts import Rollouts, row_seeds, run_rollouts, sampling_params
 from nemo_rl.experience.routes import RouteWriter
 from nemo_rl.experience.token_record import TokenTexts, token_record
 from nemo_rl.models.generation.interfaces import GenerationInterface
@@ -175,24 +178,22 @@ class SyncRolloutActor:
         self,
         prompt_numbers: Sequence[int],
         *,
+        ordinals: Sequence[int],
         uids: Sequence[str],
-        step: int,
         version: int | None,
         partition_id: str,
-        round_number: int = 0,
     ) -> RolloutResult:
         """Samples, scores and writes the rollout columns of `prompt_numbers`; rows come prompt by prompt.
 
         Args:
+            ordinals: places of the prompts in the stream; they decide the seeds of the rows.
             uids: of the groups, one per prompt.
-            step: decides the seeds of the rows, with the round.
             version: as in `run_rollouts`.
-            round_number: of several rollouts of one step.
         """
         self._answers.require("data.train", prompt_numbers)
         prompts = [self._train.prompts[number] for number in prompt_numbers]
         group = self._spec.grpo.num_generations_per_prompt
-        rollouts = self._run(prompt_numbers, step=step, version=version, round_number=round_number)
+        rollouts = self._run(prompts, ordinals=ordinals, version=version)
         keys = keys_of_groups(uids, group)
         columns = build_columns(
             [prompt.ids for prompt in prompts],
@@ -223,7 +224,7 @@ class SyncRolloutActor:
         return RolloutResult(
             meta=meta,
             carry=carry,
-            metrics=_rollout_metrics(rollouts) | route_metrics,
+            metrics=_rollout_metrics(rollouts, group_size=group) | route_metrics,
             printed=rollouts.report.printed,
         )
 
@@ -309,16 +310,17 @@ class SyncRolloutActor:
         if client is not None:
             client.close()
 
-    def _run(self, numbers: Sequence[int], *, step: int, version: int | None, round_number: int) -> Rollouts:
-        purpose = f"rollout:{round_number}" if round_number else "rollout"
+    def _run(self, prompts: Sequence[Prompt], *, ordinals: Sequence[int], version: int | None) -> Rollouts:
+        group = self._spec.grpo.num_generations_per_prompt
+        seeds = [row_seeds(self._spec.grpo.seed, "group", ordinal, count=group) for ordinal in ordinals]
         return run_rollouts(
-            [self._train.prompts[number] for number in numbers],
-            group_size=self._spec.grpo.num_generations_per_prompt,
+            prompts,
+            group_size=group,
             generation=self._generation,
             environment=self._environment,
             tokenizer=self._tokenizer,
             sampling=sampling_params(self._spec.policy.generation, self._stop_ids, is_validation=False),
-            seeds=SeedSource(seed=self._spec.grpo.seed, purpose=purpose, step=step),
+            seeds=tuple(chain.from_iterable(seeds)),
             version=version,
             with_routes=self._spec.policy.router_replay.records_at_rollout,
             with_support=self._spec.policy.generation.record_support,
@@ -351,27 +353,25 @@ class RolloutHandle:
 
     def submit_rollout(
         self,
-        prompt_numbers: Sequence[int],
+        drawn: Sequence[PromptDraw],
         *,
         uids: Sequence[str],
-        step: int,
         version: int | None,
         partition_id: str,
-        round_number: int = 0,
     ) -> Pending[RolloutResult]:
         """Rows of one step in the data plane; see `SyncRolloutActor.rollout`."""
+        numbers, ordinals = [draw.prompt for draw in drawn], [draw.ordinal for draw in drawn]
         request = ask(
             SyncRolloutActor.rollout,
-            prompt_numbers=list(prompt_numbers),
+            prompt_numbers=numbers,
+            ordinals=ordinals,
             uids=list(uids),
-            step=step,
             version=version,
             partition_id=partition_id,
-            round_number=round_number,
         )
 
         def count(result: RolloutResult) -> RolloutResult:
-            self.driver_bytes += message_bytes((prompt_numbers, uids, result))
+            self.driver_bytes += message_bytes((numbers, ordinals, uids, result))
             self._show(result.printed)
             return result
 
@@ -413,12 +413,15 @@ class RolloutHandle:
         return self._workers.submit(call).then(itemgetter(0))
 
 
-def _rollout_metrics(rollouts: Rollouts) -> dict[str, Reduction]:
-    lengths = rollouts.output.lengths.float()
+def _rollout_metrics(rollouts: Rollouts, *, group_size: int) -> dict[str, Reduction]:
+    lengths = rollouts.output.lengths
+    tokens_of_group = lengths.reshape(-1, group_size).sum(1).tolist()
+    # Group by group and exactly rounded: the sum does not depend on which groups were sampled together.
+    logprobs = sum(math.fsum(part.tolist()) for part in rollouts.output.logprobs.split(tokens_of_group))
     return {
         "response_tokens": Sum(float(lengths.sum())),
         "max_response_tokens": Max(float(lengths.max())),
-        "mean_generation_logprob": Mean(float(rollouts.output.logprobs.sum()), float(lengths.sum())),
+        "mean_generation_logprob": Mean(float(logprobs), float(lengths.sum())),
         "reward_timeouts": Sum(float(rollouts.report.num_timeouts)),
         **rollouts.output.metrics,
     }

@@ -40,9 +40,9 @@ class Overlapping:
 
     def begin(self, number: int) -> StepState:
         grpo = self.parts.config.grpo
-        prompts = self.parts.sampler.next(grpo.num_prompts_per_step)
+        drawn = self.parts.sampler.next(grpo.num_prompts_per_step)
         version = self.parts.weight_sync.version
-        return begin_step(number, prompts, group_size=grpo.num_generations_per_prompt, version=version)
+        return begin_step(number, drawn, group_size=grpo.num_generations_per_prompt, version=version)
 
     def roll_out(self, number: int) -> StepState:
         step = self.begin(number)

@@ -226,7 +226,8 @@ class StepKeeper(Keeper):
         return KeptStep(
             number=step.number,
             partition=step.partition,
-            prompts=step.prompts,
+            prompts=tuple(draw.prompt for draw in step.drawn),
+            ordinals=tuple(draw.ordinal for draw in step.drawn),
             uids=step.uids,
             keys=step.keys,
             weight_version=step.weight_version,

@@ -160,13 +160,16 @@ class KeptStep:
     status: StepStatus = StepStatus.PARTIAL
     partition: str
     prompts: tuple[int, ...]
+    ordinals: tuple[int, ...] = ()
+    """Places of the prompts in the stream; with `seed` they decide the seeds of the rows. Empty in a record of a run
+    whose seeds came from its steps."""
     uids: tuple[str, ...]
     keys: tuple[str, ...]
     """Of all rows that the step could put."""
     weight_version: int | None = None
     policy_version: int
     seed: int = 0
-    """`grpo.seed`, from which, the step's number and a purpose all seeds of its rows follow."""
+    """`grpo.seed`."""
     run: RunFacts
     rows: KeptRows | None = None
     """None: the rollout was not done."""

@@ -52,9 +52,8 @@ class Rollout(Stage):
     def _submit(self, step: StepState) -> Pending[StepState]:
         handle: RolloutHandle = self._tools.rollout
         rolled = handle.submit_rollout(
-            step.prompts,
+            step.drawn,
             uids=step.uids,
-            step=step.number,
             version=step.weight_version,
             partition_id=step.partition,
         )

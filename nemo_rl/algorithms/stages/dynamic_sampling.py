@@ -26,7 +26,7 @@ from nemo_rl.algorithms.stages.columns import PARTITION, StageColumns
 from nemo_rl.algorithms.stages.stage import StageTools
 from nemo_rl.algorithms.stages.state import StepState, begin_step
 from nemo_rl.config.schema import GRPOConfig
-from nemo_rl.data.sampler import PromptSampler
+from nemo_rl.data.sampler import PromptDraw, PromptSampler
 from nemo_rl.data_plane.client.stage_context import CLEAR, working_for
 from nemo_rl.distributed.calls import Pending
 from nemo_rl.errors import CheckpointError, UserError
@@ -38,8 +38,10 @@ __all__ = ["DynamicRollout", "informative_rows"]
 
 DROPPED = "not trained: equal rewards in its group (grpo.use_dynamic_sampling)"
 GIVEN_BACK = "not trained: its prompt is drawn again (a checkpoint, or the end of the run)"
-REDRAWN = "redrawn_prompts"
+REDRAWN = "redrawn_ordinals"
 """Name in a checkpoint's state."""
+OLDER_REDRAWN = "redrawn_prompts"
+"""Name in checkpoints that held numbers of prompts instead of ordinals."""
 
 
 class DynamicRollout(Rollout):
@@ -53,9 +55,9 @@ class DynamicRollout(Rollout):
         super().__init__(columns, tools)
         self._sampler = sampler
         self._carried: RolloutResult | None = None
-        self._prompt_of: dict[str, int] = {}
+        self._draw_of: dict[str, PromptDraw] = {}
         """Of the groups that are alive, by uid."""
-        self._redrawn: list[int] = []
+        self._redrawn: list[PromptDraw] = []
         self.live: set[str] = set()
         """Keys of the rows that the step in flight answers for: what is cleared at its end."""
 
@@ -76,14 +78,20 @@ class DynamicRollout(Rollout):
 
     def state_dict(self) -> dict[str, list[int]]:
         """For a checkpoint, after `give_back`."""
-        return {REDRAWN: list(self._redrawn)}
+        return {REDRAWN: [draw.ordinal for draw in self._redrawn]}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Continues where `state_dict` was taken; a state without it draws nothing again."""
+        """Continues where `state_dict` was taken, after the sampler did; a state without it draws nothing again."""
+        if state.get(OLDER_REDRAWN):
+            raise CheckpointError(
+                f"{OLDER_REDRAWN}: the checkpoint was written when seeds of rows came from the step, and lists prompts "
+                "to draw again without their places in the stream; resume it with the version that wrote it, or start "
+                "afresh with checkpointing.resume=false"
+            )
         found = state.get(REDRAWN, [])
-        if not isinstance(found, list) or not all(isinstance(number, int) for number in found):
-            raise CheckpointError(f"{REDRAWN}: expected a list of prompt numbers, got {found!r}")
-        self._redrawn = list(found)
+        if not isinstance(found, list) or not all(isinstance(ordinal, int) for ordinal in found):
+            raise CheckpointError(f"{REDRAWN}: expected a list of ordinals, got {found!r}")
+        self._redrawn = [self._sampler.at(ordinal) for ordinal in found]
 
     def keep_carried(self) -> None:
         """The step has ended well: what it carries is no more its own."""
@@ -96,7 +104,7 @@ class DynamicRollout(Rollout):
         if carried is None:
             return
         uids = dict.fromkeys(carried.group_uids)
-        self._redrawn += [self._prompt_of.pop(uid) for uid in uids]
+        self._redrawn += [self._draw_of.pop(uid) for uid in uids]
         self._clear(carried.meta.keys, GIVEN_BACK)
 
     def _submit(self, step: StepState) -> Pending[StepState]:
@@ -119,7 +127,7 @@ class DynamicRollout(Rollout):
             # Their metrics are those of rounds that this step has counted.
             self._carried = replace(pool.select(range(wanted, len(pool.meta))), metrics={}, printed=())
         for uid in dict.fromkeys(chosen.group_uids):
-            self._prompt_of.pop(uid)
+            self._draw_of.pop(uid)
         metrics = {**chosen.metrics, **counts.metrics(carried=self.num_carried)}
         rolled = replace(chosen, metrics=metrics)
         return Pending.done(replace(step, rolled=rolled, keys=chosen.meta.keys, weight_version=None))
@@ -134,14 +142,12 @@ class DynamicRollout(Rollout):
             version=step.policy_version,
         )
         self.live.update(part.keys)
-        self._prompt_of |= dict(zip(part.uids, part.prompts, strict=True))
+        self._draw_of |= dict(zip(part.uids, part.drawn, strict=True))
         rolled = self._tools.rollout.submit_rollout(
-            part.prompts,
+            part.drawn,
             uids=part.uids,
-            step=part.number,
             version=part.weight_version,
             partition_id=part.partition,
-            round_number=counts.rounds,
         ).result()
         kept = informative_rows(rolled, config)
         counts.add(rolled, num_kept=len(kept))
@@ -159,14 +165,14 @@ class DynamicRollout(Rollout):
             living = set(rolled.select(kept).group_uids) if kept else set()
             for uid in dict.fromkeys(rolled.group_uids):
                 if uid not in living:
-                    self._prompt_of.pop(uid)
+                    self._draw_of.pop(uid)
 
     def _clear(self, keys: Sequence[str], reason: str) -> None:
         with working_for(CLEAR):
             self._tools.client.kv_clear(list(keys), PARTITION, reason=reason)
         trace_retired(keys=keys, reason=reason)
 
-    def _next_prompts(self, count: int) -> list[int]:
+    def _next_prompts(self, count: int) -> list[PromptDraw]:
         again, self._redrawn = self._redrawn[:count], self._redrawn[count:]
         return again + (self._sampler.next(count - len(again)) if len(again) < count else [])
 

@@ -15,6 +15,7 @@ import torch
 from nemo_rl.algorithms.row_measures import MeasuredRows
 from nemo_rl.algorithms.scored_rows import ScoredRows
 from nemo_rl.algorithms.stages.columns import PARTITION
+from nemo_rl.data.sampler import PromptDraw
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.keys import keys_of_groups, mint_uids
 from nemo_rl.distributed.packing import PackPlan
@@ -45,9 +46,10 @@ class StepState:
     """One step, as far as its stages have brought it. Made by `begin_step`."""
 
     number: int
-    """Counted from 1; decides the seeds of the rows."""
+    """Counted from 1."""
     partition: str
-    prompts: tuple[int, ...]
+    drawn: tuple[PromptDraw, ...]
+    """Prompts of the groups; their ordinals decide the seeds of the rows."""
     uids: tuple[str, ...]
     """Of the groups, one per prompt."""
     keys: tuple[str, ...]
@@ -103,13 +105,13 @@ class StepState:
         return replace(self, chosen=replace(self.update, meta=meta))
 
 
-def begin_step(number: int, prompts: Sequence[int], *, group_size: int, version: int) -> StepState:
+def begin_step(number: int, drawn: Sequence[PromptDraw], *, group_size: int, version: int) -> StepState:
     """A step that is sampled from, and trained on, the weights of one version, as a synchronous trainer does it."""
-    uids = mint_uids(len(prompts))
+    uids = mint_uids(len(drawn))
     return StepState(
         number=number,
         partition=PARTITION,
-        prompts=tuple(prompts),
+        drawn=tuple(drawn),
         uids=uids,
         keys=keys_of_groups(uids, group_size),
         weight_version=version,
@@ -123,7 +125,7 @@ def join_steps(number: int, parts: Sequence[StepState], *, policy_version: int) 
     return StepState(
         number=number,
         partition=parts[0].partition,
-        prompts=tuple(chain.from_iterable(part.prompts for part in parts)),
+        drawn=tuple(chain.from_iterable(part.drawn for part in parts)),
         uids=tuple(chain.from_iterable(part.uids for part in parts)),
         keys=tuple(chain.from_iterable(part.keys for part in parts)),
         weight_version=None,

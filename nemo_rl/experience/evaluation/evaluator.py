@@ -21,7 +21,7 @@ from nemo_rl.experience.evaluation.answers import stated_answer
 from nemo_rl.experience.evaluation.measures import PromptSamples, measure_set
 from nemo_rl.experience.evaluation.result import SetResult, ValidationResult
 from nemo_rl.experience.payload import mean_of_scored, row_record
-from nemo_rl.experience.rollouts import Rollouts, SeedSource, run_rollouts, sampling_params
+from nemo_rl.experience.rollouts import Rollouts, row_seeds, run_rollouts, sampling_params
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.utils.rollout_file import write_rollouts
 
@@ -144,7 +144,7 @@ class Evaluator:
             environment=self._environment,
             tokenizer=self._tokenizer,
             sampling=sampling,
-            seeds=SeedSource(seed=self._seed, purpose=purpose, step=task.step),
+            seeds=row_seeds(self._seed, purpose, task.step, count=len(prompts) * (group_size or 1)),
             version=task.version,
         )
         self._printed += rollouts.report.printed

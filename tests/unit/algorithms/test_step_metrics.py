@@ -20,6 +20,7 @@ from nemo_rl.algorithms.step_metrics import (
     training_speed,
 )
 from nemo_rl.config.load import load_config
+from nemo_rl.data.sampler import PromptDraw
 from nemo_rl.data_plane.batch_meta import KVBatchMeta
 from nemo_rl.data_plane.client.operation_counts import OperationCount, Totals
 from nemo_rl.distributed.packing import PackPlan, plan_fixed
@@ -123,7 +124,7 @@ def test_parts_of_the_loss_are_means_over_the_optimizer_steps() -> None:
     plan = PackPlan(microbatches=(((0,),), ((1,),)), steps=(1,), pad_to=4)
     weights = {"advantages": torch.zeros(2), "sample_mask": torch.ones(2)}
     step = replace(
-        begin_step(1, [3, 8], group_size=2, version=0),
+        begin_step(1, [PromptDraw(0, 3), PromptDraw(1, 8)], group_size=2, version=0),
         rolled=rolled,
         scored=score_rows(carry, rolled.group_uids, config.grpo),
         chosen=ChosenRows(rows=(0, 1), meta=meta.subset([0, 1]), plan=plan, **weights),

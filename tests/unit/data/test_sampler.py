@@ -10,19 +10,33 @@ from nemo_rl.data.sampler import PromptSampler
 from nemo_rl.errors import CheckpointError, DatasetError
 
 
+def prompts(sampler: PromptSampler, count: int) -> list[int]:
+    return [draw.prompt for draw in sampler.next(count)]
+
+
 def test_every_prompt_comes_once_per_epoch_in_a_new_order() -> None:
     sampler = PromptSampler(10, seed=3)
-    first, second = sampler.next(10), sampler.next(10)
+    first, second = prompts(sampler, 10), prompts(sampler, 10)
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second
     assert first != list(range(10))
-    assert PromptSampler(10, seed=4).next(10) != first
+    assert prompts(PromptSampler(10, seed=4), 10) != first
 
 
 def test_without_shuffling_the_order_is_the_datasets_and_draws_cross_epochs() -> None:
     sampler = PromptSampler(3, seed=0, shuffle=False)
-    assert [sampler.next(2) for _ in range(3)] == [[0, 1], [2, 0], [1, 2]]
-    assert sampler.next(7) == [0, 1, 2, 0, 1, 2, 0]
+    assert [prompts(sampler, 2) for _ in range(3)] == [[0, 1], [2, 0], [1, 2]]
+    assert prompts(sampler, 7) == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_an_ordinal_is_the_place_in_the_stream_and_names_its_prompt_again() -> None:
+    sampler = PromptSampler(5, seed=2)
+    drawn = sampler.next(3) + sampler.next(6)
+    assert [draw.ordinal for draw in drawn] == list(range(9))
+    assert [sampler.at(ordinal) for ordinal in range(9)] == drawn
+    for ordinal in (-1, 9):
+        with pytest.raises(CheckpointError, match=f"expected an ordinal that was drawn before, got {ordinal}"):
+            sampler.at(ordinal)
 
 
 @pytest.mark.parametrize("draws_before", range(8))

@@ -71,7 +71,7 @@ def rollout(plane: Plane, config: MasterConfig) -> tuple[SyncRolloutActor, Rollo
     stages = stage_columns(config, PolicyLoss(config=config.loss_fn, prev_field="prev_logprobs"))
     partition = plane.partition(list(written_fields(stages)))
     worker.setup_data_plane(plane.owner.address)
-    return worker, worker.rollout([3, 8], uids=["a", "b"], step=1, version=0, partition_id=partition), engine
+    return worker, worker.rollout([3, 8], ordinals=[0, 1], uids=["a", "b"], version=0, partition_id=partition), engine
 
 
 @pytest.mark.parametrize("verify", [False, True])
@@ -150,5 +150,5 @@ def test_an_engine_without_routes_ends_the_step(plane: Plane, model: Path, tmp_p
     worker = SyncRolloutActor(rollout_spec(config), generation=Deaf.from_config(config.policy, weight_version=0))
     worker.setup_data_plane(plane.owner.address)
     with pytest.raises(WorkerError, match="expected routes with the samples, the engines gave none"):
-        worker.rollout([3], uids=["a"], step=1, version=0, partition_id=plane.partition())
+        worker.rollout([3], ordinals=[0], uids=["a"], version=0, partition_id=plane.partition())
     worker.shutdown()

@@ -13,7 +13,7 @@ from nemo_rl.data.datasets import Prompt
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.environments.interfaces import EnvReport, Response
 from nemo_rl.errors import WorkerError
-from nemo_rl.experience.rollouts import Rollouts, SeedSource, run_rollouts, sampling_params
+from nemo_rl.experience.rollouts import Rollouts, row_seeds, run_rollouts, sampling_params
 from nemo_rl.models.generation.interfaces import GenerationInterface, GenerationOutput, GenerationRequest
 
 STOP = 2
@@ -22,7 +22,7 @@ PROMPTS = [
     Prompt(index=i, text=text, answer=text, ids=tuple(TOKENIZER(text, add_special_tokens=False)["input_ids"]))
     for i, text in enumerate(("12", "345"))
 ]
-SEEDS = SeedSource(seed=7, purpose="rollout", step=3)
+SEEDS = row_seeds(7, "group", 3, count=4)
 
 
 class Echo(GenerationInterface):
@@ -90,7 +90,7 @@ def test_every_response_is_scored_with_its_own_prompt_and_without_its_stop_token
         *(("12", "12"), ("12", "12")),
         *(("345", "345"), ("345", "345")),
     ]
-    is_cut = [seed % 2 == 0 for seed in SEEDS.rows(4)]
+    is_cut = [seed % 2 == 0 for seed in SEEDS]
     assert [response.truncated for _, response in environment.rows] == is_cut and len(set(is_cut)) == 2
     assert [response.num_tokens for _, response in environment.rows] == rolled.output.lengths.tolist()
     assert rolled.report.rewards == (0.0, 1.0, 2.0, 3.0)
@@ -110,16 +110,11 @@ def test_each_row_says_which_weights_it_was_sampled_from_when_any_will_do(monkey
         rollouts_of(Listener(), version=4)
 
 
-def test_every_row_has_a_seed_of_its_own_that_run_purpose_and_step_decide() -> None:
-    sources = [
-        SEEDS,
-        SeedSource(seed=8, purpose="rollout", step=3),
-        SeedSource(seed=7, purpose="validation", step=3),
-        SeedSource(seed=7, purpose="rollout", step=4),
-    ]
-    seeds = [seed for source in sources for seed in source.rows(100)]
+def test_every_row_has_a_seed_of_its_own_that_run_purpose_and_ordinal_decide() -> None:
+    sources = [(7, "group", 3), (8, "group", 3), (7, "validation", 3), (7, "group", 4)]
+    seeds = [seed for source in sources for seed in row_seeds(*source, count=100)]
     assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**63 for seed in seeds)
-    assert SeedSource(seed=7, purpose="rollout", step=3).rows(100) == SEEDS.rows(100), "a resumed run samples the same"
+    assert row_seeds(7, "group", 3, count=100) == tuple(seeds[:100]), "a resumed run samples the same"
 
 
 def test_validation_has_a_temperature_of_its_own() -> None:
