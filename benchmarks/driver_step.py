@@ -47,7 +47,7 @@ from nemo_rl.data_plane.preshard import shard_meta_for_dp
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.experience.payload import RowScalars
-from nemo_rl.experience.sync_rollout_actor import WEIGHT_VERSION, RolloutHandle, RolloutResult
+from nemo_rl.experience.rollout_worker import WEIGHT_VERSION, RolloutHandle, RolloutResult
 from nemo_rl.models.policy.tq_policy import TQPolicy
 
 __all__ = ["HOLDS", "PARTS", "DriverSample", "figures_of", "main", "measure"]

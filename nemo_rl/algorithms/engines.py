@@ -16,11 +16,11 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup, RayPlacement, RayWorkerGroup
 from nemo_rl.distributed.worker_log import WORKER_LOGS
+from nemo_rl.experience.scheduler import EngineScheduler
 from nemo_rl.models.generation.interfaces import EngineSpec
-from nemo_rl.models.generation.replicas import GenerationReplicas
 from nemo_rl.models.policy.tracing.tracing import TraceSpec
 
-__all__ = ["EngineStarts", "LogPlace", "engine_replicas", "engine_spec", "gpu_share", "local_engines", "log_place"]
+__all__ = ["EngineStarts", "LogPlace", "engine_scheduler", "engine_spec", "gpu_share", "local_engines", "log_place"]
 
 GPU_SHARE = 0.5
 """Of a policy worker, and of the engine that takes turns with it on the same GPU."""
@@ -60,10 +60,10 @@ def engine_spec(
     )
 
 
-def engine_replicas(config: MasterConfig, engines: WorkerFleet) -> GenerationReplicas:
-    """The engines as whoever asks them for samples sees them."""
+def engine_scheduler(config: MasterConfig, engines: WorkerFleet) -> EngineScheduler:
+    """Return the scheduler through which the engines are asked for samples."""
     generation = config.policy.generation
-    return GenerationReplicas(
+    return EngineScheduler(
         engines.copy(),
         batch_rows=generation.max_batch_size,
         timeout_s=generation.engine_timeout_s or config.cluster.stage_timeout_s / 2,

@@ -11,7 +11,7 @@ from datetime import datetime
 from functools import partial
 
 from nemo_rl.algorithms.cpu_needs import engines_apart
-from nemo_rl.algorithms.engines import EngineStarts, engine_replicas, engine_spec, local_engines
+from nemo_rl.algorithms.engines import EngineStarts, engine_scheduler, engine_spec, local_engines
 from nemo_rl.algorithms.preflight.checks import run_checks
 from nemo_rl.algorithms.process_environment import run_environment
 from nemo_rl.config.schema import MasterConfig
@@ -25,7 +25,8 @@ from nemo_rl.environments.answers import AnswerCheck
 from nemo_rl.environments.factory import build_environment
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.evaluation.evaluator import Evaluator
-from nemo_rl.experience.sync_rollout_actor import REWARD_LOG
+from nemo_rl.experience.rollout_worker import REWARD_LOG
+from nemo_rl.experience.rollouts import ResponseScorer, sampling_params
 from nemo_rl.utils.start_up import StartUp
 
 __all__ = ["CHECKED", "open_evaluator"]
@@ -67,13 +68,14 @@ def open_evaluator(
         answers = AnswerCheck(environment, {config.data.held_out_key(name): found for name, found in sets.items()})
         while not answers.look():
             report("looking at the gold answers")
+        stop_ids = stop_token_ids(policy.model_name, tokenizer)
+        sampling = sampling_params(policy.generation, stop_ids, is_validation=True)
         yield Evaluator(
             config.evaluation,
-            sampling=policy.generation,
-            generation=engine_replicas(config, _engines(config, stack, start, forks)),
-            environment=environment,
+            sampling=sampling,
+            generation=engine_scheduler(config, _engines(config, stack, start, forks)),
+            scorer=ResponseScorer(environment, tokenizer, sampling=sampling),
             tokenizer=tokenizer,
-            stop_ids=stop_token_ids(policy.model_name, tokenizer),
             sets=sets,
             seed=config.grpo.seed,
             is_accuracy=config.env.is_accuracy,

@@ -1,49 +1,43 @@
-"""The synchronous GRPO trainer: one step at a time, every stage after the one before it.
+"""`GRPOTrainer`: takes batches from a source and trains on them, one step at a time.
 
-    SyncGRPOTrainer.fit
+    GRPOTrainer.fit
       |- open_run        partition, checkpoint, first weights              (declare_partition, WeightSync.sync)
       |- validate        held-out prompts -> mean reward                   (RolloutHandle.validate)
-      `- step            once per step                                     (SyncGRPOTrainer.step)
-           |- begin      prompt numbers, keys of the rows to come          (PromptSampler.next, begin_step)
+      `- step            once per step                                     (GRPOTrainer.step)
+           |- source     a step whose rows are in the data plane           (BatchSource.next)
            |- open_step  these rows are cleared at its end, also after an error     (open_step)
-           |    |- stages  rollout, score, logprobs, advantages, train, log; see stages/bodies.py   (Stage.run)
-           |    |- trace   with diagnostics.tracer: what the hub is shown
-           |    |                                           (StepTracing.begin, StepTracing.after, StepTracing.end)
-           |    |- keep    with diagnostics.keep_steps: written to disk meanwhile    (Keeper.after, Keeper.fail)
+           |    |- stages  score, logprobs, advantages, train, log; see stages/bodies.py   (Stage.run)
+           |    |- observers  follow every stage: kept steps, live tracer, panel    (StepObserver.after_stage)
            |    `- clear   rows that were not trained, with the reason     (clear_untrained)
            `- end_step   workers forget what they fetched                  (TQPolicy.end_step)
-         then refit, validate, report, save                                (step_metrics, Saver.save)
+         then refit, validate, log, save                                   (step_metrics, Saver.save)
 
-What is known of a step is in its `StepState`; the trainer holds what outlives a step.
+What is known of a step is in its `StepState`; the trainer holds what outlives a step, and has no branch on its source.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from nemo_rl.algorithms.kept_steps.keeper import Keeper
-from nemo_rl.algorithms.mismatch_warning import MISMATCH_METRIC, MismatchWarning
+from nemo_rl.algorithms.batches import BatchSource
+from nemo_rl.algorithms.observers import MISMATCH_METRIC, StepObserver
 from nemo_rl.algorithms.saver import Saver
 from nemo_rl.algorithms.stages.bodies import clear_untrained
-from nemo_rl.algorithms.stages.columns import declare_partition
-from nemo_rl.algorithms.stages.dynamic_sampling import DynamicRollout
+from nemo_rl.algorithms.stages.columns import ROLLOUT, StageColumns, declare_partition
 from nemo_rl.algorithms.stages.stage import Stage
-from nemo_rl.algorithms.stages.state import StepState, begin_step
+from nemo_rl.algorithms.stages.state import StepState
 from nemo_rl.algorithms.step_metrics import data_plane_metrics, engine_speeds, informative_kl, step_metrics
-from nemo_rl.algorithms.step_tracing import StepTracing
 from nemo_rl.config.schema import MasterConfig
-from nemo_rl.data.sampler import PromptSampler
 from nemo_rl.data_plane.factory import check_empty, open_step
 from nemo_rl.data_plane.interfaces import DataPlaneClient
-from nemo_rl.data_plane.schema import ROUTE_FIELDS
 from nemo_rl.errors import UserError
 from nemo_rl.experience.evaluation.evaluator import EvaluationTask, SampleFile
 from nemo_rl.experience.evaluation.result import ValidationResult
-from nemo_rl.experience.sync_rollout_actor import RolloutHandle
+from nemo_rl.experience.rollout_worker import RolloutHandle
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.weight_sync.base import WeightSync
 from nemo_rl.utils import interrupt
@@ -51,15 +45,14 @@ from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager
 from nemo_rl.utils.logger import REWARD_METRIC, VAL_REWARD_METRIC, Logger
 from nemo_rl.utils.metrics import values
 from nemo_rl.utils.panel import Panel, StepReport
-from nemo_rl.utils.r3_trace import trace_plan
 from nemo_rl.utils.rollout_file import ROLLOUTS
 from nemo_rl.utils.save_deadline import SaveDeadline
 from nemo_rl.utils.timer import Timer
 
-__all__ = ["RunSummary", "SyncGRPOTrainer", "TrainerParts"]
+__all__ = ["GRPOTrainer", "RunSummary", "TrainerParts"]
 
 ENGINES_METRIC = "rollout/engines"
-"""Engines alive at the end of a rollout, as `GenerationReplicas` counts them."""
+"""Engines alive at the end of a rollout, as `EngineScheduler` counts them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,24 +60,21 @@ class TrainerParts:
     """What a trainer drives; built by `setup`."""
 
     config: MasterConfig
+    source: BatchSource
+    columns: tuple[StageColumns, ...]
+    """Of all stages, that of the source included."""
     stages: tuple[Stage, ...]
     client: DataPlaneClient
     policy: TQPolicy
     weight_sync: WeightSync
     rollout: RolloutHandle
-    sampler: PromptSampler
     checkpoints: CheckpointManager | None
     logger: Logger
     panel: Panel
     resume_from: Checkpoint | None = None
     run_state: Mapping[str, object] = field(default_factory=dict)
     """The section that `identity_state` makes for checkpoints."""
-    keeper: Keeper = field(default_factory=Keeper)
-    """A `StepKeeper` with `diagnostics.keep_steps`."""
-    dynamic: DynamicRollout | None = None
-    """The first of the stages, with `grpo.use_dynamic_sampling`."""
-    tracing: StepTracing = field(default_factory=StepTracing)
-    """A `LiveTracing` with `diagnostics.tracer`."""
+    observers: tuple[StepObserver, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +93,7 @@ class RunSummary:
     """Ended before its last step, to be saved by `checkpointing.must_save_by`."""
 
 
-class SyncGRPOTrainer:
+class GRPOTrainer:
     """Runs GRPO step by step.
 
     Args:
@@ -121,7 +111,6 @@ class SyncGRPOTrainer:
             timeout_s=parts.config.cluster.stage_timeout_s,
         )
         self._config = parts.config
-        self._mismatch = MismatchWarning(parts.config)
         self._timer = Timer(on_enter=parts.panel.stage)
         self._step = 0
         self._reported_bytes = 0
@@ -136,7 +125,7 @@ class SyncGRPOTrainer:
         """
         started = time.monotonic()
         self._deadline = self._saver.deadline = deadline or self._deadline
-        with self._saver.waited_for():
+        with self._saver.waited_for(), closing(self._parts.source):
             self.open_run()
             self._parts.panel.begin()
             self._check_time()
@@ -146,8 +135,6 @@ class SyncGRPOTrainer:
                 metrics = self._after_step(self.step())
                 self._deadline.step_took(time.monotonic() - began)
                 self._save_if_due(metrics)
-            if self._parts.dynamic is not None:
-                self._parts.dynamic.give_back()
         return RunSummary(
             first_reward=self._first_val_reward,
             last_reward=self._val_reward,
@@ -159,57 +146,53 @@ class SyncGRPOTrainer:
         )
 
     def step(self) -> StepState:
-        """One step: rollout to optimizer update. No row of it is left in the data plane, also after an error."""
+        """Run one step, from rollout to optimizer update. No row of it is left in the data plane, also after an error.
+
+        Raises:
+            UserError, WorkerError: the source or a stage failed.
+        """
         parts, started = self._parts, time.monotonic()
-        step, dynamic = self._begin_step(), parts.dynamic
-        keys = step.keys if dynamic is None else dynamic.live
-        with open_step(parts.client, step.partition, keys), self._recording(step.number):
+        step = self._next_batch(self._step + 1)
+        with open_step(parts.client, step.partition, step.keys):
             step = self._run_stages(step)
             clear_untrained(parts.client, step)
-            if dynamic is not None:
-                dynamic.keep_carried()
         parts.policy.end_step()
-        parts.keeper.finish(step, last_checkpoint=self._saver.last_step)
         self._step = step.number
         return replace(step, seconds=time.monotonic() - started)
 
-    @contextmanager
-    def _recording(self, number: int) -> Iterator[None]:
-        """The policy workers write their tensors in the steps that the recipe names."""
-        is_chosen = number in self._config.diagnostics.record.steps
-        if is_chosen:
-            self._parts.policy.begin_recording(number)
-        yield
-        if is_chosen:
-            self._parts.policy.end_recording()
-
-    def _run_stages(self, step: StepState) -> StepState:
-        """All stages; a step that fails is kept as far as it came."""
-        keeper, tracing, at = self._parts.keeper, self._parts.tracing, ""
+    def _next_batch(self, number: int) -> StepState:
+        source, observers = self._parts.source, self._parts.observers
+        for observer in observers:
+            observer.begin(number)
+            observer.before_stage(ROLLOUT)
         try:
-            tracing.begin(step.number)
-            for stage in self._parts.stages:
-                at = stage.name
-                self._parts.panel.stage(at)
-                step = stage.run(step)
-                keeper.after(at, step)
-                tracing.after(at, step)
-            tracing.end()
-            keeper.rows_written(step)
+            step = source.next(number)
         except BaseException as error:
-            keeper.fail(step, error, stage=at)
+            if source.unfinished is not None:
+                for observer in observers:
+                    observer.failed(source.unfinished, error, stage=ROLLOUT)
             raise
+        for observer in observers:
+            observer.after_stage(ROLLOUT, step)
         return step
 
-    def _begin_step(self) -> StepState:
-        config = self._config.grpo
-        return begin_step(
-            self._step + 1,
-            # Dynamic sampling draws for itself.
-            self._parts.sampler.next(config.num_prompts_per_step) if self._parts.dynamic is None else (),
-            group_size=config.num_generations_per_prompt,
-            version=self._parts.weight_sync.version,
-        )
+    def _run_stages(self, step: StepState) -> StepState:
+        observers, at = self._parts.observers, ""
+        try:
+            for stage in self._parts.stages:
+                at = stage.name
+                for observer in observers:
+                    observer.before_stage(at)
+                step = stage.run(step)
+                for observer in observers:
+                    observer.after_stage(at, step)
+            for observer in observers:
+                observer.end(step, last_checkpoint=self._saver.last_step)
+        except BaseException as error:
+            for observer in observers:
+                observer.failed(step, error, stage=at)
+            raise
+        return step
 
     def data_plane_stats(self) -> dict[str, object]:
         """Live rows and bytes over the whole cluster."""
@@ -226,8 +209,7 @@ class SyncGRPOTrainer:
     def open_run(self) -> None:
         """Declares the partition, resumes if asked, brings the engines to the current weights, validates."""
         parts, config = self._parts, self._config
-        trace_plan(stages=[stage.name for stage in parts.stages if set(stage.reads) & set(ROUTE_FIELDS)])
-        declare_partition(parts.client, [stage.columns for stage in parts.stages], config.grpo)
+        declare_partition(parts.client, parts.columns, config.grpo)
         if parts.resume_from is not None:
             self._resume(parts.resume_from)
         parts.weight_sync.sync(self._step)
@@ -271,7 +253,7 @@ class SyncGRPOTrainer:
         snapshots = [self._parts.client.snapshot(reset=True), self._parts.rollout.data_plane_snapshot()]
         snapshots += self._parts.policy.data_plane_snapshots()
         stats = self.data_plane_stats()
-        if stats["live_rows"] != (0 if self._parts.dynamic is None else self._parts.dynamic.num_carried):
+        if stats["live_rows"] != self._parts.source.num_waiting_rows:
             check_empty(self._parts.client, _mapping(stats["partitions"]))
         traffic = data_plane_metrics(
             snapshots,
@@ -281,13 +263,13 @@ class SyncGRPOTrainer:
         )
         metrics.update({f"timing/{name}_s": value for name, value in stage_seconds.items()})
         metrics.update(traffic.metrics)
-        metrics.update(self._parts.keeper.metrics())
+        for observer in self._parts.observers:
+            metrics.update(observer.metrics())
         self._timer.reset()
         self._parts.logger.log_metrics(metrics, step=self._step)
-        self._parts.tracing.report(self._step, metrics)
         self._parts.panel.step(self._report(step, metrics, stage_seconds, traffic.stage_bytes))
-        for line in self._mismatch.lines(self._step, metrics):
-            self._parts.panel.note(line)
+        for observer in self._parts.observers:
+            observer.report(self._step, metrics)
         return metrics
 
     def _refit_metrics(self) -> dict[str, float]:
@@ -353,29 +335,18 @@ class SyncGRPOTrainer:
         config = self._config.grpo
         if self._config.data.validation is None:
             return False
-        is_last = self._step >= config.max_num_steps or self._is_exhausted()
+        is_last = self._step >= config.max_num_steps or self._parts.source.is_exhausted
         return (config.val_period > 0 and self._step % config.val_period == 0) or (config.val_at_end and is_last)
 
     def _is_done(self) -> bool:
         limit = self._config.grpo.stop_at_validation_accuracy
         is_good_enough = limit is not None and self._val_reward is not None and self._val_reward >= limit
-        return self._step >= self._config.grpo.max_num_steps or self._is_exhausted() or is_good_enough
-
-    def _is_exhausted(self) -> bool:
-        """The last epoch has no further step; dynamic sampling knows what it carries and draws again."""
-        if self._parts.dynamic is None:
-            return self._parts.sampler.is_exhausted
-        # Before the first step the draw itself says what is too small.
-        return self._step > 0 and self._parts.dynamic.is_exhausted
+        return self._step >= self._config.grpo.max_num_steps or self._parts.source.is_exhausted or is_good_enough
 
     def _save(self, metrics: Mapping[str, float], *, waits: bool) -> None:
-        dynamic = self._parts.dynamic
-        if dynamic is not None:
-            dynamic.give_back()
         state = {
             "step": self._step,
-            "sampler": self._parts.sampler.state_dict(),
-            "dynamic_sampling": {} if dynamic is None else dynamic.state_dict(),
+            **self._parts.source.state_dict(),
             "metrics": dict(metrics),
             "val_reward": self._val_reward,
             "first_val_reward": self._first_val_reward,
@@ -391,9 +362,7 @@ class SyncGRPOTrainer:
         state = checkpoint.state
         optimizer = checkpoint.optimizer if self._config.checkpointing.load_optimizer else None
         self._parts.policy.load_checkpoint(weights=checkpoint.weights, optimizer=optimizer)
-        self._parts.sampler.load_state_dict(_mapping(state["sampler"]))
-        if self._parts.dynamic is not None:
-            self._parts.dynamic.load_state_dict(_mapping(state.get("dynamic_sampling", {})))
+        self._parts.source.load_state_dict(state)
         self._step = checkpoint.step
         self._saver.resumed(checkpoint)
         self._val_reward = _number(state.get("val_reward"))

@@ -19,7 +19,7 @@ from nemo_rl.data_plane.attach_file import ATTACH_FILE
 from nemo_rl.data_plane.ledger.event_log import EVENTS_FILE
 from nemo_rl.distributed.worker_log import WORKER_LOGS
 from nemo_rl.errors import RunFolderError
-from nemo_rl.experience.sync_rollout_actor import REWARD_LOG
+from nemo_rl.experience.rollout_worker import REWARD_LOG
 from nemo_rl.utils.checkpoint import STEP, checkpoint_paths, is_of_checkpoint
 from nemo_rl.utils.last_resort import CRASH_FILE
 from nemo_rl.utils.rollout_file import ROLLOUTS, steps_with_rollouts

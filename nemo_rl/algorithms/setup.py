@@ -1,6 +1,6 @@
 """Builds what a trainer drives from a config, and ends everything that it started.
 
-`open_parts` is the only place that starts processes; `open_trainer` puts the synchronous trainer over them. Invariant:
+`open_parts` is the only place that starts processes; `open_trainer` puts the trainer over them. Invariant:
 whatever was started is ended in reverse order when its block ends, also after an error or an interrupt.
 """
 
@@ -17,14 +17,16 @@ from pathlib import Path
 
 from rich.console import Console
 
+from nemo_rl.algorithms.batches import BatchSource, DynamicBatches, RolloutParts, SyncBatches
 from nemo_rl.algorithms.cpu_needs import ROLLOUT_CPUS, cpus_per_bundle, engines_apart, num_clients, other_cpus
 from nemo_rl.algorithms.engine_tracing import TracedEngines
-from nemo_rl.algorithms.engines import EngineStarts, engine_replicas, engine_spec, gpu_share, local_engines, log_place
-from nemo_rl.algorithms.grpo_sync import SyncGRPOTrainer, TrainerParts
+from nemo_rl.algorithms.engines import EngineStarts, engine_scheduler, engine_spec, gpu_share, local_engines, log_place
+from nemo_rl.algorithms.grpo_sync import GRPOTrainer, TrainerParts
 from nemo_rl.algorithms.identity import date_line, first_start, identity_of, identity_state, model_dtype
 from nemo_rl.algorithms.kept_steps.folder import StepsFolder
-from nemo_rl.algorithms.kept_steps.keeper import Keeper, StepKeeper
+from nemo_rl.algorithms.kept_steps.keeper import StepKeeper
 from nemo_rl.algorithms.kept_steps.record import RunFacts
+from nemo_rl.algorithms.observers import MismatchWarning, RouteTracePlan, StageDisplay, TensorRecording
 from nemo_rl.algorithms.preflight.checks import preflight
 from nemo_rl.algorithms.preflight.inputs import too_few_prompts
 from nemo_rl.algorithms.process_environment import run_environment
@@ -33,9 +35,8 @@ from nemo_rl.algorithms.row_measures import RowMeasures
 from nemo_rl.algorithms.run_folder import CONFIG_FILE, RECORDS, cut_rollouts, open_run_folders
 from nemo_rl.algorithms.stages.bodies import build_stages
 from nemo_rl.algorithms.stages.columns import StageColumns, fetched_fields, stage_columns
-from nemo_rl.algorithms.stages.dynamic_sampling import DynamicRollout
 from nemo_rl.algorithms.stages.stage import StageTools
-from nemo_rl.algorithms.step_tracing import LiveTracing, StepTracing, TracedRun, open_tracing
+from nemo_rl.algorithms.step_tracing import LiveTracing, TracedRun, open_tracing
 from nemo_rl.algorithms.token_estimator import token_estimator
 from nemo_rl.config.parts import ENGINE_TRAITS, EngineTraits
 from nemo_rl.config.render import to_yaml
@@ -54,7 +55,7 @@ from nemo_rl.distributed.worker_groups import LocalWorkerGroup, RayPlacement, Ra
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import DatasetError
 from nemo_rl.experience.rollout_spec import RolloutInfo, RolloutSpec
-from nemo_rl.experience.sync_rollout_actor import RolloutHandle, SyncRolloutActor
+from nemo_rl.experience.rollout_worker import RolloutHandle, RolloutWorker
 from nemo_rl.models.generation.interfaces import EngineSpec
 from nemo_rl.models.loading import decoder_sizes, load_model_config
 from nemo_rl.models.policy.recording.identity import record_spec
@@ -62,7 +63,7 @@ from nemo_rl.models.policy.recording.recording import RecordSpec
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.policy.tracing.tracing import TraceSpec
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
-from nemo_rl.models.weight_sync.base import RefitParties
+from nemo_rl.models.weight_sync.base import RefitParties, WeightSync
 from nemo_rl.models.weight_sync.factory import build_weight_sync, receipt_spec
 from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager
 from nemo_rl.utils.files import write_text
@@ -108,12 +109,10 @@ class _Specs:
 
 
 @contextmanager
-def open_trainer(
-    given: MasterConfig, *, console: Console, forks: ForkServer | None = None
-) -> Iterator[SyncGRPOTrainer]:
-    """`open_parts` under the synchronous trainer."""
+def open_trainer(given: MasterConfig, *, console: Console, forks: ForkServer | None = None) -> Iterator[GRPOTrainer]:
+    """`open_parts` under the trainer."""
     with open_parts(given, console=console, forks=forks) as parts:
-        yield SyncGRPOTrainer(parts)
+        yield GRPOTrainer(parts)
 
 
 @contextmanager
@@ -177,28 +176,42 @@ def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | Non
             on_new_engines=rollout.use_engines,
             receipt=receipt_spec(config.policy, model_config.to_dict()),
         )
-        sampler = _sampler(config, info)
-        stages, dynamic = build_stages(columns, tools), None
-        if config.grpo.use_dynamic_sampling:
-            dynamic = DynamicRollout(stages[0].columns, tools, sampler=sampler)
-            stages = (dynamic, *stages[1:])
+        weight_sync = build_weight_sync(config.refit_transport, parties, address=groups.address)
+        stages = build_stages(columns, tools)
         yield TrainerParts(
             config=config,
+            source=_source(tools, weight_sync, _sampler(config, info)),
+            columns=columns,
             stages=stages,
-            dynamic=dynamic,
             client=client,
             policy=policy,
-            weight_sync=build_weight_sync(config.refit_transport, parties, address=groups.address),
+            weight_sync=weight_sync,
             rollout=rollout,
-            sampler=sampler,
             checkpoints=checkpoints,
             logger=run_logger,
             panel=panel,
             resume_from=resume_from,
             run_state=identity_state(began, identity, dtype=model_dtype(config.policy.model_name)),
-            keeper=_keeper(tools, columns, config, resume_from, identity),
-            tracing=StepTracing() if traced is None else LiveTracing(traced, policy, _traced_engines(config, groups)),
+            observers=(
+                StageDisplay(panel),
+                RouteTracePlan(stages),
+                TensorRecording(policy, config.diagnostics.record.steps),
+                *_keepers(tools, columns, config, resume_from, identity),
+                *(() if traced is None else (LiveTracing(traced, policy, _traced_engines(config, groups)),)),
+                MismatchWarning(config, note=panel.note),
+            ),
         )
+
+
+def _source(tools: StageTools, weight_sync: WeightSync, sampler: PromptSampler) -> BatchSource:
+    parts = RolloutParts(
+        config=tools.grpo,
+        client=tools.client,
+        rollout=tools.rollout,
+        sampler=sampler,
+        weight_version=lambda: weight_sync.version,
+    )
+    return DynamicBatches(parts) if tools.grpo.use_dynamic_sampling else SyncBatches(parts)
 
 
 def _traced_engines(config: MasterConfig, groups: _Groups) -> TracedEngines:
@@ -207,15 +220,15 @@ def _traced_engines(config: MasterConfig, groups: _Groups) -> TracedEngines:
     return TracedEngines(groups.engines if traits.shows_decoding else None, timeout_s=config.cluster.stage_timeout_s)
 
 
-def _keeper(
+def _keepers(
     tools: StageTools,
     columns: Sequence[StageColumns],
     config: MasterConfig,
     resume_from: Checkpoint | None,
     identity: Mapping[str, str],
-) -> Keeper:
+) -> tuple[StepKeeper, ...]:
     if not config.diagnostics.keep_steps.enabled:
-        return Keeper()
+        return ()
     train = next(stage for stage in columns if stage.name == WorkerPass.TRAIN)
     facts = RunFacts(
         config=config.model_dump(mode="json"),
@@ -228,7 +241,7 @@ def _keeper(
         packages=package_versions(),
         identity=identity,
     )
-    return StepKeeper(
+    keeper = StepKeeper(
         config.diagnostics.keep_steps,
         run=facts,
         seed=config.grpo.seed,
@@ -236,6 +249,7 @@ def _keeper(
         rollout=tools.rollout,
         policy=tools.policy,
     )
+    return (keeper,)
 
 
 def _what_starts(config: MasterConfig) -> str:
@@ -308,8 +322,8 @@ def _local_groups(config: MasterConfig, specs: _Specs, stack: ExitStack) -> _Gro
     stack.callback(policy.shutdown)
     engines = local_engines(config, specs.engine)
     stack.callback(engines.shutdown)
-    replicas = engine_replicas(config, engines)
-    rollout = LocalWorkerGroup(lambda: SyncRolloutActor(specs.rollout, generation=replicas))
+    replicas = engine_scheduler(config, engines)
+    rollout = LocalWorkerGroup(lambda: RolloutWorker(specs.rollout, generation=replicas))
     stack.callback(rollout.shutdown)
     return _Groups(policy=policy, engines=engines, rollout=rollout)
 
@@ -337,15 +351,16 @@ def _ray_groups(
     starts = EngineStarts(config, specs.engine, cluster)
     engines = starts.fleet(timeout_s=start.timeout_s)
     stack.callback(engines.shutdown)
-    rollout = RayWorkerGroup("rollout", world_size=1, placement=RayPlacement(num_cpus=ROLLOUT_CPUS), **log)
+    placement = RayPlacement(num_cpus=ROLLOUT_CPUS)
+    rollout = RayWorkerGroup("rollout", world_size=1, placement=placement, streams_apart=True, **log)
     stack.callback(rollout.shutdown)
     with start.waiting_for("the first policy worker"):
         address, port = policy.rendezvous(reserve_port, timeout_s=start.timeout_s)
     ranks = _rank_specs(cluster.num_workers, address, port)
     policy.begin_start(build_policy_worker, [{"spec": specs.worker(rank)} for rank in ranks])
     starts.begin_all()
-    replicas = engine_replicas(config, engines)
-    rollout.begin_start(SyncRolloutActor, [{"spec": specs.rollout, "generation": replicas}])
+    replicas = engine_scheduler(config, engines)
+    rollout.begin_start(RolloutWorker, [{"spec": specs.rollout, "generation": replicas}])
     return _Groups(policy=policy, engines=engines, rollout=rollout, address=address)
 
 

@@ -1,13 +1,13 @@
-"""`StepTracing`: the driver's side of the live tracer: hub, what is watched in each step, and the run's numbers.
+"""`LiveTracing`: the driver's side of the live tracer: hub, what is watched in each step, and the run's numbers.
 
     open_tracing             the hub's process, the line to it               (open_job)
-    SyncGRPOTrainer.step
-      |- at the start        what is watched in this step is settled         (StepTracing.begin)
+    GRPOTrainer.step
+      |- at the start        what is watched in this step is settled         (LiveTracing.begin)
       |- during "rollout"    engines show decoding, where a watch names it   (TracedEngines.begin, DecodeTracing.begin)
-      |- after "score"       which rows are trained is known: begin          (StepTracing.after)
+      |- after "score"       which rows are trained is known: begin          (LiveTracing.after_stage)
       |- every worker pass shows its sites                                   (SiteTracing.begin_call)
-      `- at the end          end                                             (StepTracing.end)
-    then the numbers of the step                                             (StepTracing.report)
+      `- at the end          end                                             (LiveTracing.end)
+    then the numbers of the step                                             (LiveTracing.report)
 
 What is watched may change while the run goes on: the latest word of the hub counts from the next step that begins, on
 all ranks, for the driver tells all of them. Invariant: no error of the hub or of the line to it reaches the trainer.
@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl.algorithms.engine_tracing import TracedEngines
+from nemo_rl.algorithms.observers import StepObserver
 from nemo_rl.algorithms.run_folder import TRACER
 from nemo_rl.algorithms.stages.state import StepState
 from nemo_rl.config.schema import MasterConfig
@@ -41,7 +42,7 @@ from nemo_rl.tracer.process import HubSpec
 from nemo_rl.tracer.protocol import Group
 from nemo_rl.tracer.watch import GENERATION, Plan
 
-__all__ = ["LiveTracing", "StepTracing", "TracedRun", "open_tracing", "watches_of"]
+__all__ = ["LiveTracing", "TracedRun", "open_tracing", "watches_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,22 +53,6 @@ NO_DECODING = (
     f"phase {GENERATION}: this run's generation engine shows nothing; only the embedded one "
     "(policy.generation.backend: torch) can be watched while it decodes"
 )
-
-
-class StepTracing:
-    """Shows nothing."""
-
-    def begin(self, step: int) -> None:
-        """No stage of this step has run."""
-
-    def after(self, stage: str, step: StepState) -> None:
-        """A stage has run."""
-
-    def end(self) -> None:
-        """All stages have run."""
-
-    def report(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The numbers of a step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +91,7 @@ class _Watched:
             return self._watches
 
 
-class LiveTracing(StepTracing):
+class LiveTracing(StepObserver):
     """Tells workers, engines and hub what is watched in each step."""
 
     def __init__(self, run: TracedRun, policy: TQPolicy, engines: TracedEngines) -> None:
@@ -116,16 +101,15 @@ class LiveTracing(StepTracing):
         self._is_open = self._has_told = False
         self._last = -math.inf
 
-    def begin(self, step: int) -> None:
-        """As in `StepTracing`."""
+    def begin(self, number: int) -> None:
         self._watches, now = None, time.monotonic()
         if now - self._last < 1.0 / self._run.config.max_hz:
             return
         self._last, self._watches = now, self._run.watched.now()
         plan = Plan.parse(self._watches)
-        self._run.job.link.say({"type": "applied", "step": step, "digest": plan.digest})
-        if plan.is_due(GENERATION, step):
-            self._begin_decoding(step, self._watches)
+        self._run.job.link.say({"type": "applied", "step": number, "digest": plan.digest})
+        if plan.is_due(GENERATION, number):
+            self._begin_decoding(number, self._watches)
 
     def _begin_decoding(self, step: int, watches: Sequence[str]) -> None:
         if self._engines.can_show:
@@ -136,8 +120,7 @@ class LiveTracing(StepTracing):
             self._has_told = True
             self._run.job.link.say({"type": "problem", "text": NO_DECODING})
 
-    def after(self, stage: str, step: StepState) -> None:
-        """As in `StepTracing`."""
+    def after_stage(self, stage: str, step: StepState) -> None:
         if stage == ROLLOUT:
             self._engines.end()
         if stage != SCORE or step.chosen is None or self._watches is None:
@@ -147,16 +130,14 @@ class LiveTracing(StepTracing):
         self._policy.begin_tracing(step.number, watches=self._watches, keys=keys)
         self._is_open = True
 
-    def end(self) -> None:
-        """As in `StepTracing`."""
+    def end(self, step: StepState, *, last_checkpoint: int) -> None:
         if self._is_open:
             self._is_open = False
             self._policy.end_tracing()
 
-    def report(self, step: int, metrics: Mapping[str, float]) -> None:
-        """As in `StepTracing`."""
+    def report(self, number: int, metrics: Mapping[str, float]) -> None:
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
-        self._run.job.link.say({"type": "metrics", "step": step, "metrics": finite})
+        self._run.job.link.say({"type": "metrics", "step": number, "metrics": finite})
 
 
 @contextmanager

@@ -29,7 +29,15 @@ from nemo_rl.data_plane.stores import forget_store, impl_of, join_store, start_s
 from nemo_rl.errors import ConfigError, DataPlaneClosed, DataPlaneError, name_some
 from nemo_rl.utils.start_up import DEFAULT_START, StartUp
 
-__all__ = ["DataPlaneAddress", "attach_data_plane", "build_data_plane_client", "check_empty", "observe", "open_step"]
+__all__ = [
+    "DataPlaneAddress",
+    "attach_data_plane",
+    "build_data_plane_client",
+    "check_empty",
+    "cleared_after_error",
+    "observe",
+    "open_step",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +131,20 @@ def open_step(client: DataPlaneClient, partition_id: str, keys: Collection[str])
         keys: of all rows that the step may put; rows of other steps in the partition stay. Read when the step ends, so
             a set may grow meanwhile.
     """
+    with cleared_after_error(client, partition_id, keys):
+        yield
+    with working_for(CLEAR):
+        client.kv_clear(list(keys), partition_id, reason="step end")
+        check_empty(client, [partition_id], keys=keys)
+
+
+@contextmanager
+def cleared_after_error(client: DataPlaneClient, partition_id: str, keys: Collection[str]) -> Iterator[None]:
+    """Clear the rows when the block ends with an error.
+
+    Args:
+        keys: read after the error, so a set may grow meanwhile.
+    """
     try:
         yield
     except BaseException as error:
@@ -132,9 +154,6 @@ def open_step(client: DataPlaneClient, partition_id: str, keys: Collection[str])
         except DataPlaneError as problem:
             logger.warning("could not clear the rows of a failed step in %r: %s", partition_id, problem)
         raise
-    with working_for(CLEAR):
-        client.kv_clear(list(keys), partition_id, reason="step end")
-        check_empty(client, [partition_id], keys=keys)
 
 
 def check_empty(client: DataPlaneClient, partition_ids: Iterable[str], *, keys: Collection[str] | None = None) -> None:

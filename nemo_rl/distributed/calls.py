@@ -10,6 +10,7 @@ process, while a type checker knows arguments and results.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
@@ -73,19 +74,22 @@ class Pending(Generic[_T]):
     """A result that workers are busy with.
 
     Args:
-        wait: gives the result, or raises; called once.
+        wait_for_it: gives the result, or raises; called once.
+        ready: gives a future that is done once `wait_for_it` has nothing more to wait for; called when somebody asks.
+            None: the result is there.
     """
 
-    def __init__(self, wait: Callable[[], _T]) -> None:
-        self._wait = cache(wait)
+    def __init__(self, wait_for_it: Callable[[], _T], *, ready: Callable[[], Future[None]] | None = None) -> None:
+        self._wait = cache(wait_for_it)
+        self._ready = None if ready is None else cache(ready)
 
     @classmethod
     def done(cls, result: _T) -> Pending[_T]:
-        """A result that is there already."""
+        """Return a result that is there already."""
         return cls(lambda: result)
 
     def result(self) -> _T:
-        """Waits for the result; that of a call to several ranks is a list in rank order.
+        """Wait for the result; that of a call to several ranks is a list in rank order.
 
         Raises:
             UserError: a worker refused its input. WorkerError: a worker failed, died or passed the deadline.
@@ -93,5 +97,29 @@ class Pending(Generic[_T]):
         return self._wait()
 
     def then(self, change: Callable[[_T], _S]) -> Pending[_S]:
-        """What `change` makes of the result, on the side of whoever asks for it first."""
-        return Pending(lambda: change(self.result()))
+        """Return what `change` makes of the result, on the side of the first caller of `result`."""
+        return self.after(lambda: change(self.result()))
+
+    def after(self, finish: Callable[[], _S]) -> Pending[_S]:
+        """Return what `finish` gives, which asks for this result itself."""
+        return Pending(finish, ready=self._ready)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `result` returns, or raises, without waiting."""
+        return self._ready is None or self._ready().done()
+
+    def when_ready(self, callback: Callable[[Pending[_T]], object]) -> None:
+        """Call `callback` with this object when the result is there: at once if it is, else in a thread of its own."""
+        if self._ready is None:
+            callback(self)
+        else:
+            self._ready().add_done_callback(lambda _: callback(self))
+
+    @staticmethod
+    def first(pendings: Sequence[Pending[_S]], *, timeout_s: float) -> Pending[_S] | None:
+        """Wait until one of `pendings` is ready and return it, the earliest in their order; None after the timeout."""
+        waiting = {pending._ready() for pending in pendings if pending._ready is not None}
+        if len(waiting) == len(pendings):
+            wait(waiting, timeout=timeout_s, return_when=FIRST_COMPLETED)
+        return next((pending for pending in pendings if pending.is_ready), None)

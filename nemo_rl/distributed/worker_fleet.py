@@ -104,6 +104,22 @@ class WorkerFleet:
             self.lose(number, error)
             raise
 
+    def stream_one(self, number: int, call: Call[Iterator[_T]]) -> Iterator[_T]:
+        """Ask one member for results that come one by one; see `WorkerGroup.stream`.
+
+        Raises:
+            WorkerLost: as `run_one`.
+        """
+        try:
+            yield from self._members[number].stream(call)
+        except WorkerLost as error:
+            self.lose(number, error)
+            raise
+
+    def is_local(self, number: int) -> bool:
+        """Whether the worker is an object of this process."""
+        return self._members[number].is_local
+
     def lose(self, number: int, cause: WorkerLost) -> None:
         """Ends a member that does not answer. Idempotent."""
         member = self._members.pop(number, None)

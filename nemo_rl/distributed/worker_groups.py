@@ -10,13 +10,15 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -39,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+STREAMS = "streams"
+"""The group of an actor's threads that runs its streams beside its other calls."""
 UNKNOWN_RANK = -1
 """In the record of a worker that does not know its rank; the driver does."""
 START_KEY = "cluster.worker_start_timeout_s"
@@ -74,6 +78,21 @@ class WorkerGroup(ABC):
     def run_for_payload(self, call: Call[_T]) -> Payload[_T]:
         """As `run`; keeps the result of the first rank where it is, and gives a handle to it."""
 
+    @abstractmethod
+    def stream(self, call: Call[Iterator[_T]]) -> Iterator[_T]:
+        """Call a method of the only worker that yields results one by one, and return them as they come.
+
+        The deadline counts from here to the last result.
+
+        Raises:
+            UserError, WorkerError: as `run`, from the iterator.
+        """
+
+    @property
+    @abstractmethod
+    def is_local(self) -> bool:
+        """Whether the worker is an object of this process, so that calls run in the calling thread."""
+
     @property
     @abstractmethod
     def is_running(self) -> bool:
@@ -102,8 +121,15 @@ class LocalWorkerGroup(WorkerGroup):
             done.set_exception(error)
         return Pending(done.result)
 
+    def stream(self, call: Call[Iterator[_T]]) -> Iterator[_T]:
+        return iter(self.run(call)[0])
+
     def run_for_payload(self, call: Call[_T]) -> Payload[_T]:
         return Payload(self.run(call)[0])
+
+    @property
+    def is_local(self) -> bool:
+        return True
 
     @property
     def is_running(self) -> bool:
@@ -144,6 +170,17 @@ class _Host:
         reply, value = self._guard(stage, lambda: getattr(self._worker, method)(**_resolve(kwargs)))
         return {**reply, "value": value}
 
+    def stream(self, method: str, stage: str, kwargs: Mapping[str, object]) -> Iterator[dict[str, object]]:
+        """Yield a record with each result of a method that yields them, then one without a result."""
+        reply, results = self._guard(stage, lambda: iter(getattr(self._worker, method)(**_resolve(kwargs))))
+        while reply["ok"]:
+            reply, value = self._guard(stage, partial(next, cast("Iterator[object]", results), _END))
+            if value is _END:
+                break
+            if reply["ok"]:
+                yield {**reply, "value": value}
+        yield reply
+
     @ray.method(num_returns=2)
     def call_for_payload(
         self, method: str, stage: str, kwargs: Mapping[str, object]
@@ -176,6 +213,10 @@ class _Host:
                 "is_first": known is not None,
                 "trace": traceback.format_exc(),
             }, None
+
+
+_END = object()
+"""What `next` gives behind the last result of a stream."""
 
 
 def _resolve(kwargs: Mapping[str, object]) -> dict[str, object]:
@@ -211,6 +252,7 @@ class RayWorkerGroup(WorkerGroup):
         first: number of the first rank, where several groups share one name: in errors, logs and placement.
         log_dir: every rank's records go to `<name>_<rank>.log` there, on its own node; None writes no files.
         log_level: from which on they do.
+        streams_apart: `stream` runs beside the other calls of a worker, in a thread of its own.
     """
 
     def __init__(
@@ -222,11 +264,14 @@ class RayWorkerGroup(WorkerGroup):
         log_dir: Path | None = None,
         log_level: str = "INFO",
         first: int = 0,
+        streams_apart: bool = False,
     ) -> None:
         self.name, self.world_size, self._first = name, world_size, first
+        self._stream_options = {"concurrency_group": STREAMS} if streams_apart else {}
         files = {rank: log_dir and log_dir / f"{name}_{rank}.log" for rank in range(first, first + world_size)}
         self._actors: list[ActorHandle] = [
-            _new_actor(name, placement, rank, arguments=(file, log_level)) for rank, file in files.items()
+            _new_actor(name, placement, rank, arguments=(file, log_level), streams_apart=streams_apart)
+            for rank, file in files.items()
         ]
         self._processes: list[_Process] = []
         """By rank, once all have started."""
@@ -280,7 +325,36 @@ class RayWorkerGroup(WorkerGroup):
             )
             return [cast("_T", reply["value"]) for reply in replies]
 
-        return Pending(wait)
+        return Pending(wait, ready=lambda: _first_failure_or_all(refs))
+
+    def stream(self, call: Call[Iterator[_T]]) -> Iterator[_T]:
+        deadline = time.monotonic() + call.timeout_s
+        method = self._alive(0, call.stage).stream.options(num_returns="streaming", **self._stream_options)
+        return self._results(method.remote(*_sent(call, 0)), call, deadline)
+
+    def _results(self, replies: ray.ObjectRefGenerator, call: Call[Iterator[_T]], deadline: float) -> Iterator[_T]:
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            done, _ = ray.wait([replies], timeout=min(left, RAY_LOOK_S))
+            check_own_ray(stage=call.stage)
+            if not done and left:
+                continue
+            if done:
+                reply = _reply(next(replies))
+                self._show_warnings(reply, 0, call.stage)
+                failure = _failure(reply, rank=self._first, stage=call.stage, who=self._who(0))
+            else:
+                failure = self._too_late([0], call.timeout_s, stage=call.stage, key=call.deadline_key)
+            if failure is not None:
+                self.shutdown()
+                raise self._located(failure)
+            if "value" not in reply:
+                return
+            yield cast("_T", reply["value"])
+
+    @property
+    def is_local(self) -> bool:
+        return False
 
     def run_for_payload(self, call: Call[_T]) -> Payload[_T]:
         deadline = time.monotonic() + call.timeout_s
@@ -406,7 +480,25 @@ def _sent(call: Call[_T], rank: int) -> tuple[str, str, dict[str, object]]:
     return request.method, call.stage, dict(request.arguments)
 
 
-def _new_actor(name: str, placement: RayPlacement, rank: int, *, arguments: Sequence[object]) -> ActorHandle:
+def _first_failure_or_all(refs: Sequence[ray.ObjectRef]) -> Future[None]:
+    """Return a future that is done when a rank has failed, or when all have answered."""
+    done, lock, waiting = Future[None](), threading.Lock(), set(refs)
+
+    def answered(ref: ray.ObjectRef, answer: Future[dict[str, object]]) -> None:
+        with lock:
+            waiting.discard(ref)
+            is_over = not waiting or answer.exception() is not None or not answer.result()["ok"]
+            if is_over and not done.done():
+                done.set_result(None)
+
+    for ref in refs:
+        ref.future().add_done_callback(partial(answered, ref))
+    return done
+
+
+def _new_actor(
+    name: str, placement: RayPlacement, rank: int, *, arguments: Sequence[object], streams_apart: bool
+) -> ActorHandle:
     options: dict[str, object] = {"num_cpus": placement.num_cpus, "num_gpus": placement.num_gpus, "max_restarts": 0}
     if placement.placement_group is not None:
         bundles = placement.bundles or range(placement.placement_group.bundle_count)
@@ -415,6 +507,8 @@ def _new_actor(name: str, placement: RayPlacement, rank: int, *, arguments: Sequ
         )
     if placement.environment:
         options["runtime_env"] = {"env_vars": dict(placement.environment)}
+    if streams_apart:
+        options["concurrency_groups"] = {STREAMS: 1}
     # Ray names the process after the class, so that `ps` and Ray's logs distinguish the workers.
     host = type(f"{name.capitalize()}Worker", (_Host,), {"__module__": __name__})
     return ray.remote(host).options(**options).remote(*arguments)

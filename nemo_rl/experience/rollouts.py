@@ -1,6 +1,6 @@
-"""Single-turn rollouts: prompts -> samples -> texts -> rewards.
+"""From prompts to scored samples: seeds, sampling settings, texts and rewards of single-turn rollouts.
 
-Called by the rollout worker, for training and for validation.
+Used by the rollout worker for training and by the evaluator for held-out prompts.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Lock
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,23 +16,18 @@ from nemo_rl.config.policy import GenerationConfig
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.environments.interfaces import Environment, EnvReport, Response
 from nemo_rl.errors import WorkerError, name_some
-from nemo_rl.models.generation.interfaces import (
-    GenerationInterface,
-    GenerationOutput,
-    GenerationRequest,
-    SamplingParams,
-)
+from nemo_rl.models.generation.interfaces import GenerationOutput, SamplingParams
 
-__all__ = ["Rollouts", "row_seeds", "run_rollouts", "sampling_params"]
+__all__ = ["ResponseScorer", "ScoredSamples", "check_versions", "row_seeds", "sampling_params"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rollouts:
-    """P prompts with G responses each, scored."""
+class ScoredSamples:
+    """Responses with their rewards."""
 
     output: GenerationOutput
     texts: tuple[str, ...]
-    """Of the responses, as they are scored."""
+    """One per response, as it was scored."""
     report: EnvReport
     """Rewards of all rows, and what happened while scoring."""
 
@@ -67,61 +63,59 @@ def sampling_params(config: GenerationConfig, stop_ids: Sequence[int], *, is_val
     )
 
 
-def run_rollouts(
-    prompts: Sequence[Prompt],
-    *,
-    group_size: int,
-    generation: GenerationInterface,
-    environment: Environment,
-    tokenizer: PreTrainedTokenizerBase,
-    sampling: SamplingParams,
-    seeds: Sequence[int],
-    version: int | None,
-    with_routes: bool = False,
-    with_support: bool = False,
-) -> Rollouts:
-    """Samples `group_size` responses per prompt and scores them.
+def check_versions(output: GenerationOutput, version: int | None) -> None:
+    """Check which weights sampled the rows.
 
     Args:
-        seeds: one for each row, prompt by prompt.
-        version: of the weights that every row must be sampled from; None takes any, and the rows say which.
-        with_routes: the engines record the routes of experts.
-        with_support: the engines record the sets that top-k and top-p kept.
+        version: of the weights that every row must be sampled from; None takes any.
 
     Raises:
         WorkerError: an engine holds other weights than `version`.
-        RewardError: a reward function failed.
     """
-    request = GenerationRequest(
-        prompt_ids=tuple(prompt.ids for prompt in prompts),
-        seeds=tuple(seeds),
-        sampling=sampling,
-        with_routes=with_routes,
-        with_support=with_support,
-    )
-    output = generation.generate(request)
     others = set(output.row_versions) - {version}
     if version is not None and others:
         raise WorkerError(
             f"expected samples of weight version {version}, the engines hold {name_some(sorted(others))}",
             stage="rollout",
         )
-    texts = decode_responses(output, tokenizer, sampling.stop_token_ids)
-    measured = zip(texts, output.lengths.tolist(), output.truncated.tolist(), strict=True)
-    responses = [Response(text=text, num_tokens=length, truncated=cut) for text, length, cut in measured]
-    rows = [prompt for prompt in prompts for _ in range(group_size)]
-    report = environment.score(rows, responses)
-    return Rollouts(output=output, texts=tuple(texts), report=report)
 
 
-def decode_responses(
-    output: GenerationOutput, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]
-) -> list[str]:
-    """Texts of all responses, without the stop token that ended them."""
-    stops = set(stop_token_ids)
-    flat, texts, start = output.token_ids.tolist(), [], 0
-    for length in output.lengths.tolist():
-        ids = flat[start : start + length]
-        start += length
-        texts.append(ids[:-1] if ids and ids[-1] in stops else ids)
-    return list(tokenizer.batch_decode(texts, skip_special_tokens=False))
+class ResponseScorer:
+    """Decodes responses and scores them; one call at a time, whichever thread asks.
+
+    Args:
+        sampling: how responses are sampled; a stop token at their end is no part of their text.
+    """
+
+    def __init__(
+        self, environment: Environment, tokenizer: PreTrainedTokenizerBase, *, sampling: SamplingParams
+    ) -> None:
+        self._environment, self._tokenizer = environment, tokenizer
+        self._stop_ids = frozenset(sampling.stop_token_ids)
+        self._lock = Lock()
+
+    def score(self, prompts: Sequence[Prompt], output: GenerationOutput) -> ScoredSamples:
+        """Score the rows of whole groups.
+
+        Args:
+            prompts: one per group.
+
+        Raises:
+            RewardError: a reward function failed.
+        """
+        with self._lock:
+            texts = self._decode(output)
+            measured = zip(texts, output.lengths.tolist(), output.truncated.tolist(), strict=True)
+            responses = [Response(text=text, num_tokens=length, truncated=cut) for text, length, cut in measured]
+            size = len(responses) // max(1, len(prompts))
+            report = self._environment.score([prompt for prompt in prompts for _ in range(size)], responses)
+        return ScoredSamples(output=output, texts=tuple(texts), report=report)
+
+    def _decode(self, output: GenerationOutput) -> list[str]:
+        """Texts of all responses, without the stop token that ended them."""
+        flat, rows, start = output.token_ids.tolist(), [], 0
+        for length in output.lengths.tolist():
+            ids = flat[start : start + length]
+            start += length
+            rows.append(ids[:-1] if ids and ids[-1] in self._stop_ids else ids)
+        return list(self._tokenizer.batch_decode(rows, skip_special_tokens=False))

@@ -133,7 +133,12 @@ def trace_retired(*, keys: Sequence[str], reason: str) -> None:
 
 
 def trace_rollout_payload(
-    *, keys: Sequence[str], data: Mapping[str, Any], layers: Sequence[int] | None = None, routes: Any = None
+    *,
+    keys: Sequence[str],
+    data: Mapping[str, Any],
+    layers: Sequence[int] | None = None,
+    routes: Any = None,
+    continues: bool = False,
 ) -> None:
     """The routes of a rollout as they are about to be written, one record per sample.
 
@@ -143,8 +148,9 @@ def trace_rollout_payload(
             no bitmap of missing routes comes with it.
         layers: numbers of the L layers; None means the layers that the workers name, in ascending order.
         routes: `[N, T, L, K]` integers, or N arrays `[T, L, K]`; a token without a route has -1 in all places.
+        continues: the samples belong to the same step as those of the call before.
     """
-    if r3_trace_enabled() and (step := _next_call("rollout")) is not None:
+    if r3_trace_enabled() and (step := _next_call("rollout", continues=continues)) is not None:
         _trace_samples("rollout_payload_sample", {"trace_step": step}, keys, data, layers, routes)
 
 
@@ -373,11 +379,15 @@ def trace_router_replay_forward_verify(
     return matches
 
 
-def _next_call(name: str) -> int | None:
-    """The number of this call among those of its name; None when it is beyond the limit."""
+def _next_call(name: str, *, continues: bool = False) -> int | None:
+    """The number of this call among those of its name; None when it is beyond the limit.
+
+    Args:
+        continues: it has the number of the call before.
+    """
     with _CALLS_LOCK:
-        number = _CALLS[name]
-        _CALLS[name] += 1
+        number = _CALLS[name] - continues
+        _CALLS[name] = number + 1
     return number if number < trace_limits().steps else None
 
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from nemo_rl.algorithms.grpo_sync import SyncGRPOTrainer
+from nemo_rl.algorithms.batches import DROPPED
+from nemo_rl.algorithms.grpo_sync import GRPOTrainer
 from nemo_rl.algorithms.preflight.checks import preflight
 from nemo_rl.algorithms.setup import open_trainer
 from nemo_rl.algorithms.stages.bodies import Train
-from nemo_rl.algorithms.stages.dynamic_sampling import DROPPED, DynamicRollout
 from nemo_rl.algorithms.stages.state import StepState
-from nemo_rl.data.sampler import PromptDraw
 from nemo_rl.errors import CheckpointError, DatasetError, UserError, WorkerError
+from nemo_rl.experience.rollout_worker import GroupRequest
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 
@@ -52,8 +52,8 @@ class Watched:
         self.steps: list[StepState] = []
         self.alive: list[int] = []
         self.dropped: list[str] = []
-        self.drawn: list[tuple[int, list[PromptDraw]]] = []
-        """Step and prompts of each round."""
+        self.drawn: list[tuple[int, list[int]]] = []
+        """Step and seeds of the groups of each round."""
 
     def run(self) -> Watched:
         with open_trainer(self.config, console=Console(file=io.StringIO())) as trainer:
@@ -62,7 +62,7 @@ class Watched:
             self.alive.append(trainer.data_plane_stats()["live_rows"])  # type: ignore[arg-type]
         return self
 
-    def _watch(self, trainer: SyncGRPOTrainer) -> None:
+    def _watch(self, trainer: GRPOTrainer) -> None:
         step, clear = trainer.step, trainer._parts.client.kv_clear
 
         def watched_step() -> StepState:
@@ -77,13 +77,13 @@ class Watched:
             clear(keys, partition, reason=reason)
 
         rollout = trainer._parts.rollout
-        submit = rollout.submit_rollout
+        submit = rollout.submit_groups
 
-        def watched_submit(drawn: Sequence[PromptDraw], **how: object) -> object:
-            self.drawn.append((len(self.steps) + 1, list(drawn)))
-            return submit(drawn, **how)  # type: ignore[arg-type]
+        def watched_submit(groups: Sequence[GroupRequest], **how: object) -> object:
+            self.drawn.append((len(self.steps) + 1, [group.seed for group in groups]))
+            return submit(groups, **how)  # type: ignore[arg-type]
 
-        rollout.submit_rollout = watched_submit  # type: ignore[method-assign, assignment]
+        rollout.submit_groups = watched_submit  # type: ignore[method-assign, assignment]
         trainer.step = watched_step  # type: ignore[method-assign]
         trainer._parts.client.kv_clear = watched_clear  # type: ignore[method-assign]
 
@@ -126,10 +126,10 @@ def test_what_is_beyond_a_step_is_trained_in_the_next_and_nothing_else_stays(who
 
 
 def test_prompts_of_groups_that_a_checkpoint_gave_back_are_drawn_before_others(whole: Watched) -> None:
-    """64 prompts, of which no epoch is ended here: a prompt is drawn twice only if its group was given back."""
+    """A group that is drawn again keeps its ordinal, and so its seed; no other group has it."""
     num_given_back = int(logged_steps(whole.log_dir)[1]["rollout/carried_rows"]) // GROUP
-    before = [draw for step, drawn in whole.drawn if step <= 2 for draw in drawn]
-    after = [draw for step, drawn in whole.drawn if step > 2 for draw in drawn]
+    before = [seed for step, seeds in whole.drawn if step <= 2 for seed in seeds]
+    after = [seed for step, seeds in whole.drawn if step > 2 for seed in seeds]
     assert num_given_back > 0 and len(set(before)) == len(before)
     assert set(after[:num_given_back]) <= set(before)
     assert not set(after[num_given_back:]) & set(before), "drawn twice"
@@ -169,10 +169,11 @@ def test_a_step_that_fails_leaves_no_row_not_even_a_carried_one(
 ) -> None:
     run = Watched(tmp_path, model, batch_multiplier=4.0)
     with open_trainer(run.config, console=Console(file=io.StringIO())) as trainer:
-        [dynamic] = [stage for stage in trainer._parts.stages if isinstance(stage, DynamicRollout)]
 
         def fail(stage: Train, step: StepState) -> object:
-            assert dynamic.num_carried > 0 and trainer.data_plane_stats()["live_rows"] > PROMPTS * GROUP
+            assert (
+                trainer._parts.source.num_waiting_rows > 0 and trainer.data_plane_stats()["live_rows"] > PROMPTS * GROUP
+            )
             raise WorkerError("planted", stage="train")
 
         monkeypatch.setattr(Train, "_submit", fail)
@@ -181,32 +182,33 @@ def test_a_step_that_fails_leaves_no_row_not_even_a_carried_one(
         assert trainer.data_plane_stats()["live_rows"] == 0
 
 
-def test_a_group_has_the_seeds_of_its_ordinal_alone(model: Path, tmp_path: Path) -> None:
-    """The same prompt at two places of the stream draws other random numbers, at the same place the same ones."""
+def test_a_group_samples_by_its_seed_alone(model: Path, tmp_path: Path) -> None:
+    """The same prompt with another seed draws other random numbers; with the same one the same, wherever it stands."""
     run = Watched(tmp_path, model)
     with open_trainer(run.config, console=Console(file=io.StringIO())) as trainer:
         trainer.open_run()
-        logprobs = []
-        for number, ordinals in enumerate(((0, 64), (64, 0), (64, 64))):
-            uids = [f"u{number}{place}" for place in range(2)]
-            drawn = [PromptDraw(ordinal, 0) for ordinal in ordinals]
-            result = trainer._parts.rollout.submit_rollout(drawn, uids=uids, version=0, partition_id="train").result()
-            client, keys = trainer._parts.client, result.meta.keys
-            rows = client.kv_batch_get(keys, "train", ["generation_logprobs"])["generation_logprobs"].unbind()
-            parts = [[row.tolist() for row in rows[:GROUP]], [row.tolist() for row in rows[GROUP:]]]
-            logprobs.append(parts)
-            client.kv_clear(keys, "train", reason="test")
-    first, swapped, same = logprobs
+        sampled, client = [], trainer._parts.client
+        for number, seeds in enumerate(((0, 64), (64, 0), (64, 64))):
+            groups = [GroupRequest(uid=f"u{number}{at}", prompt=0, seed=seed) for at, seed in enumerate(seeds)]
+            pending = trainer._parts.rollout.submit_groups(groups, version=0, partition_id="train")
+            assert all(each.is_ready for each in pending)
+            keys = [each.result().meta.keys for each in pending]
+            assert [each[0] for each in keys] == [f"{group.uid}_g0" for group in groups]
+            logprobs = [client.kv_batch_get(each, "train", ["generation_logprobs"]) for each in keys]
+            sampled.append([[row.tolist() for row in each["generation_logprobs"].unbind()] for each in logprobs])
+            client.kv_clear([key for each in keys for key in each], "train", reason="test")
+    first, swapped, same = sampled
     assert first[0] != first[1] and swapped == first[::-1] and same[0] == same[1] == first[1]
 
 
-def test_redrawn_prompts_of_a_run_with_other_seeds_are_refused(model: Path, tmp_path: Path) -> None:
+def test_prompts_requeued_by_a_run_with_other_seeds_are_refused(model: Path, tmp_path: Path) -> None:
     run = Watched(tmp_path, model)
     with open_trainer(run.config, console=Console(file=io.StringIO())) as trainer:
-        [dynamic] = [stage for stage in trainer._parts.stages if isinstance(stage, DynamicRollout)]
-        dynamic.load_state_dict({"redrawn_prompts": []})
+        source = trainer._parts.source
+        state = source.state_dict()
+        source.load_state_dict({**state, "dynamic_sampling": {"redrawn_prompts": []}})
         with pytest.raises(CheckpointError, match="written when seeds of rows came from the step"):
-            dynamic.load_state_dict({"redrawn_prompts": [3]})
+            source.load_state_dict({**state, "dynamic_sampling": {"redrawn_prompts": [3]}})
 
 
 @pytest.mark.parametrize(("period", "multiplier"), [(2, 3.0), (3, 2.0), (3, 4.0), (3, 10.0)])
@@ -221,7 +223,7 @@ def test_the_last_epoch_ends_when_prompts_and_carried_groups_are_too_few_for_a_r
     run.config = run.config.model_copy(update={"checkpointing": saving, "grpo": grpo, "data": data})
     run.run()
     rows = logged_steps(run.log_dir)
-    new = len({draw for _, drawn in run.drawn for draw in drawn})
+    new = len({seed for _, seeds in run.drawn for seed in seeds})
     num_carried = int(rows[-1]["rollout/carried_rows"]) // GROUP
     assert len(rows) > 2 and 64 - new + num_carried < run.config.grpo.prompts_per_round and run.alive[-1] == 0
     assert "val/reward" in rows[-1], "known before a checkpoint gives groups back"

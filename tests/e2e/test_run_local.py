@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from safetensors.torch import load_file
 
-from nemo_rl.algorithms.grpo_sync import SyncGRPOTrainer
+from nemo_rl.algorithms.grpo_sync import GRPOTrainer
 from nemo_rl.algorithms.run import run
 from nemo_rl.algorithms.scored_rows import EQUAL
 from nemo_rl.algorithms.setup import open_parts, open_trainer
@@ -170,11 +170,11 @@ def test_a_stage_that_raises_leaves_no_live_row(tmp_path, model):
 
 # Where a stage fails -> the work that it has done by then: rows are alive, and its own column is or is not written.
 FAILURES = {
-    "rollout, after its put": "nemo_rl.experience.sync_rollout_actor.kv_first_write",
+    "rollout, after its put": "nemo_rl.experience.rollout_worker.kv_first_write",
     "previous log-probabilities": "nemo_rl.models.policy.workers.passes.Passes.get_logprobs",
     "advantages, after their put": "nemo_rl.algorithms.stages.bodies.write_columns",
     "training": "nemo_rl.models.policy.workers.passes.Passes.train",
-    "log": "nemo_rl.experience.sync_rollout_actor.SyncRolloutActor.log_rollouts",
+    "log": "nemo_rl.experience.rollout_worker.RolloutWorker.log_rollouts",
 }
 
 
@@ -211,7 +211,7 @@ def test_only_the_clearing_is_booked_as_clear(tmp_path, model, monkeypatch):
 
             look.__name__ = work.__name__
             monkeypatch.setattr(name, look)
-        trainer = SyncGRPOTrainer(parts)
+        trainer = GRPOTrainer(parts)
         trainer.open_run()
         parts.client.snapshot(reset=True)
         trainer.step()

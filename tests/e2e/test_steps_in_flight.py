@@ -1,4 +1,4 @@
-"""Another scheduler over the stages of the synchronous trainer: two steps in flight, in one process."""
+"""Another order of stages than the trainer's: two steps in flight, in one process."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from nemo_rl.algorithms.grpo_sync import SyncGRPOTrainer, TrainerParts
+from nemo_rl.algorithms.grpo_sync import GRPOTrainer, TrainerParts
 from nemo_rl.algorithms.setup import open_parts
 from nemo_rl.algorithms.stages.bodies import clear_untrained
 from nemo_rl.algorithms.stages.columns import PARTITION, declare_partition
-from nemo_rl.algorithms.stages.state import StepState, begin_step, join_steps
+from nemo_rl.algorithms.stages.state import StepState, join_steps
 from nemo_rl.algorithms.step_metrics import step_metrics
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.factory import open_step
@@ -35,20 +35,14 @@ class Overlapping:
         self.stages = {stage.name: stage for stage in parts.stages}
         self.open: dict[int, ExitStack] = {}
         grpo = parts.config.grpo
-        declare_partition(parts.client, [stage.columns for stage in parts.stages], grpo, steps_in_flight=2)
+        declare_partition(parts.client, parts.columns, grpo, steps_in_flight=2)
         parts.weight_sync.sync(0)
 
-    def begin(self, number: int) -> StepState:
-        grpo = self.parts.config.grpo
-        drawn = self.parts.sampler.next(grpo.num_prompts_per_step)
-        version = self.parts.weight_sync.version
-        return begin_step(number, drawn, group_size=grpo.num_generations_per_prompt, version=version)
-
     def roll_out(self, number: int) -> StepState:
-        step = self.begin(number)
+        step = self.parts.source.next(number)
         self.open[number] = ExitStack()
         self.open[number].enter_context(open_step(self.parts.client, step.partition, step.keys))
-        return self.stages["rollout"].run(step)
+        return step
 
     def run(self, step: StepState, *names: str) -> StepState:
         for name in names:
@@ -81,10 +75,10 @@ GRPO |= {"val_at_start": False, "val_at_end": False, "drop_zero_advantage_groups
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, float]:
-    """Metrics of the first step of the synchronous trainer."""
+    """Metrics of the first step of the trainer."""
     config = config_of(tmp_path_factory.mktemp("alone"), model)
     with open_parts(config, console=Console(file=io.StringIO())) as parts:
-        trainer = SyncGRPOTrainer(parts)
+        trainer = GRPOTrainer(parts)
         trainer.open_run()
         return step_metrics(replace(trainer.step(), seconds=1.0))
 
@@ -143,13 +137,9 @@ def test_a_step_that_fails_leaves_the_rows_of_the_other_one(
         assert len(scheduler.alive()) == 2 * ROWS, "its rows are there"
         raise RuntimeError("planted behind the put")
 
-    monkeypatch.setattr("nemo_rl.experience.sync_rollout_actor.RowScalars", fail)
-    two = scheduler.begin(2)
-    with (
-        pytest.raises(RuntimeError, match="planted"),
-        open_step(scheduler.parts.client, two.partition, two.keys),
-    ):
-        scheduler.run(two, "rollout")
+    monkeypatch.setattr("nemo_rl.experience.rollout_worker.RowScalars", fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        scheduler.parts.source.next(2)
     assert scheduler.alive() == {*one.keys}
     monkeypatch.undo()
     kept = scheduler.parts.client.kv_batch_get(one.keys, PARTITION, ["input_lengths"])["input_lengths"].tolist()

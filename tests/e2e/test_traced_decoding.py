@@ -14,7 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from nemo_rl.algorithms.grpo_sync import SyncGRPOTrainer
+from nemo_rl.algorithms.grpo_sync import GRPOTrainer
 from nemo_rl.algorithms.setup import open_trainer
 from nemo_rl.algorithms.step_tracing import LiveTracing
 from nemo_rl.errors import NonFiniteError
@@ -73,9 +73,8 @@ def from_the_root() -> Iterator[None]:
         yield
 
 
-def engine_of(trainer: SyncGRPOTrainer) -> EngineWorker:
-    tracing = trainer._parts.tracing
-    assert isinstance(tracing, LiveTracing)
+def engine_of(trainer: GRPOTrainer) -> EngineWorker:
+    [tracing] = [each for each in trainer._parts.observers if isinstance(each, LiveTracing)]
     engine = tracing._engines._engines.members[0]._worker
     assert isinstance(engine, EngineWorker)
     return engine
@@ -86,7 +85,7 @@ def num_hooks(engine: EngineWorker) -> int:
 
 
 @contextmanager
-def opened(folder: Path, model: Path, *watches: str, **overrides: str) -> Iterator[tuple[SyncGRPOTrainer, Watched]]:
+def opened(folder: Path, model: Path, *watches: str, **overrides: str) -> Iterator[tuple[GRPOTrainer, Watched]]:
     """A trainer in this process; what it samples is noted."""
     selectors = {"diagnostics.tracer.selectors": json.dumps(watches)}
     config = load_recipe(write_recipe(folder, model), {**LOCAL, **TRACER, **selectors, **overrides})

@@ -18,7 +18,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, Phi3Config
 from typer.testing import CliRunner
 
-from nemo_rl.algorithms.grpo_sync import SyncGRPOTrainer
+from nemo_rl.algorithms.grpo_sync import GRPOTrainer
 from nemo_rl.algorithms.run import run
 from nemo_rl.algorithms.setup import open_trainer
 from nemo_rl.cli.main import app
@@ -49,7 +49,7 @@ def from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def opened(folder: Path, model: Path, overrides: dict[str, str]) -> Iterator[SyncGRPOTrainer]:
+def opened(folder: Path, model: Path, overrides: dict[str, str]) -> Iterator[GRPOTrainer]:
     """A trainer in this process, of which the test takes the steps."""
     config = load_recipe(write_recipe(folder, model), {**LOCAL, **WATCHED, **overrides})
     with open_trainer(config, console=Console(file=io.StringIO())) as trainer:
@@ -57,7 +57,7 @@ def opened(folder: Path, model: Path, overrides: dict[str, str]) -> Iterator[Syn
         yield trainer
 
 
-def worker_of(trainer: SyncGRPOTrainer) -> PolicyWorker:
+def worker_of(trainer: GRPOTrainer) -> PolicyWorker:
     worker = trainer._parts.policy._workers._worker
     assert isinstance(worker, PolicyWorker)
     return worker

@@ -19,8 +19,8 @@ from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup
 from nemo_rl.errors import WorkerError
 from nemo_rl.experience.payload import build_columns
+from nemo_rl.experience.scheduler import EngineScheduler
 from nemo_rl.models.generation.interfaces import EngineSpec, GenerationRequest, SamplingParams
-from nemo_rl.models.generation.replicas import GenerationReplicas
 from nemo_rl.models.generation.torch_engine.worker import EngineWorker, build_engine_worker
 from nemo_rl.models.loading import load_causal_lm
 from nemo_rl.models.policy.lm_policy import Policy
@@ -51,7 +51,7 @@ def parties(config) -> Iterator[RefitParties]:
 
 
 @pytest.fixture(scope="module")
-def parts(parties) -> Iterator[tuple[Policy, GenerationReplicas]]:
+def parts(parties) -> Iterator[tuple[Policy, EngineScheduler]]:
     yield Policy(parties.policy, timeout_s=60), replicas_of(parties.engines)
 
 
@@ -59,11 +59,11 @@ def fleet_of(engine: EngineWorker) -> WorkerFleet:
     return WorkerFleet([LocalWorkerGroup(lambda: engine)])
 
 
-def replicas_of(engines: WorkerFleet) -> GenerationReplicas:
-    return GenerationReplicas(engines, batch_rows=64, timeout_s=60)
+def replicas_of(engines: WorkerFleet) -> EngineScheduler:
+    return EngineScheduler(engines, batch_rows=64, timeout_s=60)
 
 
-def gap(policy: Policy, engines: GenerationReplicas) -> float:
+def gap(policy: Policy, engines: EngineScheduler) -> float:
     """Largest difference between the sampler's log-probabilities and the policy's, on the sampled tokens."""
     output = engines.generate(GenerationRequest(prompt_ids=PROMPTS, seeds=tuple(range(8)), sampling=SAMPLING))
     batch = build_columns(PROMPTS, output, group_size=4, pad_token_id=0)

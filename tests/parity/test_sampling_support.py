@@ -16,9 +16,8 @@ from nemo_rl.config.policy import GenerationConfig, PolicyConfig, SequencePackin
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.payload import build_columns
-from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingParams
+from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine import TorchEngine
-from nemo_rl.models.generation.work import join_outputs
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.support import SUPPORT
 from tests.helpers.gloo import run_ranks
@@ -50,7 +49,7 @@ def rollout() -> BatchedDataDict:
         )
         for part in (0, 2)
     ]
-    columns = build_columns(PROMPTS, join_outputs(outputs), group_size=4, pad_token_id=0)
+    columns = build_columns(PROMPTS, GenerationOutput.joined(outputs), group_size=4, pad_token_id=0)
     columns[SUPPORT] = columns.tensor(SUPPORT).to_padded_tensor(0)
     columns["prev_logprobs"] = columns.tensor("generation_logprobs")
     # Near the model's own, so that no clamp has a part in it.

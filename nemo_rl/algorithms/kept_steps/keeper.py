@@ -1,11 +1,10 @@
 """`StepKeeper`: writes each step of a run to disk while it goes on.
 
-    SyncGRPOTrainer.step
-      |- after "score"        record; the rollout worker writes columns of all rows       (StepKeeper.after)
+    GRPOTrainer.step
+      |- after "score"        record; the rollout worker writes columns of all rows       (StepKeeper.after_stage)
       |- after "advantages"   it writes those of the trained rows, while they are trained
-      |- before the rows are cleared: waits for both                                      (StepKeeper.rows_written)
-      |- at the end           outcome, digest of the weights, manifest, final name        (StepKeeper.finish)
-      `- or on an error       the same as far as it came                                  (StepKeeper.fail)
+      |- at the end           waits for both; outcome, digest of the weights, manifest    (StepKeeper.end)
+      `- or on an error       the same as far as it came                                  (StepKeeper.failed)
 
 The driver holds no column: the rollout worker's process reads and writes them. Invariant: keeping changes no number of
 the run, and an error while a failed step is kept never hides the one that ended it.
@@ -31,18 +30,19 @@ from nemo_rl.algorithms.kept_steps.record import (
     record_text,
     tag_columns,
 )
+from nemo_rl.algorithms.observers import StepObserver
 from nemo_rl.algorithms.stages.columns import REWRITTEN
 from nemo_rl.algorithms.stages.state import StepState
 from nemo_rl.config.diagnostics import KeepStepsConfig
 from nemo_rl.distributed.calls import Pending
 from nemo_rl.errors import ResourceError, WorkerError
-from nemo_rl.experience.sync_rollout_actor import RolloutHandle
+from nemo_rl.experience.rollout_worker import RolloutHandle
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.utils.files import write_text
 from nemo_rl.utils.last_resort import machine_problem
 from nemo_rl.utils.metrics import values
 
-__all__ = ["Keeper", "StepKeeper"]
+__all__ = ["StepKeeper"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,27 +50,7 @@ FAILED_STEP_S = 30.0
 """For keeping a step that has failed: its workers may be gone, and somebody waits for the error."""
 
 
-class Keeper:
-    """Keeps no step."""
-
-    def after(self, stage: str, step: StepState) -> None:
-        """A stage has run."""
-
-    def rows_written(self, step: StepState) -> None:
-        """All stages have run; the rows are cleared next."""
-
-    def finish(self, step: StepState, *, last_checkpoint: int) -> None:
-        """The step has ended."""
-
-    def fail(self, step: StepState, error: BaseException, *, stage: str) -> None:
-        """The step has failed; its rows are cleared next."""
-
-    def metrics(self) -> dict[str, float]:
-        """Of the last step."""
-        return {}
-
-
-class StepKeeper(Keeper):
+class StepKeeper(StepObserver):
     """Keeps the steps of one run.
 
     Args:
@@ -101,7 +81,7 @@ class StepKeeper(Keeper):
         self._bytes = 0
         self._has_warned = False
 
-    def after(self, stage: str, step: StepState) -> None:
+    def after_stage(self, stage: str, step: StepState) -> None:
         """What the stage has made of the step is being written when this returns."""
         if stage == "score":
             with self._timed(step):
@@ -110,25 +90,17 @@ class StepKeeper(Keeper):
             with self._timed(step):
                 self._submit_update(step)
 
-    def rows_written(self, step: StepState) -> None:
-        """Waits for the columns: their rows are cleared next.
+    def end(self, step: StepState, *, last_checkpoint: int) -> None:
+        """Waits for the columns, adds what the step gave, and lets old steps fall out.
+
+        Args:
+            last_checkpoint: its step, 0 where there is none.
 
         Raises:
             ResourceError: they could not be written; says why.
         """
         with self._timed(step):
             self._wait()
-
-    def finish(self, step: StepState, *, last_checkpoint: int) -> None:
-        """The step has ended: adds what it gave, and lets old steps fall out.
-
-        Args:
-            last_checkpoint: its step, 0 where there is none.
-
-        Raises:
-            ResourceError: as `rows_written`.
-        """
-        with self._timed(step):
             self._end(self._record(step).ended(outcome=self._outcome(step)))
             lost = self._folder.prune(max_bytes=self._config.max_bytes, since=last_checkpoint)
             if lost and not self._has_warned:
@@ -139,7 +111,7 @@ class StepKeeper(Keeper):
                     *(last_checkpoint, self._config.max_bytes, lost[0]),
                 )
 
-    def fail(self, step: StepState, error: BaseException, *, stage: str) -> None:
+    def failed(self, step: StepState, error: BaseException, *, stage: str) -> None:
         """The step has failed in `stage`: keeps it as far as it came, within a deadline. Raises nothing.
 
         Called before the rows are cleared.

@@ -1,7 +1,6 @@
-"""What each stage of a GRPO step does, in the order in which a step runs them.
+"""What each stage of a GRPO step does with rows that are in the data plane, in the order in which a step runs them.
 
     build_stages
-      |- rollout             prompts -> samples -> rewards -> columns       (Rollout, RolloutHandle.submit_rollout)
       |- score               RowScalars -> advantages, weights, tags        (Score, score_rows)
       |                      lengths -> rows of each rank and microbatch    (select_train_rows, plan_train)
       |- prev_logprobs       workers write log-probs of the policy          (PrevLogprobs, plan_logprobs)
@@ -23,7 +22,7 @@ from dataclasses import replace
 
 from nemo_rl.algorithms.grpo import plan_logprobs, plan_train, score_rows, select_train_rows
 from nemo_rl.algorithms.scored_rows import ScoredRows
-from nemo_rl.algorithms.stages.columns import StageColumns, fetched_fields
+from nemo_rl.algorithms.stages.columns import ROLLOUT, StageColumns, fetched_fields
 from nemo_rl.algorithms.stages.log_rollouts import NOT_TRAINED, LogRollouts
 from nemo_rl.algorithms.stages.row_stages import MeasureRows, TokenAdvantages
 from nemo_rl.algorithms.stages.stage import Stage, StageTools, UpdateStage
@@ -36,7 +35,6 @@ from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.distributed.calls import Pending
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import RowPass, WorkerPass
-from nemo_rl.experience.sync_rollout_actor import RolloutHandle
 from nemo_rl.models.policy.interfaces import SQUARED_PROBS
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.utils.r3_trace import trace_retired
@@ -44,20 +42,6 @@ from nemo_rl.utils.r3_trace import trace_retired
 __all__ = ["build_stages", "clear_untrained"]
 
 logger = logging.getLogger(__name__)
-
-
-class Rollout(Stage):
-    """Prompts to scored rows in the data plane."""
-
-    def _submit(self, step: StepState) -> Pending[StepState]:
-        handle: RolloutHandle = self._tools.rollout
-        rolled = handle.submit_rollout(
-            step.drawn,
-            uids=step.uids,
-            version=step.weight_version,
-            partition_id=step.partition,
-        )
-        return rolled.then(lambda result: replace(step, rolled=result))
 
 
 class Score(Stage):
@@ -131,7 +115,6 @@ class Train(UpdateStage):
 
 
 BODIES: Mapping[str, type[Stage]] = {
-    "rollout": Rollout,
     "score": Score,
     WorkerPass.PREV_LOGPROBS: PrevLogprobs,
     WorkerPass.REFERENCE_LOGPROBS: ReferenceLogprobs,
@@ -145,8 +128,8 @@ BODIES: Mapping[str, type[Stage]] = {
 
 
 def build_stages(columns: Sequence[StageColumns], tools: StageTools) -> tuple[Stage, ...]:
-    """The stages of a run, in the order in which a step runs them."""
-    return tuple(BODIES[each.name](each, tools) for each in columns)
+    """Return the stages of a run, in the order in which a step runs them; its rows come from a `BatchSource`."""
+    return tuple(BODIES[each.name](each, tools) for each in columns if each.name != ROLLOUT)
 
 
 def clear_untrained(client: DataPlaneClient, step: StepState) -> None:

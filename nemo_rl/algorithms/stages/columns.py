@@ -31,6 +31,7 @@ from nemo_rl.routes.columns import route_conditions
 __all__ = [
     "PARTITION",
     "REWRITTEN",
+    "ROLLOUT",
     "StageColumns",
     "check_stages",
     "declare_partition",
@@ -39,6 +40,8 @@ __all__ = [
     "written_fields",
 ]
 
+ROLLOUT = "rollout"
+"""The first stage, which a `BatchSource` runs."""
 PARTITION = "train"
 """Where the rows of all training steps are."""
 REWRITTEN = tuple(spec.name for spec in FIELDS.values() if spec.rewritten_by)
@@ -66,7 +69,7 @@ def stage_columns(config: MasterConfig, loss_fn: LossFunction) -> tuple[StageCol
         conditions += (SQUARED_PROBS,)
     support = (SUPPORT,) if config.policy.generation.record_support else ()
     conditions += support
-    names = ["rollout", "score"]
+    names = [ROLLOUT, "score"]
     if config.has_prev_logprobs_pass:
         names.append(WorkerPass.PREV_LOGPROBS.value)
     if config.loss_fn.reference_policy_kl_penalty > 0:

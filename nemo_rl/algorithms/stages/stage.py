@@ -21,7 +21,7 @@ from nemo_rl.data_plane.client.stage_context import working_for
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.distributed.calls import Pending
 from nemo_rl.distributed.packing import DEFAULT_COST
-from nemo_rl.experience.sync_rollout_actor import RolloutHandle
+from nemo_rl.experience.rollout_worker import RolloutHandle
 from nemo_rl.models.policy.interfaces import LossFunction
 from nemo_rl.models.policy.tq_policy import TQPolicy
 
@@ -97,7 +97,7 @@ class Stage(ABC):
             seconds = {**done.stage_seconds, self.name: time.perf_counter() - started}
             return replace(done, stage_seconds=seconds)
 
-        return Pending(finish)
+        return pending.after(finish)
 
     def applies_to(self, step: StepState) -> bool:
         """Whether this step has work for the stage."""

@@ -19,7 +19,7 @@ from nemo_rl.data.sampler import PromptDraw
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.keys import keys_of_groups, mint_uids
 from nemo_rl.distributed.packing import PackPlan
-from nemo_rl.experience.sync_rollout_actor import RolloutResult
+from nemo_rl.experience.rollout_worker import RolloutResult
 from nemo_rl.models.policy.lm_policy import TrainSummary
 
 __all__ = ["ChosenRows", "StepState", "begin_step", "join_steps"]
@@ -43,7 +43,7 @@ class ChosenRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepState:
-    """One step, as far as its stages have brought it. Made by `begin_step`."""
+    """One step, as far as its stages have brought it. Made by `begin_step`, filled by a `BatchSource`."""
 
     number: int
     """Counted from 1."""

@@ -5,7 +5,7 @@ The rollout worker has one for validations during training, `nemo-rl eval` one f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,16 +13,14 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.config.evaluation import EvaluationConfig
-from nemo_rl.config.policy import GenerationConfig
 from nemo_rl.config.schema import MAIN_SET
 from nemo_rl.data.datasets import PromptSet
-from nemo_rl.environments.interfaces import Environment
 from nemo_rl.experience.evaluation.answers import stated_answer
 from nemo_rl.experience.evaluation.measures import PromptSamples, measure_set
 from nemo_rl.experience.evaluation.result import SetResult, ValidationResult
 from nemo_rl.experience.payload import mean_of_scored, row_record
-from nemo_rl.experience.rollouts import Rollouts, row_seeds, run_rollouts, sampling_params
-from nemo_rl.models.generation.interfaces import GenerationInterface
+from nemo_rl.experience.rollouts import ResponseScorer, ScoredSamples, check_versions, row_seeds
+from nemo_rl.models.generation.interfaces import GenerationInterface, GenerationRequest, SamplingParams
 from nemo_rl.utils.rollout_file import write_rollouts
 
 __all__ = ["EvaluationTask", "Evaluator", "SampleFile"]
@@ -47,7 +45,7 @@ class EvaluationTask:
     step: int
     """Decides the seeds."""
     version: int | None
-    """Of the weights, as in `run_rollouts`."""
+    """Of the weights, as in `check_versions`."""
     max_prompts: int | None = None
     """Of each set, from its start; None takes all."""
     samples: SampleFile | None = None
@@ -58,7 +56,6 @@ class Evaluator:
 
     Args:
         generation: engines, shared with whoever brings new weights.
-        stop_ids: tokens that end a response.
         sets: by name.
         seed: of the run.
         is_accuracy: rewards are 1 for right and 0 for wrong.
@@ -68,25 +65,24 @@ class Evaluator:
         self,
         config: EvaluationConfig,
         *,
-        sampling: GenerationConfig,
+        sampling: SamplingParams,
         generation: GenerationInterface,
-        environment: Environment,
+        scorer: ResponseScorer,
         tokenizer: PreTrainedTokenizerBase,
-        stop_ids: Sequence[int],
         sets: Mapping[str, PromptSet],
         seed: int,
         is_accuracy: bool,
     ) -> None:
-        self._config, self._generation, self._environment = config, generation, environment
+        self._config, self._generation, self._scorer = config, generation, scorer
         self._tokenizer, self._sets, self._seed, self._is_accuracy = tokenizer, sets, seed, is_accuracy
-        self._sampling = sampling_params(sampling, stop_ids, is_validation=True)
+        self._sampling = sampling
         self._printed: list[str] = []
 
     def evaluate(self, task: EvaluationTask) -> ValidationResult:
         """Samples every set and measures it.
 
         Raises:
-            WorkerError, RewardError: as `run_rollouts`.
+            WorkerError: an engine failed, or holds other weights. RewardError: a reward function failed.
             ResourceError: the samples cannot be written.
         """
         self._printed, records, results = [], list[dict[str, object]](), dict[str, SetResult]()
@@ -134,24 +130,22 @@ class Evaluator:
 
     def _run(
         self, prompts: PromptSet, purpose: str, task: EvaluationTask, *, group_size: int | None = None
-    ) -> Rollouts:
+    ) -> ScoredSamples:
         """Sampled, or with no size of a group greedily."""
         sampling = self._sampling if group_size is not None else replace(self._sampling, temperature=0.0)
-        rollouts = run_rollouts(
-            prompts.prompts,
-            group_size=group_size or 1,
-            generation=self._generation,
-            environment=self._environment,
-            tokenizer=self._tokenizer,
-            sampling=sampling,
+        request = GenerationRequest(
+            prompt_ids=tuple(prompt.ids for prompt in prompts.prompts),
             seeds=row_seeds(self._seed, purpose, task.step, count=len(prompts) * (group_size or 1)),
-            version=task.version,
+            sampling=sampling,
         )
-        self._printed += rollouts.report.printed
-        return rollouts
+        output = self._generation.generate(request)
+        check_versions(output, task.version)
+        scored = self._scorer.score(prompts.prompts, output)
+        self._printed += scored.report.printed
+        return scored
 
     def _records(
-        self, name: str, prompts: PromptSet, rollouts: Rollouts, max_rows: int | None, *, is_greedy: bool = False
+        self, name: str, prompts: PromptSet, rollouts: ScoredSamples, max_rows: int | None, *, is_greedy: bool = False
     ) -> list[dict[str, object]]:
         """The first rows as people read them."""
         report, output = rollouts.report, rollouts.output

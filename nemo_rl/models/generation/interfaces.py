@@ -7,21 +7,22 @@ an `EngineSpec`, and returns a `GenerationInterface` that is a `RefitTarget` as 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.models.policy.tracing.phases import TraceSpec
 from nemo_rl.routes.places import RecordedRoutes
-from nemo_rl.utils.metrics import Reduction
+from nemo_rl.utils.metrics import Reduction, merge_metrics
 
 __all__ = [
     "EngineSpec",
     "GenerationInterface",
     "GenerationOutput",
     "GenerationRequest",
+    "GroupSamples",
     "RecordedRoutes",
     "SamplingParams",
     "TracedEngine",
@@ -88,6 +89,16 @@ class GenerationRequest:
     def group_size(self) -> int:
         return len(self.seeds) // len(self.prompt_ids) if self.prompt_ids else 0
 
+    def of_groups(self, groups: Sequence[int]) -> GenerationRequest:
+        """Return the request for the prompts with these numbers, in that order."""
+        rows = [group * self.group_size + row for group in groups for row in range(self.group_size)]
+        return replace(
+            self,
+            prompt_ids=tuple(self.prompt_ids[group] for group in groups),
+            seeds=tuple(self.seeds[row] for row in rows),
+            forced=None if self.forced is None else tuple(self.forced[row] for row in rows),
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationOutput:
@@ -118,6 +129,94 @@ class GenerationOutput:
         version = self.weight_version
         return (version,) * len(self.lengths) if isinstance(version, int) else version
 
+    @classmethod
+    def empty(cls, *, weight_version: int) -> GenerationOutput:
+        """Return an output without rows."""
+        return cls(
+            token_ids=torch.zeros(0, dtype=torch.int32),
+            logprobs=torch.zeros(0),
+            lengths=torch.zeros(0, dtype=torch.int64),
+            truncated=torch.zeros(0, dtype=torch.bool),
+            weight_version=weight_version,
+        )
+
+    @classmethod
+    def joined(cls, outputs: Sequence[GenerationOutput]) -> GenerationOutput:
+        """Return the rows of all outputs, of which there is at least one, in order; weight versions may differ."""
+        versions = tuple(version for output in outputs for version in output.row_versions)
+        supports = [output.support for output in outputs if output.support is not None]
+        cached = [output.cached_tokens for output in outputs if output.cached_tokens is not None]
+        return cls(
+            token_ids=torch.cat([output.token_ids for output in outputs]),
+            logprobs=torch.cat([output.logprobs for output in outputs]),
+            lengths=torch.cat([output.lengths for output in outputs]),
+            truncated=torch.cat([output.truncated for output in outputs]),
+            weight_version=versions or outputs[0].weight_version,
+            routes=_joined_routes([output.routes for output in outputs if output.routes is not None]),
+            support=tuple(row for support in supports for row in support) if supports else None,
+            cached_tokens=torch.cat(cached) if len(cached) == len(outputs) else None,
+            metrics=merge_metrics(output.metrics for output in outputs),
+        )
+
+    def select(self, rows: Sequence[int]) -> GenerationOutput:
+        """Return the rows at `rows`, in that order; the metrics stay those of all."""
+        index = torch.tensor(rows, dtype=torch.int64)
+        lengths = self.lengths[index]
+        tokens = _spans(self.lengths.cumsum(0)[index] - lengths, lengths)
+        routes = self.routes
+        if routes is not None:
+            spans = _spans(routes.lengths.cumsum(0)[index] - routes.lengths[index], routes.lengths[index])
+            routes = replace(routes, ids=routes.ids[spans], starts=routes.starts[index], lengths=routes.lengths[index])
+        versions = self.weight_version
+        return replace(
+            self,
+            token_ids=self.token_ids[tokens],
+            logprobs=self.logprobs[tokens],
+            lengths=lengths,
+            truncated=self.truncated[index],
+            weight_version=versions if isinstance(versions, int) else tuple(versions[row] for row in rows),
+            routes=routes,
+            support=None if self.support is None else tuple(self.support[row] for row in rows),
+            cached_tokens=None if self.cached_tokens is None else self.cached_tokens[index],
+        )
+
+
+def _joined_routes(routes: Sequence[RecordedRoutes]) -> RecordedRoutes | None:
+    if not routes:
+        return None
+    return RecordedRoutes(
+        ids=torch.cat([part.ids for part in routes]),
+        starts=torch.cat([part.starts for part in routes]),
+        lengths=torch.cat([part.lengths for part in routes]),
+        shape=routes[0].shape,
+    )
+
+
+def _spans(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Indices of several spans, one span after the other."""
+    first = lengths.cumsum(0) - lengths
+    return torch.arange(int(lengths.sum())) + (starts - first).repeat_interleave(lengths)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupSamples:
+    """Groups of a request whose rows have all ended."""
+
+    groups: tuple[int, ...]
+    """Numbers of the prompts in the request."""
+    output: GenerationOutput
+    """Rows of these groups, in their order."""
+
+    def without(self, groups: Collection[int]) -> GroupSamples | None:
+        """Return the samples of the other groups; None where there is none."""
+        kept = [place for place, group in enumerate(self.groups) if group not in groups]
+        if len(kept) == len(self.groups):
+            return self
+        size = len(self.output.lengths) // len(self.groups)
+        rows = [place * size + row for place in kept for row in range(size)]
+        found = tuple(self.groups[place] for place in kept)
+        return GroupSamples(groups=found, output=self.output.select(rows)) if kept else None
+
 
 class GenerationInterface(ABC):
     """A generation backend, possibly of several replicas."""
@@ -125,6 +224,14 @@ class GenerationInterface(ABC):
     @abstractmethod
     def generate(self, request: GenerationRequest) -> GenerationOutput:
         """Samples all rows; an empty request gives an empty output."""
+
+    def stream(self, request: GenerationRequest) -> Iterator[GroupSamples]:
+        """Yield whole groups as their rows end, each group once; their metrics add up to those of `generate`.
+
+        An engine that does not override it yields all groups at the end.
+        """
+        if request.prompt_ids:
+            yield GroupSamples(groups=tuple(range(len(request.prompt_ids))), output=self.generate(request))
 
     @abstractmethod
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from nemo_rl.algorithms.grpo_sync import SyncGRPOTrainer
+from nemo_rl.algorithms.grpo_sync import GRPOTrainer
 from nemo_rl.algorithms.kept_steps.folder import ROLLOUT_FILE, STEP_FILE, StepsFolder
 from nemo_rl.algorithms.kept_steps.record import (
     KeptError,
@@ -230,9 +230,9 @@ def test_a_full_disk_ends_the_run_with_the_cause(tmp_path: Path, model: Path) ->
 def test_columns_that_cannot_be_written_end_the_run_with_the_cause(tmp_path: Path, model: Path) -> None:
     (tmp_path / "file").write_text("a file where the folder goes")
 
-    def keep(trainer: SyncGRPOTrainer) -> None:
+    def keep(trainer: GRPOTrainer) -> None:
         parts = trainer._parts
-        step = parts.stages[0].run(trainer._begin_step())
+        step = parts.source.next(1)
         with open_step(parts.client, step.partition, step.keys):
             path = tmp_path / "file" / "columns.safetensors"
             parts.rollout.submit_keep_columns(step.rows.meta, fields=["input_ids"], path=path).result()

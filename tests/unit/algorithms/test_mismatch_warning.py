@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_rl.algorithms.mismatch_warning import MISMATCH_METRIC, MISMATCH_THRESHOLD, MismatchWarning
+from nemo_rl.algorithms.observers import MISMATCH_METRIC, MISMATCH_THRESHOLD, MismatchWarning
 from nemo_rl.config.load import load_config
 
 DEMO = "configs/grpo_sort_cpu.yaml"
 ABOVE = {MISMATCH_METRIC: MISMATCH_THRESHOLD + 0.01, "train/gen_probs_ratio": 0.97}
 
 
-def warning(*overrides: str) -> MismatchWarning:
-    return MismatchWarning(load_config(DEMO, ["logger.log_dir=results/mine", *overrides]))
+class Heard:
+    """A warning and the lines that it gives."""
+
+    def __init__(self, *overrides: str) -> None:
+        self._lines: list[str] = []
+        config = load_config(DEMO, ["logger.log_dir=results/mine", *overrides])
+        self._warning = MismatchWarning(config, note=self._lines.append)
+
+    def lines(self, number: int, metrics: dict[str, float]) -> list[str]:
+        """The lines of one step."""
+        self._lines.clear()
+        self._warning.report(number, metrics)
+        return list(self._lines)
 
 
 def test_it_is_said_once_with_the_command() -> None:
-    said = warning("diagnostics.keep_steps.enabled=true")
+    said = Heard("diagnostics.keep_steps.enabled=true")
     assert said.lines(1, {MISMATCH_METRIC: MISMATCH_THRESHOLD}) == []
     assert said.lines(2, {}) == []
     (line,) = said.lines(3, ABOVE)
@@ -35,15 +46,15 @@ def test_it_is_said_once_with_the_command() -> None:
     ],
 )
 def test_causes_are_those_that_the_config_leaves_open(override: str, words: str) -> None:
-    assert words in warning(override).lines(1, ABOVE)[-1]
+    assert words in Heard(override).lines(1, ABOVE)[-1]
 
 
 def test_a_filter_without_recorded_sets_tells_its_bias_once() -> None:
     quiet = {MISMATCH_METRIC: 1.0, "train/gen_probs_ratio": 0.97}
     for override in ("policy.generation.top_p=0.9", "policy.generation.top_k=5"):
-        said = warning(override)
+        said = Heard(override)
         (line,) = said.lines(1, quiet)
         assert "policy.generation.record_support" in line and "0.9700" in line
         assert said.lines(2, quiet) == []
-    assert warning("policy.generation.top_p=0.9", "policy.generation.record_support=true").lines(1, quiet) == []
-    assert warning().lines(1, quiet) == []
+    assert Heard("policy.generation.top_p=0.9", "policy.generation.record_support=true").lines(1, quiet) == []
+    assert Heard().lines(1, quiet) == []

@@ -24,6 +24,6 @@ def test_each_kind_is_recognised_and_nothing_else() -> None:
 
 @pytest.mark.slow
 def test_a_process_that_makes_no_table_does_not_import_tensordict() -> None:
-    modules = "nemo_rl.data_plane.factory, nemo_rl.experience.sync_rollout_actor"
+    modules = "nemo_rl.data_plane.factory, nemo_rl.experience.rollout_worker"
     code = f"import sys, {modules}; sys.exit('tensordict' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=300, check=False).returncode == 0

@@ -17,7 +17,7 @@ from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.schema import ROUTE_FIELDS
 from nemo_rl.errors import WorkerError
 from nemo_rl.experience.evaluation.evaluator import EvaluationTask
-from nemo_rl.experience.sync_rollout_actor import RolloutResult, SyncRolloutActor
+from nemo_rl.experience.rollout_worker import GroupRequest, RolloutResult, RolloutWorker
 from nemo_rl.jagged import lengths_of, values_of
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest
 from nemo_rl.models.generation.torch_engine import TorchEngine
@@ -63,15 +63,17 @@ def config_of(model: Path, folder: Path, *keys: str) -> MasterConfig:
     return load_config(recipe, [*(f"{key}={value}" for key, value in LOCAL.items()), *validation, *keys])
 
 
-def rollout(plane: Plane, config: MasterConfig) -> tuple[SyncRolloutActor, RolloutResult, Listening]:
+def rollout(plane: Plane, config: MasterConfig) -> tuple[RolloutWorker, RolloutResult, Listening]:
     """One rollout of two prompts."""
     engine = Listening.from_config(config.policy, weight_version=0)
     assert isinstance(engine, Listening)
-    worker = SyncRolloutActor(rollout_spec(config), generation=engine)
+    worker = RolloutWorker(rollout_spec(config), generation=engine)
     stages = stage_columns(config, PolicyLoss(config=config.loss_fn, prev_field="prev_logprobs"))
     partition = plane.partition(list(written_fields(stages)))
     worker.setup_data_plane(plane.owner.address)
-    return worker, worker.rollout([3, 8], ordinals=[0, 1], uids=["a", "b"], version=0, partition_id=partition), engine
+    groups = [GroupRequest(uid="a", prompt=3, seed=5), GroupRequest(uid="b", prompt=8, seed=9)]
+    [results] = worker.rollout(groups, version=0, partition_id=partition)
+    return worker, results[0].concat(*results[1:]), engine
 
 
 @pytest.mark.parametrize("verify", [False, True])
@@ -147,8 +149,8 @@ class Deaf(Listening):
 
 def test_an_engine_without_routes_ends_the_step(plane: Plane, model: Path, tmp_path: Path) -> None:
     config = config_of(model, tmp_path, "policy.router_replay.enabled=true")
-    worker = SyncRolloutActor(rollout_spec(config), generation=Deaf.from_config(config.policy, weight_version=0))
+    worker = RolloutWorker(rollout_spec(config), generation=Deaf.from_config(config.policy, weight_version=0))
     worker.setup_data_plane(plane.owner.address)
     with pytest.raises(WorkerError, match="expected routes with the samples, the engines gave none"):
-        worker.rollout([3], ordinals=[0], uids=["a"], version=0, partition_id=plane.partition())
+        list(worker.rollout([GroupRequest(uid="a", prompt=3, seed=5)], version=0, partition_id=plane.partition()))
     worker.shutdown()

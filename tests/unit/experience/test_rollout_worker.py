@@ -11,7 +11,7 @@ from nemo_rl.algorithms.setup import rollout_spec
 from nemo_rl.config.load import load_config
 from nemo_rl.errors import ResourceError
 from nemo_rl.experience.evaluation.evaluator import EvaluationTask, SampleFile
-from nemo_rl.experience.sync_rollout_actor import SyncRolloutActor
+from nemo_rl.experience.rollout_worker import RolloutWorker
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest
 from nemo_rl.models.generation.torch_engine import TorchEngine
 from tests.helpers.runs import LOCAL, write_recipe
@@ -28,7 +28,7 @@ class Remembering(TorchEngine):
         return super().generate(request)
 
 
-def open_worker(folder: Path, *keys: str) -> tuple[SyncRolloutActor, Remembering]:
+def open_worker(folder: Path, *keys: str) -> tuple[RolloutWorker, Remembering]:
     """A model that names two stop tokens besides the tokenizer's, token 2; two held-out prompts."""
     model = write_tiny_folder(folder / "model")
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
@@ -37,7 +37,7 @@ def open_worker(folder: Path, *keys: str) -> tuple[SyncRolloutActor, Remembering
     config = load_config(write_recipe(folder, model), [*settings, *validation, *keys])
     engine = Remembering.from_config(config.policy, weight_version=0)
     assert isinstance(engine, Remembering)
-    return SyncRolloutActor(rollout_spec(config), generation=engine), engine
+    return RolloutWorker(rollout_spec(config), generation=engine), engine
 
 
 @pytest.mark.parametrize(("keys", "expected"), [((), (2, 7, 9)), (("policy.generation.stop_token_ids=[11]",), (11,))])

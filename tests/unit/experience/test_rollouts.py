@@ -13,7 +13,7 @@ from nemo_rl.data.datasets import Prompt
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.environments.interfaces import EnvReport, Response
 from nemo_rl.errors import WorkerError
-from nemo_rl.experience.rollouts import Rollouts, row_seeds, run_rollouts, sampling_params
+from nemo_rl.experience.rollouts import ResponseScorer, ScoredSamples, check_versions, row_seeds, sampling_params
 from nemo_rl.models.generation.interfaces import GenerationInterface, GenerationOutput, GenerationRequest
 
 STOP = 2
@@ -70,22 +70,21 @@ class Listener:
         """Nothing to end."""
 
 
-def rollouts_of(environment: Listener, *, version: int | None = 4) -> Rollouts:
-    return run_rollouts(
-        PROMPTS,
-        group_size=2,
-        generation=Echo(),
-        environment=environment,
-        tokenizer=TOKENIZER,
-        sampling=sampling_params(GenerationConfig(), [STOP], is_validation=False),
-        seeds=SEEDS,
-        version=version,
-    )
+SAMPLING = sampling_params(GenerationConfig(), [STOP], is_validation=False)
+
+
+def output_of(engine: Echo) -> GenerationOutput:
+    request = GenerationRequest(prompt_ids=tuple(prompt.ids for prompt in PROMPTS), seeds=SEEDS, sampling=SAMPLING)
+    return engine.generate(request)
+
+
+def scored(environment: Listener) -> ScoredSamples:
+    return ResponseScorer(environment, TOKENIZER, sampling=SAMPLING).score(PROMPTS, output_of(Echo()))
 
 
 def test_every_response_is_scored_with_its_own_prompt_and_without_its_stop_token() -> None:
     environment = Listener()
-    rolled = rollouts_of(environment)
+    rolled = scored(environment)
     assert [(prompt.answer, response.text) for prompt, response in environment.rows] == [
         *(("12", "12"), ("12", "12")),
         *(("345", "345"), ("345", "345")),
@@ -99,15 +98,17 @@ def test_every_response_is_scored_with_its_own_prompt_and_without_its_stop_token
 @pytest.mark.parametrize("version", [3, 5])
 def test_samples_of_other_weights_are_refused(version: int) -> None:
     with pytest.raises(WorkerError, match=f"expected samples of weight version {version}, the engines hold 4"):
-        rollouts_of(Listener(), version=version)
+        check_versions(output_of(Echo()), version)
 
 
 def test_each_row_says_which_weights_it_was_sampled_from_when_any_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert rollouts_of(Listener(), version=None).output.row_versions == (4, 4, 4, 4)
+    check_versions(output_of(Echo()), None)
     monkeypatch.setattr(Echo, "weight_version", (4, 4, 5, 5))
-    assert rollouts_of(Listener(), version=None).output.row_versions == (4, 4, 5, 5)
+    mixed = output_of(Echo())
+    check_versions(mixed, None)
+    assert mixed.row_versions == (4, 4, 5, 5)
     with pytest.raises(WorkerError, match="expected samples of weight version 4, the engines hold 5"):
-        rollouts_of(Listener(), version=4)
+        check_versions(mixed, 4)
 
 
 def test_every_row_has_a_seed_of_its_own_that_run_purpose_and_ordinal_decide() -> None:

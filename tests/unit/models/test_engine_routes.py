@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nemo_rl.errors import ConfigError
+from nemo_rl.experience.scheduler import split_request
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine import TorchEngine
-from nemo_rl.models.generation.work import cut_request, join_outputs
 from nemo_rl.models.hf_routers import HFRouters
 from nemo_rl.models.logprobs import Sampling, logprobs_from_logits
 from tests.helpers.families import config_of
@@ -119,8 +119,8 @@ def test_recording_changes_no_sample_and_what_is_not_asked_for_is_not_recorded()
 def test_routes_follow_their_rows_through_several_engines():
     asked = request()
     whole = generate(asked).routes
-    parts = [generate(part) for part in cut_request(asked, num_engines=4, batch_rows=1024)]
-    joined = join_outputs([*parts, generate(request(0, 0))]).routes
+    parts = [generate(part) for part in split_request(asked, num_engines=4, batch_rows=1024)]
+    joined = GenerationOutput.joined([*parts, generate(request(0, 0))]).routes
     assert whole is not None and joined is not None and joined.shape == whole.shape
     assert torch.equal(joined.ids, whole.ids) and torch.equal(joined.lengths, whole.lengths)
     assert torch.equal(joined.starts, whole.starts)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from nemo_rl.experience.scheduler import split_request
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest, SamplingParams, traced_row
 from nemo_rl.models.generation.torch_engine.engine import TorchEngine
 from nemo_rl.models.generation.torch_engine.tracing import DecodeTracing
-from nemo_rl.models.generation.work import cut_request, join_outputs
 from nemo_rl.models.policy.tracing.phases import TraceSpec
 from nemo_rl.tracer.frame import Frame, Table
 from nemo_rl.tracer.job import open_job
@@ -48,8 +48,8 @@ def request(*lengths: int, seed: int = 100) -> GenerationRequest:
 
 
 def generate(engines: Engines, asked: GenerationRequest) -> GenerationOutput:
-    parts = cut_request(asked, num_engines=len(engines), batch_rows=1024)
-    return join_outputs([engine.generate(part) for engine, part in zip(engines, parts, strict=False)])
+    parts = split_request(asked, num_engines=len(engines), batch_rows=1024)
+    return GenerationOutput.joined([engine.generate(part) for engine, part in zip(engines, parts, strict=False)])
 
 
 def shown(

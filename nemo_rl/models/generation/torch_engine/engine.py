@@ -20,6 +20,7 @@ from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
     GenerationOutput,
     GenerationRequest,
+    GroupSamples,
     RecordedRoutes,
     SamplingParams,
 )
@@ -147,6 +148,23 @@ class TorchEngine(GenerationInterface):
             return output
         taken = [recorded.end_to_end() for recorded in routes if recorded is not None]
         return replace(output, routes=_join_routes(taken, order=order, shape=recorder.shape))
+
+    def stream(self, request: GenerationRequest) -> Iterator[GroupSamples]:
+        """Yield groups batch by batch; all at the end where a batch does not hold whole groups.
+
+        Raises:
+            ConfigError, NonFiniteError, ValueError: as `generate`, which samples each batch.
+        """
+        num_groups, size = len(request.prompt_ids), request.group_size
+        groups_of_batch, rest = divmod(self._max_batch_size, max(1, size))
+        if rest or num_groups <= groups_of_batch:
+            yield from super().stream(request)
+            return
+        # As `generate` sorts them.
+        order = sorted(range(num_groups), key=lambda group: len(request.prompt_ids[group]))
+        for start in range(0, num_groups, groups_of_batch):
+            groups = tuple(order[start : start + groups_of_batch])
+            yield GroupSamples(groups=groups, output=self.generate(request.of_groups(groups)))
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:

@@ -1,23 +1,28 @@
-"""The rollout worker: holds prompts, environment and tokenizer, drives the engines, writes the first columns.
+"""The rollout worker: holds prompts, environment and tokenizer, has groups sampled, writes their first columns.
 
-`SyncRolloutActor` runs in an actor (or in this process); `RolloutHandle` is the driver's side. What crosses
-between them: prompt numbers, metas and per-row scalars.
+    RolloutHandle.submit_groups          the driver's side: a pending result for each group
+      |- WorkerGroup.stream              beside the worker's other calls, so that none waits for a rollout
+      `- RolloutWorker.rollout
+           |- EngineScheduler.stream     groups come as their rows end
+           `- RolloutWorker._write       rewards, columns, routes -> data plane           (ResponseScorer, RouteWriter)
+
+What crosses between the two sides: numbers of prompts, metas and per-row scalars, never a token.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from typing import TypeVar
+from threading import Thread
+from typing import TypeVar, cast
 
 import numpy as np
 
-from nemo_rl.data.datasets import Prompt, PromptSet, build_prompt_sets
-from nemo_rl.data.sampler import PromptDraw
+from nemo_rl.data.datasets import PromptSet, build_prompt_sets
 from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids, tokenizer_identity
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.chunks.wire import message_bytes
@@ -39,17 +44,17 @@ from nemo_rl.experience.evaluation.evaluator import EvaluationTask, Evaluator
 from nemo_rl.experience.evaluation.result import ValidationResult
 from nemo_rl.experience.payload import RowScalars, build_columns
 from nemo_rl.experience.rollout_spec import RolloutInfo, RolloutSpec
-from nemo_rl.experience.rollouts import Rollouts, row_seeds, run_rollouts, sampling_params
+from nemo_rl.experience.rollouts import ResponseScorer, check_versions, sampling_params
 from nemo_rl.experience.routes import RouteWriter
+from nemo_rl.experience.scheduler import EngineScheduler
 from nemo_rl.experience.token_record import TokenTexts, token_record
-from nemo_rl.models.generation.interfaces import GenerationInterface
-from nemo_rl.models.generation.replicas import GenerationReplicas
+from nemo_rl.models.generation.interfaces import GenerationInterface, GenerationOutput, GenerationRequest
 from nemo_rl.utils.last_resort import machine_problem
 from nemo_rl.utils.metrics import Max, Mean, Reduction, Sum, merge_metrics
 from nemo_rl.utils.r3_trace import trace_rollout_payload
 from nemo_rl.utils.rollout_file import write_rollouts
 
-__all__ = ["REWARD_LOG", "RolloutHandle", "RolloutInfo", "RolloutResult", "SyncRolloutActor"]
+__all__ = ["REWARD_LOG", "GroupRequest", "RolloutHandle", "RolloutInfo", "RolloutResult", "RolloutWorker"]
 
 _T = TypeVar("_T")
 
@@ -62,8 +67,20 @@ LOGGED_FIELDS = ("input_ids", "token_mask", "generation_logprobs")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GroupRequest:
+    """One group to be sampled: `grpo.num_generations_per_prompt` responses to one prompt."""
+
+    uid: str
+    """Names the group; its rows' keys begin with it."""
+    prompt: int
+    """Number in the training set."""
+    seed: int
+    """Of the first row; row i has `seed + i`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutResult:
-    """Rows of one step, already in the data plane."""
+    """Rows of whole groups, already in the data plane."""
 
     meta: KVBatchMeta
     carry: RowScalars
@@ -87,6 +104,8 @@ class RolloutResult:
 
     def concat(self, *others: RolloutResult) -> RolloutResult:
         """Rows of this one, then those of the others, also of other steps."""
+        if not others:
+            return self
         parts = (self, *others)
         return RolloutResult(
             meta=self.meta.concat(*(other.meta for other in others)),
@@ -96,7 +115,7 @@ class RolloutResult:
         )
 
 
-class SyncRolloutActor:
+class RolloutWorker:
     """Prompts to scored rows.
 
     Args:
@@ -125,13 +144,14 @@ class SyncRolloutActor:
         except BaseException:
             self._environment.shutdown()
             raise
+        self._sampling = sampling_params(spec.policy.generation, self._stop_ids, is_validation=False)
+        self._scorer = ResponseScorer(self._environment, self._tokenizer, sampling=self._sampling)
         self._evaluator = Evaluator(
             spec.evaluation,
-            sampling=spec.policy.generation,
+            sampling=sampling_params(spec.policy.generation, self._stop_ids, is_validation=True),
             generation=generation,
-            environment=self._environment,
+            scorer=self._scorer,
             tokenizer=self._tokenizer,
-            stop_ids=self._stop_ids,
             sets=self._held_out,
             seed=spec.grpo.seed,
             is_accuracy=spec.env.is_accuracy,
@@ -165,7 +185,7 @@ class SyncRolloutActor:
 
     def use_engines(self, engines: WorkerFleet) -> None:
         """Some of the engines were replaced."""
-        assert isinstance(self._generation, GenerationReplicas), "one engine alone is never replaced"
+        assert isinstance(self._generation, EngineScheduler), "one engine alone is never replaced"
         self._generation.use(engines)
 
     @property
@@ -175,66 +195,85 @@ class SyncRolloutActor:
         return self._client
 
     def rollout(
-        self,
-        prompt_numbers: Sequence[int],
-        *,
-        ordinals: Sequence[int],
-        uids: Sequence[str],
-        version: int | None,
-        partition_id: str,
-    ) -> RolloutResult:
-        """Samples, scores and writes the rollout columns of `prompt_numbers`; rows come prompt by prompt.
+        self, groups: Sequence[GroupRequest], *, version: int | None, partition_id: str
+    ) -> Iterator[tuple[RolloutResult, ...]]:
+        """Sample, score and write groups; yield them, each as a result of its own, as their rows end.
 
         Args:
-            ordinals: places of the prompts in the stream; they decide the seeds of the rows.
-            uids: of the groups, one per prompt.
-            version: as in `run_rollouts`.
+            version: of the weights, as in `check_versions`.
+
+        Raises:
+            WorkerError: an engine failed, or holds other weights. RewardError: a reward function failed.
         """
-        self._answers.require("data.train", prompt_numbers)
-        prompts = [self._train.prompts[number] for number in prompt_numbers]
-        group = self._spec.grpo.num_generations_per_prompt
-        rollouts = self._run(prompts, ordinals=ordinals, version=version)
-        keys = keys_of_groups(uids, group)
+        self._answers.require("data.train", [group.prompt for group in groups])
+        size, replay = self._spec.grpo.num_generations_per_prompt, self._spec.policy.router_replay
+        request = GenerationRequest(
+            prompt_ids=tuple(self._train.prompts[group.prompt].ids for group in groups),
+            seeds=tuple(group.seed + row for group in groups for row in range(size)),
+            sampling=self._sampling,
+            with_routes=replay.records_at_rollout,
+            with_support=self._spec.policy.generation.record_support,
+        )
+        for part, samples in enumerate(self._generation.stream(request)):
+            check_versions(samples.output, version)
+            ended = [groups[number] for number in samples.groups]
+            yield self._write(ended, samples.output, partition_id=partition_id, is_first=part == 0)
+
+    def _write(
+        self, groups: Sequence[GroupRequest], output: GenerationOutput, *, partition_id: str, is_first: bool
+    ) -> tuple[RolloutResult, ...]:
+        """Score groups that have ended and write their columns.
+
+        Args:
+            is_first: of the groups of one call of `rollout`.
+        """
+        prompts = [self._train.prompts[group.prompt] for group in groups]
+        report = self._scorer.score(prompts, output).report
+        size = len(output.lengths) // len(groups)
+        keys = keys_of_groups([group.uid for group in groups], size)
         columns = build_columns(
             [prompt.ids for prompt in prompts],
-            rollouts.output,
-            group_size=group,
+            output,
+            group_size=size,
             pad_token_id=int(self._tokenizer.pad_token_id),
         )
-        route_metrics = self._add_routes(columns, rollouts, keys=keys, partition_id=partition_id)
-        rewards = np.asarray(rollouts.report.rewards, dtype=np.float32)
-        versions = rollouts.output.row_versions
+        route_metrics = self._add_routes(columns, output, keys=keys, partition_id=partition_id, is_first=is_first)
+        rewards = np.asarray(report.rewards, dtype=np.float32)
+        tags = [
+            {"reward": float(reward), WEIGHT_VERSION: version}
+            for reward, version in zip(rewards, output.row_versions, strict=True)
+        ]
         with self.client.stage("rollout"):
-            meta = kv_first_write(
-                self.client,
-                columns,
-                keys,
-                partition_id=partition_id,
-                tags=[
-                    {"reward": float(reward), WEIGHT_VERSION: version}
-                    for reward, version in zip(rewards, versions, strict=True)
-                ],
-            )
+            meta = kv_first_write(self.client, columns, keys, partition_id=partition_id, tags=tags)
         carry = RowScalars(
             rewards=rewards,
-            truncated=rollouts.output.truncated.numpy(),
-            response_lengths=rollouts.output.lengths.numpy().astype(np.int32),
-            components=_columns(rollouts.report.components),
+            truncated=output.truncated.numpy(),
+            response_lengths=output.lengths.numpy().astype(np.int32),
+            components=_columns(report.components),
         )
-        return RolloutResult(
-            meta=meta,
-            carry=carry,
-            metrics=_rollout_metrics(rollouts, group_size=group) | route_metrics,
-            printed=rollouts.report.printed,
-        )
+        written = RolloutResult(meta=meta, carry=carry)
+        shared = {"reward_timeouts": Sum(float(report.num_timeouts)), **output.metrics, **route_metrics}
+        results = [
+            replace(written.select(range(first, first + size)), metrics=metrics)
+            for first, metrics in zip(range(0, len(keys), size), _group_metrics(output, size), strict=True)
+        ]
+        # What was measured of all these groups together goes with the first one.
+        results[0] = replace(results[0], metrics={**results[0].metrics, **shared}, printed=report.printed)
+        return tuple(results)
 
     def _add_routes(
-        self, columns: BatchedDataDict, rollouts: Rollouts, *, keys: Sequence[str], partition_id: str
+        self,
+        columns: BatchedDataDict,
+        output: GenerationOutput,
+        *,
+        keys: Sequence[str],
+        partition_id: str,
+        is_first: bool,
     ) -> dict[str, Reduction]:
         """Adds the columns with the routes of experts, where this run replays those of the rollout."""
         if not self._spec.policy.router_replay.records_at_rollout:
             return {}
-        recorded = rollouts.output.routes
+        recorded = output.routes
         if recorded is None:
             raise WorkerError("expected routes with the samples, the engines gave none", stage="rollout")
         declared = {spec.name for spec in self.client.partition_fields(partition_id)}
@@ -245,7 +284,8 @@ class SyncRolloutActor:
             keys=keys,
             with_digests="routed_experts_digests" in declared,
         )
-        trace_rollout_payload(keys=keys, data=columns, layers=written.layers, routes=list(written.routes.unbind()))
+        routes = list(written.routes.unbind())
+        trace_rollout_payload(keys=keys, data=columns, layers=written.layers, routes=routes, continues=not is_first)
         columns.update(written.columns)
         return written.metrics
 
@@ -310,28 +350,12 @@ class SyncRolloutActor:
         if client is not None:
             client.close()
 
-    def _run(self, prompts: Sequence[Prompt], *, ordinals: Sequence[int], version: int | None) -> Rollouts:
-        group = self._spec.grpo.num_generations_per_prompt
-        seeds = [row_seeds(self._spec.grpo.seed, "group", ordinal, count=group) for ordinal in ordinals]
-        return run_rollouts(
-            prompts,
-            group_size=group,
-            generation=self._generation,
-            environment=self._environment,
-            tokenizer=self._tokenizer,
-            sampling=sampling_params(self._spec.policy.generation, self._stop_ids, is_validation=False),
-            seeds=tuple(chain.from_iterable(seeds)),
-            version=version,
-            with_routes=self._spec.policy.router_replay.records_at_rollout,
-            with_support=self._spec.policy.generation.record_support,
-        )
-
 
 class RolloutHandle:
     """The driver's side of the rollout worker.
 
     Args:
-        workers: a group of one `SyncRolloutActor`.
+        workers: a group of one `RolloutWorker`.
         timeout_s: deadline of one stage.
         report: gets lines for the person at the terminal.
     """
@@ -342,61 +366,79 @@ class RolloutHandle:
         """Bytes of prompt numbers, metas and row scalars that this driver has sent or received so far."""
 
     def describe(self) -> RolloutInfo:
-        return self._run(ask(SyncRolloutActor.describe), "rollout setup")
+        return self._run(ask(RolloutWorker.describe), "rollout setup")
 
     def setup_data_plane(self, address: DataPlaneAddress) -> None:
-        self._run(ask(SyncRolloutActor.setup_data_plane, address=address), "data plane setup")
+        self._run(ask(RolloutWorker.setup_data_plane, address=address), "data plane setup")
 
     def use_engines(self, engines: WorkerFleet) -> None:
-        """From here on these engines are asked; see `SyncRolloutActor.use_engines`."""
-        self._run(ask(SyncRolloutActor.use_engines, engines=engines.copy()), "refit")
+        """From here on these engines are asked; see `RolloutWorker.use_engines`."""
+        self._run(ask(RolloutWorker.use_engines, engines=engines.copy()), "refit")
 
-    def submit_rollout(
-        self,
-        drawn: Sequence[PromptDraw],
-        *,
-        uids: Sequence[str],
-        version: int | None,
-        partition_id: str,
-    ) -> Pending[RolloutResult]:
-        """Rows of one step in the data plane; see `SyncRolloutActor.rollout`."""
-        numbers, ordinals = [draw.prompt for draw in drawn], [draw.ordinal for draw in drawn]
-        request = ask(
-            SyncRolloutActor.rollout,
-            prompt_numbers=numbers,
-            ordinals=ordinals,
-            uids=list(uids),
-            version=version,
-            partition_id=partition_id,
-        )
+    def submit_groups(
+        self, groups: Sequence[GroupRequest], *, version: int | None, partition_id: str
+    ) -> list[Pending[RolloutResult]]:
+        """Have groups sampled, scored and written; the result of each is there when its rows are in the data plane.
 
-        def count(result: RolloutResult) -> RolloutResult:
-            self.driver_bytes += message_bytes((numbers, ordinals, uids, result))
-            self._show(result.printed)
-            return result
+        Groups of one call share batches of the engines, and which they share depends on the call alone.
 
-        return self._submit(request, "rollout").then(count)
+        Args:
+            version: as in `RolloutWorker.rollout`.
+        """
+        futures = {group.uid: Future[RolloutResult]() for group in groups}
+        request = ask(RolloutWorker.rollout, groups=list(groups), version=version, partition_id=partition_id)
+        parts = self._workers.stream(Call(request=request, stage="rollout", timeout_s=self._timeout_s))
+
+        def receive() -> None:
+            try:
+                for results in parts:
+                    for result in results:
+                        futures[result.group_uids[0]].set_result(result)
+            except Exception as error:  # noqa: BLE001 - raised by the results that have not come
+                for future in futures.values():
+                    if not future.done():
+                        future.set_exception(error)
+
+        if self._workers.is_local:
+            receive()
+        else:
+            Thread(target=receive, name="rollout results", daemon=True).start()
+        self.driver_bytes += message_bytes(groups)
+        return [self._pending(future) for future in futures.values()]
+
+    def submit_group(self, group: GroupRequest, *, version: int | None, partition_id: str) -> Pending[RolloutResult]:
+        """Have one group sampled by itself; see `submit_groups`."""
+        return self.submit_groups([group], version=version, partition_id=partition_id)[0]
+
+    def _pending(self, future: Future[RolloutResult]) -> Pending[RolloutResult]:
+        def result() -> RolloutResult:
+            found = future.result()
+            self.driver_bytes += message_bytes(found)
+            self._show(found.printed)
+            return found
+
+        return Pending(result, ready=lambda: cast("Future[None]", future))
 
     def validate(self, task: EvaluationTask) -> ValidationResult:
-        """Measures the held-out prompts; see `SyncRolloutActor.validate`."""
-        result = self._run(ask(SyncRolloutActor.validate, task=task), "validation")
+        """Measures the held-out prompts; see `RolloutWorker.validate`."""
+        result = self._run(ask(RolloutWorker.validate, task=task), "validation")
         self._show(result.printed)
         return result
 
     def submit_log_rollouts(
         self, meta: KVBatchMeta, *, scored: KVBatchMeta | None, path: Path, records: Sequence[Mapping[str, object]]
     ) -> Pending[None]:
-        """Writes rows for people; see `SyncRolloutActor.log_rollouts`."""
+        """Writes rows for people; see `RolloutWorker.log_rollouts`."""
         self.driver_bytes += message_bytes((meta, scored, records))
-        request = ask(SyncRolloutActor.log_rollouts, meta=meta, scored=scored, path=path, records=records)
+        request = ask(RolloutWorker.log_rollouts, meta=meta, scored=scored, path=path, records=records)
         return self._submit(request, "log")
 
     def submit_keep_columns(self, meta: KVBatchMeta, *, fields: Sequence[str], path: Path) -> Pending[int]:
-        """Writes columns to a file; see `SyncRolloutActor.keep_columns`."""
-        return self._submit(ask(SyncRolloutActor.keep_columns, meta=meta, fields=list(fields), path=path), "keep")
+        """Writes columns to a file; see `RolloutWorker.keep_columns`."""
+        return self._submit(ask(RolloutWorker.keep_columns, meta=meta, fields=list(fields), path=path), "keep")
 
     def data_plane_snapshot(self) -> Totals:
-        return self._run(ask(SyncRolloutActor.data_plane_snapshot), "metrics")
+        return self._run(ask(RolloutWorker.data_plane_snapshot), "metrics")
 
     def shutdown(self) -> None:
         self._workers.shutdown()
@@ -413,18 +455,18 @@ class RolloutHandle:
         return self._workers.submit(call).then(itemgetter(0))
 
 
-def _rollout_metrics(rollouts: Rollouts, *, group_size: int) -> dict[str, Reduction]:
-    lengths = rollouts.output.lengths
-    tokens_of_group = lengths.reshape(-1, group_size).sum(1).tolist()
-    # Group by group and exactly rounded: the sum does not depend on which groups were sampled together.
-    logprobs = sum(math.fsum(part.tolist()) for part in rollouts.output.logprobs.split(tokens_of_group))
-    return {
-        "response_tokens": Sum(float(lengths.sum())),
-        "max_response_tokens": Max(float(lengths.max())),
-        "mean_generation_logprob": Mean(float(logprobs), float(lengths.sum())),
-        "reward_timeouts": Sum(float(rollouts.report.num_timeouts)),
-        **rollouts.output.metrics,
-    }
+def _group_metrics(output: GenerationOutput, size: int) -> list[dict[str, Reduction]]:
+    """What is logged of each group; sums are exact, so they do not depend on which groups ended together."""
+    lengths = output.lengths.reshape(-1, size)
+    logprobs = output.logprobs.split(lengths.sum(1).tolist())
+    return [
+        {
+            "response_tokens": Sum(float(lengths_G.sum())),
+            "max_response_tokens": Max(float(lengths_G.max())),
+            "mean_generation_logprob": Mean(math.fsum(part.tolist()), float(lengths_G.sum())),
+        }
+        for lengths_G, part in zip(lengths, logprobs, strict=True)
+    ]
 
 
 def _columns(components: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:

@@ -1,0 +1,320 @@
+"""`BatchSource`: where the batches of a trainer come from, and the two that sample while the trainer waits.
+
+    GRPOTrainer.step
+      `- BatchSource.next             a step whose rows are in the data plane
+           |- SyncBatches             one rollout: every group of the step at once
+           `- DynamicBatches          rounds of rollouts until enough groups can teach something (DAPO, 2503.14476)
+
+The unit is the group, which is never split. Invariant: the rows of the step that `next` returns are the caller's to
+clear; all others are the source's, which clears them after an error of its own and in `close`. A group is a function of
+the run's seed, its ordinal in the stream of prompts and the weights, so a prompt that is requeued keeps its ordinal.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from nemo_rl.algorithms.advantage_estimator import group_statistics
+from nemo_rl.algorithms.grpo import rows_of_equal_groups
+from nemo_rl.algorithms.stages.columns import PARTITION, ROLLOUT
+from nemo_rl.algorithms.stages.state import StepState, begin_step
+from nemo_rl.config.schema import GRPOConfig
+from nemo_rl.data.sampler import PromptDraw, PromptSampler
+from nemo_rl.data_plane.client.stage_context import CLEAR, working_for
+from nemo_rl.data_plane.factory import cleared_after_error
+from nemo_rl.data_plane.interfaces import DataPlaneClient
+from nemo_rl.errors import CheckpointError, UserError
+from nemo_rl.experience.rollout_worker import GroupRequest, RolloutHandle, RolloutResult
+from nemo_rl.experience.rollouts import row_seeds
+from nemo_rl.utils.metrics import Mean, Reduction, Sum, merge_metrics
+from nemo_rl.utils.r3_trace import trace_retired
+
+__all__ = ["BatchSource", "DynamicBatches", "SyncBatches", "is_informative"]
+
+DROPPED = "not trained: equal rewards in its group (grpo.use_dynamic_sampling)"
+REQUEUED = "not trained: prompt requeued (checkpoint or end of run)"
+REQUEUED_STATE = "redrawn_ordinals"
+"""Name in a checkpoint's state."""
+OLDER_STATE = "redrawn_prompts"
+"""Name in checkpoints that held numbers of prompts instead of ordinals."""
+
+
+class BatchSource(ABC):
+    """A stream of steps whose rows are in the data plane.
+
+    Example:
+        >>> step = source.next(1)                                     # doctest: +SKIP
+        >>> with open_step(client, step.partition, step.keys):        # doctest: +SKIP
+        ...     step = train(step)
+    """
+
+    unfinished: StepState | None = None
+    """The step that `next` has begun and not returned, as far as it is known."""
+
+    @abstractmethod
+    def next(self, number: int) -> StepState:
+        """Return the step `number`, counted from 1; its rows are in the data plane.
+
+        Raises:
+            UserError: the data or the recipe cannot give a step. WorkerError: a worker failed. No row of it is left.
+        """
+
+    @property
+    @abstractmethod
+    def is_exhausted(self) -> bool:
+        """Whether the last epoch cannot fill another step."""
+
+    @property
+    @abstractmethod
+    def num_waiting_rows(self) -> int:
+        """Rows in the data plane that wait for a later step."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, object]:
+        """Return what a checkpoint needs to go on from here. Rows that wait are cleared and their prompts requeued."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Go on where `state_dict` was taken.
+
+        Args:
+            state: may have other entries.
+
+        Raises:
+            CheckpointError: the state belongs to other data, or to a run with other seeds.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Clear the rows that wait. Idempotent."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutParts:
+    """What a source has groups sampled with."""
+
+    config: GRPOConfig
+    client: DataPlaneClient
+    rollout: RolloutHandle
+    sampler: PromptSampler
+    """Drawn from by the source alone."""
+    weight_version: Callable[[], int]
+    """Of the weights that the engines hold."""
+
+
+class SyncBatches(BatchSource):
+    """Every step is sampled when it is asked for, from the weights that it then updates."""
+
+    def __init__(self, parts: RolloutParts) -> None:
+        self._parts = parts
+
+    def next(self, number: int) -> StepState:
+        started, config = time.perf_counter(), self._parts.config
+        step = self._begin(number, self._parts.sampler.next(config.num_prompts_per_step))
+        self.unfinished = step
+        with cleared_after_error(self._parts.client, step.partition, step.keys):
+            groups = self._sample(step)
+        self.unfinished = None
+        return _with_rows(step, groups, started=started)
+
+    @property
+    def is_exhausted(self) -> bool:
+        return self._parts.sampler.is_exhausted
+
+    @property
+    def num_waiting_rows(self) -> int:
+        return 0
+
+    def state_dict(self) -> dict[str, object]:
+        return {"sampler": self._parts.sampler.state_dict(), "dynamic_sampling": {}}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        self._parts.sampler.load_state_dict(_section(state, "sampler"))
+
+    def close(self) -> None:
+        """Do nothing: no row waits."""
+
+    def _begin(self, number: int, drawn: Sequence[PromptDraw]) -> StepState:
+        size = self._parts.config.num_generations_per_prompt
+        return begin_step(number, drawn, group_size=size, version=self._parts.weight_version())
+
+    def _sample(self, step: StepState) -> list[RolloutResult]:
+        """Have the groups of a step sampled; return them in the order of their draws."""
+        seed = self._parts.config.seed
+        requests = [
+            GroupRequest(uid=uid, prompt=draw.prompt, seed=row_seeds(seed, "group", draw.ordinal, count=1)[0])
+            for uid, draw in zip(step.uids, step.drawn, strict=True)
+        ]
+        pending = self._parts.rollout.submit_groups(requests, version=step.weight_version, partition_id=step.partition)
+        return [group.result() for group in pending]
+
+
+class DynamicBatches(SyncBatches):
+    """Steps of groups whose rewards are not all equal: rounds of rollouts until there are enough.
+
+    The first groups are the step's. Those beyond are carried: their rows stay in the data plane for the next step, and
+    are cleared before a checkpoint and at the end of the run. Their prompts are then drawn again, ahead of new ones, so
+    a resumed run samples what one that was left alone samples.
+    """
+
+    def __init__(self, parts: RolloutParts) -> None:
+        super().__init__(parts)
+        self._carried: list[RolloutResult] = []
+        self._draw_of: dict[str, PromptDraw] = {}
+        """By the uid of a group that is alive."""
+        self._requeued: list[PromptDraw] = []
+        self._has_begun = False
+
+    def next(self, number: int) -> StepState:
+        started, config, rounds = time.perf_counter(), self._parts.config, _Rounds()
+        step, groups = self._begin(number, ()), self._carried
+        self.unfinished, self._carried, self._has_begun = step, [], True
+        live = {key for group in groups for key in group.meta.keys}
+        with cleared_after_error(self._parts.client, PARTITION, live):
+            while not groups or (len(groups) < config.num_prompts_per_step and self._has_a_round()):
+                if rounds.count == config.dynamic_sampling_max_gen_batches:
+                    raise UserError(self._too_few(number, len(groups), rounds))
+                groups = groups + self._round(number, rounds, live, has_groups=bool(groups))
+        # At the end of the last epoch there may be fewer.
+        chosen, carried = groups[: config.num_prompts_per_step], groups[config.num_prompts_per_step :]
+        # The metrics of carried groups are those of rounds that this step has counted.
+        self._carried = [replace(group, metrics={}, printed=()) for group in carried]
+        self.unfinished = None
+        draws = [self._draw_of.pop(group.group_uids[0]) for group in chosen]
+        keys = tuple(key for group in chosen for key in group.meta.keys)
+        uids = tuple(group.group_uids[0] for group in chosen)
+        step = replace(step, drawn=tuple(draws), uids=uids, keys=keys, weight_version=None)
+        done = _with_rows(step, chosen, started=started)
+        metrics = rounds.metrics(carried=self.num_waiting_rows)
+        return replace(done, rolled=replace(done.rows, metrics=metrics))
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the remaining prompts of the last epoch, and those of carried groups, are too few for a round.
+
+        Before the first step it is False: the draw itself says what is too small. `state_dict` does not change it.
+        """
+        num_again = len(self._requeued) + len(self._carried)
+        return self._has_begun and not self._parts.sampler.has(self._parts.config.prompts_per_round - num_again)
+
+    @property
+    def num_waiting_rows(self) -> int:
+        return sum(len(group.meta) for group in self._carried)
+
+    def state_dict(self) -> dict[str, object]:
+        self.close()
+        requeued = [draw.ordinal for draw in self._requeued]
+        return {**super().state_dict(), "dynamic_sampling": {REQUEUED_STATE: requeued}}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        super().load_state_dict(state)
+        found = _section(state, "dynamic_sampling")
+        if found.get(OLDER_STATE):
+            raise CheckpointError(
+                f"{OLDER_STATE}: the checkpoint was written when seeds of rows came from the step, and lists prompts "
+                "to draw again without their places in the stream; resume it with the version that wrote it, or start "
+                "afresh with checkpointing.resume=false"
+            )
+        ordinals = found.get(REQUEUED_STATE, [])
+        if not isinstance(ordinals, list) or not all(isinstance(ordinal, int) for ordinal in ordinals):
+            raise CheckpointError(f"{REQUEUED_STATE}: expected a list of ordinals, got {ordinals!r}")
+        self._requeued = [self._parts.sampler.at(ordinal) for ordinal in ordinals]
+        self._has_begun = True
+
+    def close(self) -> None:
+        carried, self._carried = self._carried, []
+        self._requeued += [self._draw_of.pop(group.group_uids[0]) for group in carried]
+        self._clear([key for group in carried for key in group.meta.keys], REQUEUED)
+
+    def _round(self, number: int, rounds: _Rounds, live: set[str], *, has_groups: bool) -> list[RolloutResult]:
+        """Have one round of groups sampled and return those that are kept; the rows of the others are cleared."""
+        config = self._parts.config
+        part = self._begin(number, self._next_prompts(config.prompts_per_round))
+        live.update(part.keys)
+        groups = self._sample(part)
+        kept = [group for group in groups if is_informative(group, config)]
+        rounds.add(groups, num_kept=len(kept))
+        if not kept and not has_groups and not self._has_a_round():
+            # The last epoch ends as without dynamic sampling: a step of zero-variance groups updates nothing.
+            kept = groups
+        self._draw_of |= dict(zip(part.uids, part.drawn, strict=True))
+        uids = {group.group_uids[0] for group in kept}
+        dropped = [key for group in groups if group.group_uids[0] not in uids for key in group.meta.keys]
+        self._clear(dropped, DROPPED)
+        live.difference_update(dropped)
+        for uid in part.uids:
+            if uid not in uids:
+                self._draw_of.pop(uid)
+        return kept
+
+    def _clear(self, keys: Sequence[str], reason: str) -> None:
+        if keys:
+            with working_for(CLEAR):
+                self._parts.client.kv_clear(list(keys), PARTITION, reason=reason)
+            trace_retired(keys=keys, reason=reason)
+
+    def _next_prompts(self, count: int) -> list[PromptDraw]:
+        again, self._requeued = self._requeued[:count], self._requeued[count:]
+        return again + (self._parts.sampler.next(count - len(again)) if len(again) < count else [])
+
+    def _has_a_round(self) -> bool:
+        return self._parts.sampler.has(self._parts.config.prompts_per_round - len(self._requeued))
+
+    def _too_few(self, number: int, num_groups: int, rounds: _Rounds) -> str:
+        config = self._parts.config
+        return (
+            f"grpo.dynamic_sampling_max_gen_batches: after {rounds.count} rounds of {config.prompts_per_round} "
+            f"prompts step {number} has {num_groups} of {config.num_prompts_per_step} groups whose rewards are not all "
+            f"equal (mean reward {rounds.reward.value:.3g}): the prompts are too easy or too hard for this model, or "
+            "the reward is constant. Take others, raise it, or set grpo.use_dynamic_sampling=false"
+        )
+
+
+def is_informative(group: RolloutResult, config: GRPOConfig) -> bool:
+    """Return whether the rewards of a group are not all equal, compared exactly."""
+    stats = group_statistics(torch.tensor(group.carry.rewards, dtype=torch.float32), group.group_uids)
+    return not bool(rows_of_equal_groups(group.carry, stats, config).any())
+
+
+@dataclass(slots=True)
+class _Rounds:
+    """The rounds of one step."""
+
+    count: int = 0
+    reward: Mean = field(default_factory=lambda: Mean(0.0, 0.0))
+    kept: Mean = field(default_factory=lambda: Mean(0.0, 0.0))
+    sampled: list[Mapping[str, Reduction]] = field(default_factory=list)
+    """Metrics of each round, of all groups that it has sampled."""
+
+    def add(self, groups: Sequence[RolloutResult], *, num_kept: int) -> None:
+        rows = groups[0].concat(*groups[1:])
+        self.count += 1
+        self.reward = self.reward.merge(Mean(float(rows.carry.rewards.sum()), float(len(rows.meta))))
+        self.kept = self.kept.merge(Mean(float(num_kept), float(len(groups))))
+        self.sampled.append(rows.metrics)
+
+    def metrics(self, *, carried: int) -> dict[str, Reduction]:
+        """Return what a run logs under `rollout/`; a step that only took carried groups leaves some out."""
+        counts: dict[str, Reduction] = {
+            "sampling_rounds": Sum(float(self.count)),
+            "carried_rows": Sum(float(carried)),
+        }
+        shares = {"sampled_reward": self.reward, "informative_share": self.kept} if self.count else {}
+        return {**merge_metrics(self.sampled), **counts, **shares}
+
+
+def _with_rows(step: StepState, groups: Sequence[RolloutResult], *, started: float) -> StepState:
+    rolled = groups[0].concat(*groups[1:])
+    return replace(step, rolled=rolled, stage_seconds={ROLLOUT: time.perf_counter() - started})
+
+
+def _section(state: Mapping[str, object], name: str) -> Mapping[str, object]:
+    found = state.get(name, {})
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{name}: expected an object, got {type(found).__name__}")
+    return found

@@ -1,0 +1,155 @@
+"""`StepObserver`: what follows the steps of a run without taking part in them.
+
+    GRPOTrainer walks its list of observers:
+      begin          before a step's rollout
+      before_stage   a stage starts                       (StageDisplay)
+      after_stage    a stage has run                      (StepKeeper, LiveTracing)
+      end            all stages have run, the rows are still there
+      failed         instead of `end`, when the step ends with an error
+      metrics        numbers of the observer's own, for the log
+      report         the numbers of the step are known    (MismatchWarning, LiveTracing)
+
+Here are the small ones; `StepKeeper` and `LiveTracing` have files of their own. Invariant: an observer changes no
+number of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from nemo_rl.algorithms.stages.stage import Stage
+from nemo_rl.algorithms.stages.state import StepState
+from nemo_rl.config.schema import MasterConfig
+from nemo_rl.data_plane.schema import ROUTE_FIELDS
+from nemo_rl.models.policy.tq_policy import TQPolicy
+from nemo_rl.utils.panel import Panel
+from nemo_rl.utils.r3_trace import trace_plan
+
+__all__ = [
+    "MISMATCH_METRIC",
+    "MISMATCH_THRESHOLD",
+    "MismatchWarning",
+    "RouteTracePlan",
+    "StageDisplay",
+    "StepObserver",
+    "TensorRecording",
+]
+
+
+class StepObserver:
+    """Follows the steps of a run; every method does nothing unless it is overridden."""
+
+    def begin(self, number: int) -> None:
+        """The step begins; its rows are sampled next."""
+
+    def before_stage(self, stage: str) -> None:
+        """A stage starts."""
+
+    def after_stage(self, stage: str, step: StepState) -> None:
+        """A stage has run."""
+
+    def end(self, step: StepState, *, last_checkpoint: int) -> None:
+        """All stages have run; the rows are cleared next.
+
+        Args:
+            last_checkpoint: its step, 0 where there is none.
+        """
+
+    def failed(self, step: StepState, error: BaseException, *, stage: str) -> None:
+        """The step has failed in `stage`; its rows may be gone."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return numbers of the last step, for the log."""
+        return {}
+
+    def report(self, number: int, metrics: Mapping[str, float]) -> None:
+        """The numbers of a step are known."""
+
+
+class StageDisplay(StepObserver):
+    """Shows in the panel which stage runs."""
+
+    def __init__(self, panel: Panel) -> None:
+        self._panel = panel
+
+    def before_stage(self, stage: str) -> None:
+        self._panel.stage(stage)
+
+
+class TensorRecording(StepObserver):
+    """Has the policy workers write their tensors in the steps that the recipe names (`diagnostics.record.steps`)."""
+
+    def __init__(self, policy: TQPolicy, steps: Collection[int]) -> None:
+        self._policy, self._steps = policy, frozenset(steps)
+
+    def begin(self, number: int) -> None:
+        if number in self._steps:
+            self._policy.begin_recording(number)
+
+    def end(self, step: StepState, *, last_checkpoint: int) -> None:
+        if step.number in self._steps:
+            self._policy.end_recording()
+
+
+class RouteTracePlan(StepObserver):
+    """Writes into the route trace, once, which stages replay routes."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages: list[str] | None = [stage.name for stage in stages if set(stage.reads) & set(ROUTE_FIELDS)]
+
+    def begin(self, number: int) -> None:
+        stages, self._stages = self._stages, None
+        if stages is not None:
+            trace_plan(stages=stages)
+
+
+MISMATCH_METRIC, RATIO_METRIC = "train/token_mult_prob_error", "train/gen_probs_ratio"
+MISMATCH_THRESHOLD = 1.05
+"""Mean factor between the two probabilities of a token above which a fault is likelier than rounding."""
+
+
+class MismatchWarning(StepObserver):
+    """Warns, once in a run, that rollout and trainer give sampled tokens different probabilities.
+
+    Args:
+        note: shows a line to the person at the terminal.
+    """
+
+    def __init__(self, config: MasterConfig, *, note: Callable[[str], None]) -> None:
+        self._config, self._note = config, note
+        self._is_said = False
+        generation = config.policy.generation
+        has_filter = generation.top_p < 1 or generation.top_k is not None
+        self._tells_bias = has_filter and not generation.record_support
+
+    def report(self, number: int, metrics: Mapping[str, float]) -> None:
+        ratio, error = metrics.get(RATIO_METRIC), metrics.get(MISMATCH_METRIC)
+        if self._tells_bias and ratio is not None:
+            self._tells_bias = False
+            self._note(self._bias(number, ratio))
+        if not self._is_said and error is not None and error > MISMATCH_THRESHOLD:
+            self._is_said = True
+            self._note(self._mismatch(number, error))
+
+    def _bias(self, step: int, ratio: float) -> str:
+        return (
+            "WARNING: policy.generation.top_p or top_k without policy.generation.record_support: engine and trainer "
+            f"each find a kept set of their own; the mean of pi_old / pi_gen in step {step} is {ratio:.4f}, where 1 is "
+            "without bias (with the sampler's log-probabilities for pi_old, updates within the step move it, too)"
+        )
+
+    def _mismatch(self, step: int, error: float) -> str:
+        config = self._config
+        causes = ["engines with weights of another step", "a precision or kernel of the engine that rounds otherwise"]
+        if config.grpo.use_generation_logprobs_as_prev:
+            causes.append("several updates per rollout (grpo.use_generation_logprobs_as_prev compares with the newest)")
+        if self._config.policy.generation.top_p < 1 or config.policy.generation.top_k is not None:
+            causes.append("kept sets of top-p or top-k that differ")
+        if not config.policy.router_replay.enabled:
+            causes.append("experts chosen otherwise, in a mixture of experts (policy.router_replay.enabled)")
+        kept = "" if config.diagnostics.keep_steps.enabled else ", after a run with diagnostics.keep_steps.enabled=true"
+        return (
+            f"WARNING: {MISMATCH_METRIC} is {error:.4f} in step {step}, above {MISMATCH_THRESHOLD}: trainer and "
+            f"rollout differ on the tokens that were sampled. Likely causes: {'; '.join(causes)}. To find it: "
+            f"nemo-rl replay {config.logger.log_dir} --step {step} --explain-mismatch{kept}"
+        )
