@@ -24,9 +24,8 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl.algorithms.losses.kl import KlTerm, kl_term
-from nemo_rl.algorithms.losses.masks import token_weights, weighed
 from nemo_rl.algorithms.losses.metrics import extremes, mismatch_metrics, policy_metrics, total, weighted_mean
-from nemo_rl.algorithms.losses.normalization import normalize
+from nemo_rl.algorithms.losses.normalization import normalize, token_weights, weighed
 from nemo_rl.algorithms.losses.off_policy import LOG_BOUND, Correction, off_policy_weights
 from nemo_rl.algorithms.losses.term import PolicyInputs, PolicyTerm, TermOutput
 from nemo_rl.config.loss import LOSS_TRAITS
