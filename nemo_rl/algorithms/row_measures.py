@@ -13,8 +13,7 @@ from typing import ClassVar
 
 import torch
 
-from nemo_rl.algorithms.grpo import estimated_advantages
-from nemo_rl.algorithms.reward_shaping import rewards_of
+from nemo_rl.algorithms.grpo import estimated_advantages, rewards_of
 from nemo_rl.algorithms.scored_rows import ScoredRows
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.schema import GRPOConfig, MasterConfig

@@ -124,21 +124,21 @@ LOSSES = PartKind(
 ADVANTAGE_ESTIMATORS = PartKind(
     what="an advantage estimator",
     builtin={
-        "grpo": "nemo_rl.algorithms.advantages.group_relative:GroupAdvantages",
-        "dr_grpo": "nemo_rl.algorithms.advantages.group_relative:DrGRPO",
-        "rloo": "nemo_rl.algorithms.advantages.group_relative:LeaveOneOut",
-        "reinforce_plus_plus": "nemo_rl.algorithms.advantages.reinforce_plus_plus:ReinforcePlusPlus",
-        "reinforce_plus_plus_baseline": "nemo_rl.algorithms.advantages.reinforce_plus_plus:ReinforcePlusPlusBaseline",
-        "gdpo": "nemo_rl.algorithms.advantages.gdpo:GDPO",
-        "maxrl": "nemo_rl.algorithms.advantages.maxrl:MaxRL",
-        "optimal_token_baseline": "nemo_rl.algorithms.advantages.optimal_token_baseline:OptimalTokenBaseline",
+        "grpo": "nemo_rl.algorithms.estimators:GroupAdvantages",
+        "dr_grpo": "nemo_rl.algorithms.estimators:DrGRPO",
+        "rloo": "nemo_rl.algorithms.estimators:LeaveOneOut",
+        "reinforce_plus_plus": "nemo_rl.algorithms.estimators:ReinforcePlusPlus",
+        "reinforce_plus_plus_baseline": "nemo_rl.algorithms.estimators:ReinforcePlusPlusBaseline",
+        "gdpo": "nemo_rl.algorithms.estimators:GDPO",
+        "maxrl": "nemo_rl.algorithms.estimators:MaxRL",
+        "optimal_token_baseline": "nemo_rl.algorithms.estimators:OptimalTokenBaseline",
     },
 )
 TOKEN_ESTIMATORS = PartKind(
     what="an estimator of advantages per token",
     builtin={
-        "reinforce_plus_plus": "nemo_rl.algorithms.advantages.reinforce_plus_plus:TokenReinforcePlusPlus",
-        "optimal_token_baseline": "nemo_rl.algorithms.advantages.optimal_token_baseline:OptimalTokenBaseline",
+        "reinforce_plus_plus": "nemo_rl.algorithms.estimators:TokenReinforcePlusPlus",
+        "optimal_token_baseline": "nemo_rl.algorithms.estimators:OptimalTokenBaseline",
     },
 )
 """The form per token of those of `ADVANTAGE_ESTIMATORS` that have one."""

@@ -30,11 +30,12 @@ from nemo_rl.algorithms.losses.off_policy import LOG_BOUND, Correction, off_poli
 from nemo_rl.algorithms.losses.term import PolicyInputs, PolicyTerm, TermOutput
 from nemo_rl.config.loss import LOSS_TRAITS
 from nemo_rl.config.parts import LOSSES
-from nemo_rl.config.schema import LossConfig
-from nemo_rl.models.policy.interfaces import ENTROPY, UNFILTERED_LOGPROBS, LossOutput, LossScale
+from nemo_rl.config.schema import LossConfig, MasterConfig
+from nemo_rl.distributed.worker_pass import WorkerPass
+from nemo_rl.models.policy.interfaces import ENTROPY, UNFILTERED_LOGPROBS, LossFunction, LossOutput, LossScale
 from nemo_rl.utils.metrics import Reduction, Sum
 
-__all__ = ["PolicyLoss"]
+__all__ = ["PolicyLoss", "build_loss"]
 
 GENERATION, REFERENCE = "generation_logprobs", "reference_policy_logprobs"
 
@@ -202,3 +203,14 @@ def _share_metrics(tokens: _Tokens, found: TermOutput, correction: Correction | 
         metrics |= extremes("sampling_importance_ratio", used_NT[weight_NT > 0])
         metrics["truncated_share"] = weighted_mean(correction.is_truncated_NT.float(), weight_NT)
     return metrics
+
+
+def build_loss(config: MasterConfig) -> LossFunction:
+    """The loss that the recipe names."""
+    is_from_sampler = config.grpo.use_generation_logprobs_as_prev
+    prev_field = "generation_logprobs" if is_from_sampler else WorkerPass.PREV_LOGPROBS.column
+    name = config.loss_fn.name
+    if LOSSES.is_builtin(name):
+        return PolicyLoss(config=config.loss_fn, prev_field=prev_field)
+    own: LossFunction = LOSSES.load(name, key="loss_fn.name")(config=config.loss_fn, prev_field=prev_field)
+    return own

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from nemo_rl.algorithms.cpu_needs import engines_apart, logical_cpus, too_few_cpus
-from nemo_rl.algorithms.preflight.subject import Subject, nearest_folder
+from nemo_rl.algorithms.preflight.inputs import Subject, nearest_folder
 from nemo_rl.algorithms.run_folder import run_folders, used_folder_problems
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import ClusterConfig

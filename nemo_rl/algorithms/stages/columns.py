@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from nemo_rl.algorithms.row_measures import KlInReward, RowMeasures
-from nemo_rl.algorithms.token_estimator import TokenEstimator, token_estimator
+from nemo_rl.algorithms.token_work import TokenEstimator, token_estimator
 from nemo_rl.config.schema import GRPOConfig, MasterConfig
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.schema import (

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from nemo_rl.algorithms.row_measures import RowMeasures
 from nemo_rl.algorithms.stages.columns import StageColumns
 from nemo_rl.algorithms.stages.state import StepState
-from nemo_rl.algorithms.token_estimator import TokenEstimator
+from nemo_rl.algorithms.token_work import TokenEstimator
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import GRPOConfig, LoggerConfig
 from nemo_rl.data_plane.client.stage_context import working_for

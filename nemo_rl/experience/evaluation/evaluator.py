@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from nemo_rl.config.evaluation import EvaluationConfig
 from nemo_rl.config.schema import MAIN_SET
 from nemo_rl.data.datasets import PromptSet
-from nemo_rl.experience.evaluation.answers import stated_answer
-from nemo_rl.experience.evaluation.measures import PromptSamples, measure_set
+from nemo_rl.experience.evaluation.measures import PromptSamples, measure_set, stated_answer
 from nemo_rl.experience.evaluation.result import SetResult, ValidationResult
 from nemo_rl.experience.payload import mean_of_scored, row_record
 from nemo_rl.experience.rollouts import ResponseScorer, ScoredSamples, check_versions, row_seeds

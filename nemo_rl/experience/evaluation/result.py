@@ -10,7 +10,7 @@ from nemo_rl.config.schema import MAIN_SET
 from nemo_rl.experience.evaluation.measures import REWARD, SetMeasures
 from nemo_rl.utils.logger import VAL_ACCURACY_METRIC, VAL_REWARD_METRIC
 
-__all__ = ["SetResult", "ValidationResult"]
+__all__ = ["SetResult", "ValidationResult", "evaluation_lines"]
 
 AREA, ACCURACY = VAL_ACCURACY_METRIC.split("/")
 
@@ -99,3 +99,29 @@ def _ends(part: SetMeasures, area: str) -> dict[str, float]:
 
 
 assert f"{AREA}/{REWARD}" == VAL_REWARD_METRIC, "curves and checkpoints look for the reward under this name"
+
+
+def evaluation_lines(sets: Mapping[str, SetResult], *, confidence: float) -> list[str]:
+    """Columns are aligned; each measure is followed by its interval.
+
+    Example:
+        `validation      256  0.891 [0.846, 0.923]`
+    """
+    rows: list[tuple[str, SetMeasures]] = []
+    for name, found in sets.items():
+        rows.append((name, found.measures))
+        rows += [(f"  {category}", part) for category, part in found.measures.categories.items()]
+    measures = list(dict.fromkeys(measure for _, part in rows for measure in part.measures))
+    cells = [["set", "prompts", *measures]]
+    for name, part in rows:
+        texts = [part.measures[measure].text() if measure in part.measures else "" for measure in measures]
+        cells.append([name, str(part.num_prompts), *texts])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    samples = {found.num_samples for found in sets.values()}
+    num = ", ".join(map(str, sorted(samples)))
+    return [
+        *lines,
+        f"intervals hold the mean over such prompts with {confidence:.0%} confidence, and where there is one "
+        f"prompt its mean over such samples; {num} samples a prompt",
+    ]
