@@ -1,4 +1,4 @@
-"""What an advantage estimator is given and gives: statistics of groups, by segment sums, no loop over prompts.
+"""The interface of advantage estimators, and statistics of groups, by segment sums, no loop over prompts.
 
 The estimators are in `nemo_rl.algorithms.estimators`. Called by the driver on small per-row vectors.
 Invariant: whether a group is trivial is decided by exact equality of

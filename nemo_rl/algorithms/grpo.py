@@ -225,7 +225,7 @@ def plan_logprobs(
 
 
 class _Common(TypedDict):
-    """What every planner takes."""
+    """Arguments that every planner takes."""
 
     dp_world: int
     cost: tuple[float, float]

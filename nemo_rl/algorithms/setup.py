@@ -84,16 +84,16 @@ class _Groups:
     engines: WorkerFleet
     rollout: WorkerGroup
     address: str = "127.0.0.1"
-    """Of policy rank 0, as the other processes reach it."""
+    """Address of policy rank 0, as the other processes reach it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Specs:
-    """What each process is started with."""
+    """The specs that each process is started with."""
 
     worker: Callable[[RankSpec], WorkerSpec]
     engine: Callable[[int], EngineSpec]
-    """By the number of the engine."""
+    """Spec of an engine by its number."""
     rollout: RolloutSpec
 
     @classmethod
@@ -213,7 +213,7 @@ def _source(tools: StageTools, weight_sync: WeightSync, sampler: PromptSampler) 
 
 
 def _traced_engines(config: MasterConfig, groups: _Groups) -> TracedEngines:
-    """Only engines that are known to be a `TracedEngine` are asked."""
+    """Return the engines that the tracer may ask: those that are known to be a `TracedEngine`."""
     traits = ENGINE_TRAITS.get(config.policy.generation.backend, EngineTraits())
     return TracedEngines(groups.engines if traits.shows_decoding else None, timeout_s=config.cluster.stage_timeout_s)
 
@@ -276,7 +276,8 @@ def _logger(config: MasterConfig, resume_from: Checkpoint | None) -> Logger:
 
 
 def _cluster(config: MasterConfig, start: StartUp, forks: ForkServer | None) -> RayVirtualCluster:
-    """On GPU an engine shares its GPU and its bundle with a policy worker, unless it stands apart."""
+    """Return the cluster. On GPU an engine shares its GPU and its bundle with a policy worker, unless it stands
+    apart."""
     colocated = config.policy.generation.colocated
     return RayVirtualCluster(
         config.cluster,

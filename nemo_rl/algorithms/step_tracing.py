@@ -63,13 +63,13 @@ class TracedRun:
 
     config: TracerConfig
     spec: TraceSpec
-    """For the workers."""
+    """Settings for the workers."""
     job: TracedJob
     watched: _Watched
 
 
 class _Watched:
-    """What is watched, as the hub has said last."""
+    """The watches that the hub has sent last."""
 
     def __init__(self, watches: Sequence[str]) -> None:
         self._lock = threading.Lock()
@@ -99,7 +99,7 @@ class LiveTracing(StepObserver):
     def __init__(self, run: TracedRun, policy: TQPolicy, engines: TracedEngines) -> None:
         self._run, self._policy, self._engines = run, policy, engines
         self._watches: tuple[str, ...] | None = None
-        """Of the step; None: nothing of it is looked at."""
+        """Watches of the step, or None when it is not traced."""
         self._is_open = self._has_told = False
         self._last = -math.inf
 
@@ -183,7 +183,7 @@ def open_tracing(config: MasterConfig, *, layout: ParallelLayout) -> Iterator[Tr
 
 
 def watches_of(section: TracerConfig, switches: TracerSwitches) -> tuple[str, ...]:
-    """What the recipe says is watched: the selectors, and those of the classical switches that are on.
+    """Return what the recipe watches: the selectors, and those of the classical switches that are on.
 
     Raises:
         UserError: one of them cannot be read.
@@ -210,7 +210,7 @@ class TracedEngines:
 
     @property
     def can_show(self) -> bool:
-        """Whether the engines of this run can be asked."""
+        """True when the engines of this run can be asked."""
         return self._engines is not None
 
     def keys(self, num_rows: int) -> list[str]:
@@ -224,7 +224,7 @@ class TracedEngines:
         self._run(ask(TracedEngine.begin_tracing, step=step, watches=tuple(watches), keys=tuple(keys)))
 
     def end(self) -> None:
-        """Nothing of the step is shown from here on. Idempotent."""
+        """Stop showing the step. Idempotent."""
         if self._is_open:
             self._is_open = False
             self._run(ask(TracedEngine.end_tracing))

@@ -64,7 +64,7 @@ class Whitening:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moments:
-    """Of the values of some tokens."""
+    """Moments of the values of some tokens."""
 
     count: float = 0.0
     mean: float = 0.0
@@ -75,7 +75,7 @@ class Moments:
 
     @classmethod
     def of(cls, values: torch.Tensor) -> Moments:
-        """Of `[M]` float64."""
+        """Return the moments of `[M]` float64."""
         if not len(values):
             return cls()
         mean = values.mean()
@@ -88,7 +88,7 @@ class Moments:
         )
 
     def merge(self, other: Moments) -> Moments:
-        """Of the values of both."""
+        """Return the moments of the values of both."""
         count = self.count + other.count
         if not count:
             return self
@@ -102,7 +102,7 @@ class Moments:
         )
 
     def whitening(self) -> Whitening:
-        """To mean 0 and unbiased variance 1; equal values, and a single one, become 0."""
+        """Return the whitening to mean 0 and unbiased variance 1; equal values, and a single one, become 0."""
         if self.count < 2 or self.low == self.high:
             return Whitening(shift=0.0, scale=0.0)
         variance = self.squares / (self.count - 1)
@@ -133,7 +133,7 @@ class TokenWork(Counted):
     """`[N]` bool: the estimator sees the row; others, of which a group may be there in part, get 0."""
     clip: tuple[float | None, float | None] = (None, None)
     only_moments: bool = False
-    """Nothing is written: the driver gets the moments of the values."""
+    """True when nothing is written and the driver gets the moments of the values."""
     whitening: Whitening | None = None
 
     @classmethod
@@ -147,7 +147,7 @@ class TokenWork(Counted):
         kl: KlInReward | None,
         rows: Sequence[int],
     ) -> TokenWork:
-        """Of those of all rows that the workers have: at least every row of a trained group."""
+        """Return the work on all rows that the workers have: at least every row of a trained group."""
         whole = cls(
             estimator=estimator,
             kl=kl,
@@ -160,7 +160,7 @@ class TokenWork(Counted):
         return whole.of_rows(rows)
 
     def num_bytes(self) -> int:
-        """Of the row scalars."""
+        """Columns of the row scalars."""
         return sum(part.nbytes for part in (self.rewards, self.scored, self.groups, self.is_trained_group))
 
     def of_rows(self, rows: Sequence[int]) -> TokenWork:
@@ -274,7 +274,7 @@ def plan_groups(groups: Sequence[int], lengths: Sequence[int], *, dp_world: int)
 
 
 def whitening_of(shards: Sequence[Mapping[str, torch.Tensor]]) -> Whitening:
-    """Of the step, from the moments of its shards, always in their order."""
+    """Return the whitening of the step, from the moments of its shards, always in their order."""
     merged = Moments()
     for numbers in shards:
         if numbers:
@@ -305,7 +305,7 @@ class TokenRows:
     penalties: torch.Tensor
     """`[N, T]`, what each token costs: the KL with `loss_fn.use_kl_in_reward`, else 0; 0 outside the mask."""
     columns: Mapping[str, torch.Tensor]
-    """What the estimator `reads`, `[N, T]` or `[N]`; of per-token ones 0 outside the mask."""
+    """The columns that the estimator `reads`, `[N, T]` or `[N]`; of per-token ones 0 outside the mask."""
 
     @property
     def returns(self) -> torch.Tensor:
@@ -322,7 +322,7 @@ class TokenEstimator(ABC):
     reads: ClassVar[tuple[str, ...]] = ()
     """Columns that it needs besides the mask, such as `prev_logprobs`."""
     whitens: ClassVar[bool] = False
-    """Whether what it gives is whitened over all response tokens of the step afterwards."""
+    """True when its advantages are whitened over all response tokens of the step afterwards."""
 
     def __init__(self, *, config: GRPOConfig) -> None:
         self.config = config

@@ -79,7 +79,7 @@ LOGGED_FIELDS = ("input_ids", "token_mask", "generation_logprobs")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutSpec:
-    """What a rollout worker is made from."""
+    """The settings that a rollout worker is made from."""
 
     grpo: GRPOConfig
     policy: PolicyConfig
@@ -88,14 +88,14 @@ class RolloutSpec:
     env: EnvConfig
     logger: LoggerConfig
     start_timeout_s: float
-    """For the processes that score."""
+    """Deadline for the start of the processes that score."""
     now: datetime | None = None
     """The time that the chat template sees: that of the run's first start. None: the clock's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutInfo:
-    """What the rollout worker loaded."""
+    """The data that the rollout worker has loaded."""
 
     num_train_prompts: int
     num_val_prompts: int
@@ -106,7 +106,7 @@ class RolloutInfo:
     identity: Mapping[str, str] = field(default_factory=dict)
     """Digests of the data, by the dotted paths of their sections, of tokenizer, chat template and reward."""
     prints_the_date: bool = False
-    """Whether the chat template says when the run was started."""
+    """True when the chat template says when the run was started."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +118,7 @@ class GroupRequest:
     prompt: int
     """Number in the training set."""
     seed: int
-    """Of the first row; row i has `seed + i`."""
+    """Seed of the first row; row i has `seed + i`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -415,7 +415,7 @@ class RolloutHandle:
         self._run(ask(RolloutWorker.setup_data_plane, address=address), "data plane setup")
 
     def use_engines(self, engines: WorkerFleet) -> None:
-        """From here on these engines are asked; see `RolloutWorker.use_engines`."""
+        """Use these engines from here on; see `RolloutWorker.use_engines`."""
         self._run(ask(RolloutWorker.use_engines, engines=engines.copy()), "refit")
 
     def submit_groups(
@@ -499,7 +499,7 @@ class RolloutHandle:
 
 
 def _group_metrics(output: GenerationOutput, size: int) -> list[dict[str, Reduction]]:
-    """What is logged of each group; sums are exact, so they do not depend on which groups ended together."""
+    """Return what is logged of each group; sums are exact, so they do not depend on which groups ended together."""
     lengths = output.lengths.reshape(-1, size)
     logprobs = output.logprobs.split(lengths.sum(1).tolist())
     return [

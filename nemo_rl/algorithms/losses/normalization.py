@@ -1,4 +1,5 @@
-"""From a value for every token to one number: which tokens count, and the mean over tokens, sequences or a length.
+"""Reductions from a value for every token to one number: which tokens count, and the mean over tokens, sequences or a
+length.
 
 Invariant: divisors are the counts of the whole global batch (`LossScale`), so the parts of microbatches and ranks add
 up to the same number however rows were laid out. Rows without a token that counts add 0 and are in no divisor. Shapes:

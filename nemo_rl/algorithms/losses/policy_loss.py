@@ -162,7 +162,7 @@ class PolicyLoss:
         return self.config.use_importance_sampling_correction
 
     def _correction(self, tokens: _Tokens) -> Correction | None:
-        """None where the loss has none, or has it inside."""
+        """Return the correction; None where the loss has none, or has it inside."""
         traits = LOSS_TRAITS[self.term_name]
         if not self._corrects or traits.has_own_correction:
             return None
@@ -184,7 +184,7 @@ class PolicyLoss:
 
 
 def _share_metrics(tokens: _Tokens, found: TermOutput, correction: Correction | None) -> dict[str, Reduction]:
-    """What bounds did: clipped, masked, truncated, clamped; and the weights of the correction."""
+    """Return what bounds did: clipped, masked, truncated, clamped; and the weights of the correction."""
     weight_NT = tokens.weight_NT
     masked_NT = torch.zeros_like(tokens.inputs.mask_NT)
     if found.is_masked_NT is not None:

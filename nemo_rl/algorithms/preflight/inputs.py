@@ -73,13 +73,13 @@ class Subject:
 
     @cached_property
     def num_parameters(self) -> int:
-        """From the headers of the weight files, every one of which is opened."""
+        """Parameters by the headers of the weight files, every one of which is opened."""
         weights = open_weights(self.config.policy.model_name, self.model_config)
         return sum(math.prod(weights.shape(name)) for name in weights.names())
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """With the chat template of the config, if it has one."""
+        """The tokenizer with the chat template of the config, if it has one."""
         given = self.config.policy.tokenizer
         return load_tokenizer(given.name or self.config.policy.model_name, chat_template=given.chat_template)
 
@@ -123,7 +123,7 @@ def nearest_folder(path: Path) -> Path:
 PROMPTS_ENCODED = 4
 """Prompts that go through template and tokenizer; all of them do later."""
 MAX_BYTES = 256 * 2**20
-"""Of a `huggingface` dataset, which is read as a whole: a larger one would be read twice for minutes."""
+"""Limit of a `huggingface` dataset, which is read as a whole: a larger one would be read twice for minutes."""
 
 
 def check_model(subject: Subject) -> list[str]:
@@ -227,14 +227,14 @@ def check_parts(subject: Subject) -> list[str]:
 
 
 def _misses_rows(estimator: object) -> bool:
-    """Whether a class of advantages per row expects `rows` and does not say so."""
+    """Return whether a class of advantages per row expects `rows` and does not say so."""
     if not isinstance(estimator, type) or issubclass(estimator, UsesRows | TokenEstimator):
         return False
     return "rows" in inspect.signature(estimator.__call__).parameters
 
 
 def check_engine(subject: Subject) -> list[str]:
-    """What the engine of the rollout needs is installed, and its own settings make sense."""
+    """Check that what the engine of the rollout needs is installed, and that its own settings make sense."""
     backend = subject.config.policy.generation.backend
     check = ENGINE_TRAITS.get(backend, EngineTraits()).check
     if check is None:
@@ -257,7 +257,7 @@ def _compare(subject: Subject, identity: dict[str, str]) -> None:
 
 
 def _all_rows_count(subject: Subject) -> bool:
-    """Whether rows are all read here: nothing else would, and they are not too large to be read for it."""
+    """Return whether rows are all read here: nothing else would, and they are not too large to be read for it."""
     data = subject.config.data
     return subject.is_alone and not any(map(_is_too_large, (data.train, *data.held_out.values())))
 
@@ -294,7 +294,7 @@ def _bytes_of(path: Path) -> int:
 
 
 def too_few_prompts(grpo: GRPOConfig, found: int) -> str:
-    """What is said of so many prompts for training."""
+    """Return the message about too few training prompts."""
     is_round = grpo.use_dynamic_sampling and found >= grpo.num_prompts_per_step
     times = f" x grpo.batch_multiplier {grpo.batch_multiplier:g} = {grpo.prompts_per_round}" if is_round else ""
     return (

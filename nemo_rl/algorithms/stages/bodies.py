@@ -1,4 +1,5 @@
-"""What each stage of a GRPO step does with rows that are in the data plane, in the order in which a step runs them.
+"""The bodies of the stages of a GRPO step, which work on rows that are in the data plane, in the order in which a step
+runs them.
 
     build_stages
       |- score               RowScalars -> advantages, weights, tags        (Score, score_rows)
@@ -48,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 NOT_TRAINED = "not trained: no weight ({why})"
 NO_PASS = "the run has no such pass (grpo.use_generation_logprobs_as_prev or loss_fn.force_on_policy_ratio)"
-"""Why readable rollouts lack log-probabilities of the trainer."""
+"""Reasons why readable rollouts lack log-probabilities of the trainer."""
 
 
 class Score(Stage):
@@ -226,7 +227,7 @@ class LogRollouts(Stage):
         return NOT_TRAINED.format(why=step.scores.why_no_weight(row)) if self._has_prev_logprobs else NO_PASS
 
     def _scored(self, step: StepState, shown: KVBatchMeta) -> KVBatchMeta | None:
-        """Those of the rows that the trainer has scored before its update; None where there are none."""
+        """Return the rows that the trainer has scored before its update; None where there are none."""
         if step.chosen is None or not self._has_prev_logprobs:
             return None
         wanted, chosen = set(shown.keys), step.chosen.meta
@@ -244,7 +245,7 @@ BODIES: Mapping[str, type[Stage]] = {
     WorkerPass.TRAIN: Train,
     "log": LogRollouts,
 }
-"""By the names of `stage_columns`."""
+"""Bodies by the names of `stage_columns`."""
 
 
 def build_stages(columns: Sequence[StageColumns], tools: StageTools) -> tuple[Stage, ...]:

@@ -111,7 +111,7 @@ Interval = Literal[
     "jackknife over samples",
     "none",
 ]
-"""How the ends were found, and over what; `none`: they are those of the range."""
+"""The way the ends were found, and over what; `none`: they are those of the range."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,12 +128,12 @@ class Estimate:
     interval: Interval
 
     def as_record(self) -> dict[str, float | str | None]:
-        """For JSON; an end that is open is None."""
+        """Return the interval for JSON; an end that is open is None."""
         low, high = (end if math.isfinite(end) else None for end in (self.low, self.high))
         return {"value": self.value, "low": low, "high": high, "interval": self.interval}
 
     def text(self) -> str:
-        """For example `0.550 [0.280, 0.820]`."""
+        """Return a text such as `0.550 [0.280, 0.820]`."""
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
@@ -164,7 +164,7 @@ def mean_with_interval(values: Sequence[float], *, confidence: float, bounds: tu
 
 
 def wilson_interval(num_right: float, num_trials: int, *, confidence: float) -> tuple[float, float]:
-    """Of a share of trials that are right or wrong (Wilson 1927).
+    """Return the interval of a share of trials that are right or wrong (Wilson 1927).
 
     Example:
         >>> [round(end, 7) for end in wilson_interval(3, 10, confidence=0.95)]
@@ -179,7 +179,7 @@ def wilson_interval(num_right: float, num_trials: int, *, confidence: float) -> 
 
 
 def t_quantile(freedom: int, *, confidence: float) -> float:
-    """How many standard errors to either side hold `confidence` of Student's t with so many degrees of freedom.
+    """Return how many standard errors to either side hold `confidence` of Student's t with so many degrees of freedom.
 
     Example:
         >>> round(t_quantile(3, confidence=0.95), 3)

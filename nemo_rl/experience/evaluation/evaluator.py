@@ -25,28 +25,28 @@ from nemo_rl.utils.rollout_file import write_rollouts
 __all__ = ["EvaluationTask", "Evaluator", "SampleFile"]
 
 PURPOSE = "validation"
-"""Of the seeds."""
+"""Purpose of the seeds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleFile:
-    """Where readable samples go."""
+    """The file that readable samples go to."""
 
     path: Path
     max_rows: int | None
-    """Of each set and way to sample; None writes all."""
+    """Most rows of each set and way to sample; None writes all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationTask:
-    """Which weights are measured, and how much of the prompts."""
+    """The weights that are measured, and how much of the prompts."""
 
     step: int
     """Decides the seeds."""
     version: int | None
-    """Of the weights, as in `check_versions`."""
+    """Version of the weights, as in `check_versions`."""
     max_prompts: int | None = None
-    """Of each set, from its start; None takes all."""
+    """Most prompts of each set, from its start; None takes all."""
     samples: SampleFile | None = None
 
 

@@ -1,4 +1,4 @@
-"""What samples of held-out prompts are worth: `measure_set` turns rewards and answers into means with intervals.
+"""Measures of samples of held-out prompts: `measure_set` turns rewards and answers into means with intervals.
 
 Called by the evaluator. Names of measures: `reward` (mean of the samples), `pass@k`, `majority@k`, `greedy_reward`.
 """
@@ -38,7 +38,7 @@ __all__ = [
 
 REWARD = "reward"
 _RIGHT = "\0right"
-"""What right responses vote for, whatever they wrote: no text has this character."""
+"""The vote of right responses, whatever they wrote: no text has this character."""
 SHARE = (0.0, 1.0)
 
 
@@ -52,10 +52,10 @@ class PromptSamples:
 
     rewards: tuple[float, ...]
     answers: tuple[str | None, ...]
-    """What each sample says; None for nothing."""
+    """The answer of each sample; None for no answer."""
     category: str | None
     greedy_reward: float | None
-    """None where no greedy response was taken."""
+    """Reward of the greedy response; None where none was taken."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,10 +65,10 @@ class SetMeasures:
     num_prompts: int
     measures: Mapping[str, Estimate]
     categories: Mapping[str, SetMeasures] = field(default_factory=dict)
-    """By name, in order; empty where prompts have none."""
+    """Measures of each category by name, in order; empty where prompts have none."""
 
     def as_record(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the measures for JSON."""
         record: dict[str, object] = {"num_prompts": self.num_prompts}
         record |= {name: each.as_record() for name, each in self.measures.items()}
         if self.categories:
@@ -140,7 +140,7 @@ def _wins(prompt: PromptSamples, config: EvaluationConfig, k: int) -> float:
 
 
 def _votes(prompt: PromptSamples, config: EvaluationConfig) -> tuple[Counter[str], int]:
-    """Of each answer, and how many samples give none."""
+    """Return the votes of each answer, and how many samples give none."""
     given = [
         _RIGHT if reward >= config.pass_reward else answer
         for reward, answer in zip(prompt.rewards, prompt.answers, strict=True)
@@ -149,7 +149,8 @@ def _votes(prompt: PromptSamples, config: EvaluationConfig) -> tuple[Counter[str
 
 
 def stated_answer(response: str) -> str | None:
-    """What is in the last boxes, or else what follows the thoughts, runs of white space taken as one; None for nothing.
+    """Return what is in the last boxes, or else what follows the thoughts, runs of white space taken as one; None for
+    nothing.
 
     The mathematical reward reads the same. Two ways to write one number are two answers here; only the reward knows
     better, and it has said which responses are right.
