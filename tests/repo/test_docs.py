@@ -186,7 +186,7 @@ def test_one_process_as_the_guide_says() -> None:
 
 
 def test_the_field_table_is_the_generated_one() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "data_plane.md").read_text(encoding="utf-8")
     shown = text.partition("<!-- fields: docs_table() -->\n")[2].partition("<!-- end of fields -->")[0]
     assert shown.strip() == docs_table().strip(), "paste the output of nemo_rl.data_plane.schema.docs_table()"
 

@@ -29,7 +29,8 @@ PAGES = (
     *("README.md", "docs/guide.md", "docs/parallel.md", "docs/data_plane.md", "docs/router_replay.md"),
     *("docs/extending.md", "docs/troubleshooting.md", "docs/one_step.md", "docs/architecture.md", "docs/install.md"),
     *("docs/contributing.md", "docs/coming_from_nemo_rl.md", "docs/debugging.md", "docs/tracer.md", "docs/cluster.md"),
-    *("docs/generation.md", "docs/algorithms.md", "docs/model_support.md"),
+    *("docs/generation.md", "docs/algorithms.md", "docs/model_support.md", "docs/trainer.md", "docs/workers.md"),
+    *("docs/observability.md", "docs/failures.md", "docs/limitations.md", "docs/glossary.md"),
 )
 LANGUAGES = {"bash", "python", "yaml", "text"}
 WORDS = {"cheap", "bounds", "tests", "gpu", "cluster"}
