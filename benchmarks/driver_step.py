@@ -116,7 +116,7 @@ def measure(num_rows: int, *, repeats: int = REPEATS, with_plan: bool = True) ->
             loss_fn=loss_fn,
         )
         stages = {stage.name: stage for stage in build_stages(columns, tools)}
-        run = [stages["score"].run, stages["advantages"].run]
+        run = [lambda step, stage=stages[name]: stage.submit(step).result() for name in ("score", "advantages")]
         found = [_step(number, config, client, run, with_plan=with_plan) for number in range(1, repeats + 2)]
     finally:
         client.close()

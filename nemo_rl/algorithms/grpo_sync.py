@@ -6,7 +6,7 @@
       `- step            once per step                                     (GRPOTrainer.step)
            |- source     a step whose rows are in the data plane           (BatchSource.next)
            |- open_step  these rows are cleared at its end, also after an error     (open_step)
-           |    |- stages  score, logprobs, advantages, train, log; see stages/bodies.py   (Stage.run)
+           |    |- stages  score, logprobs, advantages, train, log; see stages/bodies.py   (Stage.submit)
            |    |- observers  follow every stage: kept steps, live tracer, panel    (StepObserver.after_stage)
            |    `- clear   rows that were not trained, with the reason     (clear_untrained)
            `- end_step   workers forget what they fetched                  (TQPolicy.end_step)
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nemo_rl.algorithms.batches import BatchSource
-from nemo_rl.algorithms.observers import MISMATCH_METRIC, StepObserver
+from nemo_rl.algorithms.observers import MISMATCH_METRIC, StepObservers
 from nemo_rl.algorithms.saver import Saver
 from nemo_rl.algorithms.stages.bodies import clear_untrained
 from nemo_rl.algorithms.stages.columns import ROLLOUT, StageColumns, declare_partition
@@ -74,7 +74,7 @@ class TrainerParts:
     resume_from: Checkpoint | None = None
     run_state: Mapping[str, object] = field(default_factory=dict)
     """The section that `identity_state` makes for checkpoints."""
-    observers: tuple[StepObserver, ...] = ()
+    observers: StepObservers = field(default_factory=StepObservers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,10 +151,18 @@ class GRPOTrainer:
         Raises:
             UserError, WorkerError: the source or a stage failed.
         """
-        parts, started = self._parts, time.monotonic()
+        parts, observers, started = self._parts, self._parts.observers, time.monotonic()
         step = self._next_batch(self._step + 1)
         with open_step(parts.client, step.partition, step.keys):
-            step = self._run_stages(step)
+            try:
+                for stage in parts.stages:
+                    observers.before_stage(stage.name)
+                    step = stage.submit(step).result()
+                    observers.after_stage(stage.name, step)
+                observers.end(step, last_checkpoint=self._saver.last_step)
+            except BaseException as error:
+                observers.failed(step, error, stage=stage.name)
+                raise
             clear_untrained(parts.client, step)
         parts.policy.end_step()
         self._step = step.number
@@ -162,36 +170,15 @@ class GRPOTrainer:
 
     def _next_batch(self, number: int) -> StepState:
         source, observers = self._parts.source, self._parts.observers
-        for observer in observers:
-            observer.begin(number)
-            observer.before_stage(ROLLOUT)
+        observers.begin(number)
+        observers.before_stage(ROLLOUT)
         try:
             step = source.next(number)
         except BaseException as error:
             if source.unfinished is not None:
-                for observer in observers:
-                    observer.failed(source.unfinished, error, stage=ROLLOUT)
+                observers.failed(source.unfinished, error, stage=ROLLOUT)
             raise
-        for observer in observers:
-            observer.after_stage(ROLLOUT, step)
-        return step
-
-    def _run_stages(self, step: StepState) -> StepState:
-        observers, at = self._parts.observers, ""
-        try:
-            for stage in self._parts.stages:
-                at = stage.name
-                for observer in observers:
-                    observer.before_stage(at)
-                step = stage.run(step)
-                for observer in observers:
-                    observer.after_stage(at, step)
-            for observer in observers:
-                observer.end(step, last_checkpoint=self._saver.last_step)
-        except BaseException as error:
-            for observer in observers:
-                observer.failed(step, error, stage=at)
-            raise
+        observers.after_stage(ROLLOUT, step)
         return step
 
     def data_plane_stats(self) -> dict[str, object]:
@@ -263,13 +250,11 @@ class GRPOTrainer:
         )
         metrics.update({f"timing/{name}_s": value for name, value in stage_seconds.items()})
         metrics.update(traffic.metrics)
-        for observer in self._parts.observers:
-            metrics.update(observer.metrics())
+        metrics.update(self._parts.observers.metrics())
         self._timer.reset()
         self._parts.logger.log_metrics(metrics, step=self._step)
         self._parts.panel.step(self._report(step, metrics, stage_seconds, traffic.stage_bytes))
-        for observer in self._parts.observers:
-            observer.report(self._step, metrics)
+        self._parts.observers.report(self._step, metrics)
         return metrics
 
     def _refit_metrics(self) -> dict[str, float]:

@@ -32,6 +32,7 @@ __all__ = [
     "RouteTracePlan",
     "StageDisplay",
     "StepObserver",
+    "StepObservers",
     "TensorRecording",
 ]
 
@@ -64,6 +65,40 @@ class StepObserver:
 
     def report(self, number: int, metrics: Mapping[str, float]) -> None:
         """The numbers of a step are known."""
+
+
+class StepObservers(StepObserver):
+    """Several observers as one: each call goes to all of them, in order."""
+
+    def __init__(self, *observers: StepObserver) -> None:
+        self.all = observers
+
+    def begin(self, number: int) -> None:
+        for observer in self.all:
+            observer.begin(number)
+
+    def before_stage(self, stage: str) -> None:
+        for observer in self.all:
+            observer.before_stage(stage)
+
+    def after_stage(self, stage: str, step: StepState) -> None:
+        for observer in self.all:
+            observer.after_stage(stage, step)
+
+    def end(self, step: StepState, *, last_checkpoint: int) -> None:
+        for observer in self.all:
+            observer.end(step, last_checkpoint=last_checkpoint)
+
+    def failed(self, step: StepState, error: BaseException, *, stage: str) -> None:
+        for observer in self.all:
+            observer.failed(step, error, stage=stage)
+
+    def metrics(self) -> Mapping[str, float]:
+        return {name: value for observer in self.all for name, value in observer.metrics().items()}
+
+    def report(self, number: int, metrics: Mapping[str, float]) -> None:
+        for observer in self.all:
+            observer.report(number, metrics)
 
 
 class StageDisplay(StepObserver):

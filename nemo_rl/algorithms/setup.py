@@ -26,7 +26,7 @@ from nemo_rl.algorithms.kept_steps.folder import StepsFolder
 from nemo_rl.algorithms.kept_steps.keeper import StepKeeper
 from nemo_rl.algorithms.kept_steps.record import RunFacts
 from nemo_rl.algorithms.losses.policy_loss import build_loss
-from nemo_rl.algorithms.observers import MismatchWarning, RouteTracePlan, StageDisplay, TensorRecording
+from nemo_rl.algorithms.observers import MismatchWarning, RouteTracePlan, StageDisplay, StepObservers, TensorRecording
 from nemo_rl.algorithms.preflight.checks import preflight
 from nemo_rl.algorithms.preflight.inputs import too_few_prompts
 from nemo_rl.algorithms.process_environment import run_environment
@@ -190,7 +190,7 @@ def open_parts(given: MasterConfig, *, console: Console, forks: ForkServer | Non
             panel=panel,
             resume_from=resume_from,
             run_state=identity_state(began, identity, dtype=model_dtype(config.policy.model_name)),
-            observers=(
+            observers=StepObservers(
                 StageDisplay(panel),
                 RouteTracePlan(stages),
                 TensorRecording(policy, config.diagnostics.record.steps),

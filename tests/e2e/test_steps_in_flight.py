@@ -46,7 +46,7 @@ class Overlapping:
 
     def run(self, step: StepState, *names: str) -> StepState:
         for name in names:
-            step = self.stages[name].run(step)
+            step = self.stages[name].submit(step).result()
         return step
 
     def close(self, step: StepState, *numbers: int) -> dict[str, float]:

@@ -74,7 +74,7 @@ def from_the_root() -> Iterator[None]:
 
 
 def engine_of(trainer: GRPOTrainer) -> EngineWorker:
-    [tracing] = [each for each in trainer._parts.observers if isinstance(each, LiveTracing)]
+    [tracing] = [each for each in trainer._parts.observers.all if isinstance(each, LiveTracing)]
     engine = tracing._engines._engines.members[0]._worker
     assert isinstance(engine, EngineWorker)
     return engine

@@ -1,7 +1,7 @@
 """`Stage`: one part of a step as an object, its columns and its body.
 
-A scheduler hands a `StepState` from stage to stage. `run` waits; `submit` starts the work and gives a `Pending`, so
-that a stage of another step can go on meanwhile. Invariant: data plane calls of a stage are booked under its name,
+The trainer hands a `StepState` from stage to stage. `submit` starts the work and gives a `Pending`, so that a stage of
+another step can go on meanwhile. Invariant: data plane calls of a stage are booked under its name,
 whoever runs it and whenever.
 """
 
@@ -79,12 +79,11 @@ class Stage(ABC):
         """Columns of the data plane."""
         return self.columns.writes
 
-    def run(self, step: StepState) -> StepState:
-        """The step after this stage."""
-        return self.submit(step).result()
-
     def submit(self, step: StepState) -> Pending[StepState]:
-        """Start the stage without waiting for workers; what the driver does itself is done when it returns."""
+        """Start the stage and return the step after it, without waiting for workers.
+
+        What the driver does itself is done when this returns.
+        """
         if not self.applies_to(step):
             return Pending.done(step)
         started = time.perf_counter()
