@@ -33,9 +33,9 @@ from nemo_rl.config.schema import MasterConfig
 from nemo_rl.config.tracer import TracerConfig, TracerSwitches
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.errors import UserError
-from nemo_rl.models.policy.recording.identity import model_identity
+from nemo_rl.models.policy.recording import model_identity
 from nemo_rl.models.policy.tq_policy import TQPolicy
-from nemo_rl.models.policy.tracing.tracing import TraceSpec
+from nemo_rl.models.policy.tracing import TraceSpec
 from nemo_rl.tracer.classical import CLASSICAL
 from nemo_rl.tracer.job import TracedJob, open_job
 from nemo_rl.tracer.process import HubSpec

@@ -14,8 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from nemo_rl.models.hf_routers import ROUTER_KINDS
-from nemo_rl.models.policy.recording.hooks import at_input, at_output
-from nemo_rl.models.policy.recording.taps import Order, TapList, Tokens
+from nemo_rl.models.policy.hooks import Order, TapList, Tokens, at_input, at_output
 from nemo_rl.records.record import Split
 from nemo_rl.records.sites import SiteKind
 

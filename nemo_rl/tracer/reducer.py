@@ -1,6 +1,6 @@
 """Reducers: what is kept of a tensor. Named and typed; parts of any split are put together to what the whole gives.
 
-A rank makes a part of what it holds (`nemo_rl.models.policy.tracing.reduce`), the hub merges parts of all ranks and
+A rank makes a part of what it holds (`nemo_rl.models.policy.trace_parts`), the hub merges parts of all ranks and
 finishes them. Invariant: merging is associative, and no part depends on how tokens or features were split. Shapes: R
 tokens, F features, r of a part. Parts and results are numpy arrays, little-endian.
 """

@@ -24,7 +24,7 @@ from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.models.local_shard import local_shard
 from nemo_rl.models.policy.interfaces import LossOutput, LossScale
 from nemo_rl.models.policy.microbatch import Microbatch
-from nemo_rl.models.policy.recording.observer import OnBackward, nothing_follows
+from nemo_rl.models.policy.observer import OnBackward, nothing_follows
 from nemo_rl.models.policy.routes.worker_replay import OWN_ROUTES
 from nemo_rl.models.policy.steps import loss_scales
 from nemo_rl.models.policy.workers.base import optimizer_tensors

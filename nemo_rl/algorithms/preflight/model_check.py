@@ -49,7 +49,7 @@ from nemo_rl.models.hf_sites import HFSites
 from nemo_rl.models.hf_writing import ModelDescription, write_folder
 from nemo_rl.models.loading import load_causal_lm, load_model_config, named_weights
 from nemo_rl.models.policy.interfaces import TensorInfo
-from nemo_rl.models.policy.recording.sight import Sight
+from nemo_rl.models.policy.observer import Sight
 from nemo_rl.models.policy.workers.compose import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.tiny_model import WINDOW, language_config, write_small_model

@@ -31,8 +31,8 @@ from nemo_rl.errors import UserError
 from nemo_rl.models.hub import local_folders
 from nemo_rl.models.loading import load_model_config
 from nemo_rl.models.policy.fit import check_policy_fits
-from nemo_rl.models.policy.recording.identity import model_identity, record_spec
-from nemo_rl.models.policy.tracing.tracing import TraceSpec
+from nemo_rl.models.policy.recording import model_identity, record_spec
+from nemo_rl.models.policy.tracing import TraceSpec
 from nemo_rl.records.reader import read_folder
 from nemo_rl.records.selector import Selector
 from nemo_rl.tracer.job import open_job

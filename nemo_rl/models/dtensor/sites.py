@@ -16,7 +16,7 @@ from nemo_rl.models.dtensor.optim import LossScaler
 from nemo_rl.models.dtensor.parallelize import PolicyModel, full_weight
 from nemo_rl.models.hf_sites import HFSites
 from nemo_rl.models.loading import named_weights
-from nemo_rl.models.policy.recording.taps import Taps, Tokens
+from nemo_rl.models.policy.hooks import Taps, Tokens
 from nemo_rl.models.policy.steps import ThisRank
 from nemo_rl.records.record import Split
 

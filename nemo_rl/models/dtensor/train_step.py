@@ -21,7 +21,7 @@ from nemo_rl.models.dtensor.parallelize import PolicyModel, as_fsdp
 from nemo_rl.models.local_shard import local_shard
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale
 from nemo_rl.models.policy.microbatch import Microbatch, build_microbatch
-from nemo_rl.models.policy.recording.observer import NO_OBSERVER, PassObserver
+from nemo_rl.models.policy.observer import NO_OBSERVER, PassObserver
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes
 from nemo_rl.models.policy.steps import (
     BatchForm,

@@ -15,8 +15,7 @@ import torch
 from nemo_rl.models.megatron.convert import export_gradients
 from nemo_rl.models.megatron.mcore import MLP, TopKRouter
 from nemo_rl.models.megatron.setup import MegatronModel
-from nemo_rl.models.policy.recording.hooks import at_input, at_output
-from nemo_rl.models.policy.recording.taps import Deliver, Detach, Order, TapList, Taps, Tokens
+from nemo_rl.models.policy.hooks import Deliver, Detach, Order, TapList, Taps, Tokens, at_input, at_output
 from nemo_rl.models.policy.steps import ThisRank
 from nemo_rl.records.record import Split
 from nemo_rl.records.sites import SiteKind

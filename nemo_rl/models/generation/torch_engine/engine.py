@@ -29,7 +29,7 @@ from nemo_rl.models.generation.torch_engine.decode import DecodedRows, StopStrin
 from nemo_rl.models.generation.torch_engine.routes import RouteRecorder, RowRoutes
 from nemo_rl.models.generation.torch_engine.tracing import NO_TRACING, DecodeTracing, EngineTracing
 from nemo_rl.models.loading import DTYPES, load_causal_lm, named_weights
-from nemo_rl.models.policy.tracing.phases import TraceSpec
+from nemo_rl.models.policy.tracing import TraceSpec
 from nemo_rl.models.support import SupportRecorder
 from nemo_rl.routes.shape import RouteShape
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl.models.generation.torch_engine.observer import NO_OBSERVER, DecodeObserver
-from nemo_rl.models.policy.recording.sight import PassRows, Sight, SiteSink
-from nemo_rl.models.policy.recording.taps import Tap, Tokens
+from nemo_rl.models.policy.hooks import Tap, Tokens
+from nemo_rl.models.policy.observer import PassRows, Sight, SiteSink
 from nemo_rl.records.record import Place, TokenTable
 from nemo_rl.records.sites import Direction, SiteKind
 

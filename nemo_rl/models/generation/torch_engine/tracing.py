@@ -16,10 +16,9 @@ from transformers import PreTrainedModel
 from nemo_rl.models.generation.interfaces import traced_row
 from nemo_rl.models.generation.torch_engine.sites import NO_SITES, ObservedRequest, RequestSites
 from nemo_rl.models.hf_sites import HFSites
-from nemo_rl.models.policy.tracing.outlet import Gathered
-from nemo_rl.models.policy.tracing.phases import GroupPlace, TracedPhases, TraceSpec
-from nemo_rl.models.policy.tracing.trace_sink import TraceSink
+from nemo_rl.models.policy.tracing import GroupPlace, TracedPhases, TraceSink, TraceSpec
 from nemo_rl.records.sites import SiteKind
+from nemo_rl.tracer.link import Gathered
 from nemo_rl.tracer.protocol import Group
 from nemo_rl.tracer.watch import GENERATION
 

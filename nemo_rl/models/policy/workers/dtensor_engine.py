@@ -23,9 +23,9 @@ from nemo_rl.models.dtensor.train_step import OptimizerStep, StepRunner
 from nemo_rl.models.dtensor.weights import fill_shards, make_room, open_source
 from nemo_rl.models.hf_routers import HFRouters
 from nemo_rl.models.loading import decoder_sizes, named_weights
+from nemo_rl.models.policy.hooks import Taps
 from nemo_rl.models.policy.interfaces import TensorInfo
-from nemo_rl.models.policy.recording.observer import NO_OBSERVER, PassObserver
-from nemo_rl.models.policy.recording.taps import Taps
+from nemo_rl.models.policy.observer import NO_OBSERVER, PassObserver
 from nemo_rl.models.policy.routes.replay import RouteReplayer
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes, Routers
 from nemo_rl.models.policy.steps import BatchForm, ThisRank

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.models.policy.hooks import Taps
 from nemo_rl.models.policy.interfaces import TensorInfo
-from nemo_rl.models.policy.recording.observer import NO_OBSERVER, PassObserver
-from nemo_rl.models.policy.recording.taps import Taps
+from nemo_rl.models.policy.observer import NO_OBSERVER, PassObserver
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes, Routers
 from nemo_rl.models.policy.steps import BatchForm, Runner, ThisRank
 from nemo_rl.models.policy.workers.base import Placement, WorkerState

@@ -18,9 +18,9 @@ from nemo_rl.data_plane.worker_mixin import ReplicaMember
 from nemo_rl.distributed.abort import AbortWatch, NoWatch, Watch
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, init_process_group, job_store
 from nemo_rl.distributed.layout import ParallelLayout
-from nemo_rl.models.policy.recording.recording import RecordSpec
+from nemo_rl.models.policy.recording import RecordSpec
 from nemo_rl.models.policy.steps import ThisRank
-from nemo_rl.models.policy.tracing.tracing import TraceSpec
+from nemo_rl.models.policy.tracing import TraceSpec
 from nemo_rl.models.policy.workers.compose import compose_parts
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
 

@@ -28,9 +28,9 @@ from nemo_rl.models.megatron.router_replay import attach_replay
 from nemo_rl.models.megatron.setup import build_model, destroy_parallel, forget_last_pass, initialize_parallel
 from nemo_rl.models.megatron.sites import taps_of
 from nemo_rl.models.megatron.train_step import PipelineRunner
+from nemo_rl.models.policy.hooks import Taps
 from nemo_rl.models.policy.interfaces import TensorInfo
-from nemo_rl.models.policy.recording.observer import NO_OBSERVER, PassObserver
-from nemo_rl.models.policy.recording.taps import Taps
+from nemo_rl.models.policy.observer import NO_OBSERVER, PassObserver
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes, Routers
 from nemo_rl.models.policy.steps import BatchForm, ThisRank
 from nemo_rl.models.policy.workers.base import Placement, WorkerState, check_placement, placement_of

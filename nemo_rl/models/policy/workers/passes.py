@@ -18,7 +18,7 @@ from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.models.logprobs import Sampling
 from nemo_rl.models.policy.interfaces import ADVANTAGES, SQUARED_PROBS, TOKEN_ADVANTAGES, LossFunction, TrainResult
 from nemo_rl.models.policy.microbatch import PassShape, fixed_plan, steps_of
-from nemo_rl.models.policy.recording.onlookers import NO_ONLOOKERS, Onlookers
+from nemo_rl.models.policy.observer import NO_ONLOOKERS, Onlookers
 from nemo_rl.models.policy.routes.slices import RouteSlices
 from nemo_rl.models.policy.routes.worker_replay import OWN_ROUTES, ROUTES, PassRoutes, Replay
 from nemo_rl.models.policy.steps import BatchForm, ThisRank, check_same_plan, loss_scales

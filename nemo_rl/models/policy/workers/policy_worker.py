@@ -32,11 +32,11 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import destroy_process_group
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.models.policy.interfaces import LossFunction, TensorInfo, TrainResult
-from nemo_rl.models.policy.recording.recording import Recording
+from nemo_rl.models.policy.recording import Recording
 from nemo_rl.models.policy.routes.slices import RouteSlices
 from nemo_rl.models.policy.routes.worker_replay import Replay
 from nemo_rl.models.policy.steps import ThisRank
-from nemo_rl.models.policy.tracing.tracing import Tracing
+from nemo_rl.models.policy.tracing import Tracing
 from nemo_rl.models.policy.workers.base import DeviceSide, WorkerState
 from nemo_rl.models.policy.workers.engine import Engine
 from nemo_rl.models.policy.workers.life_cycle import LifeCycle

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.models.policy.tracing.reduce import Values, _stats_on_device, part_of
+from nemo_rl.models.policy.trace_parts import Values, _stats_on_device, part_of
 from nemo_rl.tracer.reducer import STATS, PerToken, Span, WholeTensor, parse_reducer
 from nemo_rl.tracer.token_hash import token_hashes
 

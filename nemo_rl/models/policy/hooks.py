@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from nemo_rl.distributed.layout import Coordinates
 from nemo_rl.records.record import Split
 from nemo_rl.records.sites import SiteKind
 
-__all__ = ["Deliver", "Detach", "Order", "Tap", "TapList", "Taps", "Tokens"]
+__all__ = ["Deliver", "Detach", "Order", "Tap", "TapList", "Taps", "Tokens", "at_input", "at_output", "first_tensor"]
 
 Deliver = Callable[[torch.Tensor], None]
 Detach = Callable[[], None]
@@ -141,3 +142,37 @@ class Taps:
     def shows_whole(self) -> bool:
         """What every rank has whole."""
         return self.place == Coordinates(dp=0, cp=0, tp=0, pp=0)
+
+
+Pick = Callable[[Any], torch.Tensor]
+
+
+def first_tensor(value: Any) -> torch.Tensor:
+    """Of a module that gives a tensor, or several of which the first is meant."""
+    found = value if isinstance(value, torch.Tensor) else value[0]
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def at_output(module: torch.nn.Module, pick: Pick = first_tensor) -> Callable[[Deliver], Detach]:
+    """Sees what `pick` makes of the module's output."""
+
+    def attach(deliver: Deliver) -> Detach:
+        def look(_: torch.nn.Module, __: object, output: Any) -> None:
+            deliver(pick(output))
+
+        return module.register_forward_hook(look).remove
+
+    return attach
+
+
+def at_input(module: torch.nn.Module, pick: Pick = first_tensor) -> Callable[[Deliver], Detach]:
+    """Sees what `pick` makes of the module's first argument, positional or `hidden_states`."""
+
+    def attach(deliver: Deliver) -> Detach:
+        def look(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            deliver(pick(args[0] if args else kwargs["hidden_states"]))
+
+        return module.register_forward_pre_hook(look, with_kwargs=True).remove
+
+    return attach
