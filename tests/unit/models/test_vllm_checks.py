@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.models.generation.vllm.arguments import KEYS, OWN, engine_arguments
-from nemo_rl.models.generation.vllm.checks import check_vllm, known_arguments
-from nemo_rl.models.generation.vllm.routes import join_routes
+from nemo_rl.models.generation.vllm.decoding import join_routes
+from nemo_rl.models.generation.vllm.start import KEYS, OWN, check_vllm, engine_arguments, known_arguments
 from nemo_rl.routes.places import place_routes
 from nemo_rl.routes.shape import MISSING, RouteShape
 from tests.helpers.engine_child import NO_VLLM, has_vllm, vllm_policy

@@ -1,4 +1,4 @@
-"""`VllmEngine`: generation by vLLM, in a process of its own.
+"""`VllmEngine`: generation by vLLM, in a process of its own, and `VllmWorker`, which takes new weights from a refit.
 
 Called by rollout actors. Invariant: every output names the version that produced it, and between the first new weight
 and the last one nothing is sampled.
@@ -6,7 +6,7 @@ and the last one nothing is sampled.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -16,18 +16,61 @@ from vllm.v1.metrics.reader import Counter
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError, NonFiniteError, ResourceError, WorkerError, boundary, name_some, shorten
-from nemo_rl.models.generation.interfaces import GenerationInterface, GenerationOutput, GenerationRequest
+from nemo_rl.models.generation.interfaces import (
+    GenerationInterface,
+    GenerationOutput,
+    GenerationRequest,
+    SamplingParams,
+)
 from nemo_rl.models.generation.rows import RowRequest, rows_of
-from nemo_rl.models.generation.vllm.arguments import EngineArguments, engine_arguments
+from nemo_rl.models.generation.vllm.decoding import join_routes
 from nemo_rl.models.generation.vllm.extension import pack
-from nemo_rl.models.generation.vllm.routes import join_routes
-from nemo_rl.models.generation.vllm.sampling import FORCED, row_params
+from nemo_rl.models.generation.vllm.start import EngineArguments, engine_arguments
 from nemo_rl.models.generation.vllm.weights import VllmWeights, expected_weights
 from nemo_rl.models.hf_routers import HFRouters
-from nemo_rl.models.weight_sync.buckets import match_slots
+from nemo_rl.models.weight_sync.buckets import RefitPlan, WeightSlot, free_bytes, match_slots
+from nemo_rl.models.weight_sync.ipc_handle import IpcHandle, device_id
+from nemo_rl.models.weight_sync.receiver import RefitReceiver
+from nemo_rl.models.weight_sync.refit_group import RefitGroupSpec
+from nemo_rl.models.weight_sync.target import RefitTarget
 from nemo_rl.routes.shape import RouteShape
 
-__all__ = ["VllmEngine"]
+__all__ = ["FORCED", "VllmEngine", "VllmWorker", "row_params"]
+
+ALL_TOKENS = 0
+"""vLLM's top-k that leaves nothing out."""
+FORCED = "nemo_rl_forced"
+"""Extra argument of a request with the tokens of its response, for `force_rows`."""
+SEEDS = 2**63
+"""Seeds of a torch generator; vLLM takes -1 for none."""
+
+
+def row_params(sampling: SamplingParams, row: RowRequest, *, replays: bool) -> vllm.SamplingParams:
+    """Stops are those of the request alone, whatever the model's own files say.
+
+    Args:
+        replays: whether vLLM replays given responses by itself, as its second model runner does.
+    """
+    given = None if row.forced is None else list(row.forced)
+    return vllm.SamplingParams(
+        trace_decode_token_ids=given if replays else None,
+        extra_args=None if given is None or replays else {FORCED: given},
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=ALL_TOKENS if sampling.top_k is None else sampling.top_k,
+        seed=row.seed % SEEDS,
+        max_tokens=row.max_new_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        stop=list(sampling.stop_strings),
+        include_stop_str_in_output=True,
+        detokenize=bool(sampling.stop_strings),
+        skip_special_tokens=False,
+        ignore_eos=True,
+        # That of the sampled token.
+        logprobs=0,
+        flat_logprobs=True,
+    )
+
 
 STAGE = "generation"
 STOPPED, CUT = "stop", "length"
@@ -228,3 +271,57 @@ def _start(arguments: EngineArguments, config: PolicyConfig) -> vllm.LLM:
                 f"policy.generation.vllm_cfg.{key}: vLLM's cache of keys and values does not fit; change it, or lower "
                 f"policy.max_total_sequence_length. vLLM says: {shorten(' '.join(str(error).split()))}"
             ) from error
+
+
+class VllmWorker(RefitTarget, VllmEngine):
+    """`VllmEngine` that `WeightSync` brings new weights to.
+
+    Buckets are joined to weights on the engine's device, and each weight goes to vLLM when it is whole. vLLM holds the
+    weights of a layer until all of them are there. For deltas a copy of all weights stays in this process, on the CPU.
+    """
+
+    def __init__(self, config: PolicyConfig, *, use_gpu: bool, weight_version: int = -1, number: int = 0) -> None:
+        super().__init__(config, use_gpu=use_gpu, weight_version=weight_version, number=number)
+        self._device = torch.device("cuda" if use_gpu else "cpu")
+        self._receiver = RefitReceiver(self._expected, self._device, take=self.take_weight)
+
+    def report_device_id(self) -> str:
+        return device_id(self._device)
+
+    def refit_free_bytes(self, *, on_device: bool) -> int:
+        return free_bytes(self._device if on_device else torch.device("cpu"))
+
+    def match_refit(self, offered: Mapping[str, tuple[int, ...]]) -> tuple[WeightSlot, ...]:
+        return self._receiver.match(offered)
+
+    def delta_base(self) -> int | None:
+        return self._receiver.delta_base
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:
+        self._receiver.forget_base()
+        return super().update_weights(weights, version=version)
+
+    def begin_refit(self, plan: RefitPlan, *, handle: IpcHandle | None = None) -> None:
+        self.begin_weights()
+        self._receiver.begin(plan, handle)
+
+    def load_bucket(self, bucket: np.ndarray | None = None) -> None:
+        self._receiver.load(bucket)
+
+    def join_refit_group(self, spec: RefitGroupSpec) -> None:
+        self._receiver.join(spec)
+
+    def receive_weights(self) -> None:
+        self._receiver.receive()
+
+    def finish_refit(self, *, version: int) -> int:
+        self._receiver.finish()
+        self.finish_weights(version)
+        return version
+
+    def fingerprints(self) -> Mapping[str, str]:
+        return self._weights.fingerprints()
+
+    def shutdown(self) -> None:
+        self._receiver.close()
+        super().shutdown()

@@ -16,8 +16,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from nemo_rl.models.generation.vllm.forcing import force_rows
-from nemo_rl.models.generation.vllm.seeding import draw_by_position
+from nemo_rl.models.generation.vllm.decoding import draw_by_position, force_rows
 from nemo_rl.models.weight_sync.receipt.fingerprint import Fingerprints
 
 __all__ = ["RefitExtension", "pack"]
