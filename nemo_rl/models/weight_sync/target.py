@@ -1,28 +1,143 @@
-"""What a refit calls on an engine: `RefitTarget`, and the part of it that engines of torch modules share.
+"""What a refit calls on an engine: `RefitTarget`, and the receiving side that engines of torch modules share.
 
 Calls of one refit, in order: `report_device_id` and `refit_free_bytes` (once, to choose a transport), `match_refit`,
 `delta_base` (only with `policy.generation.refit_delta`), `begin_refit`, then `load_bucket` for each bucket or
-`receive_weights` for all of them, `finish_refit`, `answer_receipt`.
+`receive_weights` for all of them, `finish_refit`, `answer_receipt`. Invariant of `RefitReceiver`: names and shapes are
+compared before the first byte is written; from then until the last bucket the engine holds no version, so that
+half-loaded weights are never sampled from.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 
+from nemo_rl.errors import WorkerError
 from nemo_rl.models.generation.interfaces import GenerationInterface
-from nemo_rl.models.weight_sync.buckets import RefitPlan, WeightSlot, free_bytes
-from nemo_rl.models.weight_sync.ipc_handle import IpcHandle, device_id
-from nemo_rl.models.weight_sync.receipt.fingerprint import fingerprints
-from nemo_rl.models.weight_sync.receipt.probe import Probe
-from nemo_rl.models.weight_sync.receipt.records import Answer
-from nemo_rl.models.weight_sync.receiver import RefitReceiver
-from nemo_rl.models.weight_sync.refit_group import RefitGroupSpec
+from nemo_rl.models.weight_sync.buckets import BucketSink, RefitPlan, WeightJoiner, WeightSlot, free_bytes, match_slots
+from nemo_rl.models.weight_sync.delta_buckets import DeltaSink, HeldWeights
+from nemo_rl.models.weight_sync.fingerprint import fingerprints
+from nemo_rl.models.weight_sync.receipt import Answer, Probe
+from nemo_rl.models.weight_sync.transport import IpcHandle, RefitGroup, RefitGroupSpec, device_id
 
-__all__ = ["ModuleRefitTarget", "RefitTarget"]
+__all__ = ["ModuleRefitTarget", "RefitReceiver", "RefitTarget"]
+
+Sink = BucketSink | WeightJoiner | DeltaSink
+
+
+class RefitReceiver:
+    """Loads buckets into the tensors of one model, or joins them to whole weights.
+
+    Args:
+        device: where weights are.
+        take: is given each weight, which may stay; the model is then asked for names, shapes and dtypes alone.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, device: torch.device, *, take: Callable[[str, torch.Tensor], None] | None = None
+    ) -> None:
+        self._model, self._device, self._take = model, device, take
+        self._targets: list[torch.Tensor] = []
+        self._sink: Sink | None = None
+        self._held = HeldWeights()
+        self._num_buckets = 0
+        self._buffer_bytes = 0
+        self._shared: torch.Tensor | None = None
+        self._group: RefitGroup | None = None
+        self.tied_names: Mapping[str, str] = {}
+        """Name of a weight that is not sent -> the sent one that it was tied to in `match`."""
+
+    def match(self, offered: Mapping[str, tuple[int, ...]]) -> tuple[WeightSlot, ...]:
+        """The policy's weights in this engine's dtypes.
+
+        Raises:
+            ValueError: a name is unknown or missing, or has another shape.
+        """
+        state = self._model.state_dict(keep_vars=True)
+        slots, self._targets = match_slots(offered, state)
+        sent: dict[int, str] = {}
+        for name in offered:
+            sent.setdefault(id(state[name]), name)
+        self.tied_names = {name: sent[id(weight)] for name, weight in state.items() if name not in offered}
+        return slots
+
+    def begin(self, plan: RefitPlan, handle: IpcHandle | None = None) -> None:
+        """Ready for the first bucket; with a handle buckets come through the policy's own GPU memory."""
+        self._sink = self._sink_of(plan)
+        self._num_buckets, self._buffer_bytes = self._sink.num_missing, plan.buffer_bytes
+        self._shared = handle.open(self._device) if handle is not None else None
+
+    def _sink_of(self, plan: RefitPlan) -> Sink:
+        take = self._take
+        if plan.delta is not None:
+            # Who takes whole weights needs those from before, to make them of what has changed.
+            self._held.begin(plan, self._targets if take is None else None)
+            return DeltaSink(plan, self._held, take=take, device=self._device)
+        self._held.forget()
+        return BucketSink(plan, self._targets) if take is None else WeightJoiner(plan, take, device=self._device)
+
+    @property
+    def delta_base(self) -> int:
+        """Version that a delta can build on; -1: none."""
+        return self._held.version
+
+    def forget_base(self) -> None:
+        """The weights were replaced by another way."""
+        self._held.forget()
+
+    def load(self, bucket: np.ndarray | None = None) -> None:
+        """The next bucket, given as uint8, or read from the shared memory."""
+        sink = self._begun()
+        if bucket is not None:
+            # Torch wants no memory that must not be written, such as a mapped object of Ray's store.
+            sink.load(torch.from_numpy(bucket if bucket.flags.writeable else bucket.copy()))
+            return
+        assert self._shared is not None, "no handle was given to begin"
+        sink.load(self._shared)
+        # The policy writes the next bucket into the same memory as soon as this call returns.
+        torch.cuda.synchronize(self._device)
+
+    def join(self, spec: RefitGroupSpec) -> None:
+        """(collective over the refit group) Leaves the one before."""
+        if self._group is not None:
+            self._group.close()
+        self._group = RefitGroup(spec, device=self._device)
+
+    def receive(self) -> None:
+        """(collective over the refit group) All buckets, while rank 0 sends them.
+
+        Raises:
+            WorkerError: the policy failed. CollectiveTimeout: it did not send in time.
+        """
+        sink = self._begun()
+        assert self._group is not None, "join comes first"
+        buffer = torch.empty(self._buffer_bytes, dtype=torch.uint8, device=self._group.device)
+        while sink.num_missing:
+            sink.load(self._group.receive(buffer))
+
+    def finish(self) -> None:
+        """Frees what the refit needed.
+
+        Raises:
+            WorkerError: buckets are missing.
+        """
+        missing = self._begun().num_missing
+        self._sink, self._targets, self._shared = None, [], None
+        if missing:
+            raise WorkerError(f"expected {self._num_buckets} buckets of weights, {missing} did not come", stage="refit")
+
+    def close(self) -> None:
+        """Leaves the refit group. Idempotent."""
+        if self._group is not None:
+            self._group.close()
+        self._group, self._shared = None, None
+
+    def _begun(self) -> Sink:
+        assert self._sink is not None, "begin comes first"
+        return self._sink
 
 
 class RefitTarget(ABC):

@@ -17,8 +17,7 @@ from nemo_rl.models.weight_sync.delta import (
     read_block,
     write_block,
 )
-from nemo_rl.models.weight_sync.delta_buckets import DeltaFiller, DeltaSink, HeldWeights
-from nemo_rl.models.weight_sync.delta_schedule import DeltaSchedule
+from nemo_rl.models.weight_sync.delta_buckets import DeltaFiller, DeltaSchedule, DeltaSink, HeldWeights
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.uint8, torch.float64)
 

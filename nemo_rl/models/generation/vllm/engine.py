@@ -29,10 +29,8 @@ from nemo_rl.models.generation.vllm.start import EngineArguments, engine_argumen
 from nemo_rl.models.generation.vllm.weights import VllmWeights, expected_weights
 from nemo_rl.models.hf_routers import HFRouters
 from nemo_rl.models.weight_sync.buckets import RefitPlan, WeightSlot, free_bytes, match_slots
-from nemo_rl.models.weight_sync.ipc_handle import IpcHandle, device_id
-from nemo_rl.models.weight_sync.receiver import RefitReceiver
-from nemo_rl.models.weight_sync.refit_group import RefitGroupSpec
-from nemo_rl.models.weight_sync.target import RefitTarget
+from nemo_rl.models.weight_sync.target import RefitReceiver, RefitTarget
+from nemo_rl.models.weight_sync.transport import IpcHandle, RefitGroupSpec, device_id
 from nemo_rl.routes.shape import RouteShape
 
 __all__ = ["FORCED", "VllmEngine", "VllmWorker", "row_params"]

@@ -44,10 +44,8 @@ from nemo_rl.models.policy.workers.passes import Passes, RecordedRoutes
 from nemo_rl.models.policy.workers.refit_source import RefitSource
 from nemo_rl.models.policy.workers.saving import Saving
 from nemo_rl.models.weight_sync.buckets import RefitPlan
-from nemo_rl.models.weight_sync.ipc_handle import IpcHandle
-from nemo_rl.models.weight_sync.receipt.probe import Probe
-from nemo_rl.models.weight_sync.receipt.records import Scored, Sent
-from nemo_rl.models.weight_sync.refit_group import RefitGroupSpec
+from nemo_rl.models.weight_sync.receipt import Probe, Scored, Sent
+from nemo_rl.models.weight_sync.transport import IpcHandle, RefitGroupSpec
 from nemo_rl.models.weights_digest import WeightsDigest, digest_weights
 
 __all__ = ["PolicyWorker", "WorkerParts"]

@@ -14,13 +14,12 @@ import torch.distributed as dist
 from nemo_rl.models.policy.workers.base import DeviceSide, WorkerState
 from nemo_rl.models.policy.workers.engine import Engine
 from nemo_rl.models.policy.workers.life_cycle import LifeCycle
-from nemo_rl.models.weight_sync import buckets, refit_group
+from nemo_rl.models.weight_sync import buckets, transport
 from nemo_rl.models.weight_sync.buckets import BucketFiller, RefitPlan, in_dtypes
 from nemo_rl.models.weight_sync.delta_buckets import DeltaFiller, HeldWeights
-from nemo_rl.models.weight_sync.ipc_handle import IpcHandle
-from nemo_rl.models.weight_sync.receipt.fingerprint import Fingerprints
-from nemo_rl.models.weight_sync.receipt.records import Sent
-from nemo_rl.models.weight_sync.refit_group import RefitGroup, RefitGroupSpec
+from nemo_rl.models.weight_sync.fingerprint import Fingerprints
+from nemo_rl.models.weight_sync.receipt import Sent
+from nemo_rl.models.weight_sync.transport import IpcHandle, RefitGroup, RefitGroupSpec
 
 __all__ = ["RefitSource"]
 
@@ -105,7 +104,7 @@ class RefitSource:
 
     def open_store(self, *, address: str, world_size: int, timeout_s: float) -> int:
         """(rank 0) Opens the store of the refit group; returns its port."""
-        store = refit_group.open_store(address, world_size, timeout_s=timeout_s)
+        store = transport.open_store(address, world_size, timeout_s=timeout_s)
         self._store = store
         return int(store.port)
 
