@@ -27,8 +27,8 @@ from transformers.core_model_loading import (
 )
 
 from nemo_rl.errors import ModelFolderError, boundary
-from nemo_rl.models.boxes import Box
 from nemo_rl.models.policy.interfaces import TensorInfo
+from nemo_rl.models.shards import Box
 
 __all__ = [
     "INDEX_FILE",

@@ -17,10 +17,10 @@ from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig
 
 from nemo_rl.errors import ModelFolderError, boundary, name_some
-from nemo_rl.models.boxes import Box
 from nemo_rl.models.hf_files import INDEX_FILE, SINGLE_FILE, FileNames, StoredTensor
 from nemo_rl.models.loading import check_model_folder, model_without_weights, named_weights
 from nemo_rl.models.policy.interfaces import TensorInfo
+from nemo_rl.models.shards import Box
 
 __all__ = [
     "ALL_ROWS",

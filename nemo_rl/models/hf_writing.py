@@ -23,7 +23,6 @@ from transformers import GenerationConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nemo_rl.errors import ModelFolderError, boundary
-from nemo_rl.models.boxes import Box
 from nemo_rl.models.hf_files import (
     INDEX_FILE,
     MAX_SHARD_BYTES,
@@ -35,6 +34,7 @@ from nemo_rl.models.hf_files import (
 )
 from nemo_rl.models.loading import CONFIG_FILE, load_model_config, model_without_weights
 from nemo_rl.models.policy.interfaces import TensorInfo
+from nemo_rl.models.shards import Box
 
 __all__ = ["ModelDescription", "Share", "cast_folder", "write_folder", "write_shares"]
 

@@ -9,18 +9,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from nemo_rl.data.tokenizer import GENERATION_CONFIG
 from nemo_rl.errors import ModelFolderError, boundary, shorten
 
 __all__ = [
     "CONFIG_FILE",
     "DTYPES",
+    "build_skeleton",
     "check_model_folder",
     "decoder_sizes",
     "fit_experts",
@@ -251,3 +254,38 @@ def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         if id(weight) not in seen:
             seen.add(id(weight))
             yield name, weight
+
+
+def build_skeleton(folder: str | Path) -> PreTrainedModel:
+    """The model of a folder in float32 and evaluation mode; its parameters are on the meta device.
+
+    Raises:
+        ModelFolderError: the folder is missing or unreadable, or its config describes no causal language model.
+    """
+    config = load_model_config(folder)
+    what = f"model folder {str(folder)!r}: {CONFIG_FILE} of {config.model_type!r} describes no causal language model"
+    with boundary(ModelFolderError, what), _parameters_on_meta():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        if (Path(folder) / GENERATION_CONFIG).is_file():
+            model.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+    fit_experts(model, torch.float32)
+    model.eval()
+    return model
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Each parameter moves as soon as its module has it, so that no more than one is ever held."""
+    register = torch.nn.Module.register_parameter
+
+    def on_meta(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        register(self, name, param)
+        if param is not None and not param.is_meta:
+            kept: Any = self._parameters[name]
+            self._parameters[name] = torch.nn.Parameter(kept.to("meta"), requires_grad=kept.requires_grad)
+
+    torch.nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]

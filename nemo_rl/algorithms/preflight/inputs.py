@@ -19,8 +19,7 @@ from nemo_rl.data.tokenizer import tokenizer_identity
 from nemo_rl.environments.answers import AnswerCheck
 from nemo_rl.environments.factory import build_environment, reward_identity
 from nemo_rl.errors import ConfigError, DatasetError, UserError
-from nemo_rl.models.dtensor.learning_rate import LearningRate
-from nemo_rl.models.dtensor.optim import build_optimizer
+from nemo_rl.models.dtensor.optim import LearningRate, build_optimizer
 from nemo_rl.models.policy.fit import check_policy_fits
 from nemo_rl.records.selector import Selector
 from nemo_rl.tracer.watch import Watch

@@ -45,7 +45,7 @@ from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import NemoRLError, UserError
 from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine.engine import TorchEngine
-from nemo_rl.models.hf_sites import HFSites
+from nemo_rl.models.hf_modules import HFSites
 from nemo_rl.models.hf_writing import ModelDescription, write_folder
 from nemo_rl.models.loading import load_causal_lm, load_model_config, named_weights
 from nemo_rl.models.policy.interfaces import TensorInfo

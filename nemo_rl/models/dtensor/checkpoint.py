@@ -30,8 +30,8 @@ from nemo_rl.models.dtensor.parallelize import PolicyModel, full_weight
 from nemo_rl.models.dtensor.weights import boxes_of, fill_shards, name_differences, open_source
 from nemo_rl.models.hf_writing import ModelDescription, Share, write_shares
 from nemo_rl.models.loading import named_weights
-from nemo_rl.models.local_shard import local_shard
 from nemo_rl.models.policy.interfaces import TensorInfo
+from nemo_rl.models.shards import local_shard
 
 __all__ = ["DTensorSnapshot", "export", "load_optimizer", "load_weights", "weight_infos"]
 

@@ -18,7 +18,6 @@ from nemo_rl.distributed.parallel_groups import ParallelGroups
 from nemo_rl.errors import NonFiniteError
 from nemo_rl.models.dtensor.optim import LossScaler
 from nemo_rl.models.dtensor.parallelize import PolicyModel, as_fsdp
-from nemo_rl.models.local_shard import local_shard
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale
 from nemo_rl.models.policy.microbatch import Microbatch, build_microbatch
 from nemo_rl.models.policy.observer import NO_OBSERVER, PassObserver
@@ -36,6 +35,7 @@ from nemo_rl.models.policy.steps import (
     sum_over_shards,
     trained_tokens,
 )
+from nemo_rl.models.shards import local_shard
 from nemo_rl.torch_private import norms_of, scale_
 from nemo_rl.utils.metrics import Reduction
 

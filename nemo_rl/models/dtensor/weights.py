@@ -14,10 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import PreTrainedModel
 
-from nemo_rl.models.boxes import Box, chunk_of
 from nemo_rl.models.hf_folder import ModelWeights, WeightSource, open_weights
 from nemo_rl.models.loading import load_causal_lm, named_weights
-from nemo_rl.models.local_shard import local_shard
+from nemo_rl.models.shards import Box, chunk_of, local_shard
 
 __all__ = ["box_of", "boxes_of", "fill_shards", "make_room", "name_differences", "open_source"]
 

@@ -23,7 +23,6 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from nemo_rl.errors import CheckpointError
-from nemo_rl.models.boxes import Box, chunk_of
 from nemo_rl.models.checkpoint_folder import (
     WRITE_ERRORS,
     cause_text,
@@ -52,6 +51,7 @@ from nemo_rl.models.megatron.mcore import (
 from nemo_rl.models.megatron.optim import PolicyOptimizer
 from nemo_rl.models.megatron.setup import MegatronModel
 from nemo_rl.models.policy.interfaces import TensorInfo
+from nemo_rl.models.shards import Box, chunk_of
 
 __all__ = ["MegatronSnapshot", "OptimizerSnapshot", "equal_share", "load_optimizer"]
 

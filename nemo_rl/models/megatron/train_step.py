@@ -24,9 +24,8 @@ from nemo_rl.models.megatron.mcore import finalize_model_grads, get_forward_back
 from nemo_rl.models.megatron.optim import PolicyOptimizer
 from nemo_rl.models.megatron.setup import MegatronModel
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale
-from nemo_rl.models.policy.microbatch import Microbatch, build_microbatch
+from nemo_rl.models.policy.microbatch import Microbatch, build_microbatch, selected_logprobs, top_k_logits
 from nemo_rl.models.policy.observer import NO_OBSERVER, PassObserver
-from nemo_rl.models.policy.outputs import selected_logprobs, top_k_logits
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes
 from nemo_rl.models.policy.steps import (
     BatchForm,

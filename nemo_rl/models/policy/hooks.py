@@ -1,6 +1,6 @@
 """`Tap`: how one site of a model is reached on one rank, and how its tensor lies there.
 
-Made by the engines (`nemo_rl.models.dtensor.sites`, `nemo_rl.models.megatron.sites`), used by `SiteObserver`.
+Made by the engines (`workers.dtensor_engine`, `nemo_rl.models.megatron.sites`), used by `SiteObserver`.
 Invariant: a tap delivers the tensor of one pass of this rank, and says how rows and positions lie in it.
 """
 

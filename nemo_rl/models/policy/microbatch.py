@@ -15,12 +15,25 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.differentiable import gather_along, reduce_from
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan, round_up
+from nemo_rl.models.logprobs import Sampling, VocabShard, logprobs_with_entropy, logprobs_with_squares, token_logprobs
+from nemo_rl.models.policy.interfaces import ENTROPY, SQUARED_PROBS, UNFILTERED_LOGPROBS
 from nemo_rl.models.support import SUPPORT, KeptSets, decode_support
 from nemo_rl.models.varlen_attention import Segments
 
-__all__ = ["ForwardInputs", "Microbatch", "PassPlaces", "PassShape", "build_microbatch", "fixed_plan", "steps_of"]
+__all__ = [
+    "ForwardInputs",
+    "Microbatch",
+    "PassPlaces",
+    "PassShape",
+    "build_microbatch",
+    "fixed_plan",
+    "selected_logprobs",
+    "steps_of",
+    "top_k_logits",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -314,3 +327,52 @@ def _on_this_rank(
         kept_m=kept_m,
         target_m=ids_nt[row_m, column_m],
     )
+
+
+def selected_logprobs(
+    logits_nKV: torch.Tensor,
+    inputs: ForwardInputs,
+    *,
+    sampling: Sampling,
+    shard: VocabShard | None,
+    computed: Sequence[str] = (),
+) -> torch.Tensor:
+    """`[1, M]` float32, the same on every tensor and context rank (collective over both), differentiable.
+
+    Args:
+        logits_nKV: at `inputs.keep_K`.
+        shard: this rank's part of the vocabulary where the head is split.
+        computed: `SQUARED_PROBS`, or some of `COMPUTED_FIELDS` in their order: a line more for each.
+    """
+    logits_mV = logits_nKV[inputs.row_m, inputs.kept_m]
+    if ENTROPY in computed:
+        found_cm = logprobs_with_entropy(logits_mV, inputs.target_m, sampling=sampling, shard=shard, kept=inputs.kept)
+    elif SQUARED_PROBS in computed:
+        found_cm = logprobs_with_squares(logits_mV, inputs.target_m, sampling=sampling, shard=shard, kept=inputs.kept)
+    else:
+        logprobs_m = token_logprobs(logits_mV, inputs.target_m, sampling=sampling, shard=shard, kept=inputs.kept)
+        # No view: FSDP warns of one that its module returns, since an in-place op on it would drop its hook.
+        found_cm = torch.stack([logprobs_m])
+    if UNFILTERED_LOGPROBS in computed:
+        unfiltered_m = token_logprobs(logits_mV, inputs.target_m, sampling=sampling.unfiltered, shard=shard)
+        found_cm = torch.cat([found_cm, unfiltered_m[None]])
+    if inputs.segments.group is None:
+        return found_cm
+    # Every context rank gets the tokens of all, so that a loss sees whole rows.
+    places = torch.arange(len(found_cm), device=found_cm.device)[:, None], inputs.selected_m[None]
+    zeros_cM = found_cm.new_zeros(len(found_cm), inputs.num_selected)
+    return reduce_from(zeros_cM.index_put(places, found_cm), inputs.segments.group)
+
+
+def top_k_logits(
+    logits_nsV: torch.Tensor, segments: Segments, *, k: int, shard: VocabShard | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and ids `[n, S, k]` at every position (collective over tensor and context ranks)."""
+    if shard is not None:
+        logits_nsV = gather_along(logits_nsV, shard.group, dim=2)
+    values, ids = logits_nsV.float().topk(k, dim=-1)
+    if segments.group is None:
+        return values, ids
+    order = segments.row_order
+    whole = [gather_along(part, segments.group, dim=1).index_select(1, order) for part in (values, ids)]
+    return whole[0], whole[1]

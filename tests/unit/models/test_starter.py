@@ -12,10 +12,9 @@ from nemo_rl.config.load import load_config
 from nemo_rl.data.thinking import final_answer
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.errors import ModelFolderError
-from nemo_rl.models.hf_routers import HFRouters
+from nemo_rl.models.hf_modules import HFRouters
 from nemo_rl.models.loading import load_causal_lm
-from nemo_rl.models.starter import STARTER_FILE, make_starter, sampled_accuracy
-from nemo_rl.models.starter_tasks import STARTER_TASKS, StarterConfig
+from nemo_rl.models.starter import STARTER_FILE, STARTER_TASKS, StarterConfig, make_starter, sampled_accuracy
 
 ROOT = Path(__file__).parents[3]
 SORT = STARTER_TASKS["sort"]

@@ -19,7 +19,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from nemo_rl.errors import NonFiniteError, name_some
 from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.models.generation.rows import RowRequest
-from nemo_rl.models.hf_routers import HFRouters
+from nemo_rl.models.hf_modules import HFRouters
 from nemo_rl.models.logprobs import filter_logits
 from nemo_rl.models.support import SupportRecorder
 from nemo_rl.routes.shape import RouteShape, route_dtype

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from nemo_rl.models.generation.interfaces import traced_row
 from nemo_rl.models.generation.torch_engine.decode import NO_OBSERVER, DecodeObserver
-from nemo_rl.models.hf_sites import HFSites
+from nemo_rl.models.hf_modules import HFSites
 from nemo_rl.models.policy.hooks import Tap, Tokens
 from nemo_rl.models.policy.observer import PassRows, Sight, SiteSink
 from nemo_rl.models.policy.tracing import GroupPlace, TracedPhases, TraceSink, TraceSpec

@@ -27,7 +27,7 @@ from nemo_rl.models.generation.vllm.decoding import join_routes
 from nemo_rl.models.generation.vllm.extension import pack
 from nemo_rl.models.generation.vllm.start import EngineArguments, engine_arguments
 from nemo_rl.models.generation.vllm.weights import VllmWeights, expected_weights
-from nemo_rl.models.hf_routers import HFRouters
+from nemo_rl.models.hf_modules import HFRouters
 from nemo_rl.models.weight_sync.buckets import RefitPlan, WeightSlot, free_bytes, match_slots
 from nemo_rl.models.weight_sync.target import RefitReceiver, RefitTarget
 from nemo_rl.models.weight_sync.transport import IpcHandle, RefitGroupSpec, device_id

@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 import torch
 
-from nemo_rl.models.local_shard import local_shard
+from nemo_rl.models.shards import local_shard
 from nemo_rl.models.weight_sync.transport import device_id
 from nemo_rl.torch_private import set_expandable_segments
 from nemo_rl.utils.memory import peak_resident_bytes, reset_peak_resident, resident_bytes

@@ -13,9 +13,9 @@ from types import MappingProxyType
 
 import torch
 
-from nemo_rl.models.local_shard import local_shard
 from nemo_rl.models.policy.workers.base import DeviceSide, WorkerState, pinned_copy
 from nemo_rl.models.policy.workers.engine import Engine
+from nemo_rl.models.shards import local_shard
 
 __all__ = ["LifeCycle", "Shards"]
 

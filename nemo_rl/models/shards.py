@@ -1,6 +1,6 @@
-"""`Box`: a part of a tensor, given by a start and a size along every dim.
+"""Shards of weights: `Box`, a part of a tensor given by a start and a size along every dim, and `local_shard`.
 
-Shards of weights, and what of them lies where in a file, are boxes. Pure: integers in, integers out.
+Used for what each rank holds of a weight and for what of it lies where in a file.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
 
-__all__ = ["Box", "chunk_of"]
+__all__ = ["Box", "chunk_of", "local_shard"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,3 +70,8 @@ def chunk_of(length: int, *, place: int, count: int) -> tuple[int, int]:
     size = -(-length // count)
     start = min(place * size, length)
     return start, min(size, length - start)
+
+
+def local_shard(weight: torch.Tensor) -> torch.Tensor:
+    """This rank's part, sharing memory."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
