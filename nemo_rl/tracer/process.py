@@ -12,8 +12,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
@@ -21,12 +21,13 @@ from types import TracebackType
 from typing import Any
 
 from nemo_rl.errors import ResourceError, RunFolderError
+from nemo_rl.tracer.link import HubAddress, HubLink, OnMessage
 from nemo_rl.tracer.protocol import Limits, Role
 from nemo_rl.tracer.tokens import Tokens, token_path, write_private
 from nemo_rl.utils.files import write_text
 from nemo_rl.utils.readable import read_line
 
-__all__ = ["HUB_FILE", "LOG_FILE", "OPEN_FILE", "HubProcess", "HubSpec"]
+__all__ = ["HUB_FILE", "LOG_FILE", "OPEN_FILE", "HubProcess", "HubSpec", "TracedJob", "open_job"]
 
 logger = logging.getLogger(__name__)
 
@@ -221,3 +222,52 @@ def _own_address(host: str) -> str:
         probe.connect((elsewhere, 9))
         return str(probe.getsockname()[0])
     return "::1" if ":" in host else "127.0.0.1"
+
+
+DRIVER_BYTES = 1 << 20
+"""Most bytes of the driver's messages that wait: numbers and keys."""
+MAX_TEXT = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracedJob:
+    """A job whose hub is there."""
+
+    address: HubAddress
+    """For the ranks."""
+    link: HubLink
+    """Of the driver."""
+    note: str
+    """Where to look, for people."""
+
+
+@contextmanager
+def open_job(
+    spec: HubSpec,
+    facts: Mapping[str, object],
+    *,
+    on_message: OnMessage | None = None,
+) -> Iterator[TracedJob]:
+    """Starts the hub, and tells it how the job ends.
+
+    Args:
+        facts: what the hub is told of the run: `name`, `model`, `layout`, `tokenizer`.
+        on_message: called by a thread with what the hub says to the driver.
+
+    Raises:
+        ResourceError: the hub does not start, such as where its port is taken.
+    """
+    with HubProcess(spec) as hub:
+        address = HubAddress(host=hub.connect_host, port=hub.port, token=hub.tokens.job)
+        link = HubLink(address, Role.DRIVER, hello={}, memory_bytes=DRIVER_BYTES, on_message=on_message)
+        link.say({"type": "run", "run": spec.run, **facts})
+        reason, text = "completed", ""
+        try:
+            yield TracedJob(address=address, link=link, note=hub.note)
+        except BaseException as error:
+            reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            text = str(error)[:MAX_TEXT]
+            raise
+        finally:
+            link.say({"type": "finish", "reason": reason, "text": text})
+            link.close()

@@ -1,26 +1,206 @@
-"""`RunSummary`: what a recording holds of each run, read once from its beginning to its end.
+"""`RunSummary`: what a recording holds of each run, read once from its beginning to its end, and its readings.
 
-Called by `nemo-rl trace ls`.
+`Reading` has the numbers of one frame of `stats`, `FirstNonFinite` finds the site that was the first to hold NaN or
+infinities, out of frames that come in any order. Called by `nemo-rl trace ls|watch|play` and by the hub. Invariant: the
+first site does not depend on the order of frames.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nemo_rl.records.sites import Direction, SiteKind
 from nemo_rl.tracer.entry import Entry, EntryKind
 from nemo_rl.tracer.frame import BadFrame, Frame, Where
-from nemo_rl.tracer.non_finite import FirstNonFinite, NonFinite
 from nemo_rl.tracer.protocol import RunState
+from nemo_rl.tracer.reducer import STATS, Stats
 from nemo_rl.tracer.store import quiet_s, stream_files
 from nemo_rl.tracer.stream_reader import StreamReader
+from nemo_rl.tracer.watch import GENERATION, PHASES
 
-__all__ = ["RecordingSummary", "RunSummary", "SiteKey", "SiteSummary", "summarize"]
+__all__ = [
+    "FirstNonFinite",
+    "NonFinite",
+    "Reading",
+    "RecordingSummary",
+    "RunSummary",
+    "SiteKey",
+    "SiteSummary",
+    "summarize",
+]
+
+RUN_ORDER: Mapping[str, int] = {
+    phase: place for place, phase in enumerate((GENERATION, *(phase for phase in PHASES if phase != GENERATION)))
+}
+"""Phases as a step runs them: it generates before it scores and trains."""
+REFERENCE = "reference_logprobs"
+"""Its passes use other parameters than those of the other phases."""
+BEFORE_BACKWARD = 1 << 20
+"""More than there are kinds of sites: what is recomputed comes before the backward pass of its layer."""
+
+Order = tuple[int | str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NonFinite:
+    """A site that held NaN or infinities."""
+
+    where: Where
+    num: int
+    """Values that are NaN or infinite."""
+
+    @property
+    def text(self) -> str:
+        """For people.
+
+        Example: `step 5, train, mlp.out[2]: 4096 values are NaN or infinite; first seen there`.
+        """
+        at = self.where
+        update = f", update {at.update}" if at.update else ""
+        values = "1 value is" if self.num == 1 else f"{self.num} values are"
+        head = f"step {at.step}, {at.phase}{update}, {at.site.text}: {values} NaN or infinite"
+        if at.site.kind is SiteKind.PARAM:
+            return f"{head} in the parameter itself; what was computed with it comes after"
+        return f"{head}; first seen there"
+
+    @property
+    def order(self) -> Order:
+        """Sorts by when a run met it."""
+        at, site = self.where, self.where.site
+        phase = RUN_ORDER.get(at.phase, len(RUN_ORDER))
+        if site.kind is SiteKind.PARAM and at.update == 0 and at.phase != REFERENCE:
+            # All passes before the first update of a step use the same parameters.
+            phase = -1
+        passes = site.order
+        if site.is_recomputed:
+            passes = (1, -passes[1], passes[2] - BEFORE_BACKWARD)
+        return (at.step, phase, at.update, *passes, site.text, str(at.reducer))
+
+    def as_record(self) -> dict[str, object]:
+        """For JSON."""
+        return {
+            "step": self.where.step,
+            "phase": self.where.phase,
+            "update": self.where.update,
+            "site": self.where.site.as_record(),
+            "site_text": self.where.site.text,
+            "num": self.num,
+            "text": self.text,
+        }
+
+
+@dataclass(slots=True)
+class FirstNonFinite:
+    """The first of each run.
+
+    Example:
+        >>> first = FirstNonFinite()
+        >>> first.of("run 1") is None
+        True
+    """
+
+    _found: dict[str, NonFinite] = field(default_factory=dict)
+
+    def add(self, frame: Frame) -> bool:
+        """Whether this frame is the first of its run, of those seen so far."""
+        if frame.num_not_finite == 0:
+            return False
+        new, old = NonFinite(frame.where, frame.num_not_finite), self._found.get(frame.where.run)
+        if old is not None and old.order <= new.order:
+            return False
+        self._found[frame.where.run] = new
+        return True
+
+    def of(self, run: str) -> NonFinite | None:
+        """None: all values of this run were finite, as far as looked at."""
+        return self._found.get(run)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """What `stats` says of one site in one pass; extremes, mean and rms are those of the finite values, NaN without."""
+
+    run: str
+    step: int
+    phase: str
+    update: int
+    site: str
+    count: int
+    mean: float
+    rms: float
+    min: float
+    max: float
+    absmax: float
+    zeros: int
+    nan: int
+    inf: int
+    missing: int
+    """Ranks that are not in it."""
+    dropped: int
+    """Frames that ranks have dropped in this phase."""
+
+    @classmethod
+    def of(cls, frame: Frame) -> Reading:
+        """
+        Raises:
+            BadFrame: it is none of `stats`.
+        """
+        if not isinstance(frame.where.reducer, Stats) or frame.payload.shape != (len(STATS),):
+            raise BadFrame(f"expected stats of {len(STATS)} numbers, got {frame.where.reducer} {frame.payload.shape}")
+        said = dict(zip(STATS, frame.payload.tolist(), strict=True))
+        bad = said["nan"] + said["posinf"] + said["neginf"]
+        finite, where = said["count"] - bad, frame.where
+        return cls(
+            run=where.run,
+            step=where.step,
+            phase=where.phase,
+            update=where.update,
+            site=where.site.text,
+            count=int(said["count"]),
+            mean=said["sum"] / finite if finite else math.nan,
+            rms=math.sqrt(said["sumsq"] / finite) if finite else math.nan,
+            min=said["min"] if finite else math.nan,
+            max=said["max"] if finite else math.nan,
+            absmax=said["absmax"] if finite else math.nan,
+            zeros=int(said["zeros"]),
+            nan=int(said["nan"]),
+            inf=int(said["posinf"] + said["neginf"]),
+            missing=len(frame.missing),
+            dropped=frame.dropped,
+        )
+
+    @property
+    def text(self) -> str:
+        """One line for people."""
+        update = f" update {self.update}" if self.update else ""
+        numbers = "  ".join(
+            f"{name} {getattr(self, name):< 11.4g}"  # the sign of a number takes no other place than its absence
+            for name in ("mean", "rms", "absmax")
+        )
+        return (
+            f"step {self.step:<6} {self.phase + update:<18} {self.site:<24} {numbers} nan {self.nan}  inf {self.inf}"
+            f"{self.lack}"
+        )
+
+    @property
+    def lack(self) -> str:
+        """What the numbers may lack; empty where they lack nothing."""
+        missing = f"  without {self.missing} ranks" if self.missing else ""
+        return f"{missing}{f'  {self.dropped} dropped' if self.dropped else ''}"
+
+    def as_record(self) -> dict[str, object]:
+        """For JSON: null for NaN."""
+        record = asdict(self)
+        return {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in record.items()
+        }
 
 
 @dataclass(slots=True)

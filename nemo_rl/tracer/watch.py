@@ -12,7 +12,7 @@ processes look at the same.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -21,7 +21,7 @@ from nemo_rl.records.selector import Selector
 from nemo_rl.records.sites import Direction, SiteKind
 from nemo_rl.tracer.reducer import Counts, PerToken, Reducer, parse_reducer
 
-__all__ = ["GENERATION", "PHASES", "Plan", "Watch", "applies"]
+__all__ = ["BY_FLAG", "BY_SWITCH", "CLASSICAL", "GENERATION", "PHASES", "Classical", "Plan", "Watch", "applies"]
 
 GENERATION = "generation"
 PHASES = ("prev_logprobs", "reference_logprobs", "train", GENERATION)
@@ -176,3 +176,30 @@ def _when(text: str) -> tuple[frozenset[str], int, bool]:
                 f"watch: expected a phase ({', '.join(PHASES)}), 'every N' or '{RECOMPUTED}', got {term[:200]!r}"
             )
     return frozenset(phases) or frozenset(PHASES) - ON_REQUEST, every, with_recomputed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Classical:
+    """One switch."""
+
+    switch: str
+    """Its name in a recipe."""
+    flag: str
+    """Its public name, in messages of the compatibility endpoint."""
+    update_type: int
+    """Its public number."""
+    sites: str
+    """What a `Watch` takes."""
+
+
+CLASSICAL = (
+    Classical(switch="qkv_mat_mul", flag="QKV_mat_mul", update_type=1, sites="attn.q, attn.k, attn.v"),
+    Classical(switch="context_layer_mat_mul", flag="ContextLayer_mat_mul", update_type=3, sites="attn.context"),
+    Classical(switch="mlp1_mat_mul", flag="MLP1_mat_mul", update_type=4, sites="mlp.gate, mlp.up"),
+    Classical(switch="mlp2_mat_mul", flag="MLP2_mat_mul", update_type=5, sites="mlp.out"),
+    Classical(switch="attention_output_mat_mul", flag="AttentionOutput_mat_mul", update_type=6, sites="attn.out"),
+    Classical(switch="hidden_states", flag="HiddenStates", update_type=7, sites="layer.out"),
+)
+
+BY_SWITCH: Mapping[str, Classical] = {each.switch: each for each in CLASSICAL}
+BY_FLAG: Mapping[str, Classical] = {each.flag: each for each in CLASSICAL}

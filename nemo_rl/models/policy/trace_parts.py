@@ -35,8 +35,8 @@ from nemo_rl.tracer.reducer import (
     Stats,
     Tiles,
     TopK,
+    mix,
 )
-from nemo_rl.tracer.token_hash import mix
 
 __all__ = ["TENSOR", "Values", "Vectors", "part_of"]
 

@@ -27,8 +27,7 @@ from nemo_rl.records.sites import Direction, SiteKind
 from nemo_rl.tracer.frame import Part, Site, Table, Where
 from nemo_rl.tracer.link import HubAddress, HubLink, Outlet, Straight
 from nemo_rl.tracer.protocol import Group, Role
-from nemo_rl.tracer.reducer import PerToken, Project, Reducer, Sample, Span, Stats
-from nemo_rl.tracer.token_hash import token_hashes
+from nemo_rl.tracer.reducer import PerToken, Project, Reducer, Sample, Span, Stats, token_hashes
 from nemo_rl.tracer.watch import Plan
 
 __all__ = ["NO_TRACING", "GroupPlace", "SiteTracing", "TraceSink", "TraceSpec", "TracedPhases", "TracedStep", "Tracing"]

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
-from dataclasses import asdict
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,17 +24,149 @@ from nemo_rl.errors import UserError, name_some
 from nemo_rl.records.sites import SITES
 from nemo_rl.tracer.frame import Frame, Table
 from nemo_rl.tracer.hub.history import History, Kept
-from nemo_rl.tracer.hub.runs import RunFacts
-from nemo_rl.tracer.hub.sinks import SinkThread
-from nemo_rl.tracer.hub.wire import dump
-from nemo_rl.tracer.non_finite import FirstNonFinite
-from nemo_rl.tracer.protocol import PROTOCOL_VERSION, Limits, Role, RunState
+from nemo_rl.tracer.protocol import PROTOCOL_VERSION, Limits, Role, RunState, dump
 from nemo_rl.tracer.reducer import REDUCERS, VECTOR_FILES, Project
+from nemo_rl.tracer.summary import FirstNonFinite
 from nemo_rl.tracer.watch import Plan
 
-__all__ = ["Hub", "Subscriber"]
+__all__ = ["Hub", "RunFacts", "Sink", "SinkThread", "Subscriber"]
+
+METRICS_KEPT = 1000
+"""Steps whose metrics viewers that come later get."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RunFacts:
+    """One run."""
+
+    run: str
+    name: str = ""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    unobserved: Mapping[str, str] = field(default_factory=dict)
+    """Kinds of sites that cannot be looked at, and why."""
+    state: RunState = RunState.RUNNING
+    text: str = ""
+    """Why it ended."""
+    step: int | None = None
+    """The newest that is known."""
+    world: int = 0
+    """Ranks that send."""
+    first_non_finite: Mapping[str, object] | None = None
+    metrics: deque[Mapping[str, object]] = field(default_factory=lambda: deque(maxlen=METRICS_KEPT))
+    """`metrics` messages of the last steps."""
+
+    def as_record(self) -> dict[str, object]:
+        """As it is in messages."""
+        return {
+            "run": self.run,
+            "name": self.name,
+            "model": dict(self.model),
+            "layout": dict(self.layout),
+            "unobserved": dict(self.unobserved),
+            "state": self.state.value,
+            "text": self.text,
+            "step": self.step,
+            "world": self.world,
+            "first_non_finite": self.first_non_finite,
+        }
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        """Facts of a record, as far as it has them and they can be read."""
+        for name in ("name", "text"):
+            if isinstance(value := record.get(name), str):
+                setattr(self, name, value)
+        for name in ("model", "layout", "unobserved"):
+            if isinstance(value := record.get(name), Mapping):
+                setattr(self, name, dict(value))
+        if record.get("state") in list(RunState):
+            self.state = RunState(record["state"])
+        for name in ("step", "world"):
+            if type(value := record.get(name)) is int:
+                setattr(self, name, value)
+        if isinstance(found := record.get("first_non_finite"), Mapping):
+            self.first_non_finite = dict(found)
+
 
 logger = logging.getLogger(__name__)
+
+CLOSE_S = 20.0
+"""For what still waits when the hub ends."""
+
+
+class Sink(Protocol):
+    """Takes what viewers get; what raises is left out of it."""
+
+    def frame(self, message: bytes) -> object:
+        """A frame or a table."""
+
+    def message(self, message: dict[str, Any]) -> object:
+        """A JSON message."""
+
+    def close(self) -> object:
+        """Nothing follows."""
+
+
+class SinkThread:
+    """One sink."""
+
+    def __init__(self, sink: Sink, *, max_bytes: int, problem: Callable[[str], None], name: str = "recording") -> None:
+        """Args:
+        max_bytes: that may wait for it.
+        problem: is told, once, why something is left out; called by any thread.
+        """
+        self._sink, self._max_bytes, self._problem, self._name = sink, max_bytes, problem, name
+        self._queue: queue.SimpleQueue[bytes | dict[str, Any] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_bytes, self._has_told = 0, False
+        self._thread = threading.Thread(target=self._run, name=f"sink-{name}", daemon=True)
+        self._thread.start()
+
+    def frame(self, message: bytes) -> None:
+        """Takes a frame or a table, unless too much waits."""
+        with self._lock:
+            is_full = self._num_bytes + len(message) > self._max_bytes
+            self._num_bytes += 0 if is_full else len(message)
+        if is_full:
+            self._tell(f"{self._name}: the disk is too slow: pictures are left out of it")
+        else:
+            self._queue.put(message)
+
+    def message(self, message: Mapping[str, object]) -> None:
+        """Takes a JSON message."""
+        self._queue.put(dict(message))
+
+    def close(self) -> None:
+        """Writes what waits, within a deadline."""
+        self._queue.put(None)
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            logger.warning("%s: not closed within %g s", self._name, CLOSE_S)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            try:
+                if isinstance(item, bytes):
+                    with self._lock:
+                        self._num_bytes -= len(item)
+                    self._sink.frame(item)
+                else:
+                    self._sink.message(item)
+            except Exception as error:  # noqa: BLE001 - whatever a disk does: looking on goes on
+                self._tell(f"{self._name}: some is left out of it: {type(error).__name__}: {str(error)[:300]}")
+        self._close_sink()
+
+    def _close_sink(self) -> None:
+        try:
+            self._sink.close()
+        except Exception as error:  # noqa: BLE001 - as above
+            self._tell(f"{self._name}: its end could not be written: {type(error).__name__}: {str(error)[:300]}")
+
+    def _tell(self, text: str) -> None:
+        if not self._has_told:
+            self._has_told = True
+            self._problem(text)
+
 
 MAX_RUNS = 64
 """Runs whose facts are kept."""

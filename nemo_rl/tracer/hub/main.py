@@ -15,9 +15,8 @@ import sys
 from contextlib import suppress
 
 from nemo_rl.errors import UserError
-from nemo_rl.tracer.hub.hub import Hub
+from nemo_rl.tracer.hub.hub import Hub, SinkThread
 from nemo_rl.tracer.hub.server import HubServer
-from nemo_rl.tracer.hub.sinks import SinkThread
 from nemo_rl.tracer.process import HubSpec
 from nemo_rl.tracer.tokens import Tokens
 from nemo_rl.tracer.watch import Plan

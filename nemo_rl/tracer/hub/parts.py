@@ -30,8 +30,8 @@ from nemo_rl.tracer.reducer import (
     Tiles,
     TopK,
     WholeTensor,
+    token_hashes,
 )
-from nemo_rl.tracer.token_hash import token_hashes
 
 __all__ = ["StepKeys", "TokenParts", "Tokens", "WholeParts", "check_part"]
 

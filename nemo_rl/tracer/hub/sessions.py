@@ -27,8 +27,20 @@ from nemo_rl.tracer.frame import BadFrame, Frame, decode
 from nemo_rl.tracer.hub.hub import Hub
 from nemo_rl.tracer.hub.ranks import Peer, Ranks
 from nemo_rl.tracer.hub.viewer import Viewer
-from nemo_rl.tracer.hub.wire import BadMessage, dump, error_text, number, parse, text_field, texts_field
-from nemo_rl.tracer.protocol import PROTOCOL_VERSION, ErrorCode, Group, Role, RunState
+from nemo_rl.tracer.protocol import (
+    PROTOCOL_VERSION,
+    BadMessage,
+    ErrorCode,
+    Group,
+    Role,
+    RunState,
+    dump,
+    error_text,
+    number,
+    parse,
+    text_field,
+    texts_field,
+)
 from nemo_rl.tracer.tokens import Tokens
 
 __all__ = ["Sessions"]

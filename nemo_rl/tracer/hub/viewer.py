@@ -16,8 +16,7 @@ from websockets.asyncio.server import ServerConnection
 from websockets.exceptions import ConnectionClosed
 
 from nemo_rl.tracer.hub.history import Kept, Place
-from nemo_rl.tracer.hub.wire import dump, error_text
-from nemo_rl.tracer.protocol import ErrorCode, Limits, Role
+from nemo_rl.tracer.protocol import ErrorCode, Limits, Role, dump, error_text
 
 __all__ = ["Viewer"]
 

@@ -15,8 +15,7 @@ from nemo_rl.models.generation.torch_engine.engine import TorchEngine
 from nemo_rl.models.generation.torch_engine.tracing import DecodeTracing
 from nemo_rl.models.policy.tracing import TraceSpec
 from nemo_rl.tracer.frame import Frame, Table
-from nemo_rl.tracer.job import open_job
-from nemo_rl.tracer.process import HubSpec
+from nemo_rl.tracer.process import HubSpec, open_job
 from nemo_rl.tracer.protocol import Group
 from nemo_rl.tracer.reducer import STATS
 from tests.helpers.families import config_of
