@@ -25,14 +25,14 @@ __all__ = ["HubGone", "LiveClient", "Refused"]
 
 ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):\d{1,5}")
 MAX_MESSAGE_BYTES = 256 << 20
-"""Of what a hub may send at a time."""
+"""Largest message that a hub may send."""
 MAX_WAITING = 16
 """Messages that are read ahead of the caller."""
 PING_S = 10.0
 """A hub that answers no ping for so long is gone."""
 CLOSE_S = 2.0
 ANSWER_S = 10.0
-"""For an answer of the hub."""
+"""Seconds to wait for an answer of the hub."""
 
 
 class Refused(UserError):
@@ -47,7 +47,7 @@ class Refused(UserError):
 
 
 class HubGone(NemoRLError):
-    """Nobody answers at the hub's address, or the connection is lost."""
+    """No hub answers at the address, or the connection is lost."""
 
 
 class LiveClient:
@@ -184,7 +184,7 @@ class LiveClient:
         return found if isinstance(found, bytes) else _message(found)
 
     def _why_closed(self) -> NemoRLError:
-        """What the hub said before it closed."""
+        """Return the error for the text that the hub sent before it closed."""
         try:
             while (found := self._next(0.0)) is not None:
                 if isinstance(found, dict) and found.get("type") == "error":

@@ -39,7 +39,7 @@ CHUNK_BYTES = 1 << 20
 
 
 class EntryKind(IntEnum):
-    """What a body is."""
+    """The kind of an entry's body."""
 
     BEGIN = 0
     FRAME = 1
@@ -48,7 +48,7 @@ class EntryKind(IntEnum):
 
 
 class Problem(Enum):
-    """Why there is no entry at a place."""
+    """The reason why there is no entry at a place."""
 
     INCOMPLETE = "the file ends within it"
     DAMAGED = "its bytes are not those that were written"
@@ -63,15 +63,15 @@ class Entry:
     is_repeat: bool
     """An earlier file holds it, too, unless that file has fallen out."""
     at: int
-    """Where it begins in its file, in bytes."""
+    """First byte of the entry in its file."""
     length: int
-    """Of its body, in bytes."""
+    """Size of the body, in bytes."""
     body: bytes
     """Empty where only heads are read."""
 
     @property
     def end(self) -> int:
-        """Where the next one begins."""
+        """Return the byte at which the next entry begins."""
         return self.at + HEAD.size + self.length
 
     @property
@@ -115,7 +115,7 @@ def pack_message(record: Mapping[str, object]) -> bytes:
 
 
 def entry_at(file: BinaryIO, at: int, *, size: int, with_body: bool = True) -> Entry | Problem:
-    """What begins at byte `at` of a file that has `size` bytes.
+    """Return the entry that begins at byte `at` of a file of `size` bytes, or the reason why there is none.
 
     Args:
         with_body: reads it and checks the CRC; without, only the head is read, and a damaged body goes unnoticed.
@@ -145,7 +145,7 @@ def entry_at(file: BinaryIO, at: int, *, size: int, with_body: bool = True) -> E
 
 
 def find_entry(file: BinaryIO, start: int, *, size: int) -> int | None:
-    """Where the first whole entry at or after byte `start` begins; None: there is none."""
+    """Return the first byte, at or after `start`, of a whole entry, or None where no further entry is whole."""
     at = start
     while at < size:
         file.seek(at)
@@ -160,7 +160,7 @@ def find_entry(file: BinaryIO, start: int, *, size: int) -> int | None:
 
 
 def size_of(file: BinaryIO) -> int:
-    """Of an open file, in bytes."""
+    """Return the size of an open file, in bytes."""
     return os.fstat(file.fileno()).st_size
 
 

@@ -48,13 +48,13 @@ class Site:
     layer: int | None = None
     """Counted from 0 over the whole model; None outside the layers."""
     name: str | None = None
-    """Of a parameter."""
+    """Name of a parameter, or None for a site of activations."""
     direction: Direction = Direction.FORWARD
     is_recomputed: bool = False
 
     @property
     def text(self) -> str:
-        """For people, such as `mlp.out[3] backward`."""
+        """Return a text for people, such as `mlp.out[3] backward`."""
         at = self.name if self.layer is None else self.layer
         where = self.kind.value if at is None else f"{self.kind.value}[{at}]"
         way = "" if self.direction is Direction.FORWARD else f" {self.direction.value}"
@@ -86,7 +86,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """What a part or a frame is of: one of these is one picture."""
+    """The key of a picture: run, step, phase, site and reducer of a part or a frame."""
 
     run: str
     step: int
@@ -120,7 +120,7 @@ class Where:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Part:
-    """What one rank makes of what it holds in one microbatch."""
+    """A reduced tensor of one rank in one microbatch."""
 
     what: ClassVar[str] = "part"
     where: Where
@@ -128,7 +128,7 @@ class Part:
     span: Span
     """Its features."""
     table: str | None = None
-    """Of the rank's tokens that the rows of the payload are; None for reducers of whole tensors."""
+    """Name of the rank's token table that `rows` index; None for reducers of whole tensors."""
     rows: np.ndarray | None = None
     """`[r]` int32 which tokens of the table; None: all of them, in order. Sent after the payload."""
     microbatch: int = 0
@@ -248,7 +248,7 @@ class Table:
     """Unique within a rank, or within a run."""
     step: int
     keys: tuple[str, ...]
-    """Of the rows."""
+    """Keys of the rows."""
     tokens: np.ndarray
     """`[3, R]` int32: index into `keys`, position in the row, token id."""
     texts: Mapping[str, str] = field(default_factory=dict)
@@ -309,7 +309,7 @@ def decode(message: bytes) -> Part | Frame | Table:
 
 
 def header_of(message: bytes) -> Mapping[str, Any]:
-    """What a message says of itself: `what` it is, then the fields of its kind; nothing of it is checked.
+    """Return the header of a message: its kind under `what`, then the fields of that kind, all unchecked.
 
     Raises:
         BadFrame: it is none.

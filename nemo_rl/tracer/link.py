@@ -32,12 +32,12 @@ SEND_S = 10.0
 """After a hub has taken nothing for so long, it counts as gone."""
 RETRY_S = 2.0
 MAX_MESSAGE_BYTES = 1 << 20
-"""From the hub."""
+"""Largest message of the hub that is read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HubAddress:
-    """Where the hub is, and how one may enter."""
+    """The address of the hub and the token to enter."""
 
     host: str
     port: int
@@ -168,7 +168,7 @@ class HubLink:
             self._on_message(record)
 
     def _send_all(self, connection: ClientConnection) -> None:
-        """Until the link is closed and nothing waits."""
+        """Send messages until the link is closed and none waits."""
         while (message := self._next()) is not None:
             connection.send(message)
             with self._state:
@@ -183,7 +183,7 @@ class HubLink:
             return self._waiting.popleft()
 
     def _forget(self) -> None:
-        """What waits is of a hub that is gone."""
+        """Drop the waiting messages of a hub that is gone."""
         with self._state:
             self.dropped += len(self._waiting)
             self.sent -= len(self._waiting)
@@ -192,7 +192,7 @@ class HubLink:
 
 
 GATHERED_BYTES = 1 << 20
-"""Of values of single tokens; when so many have been gathered, they are sent."""
+"""Buffered values of single tokens are sent once they reach this size."""
 
 
 class Outlet(Protocol):
@@ -212,11 +212,9 @@ class Straight:
         self._link = link
 
     def table(self, table: Table) -> None:
-        """As in `Outlet`."""
         self._link.offer(table.encode())
 
     def part(self, part: Part) -> None:
-        """As in `Outlet`."""
         self._link.offer(replace(part, dropped_before=self._link.dropped).encode())
 
 
@@ -261,11 +259,9 @@ class Gathered:
         self._num_bytes = self._num_tables = 0
 
     def table(self, table: Table) -> None:
-        """As in `Outlet`."""
         self._tokens.add(table)
 
     def part(self, part: Part) -> None:
-        """As in `Outlet`."""
         if part.table is not None:
             self._of_tokens.setdefault(part.where, []).append(part)
             self._num_bytes += part.payload.nbytes

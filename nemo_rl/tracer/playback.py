@@ -36,18 +36,18 @@ __all__ = ["Feed", "Player", "Serving", "paced", "serving"]
 logger = logging.getLogger(__name__)
 
 HISTORY_BYTES = 4 << 30
-"""Of frames that the page can step through; of longer recordings the newest."""
+"""Most bytes of frames that the page can step through; a longer recording shows its newest."""
 LIVE_S = 600.0
 """A run without an end that has written within this time is taken to be on."""
 FOLLOW_S = 7 * 24 * 3600.0
 """A recording that does not grow for so long is not followed any longer."""
 POLL_S = 0.5
 MAX_GAP_S = 600.0
-"""Between two frames; longer ones, such as while a job was not on, are played as this one."""
+"""Longest pause between two frames, in seconds; longer ones, such as while no job ran, are shortened to it."""
 WAITING = 256
 """Entries on their way to the hub."""
 TURN_S = 0.2
-"""Between looks at whether it is over."""
+"""Seconds between checks that the playback is over."""
 JOIN_S = 5.0
 
 
@@ -148,11 +148,11 @@ class Feed:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing follows."""
+        """Return whether no frame follows."""
         return not self._thread.is_alive()
 
     async def caught_up(self) -> None:
-        """Until all is published that was there."""
+        """Wait until all frames that the recording had are published."""
         while not await asyncio.to_thread(self._follow.caught_up.wait, TURN_S):
             pass
         # What the thread has handed over before is published before this.
@@ -193,23 +193,23 @@ class Serving:
 
     server: HubServer
     token_file: Path
-    """Of viewers."""
+    """File of the viewers' token."""
     feeds: list[Feed] = field(default_factory=list)
 
     @property
     def address(self) -> str:
-        """Of the page."""
+        """Return the address of the page."""
         host = f"[{self.server.host}]" if ":" in self.server.host else self.server.host
         return f"http://{host}:{self.server.port}/"
 
     @property
     def has_viewer(self) -> bool:
-        """Whether anybody looks on."""
+        """Return whether a viewer is connected."""
         return bool(self.server.sessions.viewers)
 
     @property
     def is_over(self) -> bool:
-        """Whether all is published that will ever be."""
+        """Return whether all frames that will ever come are published."""
         return all(feed.is_over for feed in self.feeds)
 
     async def show(self, folders: Sequence[Path]) -> None:
@@ -271,7 +271,7 @@ async def serving(*, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[Se
 
 
 def _wall_s(entry: Entry) -> float | None:
-    """None: it is not dated."""
+    """Return the wall-clock time of an entry, or None for one without a date."""
     if entry.kind is not EntryKind.FRAME:
         return None
     try:

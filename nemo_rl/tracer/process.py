@@ -32,7 +32,7 @@ __all__ = ["HUB_FILE", "LOG_FILE", "OPEN_FILE", "HubProcess", "HubSpec", "Traced
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 30.0
-"""For the hub to write what waits and to end."""
+"""Seconds that the hub may take to write what waits and to end."""
 KILL_S = 5.0
 HUB_FILE, OPEN_FILE, LOG_FILE = "hub.json", "open.html", "hub.log"
 ANY_HOST = ("0.0.0.0", "::", "")
@@ -41,39 +41,39 @@ ANY_HOST = ("0.0.0.0", "::", "")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HubSpec:
-    """What a hub does."""
+    """The settings of a hub."""
 
     folder: Path
-    """Of the tracer: `tracer` in the log folder of the run."""
+    """Folder of the tracer: `tracer` in the log folder of the run."""
     run: str
     """Id of the run."""
     start_timeout_s: float
-    """For the hub to listen; it takes less than a second where the machine is not busy."""
+    """Seconds until the hub must listen; it takes less than one where the machine is not busy."""
     host: str = "127.0.0.1"
     port: int = 0
     """0: any that is free."""
     origins: tuple[str, ...] = ()
-    """Of pages, beside the hub's own, from which a browser may connect."""
+    """Origins of pages, beside the hub's own, from which a browser may connect."""
     watches: tuple[str, ...] = ()
-    """What is watched until a controller says otherwise."""
+    """Watches until a controller sets others."""
     limits: Limits = field(default_factory=Limits)
     record: bool = False
     record_bytes: int = 10 << 30
-    """Of the recording."""
+    """Most bytes of the recording."""
     compat: bool = False
-    """Whether the compatibility endpoint is there."""
+    """True where the compatibility endpoint is served."""
     tokenizer: Path | None = None
     """Folder with `tokenizer.json`; None: texts of tokens are unknown."""
     artifacts: Path | None = None
     """Folder with vectors to project on."""
 
     def as_record(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the settings as JSON holds them."""
         return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> HubSpec:
-        """What `as_record` gave."""
+        """Return the settings of a record that `as_record` made."""
         paths = {name: None if record[name] is None else Path(record[name]) for name in ("tokenizer", "artifacts")}
         texts = {name: tuple(record[name]) for name in ("origins", "watches")}
         limits = Limits(**record["limits"])
@@ -121,23 +121,23 @@ class HubProcess:
 
     @property
     def connect_host(self) -> str:
-        """At which ranks reach it."""
+        """Return the host at which ranks reach the hub."""
         return _own_address(self.spec.host) if self.spec.host in ANY_HOST else self.spec.host
 
     @property
     def note(self) -> str:
-        """Where to look, for people; without a token."""
+        """Return a line for people with the address of the page, without a token."""
         page, token = self.spec.folder / OPEN_FILE, token_path(self.spec.folder, Role.CONTROLLER.value)
         return f"tracer: http://{self.address}/ (open {page}, or give the token of {token})"
 
     @property
     def pid(self) -> int | None:
-        """None: it was not started."""
+        """Return the id of the process, or None before it was started."""
         return None if self._process is None else self._process.pid
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process is there."""
+        """Return whether the process runs."""
         return self._process is not None and self._process.poll() is None
 
     def close(self) -> None:
@@ -191,7 +191,7 @@ class HubProcess:
         write_private(folder / OPEN_FILE, self._open_page())
 
     def _talk(self, process: subprocess.Popen[bytes]) -> Mapping[str, Any]:
-        """What to do goes in, the port comes out; empty: it ended."""
+        """Send the settings to the process and return its answer, which has the port; empty where the process ended."""
         assert process.stdin is not None and process.stdout is not None
         orders = json.dumps({"spec": self.spec.as_record(), "tokens": asdict(self.tokens)})
         with suppress(OSError):
@@ -215,7 +215,7 @@ class HubProcess:
 
 
 def _own_address(host: str) -> str:
-    """Of this machine in its network, where the hub listens at all of its addresses."""
+    """Return the address of this machine in its network, for a hub that listens at all of its addresses."""
     family, elsewhere = (socket.AF_INET6, "2001:db8::1") if ":" in host else (socket.AF_INET, "192.0.2.1")
     with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         # Sends nothing: it only asks which way packets to that network would go.
@@ -234,11 +234,11 @@ class TracedJob:
     """A job whose hub is there."""
 
     address: HubAddress
-    """For the ranks."""
+    """Address for the ranks."""
     link: HubLink
-    """Of the driver."""
+    """Link of the driver."""
     note: str
-    """Where to look, for people."""
+    """Line for people with the address of the page."""
 
 
 @contextmanager

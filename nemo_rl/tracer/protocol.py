@@ -1,4 +1,4 @@
-"""What ranks, driver and viewers say to the hub, and what it answers: JSON texts beside the binary frames.
+"""Messages of ranks, driver and viewers to the hub, and its answers: JSON texts beside the binary frames.
 
 One WebSocket at `/live`; the first message is `hello`, within `HANDSHAKE_S`. Every message is an object with `type`.
 
@@ -70,7 +70,7 @@ HANDSHAKE_S = 5.0
 
 
 class Role(StrEnum):
-    """Who is at the other end."""
+    """The role of a peer."""
 
     RANK = "rank"
     DRIVER = "driver"
@@ -86,12 +86,12 @@ class Group(StrEnum):
 
     @property
     def member(self) -> str:
-        """What one of them is called."""
+        """Return the name of one member."""
         return "engine" if self is Group.GENERATION else "rank"
 
 
 class RunState(StrEnum):
-    """How a run is."""
+    """The state of a run."""
 
     RUNNING = "running"
     LOST = "lost"
@@ -100,7 +100,7 @@ class RunState(StrEnum):
 
 
 class ErrorCode(StrEnum):
-    """Why something was refused."""
+    """The reason why a message was refused."""
 
     VERSION = "version"
     UNAUTHORIZED = "unauthorized"
@@ -115,15 +115,15 @@ class ErrorCode(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What bounds the hub."""
+    """The limits of a hub."""
 
     max_viewers: int = 16
     max_waiting: int = 32
     """Connections that have not said hello yet."""
     max_text_bytes: int = 64 << 10
-    """Of a message from a viewer."""
+    """Most bytes of a message from a viewer."""
     max_frame_bytes: int = 64 << 20
-    """Of a message from a rank."""
+    """Most bytes of a message from a rank."""
     viewer_bytes: int = 16 << 20
     """Waiting for one viewer; beyond it the oldest frame of a site gives way to the newest."""
     history_bytes: int = 256 << 20

@@ -77,9 +77,9 @@ MAX_COUNT = 65_536
 MAX_TEXT = 200
 
 STATS = ("count", "sum", "sumsq", "min", "max", "absmax", "zeros", "nan", "posinf", "neginf")
-"""What `stats` holds, in this order; sums and extremes are those of the finite values."""
+"""Numbers of `stats`, in this order; sums and extremes are those of the finite values."""
 EXPONENTS = range(-32, 32)
-"""Of the histogram by powers of two; smaller values count as 0, larger ones in the last bin."""
+"""Exponents of the histogram by powers of two; smaller values count as 0, larger ones in the last bin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Reducer(ABC):
 
     name: ClassVar[str]
     text: ClassVar[str]
-    """For people."""
+    """Description for people."""
 
     def __str__(self) -> str:
         values = [f"{getattr(self, part.name)}" for part in fields(self)]  # type: ignore[arg-type]
@@ -108,10 +108,10 @@ class WholeTensor(Reducer):
 
     @abstractmethod
     def merge(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """Of two parts, another part."""
+        """Return the part of two parts together."""
 
     def finish(self, part: np.ndarray) -> np.ndarray:
-        """What is shown."""
+        """Return the shown numbers of a merged part."""
         return part
 
 
@@ -120,14 +120,14 @@ class PerToken(Reducer):
 
     @abstractmethod
     def empty(self, num_tokens: int, num_features: int) -> np.ndarray:
-        """What merging starts with."""
+        """Return the array that merging starts with."""
 
     @abstractmethod
     def merge(self, so_far: np.ndarray, part: np.ndarray, span: Span) -> np.ndarray:
-        """Of the same tokens: what is known so far, with another part of their features."""
+        """Return the merged array of some tokens with a further part of their features."""
 
     def finish(self, merged: np.ndarray, num_features: int) -> np.ndarray:
-        """What is shown."""
+        """Return the shown numbers of the merged array."""
         return merged
 
 
@@ -180,7 +180,7 @@ class Histogram(WholeTensor):
 
 @dataclass(frozen=True)
 class Counts(WholeTensor):
-    """How often each whole number occurs, such as tokens per expert: int64, as long as the largest number asks."""
+    """Counts of each whole number, such as tokens per expert: int64, as long as the largest number asks."""
 
     name: ClassVar[str] = "counts"
     text: ClassVar[str] = "how often each whole number occurs: the load of experts"

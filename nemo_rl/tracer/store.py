@@ -34,14 +34,14 @@ NUM_FILES = 8
 """A recording has about so many files when it is full: one of so many parts falls out at a time."""
 MAX_FILE_BYTES = 256 << 20
 MIN_BYTES = 64 << 10
-"""Of a whole recording."""
+"""Fewest bytes of a whole recording."""
 LASTING = ("run", "plan")
 """Types of messages that hold until the next of their kind; every file begins with them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a table lies."""
+    """The place of a table."""
 
     number: int
     at: int
@@ -101,9 +101,9 @@ class StreamWriter:
         self._descriptor: int | None = None
         self._number = 0
         self._last = 0
-        """Where the last entry begins in its file."""
+        """First byte of the last entry in its file."""
         self._has_own = False
-        """Whether the current file has entries beside those that every file begins with."""
+        """True when the current file has entries beside those that every file begins with."""
         self._sizes: dict[int, int] = {}
         try:
             if not folder.is_dir():
@@ -122,7 +122,7 @@ class StreamWriter:
 
     @property
     def num_bytes(self) -> int:
-        """Of all files."""
+        """Return the size of all files."""
         return sum(self._sizes.values())
 
     def frame(self, encoded: bytes) -> None:

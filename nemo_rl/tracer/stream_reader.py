@@ -31,7 +31,7 @@ Seen: TypeAlias = tuple[EntryKind, int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Follow:
-    """How long a reader waits for what is still to be written."""
+    """Limits of a reader that waits for entries which are still to be written."""
 
     idle_s: float
     """It ends when nothing has come for so long."""
@@ -174,7 +174,7 @@ class StreamReader:
 
 
 class _Wait:
-    """For what is still to be written."""
+    """Waits for entries that are still to be written."""
 
     def __init__(self, follow: Follow | None) -> None:
         self._follow = follow
@@ -201,7 +201,7 @@ def _is_frame_of(head: Entry, step: int) -> bool:
 
 
 def _at_places(path: Path, places: Sequence[int]) -> Iterator[Entry]:
-    """What a file that may have fallen out has there."""
+    """Yield the entries at these places of a file that may have been deleted."""
     with suppress(FileNotFoundError), path.open("rb") as file:
         size = size_of(file)
         found = (entry_at(file, at, size=size) for at in places)
@@ -225,7 +225,7 @@ def _with_tables(entries: Iterator[Entry]) -> Iterator[Entry]:
 
 
 def _unseen(entries: Iterator[Entry], seen: set[Seen]) -> Iterator[Entry]:
-    """Without the beginnings of files, and without what earlier files have had already."""
+    """Yield the entries that earlier files have not had, without those that every file begins with."""
     for entry in entries:
         if entry.kind is EntryKind.BEGIN:
             continue

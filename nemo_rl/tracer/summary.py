@@ -57,7 +57,7 @@ class NonFinite:
 
     @property
     def text(self) -> str:
-        """For people.
+        """Return a text such as `step 5, train, mlp.out[2]: 4096 values are NaN or infinite; first seen there`.
 
         Example: `step 5, train, mlp.out[2]: 4096 values are NaN or infinite; first seen there`.
         """
@@ -83,7 +83,7 @@ class NonFinite:
         return (at.step, phase, at.update, *passes, site.text, str(at.reducer))
 
     def as_record(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the record as JSON holds it."""
         return {
             "step": self.where.step,
             "phase": self.where.phase,
@@ -108,7 +108,7 @@ class FirstNonFinite:
     _found: dict[str, NonFinite] = field(default_factory=dict)
 
     def add(self, frame: Frame) -> bool:
-        """Whether this frame is the first of its run, of those seen so far."""
+        """Add a frame and return whether it is the first of its run, among those seen so far."""
         if frame.num_not_finite == 0:
             return False
         new, old = NonFinite(frame.where, frame.num_not_finite), self._found.get(frame.where.run)
@@ -118,13 +118,14 @@ class FirstNonFinite:
         return True
 
     def of(self, run: str) -> NonFinite | None:
-        """None: all values of this run were finite, as far as looked at."""
+        """Return the first non-finite site of a run, or None where all values that were looked at are finite."""
         return self._found.get(run)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """What `stats` says of one site in one pass; extremes, mean and rms are those of the finite values, NaN without."""
+    """The numbers of `stats` for one site in one pass; extremes, mean and rms are those of the finite values, NaN
+    without."""
 
     run: str
     step: int
@@ -190,12 +191,12 @@ class Reading:
 
     @property
     def lack(self) -> str:
-        """What the numbers may lack; empty where they lack nothing."""
+        """Return what the numbers may lack, or an empty text."""
         missing = f"  without {self.missing} ranks" if self.missing else ""
         return f"{missing}{f'  {self.dropped} dropped' if self.dropped else ''}"
 
     def as_record(self) -> dict[str, object]:
-        """For JSON: null for NaN."""
+        """Return the numbers as JSON holds them: null for NaN."""
         record = asdict(self)
         return {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -212,7 +213,7 @@ class SiteSummary:
     """Frames with values that are NaN or infinite."""
     layers: set[int] = field(default_factory=set)
     names: set[str] = field(default_factory=set)
-    """Of parameters."""
+    """Names of parameters."""
     steps: set[int] = field(default_factory=set)
     phases: set[str] = field(default_factory=set)
 
@@ -234,7 +235,7 @@ SiteKey = tuple[SiteKind, Direction, bool, str]
 
 @dataclass(slots=True)
 class RunSummary:
-    """What a recording holds of one run."""
+    """The summary of one run of a recording."""
 
     run: str
     said: Mapping[str, Any] = field(default_factory=dict)
@@ -268,13 +269,13 @@ class RunSummary:
 
     @property
     def end_text(self) -> str:
-        """How it ended, as far as somebody said so."""
+        """Return how the run ended, as far as it was recorded."""
         said = self.finish or self.said
         return " ".join(str(said[name]) for name in ("reason", "text") if said.get(name))
 
     @property
     def first_non_finite(self) -> Mapping[str, Any] | None:
-        """Of the frames that are here, or, where these are later, of those that the hub has seen."""
+        """Return the first of the frames that are here or, where these are later, of those that the hub has seen."""
         found, said = self.first.of(self.run), self.said.get("first_non_finite")
         if isinstance(said, Mapping) and _is_before(said, found):
             return said
@@ -287,7 +288,7 @@ class RunSummary:
 
 @dataclass(slots=True)
 class RecordingSummary:
-    """What a recording holds."""
+    """The summary of a recording."""
 
     folder: Path
     runs: dict[str, RunSummary] = field(default_factory=dict)
@@ -295,7 +296,7 @@ class RecordingSummary:
     marks: list[tuple[int | None, str]] = field(default_factory=list)
     """Step and label."""
     problems: list[str] = field(default_factory=list)
-    """What the hub told to be wrong, each once."""
+    """Problems that the hub reported, each once."""
     num_entries: int = 0
     num_damaged: int = 0
     num_torn: int = 0

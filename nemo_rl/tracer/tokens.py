@@ -19,9 +19,9 @@ from nemo_rl.tracer.protocol import Role
 __all__ = ["Tokens", "read_token", "token_path", "write_private"]
 
 NUM_BYTES = 32
-"""Of randomness in a token."""
+"""Random bytes in a token."""
 MAX_BYTES = 4096
-"""Of a file that is read as a token."""
+"""Largest file that is read as a token."""
 OWNER_ONLY = 0o600
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
@@ -31,7 +31,7 @@ class Tokens:
     """The three tokens of a hub; their text is in no `repr`."""
 
     job: str
-    """Of ranks and the driver."""
+    """Token of ranks and the driver."""
     viewer: str
     controller: str
     """Good for viewing, too."""
@@ -46,7 +46,7 @@ class Tokens:
         return cls(job=job, viewer=viewer, controller=controller)
 
     def write(self, folder: Path) -> None:
-        """As `job.token`, `viewer.token` and `controller.token`, in place of those of an earlier run.
+        """Write `job.token`, `viewer.token` and `controller.token`, in place of those of an earlier run.
 
         Raises:
             RunFolderError: the folder cannot be written.
@@ -55,7 +55,7 @@ class Tokens:
             write_private(token_path(folder, name), f"{token}\n")
 
     def allow(self, role: Role, token: str) -> bool:
-        """Whether this token is good for this role; takes the same time whatever is wrong with it."""
+        """Return whether this token is good for this role, in the same time whatever is wrong with it."""
         good: Mapping[Role, tuple[str, ...]] = {
             Role.RANK: (self.job,),
             Role.DRIVER: (self.job,),
@@ -68,7 +68,7 @@ class Tokens:
 
 
 def token_path(folder: Path, name: str) -> Path:
-    """Of the token `job`, `viewer` or `controller`."""
+    """Return the path of the token `job`, `viewer` or `controller`."""
     return folder / f"{name}.token"
 
 
@@ -94,7 +94,7 @@ def write_private(path: Path, text: str) -> None:
 
 
 def read_token(path: Path) -> str:
-    """What `Tokens.write` has written.
+    """Return the token that `Tokens.write` has written.
 
     Raises:
         UserError: no such file, or others can read it.

@@ -36,7 +36,7 @@ OF_WHOLE_NUMBERS = frozenset({SiteKind.TOKENS, SiteKind.ROUTER_IDS})
 
 
 def applies(reducer: Reducer, kind: SiteKind) -> bool:
-    """Whether a reducer can be used at a site; where several sites are chosen at once it is left out at the others."""
+    """Return whether a reducer can be used at a site; of several sites chosen at once, it is left out at the others."""
     if isinstance(reducer, PerToken):
         return kind not in WITHOUT_TOKENS
     return kind in OF_WHOLE_NUMBERS or not isinstance(reducer, Counts)
@@ -57,9 +57,9 @@ class Watch:
     reducers: tuple[Reducer, ...]
     phases: frozenset[str]
     every: int = 1
-    """Of so many steps one is looked at: those whose number divides by it."""
+    """Distance of the steps that are looked at: those whose number divides by it."""
     with_recomputed: bool = False
-    """Also what a backward pass computes once more, apart from the first time."""
+    """True where tensors that a backward pass computes once more are shown too, apart from the first time."""
 
     @classmethod
     def parse(cls, text: str) -> Watch:
@@ -83,11 +83,11 @@ class Watch:
         return cls(" ".join(text.split()), selector, reducers, phases, every, with_recomputed)
 
     def takes(self, kind: SiteKind, layer: int | None, direction: Direction, *, phase: str, step: int) -> bool:
-        """Whether this site is looked at."""
+        """Return whether this site is looked at."""
         return self.is_due(phase, step) and self.sites.takes(kind, layer, direction)
 
     def is_due(self, phase: str, step: int) -> bool:
-        """Whether anything is looked at in this phase of this step."""
+        """Return whether a site is looked at in this phase of this step."""
         return phase in self.phases and step % self.every == 0
 
 
@@ -117,11 +117,11 @@ class Plan:
         return blake2b("\n".join(self.texts).encode(), digest_size=8).hexdigest()
 
     def is_due(self, phase: str, step: int) -> bool:
-        """Whether anything is looked at in this phase of this step."""
+        """Return whether a site is looked at in this phase of this step."""
         return any(watch.is_due(phase, step) for watch in self.watches)
 
     def looks_at(self, kind: SiteKind, layer: int | None, direction: Direction, *, phase: str, step: int) -> bool:
-        """Whether anything is kept of this site; of parameters, whether of any."""
+        """Return whether something is kept of this site or, for parameters, of any parameter."""
         return any(
             watch.is_due(phase, step)
             and (kind in watch.sites.kinds() if kind in OF_PARAMETERS else watch.sites.takes(kind, layer, direction))
@@ -129,7 +129,7 @@ class Plan:
         )
 
     def reducers_of_parameter(self, kind: SiteKind, name: str, *, phase: str, step: int) -> tuple[Reducer, ...]:
-        """What is kept of this parameter, or of its gradient."""
+        """Return the reducers of this parameter, or of its gradient."""
         found = (
             reducer
             for watch in self.watches
@@ -149,7 +149,7 @@ class Plan:
         step: int,
         recomputed: bool = False,
     ) -> tuple[Reducer, ...]:
-        """What is kept of this site, each once."""
+        """Return the reducers of this site, each once."""
         found = (
             reducer
             for watch in self.watches
@@ -189,7 +189,7 @@ class Classical:
     update_type: int
     """Its public number."""
     sites: str
-    """What a `Watch` takes."""
+    """Sites as a `Watch` takes them."""
 
 
 CLASSICAL = (

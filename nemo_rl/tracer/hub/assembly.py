@@ -36,7 +36,7 @@ class Phase:
     begun: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
     dropped: Counter[int] = field(default_factory=Counter)
-    """By rank; those of the hub itself are under -1."""
+    """Rank -> messages that it dropped; those that the hub itself left out are under -1."""
     wholes: dict[Where, WholeParts] = field(default_factory=dict)
     tokens: dict[Where, TokenParts] = field(default_factory=dict)
     num_bytes: int = 0
@@ -45,7 +45,7 @@ class Phase:
     is_closed: bool = False
 
     def frames(self, limit: int) -> Iterator[Table | Frame]:
-        """What it gives, a table before the frames that refer to it; the parts are let go.
+        """Yield the frames of the phase, a table before the frames that refer to it, and let the parts go.
 
         Args:
             limit: bytes that one picture may need; larger ones are left out.
@@ -102,18 +102,18 @@ class Phase:
 
 
 class _Step:
-    """What is known of a step while ranks are in it."""
+    """The phases of one step while ranks are in it."""
 
     def __init__(self) -> None:
         self.keys = StepKeys()
         self.phases: dict[tuple[str, int], Phase] = {}
-        """By name and how many times it was begun before."""
+        """(name, times it was begun before) -> phase."""
         self.begins: Counter[tuple[str, int]] = Counter()
-        """Of a phase by a rank."""
+        """(phase, rank) -> times that the rank has begun the phase."""
 
 
 class Assembly:
-    """Of one run and group of ranks."""
+    """Assembles the pictures of one run and one group of ranks."""
 
     def __init__(self, run: str, *, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
         self.run, self.world = run, 0
@@ -125,18 +125,18 @@ class Assembly:
         self._steps: dict[int, _Step] = {}
         self._current: dict[int, Phase] = {}
         self._tables: dict[int, dict[str, tuple[int, Tokens]]] = {}
-        """By rank and name; with the step."""
+        """Rank -> name of a table -> step and tokens."""
         self._told_dropped: Counter[int] = Counter()
         self._num_bytes = 0
 
     @property
     def num_bytes(self) -> int:
-        """That wait."""
+        """Return the size of all waiting parts."""
         return self._num_bytes
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those that are connected."""
+        """Return the connected ranks."""
         return tuple(sorted(self._here))
 
     def connect(self, rank: int, world: int) -> None:
@@ -253,7 +253,7 @@ class Assembly:
         phase.num_bytes = 0
 
     def seconds_left(self) -> float | None:
-        """Until a phase is overdue; None: none waits."""
+        """Return the seconds until a phase is overdue, or None where no phase waits."""
         open_phases = [at for found in self._steps.values() for at in found.phases.values() if not at.is_closed]
         deadlines = [at.deadline_s for at in open_phases if at.deadline_s is not None]
         return max(0.0, min(deadlines) - self._clock()) if deadlines else None
@@ -268,7 +268,7 @@ class Assembly:
         return is_overdue or waits_for <= at.ended | self._gone
 
     def _step(self, step: int) -> _Step | None:
-        """None: ranks are already further."""
+        """Return the step, or None where ranks are already further."""
         if step in self._steps:
             return self._steps[step]
         if len(self._steps) >= STEPS_OPEN:

@@ -48,7 +48,7 @@ class _Step:
 
 
 class History:
-    """Of all runs."""
+    """Keeps the frames of all runs."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self.num_bytes = max_bytes, 0

@@ -47,7 +47,7 @@ class RunFacts:
     """Kinds of sites that cannot be looked at, and why."""
     state: RunState = RunState.RUNNING
     text: str = ""
-    """Why it ended."""
+    """The reason why the run ended."""
     step: int | None = None
     """The newest that is known."""
     world: int = 0
@@ -57,7 +57,7 @@ class RunFacts:
     """`metrics` messages of the last steps."""
 
     def as_record(self) -> dict[str, object]:
-        """As it is in messages."""
+        """Return the facts as messages hold them."""
         return {
             "run": self.run,
             "name": self.name,
@@ -91,7 +91,7 @@ class RunFacts:
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 20.0
-"""For what still waits when the hub ends."""
+"""Seconds to write what still waits when the hub ends."""
 
 
 class Sink(Protocol):
@@ -104,7 +104,7 @@ class Sink(Protocol):
         """A JSON message."""
 
     def close(self) -> object:
-        """Nothing follows."""
+        """End the sink; no message follows."""
 
 
 class SinkThread:
@@ -187,11 +187,11 @@ class Subscriber(Protocol):
 
     @property
     def is_behind(self) -> bool:
-        """Whether much waits for it, and it takes what it gets."""
+        """Return whether much waits for a subscriber that still takes what it gets."""
 
 
 class Hub:
-    """Of one job, or of recorded runs."""
+    """Publishes the frames of one job, or of recorded runs."""
 
     def __init__(
         self, *, limits: Limits | None = None, plan: Plan | None = None, artifacts: Path | None = None
@@ -201,7 +201,7 @@ class Hub:
         """
         self.limits, self.plan = limits or Limits(), plan or Plan()
         self.effective_step: int | None = None
-        """From which step on the plan counts; None: not yet."""
+        """First step that the plan counts for; None until the driver has applied it."""
         self.history = History(self.limits.history_bytes)
         self.runs: dict[str, RunFacts] = {}
         self.driver: Subscriber | None = None
@@ -282,7 +282,7 @@ class Hub:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether a viewer that reads has not yet taken what was published."""
+        """Return whether a viewer that reads has not yet taken what was published."""
         return any(subscriber.is_behind for subscriber in self._subscribers)
 
     # What is watched.
@@ -367,7 +367,7 @@ class Hub:
         )
 
     def greet(self, subscriber: Subscriber) -> None:
-        """What a viewer missed: metrics, marks, problems and the last frame of each place."""
+        """Send a viewer what it missed: metrics, marks, problems and the last frame of each place."""
         for facts in self.runs.values():
             for message in facts.metrics:
                 subscriber.message(dump(message))

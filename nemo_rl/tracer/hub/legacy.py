@@ -36,7 +36,7 @@ __all__ = ["LEGACY_PATH", "METHODS", "PHASE", "LegacyRequest", "LegacyViewer", "
 PHASE = "train"
 """The tracers show the forward passes of training steps."""
 NUM_TILES = 96
-"""Where the message does not say."""
+"""Tiles of a message that gives no number."""
 METHODS: Mapping[str, str] = {
     "data.mean(dim=-1)": "mean",
     "data.mean(-1)": "mean",
@@ -55,7 +55,7 @@ METHODS: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LegacyRequest:
-    """What a message asks for."""
+    """The watches that a message asks for."""
 
     reducers: Mapping[Classical, Reducer]
 
@@ -84,7 +84,7 @@ def _is_on(value: object) -> bool:
 
 
 def _reducer(flag: str, config: object) -> Reducer | None:
-    """None: nothing is kept, which is what these tracers do without a word of a compressor."""
+    """Return the reducer, or None for a compressor of another name: these tracers then keep nothing, silently."""
     config = {} if config is None else config
     if not isinstance(config, Mapping):
         raise BadMessage(f"{flag}: expected compressor_type and compressor_configs")
@@ -123,7 +123,7 @@ def _tiles(flag: str, options: Mapping[str, Any]) -> Tiles:
 
 LEGACY_PATH = "/legacy"
 MAX_NUMBERS = 1 << 20
-"""Of one update: about 20 MB of text."""
+"""Most numbers of one update: about 20 MB of text."""
 NUM_LAYERS = ("num_layers", "num_hidden_layers")
 """Names of the number of layers in what is known of a model."""
 
@@ -141,7 +141,7 @@ class LegacyViewer(Viewer):
         self._started: str | None = None
 
     def message(self, text: str) -> None:
-        """What other viewers get is unknown here."""
+        """Ignore a message for other viewers, which has no counterpart in this protocol."""
 
     def say(self, message: Mapping[str, object]) -> None:
         """Sends a message of this protocol."""
@@ -167,7 +167,7 @@ class LegacyViewer(Viewer):
         return None
 
     async def _send_stats(self) -> None:
-        """Not of this protocol."""
+        """Ignore a change that this protocol cannot show."""
 
     async def _send_frame(self, kept: Kept, has: OrderedDict[tuple[str, str], None]) -> None:
         flag = self._flag(kept)
@@ -203,7 +203,7 @@ class LegacyViewer(Viewer):
 
 
 async def serve_legacy(connection: ServerConnection, hub: Hub, sessions: Sessions) -> None:
-    """Until the connection ends; its token was looked at before."""
+    """Serve one viewer until the connection ends; its token was checked before."""
     viewer = LegacyViewer(connection, hub.limits, hub)
     try:
         sessions.enter(viewer, is_taking_over=False)

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 LINGER_S = 3.0
 """After the job has ended viewers get what waits for them for so long."""
 PARENT_S = 1.0
-"""How often the process looks whether its parent is there: another child of it may hold its end of the pipe."""
+"""Seconds between checks that the parent is alive: another of its children may hold its end of the pipe."""
 
 
 def main() -> int:

@@ -37,7 +37,7 @@ __all__ = ["StepKeys", "TokenParts", "Tokens", "WholeParts", "check_part"]
 
 MAX_FEATURES = 1 << 40
 POSITION_BITS = 32
-"""Of the code of a token: number of its row above, position below."""
+"""Lower bits of a token's code, which hold the position; those above hold the number of its row."""
 INTEGERS = (Histogram, Counts, Digest)
 """Their parts are whole numbers; those of other whole-tensor reducers are not."""
 
@@ -97,7 +97,7 @@ class Tokens:
         return self.codes.nbytes + self.ids.nbytes
 
     def take(self, rows: np.ndarray | None) -> Tokens:
-        """Those of a part.
+        """Return the tokens of a part.
 
         Raises:
             BadFrame: the part has rows that the table lacks.
@@ -121,7 +121,7 @@ SHAPES: Mapping[type[Reducer], Callable[[Reducer, Part], tuple[int, ...]]] = {
     Sample: lambda reducer, part: (part.span.stop - part.span.start,),
     Project: lambda reducer, part: (1,),
 }
-"""Of the payload of a part; without its tokens, where there are some."""
+"""Reducer -> shape of a part's payload, less its tokens where there are some."""
 
 
 def check_part(part: Part, num_tokens: int | None) -> None:
@@ -143,7 +143,7 @@ def check_part(part: Part, num_tokens: int | None) -> None:
 
 @dataclass(slots=True)
 class WholeParts:
-    """Of a reducer of whole tensors: merged as they come."""
+    """Parts of a reducer of whole tensors, merged as they come."""
 
     payload: np.ndarray
     num_features: int
@@ -172,7 +172,7 @@ class _Piece:
 
 @dataclass(slots=True)
 class TokenParts:
-    """Of a reducer that keeps something of each token: put together at the end, when all tokens are known."""
+    """Parts of a reducer that keeps something of each token, merged at the end, when all tokens are known."""
 
     num_features: int
     pieces: dict[Span, list[_Piece]] = field(default_factory=dict)
@@ -199,7 +199,7 @@ class TokenParts:
         return payload.nbytes + (0 if part.rows is None else tokens.num_bytes)
 
     def tokens(self) -> Tokens:
-        """Of all parts, each once, sorted by code."""
+        """Return the tokens of all parts, each once, sorted by code."""
         pieces = [piece for group in self.pieces.values() for piece in group]
         if not pieces:
             return Tokens(np.zeros(0, np.int64), np.zeros(0, np.int32))
@@ -224,7 +224,7 @@ class TokenParts:
         return merged
 
     def fits(self, num_tokens: int, reducer: PerToken, limit: int) -> bool:
-        """Whether merging needs at most `limit` bytes."""
+        """Return whether merging needs at most `limit` bytes."""
         widths: Mapping[type[PerToken], int] = {
             Tiles: reducer.n if isinstance(reducer, Tiles) else 0,
             TopK: 2 * reducer.k if isinstance(reducer, TopK) else 0,
@@ -235,7 +235,7 @@ class TokenParts:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Which tokens a picture has, in its order."""
+    """The tokens of a picture, in its order."""
 
     table: Table
     order: np.ndarray

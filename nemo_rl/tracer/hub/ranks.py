@@ -25,7 +25,8 @@ __all__ = ["Peer", "Ranks", "TokenTexts"]
 logger = logging.getLogger(__name__)
 
 MAX_TEXTS_BYTES = 512 << 10
-"""Of one table, as JSON: half of what a header may have; the texts of further tokens are left out."""
+"""Most bytes of one table's texts, as JSON: half of what a header may have; the texts of further tokens are left
+out."""
 WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"
 """Stands for a space in vocabularies of SentencePiece; decoding one token alone loses it."""
 
@@ -91,7 +92,7 @@ class Peer:
 
     @property
     def text(self) -> str:
-        """For people, such as `engine 0`."""
+        """Return a text for people, such as `engine 0`."""
         return f"{self.group.member} {self.rank}"
 
 
@@ -109,7 +110,7 @@ class Ranks:
         self._publishing = asyncio.Lock()
 
     def set_tokenizer(self, folder: Path) -> None:
-        """As the driver says; that of the hub's own configuration stays."""
+        """Take the tokenizer that the driver names, unless the hub was configured with one."""
         if not self._has_tokenizer:
             self._texts, self._has_tokenizer = TokenTexts(folder), True
 

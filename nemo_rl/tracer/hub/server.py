@@ -71,7 +71,7 @@ class Pages:
             self._files["/"] = self._files[f"/{INDEX}"]
 
     def answer(self, path: str) -> Response:
-        """What a GET of this path gives."""
+        """Return the answer to a GET of this path."""
         content = self._files.get(path)
         if content is None:
             return refuse(HTTPStatus.NOT_FOUND, "no such page")
@@ -95,10 +95,10 @@ PING_S = 20.0
 PONG_S = 60.0
 """A peer that answers no ping for so long is gone; a rank that compiles a kernel may take a while."""
 CLOSE_S = 2.0
-"""For the peer's answer to a close."""
+"""Seconds to wait for the peer's answer to a close."""
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 SILENT = logging.getLogger(f"{__name__}.wire")
-"""Of the library: whoever can connect could fill the disk with its lines."""
+"""Logger of the library, switched off: anybody who can connect could fill the disk with its lines."""
 SILENT.setLevel(logging.CRITICAL + 1)
 
 
@@ -215,7 +215,7 @@ class HubServer:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether anything waits for a viewer."""
+        """Return whether a message waits for a viewer."""
         return any(viewer.has_waiting for viewer in self.sessions.viewers)
 
     def _answer(self, connection: ServerConnection, request: Request) -> Response | None:

@@ -49,10 +49,10 @@ MAX_BAD_MESSAGES = 16
 """A viewer that says more of what is not allowed is closed."""
 MAX_RANKS = 1 << 16
 REFUSE_S = 5.0
-"""For the last words to a peer that may take nothing."""
+"""Seconds to send an error to a peer that may no longer read."""
 MAX_LABEL = 200
 LAST_WORDS_S, QUIET_S = 5.0, 0.2
-"""When a job has finished, ranks that are still connected have so long; silent for the second, they have said all."""
+"""Seconds that ranks may stay connected after their job has finished, and seconds of silence that end it earlier."""
 MAX_KIND, MAX_KINDS = 64, 64
 """Characters and number of the sites that a rank may say it cannot show."""
 MAX_PROBLEM = 2000
@@ -62,7 +62,7 @@ REPLACED = 1012
 """WebSocket close code, `service restart`: the same rank or driver has connected again."""
 CONTROLLER_WORDS = frozenset({"watch", "mark"})
 FOREIGN_WORDS = frozenset({"hello", "begin", "end", "run", "step", "metrics", "finish", "applied"})
-"""Of other roles, or of another time."""
+"""Types of messages that other roles send, or that are due at another time."""
 
 
 class Sessions:
@@ -73,17 +73,17 @@ class Sessions:
         self.viewers: list[Viewer] = []
         self.controller: Viewer | None = None
         self.run: str | None = None
-        """Of the driver."""
+        """Run of the driver."""
         self.has_finished = self._is_lost = False
         self._rank_connections: dict[Peer, ServerConnection] = {}
         self._rank_spoke_s = -math.inf
-        """When the last message of a rank came, by the monotonic clock."""
+        """Time of the last message of a rank, by the monotonic clock."""
         self._driver: Viewer | None = None
 
     async def welcome(
         self, connection: ServerConnection, *, frame_bytes: int, handshake_s: float
     ) -> tuple[Role, dict[str, Any]] | None:
-        """Who it is; None: it was told why not, and closed.
+        """Return the peer, or None after it was refused and closed.
 
         Args:
             frame_bytes: that messages of ranks and the driver may have from now on.
@@ -106,7 +106,7 @@ class Sessions:
         return None
 
     async def serve(self, connection: ServerConnection, role: Role, hello: Mapping[str, Any]) -> None:
-        """Until the connection ends."""
+        """Serve one peer until the connection ends."""
         with suppress(ConnectionClosed):
             try:
                 if role is Role.RANK:
@@ -154,7 +154,8 @@ class Sessions:
                     self._hub.problem(f"{peer.text}: its connection ended; pictures lack its part")
 
     def _note_unobserved(self, peer: Peer, given: object) -> None:
-        """What a rank cannot show, beside what others have said; groups other than the policy's are named."""
+        """Note the sites that a rank cannot show, beside those of other ranks; groups other than the policy's are
+        named."""
         if isinstance(given, Mapping):
             where = "" if peer.group is Group.POLICY else f" ({peer.group.value})"
             texts = {str(kind)[:MAX_KIND]: str(why)[:MAX_PROBLEM] for kind, why in islice(given.items(), MAX_KINDS)}

@@ -29,7 +29,7 @@ TABLES_REMEMBERED = 4096
 MOMENT_S = 1.0
 """A viewer that has taken nothing for so long is not waited for."""
 CLOSING_S = 1.0
-"""For the last words to a viewer that takes nothing."""
+"""Seconds to send the last messages to a viewer that takes nothing."""
 TRY_LATER = 1013
 """WebSocket close code `try again later`."""
 
@@ -52,21 +52,21 @@ class Viewer:
         self._wake = asyncio.Event()
         self._is_stalled = False
         self._last_s = time.monotonic()
-        """When it took something."""
+        """Time at which the viewer last took a message."""
 
     @property
     def num_bytes(self) -> int:
-        """That wait."""
+        """Return the size of the messages that wait."""
         return self._frame_bytes
 
     @property
     def is_behind(self) -> bool:
-        """Whether much waits, and it has taken something a moment ago."""
+        """Return whether much waits for a viewer that took a message a moment ago."""
         return self._frame_bytes > self._limits.viewer_bytes // 2 and time.monotonic() - self._last_s < MOMENT_S
 
     @property
     def has_waiting(self) -> bool:
-        """Whether anything waits to be sent."""
+        """Return whether a message waits to be sent."""
         return bool(self._queue or self._replays)
 
     def message(self, text: str) -> None:
@@ -156,7 +156,7 @@ class Viewer:
         self.num_dropped += 1
 
     def _oldest(self) -> int:
-        """Of a place that has several waiting frames, else of all."""
+        """Return the oldest frame of a place that has several waiting, else the oldest of all."""
         several = [held[0] for held in self._of_place.values() if len(held) > 1]
         return min(several or [held[0] for held in self._of_place.values()])
 
