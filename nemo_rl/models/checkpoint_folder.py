@@ -1,4 +1,4 @@
-"""What the checkpoints of all policy workers share: folders that are whole or absent, and safe to read.
+"""Checkpoint folders of all policy workers: whole or absent, and safe to read.
 
 All functions but `refuse_code`, `own_copy` and the random state's are collective: every rank calls them in the same
 order. Those that write take the group that they talk in, for they may run beside the training; None is the default one.
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError, CheckpointException)
-"""What writing a folder raises when disk or permissions are at fault."""
+"""Errors of writing a folder that disk or permissions cause."""
 
 MAX_CAUSE_CHARACTERS = 300
 INDEX_FILE = ".metadata"
@@ -109,7 +109,7 @@ def raise_together(
 
 
 def cause_text(error: BaseException) -> str:
-    """What went wrong, in one line that is not too long."""
+    """Return the cause of an error in one line that is not too long."""
     if isinstance(error, CheckpointException):
         # Its own text is the traceback of every rank.
         error = next(iter(error.failures.values()))[0]
@@ -133,12 +133,12 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, *, group: d
 
 
 def own_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """On the CPU, sharing no memory; of a tensor that is split, this rank's part."""
+    """Return a copy on the CPU that shares no memory; of a tensor that is split, this rank's part."""
     return tensor.detach().to("cpu", copy=True)
 
 
 def random_state() -> dict[str, torch.Tensor]:
-    """Of this process: `cpu`, and `cuda` where there is a GPU."""
+    """Return the random state of this process: `cpu`, and `cuda` where there is a GPU."""
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()

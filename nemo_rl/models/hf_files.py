@@ -1,4 +1,4 @@
-"""Which bytes the weight files of a Hugging Face folder hold: known from names, shapes and dtypes alone.
+"""Layout of the weight files of a Hugging Face folder: known from names, shapes and dtypes alone.
 
 Called by the writers of a folder. Names here are those of the module's state dict, where the experts of a layer are one
 tensor; files hold every expert by itself, under the names of its model type (`FileNames`). Invariant: header and order
@@ -43,11 +43,11 @@ __all__ = [
 ]
 
 MAX_SHARD_BYTES = 5_000_000_000
-"""Of a weight file: what transformers writes, too."""
+"""Most bytes of a weight file, as transformers writes it."""
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 LENGTH_BYTES = 8
-"""Of the number that a file begins with, and what its header is padded to."""
+"""Bytes of the number that a file begins with, which its header is padded to as well."""
 CODES: Mapping[torch.dtype, str] = {
     torch.int64: "I64",
     torch.float64: "F64",
@@ -83,9 +83,9 @@ class StoredTensor:
     weight: str
     """Name of the weight that it is a part of."""
     box: Box
-    """Of that weight."""
+    """Box of that weight."""
     shape: tuple[int, ...]
-    """In the file."""
+    """Shape in the file."""
     dtype: torch.dtype
 
     @property
@@ -94,7 +94,7 @@ class StoredTensor:
 
 
 class FileNames:
-    """How the files of a model type name its weights, and which part of a weight each tensor of a file is.
+    """Names of a model's weights in its files, and the part of a weight that each tensor of a file is.
 
     transformers says so itself: its own conversion on saving is applied to small tensors that hold their positions.
 
@@ -180,7 +180,7 @@ def _probe_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _is_prefix(conversion: object) -> bool:
-    """Whether a conversion only says that a folder may hold a larger model that this one is a part of."""
+    """Return whether a conversion only says that a folder may hold a larger model that this one is a part of."""
     return isinstance(conversion, PrefixChange)
 
 
@@ -190,11 +190,11 @@ class WeightFile:
 
     name: str
     tensors: tuple[StoredTensor, ...]
-    """In the order of their bytes, which follow the header without gaps."""
+    """Tensors in the order of their bytes, which follow the header without gaps."""
 
     @property
     def header(self) -> bytes:
-        """What the file begins with."""
+        """Return the bytes that the file begins with."""
         described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for tensor in self.tensors:

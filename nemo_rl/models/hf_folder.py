@@ -39,13 +39,13 @@ class WeightSource(Protocol):
 
     @property
     def where(self) -> str:
-        """Where they come from, for messages."""
+        """Return the name of the source, for messages."""
 
     def names(self) -> Set[str]:
-        """Of all weights and persistent buffers."""
+        """Return the names of all weights and persistent buffers."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Without reading the weight."""
+        """Return the shape of a weight without reading it."""
 
     def get(self, name: str, *, rows: slice = ALL_ROWS) -> torch.Tensor:
         """A weight, or some of its rows, on the CPU in the dtype in which it is stored; not to be changed in place."""

@@ -91,7 +91,8 @@ class HFRouters:
 
     @contextmanager
     def choosing(self, choose: Choose) -> Iterator[None]:
-        """Inside it every router asks `choose`; a backward pass that recomputes layers must run inside as well."""
+        """Let every router ask `choose` inside the block; a backward pass that recomputes layers must run inside as
+        well."""
         assert self._choose is None, "the routers of this model are in use already"
         self._choose = choose
         try:
@@ -197,7 +198,8 @@ class HFSites(TapList):
         self.add(SiteKind.ATTN_OUT, number, at_output(attention), tokens=self._between)
 
     def _products(self, number: int, mlp: torch.nn.Module) -> None:
-        """What the MLP multiplies; a mixture's experts see the tokens that were sent to them, in no order of rows."""
+        """Add the tensors that the MLP multiplies; experts see the tokens that were sent to them, in no order of
+        rows."""
         children = dict(mlp.named_children())
         for kind, name in MLP_PARTS.items():
             if name not in children or not isinstance(children[name], torch.nn.Linear):

@@ -39,14 +39,15 @@ from nemo_rl.models.shards import Box
 __all__ = ["ModelDescription", "Share", "cast_folder", "write_folder", "write_shares"]
 
 WINDOW_BYTES = 4 << 20
-"""Of a file, gathered and written at once: enough for a disk and a network, and little for a node with many ranks."""
+"""Bytes of a file that are gathered and written at once: enough for a disk and a network, and little for a node with
+many ranks."""
 WRITER = 0
 """The rank that writes files."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelDescription:
-    """What a folder holds, besides the weights themselves."""
+    """The contents of a model folder besides the weights."""
 
     config: PretrainedConfig
     infos: Mapping[str, TensorInfo]
@@ -63,7 +64,8 @@ class Share:
     """One rank's part of a model whose weights lie in the memory of several ranks."""
 
     boxes: Callable[[str], Sequence[Box | None]]
-    """What each rank gives of a weight, by rank; None: nothing. Together they are the weight, without overlap."""
+    """Weight -> box that each rank gives, by rank, or None for nothing. Together they are the weight, without
+    overlap."""
     held: Mapping[str, torch.Tensor]
     """This rank's boxes of the weights, on any device."""
 
@@ -183,7 +185,7 @@ def cast_folder(folder: Path, dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Place:
-    """Where a tensor lies in an open file."""
+    """The place of a tensor in an open file."""
 
     tensor: StoredTensor
     sink: BinaryIO
@@ -235,7 +237,7 @@ class _Piece:
 
     tensor: StoredTensor
     box: Box
-    """Of the weight."""
+    """Box of the weight."""
 
 
 _Window = list[_Piece]
@@ -271,7 +273,7 @@ def _rows(tensor: StoredTensor) -> Iterator[Box]:
 
 
 def _given(window: _Window, share: Share, rank: int) -> list[tuple[int, Box, Box]]:
-    """What a rank gives of a window: which piece, the part of the weight, and the box that the rank has of it."""
+    """Return what a rank gives of a window: the piece, the part of the weight, and the box that the rank has of it."""
     found = []
     for number, piece in enumerate(window):
         held = share.boxes(piece.tensor.weight)[rank]

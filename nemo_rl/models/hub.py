@@ -26,7 +26,7 @@ LOCAL = frozenset({"checkpoints", "data", "models", "results"})
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether `name` is `owner/model` and no path of this machine."""
+    """Return whether `name` is `owner/model` and no path of this machine."""
     if not HUB_NAME.fullmatch(name) or name.endswith((".json", ".model")):
         return False
     owner, _, model = name.partition("/")

@@ -40,7 +40,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 GROUPED = "grouped_mm"
 """Hugging Face's default for experts: one kernel for all of them."""
 GROUPED_BYTES = 16
-"""That kernel takes matrices whose rows are a multiple of so many bytes."""
+"""Row size that the grouped kernel needs: it takes matrices whose rows are a multiple of this many bytes."""
 MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 """Names for the width of a feed-forward block, in families that do not say `intermediate_size`."""
 CONFIG_FILE = "config.json"
@@ -216,7 +216,7 @@ def _is_experts(name: str, weight: torch.Tensor) -> bool:
 
 
 def _maker_of(path: Path) -> str:
-    """What makes the folder, where it is one of ours."""
+    """Return the command that makes this folder, where it is one of ours."""
     if path.name not in STARTERS:
         return ""
     target, options = STARTERS[path.name]

@@ -51,7 +51,7 @@ def js(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 Extra: TypeAlias = Literal["entropy", "squared_probs"]
-"""What may be computed of a token's whole distribution, besides the token's log-probability."""
+"""Names of what may be computed of a token's whole distribution, besides the token's log-probability."""
 # Float32 numbers of one chunk of logits (16 MiB): bounds what the softmax holds at one time.
 CHUNK_ELEMENTS = 4 * 1024 * 1024
 

@@ -32,7 +32,7 @@ class Box:
 
     @property
     def count(self) -> int:
-        """Of its elements."""
+        """Return the number of elements."""
         return math.prod(self.size)
 
     def along(self, dim: int, start: int, size: int) -> Box:
@@ -47,7 +47,7 @@ class Box:
         return Box(start=tuple(starts), size=tuple(sizes))
 
     def meet(self, other: Box) -> Box | None:
-        """What both have; None where that is nothing."""
+        """Return the part that both have, or None where they do not meet."""
         starts = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
         ends = (min(a + b, c + d) for a, b, c, d in zip(self.start, self.size, other.start, other.size, strict=True))
         sizes = tuple(max(0, end - start) for start, end in zip(starts, ends, strict=True))

@@ -67,7 +67,7 @@ class StarterConfig:
     stop_accuracy: float = 0.25
     """Stop at the first evaluation that reaches this sampled accuracy on the calibration split."""
     target_accuracy: float = 0.30
-    """Of the last evaluations, the weights nearest to this accuracy are kept."""
+    """Accuracy of the starter: of the last evaluations, the weights nearest to it are kept."""
     num_problems: int = 8000
     batch_size: int = 64
     learning_rate: float = 2e-3
@@ -103,11 +103,12 @@ class StarterTask:
     max_length: int
     """Prompt and answer together, in tokens."""
     calibration_seed: int = 778
-    """For reasoning_gym far from the other seeds: its item i is drawn with seed + i, so near seeds share items."""
+    """Seed of the calibration split. It is far from the other seeds, for reasoning_gym draws item i with seed + i,
+    so that near seeds share items."""
 
     @property
     def validation_dataset(self) -> DatasetConfig:
-        """What the recipe names as `data.validation`."""
+        """Return the section that the recipe names as `data.validation`."""
         return self.dataset.model_copy(update={"size": VALIDATION_SIZE, "seed": VALIDATION_SEED})
 
     def validation(self) -> list[RawPrompt]:
@@ -119,7 +120,7 @@ class StarterTask:
         return self._draw(size=CALIBRATION_SIZE, seed=self.calibration_seed, exclude=_texts(self.validation()))
 
     def corpus(self) -> list[RawPrompt]:
-        """What the tokenizer is built from."""
+        """Return the prompts that the tokenizer is built from."""
         return self._draw(size=CORPUS_SIZE, seed=CORPUS_SEED, exclude=self.held_out())
 
     def training(self, *, size: int, seed: int) -> list[RawPrompt]:
@@ -146,7 +147,7 @@ def _answer_alone(problem: RawPrompt) -> str:
 
 
 def _running_sums(problem: RawPrompt) -> str:
-    """For `... problem: 4 + 3 - 9 =`: `<think>4+3=7 7-9=-2</think>-2`."""
+    """Return the worked answer, such as `<think>4+3=7 7-9=-2</think>-2` for `... problem: 4 + 3 - 9 =`."""
     terms = [int(term.replace(" ", "")) for term in re.findall(r"[-+]? ?\d+", problem.text.rpartition(":")[2])]
     total, lines = terms[0], []
     for term in terms[1:]:
@@ -191,7 +192,7 @@ VOCAB_MULTIPLE = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StarterReport:
-    """What the warm start came to."""
+    """The result of the warm start."""
 
     steps: int
     """Training steps of the weights that were kept."""
@@ -242,7 +243,7 @@ def _check_place(folder: Path) -> None:
 
 
 def _files_of_starter(folder: Path) -> frozenset[str]:
-    """What `make_starter` has written there; nothing where it has not."""
+    """Return the files that `make_starter` has written there; empty where it has not."""
     try:
         found = json.loads((folder / STARTER_FILE).read_text(encoding="utf-8"))["files"]
         return frozenset({STARTER_FILE, *map(str, found)})

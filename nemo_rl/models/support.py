@@ -32,9 +32,9 @@ KEPT, DROPPED = 1, 2
 BEFORE_STEPS = 2
 """Added to a distance, which is at least 1."""
 PAYLOAD, MORE = 0x7F, 0x80
-"""Of a byte: its seven bits of the number, and that another byte follows."""
+"""Bits of a byte: seven of the number, and one for another byte that follows."""
 MOST_BYTES = 5
-"""Of a number of 32 bits."""
+"""Most bytes of a number of 32 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

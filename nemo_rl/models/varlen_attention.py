@@ -48,7 +48,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Segments:
-    """Where sequences begin and end in the rows of a pass.
+    """The beginnings and ends of sequences in the rows of a pass.
 
     Example:
         Lengths 8 and 4 on rank 0 of 2: chunks of 2 and 1 tokens.
@@ -63,7 +63,7 @@ class Segments:
     group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
     """Context-parallel ranks; None on one."""
     device: torch.device = field(default=torch.device("cpu"), compare=False)
-    """Of the pass; positions lie there."""
+    """Device of the pass and its positions."""
 
     def __post_init__(self) -> None:
         pieces = 2 * self.cp_size if self.cp_size > 1 else 1
@@ -122,7 +122,7 @@ class Segments:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pattern:
-    """Which earlier tokens of its sequence a token sees, as the mask of its layer says."""
+    """The earlier tokens of its sequence that a token sees, as the mask of its layer says."""
 
     window: int
     """Tokens that a token sees, itself included."""
@@ -173,7 +173,7 @@ class _Options:
 
     @property
     def has_own_scores(self) -> bool:
-        """Whether scores must be computed here, since no fused kernel has what they need."""
+        """Return whether scores must be computed here, since no fused kernel has what they need."""
         return self.softcap is not None or self.sinks is not None
 
 

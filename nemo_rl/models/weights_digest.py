@@ -25,7 +25,7 @@ BLOCK = 4096
 ROWS_AT_ONCE = 1024
 """32 MiB of float64 at a time."""
 SIGNS_SEED = 20_240_229
-"""Of both sign tables: they must be the same whenever and wherever a digest is made."""
+"""Seed of both sign tables: they must be the same whenever and wherever a digest is made."""
 HASH_BYTES = 16
 
 

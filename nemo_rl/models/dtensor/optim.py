@@ -88,7 +88,7 @@ class LossScaler:
         self.clean_steps = 0
 
     def can_retry(self) -> bool:
-        """Whether an overflow may be the scale's fault."""
+        """Return whether an overflow may be the scale's fault."""
         return self.is_dynamic and self.scale > MIN_SCALE
 
     def on_overflow(self) -> None:
@@ -191,7 +191,8 @@ class _Chain:
         self._schedule.step()
 
     def settings(self) -> list[dict[str, Any]]:
-        """What the schedulers have set, for each group: learning rate, and momentum where a scheduler moves it."""
+        """Return what the schedulers have set, for each group: learning rate, and momentum where a scheduler moves
+        it."""
         return [
             {name: group[name] for name in names}
             for names, group in zip(self._names, self._shadow.param_groups, strict=True)
@@ -202,11 +203,12 @@ class _Shadow(torch.optim.Optimizer):
     """Settings without weights."""
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Nothing to update."""
+        """Do nothing: the shadow has no weights."""
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """What a torch scheduler may move; read when the optimizer is new, so the learning rate is the configured one."""
+    """Return the settings that a torch scheduler may move, read from a new optimizer: its learning rate is the
+    configured one."""
     return {name: group[name] for name in ("lr", "betas", "momentum") if name in group}
 
 

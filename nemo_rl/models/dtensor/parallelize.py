@@ -46,7 +46,7 @@ class PolicyModel(torch.nn.Module):
     def forward(
         self, inputs: ForwardInputs, *, sampling: Sampling, top_k: int | None = None, computed: Sequence[str] = ()
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """What `selected_logprobs` gives, the same on every tensor and context rank (collective over both).
+        """Return what `selected_logprobs` gives, the same on every tensor and context rank (collective over both).
 
         With `top_k` values and ids `[n, S, k]` of the largest logits at every position instead.
         """

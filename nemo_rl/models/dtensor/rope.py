@@ -27,7 +27,7 @@ OWN_RULE = ("phimoe",)
 
 
 def rope_problem(config: PretrainedConfig) -> str | None:
-    """Why rows of this model would depend on each other; None where they do not."""
+    """Return why rows of this model would depend on each other, or None where they do not."""
     kinds, model_type = _kinds(config), config.model_type
     # As Hugging Face asks: `dynamic` and what contains it.
     dynamic = sorted(kind for kind in kinds.values() if DYNAMIC in kind)
@@ -61,7 +61,7 @@ class RowFrequencies:
 
     @contextmanager
     def of(self, inputs: ForwardInputs) -> Iterator[None]:
-        """For the time of a pass."""
+        """Use the frequencies of these rows during a pass."""
         # Positions without a token are of row -1, the last one here.
         length_r = torch.tensor([*inputs.lengths, 0], device=inputs.row_ns.device)
         self._is_long_ns = length_r[inputs.row_ns] > self._start

@@ -234,7 +234,7 @@ SPLIT_SIZES: Mapping[str, tuple[str, Callable[[Any], int]]] = {
     "experts": ("experts", lambda module: int(module.num_experts)),
     "vocab_embedding": ("tokens of the vocabulary", lambda module: int(module.num_embeddings)),
 }
-"""What of a module must divide by the number of ranks."""
+"""Style -> name and size of what the number of ranks must divide."""
 SPLIT_DIMS: Mapping[str, int] = {"column": 0, "colwise": 0, "rowwise": 1, "experts": 0, "vocab_embedding": 0}
 """Dimension of the weights that the ranks share; styles that are not listed leave them whole."""
 
@@ -251,7 +251,8 @@ def split_dim(style: str, parameter: str) -> int | None:
 
 
 def split_dims(model: torch.nn.Module, plan: Mapping[str, str]) -> dict[str, int | None]:
-    """By the name of each parameter of a model, with or without weights; tied ones under all their names."""
+    """Return the split dim of each parameter by its name, for a model with or without weights; tied ones have all
+    their names."""
     chosen = _styles_of_modules(model, plan)
     return {
         f"{name}.{parameter}" if name else parameter: split_dim(chosen.get(name, "replicated"), parameter)

@@ -1,4 +1,4 @@
-"""Which style each module of a model gets. Called by `parallelize`."""
+"""Tensor-parallel plans: the style of each module of a model. Called by `parallelize`."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ from nemo_rl.utils.metrics import Reduction
 __all__ = ["OptimizerStep", "StepRunner"]
 
 CLIP_EPSILON = 1e-6
-"""As in torch's own clipping."""
+"""Epsilon of torch's own clipping."""
 
 
 class StepRunner:

@@ -93,7 +93,7 @@ def _with_memory(parameter: torch.nn.Parameter, device: torch.device) -> torch.n
 
 
 def box_of(weight: torch.Tensor, *, rank: int) -> Box | None:
-    """What a rank has of a weight; None where it has no part in this rank's mesh.
+    """Return the box that a rank has of a weight, or None where it has no part in this rank's mesh.
 
     The tensor axis is the inner one: it splits first, and FSDP splits what is left.
     """
@@ -129,6 +129,6 @@ def boxes_of(weight: torch.Tensor, *, world_size: int) -> list[Box | None]:
 
 
 def _places_of(weight: DTensor, rank: int) -> list[int] | None:
-    """Of a rank, along each axis of this rank's mesh; None outside of it."""
+    """Return the places of a rank along each axis of this rank's mesh, or None outside of it."""
     places: list[list[int]] = (weight.device_mesh.mesh == rank).nonzero().tolist()
     return places[0] if places else None

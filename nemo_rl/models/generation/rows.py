@@ -20,9 +20,9 @@ class RowRequest:
     prompt: tuple[int, ...]
     seed: int
     max_new_tokens: int
-    """At least 1; already cut to what the total length leaves."""
+    """Most tokens to sample, at least 1; already cut to what the total length leaves."""
     number: int = 0
-    """Of the row in its request; named in errors."""
+    """Number of the row in its request; named in errors."""
     forced: tuple[int, ...] | None = None
     """The response, as long as `max_new_tokens`; None: it is drawn."""
 

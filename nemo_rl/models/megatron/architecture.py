@@ -35,7 +35,7 @@ PARTIAL = ("glm4_moe",)
 
 
 def rotary_problems(config: PretrainedConfig) -> list[str]:
-    """What has no counterpart here, one line each; empty where `rotary_frequencies` is right."""
+    """Return the settings that have no counterpart here, one line each; empty where `rotary_frequencies` is right."""
     rope: Mapping[str, Any] = config.rope_parameters or {}
     kind = rope.get("rope_type")
     if kind not in KINDS:
@@ -68,16 +68,16 @@ def rotary_frequencies(config: PretrainedConfig) -> tuple[torch.Tensor, float]:
 SUPPORTED = ("glm4_moe", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """`model_type`s that the Megatron worker trains."""
 OUTPUT_BIAS = ("llama", "qwen3", "qwen3_moe")
-"""Where `attention_bias` is a bias of the output projection too."""
+"""Model types whose `attention_bias` is a bias of the output projection too."""
 MIXTURES = ("glm4_moe", "mixtral", "qwen3_moe")
 HEAD_NORMS = ("qwen3", "qwen3_moe")
 QKV_BIAS = ("qwen2",)
 BY_CONFIG = ("glm4_moe",)
-"""Where the config says whether there are head norms and biases of query, key and value; others ignore its keys."""
+"""Model types whose config says if there are head norms and biases of query, key and value; others ignore its keys."""
 LAYER_KINDS = ("qwen2", "qwen3")
-"""Where `layer_types` says which layers have a window."""
+"""Model types whose `layer_types` names the layers that have a window."""
 WINDOWED = ("mistral", "mixtral", "qwen3_moe")
-"""Where `sliding_window` holds for every layer."""
+"""Model types whose `sliding_window` holds for every layer."""
 EXPERT_KEYS = (
     "freeze_moe_router",
     "moe_router_dtype",
@@ -97,18 +97,18 @@ class Mixture:
     num_experts: int
     top_k: int
     intermediate_size: int
-    """Of each expert."""
+    """Intermediate size of each expert."""
     score: str = "softmax"
     """`softmax`, or `sigmoid` with a bias that only chooses (DeepSeek-V3)."""
     normalises: bool = True
-    """Whether the chosen experts' weights add up to one."""
+    """True where the chosen experts' weights add up to one."""
     scaling: float = 1.0
-    """Of the chosen weights."""
+    """Factor of the chosen weights."""
     num_groups: int = 1
     top_groups: int = 1
     """Experts are chosen within this many of the groups."""
     shared_intermediate_size: int = 0
-    """Of the experts that every token takes, together; 0 without."""
+    """Intermediate size of all experts together that every token takes; 0 without such."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +130,7 @@ class Architecture:
     """Key and value heads."""
     head_dim: int
     intermediate_size: int
-    """Of the layers without experts."""
+    """Intermediate size of the layers without experts."""
     vocab_size: int
     padding_token: int | None
     """Its embedding gets no gradient from where the token is read; None without."""
@@ -375,7 +375,8 @@ def _mixture(model_type: str, given: Mapping[str, Any]) -> Mixture | None:
 
 
 def _padding_token(given: Mapping[str, Any]) -> int | None:
-    """As `torch.nn.Embedding` reads it: a negative one counts from the end of the vocabulary."""
+    """Return the padding token as `torch.nn.Embedding` reads it: a negative one counts from the end of the
+    vocabulary."""
     token = given.get("pad_token_id")
     return None if token is None else int(token) % int(given["vocab_size"])
 

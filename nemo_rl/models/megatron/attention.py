@@ -26,7 +26,7 @@ SEGMENT_FORMAT = "segments"
 
 @dataclass
 class PackedSegments(PackedSeqParams):  # type: ignore[misc]
-    """What every layer of a pass needs to know besides the activations."""
+    """The sequences of a pass, which every layer needs besides the activations."""
 
     qkv_format: str = SEGMENT_FORMAT
     segments: Segments | None = None

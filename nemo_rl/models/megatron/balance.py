@@ -21,7 +21,7 @@ from nemo_rl.utils.metrics import Mean, Reduction
 __all__ = ["AuxiliaryLoss", "average_over_microbatches", "count_tokens_without_padding"]
 
 METRIC = "moe_load_balancing_loss"
-"""Of the routers, before its coefficient; 1 is a perfect balance."""
+"""Balancing loss of the routers, before its coefficient; 1 is a perfect balance."""
 
 
 class AuxiliaryLoss:

@@ -76,7 +76,7 @@ class OptimizerSnapshot:
     """A rank's part of model and optimizer at one moment, as megatron-core's format has it."""
 
     tensors: Any
-    """As torch's checkpoints take them."""
+    """State dict as torch's checkpoints take it."""
     random_states: dict[str, Any]
     document: dict[str, Any]
 
@@ -123,7 +123,7 @@ class OptimizerSnapshot:
             self._write_own(target)
 
     def _write_own(self, target: Path) -> None:
-        """What is no tensor of the model: without collectives."""
+        """Write what is no tensor of the model, without collectives."""
         torch.save(self.random_states, _random_file(target))
         if dist.get_rank() == 0:
             # megatron-core's own way to write what is no tensor differs between its releases; each reads this one.
@@ -219,7 +219,7 @@ def load_optimizer(model: MegatronModel, optimizer: PolicyOptimizer, folder: Pat
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Places:
-    """What a rank has of model and optimizer, and where that lies in the whole."""
+    """The parts of model and optimizer that a rank has, and their places in the whole."""
 
     model: dict[str, Any]
     """megatron-core's sharded tensors by name of the weight."""

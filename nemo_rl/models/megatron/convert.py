@@ -48,7 +48,7 @@ class _Groups:
 
 
 def weight_infos(hf_config: PretrainedConfig, dtype: torch.dtype) -> dict[str, TensorInfo]:
-    """What `export_weights` yields for a model of this precision, in its order; without communication."""
+    """Return what `export_weights` yields for a model of this precision, in its order; without communication."""
     return {
         part.name: TensorInfo(shape=part.shape, dtype=str(_dtype(weight, dtype)).removeprefix("torch."))
         for weight in weights_of(Architecture.of(hf_config))
@@ -180,7 +180,7 @@ def _fill_split(weight: Weight, tensors: Mapping[str, torch.Tensor], source: Wei
 def _fill_experts(
     weight: Weight, tensors: Mapping[str, torch.Tensor], source: WeightSource, groups: _Groups
 ) -> set[str]:
-    """As `_fill_split`, expert by expert."""
+    """Fill the parts of a weight like `_fill_split`, expert by expert."""
     count = weight.num_experts // groups.expert.size()
     names = [weight.local.format(expert=expert) for expert in range(count)]
     if names[0] not in tensors:

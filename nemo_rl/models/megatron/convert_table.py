@@ -26,7 +26,7 @@ OTHER_NAMES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """How the ranks of a tensor parallel group share a weight.
+    """The division of a weight over the ranks of a tensor parallel group.
 
     Example:
         Rows `g0 g1 u0 u1` of two halves over two ranks: rank 0 has `g0 u0`, rank 1 has `g1 u1`.
@@ -35,7 +35,7 @@ class Split:
     """
 
     dim: int | None = None
-    """That is divided; None: every rank has the whole."""
+    """Dim that is divided; None where every rank has the whole."""
     runs: int = 1
     """Equal runs of this dimension, each of which is divided by itself."""
 
@@ -77,11 +77,11 @@ class Weight:
     """
 
     local: str
-    """In megatron-core, layers counted over the whole model; of experts with `{expert}`, counted on the rank."""
+    """Name in megatron-core, layers counted over the whole model; of experts with `{expert}`, counted on the rank."""
     layer: int
     """Its pipeline stage is that of this layer."""
     parts: tuple[Part, ...]
-    """In the Hugging Face module. Of experts a single one, whose first dimension is the expert."""
+    """Parts in the Hugging Face module; experts have a single one, whose first dim is the expert."""
     split: Split = WHOLE
     """Over the tensor parallel ranks, or over the expert tensor parallel ones."""
     groups: int = 1
@@ -89,13 +89,13 @@ class Weight:
     num_experts: int = 0
     """0 of a weight that is not one of an expert."""
     is_copy: bool = False
-    """Of a weight that another entry has: it is loaded twice and exported once."""
+    """True where another entry has the same weight: it is loaded twice and exported once."""
     is_float32: bool = False
     """Whatever the precision of the model."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of all parts together."""
+        """Return the shape of all parts together."""
         first = self.parts[0].shape
         return (sum(part.shape[0] for part in self.parts), *first[1:])
 

@@ -1,4 +1,4 @@
-"""What megatron-core needs to run where there is no CUDA. The only place that adapts it.
+"""Adaptations of megatron-core to a machine without CUDA. The only place that adapts it.
 
 `mcore` calls `importing` around its imports; builders call `as_if_cuda` around the few calls that ask a tensor whether
 it is on a GPU. With CUDA both do nothing. Invariant: torch itself stays as it is for everyone else in the process. The
@@ -50,7 +50,7 @@ FACTORIES = (
 
 
 def has_cuda() -> bool:
-    """Whether megatron-core can do what it was made for."""
+    """Return whether megatron-core runs on the devices that it was made for."""
     return torch.cuda.is_available()
 
 
@@ -180,8 +180,8 @@ def _send_lists() -> None:
 
 @functools.cache
 def _exchange_uneven_parts() -> None:
-    """With experts split over both their axes, ranks gather and scatter unequal numbers of tokens; gloo knows equal
-    parts only, so they are padded to the longest."""
+    """Pad unequal parts that ranks gather and scatter, where experts are split over both their axes: gloo knows
+    equal parts only."""
     mappings = _module("tensor_parallel.mappings")
     even_gather, even_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
@@ -212,7 +212,8 @@ def _lengthened(part: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _repair_wheel() -> None:
-    """What needs Transformer Engine on any device, for nothing: the router asks `te_general_gemm is not None`."""
+    """Make imports succeed that need Transformer Engine on any device: the router asks `te_general_gemm is not
+    None`."""
     vars(_module("transformer.moe.moe_utils")).setdefault("te_general_gemm", None)
     random = _module("tensor_parallel.random")
     if not random.HAVE_TE:

@@ -148,6 +148,7 @@ def router_losses() -> list[torch.Tensor]:
 
 
 def grads_for_norm(part: Any) -> list[torch.Tensor]:
-    """What of this rank counts for the gradient norm of an optimizer: no weight that another rank counts."""
+    """Return the gradients of this rank that count for the norm of an optimizer: of no weight that another rank
+    counts."""
     named = "get_grads_for_grad_norm" if "get_grads_for_grad_norm" in dir(part) else "get_main_grads_for_grad_norm"
     return getattr(part, named)()

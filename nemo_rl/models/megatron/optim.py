@@ -36,7 +36,7 @@ STEP = "step"
 """Counts updates: torch's optimizers keep it per weight and on the CPU, the fused ones per group."""
 ADAM_MOMENTS, SGD_MOMENTS = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-"""Of a checkpoint: any layout can read it, and names are those of Megatron-LM's own folders."""
+"""Sharding of a checkpoint: any layout can read it, and names are those of Megatron-LM's own folders."""
 MASTER = "master"
 """Name of the float32 weights that the optimizer of a half-precision model steps."""
 
@@ -96,7 +96,7 @@ class PolicyOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Of all parts."""
+        """Return the groups of all parts."""
         return [group for part in self._parts for group in part.param_groups]
 
     def advance(self) -> None:

@@ -57,7 +57,7 @@ class PolicyGPT(GPTModel):  # type: ignore[misc]
     def _leave_padding_out(
         self, _: torch.nn.Module, __: tuple[object, ...], kwargs: Mapping[str, Any], hidden: torch.Tensor
     ) -> torch.Tensor:
-        """Where the padding token was read, the gradient of its embedding `[s, n, H]` ends.
+        """End the gradient of the embedding `[s, n, H]` where the padding token was read.
 
         The layers get a view: whoever looks at its gradient sees it whole, as in a Hugging Face model.
         """

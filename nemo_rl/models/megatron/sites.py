@@ -83,7 +83,8 @@ class _Finder(TapList):
         self.add(SiteKind.LAYER_OUT, number, at_output(layer), tokens=self.between)
 
     def _products(self, number: int, mlp: Any) -> None:
-        """What the MLP multiplies; a mixture's experts see the tokens that were sent to them, in no order of rows."""
+        """Add the tensors that the MLP multiplies; experts see the tokens that were sent to them, in no order of
+        rows."""
         if not isinstance(mlp, MLP):
             self.cannot(
                 "in layers with experts these see tokens in no order of rows",

@@ -47,12 +47,12 @@ from nemo_rl.utils.metrics import Reduction
 __all__ = ["PipelineRunner"]
 
 OnOutput = Callable[[Microbatch, torch.Tensor], torch.Tensor]
-"""What the last stage makes of a microbatch's logits `[n, K, V]`: a scalar to run backwards from."""
+"""Makes a scalar to run backwards from out of a microbatch's logits `[n, K, V]`, on the last stage."""
 
 
 @dataclass(slots=True)
 class _Sums:
-    """What the last stage collects over the microbatches of a global batch."""
+    """Sums that the last stage collects over the microbatches of a global batch."""
 
     loss: float = 0.0
     metrics: list[dict[str, Reduction]] = field(default_factory=list)
@@ -287,7 +287,7 @@ class PipelineRunner:
             )
 
     def _trained(self, batch: BatchedDataDict) -> torch.Tensor:
-        """Only the last stage has the masks."""
+        """Return the number of trained tokens; the last stage alone has the masks."""
         if self._here.is_last_stage:
             return trained_tokens(batch)
         return torch.zeros_like(batch.tensor("input_ids"), dtype=torch.bool)

@@ -35,7 +35,7 @@ __all__ = [
 
 
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine can be used: it needs CUDA."""
+    """Return whether Transformer Engine can be used: it needs CUDA."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
@@ -155,7 +155,7 @@ def transformer_config(
 
 
 def uses_distributed_optimizer(policy: PolicyConfig) -> bool:
-    """Whether each data-parallel rank keeps a part of the optimizer state."""
+    """Return whether each data-parallel rank keeps a part of the optimizer state."""
     has_fused_adam = torch.cuda.is_available() and not USING_PYTORCH_OPTIMIZER
     return policy.megatron_cfg.optimizer.is_distributed(has_fused_adam=has_fused_adam)
 

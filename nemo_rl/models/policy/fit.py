@@ -52,7 +52,7 @@ def check_model_fits(model: PreTrainedModel, config: PolicyConfig) -> None:
 
 
 def attention_problem(model: PreTrainedModel) -> str | None:
-    """Why our attention over segments cannot stand in for the model's own; None where it can."""
+    """Return why our attention over segments cannot stand in for the model's own, or None where it can."""
     kinds = {str(kind) for kind in model.config.get_text_config().to_dict().get("layer_types") or ()}
     if kinds & RECURRENT or any(isinstance(module, torch.nn.Conv1d) for module in model.modules()):
         return "has layers that carry values along a row outside of attention (convolutions, states)"

@@ -24,18 +24,18 @@ Detach = Callable[[], None]
 
 
 class Tokens(Enum):
-    """Which of this rank's positions a tensor has."""
+    """The positions of this rank that a tensor has."""
 
     ALL = auto()
     """All that this context rank holds."""
     CHUNK = auto()
     """This tensor rank's part of them (sequence parallel)."""
     KEPT = auto()
-    """Those whose logits are computed (`ForwardInputs.keep_K`)."""
+    """Positions whose logits are computed (`ForwardInputs.keep_K`)."""
 
 
 class Order(Enum):
-    """How rows n and positions s of a pass lie in a tensor."""
+    """The order of rows n and positions s of a pass in a tensor."""
 
     ROWS = auto()
     """`[n, s, ...]`"""
@@ -94,7 +94,7 @@ class TapList:
         split: Split | None = None,
         order: Order | None = None,
     ) -> None:
-        """As the fields of `Tap`."""
+        """Add a tap with these fields."""
         chosen = self._order if order is None else order
         self.taps.append(Tap(kind=kind, layer=layer, attach=attach, tokens=tokens, split=split, order=chosen))
 
@@ -111,11 +111,11 @@ class Taps:
     unobserved: Mapping[SiteKind, str]
     """Sites that this model does not give -> why."""
     place: Coordinates
-    """Of this rank."""
+    """Coordinates of this rank."""
     chunk: tuple[int, int] = (0, 1)
     """Index and number of the equal parts of the positions, for `Tokens.CHUNK`."""
     loss_factor: Callable[[], float] = field(default=lambda: 1.0)
-    """What the loss is multiplied by before its backward pass: gradients are divided by it."""
+    """Factor of the loss before its backward pass: gradients are divided by it."""
     gradients: Callable[[], Iterator[tuple[str, torch.Tensor]]]
     """(collective) Whole gradients of the loss by Hugging Face names, on every rank."""
     weights: Callable[[], Iterator[tuple[str, torch.Tensor]]]
@@ -135,12 +135,13 @@ class Taps:
 
     @property
     def shows_outputs(self) -> bool:
-        """What is computed of log-probabilities, which tensor and context ranks have alike."""
+        """Return whether this rank shows what is computed of log-probabilities, which tensor and context ranks have
+        alike."""
         return self.place.tp == 0 and self.place.cp == 0
 
     @property
     def shows_whole(self) -> bool:
-        """What every rank has whole."""
+        """Return whether this rank shows what every rank has whole."""
         return self.place == Coordinates(dp=0, cp=0, tp=0, pp=0)
 
 
@@ -148,7 +149,7 @@ Pick = Callable[[Any], torch.Tensor]
 
 
 def first_tensor(value: Any) -> torch.Tensor:
-    """Of a module that gives a tensor, or several of which the first is meant."""
+    """Return the tensor that a module gives, or the first of several."""
     found = value if isinstance(value, torch.Tensor) else value[0]
     assert isinstance(found, torch.Tensor)
     return found

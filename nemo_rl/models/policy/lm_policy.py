@@ -38,8 +38,8 @@ class TrainSummary:
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
     microbatch_losses: tuple[tuple[float, ...], ...] = ()
-    """Of each data-parallel shard, in the order of its microbatches; their sum is the sum of `losses`. Empty for a loss
-    that does not report itself as the metric `loss`."""
+    """Losses of each data-parallel shard, in the order of its microbatches; their sum is the sum of `losses`. Empty
+    for a loss that does not report itself as the metric `loss`."""
     metrics: dict[str, Reduction] = field(default_factory=dict)
     learning_rate: float
     num_tokens: int
@@ -52,11 +52,11 @@ class TrainSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Shard:
-    """What one rank works on."""
+    """The rows of one rank."""
 
     batch: BatchedDataDict
     plan: PackPlan
-    """In indices into `batch`."""
+    """Plan of the rows, in indices into `batch`."""
 
 
 class Policy:
@@ -77,7 +77,7 @@ class Policy:
 
     @property
     def layout(self) -> ParallelLayout:
-        """Which rank holds which part."""
+        """Return the layout: which part each rank holds."""
         return self._layout
 
     @property
@@ -120,11 +120,11 @@ class Policy:
         self._run(request, "checkpoint")
 
     def begin_save(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
-        """As `save_checkpoint`, of this moment; the workers write beside what they do next, until `finish_save`."""
+        """Begin a `save_checkpoint` of this moment; the workers write beside what they do next, until `finish_save`."""
         self._run(ask(PolicyWorker.begin_save, weights=weights, optimizer=optimizer, tokenizer=tokenizer), "checkpoint")
 
     def is_saving(self) -> bool:
-        """Whether a worker still writes what `begin_save` began."""
+        """Return whether a worker still writes what `begin_save` began."""
         return any(self._run(ask(PolicyWorker.is_saving), "checkpoint"))
 
     def finish_save(self) -> float:
@@ -148,11 +148,11 @@ class Policy:
         self._run(request, "tracing")
 
     def end_tracing(self) -> None:
-        """Nothing of the step is shown from here on."""
+        """End the traced step."""
         self._run(ask(PolicyWorker.end_tracing), "tracing")
 
     def weights_digest(self) -> WeightsDigest:
-        """Of the weights as they are now."""
+        """Return a digest of the weights as they are now."""
         found = self._run(ask(PolicyWorker.weights_digest), "weights digest")[0]
         assert found is not None, "rank 0 makes the digest"
         return found
@@ -164,7 +164,7 @@ class Policy:
         return {f"memory/{name}_bytes": float(max(report.get(name, 0) for report in reports)) for name in names}
 
     def is_alive(self) -> bool:
-        """Whether every worker answers."""
+        """Return whether every worker answers."""
         return all(self._run(ask(PolicyWorker.is_alive), "health"))
 
     def shutdown(self) -> None:

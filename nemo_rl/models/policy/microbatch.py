@@ -1,4 +1,4 @@
-"""From a batch and a pack plan to the inputs of forward passes, padded or packed, and back to `[N, T]`.
+"""Microbatches: inputs of forward passes, padded or packed, out of a batch and a pack plan, and back to `[N, T]`.
 
 Called by the train step and the log-probability pass. Invariant: where a row lies (padded, packed, which microbatch)
 changes only the layout of the pass, never which tokens are selected. Shapes: N rows of the batch, n rows of the
@@ -72,12 +72,12 @@ class ForwardInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassShape:
-    """What the layout of the ranks asks of a forward pass."""
+    """The shape that the layout of the ranks asks of a forward pass."""
 
     divisible_by: int = 1
     """The width of the pass is rounded up to a multiple."""
     sequence_multiple: int = 1
-    """So is every sequence of a packed pass; divides `divisible_by`."""
+    """Number that divides every sequence of a packed pass; divides `divisible_by`."""
     cp_size: int = 1
     cp_rank: int = 0
     context: dist.ProcessGroup | None = None
@@ -216,7 +216,7 @@ def build_microbatch(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassPlaces:
-    """Which token of which row lies where in a pass of n rows, S positions wide; known from lengths alone."""
+    """The places of the tokens of all rows in a pass of n rows, S positions wide; known from lengths alone."""
 
     row_nS: torch.Tensor
     """`[n, S]` int64: number of the row within the microbatch; -1 where no token lies."""

@@ -83,7 +83,7 @@ NO_OBSERVER = PassObserver()
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PassRows:
-    """Where the tokens of a pass lie in a tensor `[n, s, ...]`."""
+    """The places of the tokens of a pass in a tensor `[n, s, ...]`."""
 
     number: int
     """Unique within the call."""
@@ -97,7 +97,7 @@ class PassRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sight:
-    """What a site shows in one pass of this rank."""
+    """A tensor that one tap delivered during one pass on this rank."""
 
     place: Place
     value: torch.Tensor
@@ -106,7 +106,7 @@ class Sight:
     split: Split | None = None
     """This rank's part of the last dimension; None has all of it."""
     is_first: bool
-    """Of the ranks that have the very same tensor this is the first."""
+    """True on the first of the ranks that have the very same tensor."""
 
     def tokens(self) -> torch.Tensor:
         """`[R, ...]` without padding; a view where there is none, else a copy."""
@@ -118,7 +118,8 @@ class SiteSink(Protocol):
     """Keeps something of what is seen, and changes nothing."""
 
     def takes(self, kind: SiteKind, layer: int | None, direction: Direction) -> bool:
-        """Whether it wants to see this site; the same on every rank for what no layer shows."""
+        """Return whether the sink wants this site. For sites outside the layers every rank must return the same
+        value, since they are gathered."""
 
     def see(self, sight: Sight) -> None:
         """One tensor; called by one thread at a time."""
@@ -130,7 +131,7 @@ class _Pass:
 
     micro: Microbatch
     place: Place
-    """Without kind and layer."""
+    """Place of the pass, without kind and layer."""
     rows: dict[Tokens, PassRows] = field(default_factory=dict)
     seen: set[tuple[SiteKind, int | None]] = field(default_factory=set)
     """Sites that have been shown; one that comes again is recomputed."""

@@ -88,19 +88,19 @@ STEP_IN_NAME = "{step}"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordSpec:
-    """What is recorded; plain values, the same on every rank."""
+    """Settings of a recording: plain values, the same on every rank."""
 
     folder: Path
-    """Of the records of one step, or with `{step}` in its name of every step."""
+    """Folder of the records of one step, or with `{step}` in its name of every step."""
     sites: str
     """A `Selector`."""
     phases: tuple[str, ...] = tuple(WorkerPass)
     has_backward: bool = True
-    """Whether training passes run backward, rather than being evaluated."""
+    """True where training passes run backward, rather than being evaluated."""
     must_succeed: bool = True
     """A disk that refuses is an error; else it ends the recording, and the step goes on."""
     model: Mapping[str, object] = field(default_factory=dict)
-    """What must agree between two recordings that are compared."""
+    """Facts of the model that must agree between two recordings that are compared."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """Anything else that readers may want to know."""
     tokenizer: str = ""
@@ -207,7 +207,7 @@ class SiteRecording(Recording):
         )
 
     def _expected_sites(self) -> Iterator[dict[str, object]]:
-        """What a complete recording of this model holds."""
+        """Yield the sites that a complete recording of this model holds."""
         trains = WorkerPass.TRAIN in self._spec.phases
         of_update = {SiteKind.LOSS, SiteKind.GRAD} if trains and self._spec.has_backward else set()
         of_training = {SiteKind.LOSS, SiteKind.PARAM} if trains else set()
@@ -260,7 +260,7 @@ def record_spec(
     has_backward: bool = True,
     settings: dict[str, object] | None = None,
 ) -> RecordSpec:
-    """What the workers of a policy need to know to record its sites."""
+    """Return what the workers of a policy need to record its sites."""
     return RecordSpec(
         folder=folder,
         sites=sites,

@@ -1,4 +1,4 @@
-"""What training steps and log-probability passes of every policy worker share: scales, sums and checks over all ranks.
+"""Steps and passes of every policy worker: scales, sums and checks over all ranks.
 
 Called by the workers and their step runners. Invariant: all ranks pass through the same collectives in the same order;
 of the ranks that share a data-parallel shard exactly one, its writer, contributes to a sum. Shapes: N rows, T tokens.
@@ -48,7 +48,7 @@ Microbatches = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThisRank:
-    """Where a rank stands."""
+    """The place of this rank in the job."""
 
     layout: ParallelLayout
     rank: int
@@ -69,7 +69,7 @@ class ThisRank:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchForm:
-    """How rows become forward passes."""
+    """The form in which rows become forward passes."""
 
     is_packed: bool
     shape: PassShape
@@ -143,7 +143,7 @@ def stored_fields(loss_fn: LossFunction) -> tuple[str, ...]:
 
 
 def computed_fields(loss_fn: LossFunction, sampling: Sampling) -> tuple[str, ...]:
-    """What the loss reads that a pass computes besides log-probabilities under `sampling`."""
+    """Return the names that the loss reads and a pass computes besides log-probabilities under `sampling`."""
     wanted = (name for name in COMPUTED_FIELDS if name in loss_fn.input_fields)
     return tuple(name for name in wanted if name != UNFILTERED_LOGPROBS or sampling.has_filter)
 
@@ -161,7 +161,7 @@ def keep_found(result_cNT: torch.Tensor, micro: Microbatch, found: Sequence[torc
 
 
 def loss_columns(micro: Microbatch, found: Sequence[torch.Tensor], computed: Sequence[str]) -> dict[str, torch.Tensor]:
-    """What the loss reads besides log-probabilities.
+    """Return the columns that the loss reads besides log-probabilities.
 
     Args:
         found: log-probabilities `[n, t]`, then the columns `computed`.

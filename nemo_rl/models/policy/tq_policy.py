@@ -68,7 +68,7 @@ class TQPolicy(Policy):
     def submit_logprobs_from_meta(
         self, meta: KVBatchMeta, plan: PackPlan, *, with_squares: bool = False
     ) -> Pending[KVBatchMeta]:
-        """As `get_logprobs_from_meta` without waiting."""
+        """Submit `get_logprobs_from_meta` without waiting."""
         metas = self._metas(meta, plan)
         requests = [ask(TQWorker.get_logprobs_presharded, meta=part, with_squares=with_squares) for part in metas]
         return self._written(requests, WorkerPass.PREV_LOGPROBS, meta, metas)
@@ -78,7 +78,7 @@ class TQPolicy(Policy):
         return self.submit_reference_policy_logprobs_from_meta(meta, plan).result()
 
     def submit_reference_policy_logprobs_from_meta(self, meta: KVBatchMeta, plan: PackPlan) -> Pending[KVBatchMeta]:
-        """As `get_reference_policy_logprobs_from_meta` without waiting."""
+        """Submit `get_reference_policy_logprobs_from_meta` without waiting."""
         metas = self._metas(meta, plan)
         requests = [ask(TQWorker.get_reference_policy_logprobs_presharded, meta=part) for part in metas]
         return self._written(requests, WorkerPass.REFERENCE_LOGPROBS, meta, metas)
@@ -92,7 +92,7 @@ class TQPolicy(Policy):
     def submit_train_from_meta(
         self, meta: KVBatchMeta, plan: PackPlan, loss_fn: LossFunction, *, fields: Sequence[str]
     ) -> Pending[TrainSummary]:
-        """As `train_from_meta` without waiting."""
+        """Submit `train_from_meta` without waiting."""
         metas = self._metas(meta, plan)
         requests = [ask(TQWorker.train_presharded, meta=part, loss_fn=loss_fn, fields=tuple(fields)) for part in metas]
 
@@ -142,7 +142,7 @@ class TQPolicy(Policy):
         return [snapshot for snapshot in snapshots if snapshot is not None]
 
     def _metas(self, meta: KVBatchMeta, plan: PackPlan) -> list[KVBatchMeta]:
-        """Of each rank; ranks of a replica group get the same."""
+        """Return the meta of each rank; ranks of a replica group get the same."""
         return self._layout.spread(shard_meta_for_dp(meta, plan))
 
     def _written(

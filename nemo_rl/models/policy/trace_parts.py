@@ -45,7 +45,7 @@ NOTHING = np.array([0, 0, 0, np.inf, -np.inf, -np.inf, 0, 0, 0, 0], dtype=np.flo
 BLOCK = 1 << 18
 """Values that fit into the cache of a core together."""
 MANTISSA_BITS, EXPONENT_BIAS = 23, 127
-"""Of float32."""
+"""Bits of a float32."""
 MAX_COUNTED = 1 << 20
 """Largest number that `counts` counts: a vocabulary, not a pointer."""
 
@@ -82,7 +82,7 @@ class Values:
 
     @cached_property
     def num_not_finite(self) -> int:
-        """How many values are NaN or infinite."""
+        """Return the number of values that are NaN or infinite."""
         if bool(self.squares_R.sum().isfinite()):
             return 0
         return int((~self.floats.isfinite()).sum())
@@ -105,7 +105,7 @@ def _stats(_: Reducer, values: Values) -> np.ndarray:
 
 
 def _stats_of(floats: torch.Tensor) -> np.ndarray:
-    """Of a block."""
+    """Return the `stats` of a block."""
     array = floats.numpy()
     if not array.size:
         return NOTHING
@@ -125,7 +125,7 @@ def _stats_of(floats: torch.Tensor) -> np.ndarray:
 
 
 def _stats_on_device(floats: torch.Tensor) -> np.ndarray:
-    """Without waiting for the device before the end: ten numbers come to the CPU at once."""
+    """Return `stats` without waiting for the device before the end: ten numbers come to the CPU at once."""
     if not floats.numel():
         return NOTHING
     is_finite = floats.isfinite()
@@ -182,7 +182,7 @@ def _digest(_: Reducer, values: Values) -> np.ndarray:
 
 
 def _tiles(reducer: Reducer, values: Values) -> np.ndarray:
-    """Of each stretch what this rank has of it."""
+    """Return the part of each stretch that this rank has."""
     assert isinstance(reducer, Tiles)
     span, floats = values.span, values.floats
     start = -np.inf if reducer.takes_maximum else 0.0

@@ -35,7 +35,7 @@ __all__ = ["NO_TRACING", "GroupPlace", "SiteTracing", "TraceSink", "TraceSpec", 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedStep:
-    """What is looked at in one step, the same on every rank."""
+    """The settings of one traced step, the same on every rank."""
 
     run: str
     number: int
@@ -179,7 +179,7 @@ def _two_dim(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _span(split: Split | None, num_features: int) -> Span:
-    """Which features of the whole these are; parts are equal."""
+    """Return the range of these features in the whole; parts are equal."""
     if split is None:
         return Span(0, num_features, num_features)
     start = split.index * num_features
@@ -194,12 +194,12 @@ def _hashes(rows: PassRows) -> np.ndarray:
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
-"""What waits at the end of a process is sent within so long."""
+"""Seconds to send what waits at the end of a process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceSpec:
-    """What a rank needs to show its passes; plain values, the same on every rank."""
+    """Settings of a rank's tracing: plain values, the same on every rank."""
 
     address: HubAddress
     run: str
@@ -211,7 +211,7 @@ class TraceSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupPlace:
-    """Which of the processes that show the same phases one is."""
+    """The place of a process among those that show the same phases."""
 
     group: Group = Group.POLICY
     rank: int
@@ -242,7 +242,7 @@ class TracedPhases:
         )
 
     def begin(self, step: int, *, watches: Sequence[str], keys: Sequence[str]) -> None:
-        """What follows belongs to this step.
+        """Begin a step, to which the phases that follow belong.
 
         Args:
             watches: texts of a `Plan`.
@@ -253,7 +253,7 @@ class TracedPhases:
         self.link.open()
 
     def end(self) -> None:
-        """Nothing of the step follows. Idempotent."""
+        """End the step. Idempotent."""
         self._step = None
 
     def close(self) -> None:
@@ -262,7 +262,7 @@ class TracedPhases:
         self.link.close(timeout_s=CLOSE_S)
 
     def begin_phase(self, phase: str, *, outlet: Outlet | None = None) -> TraceSink | None:
-        """What sees the sites of a phase that begins; None: nothing of it is watched in this step.
+        """Begin a phase and return the sink of its sites, or None where nothing of it is watched in this step.
 
         Args:
             outlet: between the sink and `link`; None: everything is sent as it comes.
@@ -317,7 +317,7 @@ NO_TRACING = Tracing()
 
 
 class SiteTracing(TracedPhases, Tracing):
-    """What this rank shows."""
+    """Shows the passes of this rank."""
 
     def __init__(self, spec: TraceSpec, taps: Taps, here: ThisRank) -> None:
         place = here.coordinates

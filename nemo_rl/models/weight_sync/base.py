@@ -38,7 +38,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RefitParties:
-    """Who takes part, and with how much memory."""
+    """The workers and engines of a refit, and the memory that it may use."""
 
     policy: WorkerGroup
     engines: WorkerFleet
@@ -49,17 +49,17 @@ class RefitParties:
     max_bucket_bytes: int = MAX_BUCKET_BYTES
     """Most bytes of a bucket, however much memory is free."""
     delta_full_every: int | None = None
-    """Of so many refits one is whole, the others send what has changed; None: all are whole."""
+    """Number of refits of which one is whole, while the others send what has changed; None where all are whole."""
     on_new_engines: Callable[[WorkerFleet], None] | None = None
     """Told when engines were replaced, before anybody samples from them."""
     receipt: ReceiptSpec | None = None
-    """How each refit is proved; None: not at all."""
+    """Settings of the proof of each refit, or None without one."""
 
     def run_policy(self, request: Request[_T], *, ranks: Sequence[int] | None = None) -> list[_T]:
         return self.submit_policy(request, ranks=ranks).result()
 
     def submit_policy(self, request: Request[_T], *, ranks: Sequence[int] | None = None) -> Pending[list[_T]]:
-        """As `run_policy` without waiting."""
+        """Submit a request to the policy's workers without waiting."""
         return self.policy.submit(Call(request=request, stage=STAGE, timeout_s=self.timeout_s, ranks=ranks))
 
     def run_engines(self, request: Request[_T] | Mapping[int, Request[_T]]) -> dict[int, _T]:
@@ -71,7 +71,7 @@ class WeightSync(ABC):
     """Moves weights from a policy into generation engines."""
 
     buffer_is_on_device = False
-    """Whether buckets are on the workers' devices, else on the CPU."""
+    """True where buckets are on the workers' devices, else they are on the CPU."""
 
     def __init__(self, parties: RefitParties) -> None:
         self._parties = parties
@@ -87,7 +87,7 @@ class WeightSync(ABC):
 
     @property
     def report(self) -> RefitReport | None:
-        """Of the last refit that succeeded."""
+        """Return the report of the last refit that succeeded."""
         return self._report
 
     def sync(self, version: int) -> None:
@@ -162,7 +162,7 @@ class WeightSync(ABC):
         )
 
     def _negotiate(self) -> RefitPlan:
-        """What is sent, in which portions: names of the policy, dtypes of the engines, sizes that both can hold."""
+        """Return the plan: names of the policy, dtypes of the engines, and portions that both can hold."""
         parties, on_device = self._parties, self.buffer_is_on_device
         infos = parties.run_policy(ask(PolicyWorker.prepare_refit_info), ranks=[0])[0]
         offered = {name: info.shape for name, info in infos.items()}

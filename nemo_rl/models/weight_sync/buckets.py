@@ -33,7 +33,8 @@ __all__ = [
 ]
 
 MIN_BUCKET_BYTES = 1 << 20
-"""Below this the calls cost more than the bytes; a machine without so much free memory is beyond help."""
+"""Smallest bucket: below this the calls cost more than the bytes, and a machine with less free memory is beyond
+help."""
 MAX_BUCKET_BYTES = 256 << 20
 """A larger bucket is slower on a CPU, because its pages are touched for the first time, and no faster on a GPU."""
 
@@ -43,9 +44,9 @@ class WeightSlot:
     """One weight on the wire."""
 
     name: str
-    """In Hugging Face naming."""
+    """Name in Hugging Face naming."""
     dtype: str
-    """That of the engine, such as `bfloat16`: the policy casts before it sends."""
+    """Dtype of the engine, such as `bfloat16`: the policy casts before it sends."""
     shape: tuple[int, ...]
 
     @property
@@ -77,12 +78,12 @@ class DeltaRefit:
     base: int
     """Version that both sides hold; -1: none, so that all weights are sent whole, and held from then on."""
     version: int
-    """That is sent."""
+    """Version that is sent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RefitPlan:
-    """What is moved, in which order and in which portions.
+    """The weights of a refit, their order and the portions in which they are moved.
 
     Example:
         Weights of 6 and 3 bytes in buckets of 4: `[a 0-4], [a 4-6, b 0-2], [b 2-3]`.
@@ -90,13 +91,13 @@ class RefitPlan:
 
     slots: tuple[WeightSlot, ...]
     bucket_bytes: int
-    """Of weights."""
+    """Bytes of weights in a bucket."""
     delta: DeltaRefit | None = None
-    """None: buckets hold the bytes of the weights as they are."""
+    """Delta that is sent, or None where buckets hold the bytes of the weights as they are."""
 
     @property
     def num_bytes(self) -> int:
-        """Of all weights."""
+        """Return the bytes of all weights."""
         return sum(slot.num_bytes for slot in self.slots)
 
     @property

@@ -1,4 +1,4 @@
-"""What has changed in a weight since it was sent last, in the fewest bytes: pure functions over its bytes.
+"""Deltas: the changes of a weight since it was sent last, in the fewest bytes, by pure functions over its bytes.
 
 Used by `delta_buckets`. The change of a part of a weight is written as one block: a header, a stream that says where,
 and the new elements. Invariant: `apply_block` after `encode_block` gives the sender's bytes to the last bit, whatever
@@ -19,19 +19,19 @@ __all__ = ["HEADER_BYTES", "Block", "Form", "apply_block", "encode_block", "read
 HEADER_BYTES = 24
 """Form, bytes of the stream, bytes of the elements: three int64."""
 FILLER = 255
-"""In a stream of numbers: 255 more, and the number is not at its end."""
+"""Byte of a stream of numbers that stands for 255 more of a number that goes on."""
 MASK_BITS = 8
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Element size -> a dtype that compares and copies bits."""
 
 
 class Form(IntEnum):
-    """How a block says which elements it holds."""
+    """The form in which a block says which elements it holds."""
 
     WHOLE = 0
     """All of them; nothing of the old bytes is used."""
     SAME = 1
-    """None has changed."""
+    """No element has changed."""
     INDEX = 2
     """Each by its distance from the one before."""
     RUNS = 3

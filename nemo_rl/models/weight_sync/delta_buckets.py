@@ -28,7 +28,7 @@ class HeldWeights:
 
     def __init__(self) -> None:
         self.version = NO_VERSION
-        """Whose bytes these are; -1: of none, or not whole."""
+        """Version of these bytes; -1 where there are none, or not all."""
         self._next_version = NO_VERSION
         self._slots: tuple[WeightSlot, ...] = ()
         self._bytes: list[torch.Tensor] = []
@@ -57,7 +57,7 @@ class HeldWeights:
         self._slots, self.version, self._next_version = plan.slots, NO_VERSION, plan.delta.version
 
     def note(self, *, num_missing: int) -> None:
-        """So many buckets have not passed yet."""
+        """Note how many buckets have not passed yet."""
         if not num_missing:
             self.version = self._next_version
 
@@ -72,7 +72,7 @@ class HeldWeights:
         return weight.view(given.shape)
 
     def forget(self) -> None:
-        """There is no version here, and no memory is kept for one."""
+        """Forget the version and free its memory."""
         self.version, self._slots, self._bytes = NO_VERSION, (), []
 
 
@@ -184,7 +184,7 @@ class DeltaSchedule:
         births: Mapping[int, int],
         held: Mapping[int, int | None],
     ) -> DeltaRefit:
-        """How version `version` is sent.
+        """Return how version `version` is sent.
 
         Args:
             before: version of the last refit; -1 when there was none, or it failed.
@@ -215,7 +215,7 @@ class DeltaSchedule:
         births: Mapping[int, int],
         held: Mapping[int, int | None],
     ) -> str | None:
-        """Why a delta is not to be trusted; None: it is."""
+        """Return why a delta is not to be trusted, or None where it is."""
         if before == NO_VERSION:
             return "no refit has succeeded since"
         if births != self._births:

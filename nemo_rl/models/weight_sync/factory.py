@@ -77,7 +77,7 @@ class IpcWeightSync(WeightSync):
 
 
 LOST = "lost the others"
-"""In the text of an error that another member's failure causes."""
+"""Text in an error that another member's failure causes."""
 
 
 class BroadcastWeightSync(WeightSync):
@@ -171,7 +171,7 @@ def build_weight_sync(transport: RefitTransport, parties: RefitParties, *, addre
 
 
 def receipt_spec(config: PolicyConfig, model: Mapping[str, object]) -> ReceiptSpec | None:
-    """How refits of this policy are proved; None: not at all.
+    """Return how refits of this policy are proved, or None where they are not.
 
     Args:
         model: the dictionary of its Hugging Face config.

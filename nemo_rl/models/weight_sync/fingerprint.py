@@ -22,11 +22,11 @@ ROWS_AT_ONCE = 16
 """512 KiB of products at a time: they stay in a cache of the processor."""
 ROWS_ON_DEVICE = 2048
 NUM_FACTORS = 65_537
-"""Of rows: a prime, so that no size of a weight divides it."""
+"""Number of row factors: a prime, so that no size of a weight divides it."""
 WORD_BYTES = 8
 HALF = 32
 SEED = 20_251_124
-"""Of the tables of factors: they must be the same wherever a fingerprint is taken."""
+"""Seed of the tables of factors: they must be the same wherever a fingerprint is taken."""
 
 # The hash is sum(row factor * sum(factor of words * word + factor of halves * upper half)) modulo 2**64, with odd
 # random factors. Two words differ in the upper half, or by less than 2**32: the difference that a factor meets has at
@@ -34,7 +34,7 @@ SEED = 20_251_124
 
 
 class Fingerprints:
-    """Those of weights that come one by one; a GPU is waited for once, at the end."""
+    """Fingerprints of weights that come one by one; a GPU is waited for once, at the end."""
 
     def __init__(self) -> None:
         self._heads: dict[str, str] = {}

@@ -45,7 +45,7 @@ class Probe:
     """Rows of a prompt and a response that is given, token by token; one prompt has one response."""
 
     prompts: tuple[tuple[int, ...], ...]
-    """Of each row; rows of one prompt follow each other."""
+    """Prompt of each row; rows of one prompt follow each other."""
     responses: tuple[tuple[int, ...], ...]
 
     @property
@@ -60,16 +60,16 @@ class Probe:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Of the responses, laid end to end."""
+        """Return the tokens of the responses, laid end to end."""
         return tuple(token for response in self.responses for token in response)
 
     @property
     def is_first(self) -> tuple[bool, ...]:
-        """Whether a row is the first of its prompt: no prefix cache may know it."""
+        """Return whether each row is the first of its prompt: no prefix cache may know it."""
         return tuple(prompt not in self.prompts[:row] for row, prompt in enumerate(self.prompts))
 
     def request(self) -> GenerationRequest:
-        """For an engine: the tokens are forced through its decode path."""
+        """Return the request for an engine: the tokens are forced through its decode path."""
         return GenerationRequest(
             prompt_ids=self.prompts,
             seeds=tuple(range(len(self.prompts))),
@@ -90,7 +90,7 @@ class Probe:
         return dict(zip(self.prompts, self.responses, strict=True))
 
     def batch(self) -> BatchedDataDict:
-        """For the policy: every prompt once; `token_mask` marks the responses."""
+        """Return the batch for the policy: every prompt once; `token_mask` marks the responses."""
         prompts, responses = zip(*self._distinct().items(), strict=True)
         rows = [(*prompt, *response) for prompt, response in zip(prompts, responses, strict=True)]
         lengths = torch.tensor([len(row) for row in rows])
@@ -138,14 +138,14 @@ def _cut(length: int, room: int) -> int:
 FIRST_TURNS = 4
 """Refits that are always scored, and whose cost is one of the start."""
 MOST_SHARE = 0.015
-"""Of the time since then that receipts may take; the rest of 2 % is for what their clocks do not see, such as
-fingerprints that are taken while weights are sent."""
+"""Most of the time since then that receipts may take, as a fraction; the rest of 2 % is for what their clocks do not
+see, such as fingerprints that are taken while weights are sent."""
 LONGEST_WAIT = 10
 """Refits from one turn to the next at the most, whatever they take."""
 
 
 class ProbeTurns:
-    """Whose turn it is, refit by refit.
+    """Chooses the refits after which the probe is scored.
 
     Args:
         every: a turn every so many refits; None: after each, as long as `MOST_SHARE` allows.
@@ -159,7 +159,7 @@ class ProbeTurns:
         self._spent_s = self._cost_s = 0.0
 
     def is_due(self) -> bool:
-        """Whether the probe is scored after the refit that is being done."""
+        """Return whether the probe is scored after the refit that is being done."""
         if self._every is not None:
             return self._num_done % self._every == 0
         if self._num_done < FIRST_TURNS or self._num_done - self._last >= LONGEST_WAIT:
@@ -183,7 +183,7 @@ class ProbeTurns:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReceiptSpec:
-    """How receipts of a run are taken."""
+    """Settings of the receipts of a run."""
 
     probe: Probe
     every: int | None
@@ -193,44 +193,45 @@ class ReceiptSpec:
     precision: str
     """The lower one of policy and engine, such as `bfloat16`."""
     has_experts: bool
-    """Whether a router may choose otherwise for a token where two experts are nearly equal."""
+    """True where a router may choose otherwise for a token where two experts are nearly equal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sent:
-    """What a rank of the policy has sent in a refit."""
+    """The bytes and fingerprints that a rank of the policy has sent in a refit."""
 
     num_bytes: int
-    """That were put into its buffer."""
+    """Bytes that were put into its buffer."""
     fingerprints: Mapping[str, str]
-    """Of each weight, under its Hugging Face name, in the engines' dtype; rank 0 has them where receipts are taken."""
+    """Name of a weight in Hugging Face naming -> fingerprint in the engines' dtype; rank 0 has them where receipts
+    are taken."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
-    """How a rank of the policy scores the probe."""
+    """The probe as a rank of the policy scores it."""
 
     logprobs: tuple[float, ...]
-    """Of the responses, laid end to end; none on ranks that write no results."""
+    """Log-probabilities of the responses, laid end to end; none on ranks that write no results."""
     seconds: float
-    """That it took."""
+    """Seconds that the scoring took."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What an engine says of itself after a refit."""
+    """An engine's report of itself after a refit."""
 
     fingerprints: Mapping[str, str]
-    """Of each weight, under its Hugging Face name, as it lies in the engine or was handed to it."""
+    """Name of a weight in Hugging Face naming -> fingerprint, as it lies in the engine or was handed to it."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Name -> that of the sent weight that it is tied to, for names that are not sent."""
     version: int
-    """Of the weights that have scored the probe."""
+    """Version of the weights that have scored the probe."""
     token_ids: tuple[int, ...] = ()
-    """Of the responses, laid end to end; none without a probe."""
+    """Tokens of the responses, laid end to end; none without a probe."""
     logprobs: tuple[float, ...] = ()
     cached_tokens: tuple[int, ...] = ()
-    """Of the prompt of each row, which a prefix cache had; none where the engine does not say."""
+    """Tokens of each row's prompt that a prefix cache had; none where the engine does not say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,9 +239,9 @@ class Tolerance:
     """Mean differences of log-probabilities: the largest that are found, or allowed."""
 
     of_policy: float
-    """Between an engine and the policy."""
+    """Largest difference between an engine and the policy."""
     of_replicas: float
-    """Between engines."""
+    """Largest difference between engines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -257,13 +258,13 @@ class Receipt:
     replica_gap: float | None = None
     """The same between engines."""
     moved: float | None = None
-    """How far the policy's own log-probabilities of the probe have moved since it was scored last."""
+    """Mean change of the policy's own log-probabilities of the probe since it was scored last."""
     tolerance: Tolerance | None = None
     cached_tokens: int = 0
 
     @property
     def tells_versions(self) -> bool:
-        """Whether an engine that samples from the weights before would be further away than is allowed."""
+        """Return whether an engine that samples from the weights before would be further away than is allowed."""
         return self.moved is None or self.tolerance is None or self.moved > self.tolerance.of_policy
 
     def text(self) -> str:
@@ -283,7 +284,7 @@ class Receipt:
         return f"receipt ok, gap {self.gap:.1e}{'' if self.tells_versions else alone}"
 
     def tolerance_text(self) -> str:
-        """For the terminal, after the first refit.
+        """Return a line for the terminal, after the first refit.
 
         Example:
             >>> limits = Tolerance(of_policy=0.12, of_replicas=0.01)
@@ -320,13 +321,13 @@ class RefitReport:
 
     version: int
     ms: float
-    """From the first call to the last answer of the engines, without those of the receipt."""
+    """Milliseconds from the first call to the last answer of the engines, without those of the receipt."""
     bytes_dense: int
-    """Of all weights in the engines' dtypes."""
+    """Bytes of all weights in the engines' dtypes."""
     bytes_sent: int
-    """That policy rank 0 put into buckets; each engine gets them."""
+    """Bytes that policy rank 0 put into buckets; each engine gets them."""
     receipt: Receipt | None = None
-    """None where none was taken."""
+    """Receipt of the refit, or None where none was taken."""
 
     def text(self) -> str:
         """A few words for the terminal.
@@ -340,7 +341,7 @@ class RefitReport:
         return moved if self.receipt is None else f"{moved}, {self.receipt.text()}"
 
     def metrics(self) -> dict[str, float]:
-        """As a run logs them."""
+        """Return the metrics that a run logs."""
         proved = {} if self.receipt is None else self.receipt.metrics()
         return {
             "refit/ms": self.ms,

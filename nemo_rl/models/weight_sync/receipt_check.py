@@ -31,7 +31,7 @@ REPLICA_FLOORS: Mapping[str, float] = {"float32": 1e-5, "bfloat16": 1e-2, "float
 CEILINGS: Mapping[str, float] = {"float32": 1e-2, "bfloat16": 0.4, "float16": 0.1}
 """More than this at the first sync is no matter of precision."""
 FACTOR = 8.0
-"""Of the first difference: it grows as a policy becomes more certain."""
+"""Multiple of the first difference that is allowed: it grows as a policy becomes more certain."""
 SHOWN = 3
 """Weights that a message explains."""
 
@@ -108,7 +108,7 @@ def behaviour_problems(
 
 
 def content_problems(sent: Mapping[str, str], before: Mapping[str, str], answer: Answer) -> str | None:
-    """What an engine holds otherwise than it was sent, first weight first; None: nothing.
+    """Return what an engine holds otherwise than it was sent, first weight first, or None where it holds the same.
 
     Args:
         before: fingerprints of the version before.
@@ -127,7 +127,7 @@ def content_problems(sent: Mapping[str, str], before: Mapping[str, str], answer:
 
 
 def _under_aliases(prints: Mapping[str, str], answer: Answer) -> dict[str, str]:
-    """What tied weights must hold that are not sent themselves."""
+    """Return the fingerprints of tied weights that are not sent themselves."""
     return {alias: prints[name] for alias, name in answer.aliases.items() if name in prints}
 
 
@@ -154,7 +154,7 @@ NEXT = (
 
 
 class Parties(Protocol):
-    """Who takes part in a refit."""
+    """The policy and the engines of a refit."""
 
     @property
     def policy(self) -> WorkerGroup:
@@ -176,14 +176,15 @@ class Receipts:
         self._turns = ProbeTurns(spec.every)
         self._before: Mapping[str, str] = {}
         self._scored_before: Sequence[float] | None = None
-        """What the policy gave the probe when it was scored last."""
+        """Log-probabilities of the policy when the probe was scored last."""
         self._scored: Pending[list[Scored]] = Pending.done([])
         self._probe: Probe | None = None
         self.tolerance: Tolerance | None = None
-        """None before the first refit that was proved."""
+        """Tolerance of the run, or None before the first refit that was proved."""
 
     def open(self, *, has_new_engines: bool) -> None:
-        """When the weights are sent, while the policy still has them ready: it scores without being waited for.
+        """Open a receipt when the weights are sent, while the policy still has them ready: it scores without being
+        waited for. The probe is scored when it is its turn, or an engine is new.
 
         The probe is scored when it is its turn, or an engine is new.
         """
@@ -195,7 +196,8 @@ class Receipts:
             self._scored = self._parties.policy.submit(call)
 
     def close(self, version: int, ended: Pending[list[Sent]]) -> Receipt:
-        """When all engines have loaded: they are ready to generate, and say what they hold and compute with it.
+        """Close the receipt when all engines have loaded: they are ready to generate, and say what they hold and
+        compute with it.
 
         Args:
             ended: what the policy says that it has sent.
@@ -252,7 +254,8 @@ class Receipts:
         return gap(ours, theirs, self._spec.probe.families, has_experts=self._spec.has_experts)
 
     def _first_tolerance(self, apart: Tolerance) -> Tolerance:
-        """Of a first sync: what is given, or what it shows, unless that is more than precision explains."""
+        """Return the tolerance of a first sync: what is given, or what it shows, unless that is more than precision
+        explains."""
         given = self._spec.tolerance
         if given is not None:
             return Tolerance(of_policy=given, of_replicas=given)

@@ -1,4 +1,4 @@
-"""What a refit calls on an engine: `RefitTarget`, and the receiving side that engines of torch modules share.
+"""Targets of a refit: `RefitTarget`, and the receiving side that engines of torch modules share.
 
 Calls of one refit, in order: `report_device_id` and `refit_free_bytes` (once, to choose a transport), `match_refit`,
 `delta_base` (only with `policy.generation.refit_delta`), `begin_refit`, then `load_bucket` for each bucket or
@@ -165,7 +165,7 @@ class RefitTarget(ABC):
 
     @abstractmethod
     def begin_refit(self, plan: RefitPlan, *, handle: IpcHandle | None = None) -> None:
-        """From here to `finish_refit` this engine holds no version."""
+        """Begin a refit; this engine holds no version until `finish_refit`."""
 
     @abstractmethod
     def load_bucket(self, bucket: np.ndarray | None = None) -> None:
@@ -215,14 +215,14 @@ class RefitTarget(ABC):
 
 
 class ModuleRefitTarget(RefitTarget):
-    """For an engine whose weights are one torch module in this process, under Hugging Face names."""
+    """An engine whose weights are one torch module in this process, under Hugging Face names."""
 
     _receiver: RefitReceiver | None = None
 
     @property
     @abstractmethod
     def refit_module(self) -> torch.nn.Module:
-        """Whose weights are replaced."""
+        """Return the module whose weights are replaced."""
 
     @abstractmethod
     def hold_version(self, version: int) -> None:
@@ -230,7 +230,7 @@ class ModuleRefitTarget(RefitTarget):
 
     @property
     def device(self) -> torch.device:
-        """Of the weights."""
+        """Return the device of the weights."""
         return next(self.refit_module.parameters()).device
 
     def report_device_id(self) -> str:
@@ -271,7 +271,7 @@ class ModuleRefitTarget(RefitTarget):
         return self._refit().tied_names
 
     def leave_refit(self) -> None:
-        """For `shutdown`. Idempotent."""
+        """Leave the refit group, at `shutdown`. Idempotent."""
         if self._receiver is not None:
             self._receiver.close()
         self._receiver = None

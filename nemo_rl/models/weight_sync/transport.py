@@ -1,4 +1,4 @@
-"""What carries the bytes of a refit between processes: `IpcHandle` on one GPU, `RefitGroup` between any processes.
+"""Transports of the bytes of a refit between processes: `IpcHandle` on one GPU, `RefitGroup` between any processes.
 
 A handle is GPU memory of one process, opened by another one on the same GPU: plain bytes and numbers, so nothing has to
 be unpickled. It opens only on the GPU it was made on, in another process, while its maker keeps the memory. A group is
@@ -32,13 +32,13 @@ def device_id(device: torch.device) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IpcHandle:
-    """What CUDA and torch need to map the memory of another process."""
+    """The numbers that CUDA and torch need to map the memory of another process."""
 
     device_id: str
     memory: bytes
     num_bytes: int
     offset: int
-    """Of the storage in CUDA's own allocation."""
+    """Offset of the storage in CUDA's own allocation."""
     counter: bytes
     """Name of the shared memory in which torch counts who still uses the storage."""
     counter_offset: int
@@ -101,7 +101,7 @@ class RefitGroupSpec:
 
     address: str
     port: int
-    """Of the store that rank 0 has opened."""
+    """Port of the store that rank 0 has opened."""
     rank: int
     """0 for the policy, 1 and up for the engines."""
     world_size: int

@@ -147,7 +147,7 @@ class RouteRecorder:
         self._heard: dict[int, torch.Tensor] = {}
 
     def listening(self) -> AbstractContextManager[None]:
-        """Inside it every forward pass is recorded; `take` before the next one."""
+        """Record every forward pass inside the block; call `take` before the next one."""
         self._heard.clear()
         return self._routers.choosing(self._hear)
 

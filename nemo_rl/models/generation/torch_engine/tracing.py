@@ -37,7 +37,7 @@ class ObservedRequest:
     """A request at which nobody looks."""
 
     def batch(self, rows: Sequence[int]) -> DecodeObserver:
-        """Of a batch.
+        """Return the observer of a batch.
 
         Args:
             rows: number of each row of the batch in the request.
@@ -96,7 +96,7 @@ class RequestSites(ObservedRequest):
         return _BatchSites(self, tuple(map(self._name_of, rows)))
 
     def pass_follows(self, ids: torch.Tensor, *, every: PassRows, kept: PassRows) -> None:
-        """What the taps deliver from here on is of these tokens.
+        """Announce a pass: the taps deliver tensors of these tokens from here on.
 
         Args:
             ids: `[n, s]` what is fed.
@@ -111,7 +111,7 @@ class RequestSites(ObservedRequest):
             self._sink.see(Sight(place=place, value=ids, rows=every, is_first=True))
 
     def pass_rows(self, table: TokenTable, at: tuple[torch.Tensor, ...], *, is_whole: bool) -> PassRows:
-        """With a number of its own."""
+        """Return the rows of a pass, under a number of their own."""
         return PassRows(number=next(self._numbers), at=at, table=table, is_whole=is_whole)
 
     def _deliver_to(self, tap: Tap) -> Callable[[torch.Tensor], None]:
@@ -214,7 +214,7 @@ class DecodeTracing(EngineTracing):
         self._sink: TraceSink | None = None
         self._gathered = Gathered(self._phases.link, name="")
         self._num_rows, self._numbers = 0, count()
-        """Of the requests of the step so far, and of their tables of tokens."""
+        """Rows of the step's requests so far, and the numbers of their token tables."""
 
     def begin(self, step: int, *, watches: Sequence[str], keys: Sequence[str]) -> None:
         self.end()

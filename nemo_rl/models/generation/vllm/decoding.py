@@ -1,4 +1,4 @@
-"""How rows are decoded by vLLM: random numbers by seed and position, given responses, and routes.
+"""Decoding of rows by vLLM: random numbers by seed and position, given responses, and routes.
 
 `RefitExtension` puts the first two into vLLM's workers; `VllmEngine` reads the routes. Imports no vLLM. Invariants:
 
@@ -44,7 +44,7 @@ class RowGenerator(torch.Generator):
 
 
 def draw_by_position(runner: Any) -> None:
-    """From here on `runner`, a model runner of vLLM with a generator per request, seeds it anew for every token."""
+    """Seed the generators of `runner`, a model runner of vLLM with one per request, anew for every token."""
     sample = runner._sample
 
     def seeded(*args: Any, **kwargs: Any) -> Any:
@@ -73,7 +73,7 @@ def _mix(state: int) -> int:
 
 
 def force_rows(runner: Any, *, name: str) -> None:
-    """From here on `runner`, a model runner of vLLM, takes the tokens of rows that bring theirs.
+    """Let `runner`, a model runner of vLLM, take the tokens of rows that bring theirs.
 
     Args:
         name: of the extra argument of a request that holds them.

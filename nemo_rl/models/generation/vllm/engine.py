@@ -72,7 +72,7 @@ def row_params(sampling: SamplingParams, row: RowRequest, *, replays: bool) -> v
 
 STAGE = "generation"
 STOPPED, CUT = "stop", "length"
-"""How a row may end: at a stop token or string, or at its limit."""
+"""Ends of a row: at a stop token or string, or at its limit."""
 
 
 class VllmEngine(GenerationInterface):
@@ -154,7 +154,7 @@ class VllmEngine(GenerationInterface):
         return version
 
     def begin_weights(self) -> None:
-        """From here to `finish_weights` nothing can be sampled."""
+        """Begin new weights; nothing can be sampled until `finish_weights`."""
         self._weight_version, self._broken = -1, "new weights were on their way and have not all come"
         self._weights.begin()
 
@@ -182,7 +182,7 @@ class VllmEngine(GenerationInterface):
         return {each.name: each.value for each in self._engine().get_metrics() if isinstance(each, Counter)}
 
     def prepare_for_generation(self) -> None:
-        """Nothing to wake: weights and cache stay where they are."""
+        """Do nothing: weights and cache stay where they are."""
         self._engine()
 
     def finish_generation(self) -> None:

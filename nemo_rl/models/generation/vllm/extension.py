@@ -23,7 +23,7 @@ __all__ = ["RefitExtension", "pack"]
 
 
 COLUMNS = 8
-"""Of a packed weight that are compared, at least, where it has as many."""
+"""Columns of a packed weight that are compared, at least, where it has as many."""
 
 
 def pack(named: list[tuple[str, torch.Tensor]]) -> bytes:

@@ -1,4 +1,4 @@
-"""What one vLLM engine is started with: variables of its process, arguments, and checks of both before a run.
+"""The start of one vLLM engine: variables of its process, arguments, and checks of both before a run.
 
 Imports no vLLM, which takes ten seconds and reads the variables: `build_vllm_worker` sets them before the first import.
 `preflight` calls `check_vllm` through `ENGINE_TRAITS`; what only vLLM knows is found when the engines start, before
@@ -92,7 +92,7 @@ GIB = 2**30
 
 
 def engine_arguments(config: PolicyConfig, *, use_gpu: bool, loads_folder: bool) -> EngineArguments:
-    """What `vllm.LLM` is made with.
+    """Return the arguments of `vllm.LLM`.
 
     Args:
         loads_folder: whether the weights of the folder are used; else a refit brings the first ones.

@@ -42,7 +42,7 @@ class VllmWeights:
         names: dict[int, str] = {}
         state = model.state_dict(keep_vars=True)
         self._first = {name: names.setdefault(id(weight), name) for name, weight in state.items()}
-        """Of the names that a tied weight has, the one that vLLM is told."""
+        """Name of a weight -> its first name, which vLLM is told: a tied weight has several."""
         self._fingerprints, self._parts = Fingerprints(), Fingerprints()
         self._files: dict[str, tuple[str, ...]] = {}
         """Names in files of each weight that was handed over."""

@@ -1,4 +1,4 @@
-"""What the routers of one rank do in a pass: choose for themselves, choose as recorded, or be recorded.
+"""Routers of one rank in a pass: they choose for themselves, choose as recorded, or are recorded.
 
 Engine-neutral: megatron-core's routers and those of Hugging Face models ask `RouteReplayer.choose` for every pass of
 every layer. Invariant: routes are found by microbatch and layer number, never by the order of calls, and belong to one
@@ -58,7 +58,7 @@ class MicrobatchRoutes:
     """State of one microbatch from its forward pass to the end of its backward pass."""
 
     number: int
-    """Of the microbatch within the stage, from 0."""
+    """Number of the microbatch within the stage, from 0."""
     rows: tuple[int, ...]
     row_T: torch.Tensor
     """`[T]` int64: row within the microbatch; -1 where no token lies."""
@@ -152,7 +152,7 @@ class RouteReplayer:
                 self._observer.cleared(routes, layer=layer, pending=self._pending(layer))
 
     def on_backward(self, routes: MicrobatchRoutes, output: torch.Tensor) -> None:
-        """When the backward pass of this output begins, layers that are recomputed get these routes, until it ends.
+        """Give layers that the backward pass of this output recomputes these routes, until it ends.
 
         With several microbatches in flight the output says which one it is. The hook may run on a thread of the
         autograd engine, as does the recomputation.

@@ -57,7 +57,7 @@ class RouteTrace:
 
     stage: TraceStage
     keys: Sequence[str]
-    """Of the shard's rows."""
+    """Keys of the shard's rows."""
     source_NT: torch.Tensor | None
     """`[N, T]` the tokens that the routes belong to; None in the middle of a pipeline, which sees none."""
     layers: tuple[int, ...]
@@ -101,7 +101,6 @@ class RouteTrace:
         matches: bool | None,
         pending: tuple[int, int],
     ) -> None:
-        """As in `PassObserver`."""
         if not routes.rows:
             return
         trace_router_replay_action(
@@ -131,7 +130,6 @@ class RouteTrace:
         )
 
     def cleared(self, routes: MicrobatchRoutes, *, layer: int, pending: int) -> None:
-        """As in `PassObserver`."""
         if routes.rows:
             trace_router_replay_action(
                 self.stage, action="clear", layer_number=layer, microbatch=routes.number, pending=pending
@@ -191,14 +189,14 @@ class Routers:
     """The routers of one rank's model, as its engine sees them."""
 
     replayer: RouteReplayer
-    """Of this rank's layers."""
+    """Replayer of this rank's layers."""
     shape: RouteShape
-    """Of the whole model."""
+    """Shape of the whole model's routes."""
     routing: Routing
     positions_first: bool = False
-    """Whether the routers see positions before rows."""
+    """True where the routers see positions before rows."""
     chunks_tokens: bool = False
-    """Whether tensor ranks route different parts of the positions."""
+    """True where tensor ranks route different parts of the positions."""
 
 
 class PassRoutes(Protocol):
@@ -233,7 +231,7 @@ class StageReplay:
     routers: Routers
     shard: RouteShard
     slices: RouteSlices | None
-    """None to record."""
+    """Routes to replay, or None to record."""
     numbers: dict[tuple[int, ...], int]
     """Rows of a microbatch -> its number in the plan."""
     trace: RouteTrace | None = None
@@ -241,13 +239,12 @@ class StageReplay:
 
     @contextmanager
     def pass_of(self, micro: Microbatch, *, backward_follows: bool = False) -> Iterator[OnBackward]:
-        """As in `PassRoutes`."""
         routes, replayer = self.routes_of(micro), self.routers.replayer
         with replayer.pass_of(routes, backward_follows=backward_follows):
             yield partial(replayer.on_backward, routes) if backward_follows else _nothing_follows
 
     def routes_of(self, micro: Microbatch) -> MicrobatchRoutes:
-        """Of the microbatch, in the order of this rank's routers."""
+        """Return the routes of the microbatch, in the order of this rank's routers."""
         positions_first = self.routers.positions_first
         routes = microbatch_routes(
             self.slices.of(micro.rows) if self.slices is not None else None,
@@ -282,7 +279,7 @@ class StageReplay:
 
 
 class Replay(ABC):
-    """Which routes the passes of one worker use."""
+    """Chooses the routes that the passes of one worker use."""
 
     @abstractmethod
     def replaying(
@@ -353,11 +350,11 @@ class WorkerReplay(Replay):
         self.shards = tuple(
             _shard_of(here.layout, of_rank, routers, layers) for of_rank, layers in enumerate(everywhere)
         )
-        """What every rank of the job needs."""
+        """Route shard of every rank of the job."""
 
     @property
     def shard(self) -> RouteShard:
-        """What this rank needs."""
+        """Return the part of the routes that this rank needs."""
         return self.shards[self._here.rank]
 
     def replaying(
@@ -426,7 +423,7 @@ class WorkerReplay(Replay):
         )
 
     def cut(self, whole: ShardRoutes, plan: PackPlan, shape: PassShape, *, rank: int) -> RouteSlices:
-        """What a rank of the replica group needs for its passes."""
+        """Return the routes that a rank of the replica group needs for its passes."""
         return whole.cut(self.shards[rank], plan, shape)
 
     def metrics(self) -> dict[str, Reduction]:

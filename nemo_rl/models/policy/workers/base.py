@@ -37,11 +37,11 @@ __all__ = [
 EXPANDABLE_SEGMENTS_FROM = 9
 """Least major compute capability (Hopper) for expandable segments: on Ampere they were seen to crash."""
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Where a user's own choice for the allocator is; it is left alone."""
+"""Variables that hold a user's own choice for the allocator; it is left alone."""
 
 
 class WorkerState(Enum):
-    """What a worker is ready for."""
+    """The pass that a worker is ready for."""
 
     TRAINING = "training"
     LOGPROBS = "log-probability inference"
@@ -51,13 +51,14 @@ class WorkerState(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Where things are in one state: `True` on the worker's device, which may be the CPU, `False` on the CPU."""
+    """The places of weights, gradients and optimizer in one state: `True` on the worker's device, which may be the
+    CPU, `False` on the CPU."""
 
     weights: bool
     buffers: bool
     optimizer: bool
     has_gradients: bool
-    """Whether gradients may exist."""
+    """True where gradients may exist."""
 
 
 PLACEMENTS: Mapping[WorkerState, Placement] = MappingProxyType(
@@ -71,7 +72,8 @@ PLACEMENTS: Mapping[WorkerState, Placement] = MappingProxyType(
 
 
 def placement_of(state: WorkerState, *, cpu_offload: bool) -> Placement:
-    """Where things are; with `cpu_offload` weights and optimizer never leave the CPU, as FSDP wants it."""
+    """Return the placement in a state; with `cpu_offload` weights and optimizer never leave the CPU, as FSDP wants
+    it."""
     placement = PLACEMENTS[state]
     return replace(placement, weights=False, optimizer=False) if cpu_offload else placement
 
@@ -220,7 +222,7 @@ class DeviceSide:
         }
 
     def device_id(self) -> str:
-        """As `ipc_handle.device_id`."""
+        """Return `transport.device_id` of this device."""
         return device_id(self.device)
 
     def start_profiling(self) -> None:

@@ -206,15 +206,15 @@ class WorkerSpec:
     threads: int = 1
     collective_timeout_s: float = 120.0
     record: RecordSpec | None = None
-    """What the passes write, in steps that the driver names; None: nothing."""
+    """Records that the passes write, in steps that the driver names; None for none."""
     trace: TraceSpec | None = None
     """Hub to which passes show what is watched; None: none."""
     start_timeout_s: float = START_TIMEOUT_S
-    """How long the ranks wait for one another before the first collective."""
+    """Seconds that the ranks wait for one another before the first collective."""
 
     @property
     def layout(self) -> ParallelLayout:
-        """Which rank holds which part."""
+        """Return the layout: which part each rank holds."""
         return ParallelLayout.of_policy(self.policy, world_size=self.rank.world_size)
 
 

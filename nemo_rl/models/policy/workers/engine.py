@@ -87,7 +87,7 @@ class Engine(ABC):
 
     @abstractmethod
     def placement(self, state: WorkerState) -> Placement:
-        """Where things are in a state."""
+        """Return the placement in a state."""
 
     @abstractmethod
     def move(self, placement: Placement) -> None:

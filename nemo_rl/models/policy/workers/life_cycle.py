@@ -29,7 +29,7 @@ STAGE_NAMES: Mapping[WorkerState, str] = MappingProxyType(
         WorkerState.OFFLOADED: "generation",
     }
 )
-"""What runs while a worker is in a state."""
+"""State of a worker -> name of the stage that runs in it."""
 MIB = 2**20
 
 
@@ -40,11 +40,11 @@ class Shards:
         self._engine, self._device_side = engine, device_side
 
     def held(self) -> list[torch.Tensor]:
-        """What the model holds, sharing memory."""
+        """Return the weights of the model, sharing memory."""
         return [local_shard(weight.detach()) for _, weight in self._engine.weights()]
 
     def copy(self) -> list[torch.Tensor]:
-        """On the CPU, pinned where there is a GPU."""
+        """Return copies on the CPU, pinned where there is a GPU."""
         return [pinned_copy(shard, is_pinned=self._device_side.is_cuda) for shard in self.held()]
 
     def copy_into(self, kept: list[torch.Tensor]) -> None:
@@ -63,7 +63,7 @@ class Shards:
 
 
 class LifeCycle:
-    """What happens to a worker between its passes. Starts ready for training.
+    """Moves a worker between its states. Starts ready for training.
 
     Args:
         keep_reference: keep the present weights on the CPU, for `use_reference_model`.
@@ -115,7 +115,7 @@ class LifeCycle:
         )
 
     def enter(self, state: WorkerState) -> None:
-        """As `change_state`; nothing happens where the worker is in this state."""
+        """Change the state, unless the worker is in it."""
         if self._state is not state:
             self.change_state(state)
 
@@ -146,7 +146,7 @@ class LifeCycle:
             raise RuntimeError(f"{method}: the reference weights are in place; leave use_reference_model first")
 
     def shut_down(self) -> None:
-        """Nothing is allowed from here on."""
+        """Shut down: no further call is allowed."""
         self._is_shut_down = True
 
     @contextmanager

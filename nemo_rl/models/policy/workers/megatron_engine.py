@@ -51,7 +51,7 @@ TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class LayerReplay(RouterReplay):  # type: ignore[misc]
-    """What one router asks for its experts."""
+    """Chooses the experts of one router."""
 
     def __init__(self, layer: int, replayer: RouteReplayer) -> None:
         super().__init__()

@@ -31,12 +31,12 @@ from nemo_rl.utils.flops import theoretical_tflops, transformer_flops
 __all__ = ["Passes", "RecordedRoutes"]
 
 TOKEN_MASK = "token_mask"
-"""Where a batch has this column, only its tokens' log-probabilities are computed."""
+"""Name of a column; where a batch has it, only its tokens' log-probabilities are computed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedRoutes:
-    """What a rank recorded."""
+    """The routes that a rank recorded."""
 
     logprobs_NT: torch.Tensor
     """`[N, T]` float32."""
@@ -243,7 +243,7 @@ class Passes:
         return values.cpu(), ids.cpu()
 
     def batch_layout(self, plan: PackPlan, sampling: Sampling | None = None) -> BatchForm:
-        """How rows of a plan become forward passes.
+        """Return how rows of a plan become forward passes.
 
         Args:
             sampling: None takes that of the rollouts.

@@ -53,7 +53,7 @@ __all__ = ["PolicyWorker", "WorkerParts"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerParts:
-    """What a worker is made of."""
+    """The parts of a worker."""
 
     config: PolicyConfig
     here: ThisRank
@@ -149,7 +149,7 @@ class PolicyWorker:
         self.tracing.begin(step, watches=watches, keys=keys)
 
     def end_tracing(self) -> None:
-        """Nothing of the step is shown from here on. Idempotent."""
+        """End the traced step. Idempotent."""
         self.tracing.end()
 
     # States and memory.
@@ -253,7 +253,7 @@ class PolicyWorker:
         self.saving.begin(weights=weights, optimizer=optimizer, tokenizer=tokenizer)
 
     def is_saving(self) -> bool:
-        """Whether this rank still writes."""
+        """Return whether this rank still writes."""
         return self.saving.is_running
 
     def finish_save(self, *, timeout_s: float) -> float:

@@ -54,7 +54,7 @@ class Saving:
 
     @property
     def is_running(self) -> bool:
-        """Whether a save has not written all yet; one that failed is no longer running."""
+        """Return whether a save is still being written; one that failed is no longer running."""
         return self._running is not None and self._running.is_alive
 
     def finish(self, *, timeout_s: float) -> float:

@@ -78,11 +78,11 @@ class RouteSource(Protocol):
 
 
 class RoutesOfShards(Protocol):
-    """What router replay does to the passes over a shard from the data plane."""
+    """Router replay in the passes over a shard from the data plane."""
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """What `prev_logprobs` reads."""
+        """Return the columns that `prev_logprobs` reads."""
 
     def fetch(
         self, stage: WorkerPass, meta: KVBatchMeta, batch: BatchedDataDict, source: RouteSource
@@ -99,7 +99,7 @@ class RoutesOfShards(Protocol):
         """
 
     def metrics(self) -> dict[str, Reduction]:
-        """Of this rank since the last call."""
+        """Return the metrics of this rank since the last call."""
 
 
 class NoStoredRoutes:
@@ -113,7 +113,7 @@ class NoStoredRoutes:
     def fetch(
         self, stage: WorkerPass, meta: KVBatchMeta, batch: BatchedDataDict, source: RouteSource
     ) -> RouteSlices | None:
-        """Nothing is fetched."""
+        """Return None: without router replay nothing is fetched."""
         return None
 
     def prev_logprobs(
@@ -123,7 +123,7 @@ class NoStoredRoutes:
         return _logprob_columns(self._passes, batch, meta.pack, None, with_squares=with_squares)
 
     def metrics(self) -> dict[str, Reduction]:
-        """None."""
+        """Return no metrics."""
         return {}
 
 
@@ -141,7 +141,7 @@ class StoredRoutes:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """With the rollout's log-probabilities: what replay is measured by."""
+        """Return the columns, with the rollout's log-probabilities, by which replay is measured."""
         return (*LP_SEED_FIELDS, GENERATION_LOGPROBS)
 
     def fetch(self, stage: WorkerPass, meta: KVBatchMeta, batch: BatchedDataDict, source: RouteSource) -> RouteSlices:
@@ -277,7 +277,7 @@ class TQWorker(TQWorkerMixin[LossFunction, TrainResult], PolicyWorker):
         self._support = (SUPPORT,) if parts.config.generation.record_support else ()
 
     def router_replay_metrics(self) -> dict[str, Reduction]:
-        """Of this rank since the last call; empty without router replay."""
+        """Return the metrics of this rank since the last call; empty without router replay."""
         return self._routes.metrics()
 
     def shutdown(self) -> None:
