@@ -89,7 +89,7 @@ def complete_or_nothing(folder: Path, *, group: dist.ProcessGroup | None = None)
 def raise_together(
     problem: str | None, folder: Path, *, doing: Literal["write", "read"], group: dist.ProcessGroup | None = None
 ) -> None:
-    """Compares notes.
+    """Compare notes.
 
     Args:
         problem: of this rank; None where all went well.
@@ -118,7 +118,7 @@ def cause_text(error: BaseException) -> str:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, *, group: dist.ProcessGroup | None = None) -> None:
-    """Adds the tokenizer's files to `folder`, which may be the one of the weights; rank 0 writes.
+    """Add the tokenizer's files to `folder`, which may be the one of the weights; rank 0 writes.
 
     Raises:
         CheckpointError: on every rank.
@@ -146,14 +146,14 @@ def random_state() -> dict[str, torch.Tensor]:
 
 
 def set_random_state(state: dict[str, torch.Tensor]) -> None:
-    """Sets what `random_state` gave; a GPU's is left out where there is none."""
+    """Set what `random_state` gave; a GPU's is left out where there is none."""
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
 
 
 def refuse_code(folder: Path) -> None:
-    """Looks through a sharded checkpoint before torch reads it: torch would unpickle its index and objects freely.
+    """Look through a sharded checkpoint before torch reads it: torch would unpickle its index and objects freely.
 
     Raises:
         CheckpointError: no such checkpoint, damaged, or it holds pickles of anything but tensors and plain values.
@@ -186,14 +186,14 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _member(kind: object, name: object) -> Enum:
-    """The member of an Enum; no other attribute of anything."""
+    """Return the member of an Enum; no other attribute of anything."""
     if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
         return kind[str(name)]
     raise pickle.UnpicklingError(f"attribute {name!r} has no place in the index of a checkpoint")
 
 
 def _open_part(folder: Path, group: dist.ProcessGroup | None) -> Path:
-    """An empty folder next to `folder`, where its content is written.
+    """Return an empty folder next to `folder`, where its content is written.
 
     Raises:
         CheckpointError: on every rank.
@@ -211,7 +211,7 @@ def _open_part(folder: Path, group: dist.ProcessGroup | None) -> Path:
 
 
 def _close_part(folder: Path, problem: str | None, group: dist.ProcessGroup | None) -> None:
-    """Gives what was written its name, or removes it when any rank had a problem.
+    """Give what was written its name, or removes it when any rank had a problem.
 
     Raises:
         CheckpointError: on every rank; what was in `folder` before is left as it was.

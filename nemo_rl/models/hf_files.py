@@ -212,7 +212,7 @@ class WeightFile:
 def plan_files(
     infos: Mapping[str, TensorInfo], names: FileNames, *, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> tuple[WeightFile, ...]:
-    """The files for weights that come in this order."""
+    """Return the files for weights that come in this order."""
     shards = list(_shards([tensor for name in infos for tensor in names.stored(name, infos[name])], max_shard_bytes))
     return tuple(
         WeightFile(
@@ -224,7 +224,7 @@ def plan_files(
 
 
 def index_text(files: Sequence[WeightFile]) -> str:
-    """Contents of `INDEX_FILE`, of a folder with several files."""
+    """Return contents of `INDEX_FILE`, of a folder with several files."""
     index: Mapping[str, Any] = {
         "metadata": {"total_size": sum(tensor.num_bytes for file in files for tensor in file.tensors)},
         "weight_map": {tensor.name: file.name for file in files for tensor in file.tensors},
@@ -240,7 +240,7 @@ def as_stored(name: str, weight: torch.Tensor, names: FileNames) -> Iterator[tup
 
 
 def _shards(tensors: Sequence[StoredTensor], max_bytes: int) -> Iterator[list[StoredTensor]]:
-    """Runs of tensors that fit into a file; a larger tensor has one for itself."""
+    """Run of tensors that fit into a file; a larger tensor has one for itself."""
     held: list[StoredTensor] = []
     held_bytes = 0
     for tensor in tensors:

@@ -48,7 +48,8 @@ class WeightSource(Protocol):
         """Return the shape of a weight without reading it."""
 
     def get(self, name: str, *, rows: slice = ALL_ROWS) -> torch.Tensor:
-        """A weight, or some of its rows, on the CPU in the dtype in which it is stored; not to be changed in place."""
+        """Return a weight, or some of its rows, on the CPU in the dtype in which it is stored; not to be changed in
+        place."""
 
 
 class ModelWeights:
@@ -81,7 +82,7 @@ class FolderWeights:
     """
 
     def __init__(self, folder: Path, config: PretrainedConfig) -> None:
-        """Opens every file, which reads its header.
+        """Open every file, which reads its header.
 
         Raises:
             ModelFolderError: a file is missing, truncated or no safetensors file, an expert is incomplete, or a tied
@@ -139,12 +140,12 @@ class FolderWeights:
 
     @staticmethod
     def _whole(parts: Sequence[StoredTensor]) -> tuple[int, ...]:
-        """Shape of the weight that tensors of the files make up."""
+        """Return shape of the weight that tensors of the files make up."""
         last = parts[-1].box
         return tuple(start + size for start, size in zip(last.start, last.size, strict=True))
 
     def _find_names(self) -> dict[str, str]:
-        """The file of each stored weight; a single file goes before an index, as in transformers."""
+        """Return the file of each stored weight; a single file goes before an index, as in transformers."""
         if (self._folder / SINGLE_FILE).is_file():
             return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
         with boundary(ModelFolderError, f"{self.where}: {INDEX_FILE} cannot be read"):
@@ -215,7 +216,7 @@ def _as_it_is(name: str) -> StoredTensor:
 
 
 def open_weights(folder: str | Path, config: PretrainedConfig) -> WeightSource:
-    """The weights of a model folder.
+    """Return the weights of a model folder.
 
     Raises:
         ModelFolderError: the folder is missing, incomplete or unreadable.
@@ -224,7 +225,7 @@ def open_weights(folder: str | Path, config: PretrainedConfig) -> WeightSource:
 
 
 def _unused_names(config: PretrainedConfig) -> re.Pattern[str]:
-    """Weights that a folder may hold besides those of the module."""
+    """Return the weights that a folder may hold besides those of the module."""
     given = config.to_dict()
     patterns = [r".*rotary_emb\.inv_freq"]
     if given["tie_word_embeddings"]:

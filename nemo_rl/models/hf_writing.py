@@ -77,7 +77,7 @@ def write_folder(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes what `from_pretrained` reads, with one weight in memory at a time.
+    """Write what `from_pretrained` reads, with one weight in memory at a time.
 
     Files appear at once and are filled in place: a caller that must not leave half a folder writes into one that it
     renames. `weights` is read to its end even after an error, because other ranks may take part in making them.
@@ -146,7 +146,7 @@ def write_shares(
 
 
 def cast_folder(folder: Path, dtype: torch.dtype) -> None:
-    """Rewrites the weights of a folder in another dtype, file by file.
+    """Rewrite the weights of a folder in another dtype, file by file.
 
     What the model's class keeps in float32 (the score correction of a router, for example) stays as it is, and so do
     tensors of integers.
@@ -204,7 +204,7 @@ class _Place:
 
 
 def _places(file: WeightFile, sink: BinaryIO) -> Iterator[_Place]:
-    """Writes the header."""
+    """Write the header."""
     offset = sink.write(file.header)
     for tensor in file.tensors:
         yield _Place(tensor=tensor, sink=sink, offset=offset)
@@ -224,7 +224,7 @@ def _write_descriptions(folder: Path, model: ModelDescription, files: Sequence[W
 
 
 def _content(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU."""
+    """Return the bytes of a contiguous tensor on the CPU."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 

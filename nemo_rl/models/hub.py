@@ -78,7 +78,7 @@ def _folder(name: str, *, where: str, needs_weights: bool = True) -> str:
 
 
 def _cached(name: str, *, needs_weights: bool) -> str | None:
-    """The folder of an earlier download, if that was finished."""
+    """Return the folder of an earlier download, if that was finished."""
     try:
         folder = Path(snapshot_download(name, local_files_only=True))
         if needs_weights:

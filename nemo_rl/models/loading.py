@@ -75,7 +75,7 @@ LIMITS: Mapping[str, int] = {
 
 
 def check_model_folder(folder: str | Path) -> Path:
-    """The folder as a path, if it holds a config and weights.
+    """Return the folder as a path, if it holds a config and weights.
 
     Raises:
         ModelFolderError: it does not.
@@ -100,7 +100,7 @@ def check_model_folder(folder: str | Path) -> Path:
 
 
 def load_model_config(folder: str | Path) -> PretrainedConfig:
-    """The architecture of a model folder.
+    """Return the architecture of a model folder.
 
     Raises:
         ModelFolderError: the folder is missing, incomplete or unreadable, or its config holds sizes that are none.
@@ -158,7 +158,7 @@ def decoder_sizes(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def model_without_weights(config: PretrainedConfig, folder: str | Path) -> PreTrainedModel:
-    """The model of an architecture, which may be that of a folder.
+    """Return the model of an architecture, which may be that of a folder.
 
     Raises:
         ModelFolderError: the config describes no causal language model.
@@ -170,7 +170,7 @@ def model_without_weights(config: PretrainedConfig, folder: str | Path) -> PreTr
 
 
 def load_causal_lm(folder: str | Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The model on the CPU in evaluation mode.
+    """Return the model on the CPU in evaluation mode.
 
     Raises:
         ModelFolderError: the folder is missing, incomplete or unreadable, or lacks some of the weights.
@@ -196,7 +196,7 @@ def load_causal_lm(folder: str | Path, *, dtype: torch.dtype = torch.float32) ->
 
 
 def fit_experts(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Lets experts run one by one where the kernel for all of them cannot take their sizes.
+    """Let experts run one by one where the kernel for all of them cannot take their sizes.
 
     Args:
         dtype: that the experts compute in.
@@ -257,7 +257,7 @@ def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def build_skeleton(folder: str | Path) -> PreTrainedModel:
-    """The model of a folder in float32 and evaluation mode; its parameters are on the meta device.
+    """Return the model of a folder in float32 and evaluation mode; its parameters are on the meta device.
 
     Raises:
         ModelFolderError: the folder is missing or unreadable, or its config describes no causal language model.

@@ -36,7 +36,7 @@ class Box:
         return math.prod(self.size)
 
     def along(self, dim: int, start: int, size: int) -> Box:
-        """A part of it along one dim.
+        """Return a part of it along one dim.
 
         Args:
             start: within the box.

@@ -78,7 +78,7 @@ class StarterConfig:
     max_grad_norm: float = 1.0
 
     def with_experts(self, num_experts: int) -> StarterConfig:
-        """The same recipe for a model with so many experts in every layer."""
+        """Return the same recipe for a model with so many experts in every layer."""
         return replace(self, num_experts=num_experts, learning_rate=EXPERTS_LEARNING_RATE)
 
 
@@ -112,11 +112,11 @@ class StarterTask:
         return self.dataset.model_copy(update={"size": VALIDATION_SIZE, "seed": VALIDATION_SEED})
 
     def validation(self) -> list[RawPrompt]:
-        """The split that the recipe validates on."""
+        """Return the split that the recipe validates on."""
         return self._draw(size=VALIDATION_SIZE, seed=VALIDATION_SEED)
 
     def calibration(self) -> list[RawPrompt]:
-        """The split that ends the warm start; shares no text with validation."""
+        """Return the split that ends the warm start; shares no text with validation."""
         return self._draw(size=CALIBRATION_SIZE, seed=self.calibration_seed, exclude=_texts(self.validation()))
 
     def corpus(self) -> list[RawPrompt]:
@@ -124,11 +124,11 @@ class StarterTask:
         return self._draw(size=CORPUS_SIZE, seed=CORPUS_SEED, exclude=self.held_out())
 
     def training(self, *, size: int, seed: int) -> list[RawPrompt]:
-        """Problems of the warm start; shares no text with validation and calibration."""
+        """Return problems of the warm start; shares no text with validation and calibration."""
         return self._draw(size=size, seed=TRAINING_SEED + seed, exclude=self.held_out())
 
     def held_out(self) -> frozenset[str]:
-        """Texts of validation and calibration."""
+        """Return texts of validation and calibration."""
         return _texts([*self.validation(), *self.calibration()])
 
     def _draw(self, *, size: int, seed: int, exclude: Collection[str] = frozenset()) -> list[RawPrompt]:
@@ -201,7 +201,7 @@ class StarterReport:
 
 
 def make_starter(folder: Path, task: StarterTask, *, config: StarterConfig) -> StarterReport:
-    """Builds tokenizer and model, warm-starts it and writes a Hugging Face folder.
+    """Build tokenizer and model, warm-start it and write a Hugging Face folder.
 
     Raises:
         ModelFolderError: what is there is neither an empty folder nor a starter alone, or it cannot be written.
@@ -222,7 +222,7 @@ def make_starter(folder: Path, task: StarterTask, *, config: StarterConfig) -> S
 
 
 def _check_place(folder: Path) -> None:
-    """Raises where `folder` is somebody else's, and makes the folders above it."""
+    """Raise where `folder` is somebody else's, and make the folders above it."""
     try:
         if folder.is_symlink():
             raise ModelFolderError(f"{folder}: is a link to {os.readlink(folder)}; name the folder itself, or another")
@@ -269,7 +269,7 @@ def _write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[int, ...]:
-    """Tokens of one user turn, up to where the answer begins."""
+    """Return tokens of one user turn, up to where the answer begins."""
     messages = [{"role": "user", "content": prompt}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
     return tuple(ids)
@@ -368,14 +368,14 @@ def _copy_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _training_row(tokenizer: PreTrainedTokenizerBase, text: str, response: str) -> tuple[tuple[int, ...], int]:
-    """All tokens of prompt and response, and how many are the prompt's."""
+    """Return all tokens of prompt and response, and how many are the prompt's."""
     prompt = prompt_ids(tokenizer, text)
     ids = tokenizer.encode(response, add_special_tokens=False)
     return (*prompt, *ids, int(tokenizer.eos_token_id)), len(prompt)
 
 
 def _nll(model: PreTrainedModel, rows: Sequence[tuple[tuple[int, ...], int]]) -> torch.Tensor:
-    """Mean negative log-likelihood of the response tokens."""
+    """Return mean negative log-likelihood of the response tokens."""
     width = max(len(tokens) for tokens, _ in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.int64)
     is_response = torch.zeros(len(rows), width, dtype=torch.bool)

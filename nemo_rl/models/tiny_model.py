@@ -140,7 +140,7 @@ def small_model_config(
 def write_small_model(
     folder: Path, real: PretrainedConfig, sizes: ParallelSizes, *, real_sizes: ParallelSizes
 ) -> SmallModel:
-    """Random weights and a tokenizer as a Hugging Face folder.
+    """Return random weights and a tokenizer as a Hugging Face folder.
 
     Raises:
         ModelFolderError: transformers cannot build it.

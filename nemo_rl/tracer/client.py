@@ -68,7 +68,7 @@ class LiveClient:
     def connect(
         cls, address: str, token: str, *, role: Role = Role.VIEWER, takeover: bool = False, timeout_s: float = ANSWER_S
     ) -> LiveClient:
-        """Says hello and waits for the welcome.
+        """Say hello and wait for the welcome.
 
         Args:
             address: `HOST:PORT`.
@@ -123,7 +123,7 @@ class LiveClient:
             raise self._why_closed() from error
 
     def receive(self, timeout_s: float) -> bytes | dict[str, Any] | None:
-        """A frame or table as it came, or a message; None: nothing came within `timeout_s`.
+        """Return a frame or table as it came, or a message; None: nothing came within `timeout_s`.
 
         Raises:
             HubGone: the connection is lost.
@@ -135,7 +135,7 @@ class LiveClient:
         return found
 
     def wait_for(self, kind: str, *, timeout_s: float = ANSWER_S, **said: object) -> dict[str, Any]:
-        """The next message of this type with these fields; what comes before it stays for `receive`.
+        """Return the next message of this type with these fields; what comes before it stays for `receive`.
 
         Raises:
             HubGone: it did not come in time, or the connection is lost.
@@ -154,7 +154,7 @@ class LiveClient:
         raise HubGone(f"the hub at {self._address} did not answer with {kind!r} within {timeout_s:g} s")
 
     def watch(self, texts: Sequence[str], *, timeout_s: float = ANSWER_S) -> dict[str, Any]:
-        """Changes what is watched, as controller; the `plan` that the hub answers with.
+        """Change what is watched, as controller; the `plan` that the hub answers with.
 
         Raises:
             UserError: a watch that cannot be read, here or there.
@@ -165,7 +165,7 @@ class LiveClient:
         return self.wait_for("plan", timeout_s=timeout_s, digest=plan.digest)
 
     def close(self) -> None:
-        """Ends the connection, within a deadline."""
+        """End the connection, within a deadline."""
         self._opened.close()
 
     def __enter__(self) -> Self:

@@ -103,14 +103,14 @@ class Entry:
 
 
 def pack_entry(kind: EntryKind, body: bytes, *, step: object = None, is_repeat: bool = False) -> bytes:
-    """Head and body; a step that is no number below 2^32 - 1 is left out."""
+    """Return head and body; a step that is no number below 2^32 - 1 is left out."""
     number = step if type(step) is int and 0 <= step < NO_STEP else NO_STEP
     fields = FIELDS.pack(MAGIC, kind, is_repeat, len(body), number)
     return b"".join((fields, zlib.crc32(body, zlib.crc32(fields)).to_bytes(4, "little"), body))
 
 
 def pack_message(record: Mapping[str, object]) -> bytes:
-    """The body of a message: strict JSON, with null for numbers that are not finite."""
+    """Return the body of a message: strict JSON, with null for numbers that are not finite."""
     return json.dumps(_finite(record), allow_nan=False, separators=(",", ":")).encode()
 
 

@@ -62,7 +62,7 @@ class Site:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Sorts sites as a pass meets them."""
+        """Sort sites as a pass meets them."""
         return execution_order(self.kind, self.layer, self.direction)
 
     def as_record(self) -> dict[str, object]:
@@ -154,7 +154,7 @@ class Part:
         }
 
     def encode(self) -> bytes:
-        """The message."""
+        """Return the message."""
         tail = b"" if self.rows is None else self.rows.astype("<i4").tobytes()
         return _encode(self.what, self.header(), self.payload) + tail
 
@@ -203,7 +203,7 @@ class Frame:
     """Unix time at which it was put together."""
 
     def encode(self) -> bytes:
-        """The message."""
+        """Return the message."""
         header: dict[str, object] = {
             **self.where.as_record(),
             "table": self.table,
@@ -255,7 +255,7 @@ class Table:
     """Token id -> text, as far as known."""
 
     def encode(self) -> bytes:
-        """The message."""
+        """Return the message."""
         header: dict[str, object] = {
             "run": self.run,
             "name": self.name,
@@ -290,7 +290,7 @@ KINDS: Mapping[str, type[Part | Frame | Table]] = {kind.what: kind for kind in (
 
 
 def decode(message: bytes) -> Part | Frame | Table:
-    """Reads one message.
+    """Read one message.
 
     Raises:
         BadFrame: it is none.

@@ -78,23 +78,23 @@ class HubLink:
         """Messages that went out or wait to, their bytes, and how many messages were dropped."""
 
     def open(self) -> None:
-        """Connects in the background. Idempotent."""
+        """Connect in the background. Idempotent."""
         with self._state:
             if self._thread is None and not self._is_closing:
                 self._thread = threading.Thread(target=self._work, name="tracer link", daemon=True)
                 self._thread.start()
 
     def offer(self, message: bytes) -> bool:
-        """Takes a frame for sending; False if it was dropped."""
+        """Take a frame for sending; False if it was dropped."""
         return self._take(message, len(message), limit=self._memory_bytes)
 
     def say(self, record: Mapping[str, object]) -> bool:
-        """Takes a JSON message, which may be late but waits for no frame's space."""
+        """Take a JSON message, which may be late but waits for no frame's space."""
         text = json.dumps(record, allow_nan=False)
         return self._take(text, len(text), limit=self._memory_bytes + MAX_MESSAGE_BYTES)
 
     def close(self, *, timeout_s: float = 5.0) -> None:
-        """Sends what waits, for so long, and ends. Idempotent."""
+        """Send what waits, for so long, and end. Idempotent."""
         with self._state:
             self._is_closing = True
             self._state.notify_all()
@@ -279,7 +279,7 @@ class Gathered:
             self._send_tokens()
 
     def flush(self) -> None:
-        """Sends all that is left. Idempotent."""
+        """Send all that is left. Idempotent."""
         self._send_tokens()
         for part in self._wholes.values():
             self._straight.part(part)
@@ -297,7 +297,7 @@ class Gathered:
 
 
 def _joined(parts: Sequence[Part], starts: Mapping[str, int], table: str) -> Part:
-    """Parts of one place, which have all of their tables' tokens."""
+    """Return parts of one place, which have all of their tables' tokens."""
     rows = [starts[part.table] + np.arange(len(part.payload)) for part in parts if part.table is not None]
     return replace(
         parts[0],

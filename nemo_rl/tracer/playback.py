@@ -159,7 +159,7 @@ class Feed:
         await asyncio.sleep(0)
 
     async def close(self) -> None:
-        """Ends the thread."""
+        """End the thread."""
         self._follow.stop.set()
         await asyncio.to_thread(self._thread.join, JOIN_S)
 
@@ -213,7 +213,7 @@ class Serving:
         return all(feed.is_over for feed in self.feeds)
 
     async def show(self, folders: Sequence[Path]) -> None:
-        """Publishes all of these, and what is added to them from now on.
+        """Publish all of these, and what is added to them from now on.
 
         Raises:
             UserError: one of them cannot be read.
@@ -236,14 +236,14 @@ class Serving:
                 raise feed.problem
 
     def play(self, folder: Path, *, speed: float) -> None:
-        """Publishes a recording frame by frame, each at its time."""
+        """Publish a recording frame by frame, each at its time."""
         follow = Follow(idle_s=0.0)
         player = Player(self.server.hub, folder, is_live=True, taken=set())
         entries = paced(StreamReader(folder).entries(), speed=speed, stop=follow.stop)
         self.feeds.append(Feed(player, entries, follow=follow))
 
     async def close(self) -> None:
-        """Ends what still publishes."""
+        """End what still publishes."""
         for feed in self.feeds:
             await feed.close()
 

@@ -115,7 +115,7 @@ class HubProcess:
 
     @property
     def address(self) -> str:
-        """Such as `127.0.0.1:40123`."""
+        """Return the address of the page, such as `127.0.0.1:40123`."""
         host = self.connect_host
         return f"{f'[{host}]' if ':' in host else host}:{self.port}"
 
@@ -141,7 +141,7 @@ class HubProcess:
         return self._process is not None and self._process.poll() is None
 
     def close(self) -> None:
-        """Ends the hub, which first writes what waits; raises nothing."""
+        """End the hub, which first writes what waits; raise nothing."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -248,7 +248,7 @@ def open_job(
     *,
     on_message: OnMessage | None = None,
 ) -> Iterator[TracedJob]:
-    """Starts the hub, and tells it how the job ends.
+    """Start the hub, and tell it how the job ends.
 
     Args:
         facts: what the hub is told of the run: `name`, `model`, `layout`, `tokenizer`.

@@ -168,7 +168,7 @@ def parse(text: str) -> dict[str, Any]:
 
 
 def dump(message: Mapping[str, object]) -> str:
-    """The text of a message; numbers that are not finite become null."""
+    """Return the text of a message; numbers that are not finite become null."""
     try:
         return json.dumps(message, allow_nan=False, separators=(",", ":"))
     except ValueError:
@@ -176,7 +176,7 @@ def dump(message: Mapping[str, object]) -> str:
 
 
 def error_text(code: ErrorCode, text: str) -> str:
-    """An `error` message."""
+    """Return an `error` message."""
     return dump({"type": "error", "code": code.value, "text": text[:MAX_ERROR_TEXT]})
 
 

@@ -55,7 +55,7 @@ def mix(values: np.ndarray) -> np.ndarray:
 
 
 def token_hashes(keys: Sequence[str], row_R: np.ndarray, position_R: np.ndarray) -> np.ndarray:
-    """`[R]` uint64.
+    """Return `[R]` uint64.
 
     Args:
         keys: of the rows.
@@ -171,7 +171,7 @@ class Histogram(WholeTensor):
 
     @property
     def size(self) -> int:
-        """Numbers of a part."""
+        """Return numbers of a part."""
         return self.bins + 2 if self.bins else 2 * len(EXPONENTS) + 1
 
     def merge(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
@@ -234,12 +234,12 @@ class Tiles(PerToken):
             raise UserError(f"reducer {self.name}: expected tiles(N, mean|max|absmax|rms) with N >= 1, got {self}")
 
     def bounds(self, num_features: int) -> np.ndarray:
-        """`[n + 1]` int64: where stretches begin and end."""
+        """Return `[n + 1]` int64: where stretches begin and end."""
         return np.arange(self.n + 1, dtype=np.int64) * num_features // self.n
 
     @property
     def takes_maximum(self) -> bool:
-        """Rather than a sum, of values or of squares."""
+        """Return whether a stretch is its maximum rather than a sum, of values or of squares."""
         return self.how in ("max", "absmax")
 
     def empty(self, num_tokens: int, num_features: int) -> np.ndarray:
@@ -351,7 +351,7 @@ REDUCERS: Mapping[str, type[Reducer]] = {kind.name: kind for kind in _KINDS}
 
 
 def parse_reducer(text: str) -> Reducer:
-    """A reducer as it is written, such as `tiles(8, rms)`.
+    """Return a reducer as it is written, such as `tiles(8, rms)`.
 
     Raises:
         UserError: no such reducer, or not with these parameters.

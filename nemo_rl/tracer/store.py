@@ -50,7 +50,7 @@ class _Place:
 
 
 def stream_files(folder: Path) -> dict[int, Path]:
-    """The files of a recording by number, oldest first; none where there is no such folder."""
+    """Return the files of a recording by number, oldest first; none where there is no such folder."""
     found = {}
     with suppress(FileNotFoundError, NotADirectoryError):
         for path in folder.iterdir():
@@ -60,7 +60,7 @@ def stream_files(folder: Path) -> dict[int, Path]:
 
 
 def quiet_s(folder: Path) -> float:
-    """Since something was written to a recording, in seconds; infinite where there is none."""
+    """Return the seconds since something was written to a recording, infinite where there is none."""
     newest = -math.inf
     for path in stream_files(folder).values():
         # Old files fall out while a run is on.
@@ -77,7 +77,7 @@ class StreamWriter:
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
-        """Begins a new file; those that are there already count, too, and fall out first.
+        """Begin a new file; those that are there already count, too, and fall out first.
 
         Args:
             folder: made for its owner alone, if it is not there: prompts are texts of people.
@@ -126,7 +126,7 @@ class StreamWriter:
         return sum(self._sizes.values())
 
     def frame(self, encoded: bytes) -> None:
-        """Writes a frame or a table of tokens as it travels.
+        """Write a frame or a table of tokens as it travels.
 
         Raises:
             BadFrame: it is neither.
@@ -147,7 +147,7 @@ class StreamWriter:
             raise BadFrame(f"expected a frame or a table of tokens, got {str(header.get('what'))[:40]!r}")
 
     def message(self, record: Mapping[str, object]) -> None:
-        """Writes a message with its `type`; the newest `run` of each run and the newest `plan` begin later files.
+        """Write a message with its `type`; the newest `run` of each run and the newest `plan` begin later files.
 
         Raises:
             RecordingError: it cannot be written.
@@ -205,7 +205,7 @@ class StreamWriter:
             self.message({"type": "problem", "text": text})
 
     def _missing_table(self, key: tuple[str, str] | None) -> bytes:
-        """Entry of the table, if it lies in an older file only."""
+        """Return entry of the table, if it lies in an older file only."""
         place = None if key is None else self._tables.get(key)
         if place is None or (self._descriptor is not None and place.number == self._number):
             return b""
@@ -219,7 +219,7 @@ class StreamWriter:
         return pack_entry(found.kind, found.body, step=found.step, is_repeat=True)
 
     def _take_folder(self) -> int:
-        """A descriptor that keeps other writers out as long as it is open."""
+        """Return a descriptor that keeps other writers out as long as it is open."""
         descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -261,7 +261,7 @@ class StreamWriter:
             raise
 
     def _make_room(self, num_bytes: int) -> None:
-        """Lets the oldest files fall out until so many bytes more fit."""
+        """Let the oldest files fall out until so many bytes more fit."""
         for number in list(self._sizes):
             if self.num_bytes + num_bytes <= self._max_bytes:
                 return

@@ -43,7 +43,7 @@ class Follow:
 
 
 def find_recording(path: Path) -> Path:
-    """The folder of a recording: itself, or the one in the log folder of a run.
+    """Return the folder of a recording: itself, or the one in the log folder of a run.
 
     Raises:
         UserError: there is none.
@@ -100,7 +100,7 @@ class StreamReader:
                 return
 
     def steps(self) -> list[int]:
-        """Steps that frames are of, ascending; reads heads alone."""
+        """Return the steps that frames are of, ascending; only heads are read."""
         heads = (entry for _, entry in self._heads() if entry.kind is EntryKind.FRAME)
         return sorted({entry.step for entry in heads if entry.step is not None})
 
@@ -188,7 +188,7 @@ class _Wait:
         self._since = monotonic()
 
     def for_more(self) -> bool:
-        """Sleeps a little; False: it is not worth it any longer."""
+        """Sleep a little; False: it is not worth it any longer."""
         follow = self._follow
         if follow is None or monotonic() - self._since > follow.idle_s:
             return False

@@ -71,7 +71,7 @@ class NonFinite:
 
     @property
     def order(self) -> Order:
-        """Sorts by when a run met it."""
+        """Sort by when a run met it."""
         at, site = self.where, self.where.site
         phase = RUN_ORDER.get(at.phase, len(RUN_ORDER))
         if site.kind is SiteKind.PARAM and at.update == 0 and at.phase != REFERENCE:
@@ -178,7 +178,7 @@ class Reading:
 
     @property
     def text(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         update = f" update {self.update}" if self.update else ""
         numbers = "  ".join(
             f"{name} {getattr(self, name):< 11.4g}"  # the sign of a number takes no other place than its absence
@@ -336,7 +336,7 @@ class RecordingSummary:
 
 
 def summarize(reader: StreamReader) -> RecordingSummary:
-    """Reads a whole recording."""
+    """Read a whole recording."""
     summary = RecordingSummary(reader.folder)
     for entry in reader.entries():
         summary.add(entry)

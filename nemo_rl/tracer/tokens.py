@@ -41,7 +41,7 @@ class Tokens:
 
     @classmethod
     def draw(cls) -> Tokens:
-        """New ones."""
+        """Return new tokens."""
         job, viewer, controller = (secrets.token_urlsafe(NUM_BYTES) for _ in range(3))
         return cls(job=job, viewer=viewer, controller=controller)
 
@@ -73,7 +73,7 @@ def token_path(folder: Path, name: str) -> Path:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Makes a file that nobody but its owner can read at any moment, in place of one that is there.
+    """Make a file that nobody but its owner can read at any moment, in place of one that is there.
 
     Raises:
         RunFolderError: the folder cannot be written.

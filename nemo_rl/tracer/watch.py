@@ -113,7 +113,7 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """Equal for equal plans."""
+        """Return a digest that is equal for equal plans."""
         return blake2b("\n".join(self.texts).encode(), digest_size=8).hexdigest()
 
     def is_due(self, phase: str, step: int) -> bool:

@@ -49,7 +49,7 @@ from nemo_rl.models.hf_modules import HFSites
 from nemo_rl.models.hf_writing import ModelDescription, write_folder
 from nemo_rl.models.loading import load_causal_lm, load_model_config, named_weights
 from nemo_rl.models.policy.interfaces import TensorInfo
-from nemo_rl.models.policy.observer import Sight
+from nemo_rl.models.policy.observer import Onlooker, Sight
 from nemo_rl.models.policy.workers.compose import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.tiny_model import WINDOW, language_config, write_small_model
@@ -295,7 +295,7 @@ def _keep(held: list[torch.Tensor], value: torch.Tensor) -> None:
     held.append(value.detach()[0].flatten(1))
 
 
-class _Collector:
+class _Collector(Onlooker):
     """An onlooker of a worker that keeps what the log-probability pass shows of the watched sites."""
 
     def __init__(self) -> None:
@@ -304,9 +304,6 @@ class _Collector:
 
     def begin_call(self, phase: WorkerPass) -> _Collector | None:
         return self if phase is WorkerPass.PREV_LOGPROBS else None
-
-    def end_call(self, phase: WorkerPass) -> None:
-        """Nothing is written."""
 
     def takes(self, kind: SiteKind, layer: int | None, direction: Direction) -> bool:
         return kind in WATCHED and direction is Direction.FORWARD

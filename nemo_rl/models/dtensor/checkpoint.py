@@ -109,7 +109,7 @@ def weight_infos(model: PolicyModel) -> dict[str, TensorInfo]:
 
 
 def load_weights(model: PolicyModel, folder: Path) -> None:
-    """Reads a Hugging Face folder into the shards.
+    """Read a Hugging Face folder into the shards.
 
     Raises:
         CheckpointError: the folder is missing, incomplete or of another architecture.
@@ -131,7 +131,7 @@ def load_weights(model: PolicyModel, folder: Path) -> None:
 
 
 def load_optimizer(model: PolicyModel, optimizer: torch.optim.Optimizer, folder: Path) -> dict[str, float]:
-    """Reads what a `DTensorSnapshot` wrote, at any number of ranks; returns the trainer state.
+    """Read what a `DTensorSnapshot` wrote, at any number of ranks; return the trainer state.
 
     The random state is restored when the number of ranks is the same; otherwise there is none to restore.
 
@@ -166,7 +166,7 @@ def _first_cause(error: BaseException) -> str:
 
 
 def _copied(tree: Any) -> Any:
-    """Nested dicts and lists with copies of their tensors."""
+    """Return nested dicts and lists with copies of their tensors."""
     if isinstance(tree, dict):
         return {name: _copied(branch) for name, branch in tree.items()}
     if isinstance(tree, list | tuple):

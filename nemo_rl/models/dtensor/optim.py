@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 
 def class_at(path: str, base: type[_T], *, key: str, example: str) -> type[_T]:
-    """The class at an import path.
+    """Return the class at an import path.
 
     Args:
         base: what it must be derived from.
@@ -48,7 +48,7 @@ def class_at(path: str, base: type[_T], *, key: str, example: str) -> type[_T]:
 
 
 def build_optimizer(config: OptimizerConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer named by import path, in its fused form where class and device have one.
+    """Return the optimizer named by import path, in its fused form where class and device have one.
 
     Raises:
         ConfigError: no such class, or it refuses the arguments.
@@ -125,11 +125,11 @@ class LearningRate:
 
     @property
     def calls_done(self) -> int:
-        """Training calls so far."""
+        """Return training calls so far."""
         return self._calls_done
 
     def apply(self) -> float:
-        """Writes the settings of the next call into the optimizer; returns the first group's learning rate."""
+        """Write the settings of the next call into the optimizer; return the first group's learning rate."""
         for group, values in zip(self._optimizer.param_groups, self._next(), strict=True):
             group.update(values)
         return float(self._optimizer.param_groups[0]["lr"])
@@ -141,11 +141,11 @@ class LearningRate:
             self._chain.advance()
 
     def state_dict(self) -> dict[str, float]:
-        """All that a resume needs."""
+        """Return all that a resume needs."""
         return {"calls_done": float(self._calls_done)}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continues the curve after as many calls; replays torch schedulers from the start."""
+        """Continue the curve after as many calls; replay torch schedulers from the start."""
         self._calls_done = int(state["calls_done"])
         if self._chain is not None:
             self._chain = _Chain(self._config, self._settings)
@@ -160,7 +160,7 @@ class LearningRate:
 
 
 def learning_rate_factor(config: SchedulerConfig, *, calls_done: int, num_steps: int) -> float:
-    """Factor of the optimizer's learning rate in the next training call.
+    """Return factor of the optimizer's learning rate in the next training call.
 
     Rises over `warmup_steps` to 1, then follows the shape down to `min_factor` at `decay_steps` and stays there.
     """

@@ -67,7 +67,7 @@ class PolicyModel(torch.nn.Module):
 
 
 def parallelize(hf: PreTrainedModel, *, groups: ParallelGroups, config: PolicyConfig) -> PolicyModel:
-    """Splits the model over the tensor axis and shards it over data x context ranks (collective).
+    """Split the model over the tensor axis and shard it over data x context ranks (collective).
 
     Parameters may be on the meta device, and stay there. They are float32; with another precision they are cast for
     computation and gradients are reduced in float32.
@@ -115,14 +115,14 @@ def _split_over_tensor_axis(hf: PreTrainedModel, groups: ParallelGroups, config:
 
 
 def as_fsdp(model: PolicyModel) -> FSDPModule:
-    """The same object under the interface that `fully_shard` gave it."""
+    """Return the same object under the interface that `fully_shard` gave it."""
     if not isinstance(model, FSDPModule):
         raise TypeError("the model is not sharded; call parallelize first")
     return model
 
 
 def full_weight(weight: torch.Tensor) -> torch.Tensor:
-    """The whole tensor on every rank (collective), detached."""
+    """Return the whole tensor on every rank (collective), detached."""
     detached = weight.detach()
     if not isinstance(detached, DTensor):
         return detached

@@ -74,7 +74,7 @@ class RowFrequencies:
     def _rotate(
         self, module: Any, x: torch.Tensor, position_ids: torch.Tensor, **_: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine `[n, s, D]`."""
+        """Return cosine and sine `[n, s, D]`."""
         assert self._is_long_ns is not None, "the pass has no lengths"
         # Below the decorator that looks at the longest row.
         rotate = inspect.unwrap(type(module).forward)

@@ -49,20 +49,21 @@ class TensorAxis:
         return int(self.mesh.size())
 
     def enter(self, value: torch.Tensor) -> torch.Tensor:
-        """`[n, S, h]` for a part of which each rank computes a piece; gathers S where it is split (collective)."""
+        """Return `[n, S, h]` for a part of which each rank computes a piece; gather S where it is split
+        (collective)."""
         if self.sequence_parallel:
             return gather_along(value, self.group, dim=SEQUENCE_DIM)
         return copy_to(value, self.group)
 
     def leave(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum of the ranks' pieces; keeps this rank's S where it is split (collective)."""
+        """Return the sum of the ranks' pieces; keep this rank's S where it is split (collective)."""
         if self.sequence_parallel:
             return scatter_along(value, self.group, dim=SEQUENCE_DIM)
         return reduce_from(value, self.group)
 
 
 def check_plan(model: torch.nn.Module, plan: Mapping[str, str], *, size: int) -> None:
-    """Refuses a plan that cannot be applied over `size` ranks; needs no weights, a model on the meta device will do.
+    """Refuse a plan that cannot be applied over `size` ranks; needs no weights, a model on the meta device will do.
 
     Args:
         plan: pattern of module names, `*` for one part of a name, to a key of `STYLES`.
@@ -86,7 +87,7 @@ def check_plan(model: torch.nn.Module, plan: Mapping[str, str], *, size: int) ->
 
 
 def apply_plan(model: torch.nn.Module, plan: Mapping[str, str], axis: TensorAxis) -> None:
-    """Splits the model over the axis in place (collective: every rank holds the same whole weights before).
+    """Split the model over the axis in place (collective: every rank holds the same whole weights before).
 
     Args:
         plan: as in `check_plan`. Modules that it leaves out are the same on every rank.
@@ -210,7 +211,7 @@ def _vocab_embedding(module: Any, axis: TensorAxis) -> None:
 
 
 def _split(style: str, module: torch.nn.Module) -> dict[str, Placement]:
-    """Placements of the parameters that a style splits."""
+    """Return placements of the parameters that a style splits."""
     return {name: Shard(dim) for name in module._parameters if (dim := split_dim(style, name)) is not None}
 
 
@@ -240,7 +241,7 @@ SPLIT_DIMS: Mapping[str, int] = {"column": 0, "colwise": 0, "rowwise": 1, "exper
 
 
 def split_dim(style: str, parameter: str) -> int | None:
-    """The dimension of a module's parameter that the ranks share; None: every rank has the whole.
+    """Return the dimension of a module's parameter that the ranks share; None: every rank has the whole.
 
     Example:
         >>> split_dim("rowwise", "weight"), split_dim("rowwise", "bias"), split_dim("norm", "weight")
@@ -272,7 +273,7 @@ def _own_parameters(
     grad: Placement | None = None,
     scale: float = 1.0,
 ) -> None:
-    """Makes the parameters DTensors, and lets the module's forward see the local parts.
+    """Make the parameters DTensors, and let the module's forward see the local parts.
 
     Args:
         grad: placement of the gradient of the local part; null is that of the parameter.
@@ -317,7 +318,7 @@ def _wrap(module: torch.nn.Module, around: Callable[..., object]) -> None:
 
 
 def _enter_hidden(axis: TensorAxis, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[object, ...]:
-    """Brings the hidden states in, whether they are the first argument or `hidden_states`."""
+    """Bring the hidden states in, whether they are the first argument or `hidden_states`."""
     if args:
         assert isinstance(args[0], torch.Tensor)
         return (axis.enter(args[0]), *args[1:])
@@ -328,7 +329,7 @@ def _enter_hidden(axis: TensorAxis, args: tuple[object, ...], kwargs: dict[str, 
 
 
 def _tied_parameters(model: torch.nn.Module) -> dict[str, list[str]]:
-    """First name of each shared parameter -> its other names."""
+    """Return first name of each shared parameter -> its other names."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

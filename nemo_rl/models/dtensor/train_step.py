@@ -71,7 +71,7 @@ class StepRunner:
         *,
         computed: Sequence[str] = (),
     ) -> torch.Tensor:
-        """`[c, N, T]` float32, 0 where no token is selected (collective); see `Runner.logprobs`.
+        """Return `[c, N, T]` float32, 0 where no token is selected (collective); see `Runner.logprobs`.
 
         Raises:
             NonFiniteError: on every rank, when any rank met NaN or inf; names the rows.
@@ -93,7 +93,7 @@ class StepRunner:
     def topk_logits(
         self, batch: BatchedDataDict, microbatches: Sequence[Sequence[int]], *, k: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values and ids `[N, T, k]` of the largest logits at each position, 0 in the padding (collective)."""
+        """Return values and ids `[N, T, k]` of the largest logits at each position, 0 in the padding (collective)."""
         self._model.eval()
         ids_NT = batch.tensor("input_ids")
         values_NTk = torch.zeros(*ids_NT.shape, k, dtype=torch.float32, device=ids_NT.device)
@@ -118,7 +118,7 @@ class StepRunner:
         *,
         is_training: bool,
     ) -> StepOutcome:
-        """One global batch (collective), evaluated without gradients unless `is_training`.
+        """Run one global batch (collective), evaluated without gradients unless `is_training`.
 
         Raises:
             NonFiniteError: on every rank, when loss, log-probabilities or gradients are NaN or inf; weights and
@@ -211,7 +211,7 @@ class StepRunner:
         raise_together(what, batch, rows, is_writer=self._groups.is_writer, device=device)
 
     def _forward(self, micro: Microbatch, computed: Sequence[str] = ()) -> tuple[torch.Tensor, ...]:
-        """`[n, t]` log-probabilities, and of `COMPUTED_FIELDS` those that are asked for."""
+        """Return `[n, t]` log-probabilities, and of `COMPUTED_FIELDS` those that are asked for."""
         found_cM = self._model(micro.inputs, sampling=self._layout.sampling, computed=computed)
         if not micro.rows:
             # The sum of no token: zero, but connected to the parameters, so that this rank's collectives take place.
@@ -238,7 +238,8 @@ class OptimizerStep:
         self.scaler = scaler
 
     def finish(self) -> float | None:
-        """Clips and steps (collective). The global norm before clipping, or None if it is not finite: no step then."""
+        """Clip and step (collective). Return the global norm before clipping, or None if it is not finite: no step
+        then."""
         grads = [p.grad for p in self._model.parameters() if p.grad is not None]
         if self.scaler.scale != 1.0:
             scale_([local_shard(grad) for grad in grads], 1.0 / self.scaler.scale)
@@ -254,7 +255,7 @@ class OptimizerStep:
         return norm
 
     def retry(self) -> bool:
-        """Lowers the loss scale; False when it cannot be the cause."""
+        """Lower the loss scale; False when it cannot be the cause."""
         if not self.scaler.can_retry():
             return False
         self.scaler.on_overflow()

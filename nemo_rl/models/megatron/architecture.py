@@ -54,7 +54,7 @@ def rotary_problems(config: PretrainedConfig) -> list[str]:
 
 
 def rotary_frequencies(config: PretrainedConfig) -> tuple[torch.Tensor, float]:
-    """Inverse frequencies `[D / 2]` float32, and the factor of both cosine and sine (yarn)."""
+    """Return inverse frequencies `[D / 2]` float32, and the factor of both cosine and sine (yarn)."""
     rope = config.rope_parameters
     if rope["rope_type"] != "default":
         frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
@@ -150,7 +150,7 @@ class Architecture:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> Architecture:
-        """The architecture of a Hugging Face config.
+        """Return the architecture of a Hugging Face config.
 
         Raises:
             ConfigError: of another model type, or with a part that has no counterpart here.
@@ -190,7 +190,7 @@ class Architecture:
 
 
 def check_fits(shape: Architecture, config: PolicyConfig) -> None:
-    """Compares an architecture with `policy.megatron_cfg`.
+    """Compare an architecture with `policy.megatron_cfg`.
 
     Raises:
         ConfigError: names the key and what to set.
@@ -252,7 +252,7 @@ def _pipeline_problems(shape: Architecture, config: PolicyConfig) -> list[str]:
 
 
 def layers_of_stages(shape: Architecture, config: PolicyConfig) -> tuple[int, ...]:
-    """Layers of each pipeline stage; empty where they cannot be shared."""
+    """Return layers of each pipeline stage; empty where they cannot be shared."""
     section, stages = config.megatron_cfg, config.parallel_sizes.pipeline
     first, last = section.num_layers_in_first_pipeline_stage, section.num_layers_in_last_pipeline_stage
     given = [number for number in (first, last) if number is not None]

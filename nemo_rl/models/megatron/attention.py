@@ -54,7 +54,7 @@ class Rotary(torch.nn.Module):
         return packed.position_s
 
     def forward(self, position_s: torch.Tensor, **_: object) -> torch.Tensor:
-        """`[s, 1, 1, D]` float32."""
+        """Return `[s, 1, 1, D]` float32."""
         self.inverse_frequencies = self.inverse_frequencies.to(position_s.device)
         angles = torch.outer(position_s.float(), self.inverse_frequencies)
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
@@ -82,7 +82,7 @@ class SegmentAttention(MegatronModule):  # type: ignore[misc]
         packed_seq_params: PackedSegments | None = None,
         **_: object,
     ) -> torch.Tensor:
-        """`[s, n, H * D]` (collective over the context group).
+        """Return `[s, n, H * D]` (collective over the context group).
 
         Args:
             query: `[s, n, H, D]`; key and value `[s, n, G, D]`.

@@ -156,7 +156,7 @@ class MegatronSnapshot:
 
 
 def equal_share(infos: Mapping[str, TensorInfo], weights: Iterator[tuple[str, torch.Tensor]]) -> Share:
-    """(collective, as the gathering of `weights` is) Keeps this rank's rows of every weight, on the CPU.
+    """(collective, as the gathering of `weights` is) Keep this rank's rows of every weight, on the CPU.
 
     Args:
         weights: all of `infos`, whole, one at a time.
@@ -180,7 +180,7 @@ def _row_boxes(shape: tuple[int, ...], count: int) -> list[Box | None]:
 
 
 def load_optimizer(model: MegatronModel, optimizer: PolicyOptimizer, folder: Path) -> dict[str, float]:
-    """Reads what an `OptimizerSnapshot` wrote, in any layout; returns the trainer state.
+    """Read what an `OptimizerSnapshot` wrote, in any layout; return the trainer state.
 
     Weights and buffers of the model are read, too. The random state is restored when the number of ranks is the same;
     otherwise there is none to restore.
@@ -236,12 +236,13 @@ class _Places:
 
     @property
     def shards(self) -> dict[str, dict[str, Any]]:
-        """All tensors, in flat dicts: megatron-core loses its place in nested lists of which a rank has only some."""
+        """Return all tensors, in flat dicts: megatron-core loses its place in nested lists of which a rank has only
+        some."""
         own = {path: leaf for path, leaf in _leaves(self.tree) if isinstance(leaf, ShardedBase)}
         return {"model": dict(self.model), "optimizer": own}
 
     def filled(self, loaded: dict[str, torch.Tensor]) -> dict[Any, Any]:
-        """The tree with loaded tensors for leaves; all that is no tensor stays as it is in this run."""
+        """Return the tree with loaded tensors for leaves; all that is no tensor stays as it is in this run."""
 
         def fill(path: str, leaf: Any) -> Any:
             if isinstance(leaf, LocalNonpersistentObject):
@@ -253,7 +254,7 @@ class _Places:
 
 
 def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves of nested dicts and lists by their path."""
+    """Return the leaves of nested dicts and lists by their path."""
     if not isinstance(tree, dict | list):
         yield path, tree
         return
@@ -262,7 +263,7 @@ def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _mapped(tree: Any, function: Callable[[str, Any], Any], path: str = "") -> Any:
-    """The tree with other leaves."""
+    """Return the tree with other leaves."""
     if isinstance(tree, dict):
         return {key: _mapped(branch, function, f"{path}/{key}") for key, branch in tree.items()}
     if isinstance(tree, list):

@@ -58,7 +58,7 @@ def weight_infos(hf_config: PretrainedConfig, dtype: torch.dtype) -> dict[str, T
 
 
 def load_weights(model: MegatronModel, source: WeightSource) -> None:
-    """Fills this rank's parameters and persistent buffers in place; reads only the layers and experts it has.
+    """Fill this rank's parameters and persistent buffers in place; read only the layers and experts it has.
 
     Half precision optimizers keep copies of the weights, which they must take anew afterwards.
 
@@ -168,7 +168,7 @@ def _check_same_model(shape: Architecture, source: WeightSource) -> None:
 
 
 def _fill_split(weight: Weight, tensors: Mapping[str, torch.Tensor], source: WeightSource, groups: _Groups) -> set[str]:
-    """The names that were filled: none where another stage has the weight."""
+    """Return the names that were filled: none where another stage has the weight."""
     if weight.local not in tensors:
         return set()
     packed = weight.pack([source.get(part.name) for part in weight.parts])
@@ -219,7 +219,7 @@ def _gather_experts(weight: Weight, tensors: Mapping[str, torch.Tensor], groups:
 
 
 def _gather(shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """All ranks' tensors, `[size, ...]`; on one rank without a copy."""
+    """Return all ranks' tensors, `[size, ...]`; on one rank without a copy."""
     if group.size() == 1:
         return shard.unsqueeze(0)
     gathered = shard.new_empty((group.size(), *shard.shape))

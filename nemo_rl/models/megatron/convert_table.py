@@ -40,14 +40,14 @@ class Split:
     """Equal runs of this dimension, each of which is divided by itself."""
 
     def shard(self, whole: torch.Tensor, *, rank: int, size: int) -> torch.Tensor:
-        """A rank's part."""
+        """Return a rank's part."""
         if self.dim is None:
             return whole
         divided = whole.unflatten(self.dim, (self.runs, size, -1))
         return divided.select(self.dim + 1, rank).flatten(self.dim, self.dim + 1)
 
     def join(self, shards: torch.Tensor) -> torch.Tensor:
-        """The whole from all ranks' parts, `[size, ...]`."""
+        """Return the whole from all ranks' parts, `[size, ...]`."""
         if self.dim is None:
             return shards[0]
         divided = shards.unflatten(self.dim + 1, (self.runs, -1))
@@ -100,19 +100,19 @@ class Weight:
         return (sum(part.shape[0] for part in self.parts), *first[1:])
 
     def pack(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """All parts as one tensor of `shape`; a single one as it is, so that what lies in a file stays there."""
+        """Return all parts as one tensor of `shape`; a single one as it is, so that what lies in a file stays there."""
         if len(parts) == 1:
             return parts[0]
         return torch.cat([part.unflatten(0, (self.groups, -1)) for part in parts], dim=1).flatten(0, 1)
 
     def unpack(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of a contiguous tensor of `shape`, contiguous too."""
+        """Return the parts of a contiguous tensor of `shape`, contiguous too."""
         rows = [part.shape[0] // self.groups for part in self.parts]
         return [part.flatten(0, 1) for part in packed.unflatten(0, (self.groups, -1)).split(rows, dim=1)]
 
 
 def table_name(name: str, *, first_layer: int) -> str:
-    """A name in megatron-core's module as the table has it.
+    """Return a name in megatron-core's module as the table has it.
 
     Example:
         >>> table_name("decoder.layers.0.mlp.experts.linear_fc1.weight3", first_layer=4)

@@ -74,7 +74,7 @@ def importing() -> Iterator[None]:
 
 
 def install() -> int:
-    """Rebinds `torch` in every module of megatron-core that is imported by now; returns how many. Idempotent."""
+    """Rebind `torch` in every module of megatron-core that is imported by now; return how many. Idempotent."""
     if has_cuda():
         return 0
     changed = 0

@@ -133,7 +133,7 @@ for _name in ANNOUNCING:
 
 
 def clear_router_losses() -> None:
-    """Sets the sums of `router_losses` to 0."""
+    """Set the sums of `router_losses` to 0."""
     if get_moe_metrics_tracker is None:
         moe_utils.clear_aux_losses_tracker()
     else:
@@ -141,7 +141,7 @@ def clear_router_losses() -> None:
 
 
 def router_losses() -> list[torch.Tensor]:
-    """Per kind of loss `[layers of the model]`: what this rank's routers added up since the last clearing."""
+    """Return per kind of loss `[layers of the model]`: what this rank's routers added up since the last clearing."""
     if get_moe_metrics_tracker is None:
         return [record["values"] for record in moe_utils.get_moe_layer_wise_logging_tracker().values()]
     return [entry.values for entry in get_moe_metrics_tracker().metrics.values()]

@@ -86,11 +86,11 @@ class PolicyOptimizer:
 
     @property
     def calls_done(self) -> int:
-        """Training calls so far."""
+        """Return training calls so far."""
         return int(self._schedule.num_steps)
 
     def apply(self) -> float:
-        """Writes learning rate and weight decay of the next call into the optimizer; returns the learning rate."""
+        """Write learning rate and weight decay of the next call into the optimizer; return the learning rate."""
         self._schedule.step(0)
         return float(self._schedule.get_lr({}))
 
@@ -107,23 +107,23 @@ class PolicyOptimizer:
             self._model.ddp.start_param_sync(force_sync=True)
 
     def state_dict(self) -> dict[str, float]:
-        """All that a resume of the schedule needs; the curve itself follows from the config."""
+        """Return all that a resume of the schedule needs; the curve itself follows from the config."""
         return {"calls_done": float(self.calls_done)}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continues the curve after as many calls."""
+        """Continue the curve after as many calls."""
         self._schedule.num_steps = int(state["calls_done"])
 
     # The step.
 
     def zero_grad(self) -> None:
-        """Drops the gradients, reduced or not."""
+        """Drop the gradients, reduced or not."""
         self._model.ddp.zero_grad_buffer()
         self._chain.zero_grad()
 
     @torch.no_grad()
     def finish(self) -> float | None:
-        """Clips and steps (collective over all ranks), after `finalize_model_grads`; the gradients are gone then.
+        """Clip and step (collective over all ranks), after `finalize_model_grads`; the gradients are gone then.
 
         Returns:
             The global norm before clipping, the same on every rank, or None if it is not finite: no step then.
@@ -168,11 +168,11 @@ class PolicyOptimizer:
 
     @property
     def updates_done(self) -> int:
-        """Steps so far: those that Adam's bias correction counts."""
+        """Step so far: those that Adam's bias correction counts."""
         return self._updates_done
 
     def sharded_state_dict(self, model_state: dict[str, Any], *, is_loading: bool) -> dict[Any, Any]:
-        """(collective) The state in megatron-core's terms: its parts know their place in the whole.
+        """(collective) Return the state in megatron-core's terms: its parts know their place in the whole.
 
         Args:
             model_state: `sharded_state_dict` of the model, by whose tensors weights are found.
@@ -188,7 +188,7 @@ class PolicyOptimizer:
         return tree
 
     def load_sharded_state_dict(self, tree: dict[Any, Any], *, updates_done: int) -> None:
-        """Takes what `sharded_state_dict` gave, with loaded tensors in it.
+        """Take what `sharded_state_dict` gave, with loaded tensors in it.
 
         Settings such as betas stay those of the config. `updates_done` is not in the tree, because a rank whose stage
         has no experts knows nothing of their optimizer's count.
@@ -208,7 +208,7 @@ class PolicyOptimizer:
         self._updates_done = updates_done
 
     def _make_state(self) -> None:
-        """Makes the state that the first step would make, so that there is something to save or to load into."""
+        """Make the state that the first step would make, so that there is something to save or to load into."""
         for part in self._parts:
             if self._config.use_distributed_optimizer or not USING_PYTORCH_OPTIMIZER:
                 if part.init_state_fn is not None:
@@ -224,7 +224,7 @@ class PolicyOptimizer:
                     moments.setdefault(STEP, torch.tensor(0.0))
 
     def take_weights(self) -> None:
-        """Steps from the model's present weights: call it after they were changed from outside.
+        """Step from the model's present weights: call it after they were changed from outside.
 
         Only an optimizer with float32 weights of its own has something to do.
         """
@@ -245,7 +245,7 @@ class PolicyOptimizer:
         return {name.removesuffix(suffix): value for name, value in self.state_tensors() if name.endswith(suffix)}
 
     def move_state(self, device: torch.device) -> None:
-        """Moves main weights and moments; `optimizer_cpu_offload` places its state itself."""
+        """Move main weights and moments; `optimizer_cpu_offload` places its state itself."""
         if self._config.optimizer_cpu_offload:
             return
         for _, kind, holder in self._state():

@@ -73,7 +73,8 @@ class PolicyGPT(GPTModel):  # type: ignore[misc]
     def _postprocess(
         self, hidden_states: torch.Tensor, *, packed_seq_params: PackedSegments, **_: object
     ) -> torch.Tensor:
-        """The last stage's logits `[n, K, V]` of this tensor rank; before it the activations `[s, n, H]` as they are.
+        """Return the last stage's logits `[n, K, V]` of this tensor rank; before it the activations `[s, n, H]` as they
+        are.
 
         Args:
             packed_seq_params: its `keep_K` are the positions; None means all.
@@ -109,7 +110,7 @@ class MegatronModel:
 
 
 def initialize_parallel(policy: PolicyConfig, *, timeout_s: float, seed: int) -> None:
-    """(collective) Makes megatron-core's groups and seeds its random states."""
+    """(collective) Make megatron-core's groups and seed its random states."""
     sizes = policy.parallel_sizes
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tensor,
@@ -125,7 +126,7 @@ def initialize_parallel(policy: PolicyConfig, *, timeout_s: float, seed: int) ->
 
 
 def destroy_parallel() -> None:
-    """Ends this rank's groups of megatron-core, which itself only forgets them: each has threads. Idempotent."""
+    """End this rank's groups of megatron-core, which itself only forgets them: each has threads. Idempotent."""
     if dist.is_initialized():
         for group in parallel_state._global_process_group_list or ():
             # The default group is there as None, and others' to end.
@@ -135,7 +136,7 @@ def destroy_parallel() -> None:
 
 
 def forget_last_pass(model: MegatronModel) -> None:
-    """Lets the model be freed. It runs no more after this.
+    """Let the model be freed. It runs no more after this.
 
     Layers with experts keep tensors of their last pass, whose graph holds the gradient hooks, which hold the model: a
     ring that Python does not see.

@@ -26,7 +26,7 @@ Pick = Callable[[Any], torch.Tensor]
 
 
 def taps_of(model: MegatronModel, here: ThisRank, *, weights: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> Taps:
-    """The sites of this rank.
+    """Return the sites of this rank.
 
     Args:
         weights: (collective) whole weights by name.
@@ -121,13 +121,13 @@ class _Finder(TapList):
 
 
 def _half(place: int, output: Any) -> torch.Tensor:
-    """Gate or up, which lie one after the other on each tensor rank."""
+    """Return gate or up, which lie one after the other on each tensor rank."""
     half: torch.Tensor = output[0].chunk(2, dim=-1)[place]
     return half
 
 
 def _ids(top_k: int, output: Any) -> torch.Tensor:
-    """`[T, K]`, ascending, from the map `[T, E]` of experts that are used."""
+    """Return `[T, K]`, ascending, from the map `[T, E]` of experts that are used."""
     _, used = output
     return used.nonzero(as_tuple=True)[1].view(-1, top_k)
 

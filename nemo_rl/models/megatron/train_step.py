@@ -85,7 +85,7 @@ class PipelineRunner:
         *,
         computed: Sequence[str] = (),
     ) -> torch.Tensor:
-        """`[c, N, T]` float32, 0 where no token is selected and on all but the last stage (collective).
+        """Return `[c, N, T]` float32, 0 where no token is selected and on all but the last stage (collective).
 
         Raises:
             NonFiniteError: on every rank, when any rank met NaN or inf; names the rows.
@@ -108,8 +108,8 @@ class PipelineRunner:
     def topk_logits(
         self, batch: BatchedDataDict, microbatches: Microbatches, *, k: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values and ids `[N, T, k]` of the largest logits, 0 in the padding (collective); zeros on all but the last
-        stage."""
+        """Return values and ids `[N, T, k]` of the largest logits, 0 in the padding (collective); zeros on all but
+        the last stage."""
         ids_NT = batch.tensor("input_ids")
         values_NTk = torch.zeros(*ids_NT.shape, k, dtype=torch.float32, device=ids_NT.device)
         tokens_NTk = torch.zeros(*ids_NT.shape, k, dtype=torch.int64, device=ids_NT.device)
@@ -136,7 +136,7 @@ class PipelineRunner:
         *,
         is_training: bool,
     ) -> StepOutcome:
-        """One global batch (collective), evaluated without gradients unless `is_training`.
+        """Run one global batch (collective), evaluated without gradients unless `is_training`.
 
         Raises:
             NonFiniteError: on every rank, when loss, log-probabilities or gradients are NaN or inf; weights and
@@ -201,8 +201,8 @@ class PipelineRunner:
     def _logprobs(
         self, micro: Microbatch, logits_nKV: torch.Tensor, computed: Sequence[str] = ()
     ) -> tuple[torch.Tensor, ...]:
-        """`[n, t]`, and of `COMPUTED_FIELDS` those that are asked for; for a microbatch without rows no token,
-        connected to the weights."""
+        """Return `[n, t]`, and of `COMPUTED_FIELDS` those that are asked for; for a microbatch without rows no
+        token, connected to the weights."""
         found_cM = selected_logprobs(
             logits_nKV, micro.inputs, sampling=self._layout.sampling, shard=self._shard, computed=computed
         )
@@ -251,7 +251,7 @@ class PipelineRunner:
         return output, finish
 
     def _through(self, micro: Microbatch, module: Any, at_all_positions: bool) -> torch.Tensor:
-        """The forward pass of this rank's stage."""
+        """Return the forward pass of this rank's stage."""
         inputs = micro.inputs
         output: torch.Tensor = module(
             inputs.input_ids,
@@ -307,6 +307,6 @@ def _vocab_shard(model: MegatronModel, here: ThisRank) -> VocabShard | None:
 
 
 def _finalize(modules: list[Any], num_tokens: object = None, **kwargs: Any) -> None:
-    """Reduces gradients over all ranks that share a weight, without megatron-core's division by tokens."""
+    """Reduce gradients over all ranks that share a weight, without megatron-core's division by tokens."""
     with torch.no_grad():
         finalize_model_grads(modules, None, **kwargs)

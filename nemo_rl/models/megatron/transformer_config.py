@@ -53,14 +53,14 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The shape and dtype of `hidden`."""
+        """Return the shape and dtype of `hidden`."""
         wide = hidden.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * (wide * scale).to(hidden.dtype)
 
 
 def block_spec(config: TransformerConfig, shape: Architecture) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage and the final norm."""
+    """Return the layers of this pipeline stage and the final norm."""
     first, count = get_transformer_layer_offset(config), get_num_layers_to_build(config)
     kinds = {True: _layer_spec(config, has_experts=True), False: _layer_spec(config, has_experts=False)}
     layers = [kinds[has_experts] for has_experts in shape.expert_layers[first : first + count]]
@@ -94,7 +94,7 @@ class DecoderConfig(TransformerConfig):  # type: ignore[misc]
 def transformer_config(
     shape: Architecture, policy: PolicyConfig, *, is_cuda: bool, attention_scaling: float = 1.0
 ) -> DecoderConfig:
-    """Settings of the model.
+    """Return settings of the model.
 
     Args:
         attention_scaling: factor of rotary sine and cosine, so that scores are scaled by its square.

@@ -26,7 +26,7 @@ RECURRENT = frozenset({"linear_attention", "conv", "mamba", "recurrent"})
 
 
 def check_model_fits(model: PreTrainedModel, config: PolicyConfig) -> None:
-    """Compares a model, with or without weights, with packing and parallel sizes.
+    """Compare a model, with or without weights, with packing and parallel sizes.
 
     Raises:
         ConfigError: the model cannot run as configured.
@@ -62,7 +62,7 @@ def attention_problem(model: PreTrainedModel) -> str | None:
 
 
 def check_policy_fits(config: PolicyConfig) -> None:
-    """Reads the config of the model folder only; imports no training engine.
+    """Read the config of the model folder only; imports no training engine.
 
     The engines of the rollout are Hugging Face models, whichever worker trains.
 

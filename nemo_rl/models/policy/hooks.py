@@ -47,7 +47,7 @@ class Order(Enum):
     """`[s * n, ...]`"""
 
     def by_rows(self, value: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """`[n, s, ...]`, a view."""
+        """Return `[n, s, ...]`, a view."""
         match self:
             case Order.ROWS:
                 return value
@@ -124,13 +124,14 @@ class Taps:
     # Of the ranks that have the very same tensor, one shows it.
 
     def shows(self, tap: Tap) -> bool:
-        """A site of the model; all have parts of their own where the tensor axis splits features or positions."""
+        """Return a site of the model; all have parts of their own where the tensor axis splits features or
+        positions."""
         is_split = (tap.split is not None and tap.split.count > 1) or (tap.tokens is Tokens.CHUNK and self.chunk[1] > 1)
         return is_split or self.place.tp == 0
 
     @property
     def shows_inputs(self) -> bool:
-        """The tokens of a pass, which all stages and tensor ranks have."""
+        """Return the tokens of a pass, which all stages and tensor ranks have."""
         return self.place.tp == 0 and self.place.pp == 0
 
     @property
@@ -156,7 +157,7 @@ def first_tensor(value: Any) -> torch.Tensor:
 
 
 def at_output(module: torch.nn.Module, pick: Pick = first_tensor) -> Callable[[Deliver], Detach]:
-    """Sees what `pick` makes of the module's output."""
+    """See what `pick` makes of the module's output."""
 
     def attach(deliver: Deliver) -> Detach:
         def look(_: torch.nn.Module, __: object, output: Any) -> None:
@@ -168,7 +169,7 @@ def at_output(module: torch.nn.Module, pick: Pick = first_tensor) -> Callable[[D
 
 
 def at_input(module: torch.nn.Module, pick: Pick = first_tensor) -> Callable[[Deliver], Detach]:
-    """Sees what `pick` makes of the module's first argument, positional or `hidden_states`."""
+    """See what `pick` makes of the module's first argument, positional or `hidden_states`."""
 
     def attach(deliver: Deliver) -> Detach:
         def look(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

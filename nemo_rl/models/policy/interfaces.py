@@ -70,7 +70,7 @@ class LossFunction(Protocol):
 
     @property
     def input_fields(self) -> tuple[str, ...]:
-        """Columns read from the batch; those of `COMPUTED_FIELDS` are computed when they are among them."""
+        """Return columns read from the batch; those of `COMPUTED_FIELDS` are computed when they are among them."""
 
     def __call__(
         self, token_logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor], *, scale: LossScale

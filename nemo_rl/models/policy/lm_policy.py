@@ -82,13 +82,13 @@ class Policy:
 
     @property
     def dp_world(self) -> int:
-        """Data-parallel shards: plans are made for so many ranks."""
+        """Return data-parallel shards: plans are made for so many ranks."""
         return self._layout.dp
 
     def train(
         self, batch: BatchedDataDict, loss_fn: LossFunction, *, plan: PackPlan, eval_mode: bool = False
     ) -> TrainSummary:
-        """One optimizer step per global batch of `plan`."""
+        """Train one optimizer step per global batch of `plan`."""
         requests = [
             ask(PolicyWorker.train, batch=shard.batch, loss_fn=loss_fn, eval_mode=eval_mode, plan=shard.plan)
             for shard in self._shards(batch, plan)
@@ -96,12 +96,12 @@ class Policy:
         return summarize(self._run(requests, "train"), layout=self._layout)
 
     def get_logprobs(self, batch: BatchedDataDict, *, plan: PackPlan) -> torch.Tensor:
-        """`[N, T]` float32 in the order of `batch`."""
+        """Return `[N, T]` float32 in the order of `batch`."""
         shards = self._shards(batch, plan)
         return self._merged([ask(PolicyWorker.get_logprobs, batch=s.batch, plan=s.plan) for s in shards], batch, plan)
 
     def get_reference_policy_logprobs(self, batch: BatchedDataDict, *, plan: PackPlan) -> torch.Tensor:
-        """`[N, T]` float32 under the reference weights."""
+        """Return `[N, T]` float32 under the reference weights."""
         requests = [
             ask(PolicyWorker.get_reference_policy_logprobs, batch=shard.batch, plan=shard.plan)
             for shard in self._shards(batch, plan)
@@ -128,7 +128,7 @@ class Policy:
         return any(self._run(ask(PolicyWorker.is_saving), "checkpoint"))
 
     def finish_save(self) -> float:
-        """Waits until the workers have written, as long as a stage may take; the seconds that the slowest wrote."""
+        """Wait until the workers have written, as long as a stage may take; the seconds that the slowest wrote."""
         return max(self._run(ask(PolicyWorker.finish_save, timeout_s=self._timeout_s), "checkpoint"))
 
     def load_checkpoint(self, *, weights: Path, optimizer: Path | None) -> None:
@@ -168,7 +168,7 @@ class Policy:
         return all(self._run(ask(PolicyWorker.is_alive), "health"))
 
     def shutdown(self) -> None:
-        """Ends the workers. Idempotent."""
+        """End the workers. Idempotent."""
         self._workers.shutdown()
 
     def _merged(
@@ -181,7 +181,7 @@ class Policy:
         return merged
 
     def _shards(self, batch: BatchedDataDict, plan: PackPlan) -> list[_Shard]:
-        """Rows and plan of each rank; ranks of a replica group get the same."""
+        """Return rows and plan of each rank; ranks of a replica group get the same."""
         rows = [batch.select_indices(plan.rows_of_rank(shard)) for shard in range(plan.num_ranks)]
         return self._layout.spread(
             [_Shard(batch=mine, plan=view) for mine, view in zip(rows, plan.rank_plans(), strict=True)]
@@ -195,7 +195,7 @@ class Policy:
 
 
 def summarize(results: Sequence[TrainResult], *, layout: ParallelLayout | None = None) -> TrainSummary:
-    """Merges the ranks.
+    """Merge the ranks.
 
     Global numbers come from rank 0. Metrics, tokens and FLOPs are those of whole shards, so each replica group counts
     once, by its writer; peak TFLOP/s are those of all devices.

@@ -86,7 +86,7 @@ class PassShape:
     def of(
         cls, layout: ParallelLayout, *, rank: int, context: dist.ProcessGroup | None, configured_multiple: int
     ) -> PassShape:
-        """Shape for a rank.
+        """Return shape for a rank.
 
         Args:
             context: group of its context axis; None for one rank.
@@ -122,13 +122,13 @@ class Microbatch:
     out_column_M: torch.Tensor
 
     def to_rows(self, values_M: torch.Tensor) -> torch.Tensor:
-        """Selected values at their places in `[n, t]`, 0 elsewhere; differentiable."""
+        """Return selected values at their places in `[n, t]`, 0 elsewhere; differentiable."""
         zeros_nt = values_M.new_zeros(len(self.rows), self.width)
         return zeros_nt.index_put((self.out_row_M, self.out_column_M), values_M)
 
 
 def fixed_plan(num_rows: int, *, rows_per_step: int, rows_per_microbatch: int, pad_to: int) -> PackPlan:
-    """One rank's plan of consecutive rows.
+    """Return one rank's plan of consecutive rows.
 
     Raises:
         ValueError: the rows do not divide into steps.
@@ -152,7 +152,7 @@ def fixed_plan(num_rows: int, *, rows_per_step: int, rows_per_microbatch: int, p
 
 
 def steps_of(plan: PackPlan, *, num_rows: int) -> list[tuple[tuple[int, ...], ...]]:
-    """The microbatches of each optimizer step of one rank's plan.
+    """Return the microbatches of each optimizer step of one rank's plan.
 
     Raises:
         ValueError: the plan is not of one rank, or does not name every row of the batch once.
@@ -228,7 +228,7 @@ class PassPlaces:
 
     @classmethod
     def of(cls, lengths: Sequence[int], *, is_packed: bool, shape: PassShape, device: torch.device) -> PassPlaces:
-        """Places of the whole pass.
+        """Return places of the whole pass.
 
         Args:
             lengths: of the microbatch's rows.
@@ -238,7 +238,7 @@ class PassPlaces:
         return layout(tuple(lengths), shape, device)
 
     def on_context_rank(self, rank: int) -> PassPlaces:
-        """The positions that one context rank holds, in its order."""
+        """Return the positions that one context rank holds, in its order."""
         if self.segments.cp_size == 1:
             return self
         mine_s = self.segments.local_positions(rank)
@@ -337,7 +337,7 @@ def selected_logprobs(
     shard: VocabShard | None,
     computed: Sequence[str] = (),
 ) -> torch.Tensor:
-    """`[1, M]` float32, the same on every tensor and context rank (collective over both), differentiable.
+    """Return `[1, M]` float32, the same on every tensor and context rank (collective over both), differentiable.
 
     Args:
         logits_nKV: at `inputs.keep_K`.
@@ -367,7 +367,7 @@ def selected_logprobs(
 def top_k_logits(
     logits_nsV: torch.Tensor, segments: Segments, *, k: int, shard: VocabShard | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and ids `[n, S, k]` at every position (collective over tensor and context ranks)."""
+    """Return values and ids `[n, S, k]` at every position (collective over tensor and context ranks)."""
     if shard is not None:
         logits_nsV = gather_along(logits_nsV, shard.group, dim=2)
     values, ids = logits_nsV.float().topk(k, dim=-1)

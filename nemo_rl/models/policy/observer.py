@@ -109,7 +109,7 @@ class Sight:
     """True on the first of the ranks that have the very same tensor."""
 
     def tokens(self) -> torch.Tensor:
-        """`[R, ...]` without padding; a view where there is none, else a copy."""
+        """Return `[R, ...]` without padding; a view where there is none, else a copy."""
         assert self.rows is not None, "a tensor without tokens"
         return self.value.flatten(0, 1) if self.rows.is_whole else self.value[self.rows.at]
 
@@ -305,7 +305,7 @@ class SiteObserver(PassObserver):
         self._show(Sight(place=place, value=values_nt.detach(), rows=rows, is_first=self._taps.shows_outputs))
 
     def _rows_of(self, current: _Pass, tokens: Tokens) -> PassRows:
-        """Made once per pass and kind."""
+        """Return the rows of a pass, made once per pass and kind."""
         if tokens in current.rows:
             return current.rows[tokens]
         inputs = current.micro.inputs

@@ -71,7 +71,7 @@ class RecordSink:
             self._writer.tensor(place, sight.tokens(), tokens=self._table(sight.rows), split=sight.split)
 
     def _table(self, rows: PassRows) -> str:
-        """Written once."""
+        """Return the name of the rows' table, written once."""
         if rows.number not in self._tables:
             self._tables[rows.number] = self._writer.tokens(rows.table)
         return self._tables[rows.number]

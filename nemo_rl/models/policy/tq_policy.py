@@ -62,7 +62,8 @@ class TQPolicy(Policy):
         self._run(request, "data plane setup")
 
     def get_logprobs_from_meta(self, meta: KVBatchMeta, plan: PackPlan, *, with_squares: bool = False) -> KVBatchMeta:
-        """Workers write `prev_logprobs` of every row, with `with_squares` `squared_probs`; the meta that knows them."""
+        """Let the workers write `prev_logprobs` of every row, with `with_squares` `squared_probs`, and return the
+        meta that knows them."""
         return self.submit_logprobs_from_meta(meta, plan, with_squares=with_squares).result()
 
     def submit_logprobs_from_meta(
@@ -74,7 +75,7 @@ class TQPolicy(Policy):
         return self._written(requests, WorkerPass.PREV_LOGPROBS, meta, metas)
 
     def get_reference_policy_logprobs_from_meta(self, meta: KVBatchMeta, plan: PackPlan) -> KVBatchMeta:
-        """Workers write `reference_policy_logprobs` of every row."""
+        """Let the workers write `reference_policy_logprobs` of every row."""
         return self.submit_reference_policy_logprobs_from_meta(meta, plan).result()
 
     def submit_reference_policy_logprobs_from_meta(self, meta: KVBatchMeta, plan: PackPlan) -> Pending[KVBatchMeta]:
@@ -86,7 +87,7 @@ class TQPolicy(Policy):
     def train_from_meta(
         self, meta: KVBatchMeta, plan: PackPlan, loss_fn: LossFunction, *, fields: Sequence[str]
     ) -> TrainSummary:
-        """Workers fetch `fields` of their rows and train, one optimizer step per global batch of `plan`."""
+        """Let the workers fetch `fields` of their rows and train, one optimizer step per global batch of `plan`."""
         return self.submit_train_from_meta(meta, plan, loss_fn, fields=fields).result()
 
     def submit_train_from_meta(
@@ -105,7 +106,7 @@ class TQPolicy(Policy):
     def submit_row_work(
         self, meta: KVBatchMeta, plan: PackPlan, work: RowWork | Sequence[RowWork], *, stage: RowPass
     ) -> Pending[RowWorkDone]:
-        """Workers do the work on their rows of `plan`, without the model.
+        """Let the workers do the work on their rows of `plan`, without the model.
 
         Args:
             work: the same for all data-parallel shards, or one for each.
@@ -133,11 +134,11 @@ class TQPolicy(Policy):
         self._run(ask(TQWorker.end_step), "end of step")
 
     def router_replay_metrics(self) -> dict[str, Reduction]:
-        """Over all workers since the last call; empty without router replay."""
+        """Return the metrics of all workers since the last call; empty without router replay."""
         return merge_metrics(self._run(ask(TQWorker.router_replay_metrics), "metrics"))
 
     def data_plane_snapshots(self) -> list[Totals]:
-        """Counters of every worker that has a client, since the last call."""
+        """Return counters of every worker that has a client, since the last call."""
         snapshots = self._run(ask(TQWorker.data_plane_snapshot), "metrics")
         return [snapshot for snapshot in snapshots if snapshot is not None]
 

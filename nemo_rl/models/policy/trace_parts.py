@@ -64,18 +64,18 @@ class Values:
 
     @cached_property
     def floats(self) -> torch.Tensor:
-        """`[R, F]` float32, where the tensor is."""
+        """Return `[R, F]` float32, where the tensor is."""
         return self.given.detach().float()
 
     @cached_property
     def array(self) -> np.ndarray:
-        """The same on the CPU."""
+        """Return the same on the CPU."""
         found: np.ndarray = self.floats.cpu().numpy()
         return found
 
     @cached_property
     def squares_R(self) -> torch.Tensor:
-        """`[R]` float64: sum of squares of each token."""
+        """Return `[R]` float64: sum of squares of each token."""
         squares_R = torch.linalg.vector_norm(self.floats, dim=-1).double().square()
         # The squares of large values are beyond float32.
         return squares_R if bool(squares_R.sum().isfinite()) else self.floats.double().square().sum(-1)
@@ -249,7 +249,7 @@ class Vectors:
         self._load = lru_cache(maxsize=64)(self._read)
 
     def of_layer(self, name: str, layer: int | None, *, size: int) -> torch.Tensor:
-        """`[size]` float32.
+        """Return `[size]` float32.
 
         Raises:
             UserError: no such artifact, or not of this size, or it has no row for this layer.
@@ -292,7 +292,7 @@ def _of_safetensors(path: Path) -> torch.Tensor:
 
 
 def _of_torch(path: Path) -> torch.Tensor:
-    """The tensor that the file is, or the one that it has under the name `vector`."""
+    """Return the tensor that the file is, or the one that it has under the name `vector`."""
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:

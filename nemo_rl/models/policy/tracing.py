@@ -174,7 +174,7 @@ class TraceSink:
 
 
 def _two_dim(tokens: torch.Tensor) -> torch.Tensor:
-    """`[R, F]`; one number per token is one feature."""
+    """Return `[R, F]`; one number per token is one feature."""
     return tokens.detach().flatten(1) if tokens.dim() > 1 else tokens.detach()[:, None]
 
 
@@ -257,7 +257,7 @@ class TracedPhases:
         self._step = None
 
     def close(self) -> None:
-        """Sends what waits, within a deadline. Idempotent."""
+        """Send what waits, within a deadline. Idempotent."""
         self.end()
         self.link.close(timeout_s=CLOSE_S)
 

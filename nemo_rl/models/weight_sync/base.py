@@ -63,7 +63,7 @@ class RefitParties:
         return self.policy.submit(Call(request=request, stage=STAGE, timeout_s=self.timeout_s, ranks=ranks))
 
     def run_engines(self, request: Request[_T] | Mapping[int, Request[_T]]) -> dict[int, _T]:
-        """Results by the number of the engine; one that is lost has none."""
+        """Return results by the number of the engine; one that is lost has none."""
         return self.engines.run(request, stage=STAGE, timeout_s=self.timeout_s)
 
 
@@ -82,7 +82,7 @@ class WeightSync(ABC):
 
     @property
     def version(self) -> int:
-        """Version in the engines; -1 before the first sync, and after one that failed."""
+        """Return version in the engines; -1 before the first sync, and after one that failed."""
         return self._version
 
     @property
@@ -91,7 +91,7 @@ class WeightSync(ABC):
         return self._report
 
     def sync(self, version: int) -> None:
-        """Moves all weights, and checks that every engine answers with `version`, and samples from them.
+        """Move all weights, and check that every engine answers with `version`, and samples from them.
 
         Raises:
             WorkerError: an engine could not load the weights, or holds another version.
@@ -134,7 +134,7 @@ class WeightSync(ABC):
 
     @abstractmethod
     def _move(self, plan: RefitPlan, all_sent: Callable[[], None]) -> None:
-        """Brings every bucket into every engine.
+        """Bring every bucket into every engine.
 
         Args:
             all_sent: to be called once, when the policy has nothing left to send; engines may still be loading.
@@ -145,14 +145,14 @@ class WeightSync(ABC):
             self._receipts.open(has_new_engines=has_new_engines)
 
     def _close_receipt(self, version: int, ended: Pending[list[Sent]]) -> Receipt | None:
-        """Engines are ready to generate, and proved if they are to be."""
+        """Make the engines ready to generate, and return their receipt where refits are proved."""
         if self._receipts is not None:
             return self._receipts.close(version, ended)
         self._parties.run_engines(ask(GenerationInterface.prepare_for_generation))
         return None
 
     def _with_delta(self, plan: RefitPlan, version: int, *, before: int) -> RefitPlan:
-        """The plan, of what has changed since version `before` where that is to be trusted."""
+        """Return the plan, of what has changed since version `before` where that is to be trusted."""
         if self._deltas is None:
             return plan
         held = self._parties.run_engines(ask(RefitTarget.delta_base))

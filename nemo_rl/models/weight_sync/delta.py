@@ -60,7 +60,7 @@ class Block:
 
 
 def encode_block(base: torch.Tensor | None, part: torch.Tensor, *, unit: int) -> Block:
-    """The smallest block that makes `part` of `base`.
+    """Return the smallest block that makes `part` of `base`.
 
     Args:
         base: `[n]` uint8, the bytes that the receiver holds; None: not known.
@@ -92,7 +92,7 @@ def encode_block(base: torch.Tensor | None, part: torch.Tensor, *, unit: int) ->
 
 
 def write_block(block: Block, buffer: torch.Tensor) -> int:
-    """Puts it at the head of `buffer` (uint8, on any device); returns its size."""
+    """Put it at the head of `buffer` (uint8, on any device); return its size."""
     header = torch.tensor([block.form, block.stream.numel(), block.values.numel()], dtype=torch.int64)
     at = 0
     for piece in (header.view(torch.uint8), block.stream, block.values):
@@ -102,7 +102,7 @@ def write_block(block: Block, buffer: torch.Tensor) -> int:
 
 
 def read_block(buffer: torch.Tensor) -> Block:
-    """The block at the head of `buffer`; it shares the memory.
+    """Return the block at the head of `buffer`; it shares the memory.
 
     Raises:
         WorkerError: there is none.
@@ -120,7 +120,7 @@ def read_block(buffer: torch.Tensor) -> Block:
 
 
 def apply_block(block: Block, target: torch.Tensor, *, unit: int) -> None:
-    """Makes the new bytes of the old ones in `target`, `[n]` uint8, on any device.
+    """Make the new bytes of the old ones in `target`, `[n]` uint8, on any device.
 
     Raises:
         WorkerError: the block is that of another part.
@@ -179,7 +179,7 @@ def _numbers_bytes(numbers: torch.Tensor) -> int:
 
 
 def _pack_numbers(numbers: torch.Tensor) -> torch.Tensor:
-    """A byte for each below 255; a larger one has a filler for every 255 before its last byte."""
+    """Return a byte for each below 255; a larger one has a filler for every 255 before its last byte."""
     ends = (numbers // FILLER + 1).cumsum(0)
     stream = torch.full((int(ends[-1]),), FILLER, dtype=torch.uint8, device=numbers.device)
     stream[ends - 1] = (numbers % FILLER).to(torch.uint8)

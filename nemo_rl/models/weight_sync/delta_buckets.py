@@ -62,11 +62,11 @@ class HeldWeights:
             self.version = self._next_version
 
     def part(self, piece: Piece) -> torch.Tensor:
-        """`[piece.size]` uint8, of the memory itself."""
+        """Return `[piece.size]` uint8, of the memory itself."""
         return self._bytes[piece.slot][piece.start : piece.start + piece.size]
 
     def weight(self, slot: int, *, device: torch.device | str) -> torch.Tensor:
-        """A copy of a whole weight."""
+        """Return a copy of a whole weight."""
         given = self._slots[slot]
         weight = self._bytes[slot].to(device, copy=True).view(getattr(torch, given.dtype))
         return weight.view(given.shape)
@@ -127,11 +127,11 @@ class DeltaSink:
 
     @property
     def num_missing(self) -> int:
-        """Buckets that have not come yet."""
+        """Return buckets that have not come yet."""
         return len(self._buckets) - self._num_loaded
 
     def load(self, buffer: torch.Tensor) -> None:
-        """Takes the next bucket out of `buffer` (uint8, on any device).
+        """Take the next bucket out of `buffer` (uint8, on any device).
 
         Raises:
             WorkerError: it holds something else.
@@ -152,7 +152,7 @@ class DeltaSink:
 
 
 def _unit(plan: RefitPlan, piece: Piece) -> int:
-    """Bytes of an element; 1 where a bucket cuts one."""
+    """Return bytes of an element; 1 where a bucket cuts one."""
     size = plan.slots[piece.slot].element_bytes
     return size if piece.start % size == 0 and piece.size % size == 0 else 1
 

@@ -147,7 +147,7 @@ def choose_backend(devices: Sequence[str]) -> str:
 
 
 def _both(send: Callable[[], object], receive: Callable[[], object]) -> None:
-    """Runs both sides at once; of two failures raises the one that is not the other's consequence."""
+    """Run both sides at once; of two failures raises the one that is not the other's consequence."""
     with ThreadPoolExecutor(max_workers=2, thread_name_prefix="refit") as pool:
         sides = [pool.submit(send), pool.submit(receive)]
         failures = [error for error in (side.exception() for side in sides) if error is not None]
@@ -160,7 +160,7 @@ FULL = "float32"
 
 
 def build_weight_sync(transport: RefitTransport, parties: RefitParties, *, address: str) -> WeightSync:
-    """The chosen transport between `parties`.
+    """Return the chosen transport between `parties`.
 
     Args:
         address: of the machine of policy rank 0, as the engines reach it.

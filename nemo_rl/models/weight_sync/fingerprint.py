@@ -81,7 +81,7 @@ def fingerprints(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
 
 
 def _hash(weight: torch.Tensor) -> torch.Tensor:
-    """Scalar int64, on the device of the weight."""
+    """Return scalar int64, on the device of the weight."""
     words = _words(weight)
     factors = _factors(words.device)
     at_once = ROWS_AT_ONCE if words.device.type == "cpu" else ROWS_ON_DEVICE
@@ -103,7 +103,7 @@ def _hash(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _sums(words: torch.Tensor, of_words: torch.Tensor, of_halves: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """`[...]` of `[..., columns]`, with `out` as room for the products."""
+    """Return `[...]` of `[..., columns]`, with `out` as room for the products."""
     torch.mul(words, of_words, out=out)
     sums = out.sum(-1)
     # The shift repeats the sign, which loses nothing: upper halves stay as different as they are.
@@ -113,7 +113,7 @@ def _sums(words: torch.Tensor, of_words: torch.Tensor, of_halves: torch.Tensor, 
 
 
 def _words(weight: torch.Tensor) -> torch.Tensor:
-    """`[words]` int64: the bytes of a weight, filled up with zeros."""
+    """Return `[words]` int64: the bytes of a weight, filled up with zeros."""
     raw = weight.detach().contiguous().view(-1).view(torch.uint8)
     rest = raw.numel() % WORD_BYTES
     if rest or raw.storage_offset() % WORD_BYTES:

@@ -50,7 +50,8 @@ class Probe:
 
     @property
     def families(self) -> tuple[tuple[int, ...], ...]:
-        """Places of the tokens, in the responses laid end to end, of all rows of one prompt: they err together."""
+        """Return places of the tokens, in the responses laid end to end, of all rows of one prompt: they err
+        together."""
         places: dict[tuple[int, ...], list[int]] = {}
         start = 0
         for prompt, response in zip(self.prompts, self.responses, strict=True):
@@ -78,7 +79,7 @@ class Probe:
         )
 
     def spread(self, scored: Sequence[float]) -> tuple[float, ...]:
-        """One number for each of `token_ids`, of numbers for those of the rows of `batch`."""
+        """Return one number for each of `token_ids`, of numbers for those of the rows of `batch`."""
         of_prompt, start = dict[tuple[int, ...], Sequence[float]](), 0
         for prompt, response in self._distinct().items():
             of_prompt[prompt] = scored[start : start + len(response)]
@@ -86,7 +87,7 @@ class Probe:
         return tuple(number for prompt in self.prompts for number in of_prompt[prompt])
 
     def _distinct(self) -> dict[tuple[int, ...], tuple[int, ...]]:
-        """Prompt -> response."""
+        """Return prompt -> response."""
         return dict(zip(self.prompts, self.responses, strict=True))
 
     def batch(self) -> BatchedDataDict:
@@ -109,7 +110,7 @@ class Probe:
 
 
 def make_probe(*, vocab_size: int, max_length: int, num_tokens: int, left_out: Collection[int] = ()) -> Probe:
-    """Rows of random tokens.
+    """Return rows of random tokens.
 
     Args:
         max_length: of a row.
@@ -268,7 +269,7 @@ class Receipt:
         return self.moved is None or self.tolerance is None or self.moved > self.tolerance.of_policy
 
     def text(self) -> str:
-        """A few words for the terminal.
+        """Return a few words for the terminal.
 
         Example:
             >>> Receipt(version=3, num_engines=2, num_tensors=52, seconds=0.01).text()
@@ -301,7 +302,7 @@ class Receipt:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Under `refit/`."""
+        """Return the numbers that a run logs under `refit/`."""
         found = {"receipt_ms": self.seconds * 1e3, "receipt_tensors": float(self.num_tensors)}
         if self.gap is not None and self.replica_gap is not None and self.tolerance is not None:
             found |= {
@@ -330,7 +331,7 @@ class RefitReport:
     """Receipt of the refit, or None where none was taken."""
 
     def text(self) -> str:
-        """A few words for the terminal.
+        """Return a few words for the terminal.
 
         Example:
             >>> RefitReport(version=1, ms=31.7, bytes_dense=1 << 20, bytes_sent=1 << 20).text()

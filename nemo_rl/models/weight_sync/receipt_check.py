@@ -39,7 +39,7 @@ SHOWN = 3
 def gap(
     ours: Sequence[float], theirs: Sequence[float], families: Iterable[Sequence[int]], *, has_experts: bool
 ) -> float:
-    """Mean difference of the worst family; of a model with experts the median of all tokens.
+    """Return mean difference of the worst family; of a model with experts the median of all tokens.
 
     Example:
         >>> gap([0.0, 0.0, 0.0], [1.0, 0.5, 0.1], [(0,), (1, 2)], has_experts=False)
@@ -57,7 +57,7 @@ def gap(
 
 
 def measured(apart: Tolerance, *, precision: str) -> Tolerance:
-    """The tolerance that the differences of a first sync give: no more than precision explains.
+    """Return the tolerance that the differences of a first sync give: no more than precision explains.
 
     Example:
         >>> measured(Tolerance(of_policy=0.02, of_replicas=0.0), precision="bfloat16")
@@ -75,7 +75,7 @@ def measured(apart: Tolerance, *, precision: str) -> Tolerance:
 
 
 def scoring_problems(answers: Mapping[int, Answer], version: int, probe: Probe) -> dict[int, str]:
-    """Engine -> why what it says of the probe counts for nothing."""
+    """Return engine -> why what it says of the probe counts for nothing."""
     problems = {}
     for engine, answer in answers.items():
         firsts = zip(answer.cached_tokens, probe.is_first, strict=True) if answer.cached_tokens else ()
@@ -92,7 +92,7 @@ def scoring_problems(answers: Mapping[int, Answer], version: int, probe: Probe) 
 def behaviour_problems(
     from_policy: Mapping[int, float], from_first: Mapping[int, float], limits: Tolerance, *, first: int
 ) -> dict[int, str]:
-    """Engine -> how far it is from the policy, or from engine `first`, where that is too far."""
+    """Return engine -> how far it is from the policy, or from engine `first`, where that is too far."""
     problems = {
         engine: f"its log-probabilities are {value:.3g} from the policy's, more than "
         f"{limits.of_policy:.3g}; the weights have come, so what it makes of them, or keeps of old ones, is wrong"
@@ -158,14 +158,14 @@ class Parties(Protocol):
 
     @property
     def policy(self) -> WorkerGroup:
-        """The workers that send weights."""
+        """Return the workers that send weights."""
 
     @property
     def timeout_s(self) -> float:
-        """Deadline of each call."""
+        """Return deadline of each call."""
 
     def run_engines(self, request: Request[_T]) -> dict[int, _T]:
-        """Results by the number of the engine."""
+        """Return results by the number of the engine."""
 
 
 class Receipts:
@@ -238,7 +238,7 @@ class Receipts:
         self._raise(version, {engine: text for engine, text in found.items() if text is not None}, len(answers))
 
     def _check_behaviour(self, version: int, expected: Sequence[float], answers: Mapping[int, Answer]) -> Tolerance:
-        """The largest differences from the policy, and between engines."""
+        """Return the largest differences from the policy, and between engines."""
         self._raise(version, scoring_problems(answers, version, self._spec.probe), len(answers))
         first = min(answers)
         from_policy = {engine: self._gap(answer.logprobs, expected) for engine, answer in answers.items()}

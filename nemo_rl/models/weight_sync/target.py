@@ -51,7 +51,7 @@ class RefitReceiver:
         """Name of a weight that is not sent -> the sent one that it was tied to in `match`."""
 
     def match(self, offered: Mapping[str, tuple[int, ...]]) -> tuple[WeightSlot, ...]:
-        """The policy's weights in this engine's dtypes.
+        """Return the policy's weights in this engine's dtypes.
 
         Raises:
             ValueError: a name is unknown or missing, or has another shape.
@@ -81,7 +81,7 @@ class RefitReceiver:
 
     @property
     def delta_base(self) -> int:
-        """Version that a delta can build on; -1: none."""
+        """Return version that a delta can build on; -1: none."""
         return self._held.version
 
     def forget_base(self) -> None:
@@ -101,7 +101,7 @@ class RefitReceiver:
         torch.cuda.synchronize(self._device)
 
     def join(self, spec: RefitGroupSpec) -> None:
-        """(collective over the refit group) Leaves the one before."""
+        """(collective over the refit group) Leave the one before."""
         if self._group is not None:
             self._group.close()
         self._group = RefitGroup(spec, device=self._device)
@@ -119,7 +119,7 @@ class RefitReceiver:
             sink.load(self._group.receive(buffer))
 
     def finish(self) -> None:
-        """Frees what the refit needed.
+        """Free what the refit needed.
 
         Raises:
             WorkerError: buckets are missing.
@@ -130,7 +130,7 @@ class RefitReceiver:
             raise WorkerError(f"expected {self._num_buckets} buckets of weights, {missing} did not come", stage="refit")
 
     def close(self) -> None:
-        """Leaves the refit group. Idempotent."""
+        """Leave the refit group. Idempotent."""
         if self._group is not None:
             self._group.close()
         self._group, self._shared = None, None
@@ -145,22 +145,22 @@ class RefitTarget(ABC):
 
     @abstractmethod
     def report_device_id(self) -> str:
-        """The GPU's UUID, or host and `cpu`."""
+        """Return the GPU's UUID, or host and `cpu`."""
 
     @abstractmethod
     def refit_free_bytes(self, *, on_device: bool) -> int:
-        """Memory that a buffer may take a part of: of the engine's device, or of this machine."""
+        """Return memory that a buffer may take a part of: of the engine's device, or of this machine."""
 
     @abstractmethod
     def match_refit(self, offered: Mapping[str, tuple[int, ...]]) -> tuple[WeightSlot, ...]:
-        """The policy's weights, by Hugging Face name, in this engine's dtypes.
+        """Return the policy's weights, by Hugging Face name, in this engine's dtypes.
 
         Raises:
             ValueError: a name is unknown or missing, or has another shape; the old weights stay in use.
         """
 
     def delta_base(self) -> int | None:
-        """Version of the weights that a delta can build on; -1: none. None: `load_bucket` knows no deltas."""
+        """Return version of the weights that a delta can build on; -1: none. None: `load_bucket` knows no deltas."""
         return None
 
     @abstractmethod
@@ -181,7 +181,7 @@ class RefitTarget(ABC):
 
     @abstractmethod
     def finish_refit(self, *, version: int) -> int:
-        """All weights have come; returns the version now in use."""
+        """End the refit, when all weights have come, and return the version now in use."""
 
     @abstractmethod
     def fingerprints(self) -> Mapping[str, str]:
@@ -226,7 +226,7 @@ class ModuleRefitTarget(RefitTarget):
 
     @abstractmethod
     def hold_version(self, version: int) -> None:
-        """Remembers the version of the weights; -1 while they are being replaced."""
+        """Remember the version of the weights; -1 while they are being replaced."""
 
     @property
     def device(self) -> torch.device:

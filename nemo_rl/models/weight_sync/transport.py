@@ -24,7 +24,7 @@ __all__ = ["IpcHandle", "RefitGroup", "RefitGroupSpec", "device_id", "open_store
 
 
 def device_id(device: torch.device) -> str:
-    """A name that two processes share only if they share the device: the GPU's UUID, or host and `cpu`."""
+    """Return a name that two processes share only if they share the device: the GPU's UUID, or host and `cpu`."""
     if device.type != "cuda":
         return f"{socket.gethostname()}-cpu"
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
@@ -47,7 +47,7 @@ class IpcHandle:
 
     @classmethod
     def share(cls, buffer: torch.Tensor) -> IpcHandle:
-        """A handle to the whole storage of a CUDA tensor, which must not lie in an expandable segment.
+        """Return a handle to the whole storage of a CUDA tensor, which must not lie in an expandable segment.
 
         Raises:
             RuntimeError: CUDA cannot export this memory.
@@ -66,7 +66,7 @@ class IpcHandle:
         )
 
     def open(self, device: torch.device) -> torch.Tensor:
-        """`[num_bytes]` uint8 that shares the maker's memory; drop it before the maker does.
+        """Return `[num_bytes]` uint8 that shares the maker's memory; drop it before the maker does.
 
         Raises:
             WorkerError: `device` is another GPU.
@@ -111,7 +111,7 @@ class RefitGroupSpec:
 
 
 def open_store(address: str, world_size: int, *, timeout_s: float) -> dist.TCPStore:
-    """The store of a group, on a port that is free; rank 0 keeps it as long as the group lives."""
+    """Return the store of a group, on a port that is free; rank 0 keeps it as long as the group lives."""
     return open_server(address, 0, world_size=world_size, timeout=timedelta(seconds=timeout_s), waits=False)
 
 
@@ -166,7 +166,7 @@ class RefitGroup:
         return part
 
     def close(self) -> None:
-        """Leaves the group; members that still wait for this one fail soon. Idempotent."""
+        """Leave the group; members that still wait for this one fail soon. Idempotent."""
         group, self._group = self._group, None  # type: ignore[assignment]
         del group
 

@@ -233,7 +233,7 @@ class Assembly:
         self._start_deadline(at)
 
     def take_closed(self, *, all_of_them: bool = False) -> list[Phase]:
-        """Phases that are complete or overdue, oldest first; they are the caller's now, until `release`.
+        """Return phases that are complete or overdue, oldest first; they are the caller's now, until `release`.
 
         Args:
             all_of_them: also those that still wait.

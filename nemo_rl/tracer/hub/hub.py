@@ -98,10 +98,10 @@ class Sink(Protocol):
     """Takes what viewers get; what raises is left out of it."""
 
     def frame(self, message: bytes) -> object:
-        """A frame or a table."""
+        """Return a frame or a table."""
 
     def message(self, message: dict[str, Any]) -> object:
-        """A JSON message."""
+        """Return a JSON message."""
 
     def close(self) -> object:
         """End the sink; no message follows."""
@@ -123,7 +123,7 @@ class SinkThread:
         self._thread.start()
 
     def frame(self, message: bytes) -> None:
-        """Takes a frame or a table, unless too much waits."""
+        """Take a frame or a table, unless too much waits."""
         with self._lock:
             is_full = self._num_bytes + len(message) > self._max_bytes
             self._num_bytes += 0 if is_full else len(message)
@@ -133,11 +133,11 @@ class SinkThread:
             self._queue.put(message)
 
     def message(self, message: Mapping[str, object]) -> None:
-        """Takes a JSON message."""
+        """Take a JSON message."""
         self._queue.put(dict(message))
 
     def close(self) -> None:
-        """Writes what waits, within a deadline."""
+        """Write what waits, within a deadline."""
         self._queue.put(None)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
@@ -215,9 +215,8 @@ class Hub:
     # What is published.
 
     def set_run(self, record: Mapping[str, Any]) -> RunFacts:
-        """Facts of a run (`run`, `name`, `model`, `layout`, `unobserved`, `state`, `text`, `step`, `world`,
-        `first_non_finite`; what is left out stays as it is), told to all.
-        """
+        """Return facts of a run (`run`, `name`, `model`, `layout`, `unobserved`, `state`, `text`, `step`, `world`,
+        `first_non_finite`; what is left out stays as it is), told to all."""
         run = str(record["run"])
         is_new = run not in self.runs
         if is_new:
@@ -272,7 +271,7 @@ class Hub:
             sink.message(message)
 
     def problem(self, text: str) -> None:
-        """Tells all that something is wrong; from any thread."""
+        """Tell all that something is wrong; from any thread."""
         self._loop.call_soon_threadsafe(self._tell_problem, text)
 
     def mark(self, label: str) -> None:
@@ -318,32 +317,32 @@ class Hub:
             self._tell_plan()
 
     def driver_plan(self) -> str:
-        """The `plan` message to the driver."""
+        """Return the `plan` message to the driver."""
         return dump({"type": "plan", "watches": list(self.plan.texts), "digest": self.plan.digest})
 
     # Who gets it.
 
     def add_subscriber(self, subscriber: Subscriber) -> None:
-        """Gets what is published from now on."""
+        """Get what is published from now on."""
         self._subscribers.append(subscriber)
 
     def remove_subscriber(self, subscriber: Subscriber) -> None:
-        """Gets nothing more."""
+        """Get nothing more."""
         if subscriber in self._subscribers:
             self._subscribers.remove(subscriber)
 
     def add_sink(self, sink: SinkThread) -> None:
-        """Gets what is published from now on, and the plan."""
+        """Get what is published from now on, and the plan."""
         self._sinks.append(sink)
         sink.message(self.plan_record())
 
     def close_sinks(self) -> None:
-        """Waits until they have written; blocks."""
+        """Wait until they have written; blocks."""
         while self._sinks:
             self._sinks.pop().close()
 
     def welcome(self, role: Role) -> str:
-        """The `welcome` message."""
+        """Return the `welcome` message."""
         return dump(
             {
                 "type": "welcome",
@@ -384,7 +383,7 @@ class Hub:
             self.set_run({"run": run, "state": state, "text": text})
 
     def plan_record(self) -> dict[str, object]:
-        """The `plan` message to viewers."""
+        """Return the `plan` message to viewers."""
         return {
             "type": "plan",
             "watches": list(self.plan.texts),

@@ -75,7 +75,7 @@ class LegacyRequest:
 
     @property
     def watches(self) -> list[str]:
-        """Texts of watches."""
+        """Return texts of watches."""
         return [f"{each.sites} & forward | {reducer} | {PHASE}" for each, reducer in self.reducers.items()]
 
 
@@ -144,16 +144,16 @@ class LegacyViewer(Viewer):
         """Ignore a message for other viewers, which has no counterpart in this protocol."""
 
     def say(self, message: Mapping[str, object]) -> None:
-        """Sends a message of this protocol."""
+        """Send a message of this protocol."""
         super().message(dump(message))
 
     def ask(self, request: LegacyRequest) -> None:
-        """Shows this from now on."""
+        """Show this from now on."""
         self._request, self._started = request, dump(self._start())
         super().message(self._started)
 
     def frame(self, kept: Kept) -> None:
-        """Takes frames that were asked for."""
+        """Take frames that were asked for."""
         if self._flag(kept) is not None:
             super().frame(kept)
 
@@ -246,7 +246,7 @@ def _kinds(flag: Classical) -> list[str]:
 
 
 def _numbers(kept: Kept) -> np.ndarray:
-    """`[B, S, n]` float64, NaN where a row has no token."""
+    """Return `[B, S, n]` float64, NaN where a row has no token."""
     assert kept.table is not None, "has one"
     frame, table = decode(kept.message), decode(kept.table.message)
     assert isinstance(frame, Frame) and isinstance(table, Table), "as the hub has made them"

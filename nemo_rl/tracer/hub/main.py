@@ -32,7 +32,7 @@ PARENT_S = 1.0
 
 
 def main() -> int:
-    """Returns the exit code."""
+    """Return the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     given = json.loads(sys.stdin.readline())
     spec, tokens = HubSpec.of_record(given["spec"]), Tokens(**given["tokens"])
@@ -102,7 +102,7 @@ async def _job_ends(parent: int) -> None:
 
 
 async def _linger(server: HubServer) -> None:
-    """Serves those who look on a little longer."""
+    """Serve those who look on a little longer."""
     with suppress(TimeoutError):
         async with asyncio.timeout(LINGER_S):
             while server.sessions.viewers:

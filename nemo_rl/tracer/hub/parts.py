@@ -55,7 +55,7 @@ class StepKeys:
         self._order = {key: place for place, key in enumerate(keys)}
 
     def codes(self, keys: Sequence[str], row_R: np.ndarray, position_R: np.ndarray) -> np.ndarray:
-        """`[R]` int64: equal for the same token of whatever table."""
+        """Return `[R]` int64: equal for the same token of whatever table."""
         for key in keys:
             if self._numbers.setdefault(key, len(self.names)) == len(self.names):
                 self.names.append(key)
@@ -65,7 +65,7 @@ class StepKeys:
         return (number_of[row_R] << POSITION_BITS) | position_R.astype(np.int64)
 
     def places(self) -> np.ndarray:
-        """`[number of names]` int64: where each row comes."""
+        """Return `[number of names]` int64: where each row comes."""
         last = len(self._order)
         order = sorted(range(len(self.names)), key=lambda at: (self._order.get(self.names[at], last), self.names[at]))
         places = np.empty(len(order), dtype=np.int64)
@@ -151,7 +151,7 @@ class WholeParts:
     num_not_finite: int = 0
 
     def add(self, part: Part, reducer: WholeTensor) -> int:
-        """Returns the bytes that it now needs more."""
+        """Return the bytes that it now needs more."""
         before = self.payload.nbytes if self.num_parts else 0
         dtype = np.int64 if isinstance(reducer, INTEGERS) else np.float64
         payload = part.payload.astype(dtype)
@@ -181,7 +181,7 @@ class TokenParts:
     ITEM_BYTES: ClassVar[int] = 8
 
     def add(self, part: Part, tokens: Tokens, reducer: PerToken) -> int:
-        """Returns the bytes that it now needs more.
+        """Return the bytes that it now needs more.
 
         Raises:
             BadFrame: it has another number of features than the parts before.
@@ -207,7 +207,7 @@ class TokenParts:
         return Tokens(codes, np.concatenate([piece.tokens.ids for piece in pieces])[first])
 
     def merge(self, codes: np.ndarray, reducer: PerToken) -> np.ndarray:
-        """`[R, ...]`, by the sorted codes of the tokens; what `PerToken.finish` takes."""
+        """Return `[R, ...]`, by the sorted codes of the tokens; what `PerToken.finish` takes."""
         merged = reducer.empty(len(codes), self.num_features)
         has_up_to = np.zeros(len(codes), dtype=np.int64)
         # By the first feature, the longest before others, so that no feature of a token is taken twice.
@@ -249,7 +249,7 @@ def draw_sample(codes: np.ndarray, keys: StepKeys, n: int) -> np.ndarray:
 
 
 def table_of(tokens: Tokens, keys: StepKeys, *, run: str, step: int) -> Rows:
-    """Their table: rows in the order of the keys, then by position; named by what is in it."""
+    """Return their table: rows in the order of the keys, then by position; named by what is in it."""
     row_R, position_R = tokens.codes >> POSITION_BITS, tokens.codes & ((1 << POSITION_BITS) - 1)
     places = keys.places()
     place_R = places[row_R] if len(row_R) else row_R

@@ -40,7 +40,7 @@ class TokenTexts:
         self._texts: dict[int, str] = {}
 
     def load(self) -> None:
-        """Reads the vocabulary, which may take a second; a folder without one is told in the log, once."""
+        """Read the vocabulary, which may take a second; a folder without one is told in the log, once."""
         if self._is_loaded:
             return
         self._is_loaded = True
@@ -53,7 +53,7 @@ class TokenTexts:
             logger.warning("no token texts: %s/tokenizer.json: %s", self._folder, str(error)[:300])
 
     def of(self, ids_R: np.ndarray) -> dict[str, str]:
-        """Token id as a text -> text, of those that are known."""
+        """Return token id as a text -> text, of those that are known."""
         if self._tokenizer is None:
             return {}
         found, num_bytes = {}, 0
@@ -152,13 +152,13 @@ class Ranks:
             self.tell(peer, "late", "parts came outside of their phase, or too late; they are left out")
 
     def tell(self, peer: Peer, kind: str, text: str) -> None:
-        """Tells a problem of a rank, once per kind."""
+        """Tell a problem of a rank, once per kind."""
         if (peer, kind) not in self._told and len(self._told) < MAX_TOLD:
             self._told.add((peer, kind))
             self._hub.problem(f"{peer.text}: {text}")
 
     async def publish(self) -> None:
-        """Publishes complete phases, until it is cancelled."""
+        """Publish complete phases, until it is cancelled."""
         while True:
             left = [each.seconds_left() for each in self._assemblies.values()]
             with suppress(TimeoutError):
@@ -170,7 +170,7 @@ class Ranks:
             await self._publish_closed()
 
     async def flush(self) -> None:
-        """Publishes all that waits, whole or not."""
+        """Publish all that waits, whole or not."""
         for assembly in self._assemblies.values():
             self._closed += [(assembly, phase) for phase in assembly.take_closed(all_of_them=True)]
         await self._publish_closed()
@@ -184,7 +184,7 @@ class Ranks:
                 assembly.release(phase)
 
     async def _publish_phase(self, phase: Phase) -> None:
-        """Lets others run between the pictures."""
+        """Let others run between the pictures."""
         if phase.missing:
             logger.warning("step %d, %s: without ranks %s", phase.step, phase.name, phase.missing)
         until_s = time.monotonic() + PACE_S

@@ -80,7 +80,7 @@ class Pages:
 
 
 def refuse(status: HTTPStatus, text: str) -> Response:
-    """An answer that says why not."""
+    """Return an answer that says why not."""
     return _response(status, "text/plain; charset=utf-8", f"{text}\n".encode())
 
 

@@ -164,7 +164,7 @@ class Sessions:
             self._hub.set_run({"run": peer.run, "unobserved": {**known, **found}})
 
     async def _last_words(self) -> None:
-        """Waits until ranks are gone, or quiet: what they have sent comes by other connections than the driver's."""
+        """Wait until ranks are gone, or quiet: what they have sent comes by other connections than the driver's."""
         until_s = time.monotonic() + LAST_WORDS_S
         while self._rank_connections and time.monotonic() < until_s:
             if time.monotonic() - self._rank_spoke_s > QUIET_S:
@@ -219,7 +219,7 @@ class Sessions:
                 await self.driver_gone()
 
     async def end_is_known(self) -> None:
-        """Waits until all is read that the driver has sent, and what it said of its end is told; within a deadline."""
+        """Wait until all is read that the driver has sent, and what it said of its end is told; within a deadline."""
         with suppress(TimeoutError):
             async with asyncio.timeout(2 * LAST_WORDS_S):
                 while self._driver is not None:
@@ -285,7 +285,7 @@ class Sessions:
             self.leave(viewer)
 
     def enter(self, viewer: Viewer, *, is_taking_over: bool) -> None:
-        """Gets what it has missed, and what is published from now on.
+        """Get what it has missed, and what is published from now on.
 
         Raises:
             BadMessage: too many are here, or another one is the controller.
@@ -369,7 +369,7 @@ class Sessions:
 
 
 async def refuse(connection: ServerConnection, code: ErrorCode, text: str) -> None:
-    """Says why, and closes."""
+    """Say why, and close."""
     with suppress(ConnectionClosed):
         async with asyncio.timeout(REFUSE_S):
             await connection.send(error_text(code, text))

@@ -70,7 +70,7 @@ class Viewer:
         return bool(self._queue or self._replays)
 
     def message(self, text: str) -> None:
-        """Sends a JSON message, after what already waits."""
+        """Send a JSON message, after what already waits."""
         self._text_size += len(text)
         self._is_stalled |= self._text_size > MAX_TEXT_WAITING
         if not self._is_stalled:
@@ -78,7 +78,7 @@ class Viewer:
         self._wake.set()
 
     def frame(self, kept: Kept) -> None:
-        """Sends a frame; older ones give way where too much waits."""
+        """Send a frame; older ones give way where too much waits."""
         if self.is_paused or self._is_stalled:
             return
         size = len(kept.message) + (len(kept.table.message) if kept.table is not None else 0)
@@ -95,7 +95,7 @@ class Viewer:
         self._frame_bytes += self._cost(kept, is_added=True)
 
     def replay(self, name: str, frames: Iterator[Kept]) -> bool:
-        """Sends these, as fast as the viewer takes them, then `done`; False: too many wait already."""
+        """Send these, as fast as the viewer takes them, then `done`; False: too many wait already."""
         if len(self._replays) >= MAX_REPLAYS:
             return False
         self._replays.append((name, frames))
@@ -103,7 +103,7 @@ class Viewer:
         return True
 
     async def write(self) -> None:
-        """Sends what waits, until the connection is closed or the viewer takes nothing for `slow_viewer_s`."""
+        """Send what waits, until the connection is closed or the viewer takes nothing for `slow_viewer_s`."""
         with suppress(ConnectionClosed):
             while not self._is_stalled:
                 if not self.has_waiting and self._told_dropped == self.num_dropped:
@@ -127,7 +127,7 @@ class Viewer:
         return self._next
 
     def _cost(self, kept: Kept, *, is_added: bool) -> int:
-        """Bytes that a frame adds to the queue, or takes with it: a table counts once."""
+        """Return bytes that a frame adds to the queue, or takes with it: a table counts once."""
         size = len(kept.message)
         if kept.table is None:
             return size
@@ -196,7 +196,7 @@ class Viewer:
         self.num_sent += 1
 
     async def _send(self, message: str | bytes) -> None:
-        """Sets `_is_stalled` where the viewer takes not a byte for `slow_viewer_s`."""
+        """Set `_is_stalled` where the viewer takes not a byte for `slow_viewer_s`."""
         if self._is_stalled:
             return
         sending = asyncio.ensure_future(self.connection.send(message))

@@ -73,13 +73,13 @@ _UNIFORM_BITS = 52
 
 
 def seeds_to_tensor(seeds: Iterable[int]) -> torch.Tensor:
-    """Any Python integers as int64, modulo 2**64."""
+    """Return any Python integers as int64, modulo 2**64."""
     wrapped = ((seed + 2**63) % 2**64 - 2**63 for seed in seeds)
     return torch.tensor(list(wrapped), dtype=torch.int64)
 
 
 def uniforms(seeds_B: torch.Tensor, position: int) -> torch.Tensor:
-    """`[B]` float64 in (0, 1): one number per seed at this position of the response."""
+    """Return `[B]` float64 in (0, 1): one number per seed at this position of the response."""
     # The seed is mixed before the position is added: neighbouring seeds must not share a shifted stream.
     offset = seeds_to_tensor([(position + 1) * _GAMMA]).to(seeds_B.device)
     state_B = _mix(seeds_B + _GAMMA) + offset
@@ -90,7 +90,7 @@ def uniforms(seeds_B: torch.Tensor, position: int) -> torch.Tensor:
 def draw(
     logprobs_BV: torch.Tensor, sampling: SamplingParams, seeds_B: torch.Tensor, position: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Next token of each row `[B]` int64 and its float32 log-probability.
+    """Return next token of each row `[B]` int64 and its float32 log-probability.
 
     Args:
         logprobs_BV: what `distribution` gives.
@@ -103,7 +103,7 @@ def draw(
 
 
 def distribution(logits_BV: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    """`[B, V]` float32 log-probabilities to draw by, -inf outside the kept set; greedy: as temperature 1."""
+    """Return `[B, V]` float32 log-probabilities to draw by, -inf outside the kept set; greedy: as temperature 1."""
     if sampling.temperature == 0:
         return logits_BV.float().log_softmax(-1)
     scores_BV = logits_BV.float() / sampling.temperature
@@ -152,7 +152,8 @@ class RouteRecorder:
         return self._routers.choosing(self._hear)
 
     def take(self) -> torch.Tensor:
-        """`[tokens, L, K]` uint8 or int16: the routes of the last forward pass, tokens as the model flattens them."""
+        """Return `[tokens, L, K]` uint8 or int16: the routes of the last forward pass, tokens as the model flattens
+        them."""
         heard, self._heard = self._heard, {}
         return torch.stack([heard[layer] for layer in self.shape.layers], dim=1)
 
@@ -181,7 +182,7 @@ class RowRoutes:
         self._turns.append((live_B, self._recorder.take()))
 
     def end_to_end(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All rows: `[sum(lengths), L, K]`, and lengths `[N]` int64."""
+        """Return all rows: `[sum(lengths), L, K]`, and lengths `[N]` int64."""
         num_rows, width = self._is_prompt_NW.shape
         routes = self._prompts_NWLK.new_zeros(num_rows, width + len(self._turns), *self._prompts_NWLK.shape[2:])
         routes[:, :width] = self._prompts_NWLK
@@ -220,7 +221,7 @@ class StopStrings:
         self._window = max(len(text.encode()) for text in texts) + STOP_WINDOW_SLACK
 
     def completed(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        """`[B]` bool for rows of response tokens."""
+        """Return `[B]` bool for rows of response tokens."""
         tails = tokens_BS[:, -self._window :].tolist()
         decoded = [str(self._tokenizer.decode(tail, skip_special_tokens=False)) for tail in tails]
         return torch.tensor([any(text in tail for text in self._texts) for tail in decoded], dtype=torch.bool)
@@ -237,7 +238,7 @@ def decode_rows(
     support: SupportRecorder | None = None,
     observer: DecodeObserver = NO_OBSERVER,
 ) -> DecodedRows:
-    """Samples every row, or decodes what is forced, until a stop token, a stop string or its own token limit.
+    """Sample every row, or decodes what is forced, until a stop token, a stop string or its own token limit.
 
     Args:
         routes: of this batch, still empty, and the routers must be listened to; None records nothing.
@@ -292,7 +293,7 @@ def decode_rows(
 
 
 def _forced(rows: Sequence[RowRequest], width: int, device: torch.device) -> torch.Tensor | None:
-    """`[N, S]` int64 of given responses; of a request either all rows have one, or none."""
+    """Return `[N, S]` int64 of given responses; of a request either all rows have one, or none."""
     responses = [row.forced for row in rows if row.forced is not None]
     if not responses:
         return None
@@ -326,7 +327,7 @@ class _LiveBatch:
         routes: RowRoutes | None,
         observer: DecodeObserver,
     ) -> _LiveBatch:
-        """Runs every distinct prompt once and copies its cache to the rows that share it."""
+        """Run every distinct prompt once and copy its cache to the rows that share it."""
         slots: dict[tuple[int, ...], int] = {}
         row_slot = torch.tensor([slots.setdefault(prompt, len(slots)) for prompt in prompts], device=model.device)
         width = max(len(prompt) for prompt in slots)
@@ -358,12 +359,12 @@ class _LiveBatch:
         )
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Drops every other row."""
+        """Drop every other row."""
         self._cache.reorder_cache(rows)
         self._mask_BS, self._position_B = self._mask_BS[rows], self._position_B[rows]
 
     def advance(self, model: PreTrainedModel, token_B: torch.Tensor) -> None:
-        """Feeds one token per row."""
+        """Feed one token per row."""
         self._mask_BS = torch.nn.functional.pad(self._mask_BS, (0, 1), value=1)
         self._position_B = self._position_B + 1
         output = model(

@@ -162,7 +162,7 @@ class _BatchSites(DecodeObserver):
 
 
 def _column(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The places of tensors `[n, 1, ...]`, in order."""
+    """Return the places of tensors `[n, 1, ...]`, in order."""
     return torch.arange(num_rows), torch.zeros(num_rows, dtype=torch.int64)
 
 
@@ -184,7 +184,7 @@ class EngineTracing:
         """No request of the step follows. Idempotent."""
 
     def close(self) -> None:
-        """Sends what waits, within a deadline. Idempotent."""
+        """Send what waits, within a deadline. Idempotent."""
 
     @contextmanager
     def request(self, num_rows: int) -> Iterator[ObservedRequest]:

@@ -39,7 +39,7 @@ class EngineWorker(ModuleRefitTarget, TracedEngine, TorchEngine):
 
 
 def build_engine_worker(spec: EngineSpec) -> EngineWorker:
-    """Starts one replica."""
+    """Start one replica."""
     torch.set_num_threads(spec.threads)
     engine = EngineWorker.from_config(
         spec.policy,

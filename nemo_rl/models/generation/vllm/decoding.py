@@ -99,7 +99,7 @@ def force_rows(runner: Any, *, name: str) -> None:
 
 
 def _given(runner: Any, name: str) -> dict[int, int]:
-    """Row of the batch -> its next token, for the rows that bring theirs."""
+    """Return row of the batch -> its next token, for the rows that bring theirs."""
     batch, found = runner.input_batch, dict[int, int]()
     for row, request_id in enumerate(batch.req_ids[: batch.num_reqs]):
         request = runner.requests[request_id]
@@ -111,7 +111,7 @@ def _given(runner: Any, name: str) -> dict[int, int]:
 
 
 def join_routes(rows_TAK: Sequence[np.ndarray], shape: RouteShape) -> RecordedRoutes:
-    """All rows of a request.
+    """Return all rows of a request.
 
     Args:
         rows_TAK: of each row, from its first prompt token on.
@@ -129,7 +129,7 @@ def join_routes(rows_TAK: Sequence[np.ndarray], shape: RouteShape) -> RecordedRo
 
 
 def _impossible(ids_TLK: torch.Tensor, shape: RouteShape) -> torch.Tensor:
-    """`[T]` bool: the experts of a token differ from each other, in every layer."""
+    """Return `[T]` bool: the experts of a token differ from each other, in every layer."""
     ranked = ids_TLK.sort(dim=-1).values
     is_double = (ranked[..., 1:] == ranked[..., :-1]).any(-1)
     is_unknown = (ids_TLK >= shape.num_experts).any(-1)

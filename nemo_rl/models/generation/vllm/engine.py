@@ -44,7 +44,7 @@ SEEDS = 2**63
 
 
 def row_params(sampling: SamplingParams, row: RowRequest, *, replays: bool) -> vllm.SamplingParams:
-    """Stops are those of the request alone, whatever the model's own files say.
+    """Stop are those of the request alone, whatever the model's own files say.
 
     Args:
         replays: whether vLLM replays given responses by itself, as its second model runner does.
@@ -107,7 +107,7 @@ class VllmEngine(GenerationInterface):
         return self._weight_version
 
     def generate(self, request: GenerationRequest) -> GenerationOutput:
-        """Samples all rows, prompt by prompt.
+        """Sample all rows, prompt by prompt.
 
         Raises:
             ConfigError: routes are asked for, and the engine was started without `policy.router_replay.enabled`.
@@ -143,7 +143,7 @@ class VllmEngine(GenerationInterface):
         )
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:
-        """Replaces every weight; a tied weight may come under either of its names, or both."""
+        """Replace every weight; a tied weight may come under either of its names, or both."""
         given = dict(weights)
         state = self._expected.state_dict(keep_vars=True)
         slots, targets = match_slots({name: tuple(weight.shape) for name, weight in given.items()}, state)
@@ -186,7 +186,7 @@ class VllmEngine(GenerationInterface):
         self._engine()
 
     def finish_generation(self) -> None:
-        """Forgets cached prompts; their memory stays reserved."""
+        """Forget cached prompts; their memory stays reserved."""
         if self._llm is not None:
             self._forget()
 
@@ -229,7 +229,7 @@ class VllmEngine(GenerationInterface):
 
 
 def _logprobs(output: vllm.CompletionOutput) -> np.ndarray:
-    """`[tokens]` float32; the sampled token comes first at every position."""
+    """Return `[tokens]` float32; the sampled token comes first at every position."""
     flat = output.logprobs
     return np.asarray(flat.logprobs, dtype=np.float32)[np.asarray(flat.start_indices, dtype=np.int64)]
 
@@ -240,7 +240,8 @@ def _route_shape(model: PreTrainedModel) -> RouteShape:
 
 
 def _with_replay(arguments: EngineArguments) -> EngineArguments:
-    """The arguments, with the replay of given responses where vLLM takes its second model runner: it has a switch.
+    """Return the arguments, with the replay of given responses where vLLM takes its second model runner: it has a
+    switch.
 
     The first one is given `force_rows`, and refuses the switch.
     """

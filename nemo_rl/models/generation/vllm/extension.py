@@ -27,7 +27,7 @@ COLUMNS = 8
 
 
 def pack(named: list[tuple[str, torch.Tensor]]) -> bytes:
-    """Weights for workers in other processes: messages to them hold no tensors."""
+    """Return weights for workers in other processes: messages to them hold no tensors."""
     # Experts share the memory of their layer, which the format refuses.
     return save({name: weight.detach().cpu().contiguous().clone() for name, weight in named})
 
@@ -85,7 +85,8 @@ class RefitExtension:
         return self.loaded.result()
 
     def stale_copies(self) -> list[str]:
-        """Layers whose packed copy has other values than the weight that they keep beside it, as a tied head does.
+        """Return layers whose packed copy has other values than the weight that they keep beside it, as a tied head
+        does.
 
         A product with a unit vector is a column of the weight, to the last bit.
         """

@@ -43,7 +43,7 @@ VARIABLES = {
 
 
 def prepare_process(config: PolicyConfig, *, use_gpu: bool) -> None:
-    """Sets what `policy.generation.env_vars` has not set; before anything imports vLLM."""
+    """Set what `policy.generation.env_vars` has not set; before anything imports vLLM."""
     sizes = config.generation.vllm_cfg
     # One device needs no further process; several have vLLM's own.
     is_alone = sizes.tensor_parallel_size * sizes.pipeline_parallel_size == 1
@@ -136,7 +136,7 @@ NAMES_OFFERED = 3
 
 
 def check_vllm(config: PolicyConfig) -> list[str]:
-    """A line per problem."""
+    """Return a line per problem."""
     folder = _folder()
     if folder is None:
         return ["policy.generation.backend=vllm needs vLLM: make vllm"]
@@ -144,7 +144,7 @@ def check_vllm(config: PolicyConfig) -> list[str]:
 
 
 def known_arguments(folder: Path) -> frozenset[str]:
-    """Names of the engine's arguments, from the text of the package that is installed."""
+    """Return names of the engine's arguments, from the text of the package that is installed."""
     tree = ast.parse((folder / "engine" / "arg_utils.py").read_text(encoding="utf-8"))
     engine = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs")
     fields = (node.target for node in engine.body if isinstance(node, ast.AnnAssign))
@@ -203,7 +203,7 @@ def _size_problems(config: PolicyConfig) -> list[str]:
 
 
 def build_vllm_worker(spec: EngineSpec) -> GenerationInterface:
-    """One replica.
+    """Start one replica.
 
     Raises:
         ConfigError: vLLM cannot serve this model, or not with these settings. ResourceError: its cache does not fit.

@@ -25,7 +25,7 @@ Hand = Callable[[str, Sequence[tuple[str, torch.Tensor]]], Sequence[object]]
 
 
 def expected_weights(folder: str | Path, *, precision: str) -> PreTrainedModel:
-    """The model whose weights are expected: names, shapes and dtypes, without memory for them."""
+    """Return the model whose weights are expected: names, shapes and dtypes, without memory for them."""
     model = model_without_weights(load_model_config(folder), folder)
     return model.to(DTYPES[precision])  # type: ignore[arg-type]
 

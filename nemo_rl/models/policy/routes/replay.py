@@ -167,7 +167,7 @@ class RouteReplayer:
             output.register_hook(begin)
 
     def choose(self, layer: int, own: OwnChoice) -> torch.Tensor | None:
-        """The ids that a router uses, `[T, K]` int64; None for its own choice.
+        """Return the ids that a router uses, `[T, K]` int64; None for its own choice.
 
         Raises:
             WorkerError: the pass has other tokens than the routes, or its ids are not those of the rollout.
@@ -200,7 +200,7 @@ class RouteReplayer:
         return ids_TK
 
     def metrics(self) -> dict[str, Reduction]:
-        """Counts since the last call, by stage; a token counts once per layer of this rank."""
+        """Return the counts since the last call, by stage; a token counts once per layer of this rank."""
         found: dict[str, Reduction] = {}
         for stage, counts in self._counts.items():
             pairs, missing, differing = counts.tolist()
@@ -214,7 +214,7 @@ class RouteReplayer:
     def _install(
         self, routes: MicrobatchRoutes, layer: int, ids_TK: torch.Tensor, own_TK: torch.Tensor
     ) -> torch.Tensor:
-        """The ids of a layer's first pass: the router's own where a route is missing."""
+        """Return the ids of a layer's first pass: the router's own where a route is missing."""
         if own_TK.shape != ids_TK.shape:
             raise WorkerError(
                 f"router replay, microbatch {routes.number}, layer {layer}: the router chooses "
@@ -286,7 +286,7 @@ def microbatch_routes(
     top_k: int,
     positions_first: bool,
 ) -> MicrobatchRoutes:
-    """The routes of a microbatch, spread over the positions of its pass.
+    """Return the routes of a microbatch, spread over the positions of its pass.
 
     Args:
         slices: of this microbatch, row by row of the pass; None to record.

@@ -48,7 +48,7 @@ class RouteShard:
     """Indices of the layers that this rank holds, among the L."""
 
     def tokens(self, plan: PackPlan, lengths: Sequence[int], shape: PassShape) -> TokenPlaces:
-        """Tokens of this rank in all passes of a plan.
+        """Return tokens of this rank in all passes of a plan.
 
         Args:
             plan: one rank's part.
@@ -69,7 +69,7 @@ class RouteShard:
         return TokenPlaces(row_M=torch.cat(row_parts), column_M=torch.cat(column_parts), ranges=ranges)
 
     def chunk_of(self, values_ns: torch.Tensor) -> torch.Tensor:
-        """`[n, s / num_chunks, ...]`: this rank's part of a pass along its positions."""
+        """Return `[n, s / num_chunks, ...]`: this rank's part of a pass along its positions."""
         return values_ns.chunk(self.num_chunks, dim=1)[self.chunk]
 
 
@@ -93,7 +93,7 @@ class RouteSlices:
         return found if self.digests is None else {**found, "digests": self.digests}
 
     def of(self, rows: Rows) -> RouteSlices:
-        """The part of one microbatch; no token for one without rows."""
+        """Return the part of one microbatch; no token for one without rows."""
         start, stop = self.ranges[rows] if rows else (0, 0)
         return RouteSlices(
             ids=self.ids[start:stop],

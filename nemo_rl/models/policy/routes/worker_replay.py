@@ -136,7 +136,7 @@ class RouteTrace:
             )
 
     def _verified(self, routes: MicrobatchRoutes, ids_T: torch.Tensor, source_NT: torch.Tensor) -> int:
-        """Tokens that are the source's at the row and position from which their routes were cut.
+        """Return tokens that are the source's at the row and position from which their routes were cut.
 
         Raises:
             ValueError: a token is another one.
@@ -155,7 +155,7 @@ class RouteTrace:
         return len(source_R)
 
     def _runs(self, routes: MicrobatchRoutes) -> Runs:
-        """Neighbours in one row, as (key, first position, tokens)."""
+        """Return neighbours in one row, as (key, first position, tokens)."""
         row_T, column_T = routes.row_T.cpu(), routes.column_T.cpu()
         is_padding = row_T < 0
         goes_on = (row_T[1:] == row_T[:-1]) & (is_padding[1:] | (column_T[1:] == column_T[:-1] + 1))
@@ -264,7 +264,7 @@ class StageReplay:
         return routes
 
     def recorded(self, batch: BatchedDataDict) -> torch.Tensor:
-        """`[N, T, L, K]` int16, decoded: this rank's layers of its tokens as recorded, -1 elsewhere."""
+        """Return `[N, T, L, K]` int16, decoded: this rank's layers of its tokens as recorded, -1 elsewhere."""
         shape, layers = self.routers.shape, self.routers.replayer.layers
         size = (*batch.tensor("input_ids").shape, len(shape.layers), shape.top_k)
         found = torch.full(size, MISSING, dtype=torch.int16)
@@ -314,7 +314,7 @@ class Replay(ABC):
 
     @abstractmethod
     def metrics(self) -> dict[str, Reduction]:
-        """Counts since the last call."""
+        """Return the counts since the last call."""
 
 
 class NoReplay(Replay):
@@ -414,7 +414,7 @@ class WorkerReplay(Replay):
         return self.cut(whole, plan, shape, rank=self._here.rank)
 
     def missing(self, stage: WorkerPass, batch: BatchedDataDict) -> FieldNotProduced:
-        """The error of a stage without routes."""
+        """Return the error of a stage without routes."""
         names = name_some(row_names(batch, range(batch.size)))
         return FieldNotProduced(
             f"stage {stage.value!r}, rank {self._here.rank}: router replay needs the column {ROUTES!r} of samples "

@@ -79,7 +79,7 @@ def placement_of(state: WorkerState, *, cpu_offload: bool) -> Placement:
 
 
 def move_model(model: torch.nn.Module, placement: Placement, device: torch.device) -> None:
-    """Brings parameters (with their gradients) and buffers where they belong; FSDP keeps track of its shards."""
+    """Bring parameters (with their gradients) and buffers where they belong; FSDP keeps track of its shards."""
     if placement.weights == placement.buffers:
         model.to(device if placement.weights else "cpu")
         return
@@ -97,7 +97,7 @@ def check_placement(
     optimizer: Iterable[tuple[str, torch.Tensor]],
     device: torch.device,
 ) -> None:
-    """Compares where tensors are with what was promised.
+    """Compare where tensors are with what was promised.
 
     Args:
         optimizer: its state, without counters.
@@ -121,13 +121,13 @@ def check_placement(
 
 
 def pinned_copy(tensor: torch.Tensor, *, is_pinned: bool) -> torch.Tensor:
-    """A copy on the CPU, in pinned memory where a GPU will read it often."""
+    """Return a copy on the CPU, in pinned memory where a GPU will read it often."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_pinned)
     return copy.copy_(tensor)
 
 
 def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Moves moments to another device; counters of no dimension stay where the optimizer keeps them."""
+    """Move moments to another device; counters of no dimension stay where the optimizer keeps them."""
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim() > 0:
@@ -160,7 +160,7 @@ class DeviceSide:
         return self.device.type == "cuda"
 
     def release_cache(self) -> None:
-        """Gives unused memory back to the device, for the generation engine that shares it."""
+        """Give unused memory back to the device, for the generation engine that shares it."""
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
@@ -194,11 +194,11 @@ class DeviceSide:
             reset_peak_resident()
 
     def used_bytes(self) -> int:
-        """Allocated on the GPU; resident in this process on a CPU."""
+        """Return the bytes that are allocated on the GPU, or resident in this process on a CPU."""
         return torch.cuda.memory_allocated(self.device) if self.is_cuda else resident_bytes()
 
     def peak_bytes(self) -> int:
-        """Most of `used_bytes` since the last reset."""
+        """Return most of `used_bytes` since the last reset."""
         return torch.cuda.max_memory_allocated(self.device) if self.is_cuda else peak_resident_bytes()
 
     def info(self) -> dict[str, object]:
@@ -226,7 +226,7 @@ class DeviceSide:
         return device_id(self.device)
 
     def start_profiling(self) -> None:
-        """Opens the range that `nsys --capture-range=cudaProfilerApi` records."""
+        """Open the range that `nsys --capture-range=cudaProfilerApi` records."""
         if self.is_cuda and not self._is_profiling:
             torch.cuda.profiler.start()
             self._is_profiling = True

@@ -60,7 +60,7 @@ def compose_worker(
     trace: TraceSpec | None = None,
     onlookers: Sequence[Onlooker] = (),
 ) -> PolicyWorker:
-    """(collective) One rank of the policy, without a data plane; a single rank makes its own process group.
+    """(collective) Make one rank of the policy, without a data plane; a single rank makes its own process group.
 
     Args:
         num_steps: training calls of the whole run, for the learning-rate schedule.
@@ -112,7 +112,7 @@ def compose_parts(
     trace: TraceSpec | None = None,
     onlookers: Sequence[Onlooker] = (),
 ) -> WorkerParts:
-    """(collective) The parts of one rank, in a process whose default process group exists.
+    """(collective) Return the parts of one rank, in a process whose default process group exists.
 
     Args:
         owns_group: that group ends with the worker.
@@ -153,7 +153,7 @@ def compose_parts(
 
 
 def _engine_factory(config: PolicyConfig) -> EngineFactory:
-    """The engine that the config names, imported here by the processes that need it."""
+    """Return the engine that the config names, imported here by the processes that need it."""
     name = "megatron" if config.megatron_cfg.enabled else "dtensor"
     return TRAINING_ENGINES.load(name, key=f"policy.{name}_cfg.enabled")
 
@@ -165,7 +165,7 @@ def _replay(config: PolicyConfig, engine: Engine, here: ThisRank) -> Replay:
 
 
 def ensure_process_group(rank: int, world_size: int, timeout_s: float, device: torch.device) -> bool:
-    """Makes a one-rank group where none exists; True if it did.
+    """Make a one-rank group where none exists; True if it did.
 
     Raises:
         ValueError: the group that exists says otherwise.
@@ -185,7 +185,7 @@ def ensure_process_group(rank: int, world_size: int, timeout_s: float, device: t
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The device by name; None takes the current CUDA device where there is one."""
+    """Return the device by name; None takes the current CUDA device where there is one."""
     if name is not None:
         return torch.device(name)
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -219,7 +219,7 @@ class WorkerSpec:
 
 
 def build_policy_worker(spec: WorkerSpec) -> TQWorker:
-    """(collective) Starts one rank. Every rank of the job must call it; an error on one ends it on all."""
+    """(collective) Start one rank. Every rank of the job must call it; an error on one ends it on all."""
     torch.set_num_threads(spec.threads)
     device = torch.device("cuda", spec.rank.local_rank) if spec.use_gpu else torch.device("cpu")
     if spec.use_gpu:

@@ -51,7 +51,7 @@ Weights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 def taps_of(
     model: PolicyModel, here: ThisRank, groups: ParallelGroups, scaler: LossScaler, *, weights: Weights
 ) -> Taps:
-    """The sites of this rank.
+    """Return the sites of this rank.
 
     Args:
         weights: (collective) whole weights by name.

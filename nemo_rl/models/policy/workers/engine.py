@@ -29,7 +29,7 @@ class Schedule(Protocol):
     """Learning rate, one step per training call."""
 
     def apply(self) -> float:
-        """The settings of the next call are in the optimizer; returns its learning rate."""
+        """Put the settings of the next call into the optimizer and return its learning rate."""
 
     def advance(self) -> None:
         """One training call is done."""
@@ -57,15 +57,15 @@ class Engine(ABC):
 
     @abstractmethod
     def runner(self, layout: BatchForm, routes: PassRoutes, observer: PassObserver = NO_OBSERVER) -> Runner:
-        """Runs the microbatches of one call."""
+        """Run the microbatches of one call."""
 
     @abstractmethod
     def taps(self) -> Taps:
-        """The sites of the model on this rank."""
+        """Return the sites of the model on this rank."""
 
     @abstractmethod
     def routers(self, *, validates: bool) -> Routers:
-        """The model's routers, which ask a replayer from here on.
+        """Return the model's routers, which ask a replayer from here on.
 
         Raises:
             ConfigError: the model has none, or of a kind that takes no routes.
@@ -79,11 +79,11 @@ class Engine(ABC):
 
     @abstractmethod
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's, which the schedule writes to."""
+        """Return the groups of the optimizer, which the schedule writes to."""
 
     @abstractmethod
     def drop_gradients(self) -> None:
-        """Frees them."""
+        """Free them."""
 
     @abstractmethod
     def placement(self, state: WorkerState) -> Placement:
@@ -91,11 +91,11 @@ class Engine(ABC):
 
     @abstractmethod
     def move(self, placement: Placement) -> None:
-        """Brings model and optimizer state where they belong; called on a GPU only."""
+        """Bring model and optimizer state where they belong; called on a GPU only."""
 
     @abstractmethod
     def check_placement(self, state: WorkerState) -> None:
-        """Raises AssertionError for a tensor that is elsewhere than `placement` of the state says."""
+        """Raise AssertionError for a tensor that is elsewhere than `placement` of the state says."""
 
     # Whole weights and checkpoints.
 
@@ -113,7 +113,7 @@ class Engine(ABC):
 
     @abstractmethod
     def snapshot(self, *, with_optimizer: bool, copies: bool) -> Snapshot:
-        """(collective) What a checkpoint holds of this moment.
+        """(collective) Return what a checkpoint holds of this moment.
 
         Args:
             with_optimizer: and of the optimizer, its schedule and the random state.
@@ -123,11 +123,11 @@ class Engine(ABC):
 
     @abstractmethod
     def load(self, *, weights: Path, optimizer: Path | None) -> None:
-        """(collective) Continues from a checkpoint of any layout."""
+        """(collective) Continue from a checkpoint of any layout."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the process groups that were made here. Idempotent."""
+        """End the process groups that were made here. Idempotent."""
 
 
 class EngineFactory(Protocol):

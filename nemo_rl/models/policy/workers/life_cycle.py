@@ -88,7 +88,7 @@ class LifeCycle:
     # States.
 
     def change_state(self, state: WorkerState) -> None:
-        """Brings everything where the state wants it; gradients are gone afterwards."""
+        """Bring everything where the state wants it; gradients are gone afterwards."""
         if self._is_shut_down:
             raise RuntimeError(f"cannot change to {state.value!r}: this worker was shut down")
         if self._is_reference_in_use:
@@ -130,7 +130,7 @@ class LifeCycle:
             self.change_state(before)
 
     def require(self, method: str, *allowed: WorkerState) -> None:
-        """Raises RuntimeError unless the worker is in one of these states."""
+        """Raise RuntimeError unless the worker is in one of these states."""
         if self._is_shut_down:
             raise RuntimeError(f"{method}: this worker was shut down")
         if self._state not in allowed:
@@ -141,7 +141,7 @@ class LifeCycle:
             )
 
     def require_policy_weights(self, method: str) -> None:
-        """Raises RuntimeError while the reference weights are in place."""
+        """Raise RuntimeError while the reference weights are in place."""
         if self._is_reference_in_use:
             raise RuntimeError(f"{method}: the reference weights are in place; leave use_reference_model first")
 
@@ -171,7 +171,7 @@ class LifeCycle:
     # Memory.
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes since the last report, on this worker's GPU or resident on a CPU.
+        """Return bytes since the last report, on this worker's GPU or resident on a CPU.
 
         `<stage>_peak` of every stage, `<stage>_start` and `<stage>_end` around the changes of state: the end of one
         stage and the start of the next are the memory before and after the move.

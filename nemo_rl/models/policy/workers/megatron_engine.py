@@ -67,7 +67,7 @@ class LayerReplay(RouterReplay):  # type: ignore[misc]
         group_topk: int | None = None,
         default_compute_topk: TopK | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores and ids `[T, K]` of the experts that are used, from scores `[T, E]`."""
+        """Return scores and ids `[T, K]` of the experts that are used, from scores `[T, E]`."""
         assert default_compute_topk is not None, "the router gave no choice of its own"
         own = cache(lambda: default_compute_topk(scores, topk, num_groups, group_topk))
         ids = self._replayer.choose(self._layer, lambda: own()[1])
@@ -75,7 +75,7 @@ class LayerReplay(RouterReplay):  # type: ignore[misc]
 
 
 def attach_replay(model: MegatronModel, *, validates: bool) -> RouteReplayer:
-    """Lets the routers of this rank ask a replayer of their own, which is idle at first.
+    """Let the routers of this rank ask a replayer of their own, which is idle at first.
 
     Raises:
         ConfigError: the model has no experts, or routers that leave the choice to a kernel or are of an unknown kind.

@@ -102,7 +102,7 @@ class PolicyWorker:
         plan: PackPlan | None = None,
         routes: RouteSlices | None = None,
     ) -> TrainResult:
-        """(collective) One optimizer step per global batch; see `Passes.train`."""
+        """(collective) Train one optimizer step per global batch; see `Passes.train`."""
         return self.passes.train(batch, loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs, plan=plan, routes=routes)
 
     def get_logprobs(
@@ -114,7 +114,7 @@ class PolicyWorker:
         routes: RouteSlices | None = None,
         replay: bool = True,
     ) -> torch.Tensor:
-        """(collective) `[N, T]` float32, position 0 is 0, padding is 0; all 0 before the last pipeline stage.
+        """(collective) Return `[N, T]` float32, position 0 is 0, padding is 0; all 0 before the last pipeline stage.
 
         See `Passes.get_logprobs`.
         """
@@ -133,7 +133,8 @@ class PolicyWorker:
     def get_topk_logits(
         self, batch: BatchedDataDict, *, k: int, mbs: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(collective) Values `[N, T, k]` float32 and ids `[N, T, k]` int64; all 0 before the last pipeline stage."""
+        """(collective) Return values `[N, T, k]` float32 and ids `[N, T, k]` int64; all 0 before the last pipeline
+        stage."""
         return self.passes.get_topk_logits(batch, k=k, mbs=mbs)
 
     def begin_recording(self, step: int) -> None:
@@ -163,11 +164,11 @@ class PolicyWorker:
         self.life.change_state(WorkerState.TRAINING)
 
     def offload_before_refit(self) -> None:
-        """Frees what a weight export does not need: gradients and optimizer state."""
+        """Free what a weight export does not need: gradients and optimizer state."""
         self.life.change_state(WorkerState.REFIT)
 
     def offload_after_refit(self) -> None:
-        """Frees the device for generation: everything on the CPU."""
+        """Free the device for generation: everything on the CPU."""
         self.life.change_state(WorkerState.OFFLOADED)
 
     def use_reference_model(self) -> AbstractContextManager[None]:
@@ -175,7 +176,7 @@ class PolicyWorker:
         return self.life.use_reference_model()
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes since the last report; see `LifeCycle.memory_report`."""
+        """Return bytes since the last report; see `LifeCycle.memory_report`."""
         return self.life.memory_report()
 
     # Refit; see `RefitSource`.
@@ -185,15 +186,15 @@ class PolicyWorker:
         return self.engine.weight_infos()
 
     def refit_free_bytes(self, *, on_device: bool) -> int:
-        """Memory that a buffer may take a part of."""
+        """Return memory that a buffer may take a part of."""
         return self.refit.free_bytes(on_device=on_device)
 
     def begin_refit(self, plan: RefitPlan, *, on_device: bool) -> int:
-        """Allocates the buffer; returns the number of buckets."""
+        """Allocate the buffer; return the number of buckets."""
         return self.refit.begin(plan, on_device=on_device)
 
     def share_refit_buffer(self) -> IpcHandle:
-        """A handle by which an engine on the same GPU opens the buffer."""
+        """Return a handle by which an engine on the same GPU opens the buffer."""
         return self.refit.share_buffer()
 
     def fill_bucket(self) -> None:
@@ -201,15 +202,15 @@ class PolicyWorker:
         self.refit.fill_bucket()
 
     def next_bucket(self) -> np.ndarray | None:
-        """(collective) The next bucket as uint8 at rank 0, None elsewhere."""
+        """(collective) Return the next bucket as uint8 at rank 0, None elsewhere."""
         return self.refit.next_bucket()
 
     def end_refit(self) -> Sent:
-        """Frees the buffer; says what was sent since `begin_refit`. Idempotent."""
+        """Free the buffer; say what was sent since `begin_refit`. Idempotent."""
         return self.refit.end()
 
     def score_probe(self, probe: Probe) -> Scored:
-        """(collective) How this policy scores the fixed rows of a receipt."""
+        """(collective) Return how this policy scores the fixed rows of a receipt."""
         started, batch, logprobs = time.monotonic(), probe.batch(), tuple[float, ...]()
         scored_NT = self.passes.score(batch)
         if self.layout.is_writer(self.rank):
@@ -225,7 +226,7 @@ class PolicyWorker:
         self.refit.join_group(spec)
 
     def broadcast_weights(self) -> None:
-        """(collective, while every engine receives) Sends all buckets from rank 0."""
+        """(collective, while every engine receives) Send all buckets from rank 0."""
         self.refit.broadcast()
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -234,7 +235,7 @@ class PolicyWorker:
         yield from self.engine.export_weights()
 
     def weights_digest(self) -> WeightsDigest | None:
-        """(collective) Of the exported weights, at rank 0; None elsewhere."""
+        """(collective) Return the digest of the exported weights at rank 0, None elsewhere."""
         weights = self.export_weights()
         if self.rank == 0:
             return digest_weights(weights)
@@ -257,11 +258,11 @@ class PolicyWorker:
         return self.saving.is_running
 
     def finish_save(self, *, timeout_s: float) -> float:
-        """(collective) Waits for what `begin_save` began; how many seconds that took."""
+        """(collective) Wait for what `begin_save` began; how many seconds that took."""
         return self.saving.finish(timeout_s=timeout_s)
 
     def load_checkpoint(self, *, weights: Path, optimizer: Path | None) -> None:
-        """(collective) Continues from a checkpoint of any layout; the reference stays the initial model."""
+        """(collective) Continue from a checkpoint of any layout; the reference stays the initial model."""
         with self.life.ready_for_training():
             self.engine.load(weights=weights, optimizer=optimizer)
 
@@ -286,7 +287,7 @@ class PolicyWorker:
         return not self.life.is_shut_down
 
     def shutdown(self) -> None:
-        """Ends the process groups that belong to the worker. Idempotent."""
+        """End the process groups that belong to the worker. Idempotent."""
         if self.life.is_shut_down:
             return
         self.life.shut_down()

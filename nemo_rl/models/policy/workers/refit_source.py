@@ -45,11 +45,11 @@ class RefitSource:
         self._store: dist.Store | None = None
 
     def free_bytes(self, *, on_device: bool) -> int:
-        """Memory that a buffer may take a part of: of the worker's device, or of this machine."""
+        """Return memory that a buffer may take a part of: of the worker's device, or of this machine."""
         return buckets.free_bytes(self._device_side.device if on_device else torch.device("cpu"))
 
     def begin(self, plan: RefitPlan, *, on_device: bool) -> int:
-        """Allocates the buffer; returns the number of buckets.
+        """Allocate the buffer; return the number of buckets.
 
         Args:
             on_device: the buffer is on the worker's device, else on the CPU, where only rank 0 needs one.
@@ -77,7 +77,7 @@ class RefitSource:
         return BucketFiller(plan, weights)
 
     def share_buffer(self) -> IpcHandle:
-        """A handle by which an engine on the same GPU opens the buffer."""
+        """Return a handle by which an engine on the same GPU opens the buffer."""
         assert self._buffer is not None, "begin_refit comes first"
         return IpcHandle.share(self._buffer)
 
@@ -88,12 +88,12 @@ class RefitSource:
             torch.cuda.synchronize(self._device_side.device)
 
     def next_bucket(self) -> np.ndarray | None:
-        """(collective) The next bucket as uint8 at rank 0, valid until the one after it; None elsewhere."""
+        """(collective) Return the next bucket as uint8 at rank 0, valid until the one after it; None elsewhere."""
         size = self._fill()
         return self._buffer[:size].numpy() if self._buffer is not None else None
 
     def end(self) -> Sent:
-        """Frees the buffer; says what was put into it since `begin`. Idempotent."""
+        """Free the buffer; say what was put into it since `begin`. Idempotent."""
         self._filler, self._buffer = None, None
         if self._device_side.is_cuda:
             # Memory that another process had open is only freed when torch looks for it.
@@ -115,7 +115,7 @@ class RefitSource:
         self._group = RefitGroup(spec, device=self._device_side.device, store=self._store)
 
     def broadcast(self) -> None:
-        """(collective, while every engine receives) Sends all buckets from rank 0.
+        """(collective, while every engine receives) Send all buckets from rank 0.
 
         Raises:
             CollectiveTimeout: an engine is gone or late. An error of rank 0 reaches the engines as text.
@@ -131,7 +131,7 @@ class RefitSource:
                 self._group.send(self._buffer[:size])
 
     def close(self) -> None:
-        """Leaves the refit group. Idempotent."""
+        """Leave the refit group. Idempotent."""
         if self._group is not None:
             self._group.close()
         self._group, self._store = None, None

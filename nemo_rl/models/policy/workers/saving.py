@@ -39,14 +39,14 @@ class Saving:
         self._running: _Thread | None = None
 
     def save(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
-        """(collective) Returns when all is written."""
+        """(collective) Save, and return when all is written."""
         self._check_none_runs()
         with self._life.ready_for_training():
             snapshot = self._engine.snapshot(with_optimizer=optimizer is not None, copies=False)
             self._write(snapshot, weights, optimizer, tokenizer)
 
     def begin(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
-        """(collective) Copies what is to be saved, and writes it beside what this rank does from here on."""
+        """(collective) Copy what is to be saved, and write it beside what this rank does from here on."""
         self._check_none_runs()
         with self._life.ready_for_training():
             snapshot = self._engine.snapshot(with_optimizer=optimizer is not None, copies=True)
@@ -58,7 +58,7 @@ class Saving:
         return self._running is not None and self._running.is_alive
 
     def finish(self, *, timeout_s: float) -> float:
-        """(collective) Waits until what was begun is written; the seconds it took, 0 where nothing was begun.
+        """(collective) Wait until what was begun is written; the seconds it took, 0 where nothing was begun.
 
         Raises:
             CheckpointError: on every rank, it could not be written; or it is not written in time.
@@ -67,7 +67,7 @@ class Saving:
         return 0.0 if running is None else running.finish(timeout_s)
 
     def close(self) -> None:
-        """Ends the group; called once."""
+        """End the group; called once."""
         if dist.is_initialized():
             dist.destroy_process_group(self._group)
 

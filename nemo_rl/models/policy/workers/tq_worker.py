@@ -41,7 +41,8 @@ RATIOS = {"f128": 1.28, "f2": 2.0}
 
 
 def logprob_mismatch(batch: BatchedDataDict, logprobs_NT: torch.Tensor, name: str) -> dict[str, Reduction]:
-    """Metrics over the tokens of `token_mask` with their rows' weights (`sample_mask`), as `k3_<name>` and so on.
+    """Return metrics over the tokens of `token_mask` with their rows' weights (`sample_mask`), as `k3_<name>` and so
+    on.
 
     Args:
         batch: with `generation_logprobs` `[N, T]`.
@@ -74,7 +75,7 @@ class RouteSource(Protocol):
     def reads(self) -> ShardReads: ...
     @property
     def fetch_group(self) -> dist.ProcessGroup | None:
-        """Over which the leader sends; None when this rank reads for itself."""
+        """Return the group over which the leader sends, or None when this rank reads for itself."""
 
 
 class RoutesOfShards(Protocol):
@@ -87,12 +88,12 @@ class RoutesOfShards(Protocol):
     def fetch(
         self, stage: WorkerPass, meta: KVBatchMeta, batch: BatchedDataDict, source: RouteSource
     ) -> RouteSlices | None:
-        """(collective over the replica group) What the passes of this rank need; None without router replay."""
+        """(collective over the replica group) Return what the passes of this rank need; None without router replay."""
 
     def prev_logprobs(
         self, meta: KVBatchMeta, batch: BatchedDataDict, source: RouteSource, *, with_squares: bool
     ) -> Mapping[str, torch.Tensor]:
-        """(collective) The columns that the pass writes.
+        """(collective) Return the columns that the pass writes.
 
         Args:
             with_squares: `squared_probs`, too.
@@ -177,14 +178,14 @@ class StoredRoutes:
         return columns
 
     def metrics(self) -> dict[str, Reduction]:
-        """Counts of routes and distances of log-probabilities, of this rank since the last call."""
+        """Return counts of routes and distances of log-probabilities, of this rank since the last call."""
         kept, self._mismatch = self._mismatch, ()
         return merge_metrics([self.replay.metrics(), *kept])
 
     # Private parts.
 
     def _whole(self, stage: WorkerPass, meta: KVBatchMeta, batch: BatchedDataDict, source: RouteSource) -> ShardRoutes:
-        """Whole rows from the store, on the rank that reads.
+        """Return whole rows from the store, on the rank that reads.
 
         Raises:
             FieldNotProduced: there are none; names stage and samples.
@@ -209,7 +210,7 @@ class StoredRoutes:
         )
 
     def _encoded(self, recorded: RecordedRoutes, meta: KVBatchMeta, batch: BatchedDataDict) -> dict[str, torch.Tensor]:
-        """(collective over the replica group) Columns of the routes that its ranks have recorded."""
+        """(collective over the replica group) Return columns of the routes that its ranks have recorded."""
         routes_NTLK, shape = recorded.routes_NTLK, self.replay.shape
         if self.replica.group is not None:
             # Where a rank has no route it has -1.
@@ -281,7 +282,7 @@ class TQWorker(TQWorkerMixin[LossFunction, TrainResult], PolicyWorker):
         return self._routes.metrics()
 
     def shutdown(self) -> None:
-        """Ends the client and leaves the process group. Idempotent."""
+        """End the client and leave the process group. Idempotent."""
         self.close_data_plane()
         self._watch.close()
         PolicyWorker.shutdown(self)
@@ -313,7 +314,7 @@ class TQWorker(TQWorkerMixin[LossFunction, TrainResult], PolicyWorker):
         return self.passes.get_reference_policy_logprobs(batch, plan=meta.pack)
 
     def _extra_inputs(self, stage: WorkerPass, meta: KVBatchMeta, batch: BatchedDataDict) -> RouteSlices | None:
-        """(collective over the replica group) What a pass takes besides the columns of its batch."""
+        """(collective over the replica group) Return what a pass takes besides the columns of its batch."""
         return self._routes.fetch(stage, meta, batch, self)
 
 
