@@ -60,7 +60,7 @@ FOLDERS = {
     "nemo_rl/models/megatron": "The Megatron worker's engine: megatron-core.",
     "nemo_rl/models/policy": "The policy: the driver's view, microbatches, router replay.",
     "nemo_rl/models/policy/workers": "One rank of the policy, with and without the data plane.",
-    "nemo_rl/models/weight_sync": "Refit: trained weights on their way to the generation engines, and the proof that these use them.",
+    "nemo_rl/models/weight_sync": "Refit: trained weights on their way to the generation engines, and its proof.",
     "nemo_rl/utils": "Logging, metrics, checkpoints, traces and terminal output.",
     "nemo_rl/utils/trackers": "One file for each tracker.",
 }
