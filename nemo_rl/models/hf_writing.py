@@ -101,7 +101,7 @@ def write_folder(
             for name, weight in stream:
                 for place in places.pop(name):
                     place.fill(weight)
-            assert not places, f"weights that did not come: {list(places)[:3]}"
+            assert not places, f"weights that were not received: {list(places)[:3]}"
         _write_descriptions(folder, model, files)
     finally:
         for _ in stream:

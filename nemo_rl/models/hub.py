@@ -66,8 +66,7 @@ def _folder(name: str, *, where: str, needs_weights: bool = True) -> str:
     except ModelFolderError as error:
         if isinstance(error.__cause__, GatedRepoError):
             raise ModelFolderError(
-                f"{where}: {name!r} is given to those only who accepted its terms; accept them at "
-                f"{constants.ENDPOINT}/{name}, and run `hf auth login`"
+                f"{where}: {name!r} is gated; accept its terms at {constants.ENDPOINT}/{name}, and run `hf auth login`"
             ) from error
         if isinstance(error.__cause__, RepositoryNotFoundError):
             raise ModelFolderError(

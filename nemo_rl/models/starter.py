@@ -230,14 +230,14 @@ def _check_place(folder: Path) -> None:
         if not folder.exists():
             return
         if not folder.is_dir():
-            raise ModelFolderError(f"{folder}: is no folder; choose another place")
+            raise ModelFolderError(f"{folder}: is not a folder; choose another path")
         ours = _files_of_starter(folder)
         others = sorted(path.name for path in folder.iterdir() if path.name not in ours or path.is_dir())
     except OSError as error:
         raise ModelFolderError(f"{folder}: cannot be written: {error}; choose another folder") from error
     if others:
         raise ModelFolderError(
-            f"{folder}: holds what is no starter of this script ({name_some(others)}), and is left as it is; choose "
+            f"{folder}: holds other files than a starter of this script ({name_some(others)}); choose "
             "another folder, or remove it yourself"
         )
 

@@ -202,9 +202,9 @@ def _message(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise HubGone(f"the hub sent what is no message: {error}") from error
+        raise HubGone(f"the hub sent an invalid message: {error}") from error
     if not isinstance(found, dict):
-        raise HubGone("the hub sent what is no message: expected a JSON object")
+        raise HubGone("the hub sent an invalid message: expected a JSON object")
     return found
 
 

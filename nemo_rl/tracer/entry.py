@@ -50,8 +50,8 @@ class EntryKind(IntEnum):
 class Problem(Enum):
     """The reason why there is no entry at a place."""
 
-    INCOMPLETE = "the file ends within it"
-    DAMAGED = "its bytes are not those that were written"
+    INCOMPLETE = "the file ends in the middle of it"
+    DAMAGED = "its checksum is wrong"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -305,7 +305,7 @@ def decode(message: bytes) -> Part | Frame | Table:
         values = np.frombuffer(payload, dtype=dtype, count=math.prod(shape)).reshape(shape)
         return kind.of(header, values, bytes(payload[num_bytes:]))
     except (KeyError, TypeError, ValueError, AttributeError, UserError) as error:
-        raise BadFrame(f"no frame: {type(error).__name__}: {str(error)[:300]}") from error
+        raise BadFrame(f"invalid frame: {type(error).__name__}: {str(error)[:300]}") from error
 
 
 def header_of(message: bytes) -> Mapping[str, Any]:

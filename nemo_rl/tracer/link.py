@@ -127,7 +127,7 @@ class HubLink:
                 return
             except (OSError, WebSocketException, TimeoutError, ValueError) as error:
                 if not has_warned:
-                    logger.warning("no line to the tracer's hub, training goes on: %s", error)
+                    logger.warning("cannot reach the tracer's hub, training continues: %s", error)
                     has_warned = True
                 self._forget()
                 with self._state:
@@ -159,7 +159,7 @@ class HubLink:
                 for message in connection:
                     self._hear(json.loads(message))
             except (OSError, WebSocketException, ValueError) as error:
-                logger.debug("the hub has gone: %s", error)
+                logger.debug("lost the connection to the tracer's hub: %s", error)
 
         threading.Thread(target=listen, name="tracer link ears", daemon=True).start()
 

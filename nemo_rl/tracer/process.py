@@ -102,7 +102,7 @@ class HubProcess:
             self._start()
         except OSError as error:
             self.close()
-            raise RunFolderError(f"the tracer's hub does not start: {error}; check {self.spec.folder}") from error
+            raise RunFolderError(f"cannot start the tracer's hub: {error}; check {self.spec.folder}") from error
         except BaseException:
             self.close()
             raise
@@ -182,7 +182,7 @@ class HubProcess:
         said = self._talk(self._process)
         if "port" not in said:
             raise ResourceError(
-                f"the tracer's hub does not start on {self.spec.host}:{self.spec.port}: "
+                f"cannot start the tracer's hub on {self.spec.host}:{self.spec.port}: "
                 f"{said.get('error', 'it ended')}; see {folder / LOG_FILE}, or choose another port"
             )
         self.port = int(said["port"])

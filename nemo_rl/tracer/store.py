@@ -198,8 +198,8 @@ class StreamWriter:
         if not self._has_told:
             self._has_told = True
             text = (
-                f"recording: an entry of {num_bytes} bytes does not fit into {self._max_bytes} bytes and is left out; "
-                f"watch less at a time, or let the recording be larger"
+                f"recording: an entry of {num_bytes} bytes does not fit into {self._max_bytes} bytes and is skipped; "
+                f"watch fewer sites, or allow a larger recording"
             )
             logger.warning("%s: %s", self.folder, text)
             self.message({"type": "problem", "text": text})

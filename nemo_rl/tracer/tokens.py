@@ -103,8 +103,7 @@ def read_token(path: Path) -> str:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         raise UserError(
-            f"token {path}: cannot be read ({error.strerror}); give the folder 'tracer' of a run that is on, "
-            "and be its owner"
+            f"token {path}: cannot be read ({error.strerror}); pass the folder 'tracer' of a running job, as its owner"
         ) from error
     with os.fdopen(handle, "rb") as file:
         state = os.fstat(file.fileno())

@@ -202,7 +202,7 @@ def _fails(text: str) -> Callable[[], object]:
 
 
 def test_of_two_failures_the_cause_is_raised_not_its_consequence() -> None:
-    lost, cause = _fails("CollectiveTimeout: refit: rank 0 of 2 lost the others"), _fails("OSError: no memory")
+    lost, cause = _fails("CollectiveTimeout: refit: rank 0 of 2 lost the other members"), _fails("OSError: no memory")
     for sides in ((lost, cause), (cause, lost)):
         with pytest.raises(WorkerError, match="no memory"):
             _both(*sides)

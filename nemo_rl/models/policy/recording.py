@@ -175,7 +175,7 @@ class SiteRecording(Recording):
             self._stop(error)
 
     def _stop(self, error: UserError) -> None:
-        logger.warning("recording ends here, the step goes on: %s", error)
+        logger.warning("recording stopped, the step continues: %s", error)
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.abandon()

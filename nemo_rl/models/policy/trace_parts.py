@@ -297,7 +297,7 @@ def _of_torch(path: Path) -> torch.Tensor:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
         said = str(error).partition("\n")[0]
-        raise UserError(f"{path}: expected a tensor of torch.save, which no code is run for: {said}") from error
+        raise UserError(f"{path}: expected a tensor of torch.save, loadable without running code: {said}") from error
     if isinstance(found, dict):
         found = found.get(TENSOR, sorted(map(str, found)))
     if not isinstance(found, torch.Tensor):

@@ -198,7 +198,7 @@ class DeltaSchedule:
         deaf = [engine for engine, base in held.items() if base is None]
         if deaf:
             raise ConfigError(
-                f"{KEY}.enabled: true, but engine {deaf[0]} takes whole weights alone: its `RefitTarget` has no "
+                f"{KEY}.enabled: true, but engine {deaf[0]} supports whole weights only: its `RefitTarget` has no "
                 "`delta_base`; set it to false"
             )
         doubt = self._doubt(before, slots, births, held)

@@ -76,7 +76,7 @@ class IpcWeightSync(WeightSync):
             parties.run_engines(ask(RefitTarget.load_bucket))
 
 
-LOST = "lost the others"
+LOST = "lost the other members"
 """Text in an error that another member's failure causes."""
 
 

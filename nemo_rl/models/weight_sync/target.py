@@ -127,7 +127,9 @@ class RefitReceiver:
         missing = self._begun().num_missing
         self._sink, self._targets, self._shared = None, [], None
         if missing:
-            raise WorkerError(f"expected {self._num_buckets} buckets of weights, {missing} did not come", stage="refit")
+            raise WorkerError(
+                f"expected {self._num_buckets} buckets of weights, {missing} were not received", stage="refit"
+            )
 
     def close(self) -> None:
         """Leave the refit group. Idempotent."""

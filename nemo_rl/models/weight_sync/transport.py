@@ -180,7 +180,7 @@ class RefitGroup:
                 torch.cuda.synchronize(self.device)
         except RuntimeError as error:
             raise CollectiveTimeout(
-                f"refit: rank {self._spec.rank} of {self._spec.world_size} lost the others or waited "
+                f"refit: rank {self._spec.rank} of {self._spec.world_size} lost the other members or waited "
                 f"{self._spec.timeout_s:.0f} s: {str(error).splitlines()[0]}",
                 stage="refit",
             ) from error

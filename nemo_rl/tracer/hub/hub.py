@@ -128,7 +128,7 @@ class SinkThread:
             is_full = self._num_bytes + len(message) > self._max_bytes
             self._num_bytes += 0 if is_full else len(message)
         if is_full:
-            self._tell(f"{self._name}: the disk is too slow: pictures are left out of it")
+            self._tell(f"{self._name}: the disk is too slow, pictures are skipped")
         else:
             self._queue.put(message)
 
@@ -153,14 +153,14 @@ class SinkThread:
                 else:
                     self._sink.message(item)
             except Exception as error:  # noqa: BLE001 - whatever a disk does: looking on goes on
-                self._tell(f"{self._name}: some is left out of it: {type(error).__name__}: {str(error)[:300]}")
+                self._tell(f"{self._name}: entries are skipped: {type(error).__name__}: {str(error)[:300]}")
         self._close_sink()
 
     def _close_sink(self) -> None:
         try:
             self._sink.close()
         except Exception as error:  # noqa: BLE001 - as above
-            self._tell(f"{self._name}: its end could not be written: {type(error).__name__}: {str(error)[:300]}")
+            self._tell(f"{self._name}: could not be closed: {type(error).__name__}: {str(error)[:300]}")
 
     def _tell(self, text: str) -> None:
         if not self._has_told:

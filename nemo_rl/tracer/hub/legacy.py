@@ -220,7 +220,7 @@ async def serve_legacy(connection: ServerConnection, hub: Hub, sessions: Session
                 num_bad += 1
                 viewer.say({"type": "error", "code": error.code.value, "text": str(error)})
                 if num_bad > MAX_BAD_MESSAGES:
-                    await refuse(connection, error.code, "too many messages that are not allowed")
+                    await refuse(connection, error.code, "too many invalid messages")
     except ConnectionClosed:
         pass
     finally:

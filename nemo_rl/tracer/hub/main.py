@@ -78,7 +78,7 @@ def _record(hub: Hub, spec: HubSpec) -> None:
     try:
         writer = StreamWriter(spec.folder, spec.record_bytes)
     except UserError as error:
-        hub.problem(f"nothing is recorded: {error}")
+        hub.problem(f"recording is off: {error}")
         return
     hub.add_sink(SinkThread(writer, max_bytes=spec.limits.sink_bytes, problem=hub.problem))
 

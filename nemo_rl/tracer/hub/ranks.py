@@ -149,7 +149,7 @@ class Ranks:
         except BadFrame as error:
             self.tell(peer, type(sent).__name__, f"a {sent.what} was left out: {error}")
         if assembly.num_late > num_late:
-            self.tell(peer, "late", "parts came outside of their phase, or too late; they are left out")
+            self.tell(peer, "late", "skipped parts that came outside their phase or too late")
 
     def tell(self, peer: Peer, kind: str, text: str) -> None:
         """Tell a problem of a rank, once per kind."""
@@ -186,7 +186,7 @@ class Ranks:
     async def _publish_phase(self, phase: Phase) -> None:
         """Let others run between the pictures."""
         if phase.missing:
-            logger.warning("step %d, %s: without ranks %s", phase.step, phase.name, phase.missing)
+            logger.warning("step %d, %s: published without ranks %s", phase.step, phase.name, phase.missing)
         until_s = time.monotonic() + PACE_S
         for made in phase.frames(self._hub.limits.assembly_bytes):
             if isinstance(made, Table):

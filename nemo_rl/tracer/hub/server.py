@@ -255,4 +255,4 @@ class HubServer:
         except Exception:
             # A fault of ours ends one connection, not the hub.
             logger.exception("a connection ended")
-            self.hub.problem("the hub made a mistake with one connection; see hub.log")
+            self.hub.problem("internal error in one connection; see hub.log")

@@ -128,7 +128,7 @@ class Sessions:
             raise BadMessage(f"role: expected one of {', '.join(Role)}, got {str(hello.get('role'))[:40]!r}")
         role = Role(hello["role"])
         if not self._tokens.allow(role, text_field(hello, "token")):
-            raise BadMessage(f"the token is not good for the role {role.value}", ErrorCode.UNAUTHORIZED)
+            raise BadMessage(f"the token does not grant the role {role.value}", ErrorCode.UNAUTHORIZED)
         return role, hello
 
     async def _serve_rank(self, connection: ServerConnection, hello: Mapping[str, Any]) -> None:
@@ -151,7 +151,7 @@ class Sessions:
                 del self._rank_connections[peer]
                 self._ranks.disconnect(peer)
                 if not self.has_finished and not has_said_goodbye:
-                    self._hub.problem(f"{peer.text}: its connection ended; pictures lack its part")
+                    self._hub.problem(f"{peer.text}: its connection closed; pictures lack its part")
 
     def _note_unobserved(self, peer: Peer, given: object) -> None:
         """Note the sites that a rank cannot show, beside those of other ranks; groups other than the policy's are
@@ -231,8 +231,8 @@ class Sessions:
             return
         self._is_lost = True
         await self._ranks.flush()
-        self._hub.end_run(self.run, RunState.LOST, "the connection to the job has ended without a word")
-        self._hub.problem("the connection to the job has ended without a word")
+        self._hub.end_run(self.run, RunState.LOST, "the connection to the job closed before the end of the run")
+        self._hub.problem("the connection to the job closed before the end of the run")
 
     async def _hear_driver(self, said: dict[str, Any]) -> None:
         kind = said["type"]
@@ -291,7 +291,7 @@ class Sessions:
             BadMessage: too many are here, or another one is the controller.
         """
         if len(self.viewers) >= self._hub.limits.max_viewers:
-            raise BadMessage(f"{len(self.viewers)} viewers are connected, which is the most", ErrorCode.TOO_MANY)
+            raise BadMessage(f"{len(self.viewers)} viewers are connected, which is the limit", ErrorCode.TOO_MANY)
         if viewer.role is Role.CONTROLLER:
             self._take_control(viewer, is_taking_over=is_taking_over)
         self.viewers.append(viewer)
@@ -309,7 +309,7 @@ class Sessions:
     def _take_control(self, viewer: Viewer, *, is_taking_over: bool) -> None:
         if self.controller is not None:
             if not is_taking_over:
-                raise BadMessage("there is a controller; take over, or view only", ErrorCode.BUSY)
+                raise BadMessage("another controller is connected; take over, or view only", ErrorCode.BUSY)
             self.controller.role = Role.VIEWER
             self.controller.message(dump({"type": "demoted"}))
         self.controller = viewer
@@ -324,7 +324,7 @@ class Sessions:
             except BadMessage as error:
                 num_bad += 1
                 if num_bad > MAX_BAD_MESSAGES:
-                    await refuse(viewer.connection, error.code, f"too many messages that are not allowed: {error}")
+                    await refuse(viewer.connection, error.code, f"too many invalid messages: {error}")
                     return
                 viewer.message(error_text(error.code, str(error)))
 

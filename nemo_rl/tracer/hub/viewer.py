@@ -225,7 +225,7 @@ class Viewer:
         return self.connection.transport.get_write_buffer_size()
 
     async def _close_slow(self) -> None:
-        text = f"took nothing for {self._limits.slow_viewer_s:g} s, or left too much waiting; connect again"
+        text = f"read nothing for {self._limits.slow_viewer_s:g} s, or fell too far behind; connect again"
         with suppress(TimeoutError, ConnectionClosed):
             async with asyncio.timeout(CLOSING_S):
                 await self.connection.send(error_text(ErrorCode.SLOW, text))

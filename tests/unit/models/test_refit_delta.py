@@ -232,5 +232,5 @@ def test_after_any_doubt_all_weights_are_sent_once(doubt: dict[str, object]) -> 
 
 
 def test_an_engine_that_knows_no_deltas_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"refit_delta.enabled: true, but engine 1 takes whole weights alone"):
+    with pytest.raises(ConfigError, match=r"refit_delta.enabled: true, but engine 1 supports whole weights only"):
         base_of(DeltaSchedule(full_every=9), 0, held={0: -1, 1: None})

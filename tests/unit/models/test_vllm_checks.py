@@ -47,7 +47,7 @@ def test_settings_that_vllm_would_refuse_or_change_are_refused(generation: dict[
 def test_routes_do_not_go_through_a_pipeline() -> None:
     sizes = {"vllm_cfg": {"pipeline_parallel_size": 2}}
     (line,) = check_vllm(vllm_policy(Path("m"), generation=sizes, router_replay={"enabled": True}))
-    assert "pipeline_parallel_size: 2 does not go with policy.router_replay.enabled" in line
+    assert "pipeline_parallel_size: 2 cannot be combined with policy.router_replay.enabled" in line
 
 
 @needs_vllm

@@ -100,7 +100,7 @@ class VllmEngine(GenerationInterface):
         self._llm: vllm.LLM | None = _start(arguments, config)
         self._replays = self._llm.llm_engine.vllm_config.use_v2_model_runner
         self._weights = VllmWeights(self._expected, self._hand)
-        self._broken: str | None = None if weight_version >= 0 else "no weights have come yet"
+        self._broken: str | None = None if weight_version >= 0 else "no weights were received yet"
 
     @property
     def weight_version(self) -> int:
@@ -117,7 +117,7 @@ class VllmEngine(GenerationInterface):
         """
         if self._broken is not None:
             raise WorkerError(
-                f"generation engine {self._number} has no whole weights to sample from: {self._broken}", stage=STAGE
+                f"generation engine {self._number} has no complete weights to sample from: {self._broken}", stage=STAGE
             )
         rows = rows_of(request, max_total_length=self._max_total_length)
         shape = self._route_shape if request.with_routes else None
@@ -155,7 +155,7 @@ class VllmEngine(GenerationInterface):
 
     def begin_weights(self) -> None:
         """Begin new weights; nothing can be sampled until `finish_weights`."""
-        self._weight_version, self._broken = -1, "new weights were on their way and have not all come"
+        self._weight_version, self._broken = -1, "a weight update was interrupted"
         self._weights.begin()
 
     def take_weight(self, name: str, weight: torch.Tensor) -> None:
@@ -213,7 +213,7 @@ class VllmEngine(GenerationInterface):
 
     def _forget(self) -> None:
         if not self._engine().reset_prefix_cache():
-            raise RuntimeError("vLLM kept its prefix cache: requests of it are still running")
+            raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
 
     def _hand(self, method: str, named: Sequence[tuple[str, torch.Tensor]]) -> Sequence[object]:
         payload: list[object] = []

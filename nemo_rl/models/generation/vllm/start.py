@@ -196,7 +196,7 @@ def _size_problems(config: PolicyConfig) -> list[str]:
         )
     if config.router_replay.enabled and sizes.pipeline_parallel_size > 1:
         lines.append(
-            f"{prefix}.pipeline_parallel_size: {sizes.pipeline_parallel_size} does not go with "
+            f"{prefix}.pipeline_parallel_size: {sizes.pipeline_parallel_size} cannot be combined with "
             "policy.router_replay.enabled: vLLM returns no routes of a pipeline; set it to 1"
         )
     return lines

@@ -74,7 +74,7 @@ class VllmWeights:
         """
         missing = set(self._first.values()) - self._taken
         if missing:
-            raise RuntimeError(f"{len(missing)} weights did not come, first {min(missing)!r}")
+            raise RuntimeError(f"{len(missing)} weights were not received, first {min(missing)!r}")
         self._hand("finish_weights", ())
 
     def fingerprints(self) -> Mapping[str, str]:
