@@ -72,7 +72,7 @@ _INDEX_PARTS = frozenset(
 
 @contextmanager
 def complete_or_nothing(folder: Path, *, group: dist.ProcessGroup | None = None) -> Iterator[Path]:
-    """A folder next to `folder` that takes its name when every rank is done; all ranks enter and leave together.
+    """Yield a folder next to `folder` that takes its name when every rank is done; all ranks enter and leave together.
 
     Raises:
         CheckpointError: on every rank; what was in `folder` before is left as it was.

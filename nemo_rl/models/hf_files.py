@@ -174,7 +174,7 @@ _Part = tuple[str, tuple[int, ...], tuple[int, ...], int]
 
 
 def _probe_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Fused experts keep their number; every other size becomes one that divides well."""
+    """Return a small size: fused experts keep their number; every other size becomes one that divides well."""
     small = tuple(PROBE_ROWS for _ in shape)
     return (shape[0], *small[1:]) if len(shape) > 2 else small
 
@@ -233,7 +233,7 @@ def index_text(files: Sequence[WeightFile]) -> str:
 
 
 def as_stored(name: str, weight: torch.Tensor, names: FileNames) -> Iterator[tuple[str, torch.Tensor]]:
-    """A weight of a module as files hold it: every expert by itself, sharing its memory."""
+    """Yield a weight of a module as files hold it: every expert by itself, sharing its memory."""
     info = TensorInfo(shape=tuple(weight.shape), dtype=str(weight.dtype).removeprefix("torch."))
     for tensor in names.stored(name, info):
         yield tensor.name, tensor.box.of(weight, held=Box.whole(info.shape)).view(tensor.shape)

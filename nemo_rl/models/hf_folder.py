@@ -189,7 +189,8 @@ class FolderWeights:
         return found | {name: (_as_it_is(name),) for name in left}
 
     def _check_tied_head(self) -> None:
-        """A folder may hold the head of a model that is tied, but not another one than the embedding."""
+        """Refuse a head that differs from the embedding: a folder may hold the head of a model that is tied, but not
+        another one than the embedding."""
         if HEAD not in self._file_of or HEAD in self._stored or EMBEDDING not in self._file_of:
             return
         if not torch.equal(self._read(HEAD), self._read(EMBEDDING)):
@@ -211,7 +212,7 @@ class FolderWeights:
 
 
 def _as_it_is(name: str) -> StoredTensor:
-    """A tensor of a file that no weight of the module is made of, or is under the very same name."""
+    """Return a tensor of a file that no weight of the module is made of, or is under the very same name."""
     return StoredTensor(name=name, weight=name, box=Box.whole(()), shape=(), dtype=torch.float32)
 
 

@@ -116,7 +116,8 @@ def write_shares(
     group: dist.ProcessGroup,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """(collective over `group`: the ranks of the job) As `write_folder`; the first rank writes, a few MB at a time.
+    """(collective over `group`: the ranks of the job) Write the shares of all ranks into a folder, like `write_folder`;
+    the first rank writes, a few MB at a time.
 
     Every rank needs memory for one window of a file, the writer for two. After an error the writer goes on to take
     what the others send.
@@ -212,7 +213,7 @@ def _places(file: WeightFile, sink: BinaryIO) -> Iterator[_Place]:
 
 
 def _write_descriptions(folder: Path, model: ModelDescription, files: Sequence[WeightFile]) -> None:
-    """Index, config and generation config."""
+    """Write index, config and generation config."""
     if len(files) > 1:
         (folder / INDEX_FILE).write_text(index_text(files))
     written = copy.deepcopy(model.config)
@@ -259,7 +260,7 @@ def _windows(file: WeightFile) -> Iterator[_Window]:
 
 
 def _rows(tensor: StoredTensor) -> Iterator[Box]:
-    """A tensor in parts of about a window, each a run of its bytes."""
+    """Yield a tensor in parts of about a window, each a run of its bytes."""
     box = tensor.box
     if tensor.num_bytes <= WINDOW_BYTES:
         if box.count:
@@ -328,7 +329,7 @@ class _Output:
 
 
 def _filled(window: _Window, share: Share, group: dist.ProcessGroup) -> torch.Tensor:
-    """(at the writer) The elements of a window, from all ranks."""
+    """(at the writer) Return the elements of a window, from all ranks."""
     dtype = window[0].tensor.dtype
     counts = [piece.box.count for piece in window]
     content = torch.empty(sum(counts), dtype=dtype)

@@ -34,7 +34,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def local_folders(policy: PolicyConfig) -> PolicyConfig:
-    """`policy` with folders in place of the names of models on the hub.
+    """Return `policy` with folders in place of the names of models on the hub.
 
     Raises:
         ModelFolderError: a model is neither in the cache, nor can the hub be reached or has it.

@@ -233,7 +233,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _check_sizes(given: Mapping[str, Any], where: str) -> None:
-    """Libraries believe every number, and build what it says or divide by it."""
+    """Check the numbers of a config: libraries believe every number, and build what it says or divide by it."""
     for name, value in given.items():
         if isinstance(value, dict):
             _check_sizes(value, f"{where}: {name}")
@@ -248,7 +248,7 @@ def _check_sizes(given: Mapping[str, Any], where: str) -> None:
 
 
 def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers by Hugging Face name; tied ones once, under their first name."""
+    """Yield parameters and persistent buffers by Hugging Face name; tied ones once, under their first name."""
     seen: set[int] = set()
     for name, weight in model.state_dict(keep_vars=True).items():
         if id(weight) not in seen:
@@ -275,7 +275,7 @@ def build_skeleton(folder: str | Path) -> PreTrainedModel:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Each parameter moves as soon as its module has it, so that no more than one is ever held."""
+    """Move the parameters: each moves as soon as its module has it, so that no more than one is ever held."""
     register = torch.nn.Module.register_parameter
 
     def on_meta(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:

@@ -32,7 +32,7 @@ __all__ = [
 
 
 def k3(log_ratio: torch.Tensor) -> torch.Tensor:
-    """KL(sampler || other) of each token: exp(d) - 1 - d.
+    """Return KL(sampler || other) of each token: exp(d) - 1 - d.
 
     Unbiased, for exp(d) has expectation 1 under the sampler; never negative, so tokens do not hide one another; of far
     less variance than -d (http://joschu.net/blog/kl-approx.html).
@@ -41,7 +41,7 @@ def k3(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def js(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Jensen-Shannon divergence of each token, in expectation at most log 2.
+    """Return the Jensen-Shannon divergence of each token, in expectation at most log 2.
 
     With m = (p_sampler + p_other) / 2: half of k3 of KL(sampler || m), and half of k3 of KL(other || m), whose samples
     are weighed by exp(d).
@@ -167,7 +167,7 @@ def logprobs_from_logits(logits_NTV: torch.Tensor, input_ids_NT: torch.Tensor, *
 
 
 def negative_log_likelihood(logprobs: torch.Tensor, weights: torch.Tensor, *, total: float) -> torch.Tensor:
-    """-sum of w log pi / `total`; tokens of weight 0 have no part in it, whatever their log-probability is.
+    """Return -sum of w log pi / `total`; tokens of weight 0 have no part in it, whatever their log-probability is.
 
     Args:
         logprobs: float32, of any shape.
@@ -264,7 +264,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 def _weighed(logprobs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """p times the values; 0 where a filter has left no probability, whatever the value is."""
+    """Return p times the values; 0 where a filter has left no probability, whatever the value is."""
     return torch.where(logprobs.isneginf(), 0.0, logprobs.exp() * values)
 
 

@@ -54,7 +54,7 @@ class Box:
         return Box(start=starts, size=sizes) if all(sizes) else None
 
     def of(self, tensor: torch.Tensor, *, held: Box) -> torch.Tensor:
-        """This box of a tensor that is the box `held`; shares its memory."""
+        """Return this box of a tensor that is the box `held`; shares its memory."""
         for dim, (start, size) in enumerate(zip(self.start, self.size, strict=True)):
             tensor = tensor.narrow(dim, start - held.start[dim], size)
         return tensor
@@ -73,5 +73,5 @@ def chunk_of(length: int, *, place: int, count: int) -> tuple[int, int]:
 
 
 def local_shard(weight: torch.Tensor) -> torch.Tensor:
-    """This rank's part, sharing memory."""
+    """Return this rank's part, sharing memory."""
     return weight.to_local() if isinstance(weight, DTensor) else weight

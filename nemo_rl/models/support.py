@@ -150,7 +150,7 @@ def decode_support(
 
 
 def _to_bytes(number_W: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """LEB128, and how many bytes each number takes."""
+    """Return LEB128, and how many bytes each number takes."""
     number_W = number_W.long()
     size_W = torch.ones_like(number_W)
     for place in range(1, MOST_BYTES):

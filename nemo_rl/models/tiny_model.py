@@ -253,7 +253,7 @@ def _shrink_lists(given: Mapping[str, Any], small: dict[str, Any], count: int, l
 
 
 def _shrink_rope(given: Mapping[str, Any], small: dict[str, Any]) -> None:
-    """The kind and its numbers stay; factors by frequency are cut to those of a small head."""
+    """Shrink the positions: the kind and its numbers stay; factors by frequency are cut to those of a small head."""
     if not any(_is_scaled(given.get(name)) for name in ("rope_scaling", "rope_parameters")):
         for name in POSITION_COUNTS:
             if isinstance(given.get(name), int):

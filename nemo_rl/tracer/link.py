@@ -199,10 +199,10 @@ class Outlet(Protocol):
     """Takes what a sink has made, and never waits."""
 
     def table(self, table: Table) -> None:
-        """Before the parts that refer to it."""
+        """Take a table, before the parts that refer to it."""
 
     def part(self, part: Part) -> None:
-        """`dropped_before` is filled in when it is sent."""
+        """Take a part, whose `dropped_before` is filled in when it is sent."""
 
 
 class Straight:
@@ -274,7 +274,7 @@ class Gathered:
         self._wholes[part.where] = part
 
     def between_passes(self) -> None:
-        """No table is open: what has been gathered of tokens is sent if it is much."""
+        """Send what has been gathered of tokens if it is much; no table is open now."""
         if self._num_bytes > GATHERED_BYTES:
             self._send_tokens()
 

@@ -52,7 +52,7 @@ JOIN_S = 5.0
 
 
 def paced(entries: Iterator[Entry], *, speed: float, stop: Event) -> Iterator[Entry]:
-    """Each frame when it is due, as its `wall_s` says; what is not dated comes with what follows it.
+    """Yield each frame when it is due, as its `wall_s` says; what is not dated comes with what follows it.
 
     Args:
         speed: 2.0 takes half the time.
@@ -87,7 +87,7 @@ class Player:
         self._names: dict[str, str] = {}
 
     def publish(self, entry: Entry) -> None:
-        """Frames, tables and messages; what this version does not know is counted."""
+        """Publish frames, tables and messages; what this version does not know is counted."""
         try:
             if entry.kind is EntryKind.MESSAGE:
                 self._publish_message(entry.message())
@@ -250,7 +250,7 @@ class Serving:
 
 @asynccontextmanager
 async def serving(*, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[Serving]:
-    """A hub in this process; its tokens lie in a new folder of their own, which goes with it.
+    """Run a hub in this process; its tokens lie in a new folder of their own, which goes with it.
 
     Raises:
         UserError: the address cannot be had.

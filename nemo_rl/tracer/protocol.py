@@ -151,7 +151,7 @@ class BadMessage(ValueError):
 
 
 def parse(text: str) -> dict[str, Any]:
-    """Numbers that are not finite become None.
+    """Parse a message; numbers that are not finite become None.
 
     Raises:
         BadMessage: it is no JSON object with a text `type`.

@@ -46,7 +46,7 @@ GOLDEN, FIRST, SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """splitmix64 of uint64 values, element by element."""
+    """Return splitmix64 of uint64 values, element by element."""
     with np.errstate(over="ignore"):
         mixed = values + GOLDEN
         mixed = (mixed ^ (mixed >> np.uint64(30))) * FIRST

@@ -158,7 +158,7 @@ class StreamWriter:
         self._write(EntryKind.MESSAGE, body, record.get("step"))
 
     def close(self) -> None:
-        """No more is written."""
+        """Close the recording."""
         self._close_file()
         if self._lock is not None:
             os.close(self._lock)
@@ -171,7 +171,7 @@ class StreamWriter:
         self.close()
 
     def _write(self, kind: EntryKind, body: bytes, step: object, *, table: tuple[str, str] | None = None) -> bool:
-        """False: it is too large."""
+        """Write an entry, and return False where it is too large."""
         try:
             again = self._missing_table(table)
             length = HEAD.size + len(body)
@@ -277,7 +277,7 @@ class StreamWriter:
         self._tables = {key: place for key, place in self._tables.items() if place.number != number}
 
     def _append(self, entry: bytes) -> None:
-        """All of it or nothing."""
+        """Write all of it or nothing."""
         assert self._descriptor is not None, "a file has begun"
         self._last = self._sizes[self._number]
         rest = memoryview(entry)

@@ -77,7 +77,7 @@ class StreamReader:
         """Files whose last entry was not written to its end."""
 
     def entries(self, follow: Follow | None = None) -> Iterator[Entry]:
-        """All entries in the order in which they were written, each once.
+        """Yield all entries in the order in which they were written, each once.
 
         Args:
             follow: waits for more at the end, also for the first file; None: ends there.
@@ -105,7 +105,7 @@ class StreamReader:
         return sorted({entry.step for entry in heads if entry.step is not None})
 
     def at_step(self, step: int) -> Iterator[Entry]:
-        """Frames of one step, and the tables that they need before them; reads no other frames."""
+        """Yield the frames of one step, and the tables that they need before them; reads no other frames."""
         seen: set[Seen] = set()
         for path, heads in self._heads_by_file():
             last = max((head.at for head in heads if _is_frame_of(head, step)), default=-1)
@@ -113,7 +113,7 @@ class StreamReader:
             yield from _unseen(_with_tables(_at_places(path, wanted)), seen)
 
     def messages(self) -> Iterator[Entry]:
-        """All messages, each once; reads no other bodies."""
+        """Yield all messages, each once; reads no other bodies."""
         seen: set[Seen] = set()
         for path, heads in self._heads_by_file():
             wanted = [head.at for head in heads if head.kind is EntryKind.MESSAGE]
@@ -124,7 +124,7 @@ class StreamReader:
             yield path, [head for _, head in found]
 
     def _heads(self) -> Iterator[tuple[Path, Entry]]:
-        """Heads of all entries with their file."""
+        """Yield the heads of all entries with their file."""
         for path in stream_files(self.folder).values():
             with suppress(FileNotFoundError), path.open("rb") as file:
                 at, size = 0, size_of(file)
@@ -209,7 +209,7 @@ def _at_places(path: Path, places: Sequence[int]) -> Iterator[Entry]:
 
 
 def _with_tables(entries: Iterator[Entry]) -> Iterator[Entry]:
-    """Frames, each table before the first that refers to it; other tables are left out."""
+    """Yield frames, each table before the first that refers to it; other tables are left out."""
     tables: dict[tuple[object, object], Entry] = {}
     for entry in entries:
         with suppress(BadFrame):

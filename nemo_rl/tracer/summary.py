@@ -261,7 +261,7 @@ class RunSummary:
 
     @property
     def state(self) -> str:
-        """`ended`, `lost`, or `running`: no finish is recorded."""
+        """Return `ended`, `lost`, or `running`: no finish is recorded."""
         if self.finish is not None:
             return RunState.ENDED.value
         state = str(self.said.get("state", RunState.RUNNING.value))

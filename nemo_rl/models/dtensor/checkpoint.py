@@ -39,7 +39,7 @@ STATE_FILE = "trainer_state.json"
 
 
 def export(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Full weights on the CPU in Hugging Face naming, one at a time, as copies."""
+    """Yield the full weights on the CPU in Hugging Face naming, one at a time, as copies."""
     for name, weight in named_weights(model.hf):
         full = full_weight(weight)
         # On one rank the "gathered" tensor is the shard itself, which the next step changes in place.

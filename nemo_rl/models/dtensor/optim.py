@@ -68,8 +68,8 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[torch.nn.Param
 def _implementation(
     kind: type[torch.optim.Optimizer], weights: list[torch.nn.Parameter], kwargs: dict[str, Any]
 ) -> dict[str, bool]:
-    """One kernel over all weights on CUDA; weight by weight where sharded and plain ones are mixed, which no kernel
-    over lists takes. The user's own choice is left alone."""
+    """Return the keyword of a fused step: one kernel over all weights on CUDA; weight by weight where sharded and
+    plain ones are mixed, which no kernel over lists takes. The user's own choice is left alone."""
     known = inspect.signature(kind).parameters
     if {"fused", "foreach"} & kwargs.keys() or "foreach" not in known:
         return {}
@@ -135,7 +135,7 @@ class LearningRate:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def advance(self) -> None:
-        """One training call is done."""
+        """Advance by one training call."""
         self._calls_done += 1
         if self._chain is not None:
             self._chain.advance()

@@ -40,7 +40,7 @@ def rope_problem(config: PretrainedConfig) -> str | None:
 
 
 def long_rope_start(config: PretrainedConfig) -> int | None:
-    """Rows of more tokens get the long frequencies; None where there is one kind only."""
+    """Return the length beyond which rows get the long frequencies; None where there is one kind only."""
     if LONG_ROPE not in _kinds(config).values():
         return None
     return int(config.get_text_config().rope_parameters["original_max_position_embeddings"])
@@ -90,7 +90,7 @@ class RowFrequencies:
 
 
 def _kinds(config: PretrainedConfig) -> dict[str, str]:
-    """`rope_type` by kind of layer, "" for all; empty without rotary positions."""
+    """Return `rope_type` by kind of layer, "" for all; empty without rotary positions."""
     rope: Mapping[str, Any] = config.get_text_config().to_dict().get("rope_parameters") or {}
     if "rope_type" in rope:
         return {"": str(rope["rope_type"])}

@@ -263,7 +263,7 @@ class OptimizerStep:
 
 
 def grad_norm(grads: Sequence[torch.Tensor], groups: ParallelGroups) -> float:
-    """2-norm of the whole gradient (collective over all ranks).
+    """Return the 2-norm of the whole gradient (collective over all ranks).
 
     Weights that every tensor-parallel rank holds count once, the parts of split ones are added up.
     """

@@ -382,7 +382,7 @@ def _padding_token(given: Mapping[str, Any]) -> int | None:
 
 
 def _number_of_experts(given: Mapping[str, Any]) -> int:
-    """Releases of transformers differ in the name."""
+    """Return a setting of one of several names: releases of transformers differ in the name."""
     return next(int(given[name]) for name in ("num_experts", "n_routed_experts", "num_local_experts") if name in given)
 
 

@@ -47,7 +47,8 @@ class Rotary(torch.nn.Module):
         self.inverse_frequencies, self.attention_scaling = rotary_frequencies(config)
 
     def get_rotary_seq_len(self, *args: Any, **_: object) -> torch.Tensor:
-        """megatron-core asks for a length and hands it to `forward`; here it is the positions themselves."""
+        """Return the positions: megatron-core asks for a length and hands it to `forward`; here it is the positions
+        themselves."""
         packed = args[4]
         assert isinstance(packed, PackedSegments), "the pass has no PackedSegments"
         assert packed.position_s is not None

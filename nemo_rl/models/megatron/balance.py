@@ -38,7 +38,7 @@ class AuxiliaryLoss:
         self._num_losses = 1
 
     def begin(self, num_microbatches: int) -> None:
-        """Called before the first microbatch.
+        """Begin a global batch, before its first microbatch.
 
         Args:
             num_microbatches: of each rank; every one has a loss, or with `global_aux_loss` one over all shards.
@@ -106,7 +106,8 @@ def _count_tokens(router: TopKRouter, routing_map: torch.Tensor, padding_mask: t
 
 @contextmanager
 def biases_kept_on_error(module: torch.nn.Module) -> Iterator[None]:
-    """Around a global batch: megatron-core moves the routers' biases with the gradients, before those are looked at."""
+    """Surround a global batch: megatron-core moves the routers' biases with the gradients, before those are looked
+    at."""
     kept = [(bias, bias.clone()) for name, bias in module.named_buffers() if name.endswith(".expert_bias")]
     try:
         yield

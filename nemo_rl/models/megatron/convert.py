@@ -77,7 +77,7 @@ def load_weights(model: MegatronModel, source: WeightSource) -> None:
 
 
 def export_weights(model: MegatronModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """(collective) Every weight, whole, by the name of the Hugging Face module, on this rank's device.
+    """(collective) Yield every weight, whole, by the name of the Hugging Face module, on this rank's device.
 
     All ranks iterate to the end, at the same pace. The tensors are contiguous and share no memory with the model. A
     tied head is left out.
@@ -86,7 +86,7 @@ def export_weights(model: MegatronModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def export_gradients(model: MegatronModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """(collective) As `export_weights`, the gradients in float32 once they are complete on every rank.
+    """(collective) Yield, like `export_weights`, the gradients in float32 once they are complete on every rank.
 
     Weights without one (frozen, or buffers) have zeros.
     """
@@ -106,7 +106,7 @@ def _gradient_of(tensor: Any) -> torch.Tensor:
 def _export_all(
     model: MegatronModel, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(collective) Whole tensors from each rank's parts of them."""
+    """(collective) Return whole tensors from each rank's parts of them."""
     groups = _Groups.of_rank()
     stages = range(groups.pipeline.size())
     first_layers = [get_transformer_layer_offset(model.config, pp_rank=stage) for stage in stages]
@@ -120,7 +120,7 @@ def _export_all(
 def _export(
     weight: Weight, tensors: Mapping[str, torch.Tensor], groups: _Groups, *, stage: int, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(collective) The parts of a weight that a pipeline stage has."""
+    """(collective) Yield the parts of a weight that a pipeline stage has."""
     dtype = _dtype(weight, dtype)
     if stage == groups.pipeline.rank():
         gather = _gather_experts if weight.num_experts else _gather_split
@@ -139,7 +139,7 @@ def _dtype(weight: Weight, dtype: torch.dtype) -> torch.dtype:
 
 
 def _tensors(module: GPTModel, config: DecoderConfig) -> dict[str, torch.Tensor]:
-    """This rank's parameters and buffers by the names of the table."""
+    """Return this rank's parameters and buffers by the names of the table."""
     first = get_transformer_layer_offset(config)
     held = (*module.named_parameters(), *module.named_buffers())
     return {table_name(name, first_layer=first): tensor for name, tensor in held}
@@ -208,7 +208,7 @@ def _gather_split(weight: Weight, tensors: Mapping[str, torch.Tensor], groups: _
 
 
 def _gather_experts(weight: Weight, tensors: Mapping[str, torch.Tensor], groups: _Groups) -> torch.Tensor:
-    """Expert by expert, so that besides the result there is little more than one of each rank."""
+    """Gather a weight expert by expert, so that besides the result there is little more than one of each rank."""
     whole = tensors[weight.local.format(expert=0)].new_empty(weight.shape)
     of_ranks = whole.unflatten(0, (groups.expert.size(), -1))
     for expert in range(of_ranks.shape[1]):

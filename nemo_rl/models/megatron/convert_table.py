@@ -128,7 +128,7 @@ def table_name(name: str, *, first_layer: int) -> str:
 
 
 def weights_of(shape: Architecture) -> Iterator[Weight]:
-    """All weights of a model, from the embedding to the head."""
+    """Yield all weights of a model, from the embedding to the head."""
     vocabulary = (shape.vocab_size, shape.hidden_size)
     embedding = (Part(name="model.embed_tokens.weight", shape=vocabulary),)
     yield Weight(local="embedding.word_embeddings.weight", layer=0, parts=embedding, split=ROWS)

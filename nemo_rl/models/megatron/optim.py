@@ -100,7 +100,7 @@ class PolicyOptimizer:
         return [group for part in self._parts for group in part.param_groups]
 
     def advance(self) -> None:
-        """(collective) One training call is done; every rank has the whole weights after it."""
+        """(collective) Advance by one training call; every rank has the whole weights after it."""
         self._schedule.num_steps += 1
         if self._config.overlap_param_gather:
             # Otherwise only the next forward pass would gather them, and an export comes first.
@@ -141,7 +141,8 @@ class PolicyOptimizer:
         return norm if is_finite else None
 
     def _grad_norm(self) -> float:
-        """2-norm of the whole gradient: each optimizer over the ranks that hold its other parts, then their sum.
+        """Return the 2-norm of the whole gradient: each optimizer over the ranks that hold its other parts, then their
+        sum.
 
         The groups differ: dense weights are split over tensor and pipeline ranks, experts over expert ranks too.
         """
@@ -231,12 +232,13 @@ class PolicyOptimizer:
         self._chain.reload_model_params()
 
     def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All that `move_state` moves, as `weight's name, dot, kind`; the model's own weights are not among it."""
+        """Yield all that `move_state` moves, as `weight's name, dot, kind`; the model's own weights are not among
+        it."""
         for name, kind, holder in self._state():
             yield f"{name}.{kind}", holder.data if kind == MASTER else holder[kind]
 
     def moments(self, kind: str) -> dict[str, torch.Tensor]:
-        """This rank's state of one kind by megatron-core's name of the weight.
+        """Return this rank's state of one kind by megatron-core's name of the weight.
 
         Args:
             kind: `exp_avg`, `exp_avg_sq`, `momentum_buffer` or `master`.

@@ -147,7 +147,7 @@ def forget_last_pass(model: MegatronModel) -> None:
 
 
 def build_model(hf_config: PretrainedConfig, policy: PolicyConfig, *, device: torch.device) -> MegatronModel:
-    """(collective) This rank's part, on its device, with random weights.
+    """(collective) Return this rank's part, on its device, with random weights.
 
     Raises:
         ConfigError: megatron-core refuses the settings, or the positions are of an unknown kind.
@@ -209,7 +209,7 @@ def _freeze_routers(module: PolicyGPT) -> None:
 
 
 def _mark_experts(module: PolicyGPT) -> None:
-    """Experts' gradients are reduced over the ranks that hold the same experts.
+    """Mark the experts' gradients, which are reduced over the ranks that hold the same experts.
 
     megatron-core marks them only with expert parallelism. Without it, and with experts less split than the dense
     weights, every tensor rank sees other tokens, whose gradients would never be added up.

@@ -61,7 +61,7 @@ class _Finder(TapList):
         self.part = Split(index=here.coordinates.tp, count=here.layout.tp)
 
     def layer(self, number: int, layer: Any) -> None:
-        """Sites of one layer."""
+        """Add the sites of one layer."""
         self.add(SiteKind.LAYER_IN, number, at_input(layer), tokens=self.between)
         attention, mlp = layer.self_attention, layer.mlp
         projections = {SiteKind.ATTN_Q: 0, SiteKind.ATTN_K: 1, SiteKind.ATTN_V: 2}
@@ -102,7 +102,8 @@ class _Finder(TapList):
         self.add(SiteKind.MLP_ACT, number, at_input(mlp.linear_fc2), split=self.part)
 
     def _projection(self, place: int) -> Pick:
-        """Queries, keys or values of this tensor rank, out of groups that hold their queries, a key and a value."""
+        """Return queries, keys or values of this tensor rank, out of groups that hold their queries, a key and a
+        value."""
         shape = self._model.shape
         queries = shape.num_heads // shape.num_groups
 
@@ -138,7 +139,7 @@ def _weights(top_k: int, output: Any) -> torch.Tensor:
 
 
 def _at_gating(router: Any) -> Callable[[Deliver], Detach]:
-    """A router computes its scores in a method, not in a module."""
+    """Reach the scores of a router: it computes its scores in a method, not in a module."""
 
     def attach(deliver: Deliver) -> Detach:
         gating = router.gating

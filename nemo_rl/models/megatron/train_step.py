@@ -217,7 +217,7 @@ class PipelineRunner:
         is_training: bool,
         at_all_positions: bool = False,
     ) -> None:
-        """One pass of megatron-core's schedule over so many microbatches, which are built when they are due."""
+        """Run one pass of megatron-core's schedule over so many microbatches, which are built when they are due."""
         module = self._model.ddp
         module.train(is_training)
         with torch.set_grad_enabled(is_training):

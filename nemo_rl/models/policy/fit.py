@@ -74,7 +74,7 @@ def check_policy_fits(config: PolicyConfig) -> None:
 
 
 def check_planned_model_fits(given: PretrainedConfig, config: PolicyConfig) -> None:
-    """The same for an architecture whose folder need not be here; raises as `check_policy_fits`."""
+    """Check the same for an architecture whose folder need not be here; raises as `check_policy_fits`."""
     model = model_without_weights(given, config.model_name)
     with boundary(ModelFolderError, f"model folder {config.model_name!r}: config.json"):
         if config.megatron_cfg.enabled:
@@ -87,8 +87,8 @@ def check_planned_model_fits(given: PretrainedConfig, config: PolicyConfig) -> N
 
 
 def _check_rollouts_have_one_rope(model: PreTrainedModel, config: PolicyConfig) -> None:
-    """An engine keeps the keys of a row that grows beyond the short frequencies; training gives all its tokens the
-    long ones."""
+    """Refuse rows that need two kinds of positions: an engine keeps the keys of a row that grows beyond the short
+    frequencies; training gives all its tokens the long ones."""
     start, longest = long_rope_start(model.config), config.max_total_sequence_length
     if start is not None and longest > start:
         raise ConfigError(
@@ -99,7 +99,8 @@ def _check_rollouts_have_one_rope(model: PreTrainedModel, config: PolicyConfig) 
 
 
 def _check_routes_can_be_replayed(model: PreTrainedModel) -> None:
-    """Engines and the DTensor worker find routers in the model; the Megatron worker knows no other kinds."""
+    """Refuse models whose routers cannot take routes: engines and the DTensor worker find routers in the model; the
+    Megatron worker knows no other kinds."""
     routers = HFRouters(model)
     if routers.num_experts > MAX_EXPERTS:
         raise ConfigError(

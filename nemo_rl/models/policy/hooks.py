@@ -99,7 +99,7 @@ class TapList:
         self.taps.append(Tap(kind=kind, layer=layer, attach=attach, tokens=tokens, split=split, order=chosen))
 
     def cannot(self, why: str, *kinds: SiteKind) -> None:
-        """The model does not give these."""
+        """Note sites that the model does not give."""
         self.unobserved.update(dict.fromkeys(kinds, why))
 
 

@@ -115,7 +115,8 @@ class Policy:
         self._run(ask(PolicyWorker.prepare_for_training), "train prep")
 
     def save_checkpoint(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
-        """HF folder, sharded optimizer state and tokenizer; a failed write leaves only what the caller discards."""
+        """Write the HF folder, sharded optimizer state and tokenizer; a failed write leaves only what the caller
+        discards."""
         request = ask(PolicyWorker.save_checkpoint, weights=weights, optimizer=optimizer, tokenizer=tokenizer)
         self._run(request, "checkpoint")
 
@@ -135,15 +136,15 @@ class Policy:
         self._run(ask(PolicyWorker.load_checkpoint, weights=weights, optimizer=optimizer), "resume")
 
     def begin_recording(self, step: int) -> None:
-        """The passes from here on are recorded, until `end_recording`."""
+        """Record the passes from here on, until `end_recording`."""
         self._run(ask(PolicyWorker.begin_recording, step=step), "recording")
 
     def end_recording(self) -> None:
-        """The records of the step are complete."""
+        """Complete the records of the step."""
         self._run(ask(PolicyWorker.end_recording), "recording")
 
     def begin_tracing(self, step: int, *, watches: Sequence[str], keys: Sequence[str]) -> None:
-        """The passes from here on show the tracer's hub what is watched, until `end_tracing`."""
+        """Show the tracer's hub what is watched of the passes from here on, until `end_tracing`."""
         request = ask(PolicyWorker.begin_tracing, step=step, watches=tuple(watches), keys=tuple(keys))
         self._run(request, "tracing")
 
@@ -158,7 +159,8 @@ class Policy:
         return found
 
     def memory_metrics(self) -> dict[str, float]:
-        """`memory/<stage>_peak_bytes`, `_start_bytes` and `_end_bytes` since the last call, of the largest worker."""
+        """Return `memory/<stage>_peak_bytes`, `_start_bytes` and `_end_bytes` since the last call, of the largest
+        worker."""
         reports = self._run(ask(PolicyWorker.memory_report), "memory")
         names = sorted({name for report in reports for name in report})
         return {f"memory/{name}_bytes": float(max(report.get(name, 0) for report in reports)) for name in names}

@@ -288,7 +288,7 @@ def _on_this_rank(
     selected: tuple[torch.Tensor, torch.Tensor],
     shape: PassShape,
 ) -> ForwardInputs:
-    """This context rank's positions, and the selected tokens that they predict.
+    """Return this context rank's positions, and the selected tokens that they predict.
 
     Args:
         selected: row within the microbatch of each selected token, and its position in the row, both `[M]`.

@@ -122,7 +122,7 @@ class SiteSink(Protocol):
         value, since they are gathered."""
 
     def see(self, sight: Sight) -> None:
-        """One tensor; called by one thread at a time."""
+        """Take one tensor; called by one thread at a time."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -161,7 +161,7 @@ class SiteObserver(PassObserver):
 
     @contextmanager
     def attached(self) -> Iterator[SiteObserver]:
-        """Around the call: sites are reached inside, and nothing of that is left outside, also after an error."""
+        """Surround the call: sites are reached inside, and nothing of that is left outside, also after an error."""
         with ExitStack() as stack:
             for tap in self._taps.taps:
                 directions = [way for way in Direction if self._is_wanted(tap.kind, tap.layer, way)]
@@ -236,14 +236,14 @@ class SiteObserver(PassObserver):
                     sink.see(sight)
 
     def _show_named(self, kind: SiteKind, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Every rank has all of them whole."""
+        """Show named tensors, which every rank has whole."""
         for name, value in tensors:
             self._show(
                 Sight(place=replace(self._place, kind=kind, name=name), value=value, is_first=self._taps.shows_whole)
             )
 
     def _on_backward(self, current: _Pass, output: torch.Tensor) -> None:
-        """Layers that the backward pass of this output runs again belong to its microbatch."""
+        """Assign recomputed layers: those that the backward pass of this output runs again belong to its microbatch."""
 
         def begin(_: torch.Tensor) -> None:
             self._current = current
@@ -297,7 +297,7 @@ class SiteObserver(PassObserver):
     def _show_selected(
         self, current: _Pass, kind: SiteKind, values_nt: torch.Tensor, direction: Direction = Direction.FORWARD
     ) -> None:
-        """Values of the tokens whose log-probability is wanted."""
+        """Show values of the tokens whose log-probability is wanted."""
         micro = current.micro
         at = micro.out_row_M, micro.out_column_M
         rows = PassRows(number=next(self._numbers), at=at, table=self._table(micro, *at, micro.ids_nt[at]))
@@ -359,7 +359,7 @@ class Onlookers:
 
     @contextmanager
     def phase(self, phase: WorkerPass, batch: BatchedDataDict) -> Iterator[PassObserver]:
-        """Around the passes of one call."""
+        """Surround the passes of one call."""
         sinks = {one: sink for one in self._onlookers if (sink := one.begin_call(phase)) is not None}
         if self._taps is None or not sinks:
             yield NO_OBSERVER

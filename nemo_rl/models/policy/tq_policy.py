@@ -130,7 +130,7 @@ class TQPolicy(Policy):
         return self._submit(requests, stage.value).then(merge)
 
     def end_step(self) -> None:
-        """Workers forget what they fetched."""
+        """Let the workers forget what they fetched."""
         self._run(ask(TQWorker.end_step), "end of step")
 
     def router_replay_metrics(self) -> dict[str, Reduction]:

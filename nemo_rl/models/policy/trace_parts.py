@@ -89,7 +89,7 @@ class Values:
 
 
 def part_of(reducer: Reducer, values: Values) -> np.ndarray:
-    """This rank's part."""
+    """Return this rank's part."""
     return _PARTS[type(reducer)](reducer, values)
 
 

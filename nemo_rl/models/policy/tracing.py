@@ -282,13 +282,13 @@ class TracedPhases:
         )
 
     def end_phase(self, phase: str) -> None:
-        """A phase that a sink was made for has ended, also by an error."""
+        """End a phase that a sink was made for, also one that ended by an error."""
         if self._step is not None:
             counts = {"sent": self.link.sent, "dropped": self.link.dropped}
             self.link.say({"type": "end", "step": self._step.number, "phase": phase, **counts})
 
     def _report(self, text: str) -> None:
-        """Once for each problem."""
+        """Report each problem once."""
         if text not in self._problems:
             self._problems.add(text)
             logger.warning("tracer: %s", text)

@@ -165,7 +165,7 @@ def match_slots(
 
 
 def in_dtypes(plan: RefitPlan, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights in the dtypes of the plan; those that it does not name as they are."""
+    """Yield the weights in the dtypes of the plan; those that it does not name as they are."""
     dtypes = {slot.name: getattr(torch, slot.dtype) for slot in plan.slots}
     return ((name, weight.to(dtypes.get(name, weight.dtype))) for name, weight in weights)
 

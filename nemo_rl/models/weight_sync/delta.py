@@ -157,7 +157,7 @@ def _no_bytes(like: torch.Tensor) -> torch.Tensor:
 
 
 def _runs(gaps: torch.Tensor) -> torch.Tensor:
-    """Alternately: elements left out before a run, elements of the run but one."""
+    """Yield alternately: elements left out before a run, elements of the run but one."""
     is_first = gaps > 0
     is_first[0] = True
     at = is_first.nonzero()[:, 0]

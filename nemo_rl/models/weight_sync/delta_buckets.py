@@ -34,7 +34,7 @@ class HeldWeights:
         self._bytes: list[torch.Tensor] = []
 
     def begin(self, plan: RefitPlan, targets: Sequence[torch.Tensor] | None = None) -> None:
-        """The weights of another version follow.
+        """Begin the weights of another version.
 
         Args:
             targets: the engine's tensors; None: memory is taken here.

@@ -141,7 +141,7 @@ class BroadcastWeightSync(WeightSync):
 
 
 def choose_backend(devices: Sequence[str]) -> str:
-    """`nccl` where every member has a GPU of its own, which NCCL wants; else `gloo` over CPU buffers."""
+    """Return `nccl` where every member has a GPU of its own, which NCCL wants; else `gloo` over CPU buffers."""
     is_distinct = len(set(devices)) == len(devices)
     return "nccl" if is_distinct and all(device.startswith("GPU-") for device in devices) else "gloo"
 

@@ -41,13 +41,13 @@ class Fingerprints:
         self._hashes: dict[str, torch.Tensor] = {}
 
     def add(self, name: str, weight: torch.Tensor) -> None:
-        """The weight may change or go from here on."""
+        """Add a weight, which may change or go from here on."""
         shape = "x".join(map(str, weight.shape)) or "scalar"
         self._heads[name] = f"{str(weight.dtype).removeprefix('torch.')} {shape}"
         self._hashes[name] = _hash(weight)
 
     def passing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same weights, added on their way."""
+        """Yield the same weights, added on their way."""
         for name, weight in weights:
             self.add(name, weight)
             yield name, weight

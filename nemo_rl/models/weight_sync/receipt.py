@@ -168,7 +168,7 @@ class ProbeTurns:
         return self._spent_s + self._cost_s <= MOST_SHARE * (self._clock() - self._began)
 
     def done(self, seconds: float, *, has_probe: bool) -> None:
-        """A refit was proved.
+        """Count a refit that was proved.
 
         Args:
             seconds: that its receipt took.

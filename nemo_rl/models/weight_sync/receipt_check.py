@@ -269,5 +269,5 @@ class Receipts:
 
 
 def _worst(gaps: Mapping[int, float]) -> float:
-    """NaN is the worst."""
+    """Return the larger number; NaN is the worst."""
     return max(gaps.values(), key=lambda value: math.inf if math.isnan(value) else value)

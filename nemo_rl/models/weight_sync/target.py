@@ -65,7 +65,7 @@ class RefitReceiver:
         return slots
 
     def begin(self, plan: RefitPlan, handle: IpcHandle | None = None) -> None:
-        """Ready for the first bucket; with a handle buckets come through the policy's own GPU memory."""
+        """Get ready for the first bucket; with a handle buckets come through the policy's own GPU memory."""
         self._sink = self._sink_of(plan)
         self._num_buckets, self._buffer_bytes = self._sink.num_missing, plan.buffer_bytes
         self._shared = handle.open(self._device) if handle is not None else None
@@ -85,11 +85,11 @@ class RefitReceiver:
         return self._held.version
 
     def forget_base(self) -> None:
-        """The weights were replaced by another way."""
+        """Forget the base of deltas: the weights were replaced by another way."""
         self._held.forget()
 
     def load(self, bucket: np.ndarray | None = None) -> None:
-        """The next bucket, given as uint8, or read from the shared memory."""
+        """Load the next bucket, given as uint8, or read from the shared memory."""
         sink = self._begun()
         if bucket is not None:
             # Torch wants no memory that must not be written, such as a mapped object of Ray's store.
@@ -107,7 +107,7 @@ class RefitReceiver:
         self._group = RefitGroup(spec, device=self._device)
 
     def receive(self) -> None:
-        """(collective over the refit group) All buckets, while rank 0 sends them.
+        """(collective over the refit group) Receive all buckets, while rank 0 sends them.
 
         Raises:
             WorkerError: the policy failed. CollectiveTimeout: it did not send in time.
@@ -171,15 +171,15 @@ class RefitTarget(ABC):
 
     @abstractmethod
     def load_bucket(self, bucket: np.ndarray | None = None) -> None:
-        """The next bucket, given as uint8, or read from the shared memory."""
+        """Load the next bucket, given as uint8, or read from the shared memory."""
 
     @abstractmethod
     def join_refit_group(self, spec: RefitGroupSpec) -> None:
-        """(collective over the refit group)"""
+        """(collective over the refit group) Join the group of the refit."""
 
     @abstractmethod
     def receive_weights(self) -> None:
-        """(collective over the refit group) All buckets, while the policy sends them."""
+        """(collective over the refit group) Receive all buckets, while the policy sends them."""
 
     @abstractmethod
     def finish_refit(self, *, version: int) -> int:
@@ -195,7 +195,8 @@ class RefitTarget(ABC):
         return {}
 
     def answer_receipt(self, probe: Probe | None) -> Answer:
-        """(ready to generate when it returns) What this engine holds, and how it scores the probe on its decode path.
+        """(ready to generate when it returns) Return what this engine holds, and how it scores the probe on its decode
+        path.
 
         Args:
             probe: None: fingerprints alone.

@@ -119,7 +119,7 @@ class RefitGroup:
     """One member's side."""
 
     def __init__(self, spec: RefitGroupSpec, *, device: torch.device, store: dist.Store | None = None) -> None:
-        """(collective) All members construct it.
+        """(collective) Join the group; all members construct it.
 
         Args:
             device: of this member; buffers are there with `nccl`.
@@ -138,18 +138,18 @@ class RefitGroup:
             self._group = dist.ProcessGroupGloo(store, spec.rank, spec.world_size, self._timeout)  # type: ignore[assignment]
 
     def send(self, buffer: torch.Tensor) -> None:
-        """(rank 0, while the others `receive`) One bucket, uint8 on `device`."""
+        """(rank 0, while the others `receive`) Send one bucket, uint8 on `device`."""
         self._broadcast(torch.tensor([STATUS_OK, buffer.numel()], device=self.device))
         self._broadcast(buffer)
 
     def send_error(self, text: str) -> None:
-        """(rank 0, while the others `receive`) Ends the refit on all members."""
+        """(rank 0, while the others `receive`) End the refit on all members."""
         raw = torch.frombuffer(bytearray(text.encode() or b"?"), dtype=torch.uint8).to(self.device)
         self._broadcast(torch.tensor([STATUS_ERROR, raw.numel()], device=self.device))
         self._broadcast(raw)
 
     def receive(self, buffer: torch.Tensor) -> torch.Tensor:
-        """(ranks above 0) The next bucket, at the head of `buffer`.
+        """(ranks above 0) Receive the next bucket, at the head of `buffer`.
 
         Raises:
             WorkerError: the sender failed, with its text. CollectiveTimeout: it did not send in time.

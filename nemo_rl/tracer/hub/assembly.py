@@ -140,14 +140,14 @@ class Assembly:
         return tuple(sorted(self._here))
 
     def connect(self, rank: int, world: int) -> None:
-        """A rank is here (again)."""
+        """Add a rank, also one that comes again."""
         self.world = world
         self._here.add(rank)
         self._gone.discard(rank)
         self._forget_tables(rank)
 
     def disconnect(self, rank: int) -> None:
-        """A rank is gone; it is not waited for."""
+        """Remove a rank, which is not waited for any more."""
         self._here.discard(rank)
         self._gone.add(rank)
         at = self._current.pop(rank, None)
@@ -156,12 +156,12 @@ class Assembly:
         self._forget_tables(rank)
 
     def set_keys(self, step: int, keys: Sequence[str]) -> None:
-        """The order of the rows of a step."""
+        """Set the order of the rows of a step."""
         if (found := self._step(step)) is not None:
             found.keys.set_order(keys)
 
     def begin(self, rank: int, step: int, phase: str) -> None:
-        """A rank begins a phase."""
+        """Begin a phase of a rank."""
         for name, (of_step, tokens) in [*self._tables.get(rank, {}).items()]:
             if of_step < step:
                 del self._tables[rank][name]
@@ -219,7 +219,7 @@ class Assembly:
         self._num_bytes += added
 
     def end(self, rank: int, step: int, phase: str, dropped: int) -> None:
-        """A rank has sent all of its phase.
+        """End a phase of a rank, which has sent all of it.
 
         Args:
             dropped: frames that it has dropped since the run began.
@@ -248,7 +248,7 @@ class Assembly:
         return closed
 
     def release(self, phase: Phase) -> None:
-        """A phase that was taken has given all its frames: its parts count no more."""
+        """Release a phase that was taken: its frames are out and its parts count no more."""
         self._num_bytes -= phase.num_bytes
         phase.num_bytes = 0
 

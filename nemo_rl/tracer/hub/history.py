@@ -87,7 +87,7 @@ class History:
         return sorted(self._latest.values(), key=lambda kept: (kept.where.run, kept.where.step, kept.where.site.order))
 
     def of_steps(self, run: str, first: int, last: int) -> Iterator[Kept]:
-        """Frames of a span of steps, both ends included; what is let go meanwhile is left out."""
+        """Yield the frames of a span of steps, both ends included; what is let go meanwhile is left out."""
         steps = sorted(step for of_run, step in self._steps if of_run == run and first <= step <= last)
         for step in steps:
             found = self._steps.get((run, step))

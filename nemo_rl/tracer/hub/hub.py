@@ -72,7 +72,7 @@ class RunFacts:
         }
 
     def take(self, record: Mapping[str, Any]) -> None:
-        """Facts of a record, as far as it has them and they can be read."""
+        """Set the facts of a record, as far as it has them and they can be read."""
         for name in ("name", "text"):
             if isinstance(value := record.get(name), str):
                 setattr(self, name, value)
@@ -180,10 +180,10 @@ class Subscriber(Protocol):
     """One that gets what is published; never waits."""
 
     def message(self, text: str) -> None:
-        """A JSON message."""
+        """Send a JSON message."""
 
     def frame(self, kept: Kept) -> None:
-        """A frame, with its table."""
+        """Send a frame with its table."""
 
     @property
     def is_behind(self) -> bool:
@@ -231,13 +231,13 @@ class Hub:
         return facts
 
     def publish_table(self, table: Table) -> None:
-        """A table, before the frames that refer to it."""
+        """Publish a table, before the frames that refer to it."""
         kept = self.history.add_table(table)
         for sink in self._sinks:
             sink.frame(kept.message)
 
     def publish_frame(self, frame: Frame) -> None:
-        """A picture."""
+        """Publish a picture."""
         kept = self.history.add_frame(frame)
         for subscriber in self._subscribers:
             subscriber.frame(kept)
@@ -253,7 +253,7 @@ class Hub:
             self._tell_run(facts)
 
     def publish_message(self, message: Mapping[str, Any]) -> None:
-        """A JSON message of the protocol: `metrics`, `mark`, `problem`, `plan`; `run` is as `set_run`."""
+        """Publish a JSON message of the protocol: `metrics`, `mark`, `problem`, `plan`; `run` is as `set_run`."""
         if message.get("type") == "run":
             self.set_run(message)
             return
@@ -275,7 +275,7 @@ class Hub:
         self._loop.call_soon_threadsafe(self._tell_problem, text)
 
     def mark(self, label: str) -> None:
-        """A word of the controller, at the newest step."""
+        """Publish a mark of the controller, at the newest step."""
         steps = [facts.step for facts in self.runs.values() if facts.step is not None]
         self.publish_message({"type": "mark", "label": label, "step": max(steps, default=0)})
 
@@ -304,14 +304,15 @@ class Hub:
         return plan
 
     def set_plan(self, plan: Plan) -> None:
-        """Watches something else from the step on that the driver will name."""
+        """Watch something else from the step on that the driver will name."""
         self.plan, self.effective_step = plan, None
         self._tell_plan()
         if self.driver is not None:
             self.driver.message(self.driver_plan())
 
     def applied(self, step: int, digest: str) -> None:
-        """The driver says, in every step, what counts; the first step of a plan is the one it counts from."""
+        """Take the plan that counts, as the driver says in every step; the first step of a plan is the one it counts
+        from."""
         if digest == self.plan.digest and self.effective_step is None:
             self.effective_step = step
             self._tell_plan()
@@ -378,7 +379,7 @@ class Hub:
             subscriber.frame(kept)
 
     def end_run(self, run: str, state: RunState, text: str) -> None:
-        """A run goes on no more."""
+        """End a run."""
         if run in self.runs:
             self.set_run({"run": run, "state": state, "text": text})
 

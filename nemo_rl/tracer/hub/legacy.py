@@ -106,7 +106,8 @@ def _reducer(flag: str, config: object) -> Reducer | None:
 
 
 def _tiles(flag: str, options: Mapping[str, Any]) -> Tiles:
-    """Tiles are exact whatever the ranks have, so that what each rank shall do first (`*_one_rank`) has no effect."""
+    """Return tiles, which are exact whatever the ranks have, so that what each rank shall do first (`*_one_rank`)
+    has no effect."""
     tiles, methods = options.get("tiles", NUM_TILES), []
     for name in ("method", "method_one_rank"):
         method = options.get(name, "data.mean(dim=-1)")

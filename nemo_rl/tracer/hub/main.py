@@ -110,7 +110,7 @@ async def _linger(server: HubServer) -> None:
 
 
 def _say(record: dict[str, object]) -> None:
-    """The one line; whoever reads it may be gone."""
+    """Print the one line; its reader may be gone."""
     with suppress(OSError):
         sys.stdout.write(f"{json.dumps(record)}\n")
         sys.stdout.flush()

@@ -51,7 +51,7 @@ class StepKeys:
         self._order: dict[str, int] = {}
 
     def set_order(self, keys: Sequence[str]) -> None:
-        """Keys that are not among these come after them, by name."""
+        """Add keys: those that are not among these come after them, by name."""
         self._order = {key: place for place, key in enumerate(keys)}
 
     def codes(self, keys: Sequence[str], row_R: np.ndarray, position_R: np.ndarray) -> np.ndarray:
@@ -243,7 +243,7 @@ class Rows:
 
 
 def draw_sample(codes: np.ndarray, keys: StepKeys, n: int) -> np.ndarray:
-    """Indices, ascending, of the n tokens with the smallest hashes."""
+    """Return the indices, ascending, of the n tokens with the smallest hashes."""
     hashes = token_hashes(keys.names, codes >> POSITION_BITS, codes & ((1 << POSITION_BITS) - 1))
     return np.sort(np.argsort(hashes, kind="stable")[:n])
 

@@ -115,30 +115,30 @@ class Ranks:
             self._texts, self._has_tokenizer = TokenTexts(folder), True
 
     def connect(self, peer: Peer, world: int) -> None:
-        """A rank is here; there are `world` in its group."""
+        """Add a rank, one of `world` in its group."""
         self._of(peer.run, peer.group).connect(peer.rank, world)
         self._hub.set_run({"run": peer.run, **({"world": world} if peer.group is Group.POLICY else {})})
 
     def disconnect(self, peer: Peer) -> None:
-        """A rank is gone."""
+        """Remove a rank."""
         self._of(peer.run, peer.group).disconnect(peer.rank)
         self._wake.set()
 
     def set_keys(self, run: str, group: Group, step: int, keys: Sequence[str]) -> None:
-        """The order of the rows of a step."""
+        """Set the order of the rows of a step."""
         self._of(run, group).set_keys(step, keys)
 
     def begin(self, peer: Peer, step: int, phase: str) -> None:
-        """A rank begins a phase."""
+        """Begin a phase of a rank."""
         self._of(peer.run, peer.group).begin(peer.rank, step, phase)
 
     def end(self, peer: Peer, step: int, phase: str, dropped: int) -> None:
-        """A rank has sent all of a phase."""
+        """End a phase of a rank, which has sent all of it."""
         self._of(peer.run, peer.group).end(peer.rank, step, phase, dropped)
         self._wake.set()
 
     def add(self, peer: Peer, sent: Part | Table) -> None:
-        """A part or a table; one that fits nothing is told once per rank and kind of trouble."""
+        """Take a part or a table; one that fits nothing is told once per rank and kind of trouble."""
         assembly = self._of(peer.run, peer.group)
         num_late = assembly.num_late
         try:
@@ -197,7 +197,7 @@ class Ranks:
             await self._let_viewers_read(until_s)
 
     async def _let_viewers_read(self, until_s: float) -> None:
-        """Others run; and while nothing else is to be published, viewers that read get the time to."""
+        """Let others run; and while nothing else is to be published, viewers that read get the time to."""
         await asyncio.sleep(0)
         while self._hub.is_ahead and len(self._closed) == 1 and time.monotonic() < until_s:
             await asyncio.sleep(PACE_S / 1000)

@@ -110,14 +110,14 @@ class Gate:
         self._waiting: set[ServerConnection] = set()
 
     def enter(self, connection: ServerConnection) -> bool:
-        """False: too many wait."""
+        """Add a connection that waits, and return False where too many do."""
         if len(self._waiting) >= self._limit:
             return False
         self._waiting.add(connection)
         return True
 
     def leave(self, connection: ServerConnection) -> None:
-        """It is known now, or gone."""
+        """Remove a connection that is known now, or gone."""
         self._waiting.discard(connection)
 
 
@@ -129,13 +129,13 @@ class GatedConnection(ServerConnection):
         self._gate = gate
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A peer has connected."""
+        """Count a peer that has connected."""
         super().connection_made(transport)
         if not self._gate.enter(self):
             self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone."""
+        """Forget a peer that is gone."""
         self._gate.leave(self)
         super().connection_lost(exc)
 
@@ -230,7 +230,7 @@ class HubServer:
         return None
 
     def _is_allowed(self, request: Request) -> bool:
-        """Browsers say from which page they come; others need a token all the same."""
+        """Refuse pages of other origins: browsers say from which page they come; others need a token all the same."""
         origins = request.headers.get_all("Origin")
         if not origins:
             return True

@@ -226,7 +226,7 @@ class Sessions:
                     await asyncio.sleep(QUIET_S / 10)
 
     async def driver_gone(self) -> None:
-        """Its run is lost, unless it has finished."""
+        """Mark the run of a driver that is gone as lost, unless it has finished."""
         if self.run is None or self.has_finished or self._is_lost:
             return
         self._is_lost = True
@@ -300,7 +300,7 @@ class Sessions:
         self._hub.add_subscriber(viewer)
 
     def leave(self, viewer: Viewer) -> None:
-        """It gets no more."""
+        """Remove a viewer, which gets no more."""
         self._hub.remove_subscriber(viewer)
         self.viewers.remove(viewer)
         # Another one may have taken over since.

@@ -172,13 +172,13 @@ class RowRoutes:
         self._turns: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def add_prompts(self, row_slot_N: torch.Tensor, mask_PW: torch.Tensor) -> None:
-        """The forward pass over the distinct prompts; `row_slot_N` says which one a row has."""
+        """Add the forward pass over the distinct prompts; `row_slot_N` says which one a row has."""
         routes_PWLK = self._recorder.take().unflatten(0, tuple(mask_PW.shape))
         self._prompts_NWLK = routes_PWLK[row_slot_N]
         self._is_prompt_NW = mask_PW[row_slot_N].bool()
 
     def add_turn(self, live_B: torch.Tensor) -> None:
-        """The forward pass over one token of each live row."""
+        """Add the forward pass over one token of each live row."""
         self._turns.append((live_B, self._recorder.take()))
 
     def end_to_end(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -82,7 +82,7 @@ class RequestSites(ObservedRequest):
 
     @contextmanager
     def attached(self) -> Iterator[RequestSites]:
-        """Around the request: sites are reached inside, and nothing of that is left outside, also after an error."""
+        """Surround the request: sites are reached inside, and nothing of that is left outside, also after an error."""
         with ExitStack() as stack:
             for tap in self._taps:
                 if self._sink.takes(tap.kind, tap.layer, Direction.FORWARD):
@@ -173,7 +173,7 @@ class EngineTracing:
     """Shows nothing."""
 
     def begin(self, step: int, *, watches: Sequence[str], keys: Sequence[str]) -> None:
-        """The requests that follow belong to this step.
+        """Begin a step, to which the requests that follow belong.
 
         Args:
             watches: texts of a `Plan`.
@@ -181,14 +181,14 @@ class EngineTracing:
         """
 
     def end(self) -> None:
-        """No request of the step follows. Idempotent."""
+        """End the step. Idempotent."""
 
     def close(self) -> None:
         """Send what waits, within a deadline. Idempotent."""
 
     @contextmanager
     def request(self, num_rows: int) -> Iterator[ObservedRequest]:
-        """Around one request of so many rows; an error inside it ends the step."""
+        """Surround one request of so many rows; an error inside it ends the step."""
         yield NO_SITES
 
 

@@ -159,7 +159,7 @@ class VllmEngine(GenerationInterface):
         self._weights.begin()
 
     def take_weight(self, name: str, weight: torch.Tensor) -> None:
-        """One of the new weights, under its Hugging Face name, in the engine's dtype."""
+        """Take one of the new weights, under its Hugging Face name, in the engine's dtype."""
         try:
             self._weights.take(name, weight)
         except Exception as error:
@@ -167,7 +167,8 @@ class VllmEngine(GenerationInterface):
             raise
 
     def finish_weights(self, version: int) -> None:
-        """All new weights have come: vLLM computes with them, and with nothing that it knows of the old ones."""
+        """Finish new weights, when all have come: vLLM computes with them, and with nothing that it knows of the old
+        ones."""
         try:
             self._weights.finish()
             self._forget()
@@ -177,8 +178,8 @@ class VllmEngine(GenerationInterface):
         self._weight_version, self._broken = version, None
 
     def counters(self) -> dict[str, float]:
-        """vLLM's own counts since its start, such as `vllm:num_preemptions`; it counts with `disable_log_stats: false`
-        in `policy.generation.vllm_kwargs`."""
+        """Return vLLM's own counts since its start, such as `vllm:num_preemptions`; it counts with
+        `disable_log_stats: false` in `policy.generation.vllm_kwargs`."""
         return {each.name: each.value for each in self._engine().get_metrics() if isinstance(each, Counter)}
 
     def prepare_for_generation(self) -> None:

@@ -42,8 +42,8 @@ class RefitExtension:
     loaded = Fingerprints()
 
     def prepare_rows(self, forced: str) -> None:
-        """Called once, before the first request. vLLM's second model runner draws by seed and position, and replays
-        given responses, by itself.
+        """Prepare the model runner, once, before the first request. vLLM's second model runner draws by seed and
+        position, and replays given responses, by itself.
 
         Args:
             forced: name of the extra argument of a request that has the tokens of its response.
@@ -53,7 +53,7 @@ class RefitExtension:
             force_rows(self.model_runner, name=forced)
 
     def begin_weights(self) -> None:
-        """Weights come from here on. After a refit that broke off, begins anew."""
+        """Begin new weights, anew after a refit that broke off."""
         model = self.model_runner.get_model()
         if self.is_reloading:
             self._finalize(model)
@@ -68,14 +68,14 @@ class RefitExtension:
             initialize_layerwise_reload(model)
 
     def take_weights(self, named: list[tuple[str, torch.Tensor]] | bytes) -> None:
-        """Some of them, as the files of the model name them; the tensors are kept and must not change."""
+        """Take some weights, named as the files of the model name them; the tensors are kept and must not change."""
         if isinstance(named, bytes):
             named = list(load(named).items())
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.get_model().load_weights(self.loaded.passing(named))
 
     def finish_weights(self) -> None:
-        """All have come."""
+        """Finish the weights, when all have come."""
         self._finalize(self.model_runner.get_model())
         self.is_reloading = False
         self.model_runner.reset_encoder_cache()

@@ -49,13 +49,13 @@ class VllmWeights:
         self._taken: set[str] = set()
 
     def begin(self) -> None:
-        """New weights follow."""
+        """Begin new weights."""
         self._taken = set()
         self._fingerprints, self._parts, self._files = Fingerprints(), Fingerprints(), {}
         self._hand("begin_weights", ())
 
     def take(self, name: str, weight: torch.Tensor) -> None:
-        """One of them, in the engine's dtype; it must not change from here on."""
+        """Take one of them, in the engine's dtype; it must not change from here on."""
         self._fingerprints.add(name, weight)
         first = self._first[name]
         if first not in self._taken:
@@ -67,7 +67,7 @@ class VllmWeights:
             self._hand("take_weights", stored)
 
     def finish(self) -> None:
-        """vLLM computes with them from here on.
+        """Finish the weights: vLLM computes with them from here on.
 
         Raises:
             RuntimeError: some have not come.

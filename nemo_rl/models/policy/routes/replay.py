@@ -42,7 +42,7 @@ class PassObserver(Protocol):
         matches: bool | None,
         pending: tuple[int, int],
     ) -> None:
-        """A router has used these ids.
+        """Note the ids that a router has used.
 
         Args:
             matches: the recorded digests; None where there are none.
@@ -50,7 +50,7 @@ class PassObserver(Protocol):
         """
 
     def cleared(self, routes: MicrobatchRoutes, *, layer: int, pending: int) -> None:
-        """A router that has run forgets a microbatch: nothing asks for its routes any more."""
+        """Note that a router forgets a microbatch: nothing asks for its routes any more."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -106,12 +106,12 @@ class RouteReplayer:
 
     @property
     def is_idle(self) -> bool:
-        """No pass has routes now: routers choose for themselves."""
+        """End the routes of all passes: routers choose for themselves."""
         return self._current is None
 
     @contextmanager
     def stage(self, name: str, observer: PassObserver | None = None) -> Iterator[None]:
-        """Around all passes of a stage: nothing of it is left afterwards, also after an error."""
+        """Surround all passes of a stage: nothing of it is left afterwards, also after an error."""
         self._stage, self._observer = name, observer
         try:
             yield
@@ -121,7 +121,7 @@ class RouteReplayer:
 
     @contextmanager
     def pass_of(self, routes: MicrobatchRoutes, *, backward_follows: bool = False) -> Iterator[None]:
-        """Around a forward pass, or a forward and its backward pass where no other microbatch comes between.
+        """Surround a forward pass, or a forward and its backward pass where no other microbatch comes between.
 
         Args:
             backward_follows: the microbatch is entered once more, for its backward pass.
@@ -136,13 +136,13 @@ class RouteReplayer:
                 self.leave()
 
     def enter(self, routes: MicrobatchRoutes) -> None:
-        """Routers belong to this microbatch from here on, until `leave`."""
+        """Enter a microbatch: routers belong to this microbatch from here on, until `leave`."""
         self._current = routes
         if torch.is_grad_enabled():
             self._waiting[id(routes)] = routes
 
     def leave(self) -> None:
-        """Routers choose for themselves from here on; the microbatch is over."""
+        """Leave the microbatch: routers choose for themselves from here on."""
         routes, self._current = self._current, None
         if routes is None:
             return

@@ -66,7 +66,7 @@ class RouteTrace:
     num_experts: int
 
     def placed(self, routes: MicrobatchRoutes, ids_T: torch.Tensor) -> None:
-        """The routes of a microbatch lie where its tokens lie.
+        """Check that the routes of a microbatch lie where its tokens lie.
 
         Args:
             ids_T: `[T]` tokens as the model gets them.
@@ -203,7 +203,7 @@ class PassRoutes(Protocol):
     """The instructions of the routers in the passes of one call."""
 
     def pass_of(self, micro: Microbatch, *, backward_follows: bool = False) -> AbstractContextManager[OnBackward]:
-        """Around a forward pass, or a forward and its backward pass where no other microbatch comes between.
+        """Surround a forward pass, or a forward and its backward pass where no other microbatch comes between.
 
         Args:
             backward_follows: the backward pass comes later and recomputes layers; what is yielded instructs them.
@@ -221,7 +221,7 @@ OWN_ROUTES: PassRoutes = _OwnRoutes()
 
 
 def _nothing_follows(output: torch.Tensor) -> None:
-    """No instructions."""
+    """Ignore the output of a forward pass."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -290,7 +290,7 @@ class Replay(ABC):
         shape: PassShape,
         routes: RouteSlices | None,
     ) -> AbstractContextManager[PassRoutes]:
-        """Around the passes of a call.
+        """Surround the passes of a call.
 
         Args:
             batch: the shard.
@@ -306,7 +306,7 @@ class Replay(ABC):
     def recording(
         self, stage: WorkerPass, batch: BatchedDataDict, plan: PackPlan
     ) -> AbstractContextManager[StageReplay]:
-        """Around passes whose routers choose for themselves, and are recorded.
+        """Surround passes whose routers choose for themselves, and are recorded.
 
         Raises:
             RuntimeError: router replay is off.
@@ -406,7 +406,7 @@ class WorkerReplay(Replay):
             )
 
     def _slices_of(self, stage: WorkerPass, batch: BatchedDataDict, plan: PackPlan, shape: PassShape) -> RouteSlices:
-        """This rank's part of the whole rows in a batch."""
+        """Return this rank's part of the whole rows in a batch."""
         if ROUTES not in batch:
             raise self.missing(stage, batch)
         lengths = [int(length) for length in batch.tensor("input_lengths").tolist()]

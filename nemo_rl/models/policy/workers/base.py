@@ -135,7 +135,7 @@ def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device)
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """State of an optimizer with the kind of each tensor; counters of no dimension are left out."""
+    """Yield the state of an optimizer with the kind of each tensor; counters of no dimension are left out."""
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim() > 0:
@@ -143,7 +143,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, t
 
 
 def device_name(device: torch.device) -> str:
-    """`cpu`, or the GPU's product name."""
+    """Return `cpu`, or the GPU's product name."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
@@ -176,8 +176,8 @@ class DeviceSide:
 
     @contextmanager
     def plain_segments(self) -> Iterator[None]:
-        """Memory that is allocated inside can be handed to another process: CUDA refuses to export growing segments
-        where driver or container do not let processes exchange file descriptors."""
+        """Allocate for another process: memory that is allocated inside can be handed to another process: CUDA
+        refuses to export growing segments where driver or container do not let processes exchange file descriptors."""
         if not self._has_expandable_segments:
             yield
             return
@@ -202,7 +202,7 @@ class DeviceSide:
         return torch.cuda.max_memory_allocated(self.device) if self.is_cuda else peak_resident_bytes()
 
     def info(self) -> dict[str, object]:
-        """Device, process and memory in bytes; peak numbers are of the GPU."""
+        """Return device, process and memory in bytes; peak numbers are of the GPU."""
         common: dict[str, object] = {
             "device": str(self.device),
             "name": device_name(self.device),

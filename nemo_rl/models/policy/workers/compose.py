@@ -246,7 +246,7 @@ def build_policy_worker(spec: WorkerSpec) -> TQWorker:
 
 
 def _abort_watch(spec: WorkerSpec) -> tuple[Watch, AbstractContextManager[None]]:
-    """The watch, and what is around the start of the worker."""
+    """Keep the watch, and what is around the start of the worker."""
     rank = spec.rank
     if rank.world_size == 1:
         return NoWatch(), _group_ends_with_an_error()

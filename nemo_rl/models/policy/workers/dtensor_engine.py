@@ -71,7 +71,7 @@ def taps_of(
 
 
 def _gradients(model: PolicyModel, scaler: LossScaler) -> Iterator[tuple[str, torch.Tensor]]:
-    """(collective) FSDP's mean has undone the factor of the train step; the loss scale is left."""
+    """(collective) Yield the gradients: FSDP's mean has undone the factor of the train step; the loss scale is left."""
     for name, weight in named_weights(model.hf):
         if weight.grad is not None:
             gradient = full_weight(weight.grad)
@@ -79,7 +79,7 @@ def _gradients(model: PolicyModel, scaler: LossScaler) -> Iterator[tuple[str, to
 
 
 def _split_of(here: ThisRank, module: torch.nn.Module, dim: int) -> Split | None:
-    """This rank's part of the features, as the module's weight has been split over the tensor axis."""
+    """Return this rank's part of the features, as the module's weight has been split over the tensor axis."""
     weight = module._parameters.get("weight")
     if not isinstance(weight, DTensor):
         return None
@@ -95,7 +95,7 @@ class DTensorEngine(Engine):
     def __init__(
         self, config: PolicyConfig, here: ThisRank, *, num_steps: int, collective_timeout_s: float, seed: int
     ) -> None:
-        """(collective) As in `EngineFactory`; the groups have the deadline of the default one."""
+        """(collective) Make the engine of this rank; its groups have the deadline of the default one."""
         self._config, self._here, self._device = config, here, here.device
         hf = build_skeleton(config.model_name)
         source = open_source(config.model_name, hf)
@@ -186,4 +186,4 @@ class DTensorEngine(Engine):
             self.scaler.clean_steps = int(trainer_state["loss_scale_clean_steps"])
 
     def close(self) -> None:
-        """Its groups end with the default one."""
+        """Do nothing: the groups end with the default one."""

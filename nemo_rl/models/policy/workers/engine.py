@@ -32,15 +32,15 @@ class Schedule(Protocol):
         """Put the settings of the next call into the optimizer and return its learning rate."""
 
     def advance(self) -> None:
-        """One training call is done."""
+        """Advance by one training call."""
 
 
 class Snapshot(Protocol):
     """One rank's part of a model, and of its optimizer, at one moment."""
 
     def write(self, *, weights: Path, optimizer: Path | None, group: dist.ProcessGroup) -> None:
-        """(collective over `group`: the ranks of the job) HF folder at `weights`; optimizer, schedule and random state
-        at `optimizer`.
+        """(collective over `group`: the ranks of the job) Write the HF folder at `weights`; optimizer, schedule and
+        random state at `optimizer`.
 
         Raises:
             CheckpointError: on every rank; what was in the folders before is left as it was.
@@ -75,7 +75,7 @@ class Engine(ABC):
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's part of every weight and persistent buffer."""
+        """Return this rank's part of every weight and persistent buffer."""
 
     @abstractmethod
     def param_groups(self) -> list[dict[str, Any]]:
@@ -101,15 +101,15 @@ class Engine(ABC):
 
     @abstractmethod
     def weight_infos(self) -> dict[str, TensorInfo]:
-        """Name, shape and dtype of every weight in HF naming, in export order."""
+        """Return name, shape and dtype of every weight in HF naming, in export order."""
 
     @abstractmethod
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(collective) Whole weights on the device, one at a time, in the order of `weight_infos`."""
+        """(collective) Yield whole weights on the device, one at a time, in the order of `weight_infos`."""
 
     @abstractmethod
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(collective) Whole weights on the CPU, one at a time."""
+        """(collective) Yield whole weights on the CPU, one at a time."""
 
     @abstractmethod
     def snapshot(self, *, with_optimizer: bool, copies: bool) -> Snapshot:

@@ -48,12 +48,12 @@ class Shards:
         return [pinned_copy(shard, is_pinned=self._device_side.is_cuda) for shard in self.held()]
 
     def copy_into(self, kept: list[torch.Tensor]) -> None:
-        """Into memory that `copy` gave: pinning it is slow."""
+        """Copy the weights into memory that `copy` gave: pinning it is slow."""
         for target, shard in zip(kept, self.held(), strict=True):
             target.copy_(shard)
 
     def write(self, values: list[torch.Tensor]) -> None:
-        """Into the model."""
+        """Load copies into the model."""
         # From pinned memory the copies run one after another on the device's stream, without a wait for each.
         with torch.no_grad():
             for shard, value in zip(self.held(), values, strict=True):
@@ -121,7 +121,7 @@ class LifeCycle:
 
     @contextmanager
     def ready_for_training(self) -> Iterator[None]:
-        """Everything on the device meanwhile, whatever the state was."""
+        """Keep everything on the device meanwhile, whatever the state was."""
         before = self._state
         self.change_state(WorkerState.TRAINING)
         try:
@@ -151,7 +151,7 @@ class LifeCycle:
 
     @contextmanager
     def use_reference_model(self) -> Iterator[None]:
-        """(collective) Reference weights in place; the policy's come back on exit, also after an error."""
+        """(collective) Put the reference weights in place; the policy's come back on exit, also after an error."""
         if self.reference is None:
             raise RuntimeError("no reference weights are kept; set loss_fn.reference_policy_kl_penalty above 0")
         if self._is_reference_in_use:

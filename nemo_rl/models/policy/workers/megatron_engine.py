@@ -112,7 +112,7 @@ class MegatronEngine(Engine):
     def __init__(
         self, config: PolicyConfig, here: ThisRank, *, num_steps: int, collective_timeout_s: float, seed: int
     ) -> None:
-        """(collective) As in `EngineFactory`."""
+        """(collective) Make the engine of this rank."""
         self._config, self._here = config, here
         self._is_closed = False
         self._hf_config = load_model_config(config.model_name)
@@ -203,7 +203,7 @@ class MegatronEngine(Engine):
         return export_weights(self.model)
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(collective) Whole weights on the CPU, one at a time, as copies."""
+        """(collective) Yield whole weights on the CPU, one at a time, as copies."""
         for name, weight in export_weights(self.model):
             yield name, weight.to("cpu")
 

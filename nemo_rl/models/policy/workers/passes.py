@@ -219,8 +219,8 @@ class Passes:
     def get_reference_policy_logprobs(
         self, batch: BatchedDataDict, *, mbs: int | None = None, plan: PackPlan | None = None
     ) -> torch.Tensor:
-        """(collective) As `get_logprobs` under the reference weights, whose routers choose for themselves; without the
-        filter of top-k and top-p."""
+        """(collective) Return `get_logprobs` under the reference weights, whose routers choose for themselves;
+        without the filter of top-k and top-p."""
         plan = plan or self._inference_plan(batch, mbs)
         with self._life.use_reference_model():
             self._life.require("get_reference_policy_logprobs", WorkerState.TRAINING, WorkerState.LOGPROBS)

@@ -123,11 +123,11 @@ class PolicyWorker:
     def get_reference_policy_logprobs(
         self, batch: BatchedDataDict, *, mbs: int | None = None, plan: PackPlan | None = None
     ) -> torch.Tensor:
-        """(collective) As `get_logprobs` under the reference weights, whose routers choose for themselves."""
+        """(collective) Return `get_logprobs` under the reference weights, whose routers choose for themselves."""
         return self.passes.get_reference_policy_logprobs(batch, mbs=mbs, plan=plan)
 
     def record_routes(self, batch: BatchedDataDict, *, plan: PackPlan | None = None) -> RecordedRoutes:
-        """(collective) Log-probabilities, and the routes that the routers chose for themselves."""
+        """(collective) Return log-probabilities, and the routes that the routers chose for themselves."""
         return self.passes.record_routes(batch, plan=plan)
 
     def get_topk_logits(
@@ -138,15 +138,15 @@ class PolicyWorker:
         return self.passes.get_topk_logits(batch, k=k, mbs=mbs)
 
     def begin_recording(self, step: int) -> None:
-        """The passes from here on are recorded, as the worker's `RecordSpec` says, until `end_recording`."""
+        """Record the passes from here on, as the worker's `RecordSpec` says, until `end_recording`."""
         self.recording.begin(step)
 
     def end_recording(self) -> None:
-        """The records of the step are complete. Idempotent."""
+        """Complete the records of the step. Idempotent."""
         self.recording.end()
 
     def begin_tracing(self, step: int, watches: Sequence[str], keys: Sequence[str]) -> None:
-        """The passes from here on show the hub what is watched, until `end_tracing`; see `SiteTracing.begin`."""
+        """Show the hub what is watched of the passes from here on, until `end_tracing`; see `SiteTracing.begin`."""
         self.tracing.begin(step, watches=watches, keys=keys)
 
     def end_tracing(self) -> None:
@@ -156,11 +156,11 @@ class PolicyWorker:
     # States and memory.
 
     def prepare_for_lp_inference(self) -> None:
-        """Weights on the device, gradients gone, optimizer state on the CPU."""
+        """Bring weights to the device, drop gradients, optimizer state on the CPU."""
         self.life.change_state(WorkerState.LOGPROBS)
 
     def prepare_for_training(self) -> None:
-        """Weights and optimizer state on the device."""
+        """Bring weights and optimizer state on the device."""
         self.life.change_state(WorkerState.TRAINING)
 
     def offload_before_refit(self) -> None:
@@ -172,7 +172,7 @@ class PolicyWorker:
         self.life.change_state(WorkerState.OFFLOADED)
 
     def use_reference_model(self) -> AbstractContextManager[None]:
-        """(collective) Reference weights in place; the policy's come back on exit, also after an error."""
+        """(collective) Put the reference weights in place; the policy's come back on exit, also after an error."""
         return self.life.use_reference_model()
 
     def memory_report(self) -> dict[str, int]:
@@ -182,7 +182,7 @@ class PolicyWorker:
     # Refit; see `RefitSource`.
 
     def prepare_refit_info(self) -> dict[str, TensorInfo]:
-        """Name, shape and dtype of every weight in HF naming, in export order."""
+        """Return name, shape and dtype of every weight in HF naming, in export order."""
         return self.engine.weight_infos()
 
     def refit_free_bytes(self, *, on_device: bool) -> int:
@@ -198,7 +198,7 @@ class PolicyWorker:
         return self.refit.share_buffer()
 
     def fill_bucket(self) -> None:
-        """(collective) The next bucket is in the buffer."""
+        """(collective) Write the next bucket into the buffer."""
         self.refit.fill_bucket()
 
     def next_bucket(self) -> np.ndarray | None:
@@ -218,11 +218,11 @@ class PolicyWorker:
         return Scored(logprobs=logprobs, seconds=time.monotonic() - started)
 
     def open_refit_store(self, *, address: str, world_size: int, timeout_s: float) -> int:
-        """(rank 0) Opens the store of the refit group; returns its port."""
+        """(rank 0) Open the store of the refit group; return its port."""
         return self.refit.open_store(address=address, world_size=world_size, timeout_s=timeout_s)
 
     def join_refit_group(self, spec: RefitGroupSpec) -> None:
-        """(rank 0, while every engine joins) Makes the refit group."""
+        """(rank 0, while every engine joins) Make the refit group."""
         self.refit.join_group(spec)
 
     def broadcast_weights(self) -> None:
@@ -230,7 +230,7 @@ class PolicyWorker:
         self.refit.broadcast()
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(collective) Full CPU weights in HF naming, one at a time, on every rank."""
+        """(collective) Yield the full CPU weights in HF naming, one at a time, on every rank."""
         self.life.require("export_weights", WorkerState.TRAINING, WorkerState.LOGPROBS, WorkerState.REFIT)
         yield from self.engine.export_weights()
 
@@ -246,11 +246,12 @@ class PolicyWorker:
     # Checkpoints; see `Saving`.
 
     def save_checkpoint(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
-        """(collective) HF folder at `weights`; optimizer, schedule and random state at `optimizer`."""
+        """(collective) Write the HF folder at `weights`; optimizer, schedule and random state at `optimizer`."""
         self.saving.save(weights=weights, optimizer=optimizer, tokenizer=tokenizer)
 
     def begin_save(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
-        """(collective) As `save_checkpoint`, of this moment; written beside what comes next, until `finish_save`."""
+        """(collective) Begin a `save_checkpoint` of this moment; it is written beside what comes next, until
+        `finish_save`."""
         self.saving.begin(weights=weights, optimizer=optimizer, tokenizer=tokenizer)
 
     def is_saving(self) -> bool:

@@ -82,7 +82,7 @@ class RefitSource:
         return IpcHandle.share(self._buffer)
 
     def fill_bucket(self) -> None:
-        """(collective) The next bucket is in the buffer, and the device is done with it."""
+        """(collective) Write the next bucket into the buffer, and wait until the device is done with it."""
         self._fill()
         if self._device_side.is_cuda:
             torch.cuda.synchronize(self._device_side.device)
@@ -103,13 +103,13 @@ class RefitSource:
         return Sent(num_bytes=self._num_bytes, fingerprints=taken.result())
 
     def open_store(self, *, address: str, world_size: int, timeout_s: float) -> int:
-        """(rank 0) Opens the store of the refit group; returns its port."""
+        """(rank 0) Open the store of the refit group; return its port."""
         store = transport.open_store(address, world_size, timeout_s=timeout_s)
         self._store = store
         return int(store.port)
 
     def join_group(self, spec: RefitGroupSpec) -> None:
-        """(rank 0, while every engine joins) Makes the refit group, in place of the one before."""
+        """(rank 0, while every engine joins) Make the refit group, in place of the one before."""
         if self._group is not None:
             self._group.close()
         self._group = RefitGroup(spec, device=self._device_side.device, store=self._store)

@@ -120,7 +120,7 @@ class NoStoredRoutes:
     def prev_logprobs(
         self, meta: KVBatchMeta, batch: BatchedDataDict, source: RouteSource, *, with_squares: bool
     ) -> Mapping[str, torch.Tensor]:
-        """(collective) `prev_logprobs` `[N, T]` float32, and `squared_probs` where they are asked for."""
+        """(collective) Return `prev_logprobs` `[N, T]` float32, and `squared_probs` where they are asked for."""
         return _logprob_columns(self._passes, batch, meta.pack, None, with_squares=with_squares)
 
     def metrics(self) -> dict[str, Reduction]:
@@ -146,7 +146,7 @@ class StoredRoutes:
         return (*LP_SEED_FIELDS, GENERATION_LOGPROBS)
 
     def fetch(self, stage: WorkerPass, meta: KVBatchMeta, batch: BatchedDataDict, source: RouteSource) -> RouteSlices:
-        """(collective over the replica group) The leader reads whole rows; every rank gets what its passes need."""
+        """(collective over the replica group) Read whole rows at the leader; every rank gets what its passes need."""
         replay, plan = self.replay, _plan_of(meta)
         shape = self.passes.batch_layout(plan).shape
         if source.fetch_group is None:
@@ -164,8 +164,8 @@ class StoredRoutes:
     def prev_logprobs(
         self, meta: KVBatchMeta, batch: BatchedDataDict, source: RouteSource, *, with_squares: bool
     ) -> Mapping[str, torch.Tensor]:
-        """(collective) `prev_logprobs` `[N, T]` float32, `squared_probs` where they are asked for, and the routes where
-        this pass records them."""
+        """(collective) Return `prev_logprobs` `[N, T]` float32, `squared_probs` where they are asked for, and the
+        routes where this pass records them."""
         if self.config.records_at_rollout:
             routes = self.fetch(WorkerPass.PREV_LOGPROBS, meta, batch, source)
             columns = _logprob_columns(self.passes, batch, meta.pack, routes, with_squares=with_squares)
@@ -224,7 +224,8 @@ class StoredRoutes:
         return encode_routes(rows, shape, bit_packed=self.config.bit_packed, with_digests=self.config.with_digests)
 
     def _compare(self, batch: BatchedDataDict, logprobs_NT: torch.Tensor, plan: PackPlan | None) -> None:
-        """(collective) How far the rollout's log-probabilities are; for some microbatches also without replay."""
+        """(collective) Measure how far the rollout's log-probabilities are; for some microbatches also without
+        replay."""
         found = [logprob_mismatch(batch, logprobs_NT, "r3")] if self._sees_results(batch) else []
         count = self.config.compare_microbatches
         if count and plan is not None:
