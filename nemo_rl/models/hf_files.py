@@ -186,7 +186,7 @@ def _is_prefix(conversion: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightFile:
-    """One file."""
+    """The layout of one weight file."""
 
     name: str
     tensors: tuple[StoredTensor, ...]

@@ -1,4 +1,4 @@
-"""Shards of weights: `Box`, a part of a tensor given by a start and a size along every dim, and `local_shard`.
+"""Shards of weights: `Box`, a part of a tensor, and `local_shard`, what this rank holds of a weight.
 
 Used for what each rank holds of a weight and for what of it lies where in a file.
 """
@@ -16,7 +16,8 @@ __all__ = ["Box", "chunk_of", "local_shard"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Box:
-    """
+    """A part of a tensor, given by a start and a size along every dim.
+
     Example:
         >>> rows = Box(start=(2, 0), size=(4, 8))
         >>> rows.meet(Box(start=(4, 0), size=(4, 8)))

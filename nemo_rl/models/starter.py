@@ -84,7 +84,7 @@ class StarterConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StarterTask:
-    """One task.
+    """A task that a starter learns.
 
     Example:
         >>> task = STARTER_TASKS["sort"]

@@ -65,7 +65,7 @@ class KeptSets:
 
 
 class SupportRecorder:
-    """Takes the kept sets of one batch of rows, turn by turn."""
+    """Records the kept sets of one batch of rows, turn by turn."""
 
     def __init__(self) -> None:
         self._turns: list[tuple[torch.Tensor, torch.Tensor]] = []

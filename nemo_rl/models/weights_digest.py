@@ -31,7 +31,7 @@ HASH_BYTES = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorDigest:
-    """One weight."""
+    """The digest of one weight."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -43,7 +43,7 @@ class TensorDigest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightsDigest:
-    """All weights, in export order."""
+    """The digests of all weights, in export order."""
 
     bits: str
     """Hash of names, shapes, dtypes and bytes."""

@@ -51,7 +51,7 @@ class HubGone(NemoRLError):
 
 
 class LiveClient:
-    """Looks on.
+    """A viewer's connection to a hub.
 
     Example:
         with LiveClient.connect("127.0.0.1:41234", token) as client:

@@ -37,7 +37,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 
 
 class BadFrame(ValueError):
-    """A message that is no frame."""
+    """A message that is not a valid frame."""
 
 
 @dataclass(frozen=True, slots=True)

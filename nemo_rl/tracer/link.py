@@ -50,7 +50,7 @@ class HubAddress:
 
 
 class HubLink:
-    """The line of one process. Nothing is sent before the first message is offered.
+    """The connection of one process to the hub. Nothing is sent before the first message is offered.
 
     Args:
         hello: what the first message says besides version, role and token.
@@ -206,7 +206,7 @@ class Outlet(Protocol):
 
 
 class Straight:
-    """One message each."""
+    """Sends each table and part as its own message."""
 
     def __init__(self, link: HubLink) -> None:
         self._link = link

@@ -75,7 +75,7 @@ def paced(entries: Iterator[Entry], *, speed: float, stop: Event) -> Iterator[En
 
 
 class Player:
-    """Says to a hub what a recording holds; on the hub's loop."""
+    """Publishes the contents of a recording on a hub, on the hub's loop."""
 
     def __init__(self, hub: Hub, folder: Path, *, is_live: bool, taken: set[str]) -> None:
         """Args:
@@ -189,7 +189,7 @@ class Feed:
 
 @dataclass(slots=True)
 class Serving:
-    """Recordings that a hub shows."""
+    """A hub that shows recordings."""
 
     server: HubServer
     token_file: Path

@@ -231,7 +231,7 @@ MAX_TEXT = 1000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedJob:
-    """A job whose hub is there."""
+    """The hub of a job, and the driver's link to it."""
 
     address: HubAddress
     """Address for the ranks."""

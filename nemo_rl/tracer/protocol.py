@@ -143,7 +143,7 @@ MAX_ERROR_TEXT = 2000
 
 
 class BadMessage(ValueError):
-    """A message that is none of the protocol, with its code."""
+    """A message that the protocol does not allow, with the code of the error."""
 
     def __init__(self, text: str, code: ErrorCode = ErrorCode.BAD_MESSAGE) -> None:
         super().__init__(text)

@@ -301,7 +301,7 @@ class _Values(PerToken):
 
 @dataclass(frozen=True)
 class Full(_Values):
-    """`[R, F]` float32: everything."""
+    """All values: `[R, F]` float32."""
 
     name: ClassVar[str] = "full"
     text: ClassVar[str] = "all values of each token"

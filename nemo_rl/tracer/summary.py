@@ -97,7 +97,7 @@ class NonFinite:
 
 @dataclass(slots=True)
 class FirstNonFinite:
-    """The first of each run.
+    """Finds the first non-finite site of each run.
 
     Example:
         >>> first = FirstNonFinite()

@@ -93,7 +93,7 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that is watched."""
+    """The watches of a job."""
 
     watches: tuple[Watch, ...] = ()
 
@@ -180,7 +180,7 @@ def _when(text: str) -> tuple[frozenset[str], int, bool]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Classical:
-    """One switch."""
+    """One classical switch, a name for sites that older tensor tracers use."""
 
     switch: str
     """Its name in a recipe."""

@@ -25,7 +25,7 @@ METRIC = "moe_load_balancing_loss"
 
 
 class AuxiliaryLoss:
-    """One global batch after the other; does nothing for a model or a config without it."""
+    """Reports the balancing loss of each global batch; does nothing for a model or a config without it."""
 
     def __init__(self, config: DecoderConfig, *, num_shards: int, device: torch.device) -> None:
         """Args:

@@ -134,8 +134,8 @@ class OptimizerSnapshot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MegatronSnapshot:
-    """See `Snapshot`. What is written here and now is gathered weight by weight; what is written later is kept as
-    equal parts of all weights."""
+    """A `Snapshot` of a Megatron rank. What is written here and now is gathered weight by weight; what is written
+    later is kept as equal parts of all weights."""
 
     model: ModelDescription
     weights: Share | Iterator[tuple[str, torch.Tensor]]

@@ -348,7 +348,7 @@ class Onlooker:
 
 
 class Onlookers:
-    """All of one rank.
+    """The onlookers of one rank.
 
     Args:
         taps: the sites of the model; None where nobody looks on.

@@ -33,7 +33,7 @@ __all__ = ["NO_RECORDING", "RecordSink", "RecordSpec", "Recording", "SiteRecordi
 
 
 class RecordSink:
-    """`SiteSink` of one call.
+    """Writes the captured tensors of one call, whole, to the records of this rank.
 
     Args:
         on_refusal: called when the disk refuses, after which nothing is written; None raises instead.

@@ -79,7 +79,7 @@ class BatchForm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutcome:
-    """One global batch."""
+    """The outcome of one global batch."""
 
     loss: float
     """Global loss, the same on every rank."""

@@ -242,7 +242,7 @@ TENSOR = "vector"
 
 
 class Vectors:
-    """The artifacts of one folder; None has none."""
+    """The vectors of one folder; none where the folder is None."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder

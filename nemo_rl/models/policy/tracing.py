@@ -45,7 +45,7 @@ class TracedStep:
 
 
 class TraceSink:
-    """`SiteSink` of one call on one rank."""
+    """Reduces the captured tensors of one call on one rank, and sends the parts."""
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ MAX_BUCKET_BYTES = 256 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightSlot:
-    """One weight on the wire."""
+    """Name, shape and dtype of a weight as it is sent."""
 
     name: str
     """Name in Hugging Face naming."""
@@ -73,7 +73,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaRefit:
-    """Weights are sent as what has changed in them; see `delta_buckets`."""
+    """The versions of a refit that sends what has changed in the weights; see `delta_buckets`."""
 
     base: int
     """Version that both sides hold; -1: none, so that all weights are sent whole, and held from then on."""

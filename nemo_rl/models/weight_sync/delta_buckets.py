@@ -163,7 +163,7 @@ KEY = "policy.generation.refit_delta"
 
 
 class DeltaSchedule:
-    """One of a run.
+    """Decides for each refit of a run if it sends a delta or whole weights.
 
     Args:
         full_every: of so many refits one is whole, whatever happens.

@@ -33,7 +33,8 @@ __all__ = [
 
 
 class PayloadWeightSync(WeightSync):
-    """Buckets are objects of the run: Ray's store keeps them once per node, in one process they are handed over."""
+    """Refit through the object store: buckets are objects of the run: Ray's store keeps them once per node, in one
+    process they are handed over."""
 
     def _move(self, plan: RefitPlan, all_sent: Callable[[], None]) -> None:
         parties = self._parties
@@ -48,7 +49,8 @@ class PayloadWeightSync(WeightSync):
 
 
 class IpcWeightSync(WeightSync):
-    """Buckets stay on the GPU: each engine reads those of the policy worker on its own GPU by a CUDA-IPC handle."""
+    """Refit through GPU memory: buckets stay on the GPU, and each engine reads those of the policy worker on its own
+    GPU by a CUDA-IPC handle."""
 
     buffer_is_on_device = True
 
@@ -81,7 +83,8 @@ LOST = "lost the other members"
 
 
 class BroadcastWeightSync(WeightSync):
-    """The group is made at the first sync and lives as long as its members; when one was replaced, it is made anew.
+    """Refit by broadcast: the group is made at the first sync and lives as long as its members; when one was replaced,
+    it is made anew.
 
     Args:
         address: of the machine of policy rank 0, as the engines reach it.

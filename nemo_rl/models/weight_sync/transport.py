@@ -97,7 +97,7 @@ SENDER = 0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RefitGroupSpec:
-    """One member of the group."""
+    """The settings of one member of a refit group."""
 
     address: str
     port: int
@@ -116,7 +116,7 @@ def open_store(address: str, world_size: int, *, timeout_s: float) -> dist.TCPSt
 
 
 class RefitGroup:
-    """One member's side."""
+    """One member's side of the process group of a refit."""
 
     def __init__(self, spec: RefitGroupSpec, *, device: torch.device, store: dist.Store | None = None) -> None:
         """(collective) Join the group; all members construct it.

@@ -27,7 +27,7 @@ STEPS_OPEN = 8
 
 @dataclass(slots=True)
 class Phase:
-    """One phase of one step, once through: what has come of it."""
+    """The parts of one phase of one step that have come so far."""
 
     run: str
     step: int

@@ -37,7 +37,7 @@ METRICS_KEPT = 1000
 
 @dataclass(kw_only=True, slots=True)
 class RunFacts:
-    """One run."""
+    """The facts of one run, as viewers get them."""
 
     run: str
     name: str = ""
@@ -95,7 +95,7 @@ CLOSE_S = 20.0
 
 
 class Sink(Protocol):
-    """Takes what viewers get; what raises is left out of it."""
+    """Takes what viewers get, such as a recording; a message on which it raises is skipped."""
 
     def frame(self, message: bytes) -> object:
         """Return a frame or a table."""
@@ -108,7 +108,7 @@ class Sink(Protocol):
 
 
 class SinkThread:
-    """One sink."""
+    """Feeds one sink in a thread of its own."""
 
     def __init__(self, sink: Sink, *, max_bytes: int, problem: Callable[[str], None], name: str = "recording") -> None:
         """Args:
@@ -177,7 +177,7 @@ MAX_PROBLEMS = 20
 
 
 class Subscriber(Protocol):
-    """One that gets what is published; never waits."""
+    """Gets what is published, and never waits."""
 
     def message(self, text: str) -> None:
         """Send a JSON message."""

@@ -103,7 +103,7 @@ SILENT.setLevel(logging.CRITICAL + 1)
 
 
 class Gate:
-    """Connections that have not said hello yet."""
+    """Counts the connections that have not said hello yet."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -122,7 +122,7 @@ class Gate:
 
 
 class GatedConnection(ServerConnection):
-    """Counted from its first moment on, before it sends anything."""
+    """A connection that the gate counts from its first moment on, before it sends anything."""
 
     def __init__(self, gate: Gate, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)

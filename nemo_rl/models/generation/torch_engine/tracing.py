@@ -34,7 +34,7 @@ __all__ = ["NO_SITES", "NO_TRACING", "DecodeTracing", "EngineTracing", "Observed
 
 
 class ObservedRequest:
-    """A request at which nobody looks."""
+    """The observer of a request of which nothing is kept."""
 
     def batch(self, rows: Sequence[int]) -> DecodeObserver:
         """Return the observer of a batch.
@@ -57,7 +57,7 @@ class _Pass:
 
 
 class RequestSites(ObservedRequest):
-    """One request.
+    """Shows the sites of one request.
 
     Args:
         taps: of the model, all of it on this process.
@@ -127,7 +127,7 @@ class RequestSites(ObservedRequest):
 
 
 class _BatchSites(DecodeObserver):
-    """One batch of a request."""
+    """Shows the sites of one batch of a request."""
 
     def __init__(self, sites: RequestSites, names: tuple[str, ...]) -> None:
         self._sites, self._names = sites, names
@@ -170,7 +170,7 @@ NOT_IN_DECODING = "decoding computes no loss and no gradients, and takes log-pro
 
 
 class EngineTracing:
-    """Shows nothing."""
+    """The tracing of an engine; the base class shows nothing."""
 
     def begin(self, step: int, *, watches: Sequence[str], keys: Sequence[str]) -> None:
         """Begin a step, to which the requests that follow belong.
@@ -196,7 +196,7 @@ NO_TRACING = EngineTracing()
 
 
 class DecodeTracing(EngineTracing):
-    """Shows the sites of a model.
+    """Shows the sites of a model while it decodes.
 
     Args:
         number: of the engine.

@@ -14,7 +14,7 @@ __all__ = ["EngineWorker", "build_engine_worker"]
 
 
 class EngineWorker(ModuleRefitTarget, TracedEngine, TorchEngine):
-    """`TorchEngine` that `WeightSync` brings new weights to, and whose decoding the live tracer shows."""
+    """A `TorchEngine` that `WeightSync` brings new weights to, and whose decoding the live tracer shows."""
 
     @property
     def refit_module(self) -> torch.nn.Module:

@@ -33,7 +33,7 @@ _SEED_BITS = 63
 
 
 class RowGenerator(torch.Generator):
-    """Is seeded for every token, so that winding it back means nothing."""
+    """A generator that is seeded for every token, so that winding it back means nothing."""
 
     def get_offset(self) -> int:
         return 0

@@ -76,7 +76,7 @@ STOPPED, CUT = "stop", "length"
 
 
 class VllmEngine(GenerationInterface):
-    """One model, one vLLM.
+    """A vLLM engine of one model.
 
     Args:
         weight_version: -1 when a refit brings the first weights, another number to use those of the folder at once.
@@ -274,7 +274,7 @@ def _start(arguments: EngineArguments, config: PolicyConfig) -> vllm.LLM:
 
 
 class VllmWorker(RefitTarget, VllmEngine):
-    """`VllmEngine` that `WeightSync` brings new weights to.
+    """A `VllmEngine` that `WeightSync` brings new weights to.
 
     Buckets are joined to weights on the engine's device, and each weight goes to vLLM when it is whole. vLLM holds the
     weights of a layer until all of them are there. For deltas a copy of all weights stays in this process, on the CPU.

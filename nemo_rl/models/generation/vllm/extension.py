@@ -33,7 +33,7 @@ def pack(named: list[tuple[str, torch.Tensor]]) -> bytes:
 
 
 class RefitExtension:
-    """Methods that `collective_rpc` calls on every worker."""
+    """The methods that `collective_rpc` calls on every worker."""
 
     model_runner: Any
     vllm_config: Any

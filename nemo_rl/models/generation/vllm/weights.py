@@ -31,7 +31,7 @@ def expected_weights(folder: str | Path, *, precision: str) -> PreTrainedModel:
 
 
 class VllmWeights:
-    """The weights of one engine.
+    """Hands new weights to one vLLM engine.
 
     Args:
         hand: to vLLM's workers.

@@ -30,7 +30,7 @@ OwnChoice: TypeAlias = Callable[[], torch.Tensor]
 
 
 class PassObserver(Protocol):
-    """Sees the instructions of routers; for tracing."""
+    """Observes which routes the routers use, for the route trace."""
 
     def used(
         self,
@@ -84,7 +84,7 @@ class MicrobatchRoutes:
 
 
 class RouteReplayer:
-    """All routers of one rank.
+    """Gives every router of one rank its routes.
 
     Args:
         layers: numbers of this rank's layers with experts, from 0 over the whole model.

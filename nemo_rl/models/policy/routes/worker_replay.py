@@ -53,7 +53,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouteTrace:
-    """`PassObserver` of one stage on one rank."""
+    """Traces the routes that the routers of one rank use in one stage."""
 
     stage: TraceStage
     keys: Sequence[str]
@@ -211,7 +211,7 @@ class PassRoutes(Protocol):
 
 
 class _OwnRoutes:
-    """Routers choose for themselves."""
+    """Instructions under which routers choose for themselves."""
 
     def pass_of(self, micro: Microbatch, *, backward_follows: bool = False) -> AbstractContextManager[OnBackward]:
         return nullcontext(_nothing_follows)
@@ -318,7 +318,7 @@ class Replay(ABC):
 
 
 class NoReplay(Replay):
-    """Routers choose for themselves."""
+    """The replay of a worker whose routers choose for themselves."""
 
     def replaying(
         self,

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Saving:
-    """Checkpoints of one rank.
+    """Writes the checkpoints of one rank.
 
     Args:
         group: all ranks of the job, for this alone; its backend serves tensors on the CPU.
@@ -82,7 +82,7 @@ class Saving:
 
 
 class _Thread:
-    """Does one thing, and keeps its error."""
+    """A thread that calls one function and keeps its error."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action: Callable[[], None] | None = action

@@ -104,7 +104,7 @@ class RoutesOfShards(Protocol):
 
 
 class NoStoredRoutes:
-    """Routers choose for themselves."""
+    """The routes of a worker whose routers choose for themselves."""
 
     fields = LP_SEED_FIELDS
 
