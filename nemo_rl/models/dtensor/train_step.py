@@ -46,7 +46,7 @@ CLIP_EPSILON = 1e-6
 
 
 class StepRunner:
-    """`Runner` on a sharded model."""
+    """The `Runner` of a sharded model."""
 
     def __init__(
         self,
@@ -71,11 +71,6 @@ class StepRunner:
         *,
         computed: Sequence[str] = (),
     ) -> torch.Tensor:
-        """Return `[c, N, T]` float32, 0 where no token is selected (collective); see `Runner.logprobs`.
-
-        Raises:
-            NonFiniteError: on every rank, when any rank met NaN or inf; names the rows.
-        """
         self._model.eval()
         result_cNT = logprob_result(select_NT, computed)
         bad: list[int] = []
@@ -93,7 +88,6 @@ class StepRunner:
     def topk_logits(
         self, batch: BatchedDataDict, microbatches: Sequence[Sequence[int]], *, k: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return values and ids `[N, T, k]` of the largest logits at each position, 0 in the padding (collective)."""
         self._model.eval()
         ids_NT = batch.tensor("input_ids")
         values_NTk = torch.zeros(*ids_NT.shape, k, dtype=torch.float32, device=ids_NT.device)
@@ -118,12 +112,6 @@ class StepRunner:
         *,
         is_training: bool,
     ) -> StepOutcome:
-        """Run one global batch (collective), evaluated without gradients unless `is_training`.
-
-        Raises:
-            NonFiniteError: on every rank, when loss, log-probabilities or gradients are NaN or inf; weights and
-                optimizer are as before.
-        """
         if scale.valid_tokens == 0:
             return StepOutcome(loss=0.0, grad_norm=0.0, metrics=())
         if not is_training:

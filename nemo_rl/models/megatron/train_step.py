@@ -60,7 +60,7 @@ class _Sums:
 
 
 class PipelineRunner:
-    """`Runner` on this rank's pipeline stage."""
+    """The `Runner` of this rank's pipeline stage; all but the last stage return zeros."""
 
     def __init__(
         self,
@@ -85,11 +85,6 @@ class PipelineRunner:
         *,
         computed: Sequence[str] = (),
     ) -> torch.Tensor:
-        """Return `[c, N, T]` float32, 0 where no token is selected and on all but the last stage (collective).
-
-        Raises:
-            NonFiniteError: on every rank, when any rank met NaN or inf; names the rows.
-        """
         result_cNT = logprob_result(select_NT, computed)
         bad: list[int] = []
 
@@ -108,8 +103,6 @@ class PipelineRunner:
     def topk_logits(
         self, batch: BatchedDataDict, microbatches: Microbatches, *, k: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return values and ids `[N, T, k]` of the largest logits, 0 in the padding (collective); zeros on all but
-        the last stage."""
         ids_NT = batch.tensor("input_ids")
         values_NTk = torch.zeros(*ids_NT.shape, k, dtype=torch.float32, device=ids_NT.device)
         tokens_NTk = torch.zeros(*ids_NT.shape, k, dtype=torch.int64, device=ids_NT.device)
@@ -136,12 +129,6 @@ class PipelineRunner:
         *,
         is_training: bool,
     ) -> StepOutcome:
-        """Run one global batch (collective), evaluated without gradients unless `is_training`.
-
-        Raises:
-            NonFiniteError: on every rank, when loss, log-probabilities or gradients are NaN or inf; weights and
-                optimizer are as before.
-        """
         if scale.valid_tokens == 0:
             return StepOutcome(loss=0.0, grad_norm=0.0, metrics=())
         with biases_kept_on_error(self._model.module):

@@ -121,7 +121,7 @@ class Runner(Protocol):
         *,
         is_training: bool,
     ) -> StepOutcome:
-        """Run one global batch; an optimizer step at its end when `is_training`.
+        """Run one global batch: with an optimizer step at its end when `is_training`, else without gradients.
 
         Raises:
             NonFiniteError: on every rank, when loss, log-probabilities or gradients are NaN or inf; weights and
