@@ -111,9 +111,9 @@ def raise_together(
 def cause_text(error: BaseException) -> str:
     """Return the cause of an error in one line that is not too long."""
     if isinstance(error, CheckpointException):
-        # Its own text is the traceback of every rank.
+        # The text of the exception is the traceback of every rank.
         error = next(iter(error.failures.values()))[0]
-    # A missing tensor comes with the names of all others.
+    # torch names all other tensors beside the missing one.
     return f"{type(error).__name__}: {shorten(' '.join(str(error).split()), limit=MAX_CAUSE_CHARACTERS)}"
 
 

@@ -111,7 +111,7 @@ class FolderWeights:
         if len(parts) == 1:
             return shapes[0]
         wrong = [shape for shape, part in zip(shapes, parts, strict=True) if shape != part.shape]
-        # Of other experts than the config describes, what they would make up.
+        # The shape that experts of other sizes than the config describes would make up.
         return (len(parts), *wrong[0]) if wrong else self._whole(parts)
 
     def get(self, name: str, *, rows: slice = ALL_ROWS) -> torch.Tensor:

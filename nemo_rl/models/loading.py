@@ -33,7 +33,7 @@ __all__ = [
     "named_weights",
 ]
 
-# Bars of every process would run through each other, and through the trainer's panel.
+# Progress bars of all processes would garble each other and the trainer's panel.
 transformers_logging.disable_progress_bar()
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -116,7 +116,7 @@ def load_model_config(folder: str | Path) -> PretrainedConfig:
             )
         # Code in the folder is never run; unless this is said, transformers asks on the terminal.
         config: PretrainedConfig = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-        # What every part of a run reads of it.
+        # Fails here if the settings cannot be read, which all parts of a run read.
         config.get_text_config().to_dict()
     _switch_off_noise(config)
     return config
@@ -203,7 +203,7 @@ def fit_experts(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """
     if model.config._experts_implementation != GROUPED:
         return
-    # Of each matrix both sizes are rows: of itself forwards, of its transpose backwards.
+    # Both sizes of a matrix are row sizes: its own forwards, those of its transpose backwards.
     sizes = {
         size for name, weight in model.named_parameters() if _is_experts(name, weight) for size in weight.shape[1:]
     }

@@ -252,7 +252,7 @@ def _files_of_starter(folder: Path) -> frozenset[str]:
 
 
 def _write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    # A name of its own beside the folder: the place of nobody's files, and on the same file system.
+    # A new name beside the folder: it holds no files yet and is on the same file system.
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as beside:
         part = Path(beside) / "new"
         part.mkdir()
@@ -261,7 +261,7 @@ def _write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
         files = sorted(path.name for path in part.iterdir())
         (part / STARTER_FILE).write_text(f"{json.dumps({'files': files}, indent=1)}\n", encoding="utf-8")
         give_usual_modes(part)
-        # Looked at again: the warm start took a while.
+        # Checked again, because the warm start took a while.
         _check_place(folder)
         if folder.exists():
             folder.rename(Path(beside) / "old")

@@ -142,7 +142,7 @@ class HubLink:
             ping_timeout=SEND_S,
             compression=None,
             max_size=MAX_MESSAGE_BYTES,
-            # A proxy of the environment is none for the hub.
+            # The proxy of the environment is not used for the hub.
             proxy=None,
         )
 

@@ -165,7 +165,7 @@ class HubProcess:
 
     def _start(self) -> None:
         folder = self.spec.folder
-        # Of its owner alone: prompts are texts of people.
+        # Readable by its owner only: prompts may be private.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.tokens.write(folder)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -218,7 +218,7 @@ def _own_address(host: str) -> str:
     """Return the address of this machine in its network, for a hub that listens at all of its addresses."""
     family, elsewhere = (socket.AF_INET6, "2001:db8::1") if ":" in host else (socket.AF_INET, "192.0.2.1")
     with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # Sends nothing: it only asks which way packets to that network would go.
+        # Nothing is sent: connect only asks which way packets to that network would go.
         probe.connect((elsewhere, 9))
         return str(probe.getsockname()[0])
     return "::1" if ":" in host else "127.0.0.1"

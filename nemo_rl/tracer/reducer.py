@@ -280,7 +280,7 @@ class TopK(PerToken):
 
     def merge(self, so_far: np.ndarray, part: np.ndarray, span: Span) -> np.ndarray:
         both = np.concatenate((so_far, part), axis=1)
-        # Largest value first, NaN as larger than all; then the smallest feature, and what is none last.
+        # Largest value first, NaN as larger than all; then the smallest feature; missing ones last.
         values = np.where(np.isnan(both[..., 0]), np.inf, both[..., 0])
         features = np.where(both[..., 1] < 0, np.inf, both[..., 1])
         order = np.lexsort((features, -values), axis=1)[:, : self.k]

@@ -288,7 +288,7 @@ class StreamWriter:
             try:
                 os.ftruncate(self._descriptor, self._last)
             except OSError:
-                # Readers skip what is left of the entry; what comes later goes to a new file.
+                # Readers skip the rest of the entry; later entries go to a new file.
                 self._close_file()
             raise self._problem(error) from error
         self._sizes[self._number] += len(entry)

@@ -181,7 +181,7 @@ class _Chain:
         self._names = [set(values) for values in settings]
         groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], **values} for values in settings]
         self._shadow = _Shadow(groups, dict(settings[0]))
-        # Before the schedulers exist, which is the order that torch wants; a shadow's step does nothing.
+        # Before the schedulers exist, since torch wants this order; a shadow's step does nothing.
         self._shadow.step()
         made = [_build_phase(phase, self._shadow) for phase in config.phases]
         self._schedule = made[0] if len(made) == 1 else SequentialLR(self._shadow, made, list(config.milestones))

@@ -181,7 +181,7 @@ def _experts(module: Any, axis: TensorAxis) -> None:
     _own_parameters(module, axis, _split("experts", module))
     count = module.num_experts // axis.size
     first = axis.rank * count
-    # What the experts' own code understands: an index of `num_experts` or more means "elsewhere".
+    # The experts' own code understands this: an index of `num_experts` or more means "elsewhere".
     module.num_experts, module._is_expert_parallel = count, True
 
     def forward_local(forward: Forward, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> object:

@@ -223,7 +223,7 @@ def _division_problems(shape: Architecture, config: PolicyConfig) -> list[str]:
         ]
     problems = [f"{key}: {count} {what} do not divide by {size}" for key, size, what, count in divided if count % size]
     if vocabulary % tensor:
-        # Not padded: the vocabularies of released models divide by 8 and more.
+        # The vocabulary is not padded: the vocabularies of released models divide by 8 and more.
         problems.append(
             f"{key}: {vocabulary} tokens in the vocabulary do not divide by {tensor}; set a divisor of {vocabulary}, "
             f"or resize the embeddings in the model folder to {vocabulary + tensor - vocabulary % tensor}"

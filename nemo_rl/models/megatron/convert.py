@@ -113,7 +113,7 @@ def _export_all(
     for weight in weights_of(model.shape):
         if not weight.is_copy:
             stage = bisect_right(first_layers, weight.layer) - 1
-            # A generator of its own, so that nothing of this weight is left when the next is gathered.
+            # A separate generator, so that nothing of this weight is left when the next is gathered.
             yield from _export(weight, tensors, groups, stage=stage, dtype=dtype)
 
 

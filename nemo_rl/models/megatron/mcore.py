@@ -15,7 +15,7 @@ import torch
 from nemo_rl.models.megatron.cpu_compat import importing
 
 with importing(), warnings.catch_warnings():
-    # Hints at Transformer Engine and apex, which are optional here.
+    # Silence hints at Transformer Engine and apex, which are optional here.
     warnings.simplefilter("ignore")
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing import exchange_utils

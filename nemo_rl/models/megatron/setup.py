@@ -129,7 +129,7 @@ def destroy_parallel() -> None:
     """End this rank's groups of megatron-core, which itself only forgets them: each has threads. Idempotent."""
     if dist.is_initialized():
         for group in parallel_state._global_process_group_list or ():
-            # The default group is there as None, and others' to end.
+            # None stands for the default group, which its owner ends.
             if group is not None:
                 dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()

@@ -123,7 +123,7 @@ def transformer_config(
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         pipeline_dtype=dtype,
-        # Weights come from a folder, but without it tensor parallel ones lack the marks that the gradient norm needs.
+        # Weights come from a folder, but this also marks tensor parallel ones, which the gradient norm needs.
         perform_initialization=True,
         use_cpu_initialization=not is_cuda,
         # The loss is divided by the tokens of the global batch already, so gradients of all ranks are summed.

@@ -121,7 +121,7 @@ class Taps:
     weights: Callable[[], Iterator[tuple[str, torch.Tensor]]]
     """(collective) Whole weights by Hugging Face names, on every rank."""
 
-    # Of the ranks that have the very same tensor, one shows it.
+    # One of the ranks that have the very same tensor shows it.
 
     def shows(self, tap: Tap) -> bool:
         """Return a site of the model; all have parts of their own where the tensor axis splits features or

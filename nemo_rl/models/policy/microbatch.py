@@ -296,7 +296,7 @@ def _on_this_rank(
     row_M, column_M = selected
     segments = places.segments
     local = places.on_context_rank(shape.cp_rank)
-    # Where the token lies that a position of this rank predicts the next one of.
+    # Place of the token whose successor a position of this rank predicts.
     local_nt = ids_nt.new_full((max(1, len(ids_nt)), ids_nt.shape[1]), -1)
     pass_row_nt = torch.zeros_like(local_nt)
     pass_row_R, local_R = (local.row_nS >= 0).nonzero(as_tuple=True)
@@ -351,7 +351,7 @@ def selected_logprobs(
         found_cm = logprobs_with_squares(logits_mV, inputs.target_m, sampling=sampling, shard=shard, kept=inputs.kept)
     else:
         logprobs_m = token_logprobs(logits_mV, inputs.target_m, sampling=sampling, shard=shard, kept=inputs.kept)
-        # No view: FSDP warns of one that its module returns, since an in-place op on it would drop its hook.
+        # Not a view: FSDP warns when its module returns one, since an in-place op on it would drop the hook.
         found_cm = torch.stack([logprobs_m])
     if UNFILTERED_LOGPROBS in computed:
         unfiltered_m = token_logprobs(logits_mV, inputs.target_m, sampling=sampling.unfiltered, shard=shard)

@@ -173,7 +173,7 @@ class SiteObserver(PassObserver):
                 self._current = None
                 self._by_rows.clear()
 
-    # What runners say.
+    # Events of the runner.
 
     def parameters(self) -> None:
         if self._is_wanted(SiteKind.PARAM):
@@ -310,7 +310,7 @@ class SiteObserver(PassObserver):
             return current.rows[tokens]
         inputs = current.micro.inputs
         if tokens is Tokens.KEPT:
-            # Of the positions whose logits are computed, those that somebody asked for in this row.
+            # The positions that this row asked for, among those whose logits are computed.
             at, is_whole = (inputs.row_m, inputs.kept_m), False
             where = inputs.row_m, inputs.keep_K[inputs.kept_m]
             row_R, column_R, ids_R = (part[where] for part in (inputs.row_ns, inputs.column_ns, inputs.input_ids))

@@ -98,7 +98,7 @@ def _stats(_: Reducer, values: Values) -> np.ndarray:
         return _stats_on_device(values.floats)
     found = NOTHING
     rows = max(1, BLOCK // max(1, values.floats.shape[1]))
-    # Block by block: what the first look has brought into the cache, the others find there.
+    # Block by block, so that all but the first pass over a block find it in the cache.
     for block in values.floats.split(rows):
         found = Stats().merge(found, _stats_of(block))
     return found
@@ -158,7 +158,7 @@ def _histogram(reducer: Reducer, values: Values) -> np.ndarray:
         bits = np.ascontiguousarray(array).view(np.int32)
         exponent = ((bits >> MANTISSA_BITS) & 0xFF) - EXPONENT_BIAS
         first, last = EXPONENTS.start, EXPONENTS.stop - 1
-        # Negative values from large to small, then what is as good as zero, then positive values.
+        # Negative values from large to small, then those that count as zero, then positive values.
         step = exponent.clip(first - 1, last) - first + 1
         at = len(EXPONENTS) + np.where(bits < 0, -step, step)
     return np.bincount(at, minlength=reducer.size).astype(np.int64)

@@ -107,7 +107,7 @@ class WeightSync(ABC):
         held = parties.run_engines(ask(RefitTarget.finish_refit, version=version))
         ended = parties.submit_policy(ask(PolicyWorker.end_refit))
         if self.buffer_is_on_device:
-            # What engines wake up may want this memory.
+            # Engines may need this memory when they wake up.
             ended.result()
         wrong = {engine: got for engine, got in held.items() if got != version}
         if wrong:

@@ -169,7 +169,7 @@ def _places_of_runs(numbers: torch.Tensor) -> torch.Tensor:
     left_out, lengths = numbers.view(-1, 2).unbind(1)
     lengths = lengths + 1
     ends = (left_out + lengths).cumsum(0)
-    # Of a run, how far its elements stand behind their number in all values.
+    # For each run, the distance of its elements from their number among all values.
     shifts = ends - lengths.cumsum(0)
     return shifts.repeat_interleave(lengths) + torch.arange(int(lengths.sum()), device=numbers.device)
 

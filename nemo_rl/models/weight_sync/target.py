@@ -73,7 +73,7 @@ class RefitReceiver:
     def _sink_of(self, plan: RefitPlan) -> Sink:
         take = self._take
         if plan.delta is not None:
-            # Who takes whole weights needs those from before, to make them of what has changed.
+            # An engine that takes whole weights needs the last ones, to apply the changes to them.
             self._held.begin(plan, self._targets if take is None else None)
             return DeltaSink(plan, self._held, take=take, device=self._device)
         self._held.forget()
@@ -92,7 +92,7 @@ class RefitReceiver:
         """Load the next bucket, given as uint8, or read from the shared memory."""
         sink = self._begun()
         if bucket is not None:
-            # Torch wants no memory that must not be written, such as a mapped object of Ray's store.
+            # Torch refuses read-only memory, such as a mapped object of Ray's store.
             sink.load(torch.from_numpy(bucket if bucket.flags.writeable else bucket.copy()))
             return
         assert self._shared is not None, "no handle was given to begin"

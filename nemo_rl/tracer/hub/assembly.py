@@ -52,7 +52,7 @@ class Phase:
         """
         tables: dict[bytes, Rows] = {}
         for where in sorted((*self.wholes, *self.tokens), key=lambda where: (where.update, where.site.order)):
-            # Taken out one by one: what is sent on needs no parts any more.
+            # Taken out one by one, so that the parts of frames that were sent are freed.
             if where in self.wholes:
                 yield self._of_whole(where, self.wholes.pop(where))
             else:
@@ -272,7 +272,7 @@ class Assembly:
         if step in self._steps:
             return self._steps[step]
         if len(self._steps) >= STEPS_OPEN:
-            # One that no phase waits for goes first.
+            # A step that no phase waits for goes first.
             settled = [
                 number for number, found in self._steps.items() if all(at.is_closed for at in found.phases.values())
             ]

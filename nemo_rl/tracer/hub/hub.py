@@ -212,7 +212,7 @@ class Hub:
         self._first = FirstNonFinite()
         self._loop = asyncio.get_running_loop()
 
-    # What is published.
+    # Publishing.
 
     def set_run(self, record: Mapping[str, Any]) -> RunFacts:
         """Return facts of a run (`run`, `name`, `model`, `layout`, `unobserved`, `state`, `text`, `step`, `world`,
@@ -284,7 +284,7 @@ class Hub:
         """Return whether a viewer that reads has not yet taken what was published."""
         return any(subscriber.is_behind for subscriber in self._subscribers)
 
-    # What is watched.
+    # Watches.
 
     def read_plan(self, texts: list[str]) -> Plan:
         """Raises:
@@ -321,7 +321,7 @@ class Hub:
         """Return the `plan` message to the driver."""
         return dump({"type": "plan", "watches": list(self.plan.texts), "digest": self.plan.digest})
 
-    # Who gets it.
+    # Subscribers.
 
     def add_subscriber(self, subscriber: Subscriber) -> None:
         """Get what is published from now on."""

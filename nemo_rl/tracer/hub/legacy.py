@@ -185,7 +185,7 @@ class LegacyViewer(Viewer):
         self._last = {}
         self._shape = (together.shape[0], together.shape[1])
         if (start := dump(self._start())) != self._started:
-            # Known better now, and before the numbers.
+            # The shape is known now, and is sent before the numbers.
             self._started = start
             await self._send(start)
         if together.size > MAX_NUMBERS:

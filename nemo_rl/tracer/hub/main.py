@@ -66,13 +66,13 @@ async def _run(spec: HubSpec, tokens: Tokens) -> None:
         await server.sessions.end_is_known()
         await server.sessions.driver_gone()
         await server.ranks.flush()
-        # Off the loop: viewers get the last pictures meanwhile.
+        # In a thread, so that viewers get the last pictures meanwhile.
         await asyncio.to_thread(hub.close_sinks)
         await _linger(server)
 
 
 def _record(hub: Hub, spec: HubSpec) -> None:
-    # Here: what records is needed only where it is asked for.
+    # Imported here: only recordings need it.
     from nemo_rl.tracer.store import StreamWriter  # noqa: PLC0415
 
     try:

@@ -45,7 +45,7 @@ class TokenTexts:
             return
         self._is_loaded = True
         try:
-            # Here: it is needed only where tokens are shown.
+            # Imported here: it is needed only where tokens are shown.
             from tokenizers import Tokenizer  # noqa: PLC0415
 
             self._tokenizer = Tokenizer.from_file(f"{self._folder}/tokenizer.json")
@@ -178,7 +178,7 @@ class Ranks:
     async def _publish_closed(self) -> None:
         async with self._publishing:
             while self._closed:
-                # It stays where it is until it is done: what is left of it is not lost with a cancelled task.
+                # The phase stays in the queue until it is done, so that a cancelled task does not lose the rest of it.
                 await self._publish_phase(self._closed[0][1])
                 assembly, phase = self._closed.popleft()
                 assembly.release(phase)

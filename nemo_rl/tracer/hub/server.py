@@ -235,7 +235,7 @@ class HubServer:
         if not origins:
             return True
         host = request.headers.get("Host", "")
-        # As the browser reached it: behind a forwarded port that is not the port here.
+        # The host as the browser reached it: behind a forwarded port it is not the port here.
         is_own = host.rpartition(":")[0] in (*LOOPBACK, self.host) and origins[0] == f"http://{host}"
         return len(origins) == 1 and (is_own or origins[0] in self._origins)
 
@@ -253,6 +253,6 @@ class HubServer:
         except ConnectionClosed:
             pass
         except Exception:
-            # A fault of ours ends one connection, not the hub.
+            # An internal error ends one connection, not the hub.
             logger.exception("a connection ended")
             self.hub.problem("internal error in one connection; see hub.log")

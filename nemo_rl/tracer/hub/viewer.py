@@ -218,7 +218,7 @@ class Viewer:
                 with suppress(asyncio.CancelledError, ConnectionClosed):
                     await sending
             elif not sending.cancelled():
-                # A viewer that left in mid-send is no news: asyncio would print what nobody has asked for.
+                # A viewer may leave in mid-send; unless its error is read, asyncio prints it.
                 sending.exception()
 
     def _unsent_bytes(self) -> int:

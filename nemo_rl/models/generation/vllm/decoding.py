@@ -118,7 +118,7 @@ def join_routes(rows_TAK: Sequence[np.ndarray], shape: RouteShape) -> RecordedRo
     """
     lengths = torch.tensor([len(row) for row in rows_TAK], dtype=torch.int64)
     layers, dtype = list(shape.layers), route_dtype(shape.num_experts)
-    # Signed, because unsigned ids of 16 bits are few operations' dtype.
+    # Signed, because few operations support unsigned ids of 16 bits.
     parts = [torch.from_numpy(row[:, layers].astype(np.int32)) for row in rows_TAK]
     ids = torch.cat(parts) if parts else torch.zeros(0, len(layers), shape.top_k, dtype=torch.int32)
     is_missing = _impossible(ids, shape)

@@ -64,7 +64,7 @@ def row_params(sampling: SamplingParams, row: RowRequest, *, replays: bool) -> v
         detokenize=bool(sampling.stop_strings),
         skip_special_tokens=False,
         ignore_eos=True,
-        # That of the sampled token.
+        # 0: only the log-probability of the sampled token.
         logprobs=0,
         flat_logprobs=True,
     )

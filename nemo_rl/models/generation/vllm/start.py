@@ -32,7 +32,7 @@ __all__ = [
 
 IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 VARIABLES = {
-    # Cores belong to everybody here: bound threads would wait for each other at barriers.
+    # All processes share the cores: bound threads would wait for each other at barriers.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # It warns of rotary embeddings, which have no weights, at every refit.
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -45,7 +45,7 @@ VARIABLES = {
 def prepare_process(config: PolicyConfig, *, use_gpu: bool) -> None:
     """Set what `policy.generation.env_vars` has not set; before anything imports vLLM."""
     sizes = config.generation.vllm_cfg
-    # One device needs no further process; several have vLLM's own.
+    # One device needs no further process; for several vLLM starts its own.
     is_alone = sizes.tensor_parallel_size * sizes.pipeline_parallel_size == 1
     wanted = {**VARIABLES, IN_PROCESS: "0" if is_alone else "1"}
     if sizes.enforce_eager is not False and not use_gpu:
@@ -116,7 +116,7 @@ def engine_arguments(config: PolicyConfig, *, use_gpu: bool, loads_folder: bool)
         "generation_config": "vllm",
         "load_format": "auto" if loads_folder else "dummy",
         "worker_extension_cls": EXTENSION,
-        # Of the process's generators alone: every row has a seed of its own.
+        # Seeds the process's generators only: every row has a seed of its own.
         "seed": 0,
     }
     if use_gpu:

@@ -93,6 +93,6 @@ class VllmWeights:
             assert isinstance(layers, list), "the workers answer with names"
             for layer in layers:
                 name = f"{layer}.weight"
-                # A tied weight came under the name of the other.
+                # A tied weight came under its first name.
                 found[self._first.get(name, name)] = f"other values in the packed copy of vLLM's {layer}"
         return found

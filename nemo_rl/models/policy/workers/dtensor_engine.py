@@ -129,7 +129,7 @@ class DTensorEngine(Engine):
             routing=lambda asked: routers.choosing(lambda layer, own: asked.choose(layer, lambda: own)),
         )
 
-    # What is where.
+    # Places of tensors.
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return named_weights(self.model.hf)

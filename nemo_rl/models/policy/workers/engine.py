@@ -71,7 +71,7 @@ class Engine(ABC):
             ConfigError: the model has none, or of a kind that takes no routes.
         """
 
-    # What is where.
+    # Places of tensors.
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -55,7 +55,7 @@ class LayerReplay(RouterReplay):  # type: ignore[misc]
 
     def __init__(self, layer: int, replayer: RouteReplayer) -> None:
         super().__init__()
-        # Another model of this process has nothing to do with it.
+        # Not in the global list, by which other models of this process would drive it.
         RouterReplay.global_router_replay_instances.remove(self)
         self._layer, self._replayer = layer, replayer
 
@@ -154,7 +154,7 @@ class MegatronEngine(Engine):
             chunks_tokens=self._here.layout.sequence_parallel,
         )
 
-    # What is where.
+    # Places of tensors.
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.model.module.named_parameters()
@@ -184,7 +184,7 @@ class MegatronEngine(Engine):
 
     def check_placement(self, state: WorkerState) -> None:
         if self.model.ddp.ddp_config.use_distributed_optimizer:
-            # Its weights are views of a buffer that is freed in place: their device does not change.
+            # The weights are views of a buffer that is freed in place: their device does not change.
             return
         is_offloaded = self._config.megatron_cfg.optimizer.optimizer_cpu_offload
         check_placement(

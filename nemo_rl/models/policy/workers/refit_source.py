@@ -69,7 +69,7 @@ class RefitSource:
     def _filler_of(self, plan: RefitPlan) -> BucketFiller:
         weights = self._engine.whole_weights()
         if self._takes_fingerprints:
-            # Ahead of the buckets, which the receipt proves as well.
+            # Taken before the buckets are filled, so that the receipt proves these as well.
             weights = self._fingerprints.passing(in_dtypes(plan, weights))
         if plan.delta is not None and self._buffer is not None:
             return DeltaFiller(plan, weights, self._held)

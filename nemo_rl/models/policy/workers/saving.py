@@ -88,7 +88,7 @@ class _Thread:
         self._action: Callable[[], None] | None = action
         self._error: BaseException | None = None
         self._seconds = 0.0
-        # A process that has to end does not wait for it: its part of a checkpoint has no name yet.
+        # A daemon, so that a process that has to end does not wait: its part of a checkpoint has no name yet.
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -115,7 +115,7 @@ class _Thread:
             action()
         except BaseException as error:  # noqa: BLE001 - raised by `finish`
             self._error = error
-        # The copies are in the action.
+        # Free the copies, which the action holds.
         del action
         self._seconds = time.monotonic() - started
         logger.info("wrote a checkpoint in %.1f s beside the training", self._seconds)

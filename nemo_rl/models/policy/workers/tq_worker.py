@@ -213,7 +213,7 @@ class StoredRoutes:
         """(collective over the replica group) Return columns of the routes that its ranks have recorded."""
         routes_NTLK, shape = recorded.routes_NTLK, self.replay.shape
         if self.replica.group is not None:
-            # Where a rank has no route it has -1.
+            # Tokens without a route on a rank are -1.
             wide = routes_NTLK.to(self.here.device, torch.int32)
             dist.all_reduce(wide, op=dist.ReduceOp.MAX, group=self.replica.group)
             routes_NTLK = wide.cpu().to(torch.int16)
@@ -236,7 +236,7 @@ class StoredRoutes:
                 tuple(range(start, start + len(rows))) for start, rows in zip(starts, sample, strict=True)
             )
             smaller = replace(plan, microbatches=(renumbered,), steps=(len(sample),))
-            # For the comparison alone: onlookers would take it for the pass of the stage.
+            # Without observers, which would take it for the pass of the stage.
             free = self.passes.get_logprobs(part, plan=smaller, replay=False, phase=None)
             if self._sees_results(batch):
                 found.append(logprob_mismatch(part, free, "free"))
@@ -288,7 +288,7 @@ class TQWorker(TQWorkerMixin[LossFunction, TrainResult], PolicyWorker):
         self._watch.close()
         PolicyWorker.shutdown(self)
 
-    # What the data plane half asks for.
+    # Callbacks of the data plane half.
 
     @property
     def _prev_logprobs_fields(self) -> tuple[str, ...]:
