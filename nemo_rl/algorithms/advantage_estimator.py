@@ -1,6 +1,6 @@
-"""What an advantage estimator is given and gives: statistics of groups, by segment sums, no loop over prompts.
+"""The interface of advantage estimators, and statistics of groups, by segment sums, no loop over prompts.
 
-The estimators are in `nemo_rl.algorithms.advantages`. Called by the driver on small per-row vectors.
+The estimators are in `nemo_rl.algorithms.estimators`. Called by the driver on small per-row vectors.
 Invariant: whether a group is trivial is decided by exact equality of
 its rewards, never by a standard deviation that rounding may keep above zero. Shapes: N rows, P groups.
 """
@@ -17,6 +17,7 @@ import torch
 __all__ = [
     "AdvantageEstimator",
     "GroupStats",
+    "UsesRows",
     "group_indices",
     "group_statistics",
 ]
@@ -84,13 +85,17 @@ class GroupStats:
 
 
 class AdvantageEstimator(Protocol):
-    """What `grpo.adv_estimator.name` names: a class that is made with `config=` (the section `grpo`).
+    """The interface of `grpo.adv_estimator.name`: a class that is made with `config=` (the section `grpo`).
 
-    One whose `__call__` has a keyword `rows` gets the `RowScalars` as well: components, lengths, truncation.
+    A class that inherits from `UsesRows` is also called with `rows=`, the `RowScalars` of the step.
     """
 
     def __call__(self, rewards: torch.Tensor, stats: GroupStats) -> torch.Tensor:
         """`[N]` advantages, finite, from `[N]` float32 rewards and the statistics of their groups."""
+
+
+class UsesRows:
+    """Base of advantage estimators that need more of the rows than rewards: components, lengths, truncation."""
 
 
 def group_indices(uids: Sequence[Hashable]) -> torch.Tensor:

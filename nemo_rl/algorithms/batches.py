@@ -67,7 +67,7 @@ class BatchSource(ABC):
     @property
     @abstractmethod
     def is_exhausted(self) -> bool:
-        """Whether the last epoch cannot fill another step."""
+        """True when the last epoch cannot fill another step."""
 
     @property
     @abstractmethod
@@ -96,7 +96,7 @@ class BatchSource(ABC):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutParts:
-    """What a source has groups sampled with."""
+    """Everything that a source needs to have groups sampled."""
 
     config: GRPOConfig
     client: DataPlaneClient
@@ -104,7 +104,7 @@ class RolloutParts:
     sampler: PromptSampler
     """Drawn from by the source alone."""
     weight_version: Callable[[], int]
-    """Of the weights that the engines hold."""
+    """Version of the weights that the engines hold."""
 
 
 class SyncBatches(BatchSource):
@@ -166,7 +166,7 @@ class DynamicBatches(SyncBatches):
         super().__init__(parts)
         self._carried: list[RolloutResult] = []
         self._draw_of: dict[str, PromptDraw] = {}
-        """By the uid of a group that is alive."""
+        """Draws of the groups that are alive, by uid."""
         self._requeued: list[PromptDraw] = []
         self._has_begun = False
 
@@ -195,7 +195,7 @@ class DynamicBatches(SyncBatches):
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the remaining prompts of the last epoch, and those of carried groups, are too few for a round.
+        """True when the remaining prompts of the last epoch, and those of carried groups, are too few for a round.
 
         Before the first step it is False: the draw itself says what is too small. `state_dict` does not change it.
         """

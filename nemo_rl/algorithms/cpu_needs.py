@@ -26,12 +26,12 @@ def engines_apart(config: MasterConfig) -> int:
 
 
 def cpus_per_bundle(config: MasterConfig) -> int:
-    """Of a policy worker; on GPUs an engine shares its bundle, unless it stands apart."""
+    """CPUs of a policy worker; on GPUs an engine shares its bundle, unless it stands apart."""
     return 2 if config.cluster.gpus_per_node > 0 and config.policy.generation.colocated.enabled else 1
 
 
 def other_cpus(config: MasterConfig) -> int:
-    """Of rollout, storage, and on CPU of the engines that Ray places."""
+    """CPUs of rollout, storage, and on CPU of the engines that Ray places."""
     plane, generation = config.active_data_plane, config.policy.generation
     is_placed_by_ray = config.cluster.gpus_per_node == 0 and generation.colocated.enabled
     engines = generation.num_replicas if is_placed_by_ray else 0
@@ -39,7 +39,7 @@ def other_cpus(config: MasterConfig) -> int:
 
 
 def logical_cpus(config: MasterConfig) -> int:
-    """Of the whole run."""
+    """CPUs of the whole run."""
     return config.cluster.num_workers * cpus_per_bundle(config) + engines_apart(config) + other_cpus(config)
 
 
@@ -54,7 +54,7 @@ def num_clients(config: MasterConfig) -> int:
 
 
 def too_few_cpus(config: MasterConfig, *, have: float) -> str:
-    """What to say of `have` when it is less than `logical_cpus`."""
+    """Return a warning when `have` is less than `logical_cpus`."""
     return (
         f"cluster: {logical_cpus(config)} logical CPUs are needed ({config.cluster.num_workers} policy workers and "
         f"{other_cpus(config)} for rollout, generation and storage), cluster.num_cpus is {have:.0f}; raise it (or set "

@@ -23,23 +23,23 @@ from nemo_rl.models.policy.tracing import TraceSpec
 __all__ = ["EngineStarts", "LogPlace", "engine_scheduler", "engine_spec", "gpu_share", "local_engines", "log_place"]
 
 GPU_SHARE = 0.5
-"""Of a policy worker, and of the engine that takes turns with it on the same GPU."""
+"""GPU share of a policy worker, and of the engine that takes turns with it on the same GPU."""
 
 
 class LogPlace(TypedDict):
-    """Where the workers of a group log, as arguments of it."""
+    """The place where the workers of a group log, as arguments of the group."""
 
     log_dir: Path
     log_level: str
 
 
 def log_place(config: MasterConfig) -> LogPlace:
-    """Of every group of a run."""
+    """Return the place where every group of a run logs."""
     return LogPlace(log_dir=(config.logger.log_dir / WORKER_LOGS).absolute(), log_level=config.logger.worker_level)
 
 
 def gpu_share(config: MasterConfig) -> float:
-    """Of a GPU, for a policy worker or an engine; 0 on CPUs."""
+    """Return the share of a GPU for a policy worker or an engine; 0 on CPUs."""
     if config.cluster.gpus_per_node == 0:
         return 0.0
     return GPU_SHARE if config.policy.generation.colocated.enabled else 1.0
@@ -48,7 +48,7 @@ def gpu_share(config: MasterConfig) -> float:
 def engine_spec(
     config: MasterConfig, number: int, *, trace: TraceSpec | None = None, weight_version: int = -1
 ) -> EngineSpec:
-    """What an engine starts with; the arguments are those of `EngineSpec`."""
+    """Return the spec that an engine starts with; the arguments are those of `EngineSpec`."""
     return EngineSpec(
         policy=config.policy,
         use_gpu=config.cluster.gpus_per_node > 0,

@@ -100,7 +100,8 @@ def _engines(config: MasterConfig, stack: ExitStack, start: StartUp, forks: Fork
 
 
 def _cluster(config: MasterConfig, start: StartUp, forks: ForkServer | None) -> RayVirtualCluster:
-    """Of the engines alone: on GPUs they stand where they would in a run, on CPUs beside one empty bundle."""
+    """Return a cluster for the engines alone: on GPUs they stand where they would in a run, on CPUs beside one empty
+    bundle."""
     generation, cluster = config.policy.generation, config.cluster
     uses_gpu = cluster.gpus_per_node > 0
     if not uses_gpu:

@@ -5,18 +5,17 @@ Pure functions on small per-row vectors; called by the sync trainer.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
 import torch
 
-from nemo_rl.algorithms.advantage_estimator import AdvantageEstimator, GroupStats, group_statistics
-from nemo_rl.algorithms.reward_shaping import rewards_of
+from nemo_rl.algorithms.advantage_estimator import AdvantageEstimator, GroupStats, UsesRows, group_statistics
 from nemo_rl.algorithms.scored_rows import ScoredRows
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS
 from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.rewards import RewardScalingConfig, RewardShapingConfig
 from nemo_rl.config.schema import GRPOConfig
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import (
@@ -35,11 +34,15 @@ from nemo_rl.experience.payload import RowScalars
 __all__ = [
     "TrainRows",
     "estimated_advantages",
+    "overlong_penalty",
     "plan_logprobs",
     "plan_train",
+    "rewards_of",
     "rows_of_equal_groups",
+    "scale_rewards",
     "score_rows",
     "select_train_rows",
+    "shaped_rewards",
 ]
 
 
@@ -110,8 +113,7 @@ def estimated_advantages(
     stats = stats.of(rewards)
     key, name = "grpo.adv_estimator.name", config.adv_estimator.name
     estimator: AdvantageEstimator = ADVANTAGE_ESTIMATORS.load(name, key=key)(config=config)
-    takes_rows = "rows" in inspect.signature(estimator).parameters
-    advantages = estimator(rewards, stats, **({"rows": carry} if takes_rows else {}))
+    advantages = estimator(rewards, stats, **({"rows": carry} if isinstance(estimator, UsesRows) else {}))
     if not isinstance(advantages, torch.Tensor) or advantages.shape != rewards.shape:
         got = list(advantages.shape) if isinstance(advantages, torch.Tensor) else type(advantages).__name__
         raise ConfigError(f"{key}: {name!r}: expected one advantage per row, a tensor [{len(rewards)}], got {got}")
@@ -223,7 +225,7 @@ def plan_logprobs(
 
 
 class _Common(TypedDict):
-    """What every planner takes."""
+    """Arguments that every planner takes."""
 
     dp_world: int
     cost: tuple[float, float]
@@ -245,3 +247,48 @@ def _rows_needed(lengths: Sequence[int], policy: PolicyConfig, layout: ParallelL
 
 def _is_capped(policy: PolicyConfig) -> bool:
     return policy.sequence_packing.enabled or policy.dynamic_batching.enabled
+
+
+def rewards_of(carry: RowScalars, config: GRPOConfig) -> torch.Tensor:
+    """`[N]` float32: what becomes advantages, scaled and shaped as the recipe says."""
+    if config.reward_scaling.enabled or config.reward_shaping.enabled:
+        return shaped_rewards(carry, config.reward_scaling, config.reward_shaping)
+    return torch.tensor(carry.rewards, dtype=torch.float32)
+
+
+def shaped_rewards(rows: RowScalars, scaling: RewardScalingConfig, shaping: RewardShapingConfig) -> torch.Tensor:
+    """`[N]` float32: rewards scaled, then less what the length costs."""
+    rewards = torch.tensor(rows.rewards, dtype=torch.float32)
+    if scaling.enabled:
+        rewards = scale_rewards(rewards, scaling)
+    if not shaping.enabled:
+        return rewards
+    if shaping.stop_properly_penalty_coef is not None:
+        return torch.where(torch.from_numpy(rows.truncated), rewards * shaping.stop_properly_penalty_coef, rewards)
+    assert shaping.max_response_length is not None, "rule_reward_shaping_is_complete lets no other pass"
+    return rewards + overlong_penalty(
+        torch.from_numpy(rows.response_lengths),
+        longest=shaping.max_response_length,
+        buffer=shaping.overlong_buffer_length,
+        most=shaping.overlong_buffer_penalty,
+    )
+
+
+def scale_rewards(rewards: torch.Tensor, config: RewardScalingConfig) -> torch.Tensor:
+    """`[N]` float32: clamped to [source_min, source_max], mapped linearly to [target_min, target_max]."""
+    share = (rewards.clamp(config.source_min, config.source_max) - config.source_min) / (
+        config.source_max - config.source_min
+    )
+    return config.target_min + share * (config.target_max - config.target_min)
+
+
+def overlong_penalty(lengths: torch.Tensor, *, longest: int, buffer: int, most: float) -> torch.Tensor:
+    """`[N]` float32, at most 0: falls linearly from 0 at `longest` - `buffer` tokens to -`most` at `longest`, and no
+    further (DAPO, arXiv 2503.14476).
+
+    Example:
+        >>> overlong_penalty(torch.tensor([16384, 18432, 24576]), longest=20480, buffer=4096, most=1.0).tolist()
+        [-0.0, -0.5, -1.0]
+    """
+    into_buffer = (lengths.float() - (longest - buffer)) / buffer
+    return -most * into_buffer.clamp(0.0, 1.0)

@@ -57,12 +57,12 @@ ENGINES_METRIC = "rollout/engines"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerParts:
-    """What a trainer drives; built by `setup`."""
+    """Everything that a trainer drives; built by `setup`."""
 
     config: MasterConfig
     source: BatchSource
     columns: tuple[StageColumns, ...]
-    """Of all stages, that of the source included."""
+    """Columns of all stages, that of the source included."""
     stages: tuple[Stage, ...]
     client: DataPlaneClient
     policy: TQPolicy
@@ -79,7 +79,7 @@ class TrainerParts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
-    """How a run ended."""
+    """The end of a run."""
 
     first_reward: float | None
     """Mean reward of the validation before training; None without it."""
@@ -88,7 +88,7 @@ class RunSummary:
     seconds: float
     last_checkpoint: Path | None
     best_checkpoint: Path | None
-    """By `checkpointing.metric_name`, of those that are kept."""
+    """The best of the kept checkpoints by `checkpointing.metric_name`."""
     is_out_of_time: bool = False
     """Ended before its last step, to be saved by `checkpointing.must_save_by`."""
 
@@ -222,7 +222,7 @@ class GRPOTrainer:
         self._timer.reset()
 
     def _tell_tolerance(self) -> None:
-        """What the first receipt has measured."""
+        """Show what the first receipt has measured."""
         report = self._parts.weight_sync.report
         if report is not None and report.receipt is not None:
             self._parts.panel.note(report.receipt.tolerance_text())

@@ -13,7 +13,7 @@ __all__ = ["environment_lines", "run_environment"]
 
 
 def run_environment(config: MasterConfig) -> dict[str, str]:
-    """Of every process of a run under Ray. What a worker has besides is in the section of its kind."""
+    """Variables of every process of a run under Ray. What a worker has besides is in the section of its kind."""
     return {name: value for _, given in _common(config) for name, value in given.items()}
 
 
@@ -35,7 +35,7 @@ def environment_lines(config: MasterConfig) -> list[str]:
 
 
 def _common(config: MasterConfig) -> list[tuple[str, Mapping[str, str]]]:
-    """By what sets them; a later one wins."""
+    """Variables by what sets them; a later one wins."""
     cluster = config.cluster
     usual = worker_environment(cluster.threads_per_worker, uses_gpu=cluster.gpus_per_node > 0)
     return [

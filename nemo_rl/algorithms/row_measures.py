@@ -13,8 +13,7 @@ from typing import ClassVar
 
 import torch
 
-from nemo_rl.algorithms.grpo import estimated_advantages
-from nemo_rl.algorithms.reward_shaping import rewards_of
+from nemo_rl.algorithms.grpo import estimated_advantages, rewards_of
 from nemo_rl.algorithms.scored_rows import ScoredRows
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.schema import GRPOConfig, MasterConfig
@@ -36,23 +35,23 @@ PREV, GENERATION, REFERENCE = "prev_logprobs", "generation_logprobs", "reference
 LOGPROB_ERROR, KL = "logprob_error", "kl"
 """Names of the numbers of `RowMeasures`."""
 LOG_BOUND = 20.0
-"""Of a log-ratio before it is exponentiated, as in the losses."""
+"""Bound of a log-ratio before it is exponentiated, as in the losses."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KlInReward:
-    """What the rewards lose for leaving the reference: `weight` times k1 = log(pi_old / pi_ref) of every token."""
+    """The penalty on rewards for leaving the reference: `weight` times k1 = log(pi_old / pi_ref) of every token."""
 
     weight: float
     """`loss_fn.reference_policy_kl_penalty`."""
     clamp: float
-    """Of k1, on both sides."""
+    """Bound of k1, on both sides."""
 
     input_fields: ClassVar[tuple[str, ...]] = (PREV, REFERENCE)
 
     @classmethod
     def of(cls, config: LossConfig) -> KlInReward | None:
-        """None without `use_kl_in_reward`."""
+        """Return the penalty; None without `use_kl_in_reward`."""
         if not config.use_kl_in_reward:
             return None
         return cls(weight=config.reference_policy_kl_penalty, clamp=config.kl_input_clamp_value)
@@ -74,7 +73,7 @@ class RowMeasures:
 
     @classmethod
     def of(cls, config: MasterConfig) -> RowMeasures | None:
-        """None where the recipe needs nothing."""
+        """Return the measurements; None where the recipe needs nothing."""
         threshold, kl = config.grpo.seq_logprob_error_threshold, KlInReward.of(config.loss_fn)
         return None if threshold is None and kl is None else cls(error_threshold=threshold, kl=kl)
 
@@ -98,7 +97,7 @@ class RowMeasures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredRows:
-    """What was measured of the rows that were chosen for training, in their order."""
+    """Measurements of the rows that were chosen for training, in their order."""
 
     had_weight: torch.Tensor
     """`[N]` bool: before anything was measured."""
@@ -125,7 +124,7 @@ class MeasuredRows:
         return cls(had_weight=had_weight, errors=errors, is_masked=is_masked, kl=numbers.get(KL))
 
     def metrics(self) -> dict[str, float]:
-        """Of the rows that had a weight, as a run logs them under `train/`."""
+        """Return metrics of the rows that had a weight, as a run logs them under `train/`."""
         found: dict[str, float] = {}
         if self.errors is not None:
             errors, is_masked = self.errors[self.had_weight], self.is_masked[self.had_weight]

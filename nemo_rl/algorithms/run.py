@@ -53,7 +53,7 @@ def run(config: MasterConfig, *, console: Console, forks: ForkServer | None = No
 
 
 def _outputs(config: LoggerConfig, summary: RunSummary) -> dict[str, Path]:
-    """What the run wrote, by name; a name whose file is not there is left out."""
+    """Return the files that the run wrote, by name; a name whose file is not there is left out."""
     log_dir = config.log_dir
     if config.reward_curve:
         write_reward_curve(log_dir / METRICS_FILE, log_dir / CURVE_FILE)

@@ -89,7 +89,7 @@ def open_run_folders(config: MasterConfig) -> Iterator[None]:
 
 
 def used_folder_problems(config: MasterConfig) -> list[str]:
-    """Why a run may not start in its folders; empty where it may. Looks only."""
+    """Return why a run may not start in its folders; empty where it may. Changes nothing."""
     if config.checkpointing.resume:
         return []
     try:
@@ -142,7 +142,7 @@ def run_folders(config: MasterConfig) -> list[Path]:
 
 
 def _recorded(log_dir: Path) -> list[str]:
-    """What an earlier run has recorded, in words; a start that came to nothing has recorded nothing."""
+    """Return what an earlier run has recorded, in words; a start that came to nothing has recorded nothing."""
     metrics = log_dir / METRICS_FILE
     rollouts = len(steps_with_rollouts(log_dir))
     found = [METRICS_FILE] if metrics.is_file() and metrics.stat().st_size > 0 else []
@@ -163,7 +163,7 @@ def _real(path: Path) -> Path:
 
 
 def _checkpoints(config: MasterConfig) -> list[Path]:
-    """What checkpoints have written; without checkpointing only where that is a part of the log folder."""
+    """Return what checkpoints have written; without checkpointing only where that is a part of the log folder."""
     if config.checkpointing.enabled or _are_together(config):
         return checkpoint_paths(config.checkpoint_dir)
     return []

@@ -36,7 +36,7 @@ class _Running:
 
     unfinished: Unfinished
     seconds: float
-    """That it has taken so far, without those in which nobody looked."""
+    """Seconds that the save has taken so far, without those in which nobody looked."""
     completed: Future[Path] | None = None
     """Once all workers have written."""
 
@@ -57,7 +57,7 @@ class Saver:
         self.deadline = SaveDeadline()
         """Hears how long saves take."""
         self.last_path: Path | None = None
-        """Of the last complete checkpoint of the run."""
+        """Path of the last complete checkpoint of the run."""
         self.last_step = 0
 
     def resumed(self, checkpoint: Checkpoint) -> None:
@@ -65,7 +65,7 @@ class Saver:
         self.last_path, self.last_step = checkpoint.path, checkpoint.step
 
     def save(self, step: int, *, state: Mapping[str, object], waits: bool) -> None:
-        """What the workers hold now, as the checkpoint of a step; one that still runs is finished first.
+        """Save what the workers hold now as the checkpoint of a step; one that still runs is finished first.
 
         Args:
             waits: return when it is complete, also with `async_save`.
@@ -92,7 +92,7 @@ class Saver:
             self._note(step, path, seconds=time.monotonic() - started)
 
     def look(self) -> None:
-        """How far a save beside the training has come; does not wait.
+        """Look how far a save beside the training has come, without waiting.
 
         Raises:
             CheckpointError, WorkerError, KeyboardInterrupt: it failed.
@@ -181,7 +181,7 @@ class Saver:
 
     @contextmanager
     def _ends_with_an_error(self) -> Iterator[None]:
-        """Nothing is waited for again that has failed."""
+        """Forget a save that has failed, so that nothing waits for it again."""
         try:
             yield
         except BaseException:

@@ -17,7 +17,7 @@ __all__ = ["CUT", "EQUAL", "TOO_FAR", "ScoredRows"]
 EQUAL = "equal rewards in its group"
 CUT = "truncated response (grpo.overlong_filtering)"
 TOO_FAR = "log-probability error is above grpo.seq_logprob_error_threshold"
-"""Why a row has no weight in the loss."""
+"""The reasons why a row has no weight in the loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class ScoredRows:
     """`[N]` bool: the row had a weight before its log-probabilities were looked at."""
 
     def why_no_weight(self, row: int) -> str | None:
-        """Why a row has no part in the loss; None for one that has."""
+        """Return why a row has no part in the loss; None for one that has."""
         if self.sample_mask[row] > 0:
             return None
         if not self.is_trained_group[row]:
@@ -43,7 +43,7 @@ class ScoredRows:
         return TOO_FAR if self.had_weight[row] else CUT
 
     def why_no_update(self) -> str:
-        """Of a step in which no row has a weight."""
+        """Return why a step without a weighted row has no update."""
         reasons = dict.fromkeys(why for row in range(len(self.sample_mask)) if (why := self.why_no_weight(row)))
         return (
             "every group has equal rewards" if set(reasons) == {EQUAL} else f"no row has a weight: {', '.join(reasons)}"

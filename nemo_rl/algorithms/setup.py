@@ -19,25 +19,24 @@ from rich.console import Console
 
 from nemo_rl.algorithms.batches import BatchSource, DynamicBatches, RolloutParts, SyncBatches
 from nemo_rl.algorithms.cpu_needs import ROLLOUT_CPUS, cpus_per_bundle, engines_apart, num_clients, other_cpus
-from nemo_rl.algorithms.engine_tracing import TracedEngines
 from nemo_rl.algorithms.engines import EngineStarts, engine_scheduler, engine_spec, gpu_share, local_engines, log_place
 from nemo_rl.algorithms.grpo_sync import GRPOTrainer, TrainerParts
 from nemo_rl.algorithms.identity import date_line, first_start, identity_of, identity_state, model_dtype
 from nemo_rl.algorithms.kept_steps.folder import StepsFolder
 from nemo_rl.algorithms.kept_steps.keeper import StepKeeper
 from nemo_rl.algorithms.kept_steps.record import RunFacts
+from nemo_rl.algorithms.losses.policy_loss import build_loss
 from nemo_rl.algorithms.observers import MismatchWarning, RouteTracePlan, StageDisplay, TensorRecording
 from nemo_rl.algorithms.preflight.checks import preflight
 from nemo_rl.algorithms.preflight.inputs import too_few_prompts
 from nemo_rl.algorithms.process_environment import run_environment
-from nemo_rl.algorithms.recipe_loss import build_loss
 from nemo_rl.algorithms.row_measures import RowMeasures
 from nemo_rl.algorithms.run_folder import CONFIG_FILE, RECORDS, cut_rollouts, open_run_folders
 from nemo_rl.algorithms.stages.bodies import build_stages
 from nemo_rl.algorithms.stages.columns import StageColumns, fetched_fields, stage_columns
 from nemo_rl.algorithms.stages.stage import StageTools
-from nemo_rl.algorithms.step_tracing import LiveTracing, TracedRun, open_tracing
-from nemo_rl.algorithms.token_estimator import token_estimator
+from nemo_rl.algorithms.step_tracing import LiveTracing, TracedEngines, TracedRun, open_tracing
+from nemo_rl.algorithms.token_work import token_estimator
 from nemo_rl.config.parts import ENGINE_TRAITS, EngineTraits
 from nemo_rl.config.render import to_yaml
 from nemo_rl.config.schema import MasterConfig
@@ -54,8 +53,7 @@ from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup, RayPlacement, RayWorkerGroup, WorkerGroup
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import DatasetError
-from nemo_rl.experience.rollout_spec import RolloutInfo, RolloutSpec
-from nemo_rl.experience.rollout_worker import RolloutHandle, RolloutWorker
+from nemo_rl.experience.rollout_worker import RolloutHandle, RolloutInfo, RolloutSpec, RolloutWorker
 from nemo_rl.models.generation.interfaces import EngineSpec
 from nemo_rl.models.loading import decoder_sizes, load_model_config
 from nemo_rl.models.policy.recording import RecordSpec, record_spec
@@ -85,16 +83,16 @@ class _Groups:
     engines: WorkerFleet
     rollout: WorkerGroup
     address: str = "127.0.0.1"
-    """Of policy rank 0, as the other processes reach it."""
+    """Address of policy rank 0, as the other processes reach it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Specs:
-    """What each process is started with."""
+    """The specs that each process is started with."""
 
     worker: Callable[[RankSpec], WorkerSpec]
     engine: Callable[[int], EngineSpec]
-    """By the number of the engine."""
+    """Spec of an engine by its number."""
     rollout: RolloutSpec
 
     @classmethod
@@ -214,7 +212,7 @@ def _source(tools: StageTools, weight_sync: WeightSync, sampler: PromptSampler) 
 
 
 def _traced_engines(config: MasterConfig, groups: _Groups) -> TracedEngines:
-    """Only engines that are known to be a `TracedEngine` are asked."""
+    """Return the engines that the tracer may ask: those that are known to be a `TracedEngine`."""
     traits = ENGINE_TRAITS.get(config.policy.generation.backend, EngineTraits())
     return TracedEngines(groups.engines if traits.shows_decoding else None, timeout_s=config.cluster.stage_timeout_s)
 
@@ -277,7 +275,8 @@ def _logger(config: MasterConfig, resume_from: Checkpoint | None) -> Logger:
 
 
 def _cluster(config: MasterConfig, start: StartUp, forks: ForkServer | None) -> RayVirtualCluster:
-    """On GPU an engine shares its GPU and its bundle with a policy worker, unless it stands apart."""
+    """Return the cluster. On GPU an engine shares its GPU and its bundle with a policy worker, unless it stands
+    apart."""
     colocated = config.policy.generation.colocated
     return RayVirtualCluster(
         config.cluster,

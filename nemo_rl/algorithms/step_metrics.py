@@ -107,7 +107,8 @@ def informative_kl(train: TrainSummary | None, metrics: Mapping[str, float], con
 
 
 def lag_metrics(weight_versions: np.ndarray, *, policy_version: int) -> dict[str, float]:
-    """How many updates the policy is ahead of the weights that sampled each row; nothing where it is ahead of none."""
+    """Return how many updates the policy is ahead of the weights that sampled each row; nothing where it is ahead of
+    none."""
     lags = policy_version - weight_versions
     if not lags.any():
         return {}
@@ -128,7 +129,7 @@ def training_speed(train: TrainSummary, seconds: float) -> dict[str, float]:
 
 
 def pack_metrics(stage: str, plan: PackPlan | None) -> dict[str, float]:
-    """How good a pack plan is; nothing where no planner made one.
+    """Return the quality of a pack plan; nothing where no planner made one.
 
     `pack_imbalance`: busiest rank over what no plan could be below; `pack_synchronised`: the same if ranks wait for
     one another in every microbatch; `pack_pad_share`: share of the computed tokens that are padding.

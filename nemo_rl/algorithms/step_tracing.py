@@ -25,14 +25,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_rl.algorithms.engine_tracing import TracedEngines
 from nemo_rl.algorithms.observers import StepObserver
 from nemo_rl.algorithms.run_folder import TRACER
 from nemo_rl.algorithms.stages.state import StepState
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.config.tracer import TracerConfig, TracerSwitches
+from nemo_rl.distributed.calls import Request, ask
 from nemo_rl.distributed.layout import ParallelLayout
+from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.errors import UserError
+from nemo_rl.models.generation.interfaces import TracedEngine, traced_row
 from nemo_rl.models.policy.recording import model_identity
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.policy.tracing import TraceSpec
@@ -40,7 +42,7 @@ from nemo_rl.tracer.process import HubSpec, TracedJob, open_job
 from nemo_rl.tracer.protocol import Group
 from nemo_rl.tracer.watch import CLASSICAL, GENERATION, Plan
 
-__all__ = ["LiveTracing", "TracedRun", "open_tracing", "watches_of"]
+__all__ = ["LiveTracing", "TracedEngines", "TracedRun", "open_tracing", "watches_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +61,13 @@ class TracedRun:
 
     config: TracerConfig
     spec: TraceSpec
-    """For the workers."""
+    """Settings for the workers."""
     job: TracedJob
     watched: _Watched
 
 
 class _Watched:
-    """What is watched, as the hub has said last."""
+    """The watches that the hub has sent last."""
 
     def __init__(self, watches: Sequence[str]) -> None:
         self._lock = threading.Lock()
@@ -95,7 +97,7 @@ class LiveTracing(StepObserver):
     def __init__(self, run: TracedRun, policy: TQPolicy, engines: TracedEngines) -> None:
         self._run, self._policy, self._engines = run, policy, engines
         self._watches: tuple[str, ...] | None = None
-        """Of the step; None: nothing of it is looked at."""
+        """Watches of the step, or None when it is not traced."""
         self._is_open = self._has_told = False
         self._last = -math.inf
 
@@ -179,7 +181,7 @@ def open_tracing(config: MasterConfig, *, layout: ParallelLayout) -> Iterator[Tr
 
 
 def watches_of(section: TracerConfig, switches: TracerSwitches) -> tuple[str, ...]:
-    """What the recipe says is watched: the selectors, and those of the classical switches that are on.
+    """Return what the recipe watches: the selectors, and those of the classical switches that are on.
 
     Raises:
         UserError: one of them cannot be read.
@@ -187,3 +189,44 @@ def watches_of(section: TracerConfig, switches: TracerSwitches) -> tuple[str, ..
     on = switches.model_dump()
     classical = [f"{each.sites} | {CLASSICAL_REDUCER}" for each in CLASSICAL if on[each.switch]]
     return Plan.parse([*section.selectors, *classical]).texts
+
+
+STAGE = "tracing"
+
+
+class TracedEngines:
+    """The engines, as the tracer sees them.
+
+    Args:
+        engines: of which each worker is a `TracedEngine`; None: those of this run show nothing.
+        timeout_s: deadline of one call.
+    """
+
+    def __init__(self, engines: WorkerFleet | None, *, timeout_s: float) -> None:
+        self._engines, self._timeout_s = engines, timeout_s
+        self._is_open = False
+
+    @property
+    def can_show(self) -> bool:
+        """True when the engines of this run can be asked."""
+        return self._engines is not None
+
+    def keys(self, num_rows: int) -> list[str]:
+        """Names of the first rows of each engine, engine by engine."""
+        numbers = () if self._engines is None else self._engines.numbers
+        return [traced_row(engine, row) for engine in numbers for row in range(num_rows)]
+
+    def begin(self, step: int, *, watches: Sequence[str], keys: Sequence[str]) -> None:
+        """The requests from here on show the tracer's hub what is watched, until `end`."""
+        self._is_open = True
+        self._run(ask(TracedEngine.begin_tracing, step=step, watches=tuple(watches), keys=tuple(keys)))
+
+    def end(self) -> None:
+        """Stop showing the step. Idempotent."""
+        if self._is_open:
+            self._is_open = False
+            self._run(ask(TracedEngine.end_tracing))
+
+    def _run(self, request: Request[None]) -> None:
+        assert self._engines is not None, "engines that show nothing are not asked"
+        self._engines.run(request, stage=STAGE, timeout_s=self._timeout_s)

@@ -11,17 +11,19 @@ Invariant: an advantage depends on its group and on the moments of the step alon
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
-from nemo_rl.algorithms.advantages.reinforce_plus_plus import VARIANCE_EPSILON
-from nemo_rl.algorithms.reward_shaping import rewards_of
+from nemo_rl.algorithms.grpo import rewards_of
 from nemo_rl.algorithms.row_measures import KlInReward, row_sums
 from nemo_rl.algorithms.scored_rows import ScoredRows
-from nemo_rl.algorithms.token_estimator import TokenEstimator, TokenRows
-from nemo_rl.config.schema import GRPOConfig
+from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, TOKEN_ESTIMATORS
+from nemo_rl.config.schema import GRPOConfig, MasterConfig
+from nemo_rl.config.validate_rewards import row_loss_problems
 from nemo_rl.data_plane.chunks.wire import Counted
 from nemo_rl.data_plane.row_work import RowWorkOutput
 from nemo_rl.data_plane.schema import TOKEN_ALIGNED_FIELDS
@@ -30,7 +32,23 @@ from nemo_rl.errors import ConfigError, NonFiniteError
 from nemo_rl.experience.payload import RowScalars
 from nemo_rl.models.policy.interfaces import TOKEN_ADVANTAGES
 
-__all__ = ["ADVANTAGE", "Moments", "TokenWork", "Whitening", "advantages_in_process", "plan_groups", "whitening_of"]
+__all__ = [
+    "ADVANTAGE",
+    "VARIANCE_EPSILON",
+    "Moments",
+    "TokenEstimator",
+    "TokenRows",
+    "TokenWork",
+    "Whitening",
+    "advantages_in_process",
+    "plan_groups",
+    "return_to_go",
+    "token_estimator",
+    "whitening_of",
+]
+
+VARIANCE_EPSILON = 1e-8
+"""Added to the variance of whitened advantages."""
 
 ADVANTAGE, MOMENTS = "advantage", "moments"
 """Names of what the driver gets: the mean of each row; five numbers of the shard."""
@@ -46,7 +64,7 @@ class Whitening:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moments:
-    """Of the values of some tokens."""
+    """Moments of the values of some tokens."""
 
     count: float = 0.0
     mean: float = 0.0
@@ -57,7 +75,7 @@ class Moments:
 
     @classmethod
     def of(cls, values: torch.Tensor) -> Moments:
-        """Of `[M]` float64."""
+        """Return the moments of `[M]` float64."""
         if not len(values):
             return cls()
         mean = values.mean()
@@ -70,7 +88,7 @@ class Moments:
         )
 
     def merge(self, other: Moments) -> Moments:
-        """Of the values of both."""
+        """Return the moments of the values of both."""
         count = self.count + other.count
         if not count:
             return self
@@ -84,7 +102,7 @@ class Moments:
         )
 
     def whitening(self) -> Whitening:
-        """To mean 0 and unbiased variance 1; equal values, and a single one, become 0."""
+        """Return the whitening to mean 0 and unbiased variance 1; equal values, and a single one, become 0."""
         if self.count < 2 or self.low == self.high:
             return Whitening(shift=0.0, scale=0.0)
         variance = self.squares / (self.count - 1)
@@ -115,7 +133,7 @@ class TokenWork(Counted):
     """`[N]` bool: the estimator sees the row; others, of which a group may be there in part, get 0."""
     clip: tuple[float | None, float | None] = (None, None)
     only_moments: bool = False
-    """Nothing is written: the driver gets the moments of the values."""
+    """True when nothing is written and the driver gets the moments of the values."""
     whitening: Whitening | None = None
 
     @classmethod
@@ -129,7 +147,7 @@ class TokenWork(Counted):
         kl: KlInReward | None,
         rows: Sequence[int],
     ) -> TokenWork:
-        """Of those of all rows that the workers have: at least every row of a trained group."""
+        """Return the work on all rows that the workers have: at least every row of a trained group."""
         whole = cls(
             estimator=estimator,
             kl=kl,
@@ -142,7 +160,7 @@ class TokenWork(Counted):
         return whole.of_rows(rows)
 
     def num_bytes(self) -> int:
-        """Of the row scalars."""
+        """Columns of the row scalars."""
         return sum(part.nbytes for part in (self.rewards, self.scored, self.groups, self.is_trained_group))
 
     def of_rows(self, rows: Sequence[int]) -> TokenWork:
@@ -256,9 +274,85 @@ def plan_groups(groups: Sequence[int], lengths: Sequence[int], *, dp_world: int)
 
 
 def whitening_of(shards: Sequence[Mapping[str, torch.Tensor]]) -> Whitening:
-    """Of the step, from the moments of its shards, always in their order."""
+    """Return the whitening of the step, from the moments of its shards, always in their order."""
     merged = Moments()
     for numbers in shards:
         if numbers:
             merged = merged.merge(Moments.from_tensor(numbers[MOMENTS]))
     return merged.whitening()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenRows:
+    """Rows of whole groups, in any order; everything is on the CPU, floating point is float64.
+
+    Example:
+        >>> rows = TokenRows(groups=torch.tensor([0]), rewards=torch.tensor([1.0]), scored=torch.tensor([1.0]),
+        ...                  mask=torch.tensor([[False, True, True]]), penalties=torch.tensor([[0.0, 0.5, 0.25]]),
+        ...                  columns={})
+        >>> rows.returns.tolist()
+        [[0.0, 0.25, 0.75]]
+    """
+
+    groups: torch.Tensor
+    """`[N]` int64, numbers of the groups."""
+    rewards: torch.Tensor
+    """`[N]`, scaled and shaped as the recipe says, without a KL."""
+    scored: torch.Tensor
+    """`[N]`, rewards as they were scored."""
+    mask: torch.Tensor
+    """`[N, T]` bool, response tokens; a row may have none."""
+    penalties: torch.Tensor
+    """`[N, T]`, what each token costs: the KL with `loss_fn.use_kl_in_reward`, else 0; 0 outside the mask."""
+    columns: Mapping[str, torch.Tensor]
+    """The columns that the estimator `reads`, `[N, T]` or `[N]`; of per-token ones 0 outside the mask."""
+
+    @property
+    def returns(self) -> torch.Tensor:
+        """`[N, T]`: the row's reward less the penalties from the token on; 0 outside the mask."""
+        return torch.where(self.mask, self.rewards[:, None] - return_to_go(self.penalties), 0.0)
+
+
+class TokenEstimator(ABC):
+    """Made with `config=` (the section `grpo`); must be picklable and depend on nothing but its rows.
+
+    It is called twice with the same rows where it whitens.
+    """
+
+    reads: ClassVar[tuple[str, ...]] = ()
+    """Columns that it needs besides the mask, such as `prev_logprobs`."""
+    whitens: ClassVar[bool] = False
+    """True when its advantages are whitened over all response tokens of the step afterwards."""
+
+    def __init__(self, *, config: GRPOConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def __call__(self, rows: TokenRows) -> torch.Tensor:
+        """`[N, T]`, finite at the tokens of the mask; what is elsewhere does not matter."""
+
+
+def return_to_go(values: torch.Tensor) -> torch.Tensor:
+    """`[N, T]`: sums of the values from each position on; padding on the right changes no bit of them."""
+    return values.flip(1).cumsum(1).flip(1)
+
+
+def token_estimator(config: MasterConfig) -> TokenEstimator | None:
+    """The estimator of the recipe if it gives one advantage for each token; None for one that gives one per row.
+
+    Raises:
+        ConfigError: it cannot be imported, or its advantages do not fit the loss.
+    """
+    key, name = "grpo.adv_estimator.name", config.grpo.adv_estimator.name
+    if ADVANTAGE_ESTIMATORS.is_builtin(name):
+        if not config.has_builtin_token_advantages:
+            return None
+        made: TokenEstimator = TOKEN_ESTIMATORS.load(name, key=key)(config=config.grpo)
+        return made
+    own = ADVANTAGE_ESTIMATORS.load(name, key=key)
+    if not (isinstance(own, type) and issubclass(own, TokenEstimator)):
+        return None
+    problems = row_loss_problems(config)
+    if problems:
+        raise ConfigError(problems)
+    return own(config=config.grpo)

@@ -1,4 +1,4 @@
-"""What the workers of a run import, spent once for all of them. Imports neither torch nor Ray itself."""
+"""Imports of a run's workers, done once for all of them. Imports neither torch nor Ray itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nemo_rl.distributed.worker_environment import worker_environment
 __all__ = ["forked_modules", "worker_forks"]
 
 LAUNCH = "nemo_rl.models.policy.workers.compose"
-"""What every policy worker imports, whichever engine it has."""
+"""Modules that every policy worker imports, whichever engine it has."""
 
 
 def worker_forks(config: MasterConfig) -> AbstractContextManager[ForkServer | None]:
@@ -36,8 +36,8 @@ def worker_forks(config: MasterConfig) -> AbstractContextManager[ForkServer | No
 
 
 def forked_modules(config: MasterConfig) -> tuple[str, ...]:
-    """None of them may import Ray, whose library works only in the process that has imported it. Parts of the user's
-    own are left to the workers.
+    """Return the modules to import. None of them may import Ray, whose library works only in the process that has
+    imported it. Parts of the user's own are left to the workers.
     """
     trainer = TRAINING_ENGINES.builtin["megatron" if config.policy.megatron_cfg.enabled else "dtensor"]
     rollout = ENGINES.builtin.get(config.policy.generation.backend)

@@ -76,7 +76,7 @@ def evaluate(
     if as_json:
         typer.echo(json.dumps(record, indent=1))
         return
-    from nemo_rl.experience.evaluation.table import evaluation_lines  # noqa: PLC0415 - imports torch
+    from nemo_rl.experience.evaluation.result import evaluation_lines  # noqa: PLC0415 - imports torch
 
     for line in evaluation_lines(result.sets, confidence=config.evaluation.confidence):
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -106,39 +106,39 @@ class PartKind:
 LOSSES = PartKind(
     what="a loss",
     builtin={
-        "clipped_pg": "nemo_rl.algorithms.losses.clipped_pg:clipped_pg",
-        "reinforce": "nemo_rl.algorithms.losses.reinforce:reinforce",
-        "gspo": "nemo_rl.algorithms.losses.gspo:gspo",
-        "gspo_token": "nemo_rl.algorithms.losses.gspo:gspo_token",
-        "luspo": "nemo_rl.algorithms.losses.luspo:luspo",
-        "gmpo": "nemo_rl.algorithms.losses.gmpo:gmpo",
-        "cispo": "nemo_rl.algorithms.losses.cispo:cispo",
-        "sapo": "nemo_rl.algorithms.losses.sapo:sapo",
-        "dppo_tv": "nemo_rl.algorithms.losses.dppo:dppo_tv",
-        "dppo_kl": "nemo_rl.algorithms.losses.dppo:dppo_kl",
-        "vespo": "nemo_rl.algorithms.losses.vespo:vespo",
-        "dro": "nemo_rl.algorithms.losses.dro:dro",
+        "clipped_pg": "nemo_rl.algorithms.losses.terms:clipped_pg",
+        "reinforce": "nemo_rl.algorithms.losses.terms:reinforce",
+        "gspo": "nemo_rl.algorithms.losses.terms:gspo",
+        "gspo_token": "nemo_rl.algorithms.losses.terms:gspo_token",
+        "luspo": "nemo_rl.algorithms.losses.terms:luspo",
+        "gmpo": "nemo_rl.algorithms.losses.terms:gmpo",
+        "cispo": "nemo_rl.algorithms.losses.terms:cispo",
+        "sapo": "nemo_rl.algorithms.losses.terms:sapo",
+        "dppo_tv": "nemo_rl.algorithms.losses.terms:dppo_tv",
+        "dppo_kl": "nemo_rl.algorithms.losses.terms:dppo_kl",
+        "vespo": "nemo_rl.algorithms.losses.terms:vespo",
+        "dro": "nemo_rl.algorithms.losses.terms:dro",
     },
 )
 """Built-in ones are `PolicyTerm`s, which `PolicyLoss` completes; one of the user's own is a whole `LossFunction`."""
 ADVANTAGE_ESTIMATORS = PartKind(
     what="an advantage estimator",
     builtin={
-        "grpo": "nemo_rl.algorithms.advantages.group_relative:GroupAdvantages",
-        "dr_grpo": "nemo_rl.algorithms.advantages.group_relative:DrGRPO",
-        "rloo": "nemo_rl.algorithms.advantages.group_relative:LeaveOneOut",
-        "reinforce_plus_plus": "nemo_rl.algorithms.advantages.reinforce_plus_plus:ReinforcePlusPlus",
-        "reinforce_plus_plus_baseline": "nemo_rl.algorithms.advantages.reinforce_plus_plus:ReinforcePlusPlusBaseline",
-        "gdpo": "nemo_rl.algorithms.advantages.gdpo:GDPO",
-        "maxrl": "nemo_rl.algorithms.advantages.maxrl:MaxRL",
-        "optimal_token_baseline": "nemo_rl.algorithms.advantages.optimal_token_baseline:OptimalTokenBaseline",
+        "grpo": "nemo_rl.algorithms.estimators:GroupAdvantages",
+        "dr_grpo": "nemo_rl.algorithms.estimators:DrGRPO",
+        "rloo": "nemo_rl.algorithms.estimators:LeaveOneOut",
+        "reinforce_plus_plus": "nemo_rl.algorithms.estimators:ReinforcePlusPlus",
+        "reinforce_plus_plus_baseline": "nemo_rl.algorithms.estimators:ReinforcePlusPlusBaseline",
+        "gdpo": "nemo_rl.algorithms.estimators:GDPO",
+        "maxrl": "nemo_rl.algorithms.estimators:MaxRL",
+        "optimal_token_baseline": "nemo_rl.algorithms.estimators:OptimalTokenBaseline",
     },
 )
 TOKEN_ESTIMATORS = PartKind(
     what="an estimator of advantages per token",
     builtin={
-        "reinforce_plus_plus": "nemo_rl.algorithms.advantages.reinforce_plus_plus:TokenReinforcePlusPlus",
-        "optimal_token_baseline": "nemo_rl.algorithms.advantages.optimal_token_baseline:OptimalTokenBaseline",
+        "reinforce_plus_plus": "nemo_rl.algorithms.estimators:TokenReinforcePlusPlus",
+        "optimal_token_baseline": "nemo_rl.algorithms.estimators:OptimalTokenBaseline",
     },
 )
 """The form per token of those of `ADVANTAGE_ESTIMATORS` that have one."""

@@ -507,11 +507,10 @@ def _new_actor(
         )
     if placement.environment:
         options["runtime_env"] = {"env_vars": dict(placement.environment)}
-    if streams_apart:
-        options["concurrency_groups"] = {STREAMS: 1}
     # Ray names the process after the class, so that `ps` and Ray's logs distinguish the workers.
     host = type(f"{name.capitalize()}Worker", (_Host,), {"__module__": __name__})
-    return ray.remote(host).options(**options).remote(*arguments)
+    actor = ray.remote(concurrency_groups={STREAMS: 1})(host) if streams_apart else ray.remote(host)
+    return actor.options(**options).remote(*arguments)
 
 
 def _reply(ref: ray.ObjectRef) -> dict[str, object]:

@@ -115,7 +115,7 @@ def mean_of_scored(component: np.ndarray) -> float:
 def row_record(
     *, reward: float, components: Mapping[str, float], response_tokens: int, truncated: bool
 ) -> dict[str, object]:
-    """What readable rollouts say of a row besides its texts; a component without a score is None."""
+    """Return what readable rollouts say of a row besides its texts; a component without a score is None."""
     parts = {name: None if math.isnan(part) else rounded(part) for name, part in components.items()}
     return {
         "reward": rounded(reward),

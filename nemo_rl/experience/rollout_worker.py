@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from operator import itemgetter
 from pathlib import Path
 from threading import Thread
@@ -22,6 +23,9 @@ from typing import TypeVar, cast
 
 import numpy as np
 
+from nemo_rl.config.evaluation import EvaluationConfig
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.schema import DataConfig, EnvConfig, GRPOConfig, LoggerConfig
 from nemo_rl.data.datasets import PromptSet, build_prompt_sets
 from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids, tokenizer_identity
 from nemo_rl.data_plane.address import DataPlaneAddress
@@ -43,7 +47,6 @@ from nemo_rl.errors import DataPlaneClosed, ResourceError, WorkerError
 from nemo_rl.experience.evaluation.evaluator import EvaluationTask, Evaluator
 from nemo_rl.experience.evaluation.result import ValidationResult
 from nemo_rl.experience.payload import RowScalars, build_columns
-from nemo_rl.experience.rollout_spec import RolloutInfo, RolloutSpec
 from nemo_rl.experience.rollouts import ResponseScorer, check_versions, sampling_params
 from nemo_rl.experience.routes import RouteWriter
 from nemo_rl.experience.scheduler import EngineScheduler
@@ -54,7 +57,15 @@ from nemo_rl.utils.metrics import Max, Mean, Reduction, Sum, merge_metrics
 from nemo_rl.utils.r3_trace import trace_rollout_payload
 from nemo_rl.utils.rollout_file import write_rollouts
 
-__all__ = ["REWARD_LOG", "GroupRequest", "RolloutHandle", "RolloutInfo", "RolloutResult", "RolloutWorker"]
+__all__ = [
+    "REWARD_LOG",
+    "GroupRequest",
+    "RolloutHandle",
+    "RolloutInfo",
+    "RolloutResult",
+    "RolloutSpec",
+    "RolloutWorker",
+]
 
 _T = TypeVar("_T")
 
@@ -67,6 +78,38 @@ LOGGED_FIELDS = ("input_ids", "token_mask", "generation_logprobs")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutSpec:
+    """The settings that a rollout worker is made from."""
+
+    grpo: GRPOConfig
+    policy: PolicyConfig
+    data: DataConfig
+    evaluation: EvaluationConfig
+    env: EnvConfig
+    logger: LoggerConfig
+    start_timeout_s: float
+    """Deadline for the start of the processes that score."""
+    now: datetime | None = None
+    """The time that the chat template sees: that of the run's first start. None: the clock's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutInfo:
+    """The data that the rollout worker has loaded."""
+
+    num_train_prompts: int
+    num_val_prompts: int
+    num_skipped_prompts: int
+    """Prompts longer than `data.max_input_seq_length`, left out."""
+    skipped: tuple[str, ...] = ()
+    """The first of them, for people."""
+    identity: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the data, by the dotted paths of their sections, of tokenizer, chat template and reward."""
+    prints_the_date: bool = False
+    """True when the chat template says when the run was started."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GroupRequest:
     """One group to be sampled: `grpo.num_generations_per_prompt` responses to one prompt."""
 
@@ -75,7 +118,7 @@ class GroupRequest:
     prompt: int
     """Number in the training set."""
     seed: int
-    """Of the first row; row i has `seed + i`."""
+    """Seed of the first row; row i has `seed + i`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -372,7 +415,7 @@ class RolloutHandle:
         self._run(ask(RolloutWorker.setup_data_plane, address=address), "data plane setup")
 
     def use_engines(self, engines: WorkerFleet) -> None:
-        """From here on these engines are asked; see `RolloutWorker.use_engines`."""
+        """Use these engines from here on; see `RolloutWorker.use_engines`."""
         self._run(ask(RolloutWorker.use_engines, engines=engines.copy()), "refit")
 
     def submit_groups(
@@ -456,7 +499,7 @@ class RolloutHandle:
 
 
 def _group_metrics(output: GenerationOutput, size: int) -> list[dict[str, Reduction]]:
-    """What is logged of each group; sums are exact, so they do not depend on which groups ended together."""
+    """Return what is logged of each group; sums are exact, so they do not depend on which groups ended together."""
     lengths = output.lengths.reshape(-1, size)
     logprobs = output.logprobs.split(lengths.sum(1).tolist())
     return [

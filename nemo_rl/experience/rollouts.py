@@ -1,4 +1,4 @@
-"""From prompts to scored samples: seeds, sampling settings, texts and rewards of single-turn rollouts.
+"""Steps from prompts to scored samples: seeds, sampling settings, texts and rewards of single-turn rollouts.
 
 Used by the rollout worker for training and by the evaluator for held-out prompts.
 """

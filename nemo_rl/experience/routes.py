@@ -24,7 +24,7 @@ __all__ = ["RouteColumns", "RouteWriter"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouteColumns:
-    """What a rollout writes about its routes."""
+    """The columns that a rollout writes about its routes."""
 
     columns: dict[str, torch.Tensor]
     """Columns of the schema, jagged."""

@@ -61,7 +61,8 @@ class EngineScheduler(GenerationInterface):
         self._engines, self._batch_rows, self._timeout_s = engines, batch_rows, timeout_s
         self._version = -1
         self._busy = self._locks()
-        """By the number of an engine: held while it samples a block, since requests of several callers may wait."""
+        """Locks by the number of an engine: held while it samples a block, since requests of several callers may
+        wait."""
 
     def generate(self, request: GenerationRequest) -> GenerationOutput:
         """Sample all rows, in the order of the request.

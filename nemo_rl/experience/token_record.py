@@ -1,4 +1,4 @@
-"""What readable rollouts say of the tokens of a row: ids, texts, mask, log-probabilities.
+"""The tokens of a row in readable rollouts: ids, texts, mask, log-probabilities.
 
 Called by the rollout worker. Invariant: the texts of a row's tokens, joined, are its
 text, at most with another space in front of it.
@@ -16,7 +16,7 @@ from nemo_rl.utils.rollout_file import rounded
 __all__ = ["TokenTexts", "token_record"]
 
 PARTIAL = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer shows for a part of a character."""
+"""The sign that a tokenizer shows for a part of a character."""
 MOST_PARTS = 4
 """Tokens of one character: UTF-8 has no more bytes."""
 
@@ -60,7 +60,7 @@ class TokenTexts:
         return text
 
     def _end_of_character(self, ids: Sequence[int], start: int) -> int:
-        """Behind the tokens that are readable together; the next one where there are none."""
+        """Return the place behind the tokens that are readable together; the next one where there are none."""
         for end in range(start + 2, min(start + MOST_PARTS, len(ids)) + 1):
             if PARTIAL not in self._tokenizer.decode(list(ids[start:end])):
                 return end

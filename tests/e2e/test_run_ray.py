@@ -7,7 +7,7 @@ import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -102,7 +102,7 @@ def bulk_in(value: object, num_rows: int) -> Iterator[str]:
 
 
 T = TypeVar("T")
-ABOUT_ROWS = ("meta", "records", "work")
+ABOUT_ROWS = ("groups", "meta", "records", "work")
 """Arguments."""
 
 
@@ -117,7 +117,10 @@ class Watched(RayWorkerGroup):
     def submit(self, call: Call[T]) -> Pending[list[T]]:
         return super().submit(call).then(lambda results: self._look(call, results))
 
-    def _look(self, call: Call[T], results: list[T]) -> list[T]:
+    def stream(self, call: Call[Iterator[T]]) -> Iterator[T]:
+        return (self._look(call, [result])[0] for result in super().stream(call))
+
+    def _look(self, call: Call[Any], results: list[T]) -> list[T]:
         requests = [call.of_rank(rank) for rank in range(self.world_size)]
         [method] = {request.method for request in requests}
         Watched.calls.add(method)

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nemo_rl.algorithms.advantages.optimal_token_baseline import OptimalTokenBaseline
+from nemo_rl.algorithms.estimators import OptimalTokenBaseline
 from nemo_rl.algorithms.row_measures import LOGPROB_ERROR, RowMeasures
 from nemo_rl.algorithms.token_work import TokenWork
 from nemo_rl.config.data_plane import DataPlaneConfig

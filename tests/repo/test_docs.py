@@ -1,4 +1,4 @@
-"""README and docs say what is there: paths, functions, settings, messages, make targets, the tree, the field table."""
+"""README and docs say what is there: paths, functions, settings, messages, make targets, pictures, the field table."""
 
 from __future__ import annotations
 
@@ -18,18 +18,15 @@ from nemo_rl.data_plane.schema import FIELDS, docs_table
 from nemo_rl.diagnostics.runner.layout_text import CHOICES, SIZES, SWITCHES
 from nemo_rl.records.sites import SiteKind
 from nemo_rl.tracer.reducer import REDUCERS
-from tests.repo import tree
+from tests.repo import picture
+from tests.repo.walk_docs import make_targets
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGE_IDS = [str(page.relative_to(ROOT)) for page in PAGES]
-WRITTEN = [page for page in PAGES if page != tree.PAGE]
-"""Pages by hand; the sentences of the tree are docstrings."""
 README, GUIDE = ROOT / "README.md", ROOT / "docs" / "guide.md"
 README_LINES = 200
 """A newcomer reads it in one sitting; the rest is in docs."""
-WALK_FILES, WALK_LINES = 20, 4000
-"""What whoever follows one step opens."""
 
 LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -114,7 +111,7 @@ def test_links_lead_to_files_that_define_what_they_name(page: Path) -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
 def test_paths_and_names_in_backticks_exist(page: Path) -> None:
     unknown = []
     for code in CODE.findall(prose(page)):
@@ -134,20 +131,12 @@ def test_settings_and_make_targets_exist(page: Path) -> None:
     # Free sections, and the placeholder of the explanation.
     free = ("policy.optimizer.kwargs.", "env.reward_weights.", "a.b")
     assert {key for key in OVERRIDE.findall(text) if key not in keys and not key.startswith(free)} == set()
-    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    targets = set(make_targets())
     assert set(re.findall(r"(?:`|^)make ([a-z0-9-]+)", text, re.MULTILINE)) <= targets
 
 
 def test_the_readme_is_short() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= README_LINES, "move details to a page of docs"
-
-
-def test_the_walk_of_a_step_is_short() -> None:
-    page = ROOT / "docs" / "one_step.md"
-    links = {target.partition("#")[0] for _, target in LINK.findall(page.read_text(encoding="utf-8"))}
-    files = [(page.parent / target).resolve() for target in sorted(links) if target.endswith(".py")]
-    lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
-    assert len(files) <= WALK_FILES and lines <= WALK_LINES, f"{len(files)} files with {lines} lines"
 
 
 def test_pages_are_ascii() -> None:
@@ -179,28 +168,14 @@ def test_the_recipe_of_the_guide_loads(tmp_path: Path) -> None:
     assert config.grpo.max_num_steps == 3 and config.data.train.dataset_name == "jsonl"
 
 
-@pytest.mark.parametrize("page", [README, GUIDE], ids=lambda page: page.name)
-def test_one_process_as_the_pages_say(page: Path) -> None:
-    (line,) = (code for code in CODE.findall(page.read_text(encoding="utf-8")) if "launcher=local" in code)
+def test_one_process_as_the_guide_says() -> None:
+    (line,) = (code for code in CODE.findall(GUIDE.read_text(encoding="utf-8")) if "launcher=local" in code)
     config = load_config(ROOT / "configs/grpo_sort_cpu.yaml", line.split())
     assert config.cluster.launcher == "local" and config.data_plane.impl == "noop"
 
 
-def test_the_tree_is_the_generated_one() -> None:
-    shown = (ROOT / "docs" / "tree.md").read_text(encoding="utf-8")
-    assert shown == tree.tree(), "run `make tree`"
-
-
-def test_every_file_and_folder_of_the_tree_says_what_it_is() -> None:
-    silent = [line for line in tree.tree().splitlines() if line.startswith("- ") and not line.endswith(".")]
-    assert silent == [], "let the file begin with a sentence that says what it is"
-    here = {*tree.FILES, *tree.FOLDERS, *tree.TESTS}
-    assert [name for name in here if not (ROOT / name).exists()] == []
-    assert {f"tests/{path.name}" for path in (ROOT / "tests").iterdir() if any(path.glob("**/*.py"))} == set(tree.TESTS)
-
-
 def test_the_field_table_is_the_generated_one() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "data_plane.md").read_text(encoding="utf-8")
     shown = text.partition("<!-- fields: docs_table() -->\n")[2].partition("<!-- end of fields -->")[0]
     assert shown.strip() == docs_table().strip(), "paste the output of nemo_rl.data_plane.schema.docs_table()"
 
@@ -220,3 +195,9 @@ def test_the_diagram_of_a_module_names_functions_that_exist(name: str) -> None:
             assert hasattr(place, part), f"{name}: {place!r} has no {part!r}"
             place = getattr(place, part)
         assert callable(place), name
+
+
+def test_pictures_are_the_generated_ones() -> None:
+    folder = ROOT / "docs" / "images"
+    for name, text in picture.files(folder).items():
+        assert (folder / name).read_text(encoding="utf-8") == text, f"{name}: run `make picture`"

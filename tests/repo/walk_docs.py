@@ -27,9 +27,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = (
     *("README.md", "docs/guide.md", "docs/parallel.md", "docs/data_plane.md", "docs/router_replay.md"),
-    *("docs/extending.md", "docs/troubleshooting.md", "docs/one_step.md", "docs/architecture.md", "docs/tree.md"),
+    *("docs/extending.md", "docs/troubleshooting.md", "docs/one_step.md", "docs/architecture.md", "docs/install.md"),
     *("docs/contributing.md", "docs/coming_from_nemo_rl.md", "docs/debugging.md", "docs/tracer.md", "docs/cluster.md"),
-    *("docs/generation.md", "docs/algorithms.md", "docs/model_support.md"),
+    *("docs/generation.md", "docs/algorithms.md", "docs/model_support.md", "docs/trainer.md", "docs/workers.md"),
+    *("docs/observability.md", "docs/failures.md", "docs/limitations.md", "docs/glossary.md"),
 )
 LANGUAGES = {"bash", "python", "yaml", "text"}
 WORDS = {"cheap", "bounds", "tests", "gpu", "cluster"}
@@ -46,7 +47,8 @@ TARGETS: Mapping[str, str] = {
     "types": "",
     "imports": "",
     "configs": "",
-    "tree": "",
+    "picture": "",
+    "step-trace": "",
     "model-support": "llama qwen3",
     "constraints": "",
     "learn-sort": "grpo.max_num_steps=2",
@@ -123,8 +125,11 @@ def blocks_of(page: str, root: Path = ROOT) -> list[Block]:
 
 
 def make_targets(root: Path = ROOT) -> list[str]:
-    """Names of the Makefile's targets for people."""
-    return re.findall(r"^([a-z0-9-]+):", (root / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    """Return the names of the Makefile's targets for people, those of its patterns included."""
+    text = (root / "Makefile").read_text(encoding="utf-8")
+    named = re.findall(r"^(LEARN|BENCH)_([a-z][a-z0-9-]*) :=", text, re.MULTILINE)
+    of_patterns = [f"{pattern.lower()}-{name}" for pattern, name in named]
+    return re.findall(r"^([a-z0-9-]+):", text, re.MULTILINE) + of_patterns
 
 
 def targets_named(block: Block) -> set[str]:

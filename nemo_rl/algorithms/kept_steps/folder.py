@@ -66,7 +66,7 @@ class KeptFolder:
         return read_record(text, where=str(self.path / STEP_FILE))
 
     def columns(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Those of the rollout and of the update; empty where they were not written.
+        """Return the columns of the rollout and of the update; empty where they were not written.
 
         Raises:
             CheckpointError: a file is torn.
@@ -92,7 +92,7 @@ class StepsFolder:
         self.path = log_dir / STEPS
 
     def all(self) -> list[KeptFolder]:
-        """In order of their steps; a step in flight only where there is no whole one."""
+        """Return the steps in order; a step in flight only where there is no whole one."""
         found: dict[int, KeptFolder] = {}
         for path in sorted(self.path.glob("step_*"), reverse=True):
             name = NAME.fullmatch(path.name)

@@ -47,7 +47,7 @@ __all__ = ["StepKeeper"]
 logger = logging.getLogger(__name__)
 
 FAILED_STEP_S = 30.0
-"""For keeping a step that has failed: its workers may be gone, and somebody waits for the error."""
+"""Deadline for keeping a step that has failed: its workers may be gone, and somebody waits for the error."""
 
 
 class StepKeeper(StepObserver):
@@ -74,15 +74,15 @@ class StepKeeper(StepObserver):
         self._folder = StepsFolder(log_dir)
         self._writing: list[Pending[int]] = []
         self._path: Path | None = None
-        """Of the step in flight, once it has one."""
+        """Folder of the step in flight, once it has one."""
         self._rows: KeptRows | None = None
-        """Of the step in flight, once they are there."""
+        """Rows of the step in flight, once they are there."""
         self._seconds = 0.0
         self._bytes = 0
         self._has_warned = False
 
     def after_stage(self, stage: str, step: StepState) -> None:
-        """What the stage has made of the step is being written when this returns."""
+        """Start to write what the stage has made of the step."""
         if stage == "score":
             with self._timed(step):
                 self._begin(step)
@@ -129,7 +129,7 @@ class StepKeeper(StepObserver):
             logger.warning("step %d: gave up keeping it after %.0f s", step.number, FAILED_STEP_S)
 
     def metrics(self) -> dict[str, float]:
-        """Of the last step: seconds that the run has spent on keeping it, and its bytes."""
+        """Return numbers of the last step: seconds that the run has spent on keeping it, and its bytes."""
         seconds, self._seconds = self._seconds, 0.0
         return {"timing/keep_step_s": seconds, "keep/step_bytes": float(self._bytes)}
 

@@ -36,11 +36,11 @@ __all__ = [
 ]
 
 FORMAT = 1
-"""Of `step.json`; another one is refused."""
+"""Format of `step.json`; another one is refused."""
 
 
 class StepStatus(Enum):
-    """How far a step came."""
+    """The progress of a step."""
 
     PARTIAL = "partial"
     """It was in flight when the run was killed, or still is."""
@@ -86,7 +86,7 @@ class KeptRows:
 
     @property
     def scalars(self) -> RowScalars:
-        """As the rollout gave them to the driver."""
+        """Return the scalars as the rollout gave them to the driver."""
         return RowScalars(
             rewards=np.asarray(self.rewards, dtype=np.float32),
             truncated=np.asarray(self.truncated, dtype=np.bool_),
@@ -97,23 +97,23 @@ class KeptRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptOutcome:
-    """What the update gave; everything is empty for a step that trained no row."""
+    """The result of the update; everything is empty for a step that trained no row."""
 
     losses: tuple[float, ...] = ()
-    """Of each optimizer step, as are the norms."""
+    """Losses of each optimizer step, as are the norms."""
     grad_norms: tuple[float, ...] = ()
     microbatch_losses: tuple[tuple[float, ...], ...] = ()
-    """Of each data-parallel shard."""
+    """Losses of each data-parallel shard."""
     learning_rate: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the loss, over all microbatches."""
+    """Metrics of the loss, over all microbatches."""
     weights: WeightsDigest | None = None
     """After the step; None: as before it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptError:
-    """What ended a step."""
+    """The error that ended a step."""
 
     kind: str
     """Name of the exception's class."""
@@ -123,7 +123,7 @@ class KeptError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFacts:
-    """What is the same in every step of a process."""
+    """Facts that are the same in every step of a process."""
 
     config: Mapping[str, object]
     """The resolved config, with folders in place of names on the hub."""
@@ -133,11 +133,11 @@ class RunFacts:
     train_fields: tuple[str, ...]
     """Columns that training reads, routes apart."""
     cost: tuple[float, float] = DEFAULT_COST
-    """By which rows were shared among the ranks."""
+    """(a, b) of the cost by which rows were shared among the ranks."""
     started_from: int | None = None
     """Step of the checkpoint that the process resumed from; None: the initial model."""
     with_optimizer: bool = True
-    """Whether it took the optimizer's state from there."""
+    """True when it took the optimizer's state from there."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """Versions."""
     identity: Mapping[str, str] = field(default_factory=dict)
@@ -165,18 +165,18 @@ class KeptStep:
     whose seeds came from its steps."""
     uids: tuple[str, ...]
     keys: tuple[str, ...]
-    """Of all rows that the step could put."""
+    """Keys of all rows that the step could put."""
     weight_version: int | None = None
     policy_version: int
     seed: int = 0
     """`grpo.seed`."""
     run: RunFacts
     rows: KeptRows | None = None
-    """None: the rollout was not done."""
+    """The rows, or None when the rollout was not done."""
     trained: tuple[int, ...] | None = None
     """Rows of the update, in its order: indices into the rows. None: not decided yet, or none has a gradient."""
     plan: KeptPlan | None = None
-    """In indices into `trained`."""
+    """The plan of the update, in indices into `trained`."""
     logprob_plan: KeptPlan | None = None
     update_versions: Mapping[str, int | tuple[int, ...]] = field(default_factory=dict)
     """Family -> version of the columns of the trained rows, when they were kept."""

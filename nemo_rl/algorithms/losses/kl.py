@@ -26,7 +26,7 @@ __all__ = ["KlTerm", "kl_term"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KlTerm:
-    """Of each token."""
+    """Values of each token."""
 
     values: torch.Tensor
     is_clamped: torch.Tensor
@@ -34,7 +34,8 @@ class KlTerm:
 
 
 def kl_term(log_ratio: torch.Tensor, log_importance: torch.Tensor, config: LossConfig) -> KlTerm:
-    """By `reference_policy_kl_type` and `reference_policy_kl_gradient`; tokens that a clamp changes have no gradient.
+    """Return the term that `reference_policy_kl_type` and `reference_policy_kl_gradient` name; tokens that a clamp
+    changes have no gradient.
 
     Args:
         log_ratio: x.

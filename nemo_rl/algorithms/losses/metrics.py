@@ -37,7 +37,7 @@ def policy_metrics(
 
 
 def mismatch_metrics(gap_NT: torch.Tensor, weight_NT: torch.Tensor) -> dict[str, Reduction]:
-    """How far trainer and sampler are apart on what was sampled.
+    """Return how far trainer and sampler are apart on what was sampled.
 
     Args:
         gap_NT: log(pi_old / pi_gen); log(pi / pi_gen) of the first update where pi_gen stands for pi_old.

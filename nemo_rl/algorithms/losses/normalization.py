@@ -1,4 +1,5 @@
-"""From a value for every token to one number: mean over tokens, over sequences, or by a constant length.
+"""Reductions from a value for every token to one number: which tokens count, and the mean over tokens, sequences or a
+length.
 
 Invariant: divisors are the counts of the whole global batch (`LossScale`), so the parts of microbatches and ranks add
 up to the same number however rows were laid out. Rows without a token that counts add 0 and are in no divisor. Shapes:
@@ -7,18 +8,45 @@ N rows, T tokens.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.models.policy.interfaces import LossScale
 
-__all__ = ["constant_length", "normalize", "sequence_mean", "token_mean"]
+__all__ = [
+    "constant_length",
+    "normalize",
+    "sequence_mean",
+    "token_mean",
+    "token_weights",
+    "valid_token_mask",
+    "weighed",
+]
+
+
+def valid_token_mask(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return `[N, T]` bool, True on tokens with a weight. Position 0 is never predicted and never counts."""
+    mask_NT = batch["token_mask"].bool() & (batch["sample_mask"] > 0)[:, None]
+    mask_NT[:, 0] = False
+    return mask_NT
+
+
+def token_weights(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return `[N, T]` float32: the weight of its row for tokens that count, 0 for the others."""
+    return torch.where(valid_token_mask(batch), batch["sample_mask"].float()[:, None], 0.0)
+
+
+def weighed(values_NT: torch.Tensor, weight_NT: torch.Tensor) -> torch.Tensor:
+    """Return what each token adds to a sum, 0 where it has no weight; without gradient."""
+    return torch.where(weight_NT > 0, values_NT.detach(), 0.0) * weight_NT
 
 
 def normalize(
     values_NT: torch.Tensor, weight_NT: torch.Tensor, *, scale: LossScale, config: LossConfig
 ) -> torch.Tensor:
-    """By `token_level_loss` and `constant_length`; tokens of weight 0 have no part in it, whatever their value is."""
+    """Return the mean that the recipe asks for; tokens of weight 0 have no part in it, whatever their value is."""
     weighed_NT = torch.where(weight_NT > 0, values_NT, 0.0) * weight_NT
     if config.constant_length is not None:
         return constant_length(weighed_NT, scale=scale, length=config.constant_length)

@@ -24,7 +24,7 @@ class Correction:
     """Factors of the policy loss."""
 
     weight_NT: torch.Tensor
-    """Without gradient; 1 where no token is trained."""
+    """Weights without gradient; 1 where no token is trained."""
     is_masked_NT: torch.Tensor
     """bool: the weight is 0 because a bound was crossed."""
     is_truncated_NT: torch.Tensor

@@ -24,18 +24,18 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl.algorithms.losses.kl import KlTerm, kl_term
-from nemo_rl.algorithms.losses.masks import token_weights, weighed
 from nemo_rl.algorithms.losses.metrics import extremes, mismatch_metrics, policy_metrics, total, weighted_mean
-from nemo_rl.algorithms.losses.normalization import normalize
+from nemo_rl.algorithms.losses.normalization import normalize, token_weights, weighed
 from nemo_rl.algorithms.losses.off_policy import LOG_BOUND, Correction, off_policy_weights
 from nemo_rl.algorithms.losses.term import PolicyInputs, PolicyTerm, TermOutput
 from nemo_rl.config.loss import LOSS_TRAITS
 from nemo_rl.config.parts import LOSSES
-from nemo_rl.config.schema import LossConfig
-from nemo_rl.models.policy.interfaces import ENTROPY, UNFILTERED_LOGPROBS, LossOutput, LossScale
+from nemo_rl.config.schema import LossConfig, MasterConfig
+from nemo_rl.distributed.worker_pass import WorkerPass
+from nemo_rl.models.policy.interfaces import ENTROPY, UNFILTERED_LOGPROBS, LossFunction, LossOutput, LossScale
 from nemo_rl.utils.metrics import Reduction, Sum
 
-__all__ = ["PolicyLoss"]
+__all__ = ["PolicyLoss", "build_loss"]
 
 GENERATION, REFERENCE = "generation_logprobs", "reference_policy_logprobs"
 
@@ -162,7 +162,7 @@ class PolicyLoss:
         return self.config.use_importance_sampling_correction
 
     def _correction(self, tokens: _Tokens) -> Correction | None:
-        """None where the loss has none, or has it inside."""
+        """Return the correction; None where the loss has none, or has it inside."""
         traits = LOSS_TRAITS[self.term_name]
         if not self._corrects or traits.has_own_correction:
             return None
@@ -184,7 +184,7 @@ class PolicyLoss:
 
 
 def _share_metrics(tokens: _Tokens, found: TermOutput, correction: Correction | None) -> dict[str, Reduction]:
-    """What bounds did: clipped, masked, truncated, clamped; and the weights of the correction."""
+    """Return what bounds did: clipped, masked, truncated, clamped; and the weights of the correction."""
     weight_NT = tokens.weight_NT
     masked_NT = torch.zeros_like(tokens.inputs.mask_NT)
     if found.is_masked_NT is not None:
@@ -203,3 +203,14 @@ def _share_metrics(tokens: _Tokens, found: TermOutput, correction: Correction | 
         metrics |= extremes("sampling_importance_ratio", used_NT[weight_NT > 0])
         metrics["truncated_share"] = weighted_mean(correction.is_truncated_NT.float(), weight_NT)
     return metrics
+
+
+def build_loss(config: MasterConfig) -> LossFunction:
+    """The loss that the recipe names."""
+    is_from_sampler = config.grpo.use_generation_logprobs_as_prev
+    prev_field = "generation_logprobs" if is_from_sampler else WorkerPass.PREV_LOGPROBS.column
+    name = config.loss_fn.name
+    if LOSSES.is_builtin(name):
+        return PolicyLoss(config=config.loss_fn, prev_field=prev_field)
+    own: LossFunction = LOSSES.load(name, key="loss_fn.name")(config=config.loss_fn, prev_field=prev_field)
+    return own

@@ -1,4 +1,4 @@
-"""What a policy loss is given and what it returns: `PolicyInputs`, `PolicyTerm`, `TermOutput`.
+"""Inputs and outputs of a policy loss: `PolicyInputs`, `PolicyTerm`, `TermOutput`.
 
 A term is a pure function that gives a value for every token; `PolicyLoss` masks, weighs and averages them, so that no
 term divides by anything but the length of its own row. Everything is minimised. Symbols in the terms: l = log pi of a

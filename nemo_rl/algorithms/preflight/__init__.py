@@ -1,1 +1,1 @@
-"""What can be checked about a run before anything starts."""
+"""Checks of a run before anything starts."""

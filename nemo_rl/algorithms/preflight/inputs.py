@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import math
+from collections.abc import Mapping
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
 import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from nemo_rl.algorithms.identity import model_digest, same_or_refused
+from nemo_rl.algorithms.advantage_estimator import UsesRows
+from nemo_rl.algorithms.identity import first_start, model_digest, same_or_refused
 from nemo_rl.algorithms.preflight import model_check
-from nemo_rl.algorithms.preflight.subject import Subject
+from nemo_rl.algorithms.token_work import TokenEstimator
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, ENGINE_TRAITS, ENGINES, LOSSES, STORES, EngineTraits
-from nemo_rl.config.schema import DatasetConfig, GRPOConfig
-from nemo_rl.data.datasets import raw_prompts
+from nemo_rl.config.schema import DatasetConfig, GRPOConfig, MasterConfig
+from nemo_rl.data.datasets import PromptSet, build_prompt_sets, raw_prompts
 from nemo_rl.data.messages import PromptEncoder, prompt_messages
-from nemo_rl.data.tokenizer import tokenizer_identity
+from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids, tokenizer_identity
 from nemo_rl.environments.answers import AnswerCheck
 from nemo_rl.environments.factory import build_environment, reward_identity
 from nemo_rl.errors import ConfigError, DatasetError, UserError
 from nemo_rl.models.dtensor.optim import LearningRate, build_optimizer
+from nemo_rl.models.hf_folder import open_weights
+from nemo_rl.models.loading import load_model_config
 from nemo_rl.models.policy.fit import check_policy_fits
 from nemo_rl.records.selector import Selector
 from nemo_rl.tracer.watch import Watch
+from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager
 from nemo_rl.utils.logger import check_trackers
 
 __all__ = [
+    "Subject",
     "check_answers",
     "check_engine",
     "check_identity",
@@ -37,13 +47,82 @@ __all__ = [
     "check_reward",
     "check_tokenizer",
     "check_trackers_are_installed",
+    "nearest_folder",
     "too_few_prompts",
 ]
+
+MAX_ROWS = 20_000
+"""Rows of each source that are looked at when no run follows, which reads all of them: seconds of templates."""
+
+
+class Subject:
+    """Every property raises a `UserError` when what it opens cannot be opened.
+
+    Args:
+        is_alone: whether no run follows, which would look at every row and compare it with a checkpoint itself.
+    """
+
+    def __init__(self, config: MasterConfig, *, is_alone: bool = False) -> None:
+        self.config, self.is_alone = config, is_alone
+
+    @cached_property
+    def model_config(self) -> PretrainedConfig:
+        """config.json of the model folder."""
+        return load_model_config(self.config.policy.model_name)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Parameters by the headers of the weight files, every one of which is opened."""
+        weights = open_weights(self.config.policy.model_name, self.model_config)
+        return sum(math.prod(weights.shape(name)) for name in weights.names())
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer with the chat template of the config, if it has one."""
+        given = self.config.policy.tokenizer
+        return load_tokenizer(given.name or self.config.policy.model_name, chat_template=given.chat_template)
+
+    @cached_property
+    def resume_from(self) -> Checkpoint | None:
+        """The checkpoint that a run would continue from; its contents are not compared."""
+        section = self.config.checkpointing
+        if not (section.enabled and section.resume):
+            return None
+        manager = CheckpointManager(self.config.checkpoint_dir, keep_top_k=None, metric_name=section.metric_name)
+        return manager.choose(with_optimizer=section.load_optimizer, reads_files=False).checkpoint
+
+    @cached_property
+    def prompt_sets(self) -> Mapping[str, PromptSet]:
+        """Prompts by the dotted paths of their sections, of large sources the first ones."""
+        data = self.config.data
+        now = first_start(self.resume_from)
+        train, held_out = build_prompt_sets(data, self.tokenizer, now=now, max_rows=MAX_ROWS)
+        return {"data.train": train, **{data.held_out_key(name): found for name, found in held_out.items()}}
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response."""
+        chosen = self.config.policy.generation.stop_token_ids
+        return self.known_stop_ids if chosen is None else tuple(chosen)
+
+    @cached_property
+    def known_stop_ids(self) -> tuple[int, ...]:
+        """Stop tokens that model and tokenizer name."""
+        return stop_token_ids(self.config.policy.model_name, self.tokenizer)
+
+
+def nearest_folder(path: Path) -> Path:
+    """`path`, or the first folder above it that exists."""
+    path = path.absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
 
 PROMPTS_ENCODED = 4
 """Prompts that go through template and tokenizer; all of them do later."""
 MAX_BYTES = 256 * 2**20
-"""Of a `huggingface` dataset, which is read as a whole: a larger one would be read twice for minutes."""
+"""Limit of a `huggingface` dataset, which is read as a whole: a larger one would be read twice for minutes."""
 
 
 def check_model(subject: Subject) -> list[str]:
@@ -135,14 +214,26 @@ def check_parts(subject: Subject) -> list[str]:
     for key, name, kind in named:
         if not kind.is_builtin(name):
             try:
-                kind.load(name, key=key)
+                part = kind.load(name, key=key)
             except ConfigError as error:
                 lines += error.problems
+                continue
+            if kind is ADVANTAGE_ESTIMATORS and _misses_rows(part):
+                lines.append(
+                    f"{key}: {name!r} takes `rows`, which only subclasses of UsesRows are given; let it inherit"
+                )
     return lines
 
 
+def _misses_rows(estimator: object) -> bool:
+    """Return whether a class of advantages per row expects `rows` and does not say so."""
+    if not isinstance(estimator, type) or issubclass(estimator, UsesRows | TokenEstimator):
+        return False
+    return "rows" in inspect.signature(estimator.__call__).parameters
+
+
 def check_engine(subject: Subject) -> list[str]:
-    """What the engine of the rollout needs is installed, and its own settings make sense."""
+    """Check that what the engine of the rollout needs is installed, and that its own settings make sense."""
     backend = subject.config.policy.generation.backend
     check = ENGINE_TRAITS.get(backend, EngineTraits()).check
     if check is None:
@@ -165,7 +256,7 @@ def _compare(subject: Subject, identity: dict[str, str]) -> None:
 
 
 def _all_rows_count(subject: Subject) -> bool:
-    """Whether rows are all read here: nothing else would, and they are not too large to be read for it."""
+    """Return whether rows are all read here: nothing else would, and they are not too large to be read for it."""
     data = subject.config.data
     return subject.is_alone and not any(map(_is_too_large, (data.train, *data.held_out.values())))
 
@@ -202,7 +293,7 @@ def _bytes_of(path: Path) -> int:
 
 
 def too_few_prompts(grpo: GRPOConfig, found: int) -> str:
-    """What is said of so many prompts for training."""
+    """Return the message about too few training prompts."""
     is_round = grpo.use_dynamic_sampling and found >= grpo.num_prompts_per_step
     times = f" x grpo.batch_multiplier {grpo.batch_multiplier:g} = {grpo.prompts_per_round}" if is_round else ""
     return (

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from nemo_rl.algorithms.cpu_needs import engines_apart, logical_cpus, too_few_cpus
-from nemo_rl.algorithms.preflight.subject import Subject, nearest_folder
+from nemo_rl.algorithms.preflight.inputs import Subject, nearest_folder
 from nemo_rl.algorithms.run_folder import run_folders, used_folder_problems
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import ClusterConfig
@@ -39,11 +39,11 @@ WORKERS_PER_CORE, FEW_WORKERS = 16, 64
 """More processes than that on a core are a slip; on any machine so many are believed."""
 PARAMETER_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 4
 LOG_BYTES = 16 * 2**20
-"""Of logs, rollouts and TensorBoard files of a short run."""
+"""Bytes of logs, rollouts and TensorBoard files of a short run."""
 
 
 def check_gpus(subject: Subject) -> list[str]:
-    """As many as policy workers, and engines that stand apart."""
+    """Check that there are as many GPUs as policy workers and non-colocated engines need."""
     cluster = subject.config.cluster
     if cluster.gpus_per_node == 0 or cluster.address is not None:
         return []
@@ -57,7 +57,7 @@ def check_gpus(subject: Subject) -> list[str]:
 
 
 def check_data_plane(subject: Subject) -> list[str]:
-    """What the store is made of is installed."""
+    """Check that the packages of the store are installed."""
     plane = subject.config.data_plane
     if plane.enabled and plane.impl is not None:
         kind_named(plane.impl).check_installed(plane)
@@ -167,7 +167,7 @@ def check_run_folder(subject: Subject) -> list[str]:
 
 
 def check_time_limit(subject: Subject) -> list[str]:
-    """Where the end of the job counts, it is known."""
+    """Check that the end of the job is known where it counts."""
     limit = subject.config.checkpointing.must_save_by
     if limit is not None:
         seconds_left(limit)
@@ -175,7 +175,7 @@ def check_time_limit(subject: Subject) -> list[str]:
 
 
 def check_checkpoint(subject: Subject) -> list[str]:
-    """There is one to resume from; the run itself compares its contents."""
+    """Check that there is a checkpoint to resume from; the run itself compares its contents."""
     found = subject.resume_from
     return [] if found is None or found.path.is_dir() else [f"checkpoint {found.path}: is gone"]
 

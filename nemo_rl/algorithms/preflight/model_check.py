@@ -100,7 +100,7 @@ class Trial:
     """One way in which the recipe runs the model."""
 
     name: str
-    """How messages name it."""
+    """Name of the trial in messages."""
     key: str
     """Key of the recipe that asks for it."""
     run: Callable[[Path, PolicyConfig], Found]
@@ -304,6 +304,9 @@ class _Collector(Onlooker):
 
     def begin_call(self, phase: WorkerPass) -> _Collector | None:
         return self if phase is WorkerPass.PREV_LOGPROBS else None
+
+    def end_call(self, phase: WorkerPass) -> None:
+        """Check without writing anything."""
 
     def takes(self, kind: SiteKind, layer: int | None, direction: Direction) -> bool:
         return kind in WATCHED and direction is Direction.FORWARD

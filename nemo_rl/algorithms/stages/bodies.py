@@ -1,4 +1,5 @@
-"""What each stage of a GRPO step does with rows that are in the data plane, in the order in which a step runs them.
+"""The bodies of the stages of a GRPO step, which work on rows that are in the data plane, in the order in which a step
+runs them.
 
     build_stages
       |- score               RowScalars -> advantages, weights, tags        (Score, score_rows)
@@ -21,27 +22,34 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from nemo_rl.algorithms.grpo import plan_logprobs, plan_train, score_rows, select_train_rows
-from nemo_rl.algorithms.scored_rows import ScoredRows
+from nemo_rl.algorithms.row_measures import RowMeasures, decide_rows
+from nemo_rl.algorithms.scored_rows import TOO_FAR, ScoredRows
 from nemo_rl.algorithms.stages.columns import ROLLOUT, StageColumns, fetched_fields
-from nemo_rl.algorithms.stages.log_rollouts import NOT_TRAINED, LogRollouts
-from nemo_rl.algorithms.stages.row_stages import MeasureRows, TokenAdvantages
 from nemo_rl.algorithms.stages.stage import Stage, StageTools, UpdateStage
 from nemo_rl.algorithms.stages.state import ChosenRows, StepState
+from nemo_rl.algorithms.token_work import ADVANTAGE, TokenWork, plan_groups, whitening_of
 from nemo_rl.data_plane.chunks.wire import message_bytes
 from nemo_rl.data_plane.client.meter import columns_bytes
 from nemo_rl.data_plane.client.stage_context import CLEAR, working_for
 from nemo_rl.data_plane.column_io import write_columns
-from nemo_rl.data_plane.interfaces import DataPlaneClient
+from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from nemo_rl.data_plane.row_work import RowWorkDone
 from nemo_rl.distributed.calls import Pending
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import RowPass, WorkerPass
+from nemo_rl.experience.payload import row_record
 from nemo_rl.models.policy.interfaces import SQUARED_PROBS
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.utils.r3_trace import trace_retired
+from nemo_rl.utils.rollout_file import rollout_path, rounded
 
-__all__ = ["build_stages", "clear_untrained"]
+__all__ = ["NOT_TRAINED", "LogRollouts", "MeasureRows", "TokenAdvantages", "build_stages", "clear_untrained"]
 
 logger = logging.getLogger(__name__)
+
+NOT_TRAINED = "not trained: no weight ({why})"
+NO_PASS = "the run has no such pass (grpo.use_generation_logprobs_as_prev or loss_fn.force_on_policy_ratio)"
+"""Reasons why readable rollouts lack log-probabilities of the trainer."""
 
 
 class Score(Stage):
@@ -114,6 +122,119 @@ class Train(UpdateStage):
         return trained.then(lambda summary: replace(step, train=summary))
 
 
+class MeasureRows(UpdateStage):
+    """Workers sum over the tokens of each row, and the driver decides by the sums."""
+
+    def _submit(self, step: StepState) -> Pending[StepState]:
+        chosen, measures = step.update, self._tools.measures
+        assert measures is not None, "the stage is there because something is measured"
+        done = self._tools.policy.submit_row_work(chosen.meta, chosen.plan, measures, stage=RowPass.MEASURE)
+        return done.then(lambda found: self._decide(step, found, measures))
+
+    def _decide(self, step: StepState, done: RowWorkDone, measures: RowMeasures) -> StepState:
+        """The step with its rows' numbers; without chosen rows when none of them has kept its weight."""
+        chosen = step.update
+        scored, measured = decide_rows(
+            step.scores,
+            step.rows.carry,
+            self._tools.grpo,
+            measures=measures,
+            numbers=done.by_row(),
+            rows=chosen.rows,
+            per_token=self._tools.token_estimator is not None,
+        )
+        step, numbers = replace(step, measured=measured, scored=scored), scored.select(chosen.rows)
+        if not bool((numbers.sample_mask > 0).any()):
+            logger.warning("step %d: no update: of every row the %s", step.number, TOO_FAR)
+            return replace(step, chosen=None)
+        return replace(step, chosen=replace(chosen, sample_mask=numbers.sample_mask, advantages=numbers.advantages))
+
+
+class TokenAdvantages(UpdateStage):
+    """Workers compute an advantage for each token and write them; the driver gets the mean of each row."""
+
+    def _submit(self, step: StepState) -> Pending[StepState]:
+        chosen, estimator = step.update, self._tools.token_estimator
+        assert estimator is not None, "the stage is there because advantages are those of tokens"
+        kl = None if self._tools.measures is None else self._tools.measures.kl
+        work = TokenWork.of(
+            step.scores, step.rows.carry, self._tools.grpo, estimator=estimator, kl=kl, rows=chosen.rows
+        )
+        lengths, num_ranks = chosen.meta.sequence_lengths or (), self._tools.policy.layout.dp
+        plan = plan_groups(work.groups.tolist(), lengths, dp_world=num_ranks)
+        works = [work.of_rows(plan.rows_of_rank(rank)) for rank in range(num_ranks)]
+
+        def submit(parts: Sequence[TokenWork]) -> Pending[RowWorkDone]:
+            return self._tools.policy.submit_row_work(chosen.meta, plan, parts, stage=RowPass.ADVANTAGES)
+
+        if not estimator.whitens:
+            return submit(works).then(lambda done: _with_advantages(step, done))
+        moments = submit([replace(part, only_moments=True) for part in works])
+
+        def whiten(found: RowWorkDone) -> StepState:
+            whitening = whitening_of(found.shards)
+            return _with_advantages(step, submit([replace(part, whitening=whitening) for part in works]).result())
+
+        return moments.then(whiten)
+
+
+def _with_advantages(step: StepState, done: RowWorkDone) -> StepState:
+    chosen, means = step.update, done.by_row()[ADVANTAGE]
+    return replace(
+        step,
+        scored=step.scores.with_advantages(chosen.rows, means),
+        chosen=replace(chosen, meta=done.meta, advantages=means.float()),
+    )
+
+
+class LogRollouts(Stage):
+    """The rollout worker writes the first rows for people to read."""
+
+    def applies_to(self, step: StepState) -> bool:
+        return self._tools.logger.num_rollouts_to_log > 0
+
+    def _submit(self, step: StepState) -> Pending[StepState]:
+        config, carry, versions = self._tools.logger, step.rows.carry, step.rows.weight_versions
+        rows = range(min(config.num_rollouts_to_log, len(step.rows.meta)))
+        meta = step.rows.meta.subset(rows)
+        scored = self._scored(step, meta)
+        known = set(scored.keys) if scored is not None else set()
+        records = [
+            row_record(
+                reward=carry.rewards[row],
+                components={name: part[row] for name, part in carry.components.items()},
+                response_tokens=carry.response_lengths[row],
+                truncated=carry.truncated[row],
+            )
+            | {
+                "advantage": rounded(float(step.scores.advantages[row])),
+                "sample_mask": rounded(float(step.scores.sample_mask[row])),
+                "no_weight": step.scores.why_no_weight(row),
+                "weight_version": int(versions[row]),
+                "no_prev_logprobs": None if meta.keys[row] in known else self._why_not_scored(step, row),
+            }
+            for row in rows
+        ]
+        path = rollout_path(config.log_dir, step.number)
+        written = self._tools.rollout.submit_log_rollouts(meta, scored=scored, path=path, records=records)
+        return written.then(lambda _: step)
+
+    @property
+    def _has_prev_logprobs(self) -> bool:
+        return WorkerPass.PREV_LOGPROBS.column in self.reads
+
+    def _why_not_scored(self, step: StepState, row: int) -> str:
+        return NOT_TRAINED.format(why=step.scores.why_no_weight(row)) if self._has_prev_logprobs else NO_PASS
+
+    def _scored(self, step: StepState, shown: KVBatchMeta) -> KVBatchMeta | None:
+        """Return the rows that the trainer has scored before its update; None where there are none."""
+        if step.chosen is None or not self._has_prev_logprobs:
+            return None
+        wanted, chosen = set(shown.keys), step.chosen.meta
+        found = [row for row, key in enumerate(chosen.keys) if key in wanted]
+        return chosen.subset(found) if found else None
+
+
 BODIES: Mapping[str, type[Stage]] = {
     "score": Score,
     WorkerPass.PREV_LOGPROBS: PrevLogprobs,
@@ -124,7 +245,7 @@ BODIES: Mapping[str, type[Stage]] = {
     WorkerPass.TRAIN: Train,
     "log": LogRollouts,
 }
-"""By the names of `stage_columns`."""
+"""Bodies by the names of `stage_columns`."""
 
 
 def build_stages(columns: Sequence[StageColumns], tools: StageTools) -> tuple[Stage, ...]:

@@ -1,4 +1,4 @@
-"""Which columns each stage of a step reads and writes, and the partition that holds them.
+"""The columns that each stage of a step reads and writes, and the partition that holds them.
 
 The declarations come from the FieldSpec table and the config, and are checked before anything runs: reading a column
 that no earlier stage writes is an error.
@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from nemo_rl.algorithms.row_measures import KlInReward, RowMeasures
-from nemo_rl.algorithms.token_estimator import TokenEstimator, token_estimator
+from nemo_rl.algorithms.token_work import TokenEstimator, token_estimator
 from nemo_rl.config.schema import GRPOConfig, MasterConfig
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.schema import (
@@ -43,14 +43,14 @@ __all__ = [
 ROLLOUT = "rollout"
 """The first stage, which a `BatchSource` runs."""
 PARTITION = "train"
-"""Where the rows of all training steps are."""
+"""Partition with the rows of all training steps."""
 REWRITTEN = tuple(spec.name for spec in FIELDS.values() if spec.rewritten_by)
 """Columns that a later stage of the step writes again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageColumns:
-    """What one stage of a step reads and writes in the data plane."""
+    """The columns that one stage of a step reads and writes in the data plane."""
 
     name: str
     reads: tuple[str, ...] = ()
@@ -97,7 +97,8 @@ def stage_columns(config: MasterConfig, loss_fn: LossFunction) -> tuple[StageCol
 
 
 def fetched_fields(stage: StageColumns) -> tuple[str, ...]:
-    """What a worker fetches whole for this stage; routes come apart, each rank its own part of them."""
+    """Return the columns that a worker fetches whole for this stage; routes come apart, each rank its own part of
+    them."""
     return tuple(name for name in stage.reads if name not in ROUTE_FIELDS)
 
 

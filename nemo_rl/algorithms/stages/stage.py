@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from nemo_rl.algorithms.row_measures import RowMeasures
 from nemo_rl.algorithms.stages.columns import StageColumns
 from nemo_rl.algorithms.stages.state import StepState
-from nemo_rl.algorithms.token_estimator import TokenEstimator
+from nemo_rl.algorithms.token_work import TokenEstimator
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.schema import GRPOConfig, LoggerConfig
 from nemo_rl.data_plane.client.stage_context import working_for
@@ -30,7 +30,7 @@ __all__ = ["Stage", "StageTools", "UpdateStage"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageTools:
-    """What the bodies of stages work with; shared by all steps."""
+    """The tools of the stages' bodies, shared by all steps."""
 
     grpo: GRPOConfig
     settings: PolicyConfig
@@ -40,15 +40,15 @@ class StageTools:
     rollout: RolloutHandle
     loss_fn: LossFunction
     measures: RowMeasures | None = None
-    """What the driver must know of the rows' tokens; None: nothing."""
+    """Measurements of the rows' tokens that the driver needs, or None."""
     token_estimator: TokenEstimator | None = None
-    """Of advantages per token; None: the driver computes one per row."""
+    """Estimator of advantages per token, or None when the driver computes one per row."""
     cost: tuple[float, float] = DEFAULT_COST
     """(a, b) of the cost a s + b s^2 of a row of s tokens, by which rows are shared among the ranks."""
 
     @property
     def needs_whole_groups(self) -> bool:
-        """Whether advantages of a row need the tokens of its whole group."""
+        """True when advantages of a row need the tokens of its whole group."""
         return self.token_estimator is not None or (self.measures is not None and self.measures.kl is not None)
 
 
@@ -84,7 +84,7 @@ class Stage(ABC):
         return self.submit(step).result()
 
     def submit(self, step: StepState) -> Pending[StepState]:
-        """As `run` without waiting for workers; what the driver does itself is done when it returns."""
+        """Start the stage without waiting for workers; what the driver does itself is done when it returns."""
         if not self.applies_to(step):
             return Pending.done(step)
         started = time.perf_counter()
@@ -100,7 +100,7 @@ class Stage(ABC):
         return pending.after(finish)
 
     def applies_to(self, step: StepState) -> bool:
-        """Whether this step has work for the stage."""
+        """Return whether this step has work for the stage."""
         return True
 
     @abstractmethod

@@ -51,23 +51,25 @@ class StepState:
     drawn: tuple[PromptDraw, ...]
     """Prompts of the groups; their ordinals decide the seeds of the rows."""
     uids: tuple[str, ...]
-    """Of the groups, one per prompt."""
+    """Names of the groups, one per prompt."""
     keys: tuple[str, ...]
-    """Of all rows that the step may put: what is cleared at its end."""
+    """Keys of all rows that the step may put: these are cleared at its end."""
     weight_version: int | None
-    """Of the weights that every row must be sampled from; None takes any, and each row says which."""
+    """Version of the weights that every row must be sampled from; None takes any, and each row says which."""
     policy_version: int
-    """Of the weights that the step's update starts from: the lag of a row is this less its own version."""
+    """Version of the weights that the step's update starts from: the lag of a row is this less its own version."""
     rolled: RolloutResult | None = None
     """Meta and scalars of all rows; None before the rollout."""
     scored: ScoredRows | None = None
     chosen: ChosenRows | None = None
-    """None before the rows are scored, and when no row carries a gradient: then nothing is trained."""
+    """The rows that are trained; None before the rows are scored, and when no row carries a gradient: then nothing
+    is trained."""
     measured: MeasuredRows | None = None
-    """Of the chosen rows; None before workers have measured them, and where the recipe needs nothing of the kind."""
+    """Measurements of the chosen rows; None before workers have measured them, and where the recipe needs nothing of
+    the kind."""
     train: TrainSummary | None = None
     stage_seconds: Mapping[str, float] = field(default_factory=dict)
-    """By the stages that have run, from their start to their result."""
+    """Seconds of the stages that have run, by name, from their start to their result."""
     seconds: float = 0.0
     """Rollout to cleared rows; 0 before that."""
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl.algorithms.cpu_needs import num_clients
-from nemo_rl.algorithms.recipe_loss import build_loss
+from nemo_rl.algorithms.losses.policy_loss import build_loss
 from nemo_rl.algorithms.stages.columns import StageColumns, stage_columns, written_fields
 from nemo_rl.cluster.plan.batches import Batches
 from nemo_rl.cluster.plan.setting import Setting

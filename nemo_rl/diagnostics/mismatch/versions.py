@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nemo_rl.algorithms.kept_steps.record import StepStatus
-from nemo_rl.algorithms.recipe_loss import build_loss
+from nemo_rl.algorithms.losses.policy_loss import build_loss
 from nemo_rl.diagnostics.mismatch.progress import Progress
 from nemo_rl.diagnostics.mismatch.tokens import StepTokens
 from nemo_rl.diagnostics.step_replay.chain import Chain, ChainLink, checkpoints_of, find_chain, read_link

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import cast
 
 from nemo_rl.algorithms.kept_steps.record import KeptStep, StepStatus
-from nemo_rl.algorithms.recipe_loss import build_loss
+from nemo_rl.algorithms.losses.policy_loss import build_loss
 from nemo_rl.diagnostics.non_finite import first_non_finite
 from nemo_rl.diagnostics.step_replay.chain import Chain, checkpoints_of, find_chain, read_target
 from nemo_rl.diagnostics.step_replay.compare import compare_step

@@ -13,8 +13,7 @@ import torch
 from nemo_rl.algorithms.kept_steps.record import KeptRows, KeptStep, StepStatus
 from nemo_rl.algorithms.row_measures import KlInReward, RowMeasures, decide_rows
 from nemo_rl.algorithms.scored_rows import ScoredRows
-from nemo_rl.algorithms.token_estimator import TokenEstimator, token_estimator
-from nemo_rl.algorithms.token_work import TokenWork, advantages_in_process
+from nemo_rl.algorithms.token_work import TokenEstimator, TokenWork, advantages_in_process, token_estimator
 from nemo_rl.data_plane.chunks.ragged import materialize
 from nemo_rl.diagnostics.step_replay.chain import ChainLink
 from nemo_rl.diagnostics.step_replay.columns import KeptColumns

@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from nemo_rl.config.evaluation import EvaluationConfig
 from nemo_rl.config.schema import MAIN_SET
 from nemo_rl.data.datasets import PromptSet
-from nemo_rl.experience.evaluation.answers import stated_answer
-from nemo_rl.experience.evaluation.measures import PromptSamples, measure_set
+from nemo_rl.experience.evaluation.measures import PromptSamples, measure_set, stated_answer
 from nemo_rl.experience.evaluation.result import SetResult, ValidationResult
 from nemo_rl.experience.payload import mean_of_scored, row_record
 from nemo_rl.experience.rollouts import ResponseScorer, ScoredSamples, check_versions, row_seeds
@@ -26,28 +25,28 @@ from nemo_rl.utils.rollout_file import write_rollouts
 __all__ = ["EvaluationTask", "Evaluator", "SampleFile"]
 
 PURPOSE = "validation"
-"""Of the seeds."""
+"""Purpose of the seeds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleFile:
-    """Where readable samples go."""
+    """The file that readable samples go to."""
 
     path: Path
     max_rows: int | None
-    """Of each set and way to sample; None writes all."""
+    """Most rows of each set and way to sample; None writes all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationTask:
-    """Which weights are measured, and how much of the prompts."""
+    """The weights that are measured, and how much of the prompts."""
 
     step: int
     """Decides the seeds."""
     version: int | None
-    """Of the weights, as in `check_versions`."""
+    """Version of the weights, as in `check_versions`."""
     max_prompts: int | None = None
-    """Of each set, from its start; None takes all."""
+    """Most prompts of each set, from its start; None takes all."""
     samples: SampleFile | None = None
 
 

@@ -1,25 +1,44 @@
-"""What samples of held-out prompts are worth: `measure_set` turns rewards and answers into means with intervals.
+"""Measures of samples of held-out prompts: `measure_set` turns rewards and answers into means with intervals.
 
 Called by the evaluator. Names of measures: `reward` (mean of the samples), `pass@k`, `majority@k`, `greedy_reward`.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from nemo_rl.config.evaluation import EvaluationConfig
-from nemo_rl.experience.evaluation.estimates import majority_at_k, pass_at_k
-from nemo_rl.experience.evaluation.intervals import Estimate, mean_with_interval
-from nemo_rl.experience.evaluation.one_prompt import majority_of_samples, mean_of_samples, pass_of_samples
+import numpy as np
 
-__all__ = ["REWARD", "PromptSamples", "SetMeasures", "measure_set"]
+from nemo_rl.config.evaluation import EvaluationConfig
+from nemo_rl.data.thinking import final_answer, last_boxes
+from nemo_rl.experience.evaluation.estimates import (
+    Estimate,
+    majority_at_k,
+    mean_with_interval,
+    pass_at_k,
+    t_quantile,
+    wilson_interval,
+)
+
+__all__ = [
+    "REWARD",
+    "PromptSamples",
+    "SetMeasures",
+    "jackknife_error",
+    "majority_of_samples",
+    "mean_of_samples",
+    "measure_set",
+    "pass_of_samples",
+    "stated_answer",
+]
 
 REWARD = "reward"
 _RIGHT = "\0right"
-"""What right responses vote for, whatever they wrote: no text has this character."""
+"""The vote of right responses, whatever they wrote: no text has this character."""
 SHARE = (0.0, 1.0)
 
 
@@ -33,10 +52,10 @@ class PromptSamples:
 
     rewards: tuple[float, ...]
     answers: tuple[str | None, ...]
-    """What each sample says; None for nothing."""
+    """The answer of each sample; None for no answer."""
     category: str | None
     greedy_reward: float | None
-    """None where no greedy response was taken."""
+    """Reward of the greedy response; None where none was taken."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,10 +65,10 @@ class SetMeasures:
     num_prompts: int
     measures: Mapping[str, Estimate]
     categories: Mapping[str, SetMeasures] = field(default_factory=dict)
-    """By name, in order; empty where prompts have none."""
+    """Measures of each category by name, in order; empty where prompts have none."""
 
     def as_record(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the measures for JSON."""
         record: dict[str, object] = {"num_prompts": self.num_prompts}
         record |= {name: each.as_record() for name, each in self.measures.items()}
         if self.categories:
@@ -121,9 +140,96 @@ def _wins(prompt: PromptSamples, config: EvaluationConfig, k: int) -> float:
 
 
 def _votes(prompt: PromptSamples, config: EvaluationConfig) -> tuple[Counter[str], int]:
-    """Of each answer, and how many samples give none."""
+    """Return the votes of each answer, and how many samples give none."""
     given = [
         _RIGHT if reward >= config.pass_reward else answer
         for reward, answer in zip(prompt.rewards, prompt.answers, strict=True)
     ]
     return Counter(answer for answer in given if answer is not None), given.count(None)
+
+
+def stated_answer(response: str) -> str | None:
+    """Return what is in the last boxes, or else what follows the thoughts, runs of white space taken as one; None for
+    nothing.
+
+    The mathematical reward reads the same. Two ways to write one number are two answers here; only the reward knows
+    better, and it has said which responses are right.
+
+    Example:
+        >>> stated_answer("<think>4+3=7</think> \\\\boxed{7}."), stated_answer("7 ")
+        ('7', '7')
+    """
+    answer = final_answer(response)
+    boxed = last_boxes(answer)
+    return " ".join((answer if boxed is None else ", ".join(boxed)).split()) or None
+
+
+SILENT = ""
+"""Stands for no answer among those that one sample less is taken of; `stated_answer` gives no empty text."""
+
+
+def mean_of_samples(rewards: Sequence[float], *, confidence: float) -> Estimate:
+    """Mean of at least two samples, by Student's t with n - 1."""
+    rewards_n = np.asarray(rewards, dtype=np.float64)
+    error = float(rewards_n.std(ddof=1)) / math.sqrt(len(rewards_n))
+    half, mean = t_quantile(len(rewards_n) - 1, confidence=confidence) * error, float(rewards_n.mean())
+    return Estimate(value=mean, low=mean - half, high=mean + half, interval="student_t over samples")
+
+
+def pass_of_samples(*, num_samples: int, num_right: int, k: int, confidence: float) -> Estimate:
+    """pass@k with the ends of Wilson's interval of p, as 1 - (1 - p)^k: what rises with p takes its interval along.
+
+    Example:
+        >>> pass_of_samples(num_samples=10, num_right=3, k=4, confidence=0.95).text()
+        '0.833 [0.366, 0.975]'
+    """
+    value = pass_at_k(num_samples=num_samples, num_right=num_right, k=k)
+    low, high = (1 - (1 - end) ** k for end in wilson_interval(num_right, num_samples, confidence=confidence))
+    # Without bias the estimate of a large k may lie beyond what any p gives.
+    return Estimate(value=value, low=min(low, value), high=max(high, value), interval="wilson over samples")
+
+
+def majority_of_samples(
+    votes: Mapping[str, int], *, right: str, num_silent: int, k: int, confidence: float
+) -> Estimate:
+    """majority@k by the jackknife: its error is that of n estimates from n - 1 samples each.
+
+    A single sample has the majority where it is right. Where the jackknife sees no spread, or all samples are drawn, p
+    is between the ends of Wilson's interval, at the lower one with all wrong samples for one answer, at the upper one
+    with none of them for any: no wrong answers are worse or better for the right one.
+    """
+    num_samples, num_right = sum(votes.values()) + num_silent, votes.get(right, 0)
+    value = majority_at_k(votes, right=right, num_silent=num_silent, k=k)
+    if k == 1:
+        return pass_of_samples(num_samples=num_samples, num_right=num_right, k=1, confidence=confidence)
+    error = jackknife_error(votes, right=right, num_silent=num_silent, k=k) if k < num_samples else 0.0
+    if error:
+        half = t_quantile(num_samples - 1, confidence=confidence) * error
+        ends = max(0.0, value - half), min(1.0, value + half)
+        return Estimate(value=value, low=ends[0], high=ends[1], interval="jackknife over samples")
+    low, high = wilson_interval(num_right, num_samples, confidence=confidence)
+    low, high = _against_one(low, k), 1 - (1 - high) ** k
+    return Estimate(value=value, low=min(low, value), high=max(high, value), interval="wilson over samples")
+
+
+def jackknife_error(votes: Mapping[str, int], *, right: str, num_silent: int, k: int) -> float:
+    """sqrt((n - 1) / n x the sum over samples of (estimate without it - their mean)^2), for k below n."""
+    counts = {**votes, SILENT: num_silent}
+    estimates, weights = [], []
+    for answer, count in counts.items():
+        if not count:
+            continue
+        fewer = {**counts, answer: count - 1}
+        silent = fewer.pop(SILENT)
+        estimates.append(majority_at_k(fewer, right=right, num_silent=silent, k=k))
+        weights.append(count)
+    num_samples, mean = sum(weights), float(np.average(estimates, weights=weights))
+    squares = float(np.dot(weights, np.square(np.subtract(estimates, mean))))
+    return math.sqrt((num_samples - 1) / num_samples * squares)
+
+
+def _against_one(p: float, k: int) -> float:
+    """Chance of more than half of k votes, each right with chance p, half of a tie."""
+    return sum(
+        (0.5 if 2 * t == k else 1.0) * math.comb(k, t) * p**t * (1 - p) ** (k - t) for t in range((k + 1) // 2, k + 1)
+    )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.advantage_estimator import group_statistics
-from nemo_rl.algorithms.advantages.group_relative import SIBLING_STD_EPSILON, STD_EPSILON, estimate_advantages
+from nemo_rl.algorithms.estimators import SIBLING_STD_EPSILON, STD_EPSILON, estimate_advantages
 
 
 def _rows(seed: int) -> tuple[list[float], list[str]]:

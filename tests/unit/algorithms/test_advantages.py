@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.algorithms.grpo import score_rows
-from nemo_rl.algorithms.reward_shaping import overlong_penalty
+from nemo_rl.algorithms.grpo import overlong_penalty, score_rows
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, TOKEN_ESTIMATORS
 from nemo_rl.config.schema import GRPOConfig
 from nemo_rl.errors import ConfigError

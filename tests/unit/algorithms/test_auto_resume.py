@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.algorithms.auto_resume import decide_resume
+from nemo_rl.algorithms.preflight.checks import decide_resume
 from nemo_rl.algorithms.run_folder import CONFIG_FILE
 from nemo_rl.config.load import load_config
 from nemo_rl.config.render import to_yaml

@@ -46,7 +46,7 @@ def test_a_stage_runs_only_when_the_config_needs_it():
     assert set(reads_of_log(full)) - set(reads_of_log(lean, "generation_logprobs")) == {"prev_logprobs"}
     measured = config(loss_fn={"reference_policy_kl_penalty": 0.1}, grpo={"seq_logprob_error_threshold": 2.0})
     assert names(measured) == [*names(full)[:4], "measure_rows", *names(full)[4:]]
-    assert set(BODIES) == {*names(measured), "token_advantages"}, "each has a body"
+    assert {"rollout", *BODIES} == {*names(measured), "token_advantages"}, "each but the source's has a body"
 
 
 def test_a_loss_that_reads_a_column_nobody_writes_is_refused_at_build():

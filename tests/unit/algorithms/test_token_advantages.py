@@ -11,14 +11,24 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.algorithms.advantages.optimal_token_baseline import OptimalTokenBaseline
-from nemo_rl.algorithms.advantages.reinforce_plus_plus import TokenReinforcePlusPlus, whiten_over_tokens
+from nemo_rl.algorithms.estimators import (
+    OptimalTokenBaseline,
+    TokenReinforcePlusPlus,
+    whiten_over_tokens,
+)
 from nemo_rl.algorithms.grpo import score_rows
 from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.algorithms.row_measures import KlInReward
 from nemo_rl.algorithms.stages.columns import stage_columns
-from nemo_rl.algorithms.token_estimator import TokenEstimator, TokenRows, token_estimator
-from nemo_rl.algorithms.token_work import Moments, TokenWork, advantages_in_process, plan_groups
+from nemo_rl.algorithms.token_work import (
+    Moments,
+    TokenEstimator,
+    TokenRows,
+    TokenWork,
+    advantages_in_process,
+    plan_groups,
+    token_estimator,
+)
 from nemo_rl.config.loss import LOSS_TRAITS
 from nemo_rl.config.schema import GRPOConfig, MasterConfig
 from nemo_rl.errors import ConfigError, NonFiniteError

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
+from collections.abc import Iterator
 from typing import TypeVar
 
 import pytest
 import ray
 
-from nemo_rl.distributed.calls import Call, Request, ask
+from nemo_rl.distributed.calls import Call, Pending, Request, ask
 from nemo_rl.distributed.own_ray import OwnRay
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup, RayPlacement, RayWorkerGroup
-from nemo_rl.errors import CollectiveTimeout, NonFiniteError, WorkerError
+from nemo_rl.errors import CollectiveTimeout, NonFiniteError, WorkerError, WorkerLate, WorkerLost
 
 START_S = 600.0
 T = TypeVar("T")
@@ -21,7 +23,7 @@ T = TypeVar("T")
 
 class Echo:
     def __init__(self, rank: int) -> None:
-        self.rank = rank
+        self.rank, self.released = rank, 0
 
     def who(self, value: int = 0) -> tuple[int, int]:
         return self.rank, value
@@ -47,6 +49,21 @@ class Echo:
         log = logging.getLogger("nemo_rl.echo")
         log.info("quietly: %s", text)
         log.warning("%s \x1b[2J from %d", text, self.rank)
+
+    def count(self, up_to: int, end: str = "") -> Iterator[int]:
+        """Waits before each number until `release` was called once more."""
+        for number in range(up_to):
+            while self.released <= number:
+                time.sleep(0.01)
+            yield number
+        if end == "fail":
+            raise NonFiniteError("loss is NaN in rows k1, k2")
+        if end == "die":
+            os._exit(3)
+
+    def release(self) -> int:
+        self.released += 1
+        return self.released
 
     def total(self, payload: list[int]) -> int:
         return sum(payload)
@@ -163,6 +180,75 @@ def test_a_deadline_counts_from_submit_and_results_that_came_in_time_wait(group)
     with pytest.raises(CollectiveTimeout, match=r"ranks \[0, 1\] did not finish in 2 s"):
         slow.result()
     assert time.monotonic() - started < 3.5 and not group.is_running
+
+
+@pytest.fixture
+def streaming(cluster):
+    group = RayWorkerGroup("echo", world_size=1, placement=RayPlacement(), streams_apart=True)
+    group.begin_start(Echo, [{"rank": 0}])
+    group.finish_start(timeout_s=START_S)
+    yield group
+    group.shutdown()
+
+
+@pytest.mark.slow
+def test_results_of_a_stream_come_one_by_one_beside_other_calls(streaming):
+    numbers = streaming.stream(call(ask(Echo.count, up_to=3)))
+    for number in range(3):
+        assert streaming.run(call(ask(Echo.release))) == [number + 1], "no call waits for the stream"
+        assert next(numbers) == number
+    with pytest.raises(StopIteration):
+        next(numbers)
+    assert streaming.run(call(ask(Echo.who, value=5))) == [(0, 5)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "error", "words"),
+    [
+        ("fail", NonFiniteError, "rows k1, k2"),
+        ("die", WorkerLost, "process died"),
+        ("late", WorkerLate, "not finish in 1"),
+    ],
+)
+def test_a_stream_that_ends_with_an_error_gives_what_came_before_it(streaming, end, error, words):
+    for _ in range(2):
+        streaming.run(call(ask(Echo.release)))
+    up_to, timeout_s = (3, 1.0) if end == "late" else (2, 30.0)
+    numbers = streaming.stream(call(ask(Echo.count, up_to=up_to, end=end), timeout_s))
+    came = []
+    with pytest.raises(error, match=words):
+        for number in numbers:
+            came.append(number)
+    # What a process has not handed over when it dies is lost with it.
+    assert came == [0, 1] or (end == "die" and came == [0, 1][: len(came)])
+    assert not streaming.is_running
+
+
+@pytest.mark.slow
+def test_the_first_of_several_results_is_waited_for_and_calls_back(group):
+    slow, fast = group.submit(call(ask(Echo.sleep, seconds=1.0))), Pending.done(3)
+    assert Pending.first([slow], timeout_s=0.01) is None and not slow.is_ready
+    assert Pending.first([slow, fast], timeout_s=30) is fast
+    heard, is_heard = [], threading.Event()
+    changed = slow.then(len)
+    changed.when_ready(lambda pending: (heard.append(pending.result()), is_heard.set()))
+    assert Pending.first([changed], timeout_s=30) is changed and is_heard.wait(30)
+    assert heard == [2] and slow.is_ready
+    failing = group.submit(call(ask(Echo.fail, bad_rank=0, text="planted")))
+    assert Pending.first([failing], timeout_s=30) is failing, "a failure is a result"
+    with pytest.raises(WorkerError, match="planted"):
+        failing.result()
+
+
+def test_a_local_stream_is_the_workers_own():
+    group = LocalWorkerGroup(lambda: Echo(0))
+    numbers = group.stream(call(ask(Echo.count, up_to=2, end="fail")))
+    group.run(call(ask(Echo.release)))
+    assert next(numbers) == 0
+    group.run(call(ask(Echo.release)))
+    with pytest.raises(NonFiniteError):
+        list(numbers)
 
 
 def test_arguments_are_named():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nemo_rl.environments.rewards.math import make_math_reward
-from nemo_rl.experience.evaluation.answers import stated_answer
+from nemo_rl.experience.evaluation.measures import stated_answer
 
 PAIRS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # Whole numbers and numbers with separators.

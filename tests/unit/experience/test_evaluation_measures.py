@@ -13,13 +13,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl.config.evaluation import EvaluationConfig
-from nemo_rl.experience.evaluation.answers import stated_answer
-from nemo_rl.experience.evaluation.estimates import majority_at_k, pass_at_k
-from nemo_rl.experience.evaluation.intervals import mean_with_interval, t_quantile, wilson_interval
-from nemo_rl.experience.evaluation.measures import PromptSamples, measure_set
-from nemo_rl.experience.evaluation.one_prompt import jackknife_error, majority_of_samples, pass_of_samples
-from nemo_rl.experience.evaluation.result import SetResult, ValidationResult
-from nemo_rl.experience.evaluation.table import evaluation_lines
+from nemo_rl.experience.evaluation.estimates import (
+    majority_at_k,
+    mean_with_interval,
+    pass_at_k,
+    t_quantile,
+    wilson_interval,
+)
+from nemo_rl.experience.evaluation.measures import (
+    PromptSamples,
+    jackknife_error,
+    majority_of_samples,
+    measure_set,
+    pass_of_samples,
+    stated_answer,
+)
+from nemo_rl.experience.evaluation.result import SetResult, ValidationResult, evaluation_lines
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=9), st.data())

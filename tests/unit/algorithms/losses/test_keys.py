@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
-from nemo_rl.algorithms.recipe_loss import build_loss
+from nemo_rl.algorithms.losses.policy_loss import PolicyLoss, build_loss
 from nemo_rl.algorithms.stages.columns import stage_columns
 from nemo_rl.config.load import load_config
 from nemo_rl.config.loss import LossConfig

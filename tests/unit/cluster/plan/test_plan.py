@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from nemo_rl.algorithms.recipe_loss import build_loss
+from nemo_rl.algorithms.losses.policy_loss import build_loss
 from nemo_rl.algorithms.stages.columns import PARTITION, declare_partition, stage_columns
 from nemo_rl.cli.main import app
 from nemo_rl.cluster.plan.activations import pass_activations

@@ -1,1 +1,0 @@
-"""Advantage estimators, one file each; `grpo.adv_estimator.name` names one, `nemo_rl.config.parts` says where it is."""
