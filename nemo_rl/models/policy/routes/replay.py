@@ -22,14 +22,14 @@ from nemo_rl.routes.shape import dummy_route
 from nemo_rl.torch_private import after_backward
 from nemo_rl.utils.metrics import Mean, Reduction
 
-__all__ = ["MicrobatchRoutes", "PassObserver", "ReplayAction", "RouteReplayer", "microbatch_routes"]
+__all__ = ["MicrobatchRoutes", "ReplayAction", "RouteObserver", "RouteReplayer", "microbatch_routes"]
 
 ReplayAction: TypeAlias = Literal["record", "replay_forward", "replay_backward"]
 OwnChoice: TypeAlias = Callable[[], torch.Tensor]
 """`[T, K]` int64: what the router chooses by itself."""
 
 
-class PassObserver(Protocol):
+class RouteObserver(Protocol):
     """Observes which routes the routers use, for the route trace."""
 
     def used(
@@ -97,7 +97,7 @@ class RouteReplayer:
         self._column = {layer: i for i, layer in enumerate(self.layers)}
         self._current: MicrobatchRoutes | None = None
         self._stage = ""
-        self._observer: PassObserver | None = None
+        self._observer: RouteObserver | None = None
         self._waiting: dict[int, MicrobatchRoutes] = {}
         """Microbatches whose backward pass is not over, by identity."""
         self._counts: dict[str, torch.Tensor] = {}
@@ -110,7 +110,7 @@ class RouteReplayer:
         return self._current is None
 
     @contextmanager
-    def stage(self, name: str, observer: PassObserver | None = None) -> Iterator[None]:
+    def stage(self, name: str, observer: RouteObserver | None = None) -> Iterator[None]:
         """Surround all passes of a stage: nothing of it is left afterwards, also after an error."""
         self._stage, self._observer = name, observer
         try:
