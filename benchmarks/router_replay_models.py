@@ -23,8 +23,7 @@ from nemo_rl.data.sort_digits import problems
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.models.policy.workers.compose import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
-from nemo_rl.models.starter import make_starter
-from nemo_rl.models.starter_tasks import STARTER_TASKS
+from nemo_rl.models.starter import STARTER_TASKS, make_starter
 
 __all__ = ["ENGINES", "NUM_EXPERTS", "TASK", "Engine", "open_worker", "policy_of", "trained_model", "write_wide_model"]
 

@@ -37,8 +37,8 @@ from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.data.sort_digits import problems
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.models.policy.recording.onlookers import NO_ONLOOKERS
-from nemo_rl.models.policy.tracing.tracing import SiteTracing, TraceSpec
+from nemo_rl.models.policy.observer import NO_ONLOOKERS
+from nemo_rl.models.policy.tracing import SiteTracing, TraceSpec
 from nemo_rl.models.policy.workers.compose import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.tracer.link import HubAddress

@@ -15,8 +15,7 @@ import torch
 import typer
 
 from nemo_rl.errors import UserError
-from nemo_rl.models.starter import make_starter
-from nemo_rl.models.starter_tasks import STARTER_TASKS
+from nemo_rl.models.starter import STARTER_TASKS, make_starter
 
 USER_ERROR = 2
 

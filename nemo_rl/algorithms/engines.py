@@ -18,7 +18,7 @@ from nemo_rl.distributed.worker_groups import LocalWorkerGroup, RayPlacement, Ra
 from nemo_rl.distributed.worker_log import WORKER_LOGS
 from nemo_rl.experience.scheduler import EngineScheduler
 from nemo_rl.models.generation.interfaces import EngineSpec
-from nemo_rl.models.policy.tracing.tracing import TraceSpec
+from nemo_rl.models.policy.tracing import TraceSpec
 
 __all__ = ["EngineStarts", "LogPlace", "engine_scheduler", "engine_spec", "gpu_share", "local_engines", "log_place"]
 

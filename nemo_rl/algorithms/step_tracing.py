@@ -35,14 +35,12 @@ from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.errors import UserError
 from nemo_rl.models.generation.interfaces import TracedEngine, traced_row
-from nemo_rl.models.policy.recording.identity import model_identity
+from nemo_rl.models.policy.recording import model_identity
 from nemo_rl.models.policy.tq_policy import TQPolicy
-from nemo_rl.models.policy.tracing.tracing import TraceSpec
-from nemo_rl.tracer.classical import CLASSICAL
-from nemo_rl.tracer.job import TracedJob, open_job
-from nemo_rl.tracer.process import HubSpec
+from nemo_rl.models.policy.tracing import TraceSpec
+from nemo_rl.tracer.process import HubSpec, TracedJob, open_job
 from nemo_rl.tracer.protocol import Group
-from nemo_rl.tracer.watch import GENERATION, Plan
+from nemo_rl.tracer.watch import CLASSICAL, GENERATION, Plan
 
 __all__ = ["LiveTracing", "TracedEngines", "TracedRun", "open_tracing", "watches_of"]
 

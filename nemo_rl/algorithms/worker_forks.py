@@ -15,7 +15,7 @@ from nemo_rl.distributed.worker_environment import worker_environment
 
 __all__ = ["forked_modules", "worker_forks"]
 
-LAUNCH = "nemo_rl.models.policy.workers.launch"
+LAUNCH = "nemo_rl.models.policy.workers.compose"
 """Modules that every policy worker imports, whichever engine it has."""
 
 

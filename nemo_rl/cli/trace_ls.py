@@ -18,11 +18,9 @@ from nemo_rl.errors import UserError, name_some
 from nemo_rl.records.sites import execution_order
 from nemo_rl.tracer.entry import EntryKind
 from nemo_rl.tracer.frame import BadFrame, Frame
-from nemo_rl.tracer.non_finite import RUN_ORDER
-from nemo_rl.tracer.readings import Reading
 from nemo_rl.tracer.reducer import Stats
 from nemo_rl.tracer.stream_reader import StreamReader, find_recording
-from nemo_rl.tracer.summary import RecordingSummary, RunSummary, SiteKey, SiteSummary, summarize
+from nemo_rl.tracer.summary import RUN_ORDER, Reading, RecordingSummary, RunSummary, SiteKey, SiteSummary, summarize
 from nemo_rl.utils.console import make_console
 from nemo_rl.utils.files import write_text
 from nemo_rl.utils.plain_text import printable

@@ -18,10 +18,10 @@ from nemo_rl.tracer.client import HubGone, LiveClient
 from nemo_rl.tracer.frame import BadFrame, Frame, decode
 from nemo_rl.tracer.process import HUB_FILE
 from nemo_rl.tracer.protocol import Role, RunState
-from nemo_rl.tracer.readings import Reading
 from nemo_rl.tracer.reducer import Stats
 from nemo_rl.tracer.store import StreamWriter
 from nemo_rl.tracer.stream_reader import RECORDING_FOLDER
+from nemo_rl.tracer.summary import Reading
 from nemo_rl.tracer.tokens import read_token, token_path
 from nemo_rl.utils import interrupt
 from nemo_rl.utils.console import make_console

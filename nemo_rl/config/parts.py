@@ -183,7 +183,7 @@ ENGINE_TRAITS: Mapping[str, EngineTraits] = {
         keys=("vllm_cfg", "vllm_kwargs"),
         needs_own_process=True,
         takes_whole_weights=True,
-        check="nemo_rl.models.generation.vllm.checks:check_vllm",
+        check="nemo_rl.models.generation.vllm.start:check_vllm",
     ),
 }
 """Of the built-in engines."""

@@ -31,8 +31,8 @@ __all__ = ["ChildFailed", "quiet_libraries", "run_job"]
 
 Target = Callable[..., object]
 LOOPBACK = "127.0.0.1"
-IMPORTED = ("nemo_rl.models.imported_by_ranks",)
-"""By the server, before the first rank."""
+IMPORTED = tuple(f"nemo_rl.models.policy.workers.{name}" for name in ("compose", "dtensor_engine", "megatron_engine"))
+"""Modules that the server imports before it forks the first rank; it skips those that cannot be imported."""
 GRACE_S = 2.0
 """For the other ranks after one has failed: they mostly wait for it."""
 

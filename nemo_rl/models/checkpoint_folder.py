@@ -1,4 +1,4 @@
-"""What the checkpoints of all policy workers share: folders that are whole or absent, and safe to read.
+"""Checkpoint folders of all policy workers: whole or absent, and safe to read.
 
 All functions but `refuse_code`, `own_copy` and the random state's are collective: every rank calls them in the same
 order. Those that write take the group that they talk in, for they may run beside the training; None is the default one.
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError, CheckpointException)
-"""What writing a folder raises when disk or permissions are at fault."""
+"""Errors of writing a folder that disk or permissions cause."""
 
 MAX_CAUSE_CHARACTERS = 300
 INDEX_FILE = ".metadata"
@@ -72,7 +72,7 @@ _INDEX_PARTS = frozenset(
 
 @contextmanager
 def complete_or_nothing(folder: Path, *, group: dist.ProcessGroup | None = None) -> Iterator[Path]:
-    """A folder next to `folder` that takes its name when every rank is done; all ranks enter and leave together.
+    """Yield a folder next to `folder` that takes its name when every rank is done; all ranks enter and leave together.
 
     Raises:
         CheckpointError: on every rank; what was in `folder` before is left as it was.
@@ -89,7 +89,7 @@ def complete_or_nothing(folder: Path, *, group: dist.ProcessGroup | None = None)
 def raise_together(
     problem: str | None, folder: Path, *, doing: Literal["write", "read"], group: dist.ProcessGroup | None = None
 ) -> None:
-    """Compares notes.
+    """Compare notes.
 
     Args:
         problem: of this rank; None where all went well.
@@ -109,16 +109,16 @@ def raise_together(
 
 
 def cause_text(error: BaseException) -> str:
-    """What went wrong, in one line that is not too long."""
+    """Return the cause of an error in one line that is not too long."""
     if isinstance(error, CheckpointException):
-        # Its own text is the traceback of every rank.
+        # The text of the exception is the traceback of every rank.
         error = next(iter(error.failures.values()))[0]
-    # A missing tensor comes with the names of all others.
+    # torch names all other tensors beside the missing one.
     return f"{type(error).__name__}: {shorten(' '.join(str(error).split()), limit=MAX_CAUSE_CHARACTERS)}"
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, *, group: dist.ProcessGroup | None = None) -> None:
-    """Adds the tokenizer's files to `folder`, which may be the one of the weights; rank 0 writes.
+    """Add the tokenizer's files to `folder`, which may be the one of the weights; rank 0 writes.
 
     Raises:
         CheckpointError: on every rank.
@@ -133,12 +133,12 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, *, group: d
 
 
 def own_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """On the CPU, sharing no memory; of a tensor that is split, this rank's part."""
+    """Return a copy on the CPU that shares no memory; of a tensor that is split, this rank's part."""
     return tensor.detach().to("cpu", copy=True)
 
 
 def random_state() -> dict[str, torch.Tensor]:
-    """Of this process: `cpu`, and `cuda` where there is a GPU."""
+    """Return the random state of this process: `cpu`, and `cuda` where there is a GPU."""
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -146,14 +146,14 @@ def random_state() -> dict[str, torch.Tensor]:
 
 
 def set_random_state(state: dict[str, torch.Tensor]) -> None:
-    """Sets what `random_state` gave; a GPU's is left out where there is none."""
+    """Set what `random_state` gave; a GPU's is left out where there is none."""
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
 
 
 def refuse_code(folder: Path) -> None:
-    """Looks through a sharded checkpoint before torch reads it: torch would unpickle its index and objects freely.
+    """Look through a sharded checkpoint before torch reads it: torch would unpickle its index and objects freely.
 
     Raises:
         CheckpointError: no such checkpoint, damaged, or it holds pickles of anything but tensors and plain values.
@@ -186,14 +186,14 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _member(kind: object, name: object) -> Enum:
-    """The member of an Enum; no other attribute of anything."""
+    """Return the member of an Enum; no other attribute of anything."""
     if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
         return kind[str(name)]
     raise pickle.UnpicklingError(f"attribute {name!r} has no place in the index of a checkpoint")
 
 
 def _open_part(folder: Path, group: dist.ProcessGroup | None) -> Path:
-    """An empty folder next to `folder`, where its content is written.
+    """Return an empty folder next to `folder`, where its content is written.
 
     Raises:
         CheckpointError: on every rank.
@@ -211,7 +211,7 @@ def _open_part(folder: Path, group: dist.ProcessGroup | None) -> Path:
 
 
 def _close_part(folder: Path, problem: str | None, group: dist.ProcessGroup | None) -> None:
-    """Gives what was written its name, or removes it when any rank had a problem.
+    """Give what was written its name, or removes it when any rank had a problem.
 
     Raises:
         CheckpointError: on every rank; what was in `folder` before is left as it was.

@@ -1,4 +1,4 @@
-"""Which bytes the weight files of a Hugging Face folder hold: known from names, shapes and dtypes alone.
+"""Layout of the weight files of a Hugging Face folder: known from names, shapes and dtypes alone.
 
 Called by the writers of a folder. Names here are those of the module's state dict, where the experts of a layer are one
 tensor; files hold every expert by itself, under the names of its model type (`FileNames`). Invariant: header and order
@@ -27,8 +27,8 @@ from transformers.core_model_loading import (
 )
 
 from nemo_rl.errors import ModelFolderError, boundary
-from nemo_rl.models.boxes import Box
 from nemo_rl.models.policy.interfaces import TensorInfo
+from nemo_rl.models.shards import Box
 
 __all__ = [
     "INDEX_FILE",
@@ -43,11 +43,11 @@ __all__ = [
 ]
 
 MAX_SHARD_BYTES = 5_000_000_000
-"""Of a weight file: what transformers writes, too."""
+"""Most bytes of a weight file, as transformers writes it."""
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 LENGTH_BYTES = 8
-"""Of the number that a file begins with, and what its header is padded to."""
+"""Bytes of the number that a file begins with, which its header is padded to as well."""
 CODES: Mapping[torch.dtype, str] = {
     torch.int64: "I64",
     torch.float64: "F64",
@@ -83,9 +83,9 @@ class StoredTensor:
     weight: str
     """Name of the weight that it is a part of."""
     box: Box
-    """Of that weight."""
+    """Box of that weight."""
     shape: tuple[int, ...]
-    """In the file."""
+    """Shape in the file."""
     dtype: torch.dtype
 
     @property
@@ -94,7 +94,7 @@ class StoredTensor:
 
 
 class FileNames:
-    """How the files of a model type name its weights, and which part of a weight each tensor of a file is.
+    """Names of a model's weights in its files, and the part of a weight that each tensor of a file is.
 
     transformers says so itself: its own conversion on saving is applied to small tensors that hold their positions.
 
@@ -174,27 +174,27 @@ _Part = tuple[str, tuple[int, ...], tuple[int, ...], int]
 
 
 def _probe_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Fused experts keep their number; every other size becomes one that divides well."""
+    """Return a small size: fused experts keep their number; every other size becomes one that divides well."""
     small = tuple(PROBE_ROWS for _ in shape)
     return (shape[0], *small[1:]) if len(shape) > 2 else small
 
 
 def _is_prefix(conversion: object) -> bool:
-    """Whether a conversion only says that a folder may hold a larger model that this one is a part of."""
+    """Return whether a conversion only says that a folder may hold a larger model that this one is a part of."""
     return isinstance(conversion, PrefixChange)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightFile:
-    """One file."""
+    """The layout of one weight file."""
 
     name: str
     tensors: tuple[StoredTensor, ...]
-    """In the order of their bytes, which follow the header without gaps."""
+    """Tensors in the order of their bytes, which follow the header without gaps."""
 
     @property
     def header(self) -> bytes:
-        """What the file begins with."""
+        """Return the bytes that the file begins with."""
         described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for tensor in self.tensors:
@@ -212,7 +212,7 @@ class WeightFile:
 def plan_files(
     infos: Mapping[str, TensorInfo], names: FileNames, *, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> tuple[WeightFile, ...]:
-    """The files for weights that come in this order."""
+    """Return the files for weights that come in this order."""
     shards = list(_shards([tensor for name in infos for tensor in names.stored(name, infos[name])], max_shard_bytes))
     return tuple(
         WeightFile(
@@ -224,7 +224,7 @@ def plan_files(
 
 
 def index_text(files: Sequence[WeightFile]) -> str:
-    """Contents of `INDEX_FILE`, of a folder with several files."""
+    """Return contents of `INDEX_FILE`, of a folder with several files."""
     index: Mapping[str, Any] = {
         "metadata": {"total_size": sum(tensor.num_bytes for file in files for tensor in file.tensors)},
         "weight_map": {tensor.name: file.name for file in files for tensor in file.tensors},
@@ -233,14 +233,14 @@ def index_text(files: Sequence[WeightFile]) -> str:
 
 
 def as_stored(name: str, weight: torch.Tensor, names: FileNames) -> Iterator[tuple[str, torch.Tensor]]:
-    """A weight of a module as files hold it: every expert by itself, sharing its memory."""
+    """Yield a weight of a module as files hold it: every expert by itself, sharing its memory."""
     info = TensorInfo(shape=tuple(weight.shape), dtype=str(weight.dtype).removeprefix("torch."))
     for tensor in names.stored(name, info):
         yield tensor.name, tensor.box.of(weight, held=Box.whole(info.shape)).view(tensor.shape)
 
 
 def _shards(tensors: Sequence[StoredTensor], max_bytes: int) -> Iterator[list[StoredTensor]]:
-    """Runs of tensors that fit into a file; a larger tensor has one for itself."""
+    """Run of tensors that fit into a file; a larger tensor has one for itself."""
     held: list[StoredTensor] = []
     held_bytes = 0
     for tensor in tensors:

@@ -17,10 +17,10 @@ from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig
 
 from nemo_rl.errors import ModelFolderError, boundary, name_some
-from nemo_rl.models.boxes import Box
 from nemo_rl.models.hf_files import INDEX_FILE, SINGLE_FILE, FileNames, StoredTensor
 from nemo_rl.models.loading import check_model_folder, model_without_weights, named_weights
 from nemo_rl.models.policy.interfaces import TensorInfo
+from nemo_rl.models.shards import Box
 
 __all__ = [
     "ALL_ROWS",
@@ -39,16 +39,17 @@ class WeightSource(Protocol):
 
     @property
     def where(self) -> str:
-        """Where they come from, for messages."""
+        """Return the name of the source, for messages."""
 
     def names(self) -> Set[str]:
-        """Of all weights and persistent buffers."""
+        """Return the names of all weights and persistent buffers."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Without reading the weight."""
+        """Return the shape of a weight without reading it."""
 
     def get(self, name: str, *, rows: slice = ALL_ROWS) -> torch.Tensor:
-        """A weight, or some of its rows, on the CPU in the dtype in which it is stored; not to be changed in place."""
+        """Return a weight, or some of its rows, on the CPU in the dtype in which it is stored; not to be changed in
+        place."""
 
 
 class ModelWeights:
@@ -81,7 +82,7 @@ class FolderWeights:
     """
 
     def __init__(self, folder: Path, config: PretrainedConfig) -> None:
-        """Opens every file, which reads its header.
+        """Open every file, which reads its header.
 
         Raises:
             ModelFolderError: a file is missing, truncated or no safetensors file, an expert is incomplete, or a tied
@@ -110,7 +111,7 @@ class FolderWeights:
         if len(parts) == 1:
             return shapes[0]
         wrong = [shape for shape, part in zip(shapes, parts, strict=True) if shape != part.shape]
-        # Of other experts than the config describes, what they would make up.
+        # The shape that experts of other sizes than the config describes would make up.
         return (len(parts), *wrong[0]) if wrong else self._whole(parts)
 
     def get(self, name: str, *, rows: slice = ALL_ROWS) -> torch.Tensor:
@@ -139,12 +140,12 @@ class FolderWeights:
 
     @staticmethod
     def _whole(parts: Sequence[StoredTensor]) -> tuple[int, ...]:
-        """Shape of the weight that tensors of the files make up."""
+        """Return shape of the weight that tensors of the files make up."""
         last = parts[-1].box
         return tuple(start + size for start, size in zip(last.start, last.size, strict=True))
 
     def _find_names(self) -> dict[str, str]:
-        """The file of each stored weight; a single file goes before an index, as in transformers."""
+        """Return the file of each stored weight; a single file goes before an index, as in transformers."""
         if (self._folder / SINGLE_FILE).is_file():
             return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
         with boundary(ModelFolderError, f"{self.where}: {INDEX_FILE} cannot be read"):
@@ -188,7 +189,8 @@ class FolderWeights:
         return found | {name: (_as_it_is(name),) for name in left}
 
     def _check_tied_head(self) -> None:
-        """A folder may hold the head of a model that is tied, but not another one than the embedding."""
+        """Refuse a head that differs from the embedding: a folder may hold the head of a model that is tied, but not
+        another one than the embedding."""
         if HEAD not in self._file_of or HEAD in self._stored or EMBEDDING not in self._file_of:
             return
         if not torch.equal(self._read(HEAD), self._read(EMBEDDING)):
@@ -210,12 +212,12 @@ class FolderWeights:
 
 
 def _as_it_is(name: str) -> StoredTensor:
-    """A tensor of a file that no weight of the module is made of, or is under the very same name."""
+    """Return a tensor of a file that no weight of the module is made of, or is under the very same name."""
     return StoredTensor(name=name, weight=name, box=Box.whole(()), shape=(), dtype=torch.float32)
 
 
 def open_weights(folder: str | Path, config: PretrainedConfig) -> WeightSource:
-    """The weights of a model folder.
+    """Return the weights of a model folder.
 
     Raises:
         ModelFolderError: the folder is missing, incomplete or unreadable.
@@ -224,7 +226,7 @@ def open_weights(folder: str | Path, config: PretrainedConfig) -> WeightSource:
 
 
 def _unused_names(config: PretrainedConfig) -> re.Pattern[str]:
-    """Weights that a folder may hold besides those of the module."""
+    """Return the weights that a folder may hold besides those of the module."""
     given = config.to_dict()
     patterns = [r".*rotary_emb\.inv_freq"]
     if given["tie_word_embeddings"]:

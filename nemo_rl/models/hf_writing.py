@@ -23,7 +23,6 @@ from transformers import GenerationConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nemo_rl.errors import ModelFolderError, boundary
-from nemo_rl.models.boxes import Box
 from nemo_rl.models.hf_files import (
     INDEX_FILE,
     MAX_SHARD_BYTES,
@@ -35,18 +34,20 @@ from nemo_rl.models.hf_files import (
 )
 from nemo_rl.models.loading import CONFIG_FILE, load_model_config, model_without_weights
 from nemo_rl.models.policy.interfaces import TensorInfo
+from nemo_rl.models.shards import Box
 
 __all__ = ["ModelDescription", "Share", "cast_folder", "write_folder", "write_shares"]
 
 WINDOW_BYTES = 4 << 20
-"""Of a file, gathered and written at once: enough for a disk and a network, and little for a node with many ranks."""
+"""Bytes of a file that are gathered and written at once: enough for a disk and a network, and little for a node with
+many ranks."""
 WRITER = 0
 """The rank that writes files."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelDescription:
-    """What a folder holds, besides the weights themselves."""
+    """The contents of a model folder besides the weights."""
 
     config: PretrainedConfig
     infos: Mapping[str, TensorInfo]
@@ -63,7 +64,8 @@ class Share:
     """One rank's part of a model whose weights lie in the memory of several ranks."""
 
     boxes: Callable[[str], Sequence[Box | None]]
-    """What each rank gives of a weight, by rank; None: nothing. Together they are the weight, without overlap."""
+    """Weight -> box that each rank gives, by rank, or None for nothing. Together they are the weight, without
+    overlap."""
     held: Mapping[str, torch.Tensor]
     """This rank's boxes of the weights, on any device."""
 
@@ -75,7 +77,7 @@ def write_folder(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes what `from_pretrained` reads, with one weight in memory at a time.
+    """Write what `from_pretrained` reads, with one weight in memory at a time.
 
     Files appear at once and are filled in place: a caller that must not leave half a folder writes into one that it
     renames. `weights` is read to its end even after an error, because other ranks may take part in making them.
@@ -99,7 +101,7 @@ def write_folder(
             for name, weight in stream:
                 for place in places.pop(name):
                     place.fill(weight)
-            assert not places, f"weights that did not come: {list(places)[:3]}"
+            assert not places, f"weights that were not received: {list(places)[:3]}"
         _write_descriptions(folder, model, files)
     finally:
         for _ in stream:
@@ -114,7 +116,8 @@ def write_shares(
     group: dist.ProcessGroup,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """(collective over `group`: the ranks of the job) As `write_folder`; the first rank writes, a few MB at a time.
+    """(collective over `group`: the ranks of the job) Write the shares of all ranks into a folder, like `write_folder`;
+    the first rank writes, a few MB at a time.
 
     Every rank needs memory for one window of a file, the writer for two. After an error the writer goes on to take
     what the others send.
@@ -144,7 +147,7 @@ def write_shares(
 
 
 def cast_folder(folder: Path, dtype: torch.dtype) -> None:
-    """Rewrites the weights of a folder in another dtype, file by file.
+    """Rewrite the weights of a folder in another dtype, file by file.
 
     What the model's class keeps in float32 (the score correction of a router, for example) stays as it is, and so do
     tensors of integers.
@@ -183,7 +186,7 @@ def cast_folder(folder: Path, dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Place:
-    """Where a tensor lies in an open file."""
+    """The place of a tensor in an open file."""
 
     tensor: StoredTensor
     sink: BinaryIO
@@ -202,7 +205,7 @@ class _Place:
 
 
 def _places(file: WeightFile, sink: BinaryIO) -> Iterator[_Place]:
-    """Writes the header."""
+    """Write the header."""
     offset = sink.write(file.header)
     for tensor in file.tensors:
         yield _Place(tensor=tensor, sink=sink, offset=offset)
@@ -210,7 +213,7 @@ def _places(file: WeightFile, sink: BinaryIO) -> Iterator[_Place]:
 
 
 def _write_descriptions(folder: Path, model: ModelDescription, files: Sequence[WeightFile]) -> None:
-    """Index, config and generation config."""
+    """Write index, config and generation config."""
     if len(files) > 1:
         (folder / INDEX_FILE).write_text(index_text(files))
     written = copy.deepcopy(model.config)
@@ -222,7 +225,7 @@ def _write_descriptions(folder: Path, model: ModelDescription, files: Sequence[W
 
 
 def _content(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU."""
+    """Return the bytes of a contiguous tensor on the CPU."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -235,7 +238,7 @@ class _Piece:
 
     tensor: StoredTensor
     box: Box
-    """Of the weight."""
+    """Box of the weight."""
 
 
 _Window = list[_Piece]
@@ -257,7 +260,7 @@ def _windows(file: WeightFile) -> Iterator[_Window]:
 
 
 def _rows(tensor: StoredTensor) -> Iterator[Box]:
-    """A tensor in parts of about a window, each a run of its bytes."""
+    """Yield a tensor in parts of about a window, each a run of its bytes."""
     box = tensor.box
     if tensor.num_bytes <= WINDOW_BYTES:
         if box.count:
@@ -271,7 +274,7 @@ def _rows(tensor: StoredTensor) -> Iterator[Box]:
 
 
 def _given(window: _Window, share: Share, rank: int) -> list[tuple[int, Box, Box]]:
-    """What a rank gives of a window: which piece, the part of the weight, and the box that the rank has of it."""
+    """Return what a rank gives of a window: the piece, the part of the weight, and the box that the rank has of it."""
     found = []
     for number, piece in enumerate(window):
         held = share.boxes(piece.tensor.weight)[rank]
@@ -326,7 +329,7 @@ class _Output:
 
 
 def _filled(window: _Window, share: Share, group: dist.ProcessGroup) -> torch.Tensor:
-    """(at the writer) The elements of a window, from all ranks."""
+    """(at the writer) Return the elements of a window, from all ranks."""
     dtype = window[0].tensor.dtype
     counts = [piece.box.count for piece in window]
     content = torch.empty(sum(counts), dtype=dtype)

@@ -26,7 +26,7 @@ LOCAL = frozenset({"checkpoints", "data", "models", "results"})
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether `name` is `owner/model` and no path of this machine."""
+    """Return whether `name` is `owner/model` and no path of this machine."""
     if not HUB_NAME.fullmatch(name) or name.endswith((".json", ".model")):
         return False
     owner, _, model = name.partition("/")
@@ -34,7 +34,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def local_folders(policy: PolicyConfig) -> PolicyConfig:
-    """`policy` with folders in place of the names of models on the hub.
+    """Return `policy` with folders in place of the names of models on the hub.
 
     Raises:
         ModelFolderError: a model is neither in the cache, nor can the hub be reached or has it.
@@ -66,8 +66,7 @@ def _folder(name: str, *, where: str, needs_weights: bool = True) -> str:
     except ModelFolderError as error:
         if isinstance(error.__cause__, GatedRepoError):
             raise ModelFolderError(
-                f"{where}: {name!r} is given to those only who accepted its terms; accept them at "
-                f"{constants.ENDPOINT}/{name}, and run `hf auth login`"
+                f"{where}: {name!r} is gated; accept its terms at {constants.ENDPOINT}/{name}, and run `hf auth login`"
             ) from error
         if isinstance(error.__cause__, RepositoryNotFoundError):
             raise ModelFolderError(
@@ -78,7 +77,7 @@ def _folder(name: str, *, where: str, needs_weights: bool = True) -> str:
 
 
 def _cached(name: str, *, needs_weights: bool) -> str | None:
-    """The folder of an earlier download, if that was finished."""
+    """Return the folder of an earlier download, if that was finished."""
     try:
         folder = Path(snapshot_download(name, local_files_only=True))
         if needs_weights:

@@ -9,18 +9,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from nemo_rl.data.tokenizer import GENERATION_CONFIG
 from nemo_rl.errors import ModelFolderError, boundary, shorten
 
 __all__ = [
     "CONFIG_FILE",
     "DTYPES",
+    "build_skeleton",
     "check_model_folder",
     "decoder_sizes",
     "fit_experts",
@@ -30,14 +33,14 @@ __all__ = [
     "named_weights",
 ]
 
-# Bars of every process would run through each other, and through the trainer's panel.
+# Progress bars of all processes would garble each other and the trainer's panel.
 transformers_logging.disable_progress_bar()
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GROUPED = "grouped_mm"
 """Hugging Face's default for experts: one kernel for all of them."""
 GROUPED_BYTES = 16
-"""That kernel takes matrices whose rows are a multiple of so many bytes."""
+"""Row size that the grouped kernel needs: it takes matrices whose rows are a multiple of this many bytes."""
 MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 """Names for the width of a feed-forward block, in families that do not say `intermediate_size`."""
 CONFIG_FILE = "config.json"
@@ -72,7 +75,7 @@ LIMITS: Mapping[str, int] = {
 
 
 def check_model_folder(folder: str | Path) -> Path:
-    """The folder as a path, if it holds a config and weights.
+    """Return the folder as a path, if it holds a config and weights.
 
     Raises:
         ModelFolderError: it does not.
@@ -97,7 +100,7 @@ def check_model_folder(folder: str | Path) -> Path:
 
 
 def load_model_config(folder: str | Path) -> PretrainedConfig:
-    """The architecture of a model folder.
+    """Return the architecture of a model folder.
 
     Raises:
         ModelFolderError: the folder is missing, incomplete or unreadable, or its config holds sizes that are none.
@@ -113,7 +116,7 @@ def load_model_config(folder: str | Path) -> PretrainedConfig:
             )
         # Code in the folder is never run; unless this is said, transformers asks on the terminal.
         config: PretrainedConfig = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-        # What every part of a run reads of it.
+        # Fails here if the settings cannot be read, which all parts of a run read.
         config.get_text_config().to_dict()
     _switch_off_noise(config)
     return config
@@ -155,7 +158,7 @@ def decoder_sizes(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def model_without_weights(config: PretrainedConfig, folder: str | Path) -> PreTrainedModel:
-    """The model of an architecture, which may be that of a folder.
+    """Return the model of an architecture, which may be that of a folder.
 
     Raises:
         ModelFolderError: the config describes no causal language model.
@@ -167,7 +170,7 @@ def model_without_weights(config: PretrainedConfig, folder: str | Path) -> PreTr
 
 
 def load_causal_lm(folder: str | Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The model on the CPU in evaluation mode.
+    """Return the model on the CPU in evaluation mode.
 
     Raises:
         ModelFolderError: the folder is missing, incomplete or unreadable, or lacks some of the weights.
@@ -193,14 +196,14 @@ def load_causal_lm(folder: str | Path, *, dtype: torch.dtype = torch.float32) ->
 
 
 def fit_experts(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Lets experts run one by one where the kernel for all of them cannot take their sizes.
+    """Let experts run one by one where the kernel for all of them cannot take their sizes.
 
     Args:
         dtype: that the experts compute in.
     """
     if model.config._experts_implementation != GROUPED:
         return
-    # Of each matrix both sizes are rows: of itself forwards, of its transpose backwards.
+    # Both sizes of a matrix are row sizes: its own forwards, those of its transpose backwards.
     sizes = {
         size for name, weight in model.named_parameters() if _is_experts(name, weight) for size in weight.shape[1:]
     }
@@ -213,7 +216,7 @@ def _is_experts(name: str, weight: torch.Tensor) -> bool:
 
 
 def _maker_of(path: Path) -> str:
-    """What makes the folder, where it is one of ours."""
+    """Return the command that makes this folder, where it is one of ours."""
     if path.name not in STARTERS:
         return ""
     target, options = STARTERS[path.name]
@@ -230,7 +233,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _check_sizes(given: Mapping[str, Any], where: str) -> None:
-    """Libraries believe every number, and build what it says or divide by it."""
+    """Check the numbers of a config: libraries believe every number, and build what it says or divide by it."""
     for name, value in given.items():
         if isinstance(value, dict):
             _check_sizes(value, f"{where}: {name}")
@@ -245,9 +248,44 @@ def _check_sizes(given: Mapping[str, Any], where: str) -> None:
 
 
 def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers by Hugging Face name; tied ones once, under their first name."""
+    """Yield parameters and persistent buffers by Hugging Face name; tied ones once, under their first name."""
     seen: set[int] = set()
     for name, weight in model.state_dict(keep_vars=True).items():
         if id(weight) not in seen:
             seen.add(id(weight))
             yield name, weight
+
+
+def build_skeleton(folder: str | Path) -> PreTrainedModel:
+    """Return the model of a folder in float32 and evaluation mode; its parameters are on the meta device.
+
+    Raises:
+        ModelFolderError: the folder is missing or unreadable, or its config describes no causal language model.
+    """
+    config = load_model_config(folder)
+    what = f"model folder {str(folder)!r}: {CONFIG_FILE} of {config.model_type!r} describes no causal language model"
+    with boundary(ModelFolderError, what), _parameters_on_meta():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        if (Path(folder) / GENERATION_CONFIG).is_file():
+            model.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+    fit_experts(model, torch.float32)
+    model.eval()
+    return model
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Move the parameters: each moves as soon as its module has it, so that no more than one is ever held."""
+    register = torch.nn.Module.register_parameter
+
+    def on_meta(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        register(self, name, param)
+        if param is not None and not param.is_meta:
+            kept: Any = self._parameters[name]
+            self._parameters[name] = torch.nn.Parameter(kept.to("meta"), requires_grad=kept.requires_grad)
+
+    torch.nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]

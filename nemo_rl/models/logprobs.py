@@ -21,6 +21,8 @@ __all__ = [
     "Sampling",
     "VocabShard",
     "filter_logits",
+    "js",
+    "k3",
     "logprobs_from_logits",
     "logprobs_with_entropy",
     "logprobs_with_squares",
@@ -28,8 +30,28 @@ __all__ = [
     "token_logprobs",
 ]
 
+
+def k3(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Return KL(sampler || other) of each token: exp(d) - 1 - d.
+
+    Unbiased, for exp(d) has expectation 1 under the sampler; never negative, so tokens do not hide one another; of far
+    less variance than -d (http://joschu.net/blog/kl-approx.html).
+    """
+    return log_ratio.exp() - 1 - log_ratio
+
+
+def js(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Return the Jensen-Shannon divergence of each token, in expectation at most log 2.
+
+    With m = (p_sampler + p_other) / 2: half of k3 of KL(sampler || m), and half of k3 of KL(other || m), whose samples
+    are weighed by exp(d).
+    """
+    to_middle = torch.logaddexp(torch.zeros_like(log_ratio), log_ratio) - torch.log(torch.full_like(log_ratio, 2.0))
+    return 0.5 * (k3(to_middle) + log_ratio.exp() * k3(to_middle - log_ratio))
+
+
 Extra: TypeAlias = Literal["entropy", "squared_probs"]
-"""What may be computed of a token's whole distribution, besides the token's log-probability."""
+"""Names of what may be computed of a token's whole distribution, besides the token's log-probability."""
 # Float32 numbers of one chunk of logits (16 MiB): bounds what the softmax holds at one time.
 CHUNK_ELEMENTS = 4 * 1024 * 1024
 
@@ -58,7 +80,7 @@ class Sampling:
 def filter_logits(
     logits_MV: torch.Tensor, *, top_k: int | None, top_p: float, keep_M: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Sets logits outside the top-k and then the top-p set to -inf; ties with the last one kept are kept.
+    """Set logits outside the top-k and then the top-p set to -inf; ties with the last one kept are kept.
 
     `keep_M` names one token per position that is never removed: a token that was sampled may fall outside the set
     under other weights, and its log-probability must stay finite.
@@ -95,7 +117,7 @@ def token_logprobs(
     shard: VocabShard | None = None,
     kept: KeptSets | None = None,
 ) -> torch.Tensor:
-    """`[M]` float32 log-probabilities of `targets_M`, differentiable.
+    """Return `[M]` float32 log-probabilities of `targets_M`, differentiable.
 
     Works through chunks of positions in both passes: besides the logits themselves only one chunk in float32 is held.
     With a `shard`, V are this rank's columns, and the call is collective over its group, in both passes when `sampling`
@@ -115,7 +137,7 @@ def logprobs_with_entropy(
     shard: VocabShard | None = None,
     kept: KeptSets | None = None,
 ) -> torch.Tensor:
-    """`[2, M]` float32, differentiable: what `token_logprobs` gives, and the entropy of each distribution.
+    """Return `[2, M]` float32, differentiable: what `token_logprobs` gives, and the entropy of each distribution.
 
     H = -sum p log p over the vocabulary, or over what a filter has left of it, in nats.
     """
@@ -130,7 +152,7 @@ def logprobs_with_squares(
     shard: VocabShard | None = None,
     kept: KeptSets | None = None,
 ) -> torch.Tensor:
-    """`[2, M]` float32: what `token_logprobs` gives, and the sum of p^2 of each distribution, without gradient.
+    """Return `[2, M]` float32: what `token_logprobs` gives, and the sum of p^2 of each distribution, without gradient.
 
     That sum is the probability that two draws are the same token.
     """
@@ -138,14 +160,14 @@ def logprobs_with_squares(
 
 
 def logprobs_from_logits(logits_NTV: torch.Tensor, input_ids_NT: torch.Tensor, *, sampling: Sampling) -> torch.Tensor:
-    """`[N, T]` float32: log pi(token t | tokens < t) at position t; position 0 is 0."""
+    """Return `[N, T]` float32: log pi(token t | tokens < t) at position t; position 0 is 0."""
     rows, width = input_ids_NT.shape
     flat = token_logprobs(logits_NTV[:, :-1].flatten(0, 1), input_ids_NT[:, 1:].flatten(), sampling=sampling)
     return torch.nn.functional.pad(flat.view(rows, width - 1), (1, 0))
 
 
 def negative_log_likelihood(logprobs: torch.Tensor, weights: torch.Tensor, *, total: float) -> torch.Tensor:
-    """-sum of w log pi / `total`; tokens of weight 0 have no part in it, whatever their log-probability is.
+    """Return -sum of w log pi / `total`; tokens of weight 0 have no part in it, whatever their log-probability is.
 
     Args:
         logprobs: float32, of any shape.
@@ -242,14 +264,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 def _weighed(logprobs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """p times the values; 0 where a filter has left no probability, whatever the value is."""
+    """Return p times the values; 0 where a filter has left no probability, whatever the value is."""
     return torch.where(logprobs.isneginf(), 0.0, logprobs.exp() * values)
 
 
 def _merge(
     picked_M: torch.Tensor, norm_M: torch.Tensor, entropy_M: torch.Tensor | None, shard: VocabShard
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Numbers of the whole vocabulary from those of each rank's columns (collective)."""
+    """Return numbers of the whole vocabulary from those of each rank's columns (collective)."""
     mine = torch.stack([picked_M, norm_M] if entropy_M is None else [picked_M, norm_M, entropy_M])
     everywhere = _gathered(mine, shard)
     norm = everywhere[:, 1].logsumexp(0)
@@ -262,14 +284,14 @@ def _merge(
 
 
 def _gathered(mine: torch.Tensor, shard: VocabShard) -> torch.Tensor:
-    """`[ranks, ...]` (collective)."""
+    """Return `[ranks, ...]` (collective)."""
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(shard.group))]
     dist.all_gather(parts, mine, group=shard.group)
     return torch.stack(parts)
 
 
 def _columns(targets_M: torch.Tensor, first: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Column of each target, 0 where it is elsewhere, and whether it is here."""
+    """Return column of each target, 0 where it is elsewhere, and whether it is here."""
     is_here = (targets_M >= first) & (targets_M < first + width)
     return torch.where(is_here, targets_M - first, 0), is_here
 
@@ -292,7 +314,7 @@ def _scores(
     shard: VocabShard | None,
     kept: KeptSets | None,
 ) -> tuple[torch.Tensor, int]:
-    """Scores of `rows` in float32 and the token of their first column; a filter needs those of the whole vocabulary."""
+    """Score of `rows` in float32 and the token of their first column; a filter needs those of the whole vocabulary."""
     scores = logits_MV[rows].float() / sampling.temperature
     if not _needs_all_columns(sampling, kept):
         first = shard.first if shard is not None else 0

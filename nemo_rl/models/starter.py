@@ -10,9 +10,10 @@ import json
 import logging
 import os
 import random
+import re
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +27,160 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from nemo_rl.data.datasets import RawPrompt
-from nemo_rl.data.thinking import final_answer
+from nemo_rl.config.schema import DatasetConfig
+from nemo_rl.data.datasets import RawPrompt, raw_prompts
+from nemo_rl.data.thinking import final_answer, with_thinking
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.errors import ModelFolderError, name_some
 from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine import TorchEngine
 from nemo_rl.models.logprobs import Sampling, negative_log_likelihood, token_logprobs
-from nemo_rl.models.starter_tasks import StarterConfig, StarterTask
 from nemo_rl.utils.files import give_usual_modes
 
-__all__ = ["STARTER_FILE", "StarterReport", "make_starter", "prompt_ids", "sampled_accuracy"]
+__all__ = [
+    "STARTER_FILE",
+    "STARTER_TASKS",
+    "StarterConfig",
+    "StarterReport",
+    "StarterTask",
+    "make_starter",
+    "prompt_ids",
+    "sampled_accuracy",
+]
+
+VALIDATION_SEED, VALIDATION_SIZE = 777, 256
+CALIBRATION_SIZE = 512
+CORPUS_SEED, CORPUS_SIZE = 5, 2000
+# Training problems of seed s are drawn with this plus s, far from the seeds of the other splits and of the recipes.
+TRAINING_SEED = 10_000_000
+# The model with experts is half as wide as the dense one; at the dense one's 2e-3 it takes a quarter more steps.
+EXPERTS_LEARNING_RATE = 4e-3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StarterConfig:
+    """Recipe of the warm start (supervised fine-tuning, AdamW, response tokens only)."""
+
+    seed: int = 0
+    num_experts: int = 0
+    """Experts of every layer, of which each token uses two; 0 is a dense model."""
+    stop_accuracy: float = 0.25
+    """Stop at the first evaluation that reaches this sampled accuracy on the calibration split."""
+    target_accuracy: float = 0.30
+    """Accuracy of the starter: of the last evaluations, the weights nearest to it are kept."""
+    num_problems: int = 8000
+    batch_size: int = 64
+    learning_rate: float = 2e-3
+    warmup_steps: int = 20
+    max_steps: int = 600
+    first_evaluation: int = 40
+    evaluate_every: int = 5
+    max_grad_norm: float = 1.0
+
+    def with_experts(self, num_experts: int) -> StarterConfig:
+        """Return the same recipe for a model with so many experts in every layer."""
+        return replace(self, num_experts=num_experts, learning_rate=EXPERTS_LEARNING_RATE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StarterTask:
+    """A task that a starter learns.
+
+    Example:
+        >>> task = STARTER_TASKS["sort"]
+        >>> task.validation()[0].answer == "".join(sorted(task.validation()[0].answer))
+        True
+    """
+
+    dataset: DatasetConfig
+    """Source and its options, as in the recipe; size and seed are set per split."""
+    config: StarterConfig
+    """Settings of the warm start; the seed is set by the caller."""
+    demonstrate: Callable[[RawPrompt], str]
+    """The response that the warm start teaches; it ends with the answer."""
+    max_new_tokens: int
+    """Longest sampled answer; a right one, its end-of-turn token included, is shorter."""
+    max_length: int
+    """Prompt and answer together, in tokens."""
+    calibration_seed: int = 778
+    """Seed of the calibration split. It is far from the other seeds, for reasoning_gym draws item i with seed + i,
+    so that near seeds share items."""
+
+    @property
+    def validation_dataset(self) -> DatasetConfig:
+        """Return the section that the recipe names as `data.validation`."""
+        return self.dataset.model_copy(update={"size": VALIDATION_SIZE, "seed": VALIDATION_SEED})
+
+    def validation(self) -> list[RawPrompt]:
+        """Return the split that the recipe validates on."""
+        return self._draw(size=VALIDATION_SIZE, seed=VALIDATION_SEED)
+
+    def calibration(self) -> list[RawPrompt]:
+        """Return the split that ends the warm start; shares no text with validation."""
+        return self._draw(size=CALIBRATION_SIZE, seed=self.calibration_seed, exclude=_texts(self.validation()))
+
+    def corpus(self) -> list[RawPrompt]:
+        """Return the prompts that the tokenizer is built from."""
+        return self._draw(size=CORPUS_SIZE, seed=CORPUS_SEED, exclude=self.held_out())
+
+    def training(self, *, size: int, seed: int) -> list[RawPrompt]:
+        """Return problems of the warm start; shares no text with validation and calibration."""
+        return self._draw(size=size, seed=TRAINING_SEED + seed, exclude=self.held_out())
+
+    def held_out(self) -> frozenset[str]:
+        """Return texts of validation and calibration."""
+        return _texts([*self.validation(), *self.calibration()])
+
+    def _draw(self, *, size: int, seed: int, exclude: Collection[str] = frozenset()) -> list[RawPrompt]:
+        cfg = self.dataset.model_copy(update={"size": size, "seed": seed})
+        drawn = raw_prompts(cfg, "starter", exclude)
+        # Not every source leaves the excluded texts out by itself; then fewer than `size` come back.
+        return [problem for problem in drawn if problem.text not in exclude]
+
+
+def _texts(problems: Collection[RawPrompt]) -> frozenset[str]:
+    return frozenset(problem.text for problem in problems)
+
+
+def _answer_alone(problem: RawPrompt) -> str:
+    return str(problem.answer)
+
+
+def _running_sums(problem: RawPrompt) -> str:
+    """Return the worked answer, such as `<think>4+3=7 7-9=-2</think>-2` for `... problem: 4 + 3 - 9 =`."""
+    terms = [int(term.replace(" ", "")) for term in re.findall(r"[-+]? ?\d+", problem.text.rpartition(":")[2])]
+    total, lines = terms[0], []
+    for term in terms[1:]:
+        lines.append(f"{total}{term:+d}={total + term}")
+        total += term
+    assert str(total) == problem.answer, f"{problem.text!r}: expected {problem.answer!r}, got {total}"
+    return with_thinking(" ".join(lines), str(total))
+
+
+STARTER_TASKS: Mapping[str, StarterTask] = {
+    "sort": StarterTask(
+        dataset=DatasetConfig(dataset_name="sort_digits", options={"min_digits": 6, "max_digits": 8}),
+        config=StarterConfig(),
+        demonstrate=_answer_alone,
+        # 8 digits and the end-of-turn token; one more lets a wrong answer run over.
+        max_new_tokens=10,
+        max_length=64,
+    ),
+    "chain_sum": StarterTask(
+        dataset=DatasetConfig(
+            dataset_name="reasoning_gym",
+            task="chain_sum",
+            options={"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1},
+        ),
+        config=StarterConfig(stop_accuracy=0.30, target_accuracy=0.35, first_evaluation=120, evaluate_every=10),
+        demonstrate=_running_sums,
+        # Two sums, the answer and the control tokens; some more let a wrong answer run over.
+        max_new_tokens=24,
+        max_length=64,
+        calibration_seed=1_000_000,
+    ),
+}
+
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +192,7 @@ VOCAB_MULTIPLE = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StarterReport:
-    """What the warm start came to."""
+    """The result of the warm start."""
 
     steps: int
     """Training steps of the weights that were kept."""
@@ -57,7 +201,7 @@ class StarterReport:
 
 
 def make_starter(folder: Path, task: StarterTask, *, config: StarterConfig) -> StarterReport:
-    """Builds tokenizer and model, warm-starts it and writes a Hugging Face folder.
+    """Build tokenizer and model, warm-start it and write a Hugging Face folder.
 
     Raises:
         ModelFolderError: what is there is neither an empty folder nor a starter alone, or it cannot be written.
@@ -78,7 +222,7 @@ def make_starter(folder: Path, task: StarterTask, *, config: StarterConfig) -> S
 
 
 def _check_place(folder: Path) -> None:
-    """Raises where `folder` is somebody else's, and makes the folders above it."""
+    """Raise where `folder` is somebody else's, and make the folders above it."""
     try:
         if folder.is_symlink():
             raise ModelFolderError(f"{folder}: is a link to {os.readlink(folder)}; name the folder itself, or another")
@@ -86,20 +230,20 @@ def _check_place(folder: Path) -> None:
         if not folder.exists():
             return
         if not folder.is_dir():
-            raise ModelFolderError(f"{folder}: is no folder; choose another place")
+            raise ModelFolderError(f"{folder}: is not a folder; choose another path")
         ours = _files_of_starter(folder)
         others = sorted(path.name for path in folder.iterdir() if path.name not in ours or path.is_dir())
     except OSError as error:
         raise ModelFolderError(f"{folder}: cannot be written: {error}; choose another folder") from error
     if others:
         raise ModelFolderError(
-            f"{folder}: holds what is no starter of this script ({name_some(others)}), and is left as it is; choose "
+            f"{folder}: holds other files than a starter of this script ({name_some(others)}); choose "
             "another folder, or remove it yourself"
         )
 
 
 def _files_of_starter(folder: Path) -> frozenset[str]:
-    """What `make_starter` has written there; nothing where it has not."""
+    """Return the files that `make_starter` has written there; empty where it has not."""
     try:
         found = json.loads((folder / STARTER_FILE).read_text(encoding="utf-8"))["files"]
         return frozenset({STARTER_FILE, *map(str, found)})
@@ -108,7 +252,7 @@ def _files_of_starter(folder: Path) -> frozenset[str]:
 
 
 def _write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    # A name of its own beside the folder: the place of nobody's files, and on the same file system.
+    # A new name beside the folder: it holds no files yet and is on the same file system.
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as beside:
         part = Path(beside) / "new"
         part.mkdir()
@@ -117,7 +261,7 @@ def _write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
         files = sorted(path.name for path in part.iterdir())
         (part / STARTER_FILE).write_text(f"{json.dumps({'files': files}, indent=1)}\n", encoding="utf-8")
         give_usual_modes(part)
-        # Looked at again: the warm start took a while.
+        # Checked again, because the warm start took a while.
         _check_place(folder)
         if folder.exists():
             folder.rename(Path(beside) / "old")
@@ -125,7 +269,7 @@ def _write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[int, ...]:
-    """Tokens of one user turn, up to where the answer begins."""
+    """Return tokens of one user turn, up to where the answer begins."""
     messages = [{"role": "user", "content": prompt}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
     return tuple(ids)
@@ -224,14 +368,14 @@ def _copy_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _training_row(tokenizer: PreTrainedTokenizerBase, text: str, response: str) -> tuple[tuple[int, ...], int]:
-    """All tokens of prompt and response, and how many are the prompt's."""
+    """Return all tokens of prompt and response, and how many are the prompt's."""
     prompt = prompt_ids(tokenizer, text)
     ids = tokenizer.encode(response, add_special_tokens=False)
     return (*prompt, *ids, int(tokenizer.eos_token_id)), len(prompt)
 
 
 def _nll(model: PreTrainedModel, rows: Sequence[tuple[tuple[int, ...], int]]) -> torch.Tensor:
-    """Mean negative log-likelihood of the response tokens."""
+    """Return mean negative log-likelihood of the response tokens."""
     width = max(len(tokens) for tokens, _ in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.int64)
     is_response = torch.zeros(len(rows), width, dtype=torch.bool)

@@ -32,9 +32,9 @@ KEPT, DROPPED = 1, 2
 BEFORE_STEPS = 2
 """Added to a distance, which is at least 1."""
 PAYLOAD, MORE = 0x7F, 0x80
-"""Of a byte: its seven bits of the number, and that another byte follows."""
+"""Bits of a byte: seven of the number, and one for another byte that follows."""
 MOST_BYTES = 5
-"""Of a number of 32 bits."""
+"""Most bytes of a number of 32 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class KeptSets:
     """bool: the token's ids are those that are not in its set."""
 
     def fill(self, scores: torch.Tensor, rows: slice, *, first: int) -> torch.Tensor:
-        """The scores of `rows`, -inf outside their sets.
+        """Return the scores of `rows`, -inf outside their sets.
 
         Args:
             first: token of the first column; ids before it or behind the last one are another rank's.
@@ -65,7 +65,7 @@ class KeptSets:
 
 
 class SupportRecorder:
-    """Takes the kept sets of one batch of rows, turn by turn."""
+    """Records the kept sets of one batch of rows, turn by turn."""
 
     def __init__(self) -> None:
         self._turns: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -89,7 +89,7 @@ class SupportRecorder:
         self._turns.append((live_B[place_W[order_W]].cpu(), number_W[order_W].to(torch.int32).cpu()))
 
     def rows(self, count: int) -> tuple[torch.Tensor, ...]:
-        """Each row's sets, end to end."""
+        """Return each row's sets, end to end."""
         row_W = torch.cat([row for row, _ in self._turns])
         number_W = torch.cat([numbers for _, numbers in self._turns])
         order_W = row_W.argsort(stable=True)
@@ -105,7 +105,7 @@ def decode_support(
     row_m: torch.Tensor,
     column_m: torch.Tensor,
 ) -> KeptSets:
-    """The sets of the scored tokens of a microbatch.
+    """Return the sets of the scored tokens of a microbatch.
 
     Args:
         support_nS: uint8, filled up with 0.
@@ -150,7 +150,7 @@ def decode_support(
 
 
 def _to_bytes(number_W: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """LEB128, and how many bytes each number takes."""
+    """Return LEB128, and how many bytes each number takes."""
     number_W = number_W.long()
     size_W = torch.ones_like(number_W)
     for place in range(1, MOST_BYTES):
@@ -165,7 +165,7 @@ def _to_bytes(number_W: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _to_numbers(support_nS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The numbers of all rows, end to end, and the row of each."""
+    """Return the numbers of all rows, end to end, and the row of each."""
     row_Y, place_Y = support_nS.nonzero(as_tuple=True)
     byte_Y = support_nS[row_Y, place_Y].long()
     is_last_Y = byte_Y < MORE

@@ -72,7 +72,7 @@ HEAD_COUNTS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder
 KEY_VALUE_COUNTS = ("num_key_value_heads", "kv_n_heads", "num_kv_heads", "swa_num_key_value_heads", "num_query_groups")
 POSITION_COUNTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length")
 BLOCK_TYPES = "layers_block_type"
-"""Where a family has this list, it is what says how many layers there are."""
+"""Key of a list that says how many layers there are, in the families that have it."""
 KINDS_OF_LAYERS = ("layer_types", BLOCK_TYPES, "block_types", "attention_layers", "mlp_layer_types")
 NUMBERED_LAYERS = ("full_attn_idxs", "moe_layers", "hybrid_layer_ids")
 """Lists of the numbers of layers of one kind."""
@@ -86,7 +86,7 @@ MODEL_SIZES = frozenset({"hidden_size", "num_hidden_layers", "d_model", "num_lay
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SmallModel:
-    """What was written."""
+    """The model that was written."""
 
     folder: Path
     num_parameters: int
@@ -140,7 +140,7 @@ def small_model_config(
 def write_small_model(
     folder: Path, real: PretrainedConfig, sizes: ParallelSizes, *, real_sizes: ParallelSizes
 ) -> SmallModel:
-    """Random weights and a tokenizer as a Hugging Face folder.
+    """Return random weights and a tokenizer as a Hugging Face folder.
 
     Raises:
         ModelFolderError: transformers cannot build it.
@@ -216,7 +216,7 @@ def _layers(given: Mapping[str, Any], count: int, stages: int) -> int:
 
 
 def _key_value_heads(heads: int, groups: int, real_tensor: int) -> int:
-    """As many groups as heads, one for all, or between; one that tensor ranks must share stays shared."""
+    """Return as many groups as heads, one for all, or between; one that tensor ranks must share stays shared."""
     if groups == heads:
         return HEADS
     return 1 if groups == 1 or real_tensor > groups else HEADS // 2
@@ -253,7 +253,7 @@ def _shrink_lists(given: Mapping[str, Any], small: dict[str, Any], count: int, l
 
 
 def _shrink_rope(given: Mapping[str, Any], small: dict[str, Any]) -> None:
-    """The kind and its numbers stay; factors by frequency are cut to those of a small head."""
+    """Shrink the positions: the kind and its numbers stay; factors by frequency are cut to those of a small head."""
     if not any(_is_scaled(given.get(name)) for name in ("rope_scaling", "rope_parameters")):
         for name in POSITION_COUNTS:
             if isinstance(given.get(name), int):

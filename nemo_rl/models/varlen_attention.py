@@ -48,7 +48,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Segments:
-    """Where sequences begin and end in the rows of a pass.
+    """The beginnings and ends of sequences in the rows of a pass.
 
     Example:
         Lengths 8 and 4 on rank 0 of 2: chunks of 2 and 1 tokens.
@@ -63,7 +63,7 @@ class Segments:
     group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
     """Context-parallel ranks; None on one."""
     device: torch.device = field(default=torch.device("cpu"), compare=False)
-    """Of the pass; positions lie there."""
+    """Device of the pass and its positions."""
 
     def __post_init__(self) -> None:
         pieces = 2 * self.cp_size if self.cp_size > 1 else 1
@@ -72,7 +72,7 @@ class Segments:
             raise ValueError(f"a sequence of {uneven[0]} tokens does not divide into {pieces} chunks; pad it")
 
     def local_positions(self, rank: int | None = None) -> torch.Tensor:
-        """`[s]` int64: positions of the row that a rank holds, in its order."""
+        """Return `[s]` int64: positions of the row that a rank holds, in its order."""
         rank = self.cp_rank if rank is None else rank
         parts = [
             torch.arange(start + first, start + stop, device=self.device)
@@ -83,12 +83,12 @@ class Segments:
 
     @cached_property
     def row_order(self) -> torch.Tensor:
-        """`[S]` int64: index into all ranks' positions side by side that puts them in the row's order."""
+        """Return `[S]` int64: index into all ranks' positions side by side that puts them in the row's order."""
         return torch.cat([self.local_positions(rank) for rank in range(self.cp_size)]).argsort()
 
     @cached_property
     def runs(self) -> list[Run]:
-        """All attention of this rank: sequences of one length together, so that there are few calls."""
+        """Return all attention of this rank: sequences of one length together, so that there are few calls."""
         together: dict[tuple[int, int], list[tuple[int, int]]] = {}
         local = 0
         for start, length in zip(self._starts, self.lengths, strict=True):
@@ -102,7 +102,8 @@ class Segments:
 
     @cached_property
     def local_order(self) -> torch.Tensor:
-        """`[s]` int64: index into the queries of all runs, one after the other, that puts them in local order."""
+        """Return `[s]` int64: index into the queries of all runs, one after the other, that puts them in local
+        order."""
         return torch.cat([run.queries.flatten() for run in self.runs]).argsort()
 
     @property
@@ -110,7 +111,7 @@ class Segments:
         return list(accumulate(self.lengths, initial=0))[:-1]
 
     def _pieces(self, rank: int, length: int) -> list[tuple[int, int]]:
-        """First and last + 1 position of each run of a sequence that a rank holds."""
+        """Return first and last + 1 position of each run of a sequence that a rank holds."""
         if self.cp_size == 1:
             return [(0, length)]
         chunk = length // (2 * self.cp_size)
@@ -122,7 +123,7 @@ class Segments:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pattern:
-    """Which earlier tokens of its sequence a token sees, as the mask of its layer says."""
+    """The earlier tokens of its sequence that a token sees, as the mask of its layer says."""
 
     window: int
     """Tokens that a token sees, itself included."""
@@ -173,7 +174,7 @@ class _Options:
 
     @property
     def has_own_scores(self) -> bool:
-        """Whether scores must be computed here, since no fused kernel has what they need."""
+        """Return whether scores must be computed here, since no fused kernel has what they need."""
         return self.softcap is not None or self.sinks is not None
 
 
@@ -191,7 +192,7 @@ def varlen_attention(
     s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of a Hugging Face layer (collective over the context group).
+    """Return attention of a Hugging Face layer (collective over the context group).
 
     Args:
         query: `[n, H, s, D]`; key and value `[n, G, s, D]`, H a multiple of G.
@@ -228,7 +229,7 @@ def varlen_attention(
 
 
 def _take(heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """`[n, H, S, D]` -> `[n x g, H, q, D]`."""
+    """Return `[n, H, S, D]` -> `[n x g, H, q, D]`."""
     taken = heads.index_select(2, positions.flatten()).unflatten(2, tuple(positions.shape))
     return taken.transpose(1, 2).flatten(0, 1)
 
@@ -253,7 +254,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: _Options
 def _attend_by_scores(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Pattern | None, options: _Options
 ) -> torch.Tensor:
-    """Attention written out, for scores that are capped (Gemma 2) and heads with sinks (gpt-oss)."""
+    """Return attention written out, for scores that are capped (Gemma 2) and heads with sinks (gpt-oss)."""
     queries, keys = q.shape[2], k.shape[2]
     scores_nHqk = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if options.scaling is None else options.scaling)
     if options.softcap is not None:
@@ -277,7 +278,7 @@ def _has_flash(query: torch.Tensor, options: _Options) -> bool:
 def _flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int], options: _Options
 ) -> torch.Tensor:
-    """All sequences of all rows in one kernel."""
+    """Return all sequences of all rows in one kernel."""
     rows = query.shape[0]
     counts = torch.tensor([0, *(list(lengths) * rows)], device=query.device)
     starts = counts.cumsum(0, dtype=torch.int32)

@@ -25,13 +25,13 @@ BLOCK = 4096
 ROWS_AT_ONCE = 1024
 """32 MiB of float64 at a time."""
 SIGNS_SEED = 20_240_229
-"""Of both sign tables: they must be the same whenever and wherever a digest is made."""
+"""Seed of both sign tables: they must be the same whenever and wherever a digest is made."""
 HASH_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorDigest:
-    """One weight."""
+    """The digest of one weight."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -43,14 +43,15 @@ class TensorDigest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightsDigest:
-    """All weights, in export order."""
+    """The digests of all weights, in export order."""
 
     bits: str
     """Hash of names, shapes, dtypes and bytes."""
     tensors: Mapping[str, TensorDigest]
 
     def distance(self, other: WeightsDigest) -> float:
-        """About the distance relative to the norm of these weights; inf for other names or shapes, or for NaN."""
+        """Return about the distance relative to the norm of these weights; inf for other names or shapes, or for
+        NaN."""
         shapes, others = ({name: t.shape for name, t in side.tensors.items()} for side in (self, other))
         # Workers export in orders of their own.
         if shapes != others:
@@ -63,7 +64,7 @@ class WeightsDigest:
         return math.inf if math.isnan(found) else found
 
     def furthest(self, other: WeightsDigest) -> str | None:
-        """The weight that is furthest from the other's, relative to its own norm; None where names differ."""
+        """Return the weight that is furthest from the other's, relative to its own norm; None where names differ."""
         if self.tensors.keys() != other.tensors.keys():
             return None
         apart = {
@@ -74,7 +75,7 @@ class WeightsDigest:
 
 
 def digest_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> WeightsDigest:
-    """Reads each weight once."""
+    """Read each weight once."""
     digest = hashlib.blake2b(digest_size=HASH_BYTES)
     tensors: dict[str, TensorDigest] = {}
     for name, weight in weights:
@@ -112,7 +113,7 @@ def _project(flat: torch.Tensor) -> tuple[float, tuple[float, ...]]:
 
 @cache
 def _signs() -> tuple[torch.Tensor, torch.Tensor]:
-    """`[BLOCK, projections]` and `[a prime, projections]` of +-1, apart from the process's random numbers."""
+    """Return `[BLOCK, projections]` and `[a prime, projections]` of +-1, apart from the process's random numbers."""
     generator = torch.Generator().manual_seed(SIGNS_SEED)
     columns, rows = (
         torch.randint(0, 2, (size, NUM_PROJECTIONS), generator=generator).double() * 2 - 1 for size in (BLOCK, 65_537)

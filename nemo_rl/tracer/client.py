@@ -25,14 +25,14 @@ __all__ = ["HubGone", "LiveClient", "Refused"]
 
 ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):\d{1,5}")
 MAX_MESSAGE_BYTES = 256 << 20
-"""Of what a hub may send at a time."""
+"""Largest message that a hub may send."""
 MAX_WAITING = 16
 """Messages that are read ahead of the caller."""
 PING_S = 10.0
 """A hub that answers no ping for so long is gone."""
 CLOSE_S = 2.0
 ANSWER_S = 10.0
-"""For an answer of the hub."""
+"""Seconds to wait for an answer of the hub."""
 
 
 class Refused(UserError):
@@ -47,11 +47,11 @@ class Refused(UserError):
 
 
 class HubGone(NemoRLError):
-    """Nobody answers at the hub's address, or the connection is lost."""
+    """No hub answers at the address, or the connection is lost."""
 
 
 class LiveClient:
-    """Looks on.
+    """A viewer's connection to a hub.
 
     Example:
         with LiveClient.connect("127.0.0.1:41234", token) as client:
@@ -68,7 +68,7 @@ class LiveClient:
     def connect(
         cls, address: str, token: str, *, role: Role = Role.VIEWER, takeover: bool = False, timeout_s: float = ANSWER_S
     ) -> LiveClient:
-        """Says hello and waits for the welcome.
+        """Say hello and wait for the welcome.
 
         Args:
             address: `HOST:PORT`.
@@ -123,7 +123,7 @@ class LiveClient:
             raise self._why_closed() from error
 
     def receive(self, timeout_s: float) -> bytes | dict[str, Any] | None:
-        """A frame or table as it came, or a message; None: nothing came within `timeout_s`.
+        """Return a frame or table as it came, or a message; None: nothing came within `timeout_s`.
 
         Raises:
             HubGone: the connection is lost.
@@ -135,7 +135,7 @@ class LiveClient:
         return found
 
     def wait_for(self, kind: str, *, timeout_s: float = ANSWER_S, **said: object) -> dict[str, Any]:
-        """The next message of this type with these fields; what comes before it stays for `receive`.
+        """Return the next message of this type with these fields; what comes before it stays for `receive`.
 
         Raises:
             HubGone: it did not come in time, or the connection is lost.
@@ -154,7 +154,7 @@ class LiveClient:
         raise HubGone(f"the hub at {self._address} did not answer with {kind!r} within {timeout_s:g} s")
 
     def watch(self, texts: Sequence[str], *, timeout_s: float = ANSWER_S) -> dict[str, Any]:
-        """Changes what is watched, as controller; the `plan` that the hub answers with.
+        """Change what is watched, as controller; the `plan` that the hub answers with.
 
         Raises:
             UserError: a watch that cannot be read, here or there.
@@ -165,7 +165,7 @@ class LiveClient:
         return self.wait_for("plan", timeout_s=timeout_s, digest=plan.digest)
 
     def close(self) -> None:
-        """Ends the connection, within a deadline."""
+        """End the connection, within a deadline."""
         self._opened.close()
 
     def __enter__(self) -> Self:
@@ -184,7 +184,7 @@ class LiveClient:
         return found if isinstance(found, bytes) else _message(found)
 
     def _why_closed(self) -> NemoRLError:
-        """What the hub said before it closed."""
+        """Return the error for the text that the hub sent before it closed."""
         try:
             while (found := self._next(0.0)) is not None:
                 if isinstance(found, dict) and found.get("type") == "error":
@@ -202,9 +202,9 @@ def _message(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise HubGone(f"the hub sent what is no message: {error}") from error
+        raise HubGone(f"the hub sent an invalid message: {error}") from error
     if not isinstance(found, dict):
-        raise HubGone("the hub sent what is no message: expected a JSON object")
+        raise HubGone("the hub sent an invalid message: expected a JSON object")
     return found
 
 

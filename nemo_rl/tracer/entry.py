@@ -39,7 +39,7 @@ CHUNK_BYTES = 1 << 20
 
 
 class EntryKind(IntEnum):
-    """What a body is."""
+    """The kind of an entry's body."""
 
     BEGIN = 0
     FRAME = 1
@@ -48,10 +48,10 @@ class EntryKind(IntEnum):
 
 
 class Problem(Enum):
-    """Why there is no entry at a place."""
+    """The reason why there is no entry at a place."""
 
-    INCOMPLETE = "the file ends within it"
-    DAMAGED = "its bytes are not those that were written"
+    INCOMPLETE = "the file ends in the middle of it"
+    DAMAGED = "its checksum is wrong"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -63,15 +63,15 @@ class Entry:
     is_repeat: bool
     """An earlier file holds it, too, unless that file has fallen out."""
     at: int
-    """Where it begins in its file, in bytes."""
+    """First byte of the entry in its file."""
     length: int
-    """Of its body, in bytes."""
+    """Size of the body, in bytes."""
     body: bytes
     """Empty where only heads are read."""
 
     @property
     def end(self) -> int:
-        """Where the next one begins."""
+        """Return the byte at which the next entry begins."""
         return self.at + HEAD.size + self.length
 
     @property
@@ -103,19 +103,19 @@ class Entry:
 
 
 def pack_entry(kind: EntryKind, body: bytes, *, step: object = None, is_repeat: bool = False) -> bytes:
-    """Head and body; a step that is no number below 2^32 - 1 is left out."""
+    """Return head and body; a step that is no number below 2^32 - 1 is left out."""
     number = step if type(step) is int and 0 <= step < NO_STEP else NO_STEP
     fields = FIELDS.pack(MAGIC, kind, is_repeat, len(body), number)
     return b"".join((fields, zlib.crc32(body, zlib.crc32(fields)).to_bytes(4, "little"), body))
 
 
 def pack_message(record: Mapping[str, object]) -> bytes:
-    """The body of a message: strict JSON, with null for numbers that are not finite."""
+    """Return the body of a message: strict JSON, with null for numbers that are not finite."""
     return json.dumps(_finite(record), allow_nan=False, separators=(",", ":")).encode()
 
 
 def entry_at(file: BinaryIO, at: int, *, size: int, with_body: bool = True) -> Entry | Problem:
-    """What begins at byte `at` of a file that has `size` bytes.
+    """Return the entry that begins at byte `at` of a file of `size` bytes, or the reason why there is none.
 
     Args:
         with_body: reads it and checks the CRC; without, only the head is read, and a damaged body goes unnoticed.
@@ -145,7 +145,7 @@ def entry_at(file: BinaryIO, at: int, *, size: int, with_body: bool = True) -> E
 
 
 def find_entry(file: BinaryIO, start: int, *, size: int) -> int | None:
-    """Where the first whole entry at or after byte `start` begins; None: there is none."""
+    """Return the first byte, at or after `start`, of a whole entry, or None where no further entry is whole."""
     at = start
     while at < size:
         file.seek(at)
@@ -160,7 +160,7 @@ def find_entry(file: BinaryIO, start: int, *, size: int) -> int | None:
 
 
 def size_of(file: BinaryIO) -> int:
-    """Of an open file, in bytes."""
+    """Return the size of an open file, in bytes."""
     return os.fstat(file.fileno()).st_size
 
 

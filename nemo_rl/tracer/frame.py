@@ -37,7 +37,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 
 
 class BadFrame(ValueError):
-    """A message that is no frame."""
+    """A message that is not a valid frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,13 @@ class Site:
     layer: int | None = None
     """Counted from 0 over the whole model; None outside the layers."""
     name: str | None = None
-    """Of a parameter."""
+    """Name of a parameter, or None for a site of activations."""
     direction: Direction = Direction.FORWARD
     is_recomputed: bool = False
 
     @property
     def text(self) -> str:
-        """For people, such as `mlp.out[3] backward`."""
+        """Return a text for people, such as `mlp.out[3] backward`."""
         at = self.name if self.layer is None else self.layer
         where = self.kind.value if at is None else f"{self.kind.value}[{at}]"
         way = "" if self.direction is Direction.FORWARD else f" {self.direction.value}"
@@ -62,7 +62,7 @@ class Site:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Sorts sites as a pass meets them."""
+        """Sort sites as a pass meets them."""
         return execution_order(self.kind, self.layer, self.direction)
 
     def as_record(self) -> dict[str, object]:
@@ -86,7 +86,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """What a part or a frame is of: one of these is one picture."""
+    """The key of a picture: run, step, phase, site and reducer of a part or a frame."""
 
     run: str
     step: int
@@ -120,7 +120,7 @@ class Where:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Part:
-    """What one rank makes of what it holds in one microbatch."""
+    """A reduced tensor of one rank in one microbatch."""
 
     what: ClassVar[str] = "part"
     where: Where
@@ -128,7 +128,7 @@ class Part:
     span: Span
     """Its features."""
     table: str | None = None
-    """Of the rank's tokens that the rows of the payload are; None for reducers of whole tensors."""
+    """Name of the rank's token table that `rows` index; None for reducers of whole tensors."""
     rows: np.ndarray | None = None
     """`[r]` int32 which tokens of the table; None: all of them, in order. Sent after the payload."""
     microbatch: int = 0
@@ -154,7 +154,7 @@ class Part:
         }
 
     def encode(self) -> bytes:
-        """The message."""
+        """Return the message."""
         tail = b"" if self.rows is None else self.rows.astype("<i4").tobytes()
         return _encode(self.what, self.header(), self.payload) + tail
 
@@ -203,7 +203,7 @@ class Frame:
     """Unix time at which it was put together."""
 
     def encode(self) -> bytes:
-        """The message."""
+        """Return the message."""
         header: dict[str, object] = {
             **self.where.as_record(),
             "table": self.table,
@@ -248,14 +248,14 @@ class Table:
     """Unique within a rank, or within a run."""
     step: int
     keys: tuple[str, ...]
-    """Of the rows."""
+    """Keys of the rows."""
     tokens: np.ndarray
     """`[3, R]` int32: index into `keys`, position in the row, token id."""
     texts: Mapping[str, str] = field(default_factory=dict)
     """Token id -> text, as far as known."""
 
     def encode(self) -> bytes:
-        """The message."""
+        """Return the message."""
         header: dict[str, object] = {
             "run": self.run,
             "name": self.name,
@@ -290,7 +290,7 @@ KINDS: Mapping[str, type[Part | Frame | Table]] = {kind.what: kind for kind in (
 
 
 def decode(message: bytes) -> Part | Frame | Table:
-    """Reads one message.
+    """Read one message.
 
     Raises:
         BadFrame: it is none.
@@ -305,11 +305,11 @@ def decode(message: bytes) -> Part | Frame | Table:
         values = np.frombuffer(payload, dtype=dtype, count=math.prod(shape)).reshape(shape)
         return kind.of(header, values, bytes(payload[num_bytes:]))
     except (KeyError, TypeError, ValueError, AttributeError, UserError) as error:
-        raise BadFrame(f"no frame: {type(error).__name__}: {str(error)[:300]}") from error
+        raise BadFrame(f"invalid frame: {type(error).__name__}: {str(error)[:300]}") from error
 
 
 def header_of(message: bytes) -> Mapping[str, Any]:
-    """What a message says of itself: `what` it is, then the fields of its kind; nothing of it is checked.
+    """Return the header of a message: its kind under `what`, then the fields of that kind, all unchecked.
 
     Raises:
         BadFrame: it is none.

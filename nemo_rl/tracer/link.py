@@ -10,16 +10,20 @@ import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
+import numpy as np
 from websockets.exceptions import WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
+from nemo_rl.tracer.frame import Part, Table, Where
 from nemo_rl.tracer.protocol import HANDSHAKE_S, LIVE_PATH, PROTOCOL_VERSION, Role
+from nemo_rl.tracer.reducer import WholeTensor
 
-__all__ = ["HubAddress", "HubLink"]
+__all__ = ["Gathered", "HubAddress", "HubLink", "Outlet", "Straight"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +32,12 @@ SEND_S = 10.0
 """After a hub has taken nothing for so long, it counts as gone."""
 RETRY_S = 2.0
 MAX_MESSAGE_BYTES = 1 << 20
-"""From the hub."""
+"""Largest message of the hub that is read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HubAddress:
-    """Where the hub is, and how one may enter."""
+    """The address of the hub and the token to enter."""
 
     host: str
     port: int
@@ -46,7 +50,7 @@ class HubAddress:
 
 
 class HubLink:
-    """The line of one process. Nothing is sent before the first message is offered.
+    """The connection of one process to the hub. Nothing is sent before the first message is offered.
 
     Args:
         hello: what the first message says besides version, role and token.
@@ -74,23 +78,23 @@ class HubLink:
         """Messages that went out or wait to, their bytes, and how many messages were dropped."""
 
     def open(self) -> None:
-        """Connects in the background. Idempotent."""
+        """Connect in the background. Idempotent."""
         with self._state:
             if self._thread is None and not self._is_closing:
                 self._thread = threading.Thread(target=self._work, name="tracer link", daemon=True)
                 self._thread.start()
 
     def offer(self, message: bytes) -> bool:
-        """Takes a frame for sending; False if it was dropped."""
+        """Take a frame for sending; False if it was dropped."""
         return self._take(message, len(message), limit=self._memory_bytes)
 
     def say(self, record: Mapping[str, object]) -> bool:
-        """Takes a JSON message, which may be late but waits for no frame's space."""
+        """Take a JSON message, which may be late but waits for no frame's space."""
         text = json.dumps(record, allow_nan=False)
         return self._take(text, len(text), limit=self._memory_bytes + MAX_MESSAGE_BYTES)
 
     def close(self, *, timeout_s: float = 5.0) -> None:
-        """Sends what waits, for so long, and ends. Idempotent."""
+        """Send what waits, for so long, and end. Idempotent."""
         with self._state:
             self._is_closing = True
             self._state.notify_all()
@@ -123,7 +127,7 @@ class HubLink:
                 return
             except (OSError, WebSocketException, TimeoutError, ValueError) as error:
                 if not has_warned:
-                    logger.warning("no line to the tracer's hub, training goes on: %s", error)
+                    logger.warning("cannot reach the tracer's hub, training continues: %s", error)
                     has_warned = True
                 self._forget()
                 with self._state:
@@ -138,7 +142,7 @@ class HubLink:
             ping_timeout=SEND_S,
             compression=None,
             max_size=MAX_MESSAGE_BYTES,
-            # A proxy of the environment is none for the hub.
+            # The proxy of the environment is not used for the hub.
             proxy=None,
         )
 
@@ -155,7 +159,7 @@ class HubLink:
                 for message in connection:
                     self._hear(json.loads(message))
             except (OSError, WebSocketException, ValueError) as error:
-                logger.debug("the hub has gone: %s", error)
+                logger.debug("lost the connection to the tracer's hub: %s", error)
 
         threading.Thread(target=listen, name="tracer link ears", daemon=True).start()
 
@@ -164,7 +168,7 @@ class HubLink:
             self._on_message(record)
 
     def _send_all(self, connection: ClientConnection) -> None:
-        """Until the link is closed and nothing waits."""
+        """Send messages until the link is closed and none waits."""
         while (message := self._next()) is not None:
             connection.send(message)
             with self._state:
@@ -179,9 +183,126 @@ class HubLink:
             return self._waiting.popleft()
 
     def _forget(self) -> None:
-        """What waits is of a hub that is gone."""
+        """Drop the waiting messages of a hub that is gone."""
         with self._state:
             self.dropped += len(self._waiting)
             self.sent -= len(self._waiting)
             self._waiting.clear()
             self._bytes = 0
+
+
+GATHERED_BYTES = 1 << 20
+"""Buffered values of single tokens are sent once they reach this size."""
+
+
+class Outlet(Protocol):
+    """Takes what a sink has made, and never waits."""
+
+    def table(self, table: Table) -> None:
+        """Take a table, before the parts that refer to it."""
+
+    def part(self, part: Part) -> None:
+        """Take a part, whose `dropped_before` is filled in when it is sent."""
+
+
+class Straight:
+    """Sends each table and part as its own message."""
+
+    def __init__(self, link: HubLink) -> None:
+        self._link = link
+
+    def table(self, table: Table) -> None:
+        self._link.offer(table.encode())
+
+    def part(self, part: Part) -> None:
+        self._link.offer(replace(part, dropped_before=self._link.dropped).encode())
+
+
+@dataclass(slots=True)
+class _Tokens:
+    """Tokens of several tables as one."""
+
+    starts: dict[str, int] = field(default_factory=dict)
+    """Name of a table -> its first row in the whole."""
+    tables: list[Table] = field(default_factory=list)
+    count: int = 0
+
+    def add(self, table: Table) -> None:
+        self.starts[table.name] = self.count
+        self.tables.append(table)
+        self.count += table.tokens.shape[1]
+
+    def whole(self, name: str) -> Table:
+        keys: dict[str, int] = {}
+        parts = []
+        for table in self.tables:
+            used, row_R = np.unique(table.tokens[0], return_inverse=True)
+            number = np.array([keys.setdefault(table.keys[row], len(keys)) for row in used], dtype=np.int32)
+            parts.append(np.stack((number[row_R], *table.tokens[1:])))
+        first = self.tables[0]
+        return Table(run=first.run, name=name, step=first.step, keys=tuple(keys), tokens=np.concatenate(parts, axis=1))
+
+
+class Gathered:
+    """Merges the parts of whole tensors, and joins those of tokens, until `flush`.
+
+    Args:
+        link: gets few messages, at the latest with `flush`.
+        name: of tables, unique among those of the phase.
+    """
+
+    def __init__(self, link: HubLink, *, name: str) -> None:
+        self._straight, self._name = Straight(link), name
+        self._wholes: dict[Where, Part] = {}
+        self._of_tokens: dict[Where, list[Part]] = {}
+        self._tokens = _Tokens()
+        self._num_bytes = self._num_tables = 0
+
+    def table(self, table: Table) -> None:
+        self._tokens.add(table)
+
+    def part(self, part: Part) -> None:
+        if part.table is not None:
+            self._of_tokens.setdefault(part.where, []).append(part)
+            self._num_bytes += part.payload.nbytes
+            return
+        so_far, reducer = self._wholes.get(part.where), part.where.reducer
+        assert isinstance(reducer, WholeTensor), part.where
+        if so_far is not None:
+            payload = reducer.merge(so_far.payload, part.payload)
+            part = replace(part, payload=payload, num_not_finite=so_far.num_not_finite + part.num_not_finite)
+        self._wholes[part.where] = part
+
+    def between_passes(self) -> None:
+        """Send what has been gathered of tokens if it is much; no table is open now."""
+        if self._num_bytes > GATHERED_BYTES:
+            self._send_tokens()
+
+    def flush(self) -> None:
+        """Send all that is left. Idempotent."""
+        self._send_tokens()
+        for part in self._wholes.values():
+            self._straight.part(part)
+        self._wholes.clear()
+
+    def _send_tokens(self) -> None:
+        if self._of_tokens:
+            self._num_tables += 1
+            name = f"{self._name}.{self._num_tables}"
+            self._straight.table(self._tokens.whole(name))
+            for parts in self._of_tokens.values():
+                self._straight.part(_joined(parts, self._tokens.starts, name))
+        self._of_tokens.clear()
+        self._tokens, self._num_bytes = _Tokens(), 0
+
+
+def _joined(parts: Sequence[Part], starts: Mapping[str, int], table: str) -> Part:
+    """Return parts of one place, which have all of their tables' tokens."""
+    rows = [starts[part.table] + np.arange(len(part.payload)) for part in parts if part.table is not None]
+    return replace(
+        parts[0],
+        payload=np.concatenate([part.payload for part in parts]),
+        table=table,
+        rows=np.concatenate(rows).astype(np.int32),
+        num_not_finite=sum(part.num_not_finite for part in parts),
+    )

@@ -36,23 +36,23 @@ __all__ = ["Feed", "Player", "Serving", "paced", "serving"]
 logger = logging.getLogger(__name__)
 
 HISTORY_BYTES = 4 << 30
-"""Of frames that the page can step through; of longer recordings the newest."""
+"""Most bytes of frames that the page can step through; a longer recording shows its newest."""
 LIVE_S = 600.0
 """A run without an end that has written within this time is taken to be on."""
 FOLLOW_S = 7 * 24 * 3600.0
 """A recording that does not grow for so long is not followed any longer."""
 POLL_S = 0.5
 MAX_GAP_S = 600.0
-"""Between two frames; longer ones, such as while a job was not on, are played as this one."""
+"""Longest pause between two frames, in seconds; longer ones, such as while no job ran, are shortened to it."""
 WAITING = 256
 """Entries on their way to the hub."""
 TURN_S = 0.2
-"""Between looks at whether it is over."""
+"""Seconds between checks that the playback is over."""
 JOIN_S = 5.0
 
 
 def paced(entries: Iterator[Entry], *, speed: float, stop: Event) -> Iterator[Entry]:
-    """Each frame when it is due, as its `wall_s` says; what is not dated comes with what follows it.
+    """Yield each frame when it is due, as its `wall_s` says; what is not dated comes with what follows it.
 
     Args:
         speed: 2.0 takes half the time.
@@ -75,7 +75,7 @@ def paced(entries: Iterator[Entry], *, speed: float, stop: Event) -> Iterator[En
 
 
 class Player:
-    """Says to a hub what a recording holds; on the hub's loop."""
+    """Publishes the contents of a recording on a hub, on the hub's loop."""
 
     def __init__(self, hub: Hub, folder: Path, *, is_live: bool, taken: set[str]) -> None:
         """Args:
@@ -87,7 +87,7 @@ class Player:
         self._names: dict[str, str] = {}
 
     def publish(self, entry: Entry) -> None:
-        """Frames, tables and messages; what this version does not know is counted."""
+        """Publish frames, tables and messages; what this version does not know is counted."""
         try:
             if entry.kind is EntryKind.MESSAGE:
                 self._publish_message(entry.message())
@@ -148,18 +148,18 @@ class Feed:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing follows."""
+        """Return whether no frame follows."""
         return not self._thread.is_alive()
 
     async def caught_up(self) -> None:
-        """Until all is published that was there."""
+        """Wait until all frames that the recording had are published."""
         while not await asyncio.to_thread(self._follow.caught_up.wait, TURN_S):
             pass
         # What the thread has handed over before is published before this.
         await asyncio.sleep(0)
 
     async def close(self) -> None:
-        """Ends the thread."""
+        """End the thread."""
         self._follow.stop.set()
         await asyncio.to_thread(self._thread.join, JOIN_S)
 
@@ -189,31 +189,31 @@ class Feed:
 
 @dataclass(slots=True)
 class Serving:
-    """Recordings that a hub shows."""
+    """A hub that shows recordings."""
 
     server: HubServer
     token_file: Path
-    """Of viewers."""
+    """File of the viewers' token."""
     feeds: list[Feed] = field(default_factory=list)
 
     @property
     def address(self) -> str:
-        """Of the page."""
+        """Return the address of the page."""
         host = f"[{self.server.host}]" if ":" in self.server.host else self.server.host
         return f"http://{host}:{self.server.port}/"
 
     @property
     def has_viewer(self) -> bool:
-        """Whether anybody looks on."""
+        """Return whether a viewer is connected."""
         return bool(self.server.sessions.viewers)
 
     @property
     def is_over(self) -> bool:
-        """Whether all is published that will ever be."""
+        """Return whether all frames that will ever come are published."""
         return all(feed.is_over for feed in self.feeds)
 
     async def show(self, folders: Sequence[Path]) -> None:
-        """Publishes all of these, and what is added to them from now on.
+        """Publish all of these, and what is added to them from now on.
 
         Raises:
             UserError: one of them cannot be read.
@@ -236,21 +236,21 @@ class Serving:
                 raise feed.problem
 
     def play(self, folder: Path, *, speed: float) -> None:
-        """Publishes a recording frame by frame, each at its time."""
+        """Publish a recording frame by frame, each at its time."""
         follow = Follow(idle_s=0.0)
         player = Player(self.server.hub, folder, is_live=True, taken=set())
         entries = paced(StreamReader(folder).entries(), speed=speed, stop=follow.stop)
         self.feeds.append(Feed(player, entries, follow=follow))
 
     async def close(self) -> None:
-        """Ends what still publishes."""
+        """End what still publishes."""
         for feed in self.feeds:
             await feed.close()
 
 
 @asynccontextmanager
 async def serving(*, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[Serving]:
-    """A hub in this process; its tokens lie in a new folder of their own, which goes with it.
+    """Run a hub in this process; its tokens lie in a new folder of their own, which goes with it.
 
     Raises:
         UserError: the address cannot be had.
@@ -271,7 +271,7 @@ async def serving(*, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[Se
 
 
 def _wall_s(entry: Entry) -> float | None:
-    """None: it is not dated."""
+    """Return the wall-clock time of an entry, or None for one without a date."""
     if entry.kind is not EntryKind.FRAME:
         return None
     try:

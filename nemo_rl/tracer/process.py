@@ -12,8 +12,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
@@ -21,17 +21,18 @@ from types import TracebackType
 from typing import Any
 
 from nemo_rl.errors import ResourceError, RunFolderError
+from nemo_rl.tracer.link import HubAddress, HubLink, OnMessage
 from nemo_rl.tracer.protocol import Limits, Role
 from nemo_rl.tracer.tokens import Tokens, token_path, write_private
 from nemo_rl.utils.files import write_text
 from nemo_rl.utils.readable import read_line
 
-__all__ = ["HUB_FILE", "LOG_FILE", "OPEN_FILE", "HubProcess", "HubSpec"]
+__all__ = ["HUB_FILE", "LOG_FILE", "OPEN_FILE", "HubProcess", "HubSpec", "TracedJob", "open_job"]
 
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 30.0
-"""For the hub to write what waits and to end."""
+"""Seconds that the hub may take to write what waits and to end."""
 KILL_S = 5.0
 HUB_FILE, OPEN_FILE, LOG_FILE = "hub.json", "open.html", "hub.log"
 ANY_HOST = ("0.0.0.0", "::", "")
@@ -40,39 +41,39 @@ ANY_HOST = ("0.0.0.0", "::", "")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HubSpec:
-    """What a hub does."""
+    """The settings of a hub."""
 
     folder: Path
-    """Of the tracer: `tracer` in the log folder of the run."""
+    """Folder of the tracer: `tracer` in the log folder of the run."""
     run: str
     """Id of the run."""
     start_timeout_s: float
-    """For the hub to listen; it takes less than a second where the machine is not busy."""
+    """Seconds until the hub must listen; it takes less than one where the machine is not busy."""
     host: str = "127.0.0.1"
     port: int = 0
     """0: any that is free."""
     origins: tuple[str, ...] = ()
-    """Of pages, beside the hub's own, from which a browser may connect."""
+    """Origins of pages, beside the hub's own, from which a browser may connect."""
     watches: tuple[str, ...] = ()
-    """What is watched until a controller says otherwise."""
+    """Watches until a controller sets others."""
     limits: Limits = field(default_factory=Limits)
     record: bool = False
     record_bytes: int = 10 << 30
-    """Of the recording."""
+    """Most bytes of the recording."""
     compat: bool = False
-    """Whether the compatibility endpoint is there."""
+    """True where the compatibility endpoint is served."""
     tokenizer: Path | None = None
     """Folder with `tokenizer.json`; None: texts of tokens are unknown."""
     artifacts: Path | None = None
     """Folder with vectors to project on."""
 
     def as_record(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the settings as JSON holds them."""
         return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> HubSpec:
-        """What `as_record` gave."""
+        """Return the settings of a record that `as_record` made."""
         paths = {name: None if record[name] is None else Path(record[name]) for name in ("tokenizer", "artifacts")}
         texts = {name: tuple(record[name]) for name in ("origins", "watches")}
         limits = Limits(**record["limits"])
@@ -101,7 +102,7 @@ class HubProcess:
             self._start()
         except OSError as error:
             self.close()
-            raise RunFolderError(f"the tracer's hub does not start: {error}; check {self.spec.folder}") from error
+            raise RunFolderError(f"cannot start the tracer's hub: {error}; check {self.spec.folder}") from error
         except BaseException:
             self.close()
             raise
@@ -114,33 +115,33 @@ class HubProcess:
 
     @property
     def address(self) -> str:
-        """Such as `127.0.0.1:40123`."""
+        """Return the address of the page, such as `127.0.0.1:40123`."""
         host = self.connect_host
         return f"{f'[{host}]' if ':' in host else host}:{self.port}"
 
     @property
     def connect_host(self) -> str:
-        """At which ranks reach it."""
+        """Return the host at which ranks reach the hub."""
         return _own_address(self.spec.host) if self.spec.host in ANY_HOST else self.spec.host
 
     @property
     def note(self) -> str:
-        """Where to look, for people; without a token."""
+        """Return a line for people with the address of the page, without a token."""
         page, token = self.spec.folder / OPEN_FILE, token_path(self.spec.folder, Role.CONTROLLER.value)
         return f"tracer: http://{self.address}/ (open {page}, or give the token of {token})"
 
     @property
     def pid(self) -> int | None:
-        """None: it was not started."""
+        """Return the id of the process, or None before it was started."""
         return None if self._process is None else self._process.pid
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process is there."""
+        """Return whether the process runs."""
         return self._process is not None and self._process.poll() is None
 
     def close(self) -> None:
-        """Ends the hub, which first writes what waits; raises nothing."""
+        """End the hub, which first writes what waits; raise nothing."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -164,7 +165,7 @@ class HubProcess:
 
     def _start(self) -> None:
         folder = self.spec.folder
-        # Of its owner alone: prompts are texts of people.
+        # Readable by its owner only: prompts may be private.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.tokens.write(folder)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -181,7 +182,7 @@ class HubProcess:
         said = self._talk(self._process)
         if "port" not in said:
             raise ResourceError(
-                f"the tracer's hub does not start on {self.spec.host}:{self.spec.port}: "
+                f"cannot start the tracer's hub on {self.spec.host}:{self.spec.port}: "
                 f"{said.get('error', 'it ended')}; see {folder / LOG_FILE}, or choose another port"
             )
         self.port = int(said["port"])
@@ -190,7 +191,7 @@ class HubProcess:
         write_private(folder / OPEN_FILE, self._open_page())
 
     def _talk(self, process: subprocess.Popen[bytes]) -> Mapping[str, Any]:
-        """What to do goes in, the port comes out; empty: it ended."""
+        """Send the settings to the process and return its answer, which has the port; empty where the process ended."""
         assert process.stdin is not None and process.stdout is not None
         orders = json.dumps({"spec": self.spec.as_record(), "tokens": asdict(self.tokens)})
         with suppress(OSError):
@@ -214,10 +215,59 @@ class HubProcess:
 
 
 def _own_address(host: str) -> str:
-    """Of this machine in its network, where the hub listens at all of its addresses."""
+    """Return the address of this machine in its network, for a hub that listens at all of its addresses."""
     family, elsewhere = (socket.AF_INET6, "2001:db8::1") if ":" in host else (socket.AF_INET, "192.0.2.1")
     with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # Sends nothing: it only asks which way packets to that network would go.
+        # Nothing is sent: connect only asks which way packets to that network would go.
         probe.connect((elsewhere, 9))
         return str(probe.getsockname()[0])
     return "::1" if ":" in host else "127.0.0.1"
+
+
+DRIVER_BYTES = 1 << 20
+"""Most bytes of the driver's messages that wait: numbers and keys."""
+MAX_TEXT = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracedJob:
+    """The hub of a job, and the driver's link to it."""
+
+    address: HubAddress
+    """Address for the ranks."""
+    link: HubLink
+    """Link of the driver."""
+    note: str
+    """Line for people with the address of the page."""
+
+
+@contextmanager
+def open_job(
+    spec: HubSpec,
+    facts: Mapping[str, object],
+    *,
+    on_message: OnMessage | None = None,
+) -> Iterator[TracedJob]:
+    """Start the hub, and tell it how the job ends.
+
+    Args:
+        facts: what the hub is told of the run: `name`, `model`, `layout`, `tokenizer`.
+        on_message: called by a thread with what the hub says to the driver.
+
+    Raises:
+        ResourceError: the hub does not start, such as where its port is taken.
+    """
+    with HubProcess(spec) as hub:
+        address = HubAddress(host=hub.connect_host, port=hub.port, token=hub.tokens.job)
+        link = HubLink(address, Role.DRIVER, hello={}, memory_bytes=DRIVER_BYTES, on_message=on_message)
+        link.say({"type": "run", "run": spec.run, **facts})
+        reason, text = "completed", ""
+        try:
+            yield TracedJob(address=address, link=link, note=hub.note)
+        except BaseException as error:
+            reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            text = str(error)[:MAX_TEXT]
+            raise
+        finally:
+            link.say({"type": "finish", "reason": reason, "text": text})
+            link.close()

@@ -1,4 +1,4 @@
-"""What ranks, driver and viewers say to the hub, and what it answers: JSON texts beside the binary frames.
+"""Messages of ranks, driver and viewers to the hub, and its answers: JSON texts beside the binary frames.
 
 One WebSocket at `/live`; the first message is `hello`, within `HANDSHAKE_S`. Every message is an object with `type`.
 
@@ -39,10 +39,30 @@ At most one controller: a second is refused, unless its hello says `takeover: tr
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
-__all__ = ["HANDSHAKE_S", "LIVE_PATH", "PROTOCOL_VERSION", "ErrorCode", "Group", "Limits", "Role", "RunState"]
+__all__ = [
+    "HANDSHAKE_S",
+    "LIVE_PATH",
+    "PROTOCOL_VERSION",
+    "BadMessage",
+    "ErrorCode",
+    "Group",
+    "Limits",
+    "Role",
+    "RunState",
+    "dump",
+    "error_text",
+    "number",
+    "parse",
+    "text_field",
+    "texts_field",
+]
 
 PROTOCOL_VERSION = 1
 LIVE_PATH = "/live"
@@ -50,7 +70,7 @@ HANDSHAKE_S = 5.0
 
 
 class Role(StrEnum):
-    """Who is at the other end."""
+    """The role of a peer."""
 
     RANK = "rank"
     DRIVER = "driver"
@@ -66,12 +86,12 @@ class Group(StrEnum):
 
     @property
     def member(self) -> str:
-        """What one of them is called."""
+        """Return the name of one member."""
         return "engine" if self is Group.GENERATION else "rank"
 
 
 class RunState(StrEnum):
-    """How a run is."""
+    """The state of a run."""
 
     RUNNING = "running"
     LOST = "lost"
@@ -80,7 +100,7 @@ class RunState(StrEnum):
 
 
 class ErrorCode(StrEnum):
-    """Why something was refused."""
+    """The reason why a message was refused."""
 
     VERSION = "version"
     UNAUTHORIZED = "unauthorized"
@@ -95,15 +115,15 @@ class ErrorCode(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What bounds the hub."""
+    """The limits of a hub."""
 
     max_viewers: int = 16
     max_waiting: int = 32
     """Connections that have not said hello yet."""
     max_text_bytes: int = 64 << 10
-    """Of a message from a viewer."""
+    """Most bytes of a message from a viewer."""
     max_frame_bytes: int = 64 << 20
-    """Of a message from a rank."""
+    """Most bytes of a message from a rank."""
     viewer_bytes: int = 16 << 20
     """Waiting for one viewer; beyond it the oldest frame of a site gives way to the newest."""
     history_bytes: int = 256 << 20
@@ -116,3 +136,88 @@ class Limits:
     """Parts that wait for others, and tables of ranks, of each group; what comes beyond is dropped and counted."""
     sink_bytes: int = 256 << 20
     """Waiting to be recorded; what comes beyond is left out of the recording."""
+
+
+MAX_ERROR_TEXT = 2000
+"""Characters of an error that is sent."""
+
+
+class BadMessage(ValueError):
+    """A message that the protocol does not allow, with the code of the error."""
+
+    def __init__(self, text: str, code: ErrorCode = ErrorCode.BAD_MESSAGE) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+def parse(text: str) -> dict[str, Any]:
+    """Parse a message; numbers that are not finite become None.
+
+    Raises:
+        BadMessage: it is no JSON object with a text `type`.
+    """
+    try:
+        found = json.loads(text, parse_constant=lambda _: None, parse_float=_finite)
+        # Lone surrogates can be neither hashed nor stored.
+        json.dumps(found, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise BadMessage(f"expected JSON: {str(error)[:200]}") from error
+    if not isinstance(found, dict) or not isinstance(found.get("type"), str):
+        raise BadMessage("expected a JSON object with a text 'type'")
+    return found
+
+
+def dump(message: Mapping[str, object]) -> str:
+    """Return the text of a message; numbers that are not finite become null."""
+    try:
+        return json.dumps(message, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        return json.dumps(_clean(message), allow_nan=False, separators=(",", ":"))
+
+
+def error_text(code: ErrorCode, text: str) -> str:
+    """Return an `error` message."""
+    return dump({"type": "error", "code": code.value, "text": text[:MAX_ERROR_TEXT]})
+
+
+def number(message: Mapping[str, Any], name: str, *, limit: int = 1 << 53) -> int:
+    """Raises:
+    BadMessage: it is no whole number from 0 to the limit, which is what JavaScript holds exactly.
+    """
+    value = message.get(name)
+    if type(value) is not int or not 0 <= value <= limit:
+        raise BadMessage(f"{name}: expected a whole number from 0 to {limit}, got {str(value)[:100]}")
+    return value
+
+
+def text_field(message: Mapping[str, Any], name: str, *, limit: int = 1000, default: str | None = None) -> str:
+    """Raises:
+    BadMessage: it is no text of at most `limit` characters.
+    """
+    value = message.get(name, default)
+    if not isinstance(value, str) or len(value) > limit:
+        raise BadMessage(f"{name}: expected a text of at most {limit} characters, got {str(value)[:100]!r}")
+    return value
+
+
+def texts_field(message: Mapping[str, Any], name: str) -> list[str]:
+    """Raises:
+    BadMessage: it is no list of texts.
+    """
+    value = message.get(name)
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise BadMessage(f"{name}: expected a list of texts, got {str(value)[:100]!r}")
+    return value
+
+
+def _finite(text: str) -> float | None:
+    value = float(text)
+    return value if math.isfinite(value) else None
+
+
+def _clean(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _clean(each) for key, each in value.items()}
+    return [_clean(each) for each in value] if isinstance(value, list | tuple) else value

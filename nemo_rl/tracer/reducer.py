@@ -1,6 +1,6 @@
 """Reducers: what is kept of a tensor. Named and typed; parts of any split are put together to what the whole gives.
 
-A rank makes a part of what it holds (`nemo_rl.models.policy.tracing.reduce`), the hub merges parts of all ranks and
+A rank makes a part of what it holds (`nemo_rl.models.policy.trace_parts`), the hub merges parts of all ranks and
 finishes them. Invariant: merging is associative, and no part depends on how tokens or features were split. Shapes: R
 tokens, F features, r of a part. Parts and results are numpy arrays, little-endian.
 """
@@ -11,6 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from hashlib import blake2b
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -35,8 +36,37 @@ __all__ = [
     "Tiles",
     "TopK",
     "WholeTensor",
+    "mix",
     "parse_reducer",
+    "token_hashes",
 ]
+
+GOLDEN, FIRST, SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+"""Constants of splitmix64 (Steele, Lea, Flood 2014)."""
+
+
+def mix(values: np.ndarray) -> np.ndarray:
+    """Return splitmix64 of uint64 values, element by element."""
+    with np.errstate(over="ignore"):
+        mixed = values + GOLDEN
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * FIRST
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * SECOND
+        return mixed ^ (mixed >> np.uint64(31))
+
+
+def token_hashes(keys: Sequence[str], row_R: np.ndarray, position_R: np.ndarray) -> np.ndarray:
+    """Return `[R]` uint64.
+
+    Args:
+        keys: of the rows.
+        row_R: `[R]` index into `keys`.
+        position_R: `[R]` position in the row.
+    """
+    of_key = np.array([int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little") for key in keys], "u8")
+    if not len(row_R):
+        return np.zeros(0, "u8")
+    return mix(of_key[row_R] ^ mix(position_R.astype("u8")))
+
 
 CALL = re.compile(r"\s*([a-z]+)\s*(?:\(([^()]*)\))?\s*")
 VECTOR = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
@@ -47,9 +77,9 @@ MAX_COUNT = 65_536
 MAX_TEXT = 200
 
 STATS = ("count", "sum", "sumsq", "min", "max", "absmax", "zeros", "nan", "posinf", "neginf")
-"""What `stats` holds, in this order; sums and extremes are those of the finite values."""
+"""Numbers of `stats`, in this order; sums and extremes are those of the finite values."""
 EXPONENTS = range(-32, 32)
-"""Of the histogram by powers of two; smaller values count as 0, larger ones in the last bin."""
+"""Exponents of the histogram by powers of two; smaller values count as 0, larger ones in the last bin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +96,7 @@ class Reducer(ABC):
 
     name: ClassVar[str]
     text: ClassVar[str]
-    """For people."""
+    """Description for people."""
 
     def __str__(self) -> str:
         values = [f"{getattr(self, part.name)}" for part in fields(self)]  # type: ignore[arg-type]
@@ -78,10 +108,10 @@ class WholeTensor(Reducer):
 
     @abstractmethod
     def merge(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """Of two parts, another part."""
+        """Return the part of two parts together."""
 
     def finish(self, part: np.ndarray) -> np.ndarray:
-        """What is shown."""
+        """Return the shown numbers of a merged part."""
         return part
 
 
@@ -90,14 +120,14 @@ class PerToken(Reducer):
 
     @abstractmethod
     def empty(self, num_tokens: int, num_features: int) -> np.ndarray:
-        """What merging starts with."""
+        """Return the array that merging starts with."""
 
     @abstractmethod
     def merge(self, so_far: np.ndarray, part: np.ndarray, span: Span) -> np.ndarray:
-        """Of the same tokens: what is known so far, with another part of their features."""
+        """Return the merged array of some tokens with a further part of their features."""
 
     def finish(self, merged: np.ndarray, num_features: int) -> np.ndarray:
-        """What is shown."""
+        """Return the shown numbers of the merged array."""
         return merged
 
 
@@ -141,7 +171,7 @@ class Histogram(WholeTensor):
 
     @property
     def size(self) -> int:
-        """Numbers of a part."""
+        """Return numbers of a part."""
         return self.bins + 2 if self.bins else 2 * len(EXPONENTS) + 1
 
     def merge(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
@@ -150,7 +180,7 @@ class Histogram(WholeTensor):
 
 @dataclass(frozen=True)
 class Counts(WholeTensor):
-    """How often each whole number occurs, such as tokens per expert: int64, as long as the largest number asks."""
+    """Counts of each whole number, such as tokens per expert: int64, as long as the largest number asks."""
 
     name: ClassVar[str] = "counts"
     text: ClassVar[str] = "how often each whole number occurs: the load of experts"
@@ -204,12 +234,12 @@ class Tiles(PerToken):
             raise UserError(f"reducer {self.name}: expected tiles(N, mean|max|absmax|rms) with N >= 1, got {self}")
 
     def bounds(self, num_features: int) -> np.ndarray:
-        """`[n + 1]` int64: where stretches begin and end."""
+        """Return `[n + 1]` int64: where stretches begin and end."""
         return np.arange(self.n + 1, dtype=np.int64) * num_features // self.n
 
     @property
     def takes_maximum(self) -> bool:
-        """Rather than a sum, of values or of squares."""
+        """Return whether a stretch is its maximum rather than a sum, of values or of squares."""
         return self.how in ("max", "absmax")
 
     def empty(self, num_tokens: int, num_features: int) -> np.ndarray:
@@ -250,7 +280,7 @@ class TopK(PerToken):
 
     def merge(self, so_far: np.ndarray, part: np.ndarray, span: Span) -> np.ndarray:
         both = np.concatenate((so_far, part), axis=1)
-        # Largest value first, NaN as larger than all; then the smallest feature, and what is none last.
+        # Largest value first, NaN as larger than all; then the smallest feature; missing ones last.
         values = np.where(np.isnan(both[..., 0]), np.inf, both[..., 0])
         features = np.where(both[..., 1] < 0, np.inf, both[..., 1])
         order = np.lexsort((features, -values), axis=1)[:, : self.k]
@@ -271,7 +301,7 @@ class _Values(PerToken):
 
 @dataclass(frozen=True)
 class Full(_Values):
-    """`[R, F]` float32: everything."""
+    """All values: `[R, F]` float32."""
 
     name: ClassVar[str] = "full"
     text: ClassVar[str] = "all values of each token"
@@ -321,7 +351,7 @@ REDUCERS: Mapping[str, type[Reducer]] = {kind.name: kind for kind in _KINDS}
 
 
 def parse_reducer(text: str) -> Reducer:
-    """A reducer as it is written, such as `tiles(8, rms)`.
+    """Return a reducer as it is written, such as `tiles(8, rms)`.
 
     Raises:
         UserError: no such reducer, or not with these parameters.

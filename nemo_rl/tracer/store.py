@@ -34,14 +34,14 @@ NUM_FILES = 8
 """A recording has about so many files when it is full: one of so many parts falls out at a time."""
 MAX_FILE_BYTES = 256 << 20
 MIN_BYTES = 64 << 10
-"""Of a whole recording."""
+"""Fewest bytes of a whole recording."""
 LASTING = ("run", "plan")
 """Types of messages that hold until the next of their kind; every file begins with them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a table lies."""
+    """The place of a table."""
 
     number: int
     at: int
@@ -50,7 +50,7 @@ class _Place:
 
 
 def stream_files(folder: Path) -> dict[int, Path]:
-    """The files of a recording by number, oldest first; none where there is no such folder."""
+    """Return the files of a recording by number, oldest first; none where there is no such folder."""
     found = {}
     with suppress(FileNotFoundError, NotADirectoryError):
         for path in folder.iterdir():
@@ -60,7 +60,7 @@ def stream_files(folder: Path) -> dict[int, Path]:
 
 
 def quiet_s(folder: Path) -> float:
-    """Since something was written to a recording, in seconds; infinite where there is none."""
+    """Return the seconds since something was written to a recording, infinite where there is none."""
     newest = -math.inf
     for path in stream_files(folder).values():
         # Old files fall out while a run is on.
@@ -77,7 +77,7 @@ class StreamWriter:
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
-        """Begins a new file; those that are there already count, too, and fall out first.
+        """Begin a new file; those that are there already count, too, and fall out first.
 
         Args:
             folder: made for its owner alone, if it is not there: prompts are texts of people.
@@ -101,9 +101,9 @@ class StreamWriter:
         self._descriptor: int | None = None
         self._number = 0
         self._last = 0
-        """Where the last entry begins in its file."""
+        """First byte of the last entry in its file."""
         self._has_own = False
-        """Whether the current file has entries beside those that every file begins with."""
+        """True when the current file has entries beside those that every file begins with."""
         self._sizes: dict[int, int] = {}
         try:
             if not folder.is_dir():
@@ -122,11 +122,11 @@ class StreamWriter:
 
     @property
     def num_bytes(self) -> int:
-        """Of all files."""
+        """Return the size of all files."""
         return sum(self._sizes.values())
 
     def frame(self, encoded: bytes) -> None:
-        """Writes a frame or a table of tokens as it travels.
+        """Write a frame or a table of tokens as it travels.
 
         Raises:
             BadFrame: it is neither.
@@ -147,7 +147,7 @@ class StreamWriter:
             raise BadFrame(f"expected a frame or a table of tokens, got {str(header.get('what'))[:40]!r}")
 
     def message(self, record: Mapping[str, object]) -> None:
-        """Writes a message with its `type`; the newest `run` of each run and the newest `plan` begin later files.
+        """Write a message with its `type`; the newest `run` of each run and the newest `plan` begin later files.
 
         Raises:
             RecordingError: it cannot be written.
@@ -158,7 +158,7 @@ class StreamWriter:
         self._write(EntryKind.MESSAGE, body, record.get("step"))
 
     def close(self) -> None:
-        """No more is written."""
+        """Close the recording."""
         self._close_file()
         if self._lock is not None:
             os.close(self._lock)
@@ -171,7 +171,7 @@ class StreamWriter:
         self.close()
 
     def _write(self, kind: EntryKind, body: bytes, step: object, *, table: tuple[str, str] | None = None) -> bool:
-        """False: it is too large."""
+        """Write an entry, and return False where it is too large."""
         try:
             again = self._missing_table(table)
             length = HEAD.size + len(body)
@@ -198,14 +198,14 @@ class StreamWriter:
         if not self._has_told:
             self._has_told = True
             text = (
-                f"recording: an entry of {num_bytes} bytes does not fit into {self._max_bytes} bytes and is left out; "
-                f"watch less at a time, or let the recording be larger"
+                f"recording: an entry of {num_bytes} bytes does not fit into {self._max_bytes} bytes and is skipped; "
+                f"watch fewer sites, or allow a larger recording"
             )
             logger.warning("%s: %s", self.folder, text)
             self.message({"type": "problem", "text": text})
 
     def _missing_table(self, key: tuple[str, str] | None) -> bytes:
-        """Entry of the table, if it lies in an older file only."""
+        """Return entry of the table, if it lies in an older file only."""
         place = None if key is None else self._tables.get(key)
         if place is None or (self._descriptor is not None and place.number == self._number):
             return b""
@@ -219,7 +219,7 @@ class StreamWriter:
         return pack_entry(found.kind, found.body, step=found.step, is_repeat=True)
 
     def _take_folder(self) -> int:
-        """A descriptor that keeps other writers out as long as it is open."""
+        """Return a descriptor that keeps other writers out as long as it is open."""
         descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -261,7 +261,7 @@ class StreamWriter:
             raise
 
     def _make_room(self, num_bytes: int) -> None:
-        """Lets the oldest files fall out until so many bytes more fit."""
+        """Let the oldest files fall out until so many bytes more fit."""
         for number in list(self._sizes):
             if self.num_bytes + num_bytes <= self._max_bytes:
                 return
@@ -277,7 +277,7 @@ class StreamWriter:
         self._tables = {key: place for key, place in self._tables.items() if place.number != number}
 
     def _append(self, entry: bytes) -> None:
-        """All of it or nothing."""
+        """Write all of it or nothing."""
         assert self._descriptor is not None, "a file has begun"
         self._last = self._sizes[self._number]
         rest = memoryview(entry)
@@ -288,7 +288,7 @@ class StreamWriter:
             try:
                 os.ftruncate(self._descriptor, self._last)
             except OSError:
-                # Readers skip what is left of the entry; what comes later goes to a new file.
+                # Readers skip the rest of the entry; later entries go to a new file.
                 self._close_file()
             raise self._problem(error) from error
         self._sizes[self._number] += len(entry)

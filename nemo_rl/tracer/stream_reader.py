@@ -31,7 +31,7 @@ Seen: TypeAlias = tuple[EntryKind, int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Follow:
-    """How long a reader waits for what is still to be written."""
+    """Limits of a reader that waits for entries which are still to be written."""
 
     idle_s: float
     """It ends when nothing has come for so long."""
@@ -43,7 +43,7 @@ class Follow:
 
 
 def find_recording(path: Path) -> Path:
-    """The folder of a recording: itself, or the one in the log folder of a run.
+    """Return the folder of a recording: itself, or the one in the log folder of a run.
 
     Raises:
         UserError: there is none.
@@ -77,7 +77,7 @@ class StreamReader:
         """Files whose last entry was not written to its end."""
 
     def entries(self, follow: Follow | None = None) -> Iterator[Entry]:
-        """All entries in the order in which they were written, each once.
+        """Yield all entries in the order in which they were written, each once.
 
         Args:
             follow: waits for more at the end, also for the first file; None: ends there.
@@ -100,12 +100,12 @@ class StreamReader:
                 return
 
     def steps(self) -> list[int]:
-        """Steps that frames are of, ascending; reads heads alone."""
+        """Return the steps that frames are of, ascending; only heads are read."""
         heads = (entry for _, entry in self._heads() if entry.kind is EntryKind.FRAME)
         return sorted({entry.step for entry in heads if entry.step is not None})
 
     def at_step(self, step: int) -> Iterator[Entry]:
-        """Frames of one step, and the tables that they need before them; reads no other frames."""
+        """Yield the frames of one step, and the tables that they need before them; reads no other frames."""
         seen: set[Seen] = set()
         for path, heads in self._heads_by_file():
             last = max((head.at for head in heads if _is_frame_of(head, step)), default=-1)
@@ -113,7 +113,7 @@ class StreamReader:
             yield from _unseen(_with_tables(_at_places(path, wanted)), seen)
 
     def messages(self) -> Iterator[Entry]:
-        """All messages, each once; reads no other bodies."""
+        """Yield all messages, each once; reads no other bodies."""
         seen: set[Seen] = set()
         for path, heads in self._heads_by_file():
             wanted = [head.at for head in heads if head.kind is EntryKind.MESSAGE]
@@ -124,7 +124,7 @@ class StreamReader:
             yield path, [head for _, head in found]
 
     def _heads(self) -> Iterator[tuple[Path, Entry]]:
-        """Heads of all entries with their file."""
+        """Yield the heads of all entries with their file."""
         for path in stream_files(self.folder).values():
             with suppress(FileNotFoundError), path.open("rb") as file:
                 at, size = 0, size_of(file)
@@ -174,7 +174,7 @@ class StreamReader:
 
 
 class _Wait:
-    """For what is still to be written."""
+    """Waits for entries that are still to be written."""
 
     def __init__(self, follow: Follow | None) -> None:
         self._follow = follow
@@ -188,7 +188,7 @@ class _Wait:
         self._since = monotonic()
 
     def for_more(self) -> bool:
-        """Sleeps a little; False: it is not worth it any longer."""
+        """Sleep a little; False: it is not worth it any longer."""
         follow = self._follow
         if follow is None or monotonic() - self._since > follow.idle_s:
             return False
@@ -201,7 +201,7 @@ def _is_frame_of(head: Entry, step: int) -> bool:
 
 
 def _at_places(path: Path, places: Sequence[int]) -> Iterator[Entry]:
-    """What a file that may have fallen out has there."""
+    """Yield the entries at these places of a file that may have been deleted."""
     with suppress(FileNotFoundError), path.open("rb") as file:
         size = size_of(file)
         found = (entry_at(file, at, size=size) for at in places)
@@ -209,7 +209,7 @@ def _at_places(path: Path, places: Sequence[int]) -> Iterator[Entry]:
 
 
 def _with_tables(entries: Iterator[Entry]) -> Iterator[Entry]:
-    """Frames, each table before the first that refers to it; other tables are left out."""
+    """Yield frames, each table before the first that refers to it; other tables are left out."""
     tables: dict[tuple[object, object], Entry] = {}
     for entry in entries:
         with suppress(BadFrame):
@@ -225,7 +225,7 @@ def _with_tables(entries: Iterator[Entry]) -> Iterator[Entry]:
 
 
 def _unseen(entries: Iterator[Entry], seen: set[Seen]) -> Iterator[Entry]:
-    """Without the beginnings of files, and without what earlier files have had already."""
+    """Yield the entries that earlier files have not had, without those that every file begins with."""
     for entry in entries:
         if entry.kind is EntryKind.BEGIN:
             continue

@@ -1,26 +1,207 @@
-"""`RunSummary`: what a recording holds of each run, read once from its beginning to its end.
+"""`RunSummary`: what a recording holds of each run, read once from its beginning to its end, and its readings.
 
-Called by `nemo-rl trace ls`.
+`Reading` has the numbers of one frame of `stats`, `FirstNonFinite` finds the site that was the first to hold NaN or
+infinities, out of frames that come in any order. Called by `nemo-rl trace ls|watch|play` and by the hub. Invariant: the
+first site does not depend on the order of frames.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nemo_rl.records.sites import Direction, SiteKind
 from nemo_rl.tracer.entry import Entry, EntryKind
 from nemo_rl.tracer.frame import BadFrame, Frame, Where
-from nemo_rl.tracer.non_finite import FirstNonFinite, NonFinite
 from nemo_rl.tracer.protocol import RunState
+from nemo_rl.tracer.reducer import STATS, Stats
 from nemo_rl.tracer.store import quiet_s, stream_files
 from nemo_rl.tracer.stream_reader import StreamReader
+from nemo_rl.tracer.watch import GENERATION, PHASES
 
-__all__ = ["RecordingSummary", "RunSummary", "SiteKey", "SiteSummary", "summarize"]
+__all__ = [
+    "FirstNonFinite",
+    "NonFinite",
+    "Reading",
+    "RecordingSummary",
+    "RunSummary",
+    "SiteKey",
+    "SiteSummary",
+    "summarize",
+]
+
+RUN_ORDER: Mapping[str, int] = {
+    phase: place for place, phase in enumerate((GENERATION, *(phase for phase in PHASES if phase != GENERATION)))
+}
+"""Phases as a step runs them: it generates before it scores and trains."""
+REFERENCE = "reference_logprobs"
+"""Its passes use other parameters than those of the other phases."""
+BEFORE_BACKWARD = 1 << 20
+"""More than there are kinds of sites: what is recomputed comes before the backward pass of its layer."""
+
+Order = tuple[int | str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NonFinite:
+    """A site that held NaN or infinities."""
+
+    where: Where
+    num: int
+    """Values that are NaN or infinite."""
+
+    @property
+    def text(self) -> str:
+        """Return a text such as `step 5, train, mlp.out[2]: 4096 values are NaN or infinite; first seen there`.
+
+        Example: `step 5, train, mlp.out[2]: 4096 values are NaN or infinite; first seen there`.
+        """
+        at = self.where
+        update = f", update {at.update}" if at.update else ""
+        values = "1 value is" if self.num == 1 else f"{self.num} values are"
+        head = f"step {at.step}, {at.phase}{update}, {at.site.text}: {values} NaN or infinite"
+        if at.site.kind is SiteKind.PARAM:
+            return f"{head} in the parameter itself; what was computed with it comes after"
+        return f"{head}; first seen there"
+
+    @property
+    def order(self) -> Order:
+        """Sort by when a run met it."""
+        at, site = self.where, self.where.site
+        phase = RUN_ORDER.get(at.phase, len(RUN_ORDER))
+        if site.kind is SiteKind.PARAM and at.update == 0 and at.phase != REFERENCE:
+            # All passes before the first update of a step use the same parameters.
+            phase = -1
+        passes = site.order
+        if site.is_recomputed:
+            passes = (1, -passes[1], passes[2] - BEFORE_BACKWARD)
+        return (at.step, phase, at.update, *passes, site.text, str(at.reducer))
+
+    def as_record(self) -> dict[str, object]:
+        """Return the record as JSON holds it."""
+        return {
+            "step": self.where.step,
+            "phase": self.where.phase,
+            "update": self.where.update,
+            "site": self.where.site.as_record(),
+            "site_text": self.where.site.text,
+            "num": self.num,
+            "text": self.text,
+        }
+
+
+@dataclass(slots=True)
+class FirstNonFinite:
+    """Finds the first non-finite site of each run.
+
+    Example:
+        >>> first = FirstNonFinite()
+        >>> first.of("run 1") is None
+        True
+    """
+
+    _found: dict[str, NonFinite] = field(default_factory=dict)
+
+    def add(self, frame: Frame) -> bool:
+        """Add a frame and return whether it is the first of its run, among those seen so far."""
+        if frame.num_not_finite == 0:
+            return False
+        new, old = NonFinite(frame.where, frame.num_not_finite), self._found.get(frame.where.run)
+        if old is not None and old.order <= new.order:
+            return False
+        self._found[frame.where.run] = new
+        return True
+
+    def of(self, run: str) -> NonFinite | None:
+        """Return the first non-finite site of a run, or None where all values that were looked at are finite."""
+        return self._found.get(run)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """The numbers of `stats` for one site in one pass; extremes, mean and rms are those of the finite values, NaN
+    without."""
+
+    run: str
+    step: int
+    phase: str
+    update: int
+    site: str
+    count: int
+    mean: float
+    rms: float
+    min: float
+    max: float
+    absmax: float
+    zeros: int
+    nan: int
+    inf: int
+    missing: int
+    """Ranks that are not in it."""
+    dropped: int
+    """Frames that ranks have dropped in this phase."""
+
+    @classmethod
+    def of(cls, frame: Frame) -> Reading:
+        """
+        Raises:
+            BadFrame: it is none of `stats`.
+        """
+        if not isinstance(frame.where.reducer, Stats) or frame.payload.shape != (len(STATS),):
+            raise BadFrame(f"expected stats of {len(STATS)} numbers, got {frame.where.reducer} {frame.payload.shape}")
+        said = dict(zip(STATS, frame.payload.tolist(), strict=True))
+        bad = said["nan"] + said["posinf"] + said["neginf"]
+        finite, where = said["count"] - bad, frame.where
+        return cls(
+            run=where.run,
+            step=where.step,
+            phase=where.phase,
+            update=where.update,
+            site=where.site.text,
+            count=int(said["count"]),
+            mean=said["sum"] / finite if finite else math.nan,
+            rms=math.sqrt(said["sumsq"] / finite) if finite else math.nan,
+            min=said["min"] if finite else math.nan,
+            max=said["max"] if finite else math.nan,
+            absmax=said["absmax"] if finite else math.nan,
+            zeros=int(said["zeros"]),
+            nan=int(said["nan"]),
+            inf=int(said["posinf"] + said["neginf"]),
+            missing=len(frame.missing),
+            dropped=frame.dropped,
+        )
+
+    @property
+    def text(self) -> str:
+        """Return one line for people."""
+        update = f" update {self.update}" if self.update else ""
+        numbers = "  ".join(
+            f"{name} {getattr(self, name):< 11.4g}"  # the sign of a number takes no other place than its absence
+            for name in ("mean", "rms", "absmax")
+        )
+        return (
+            f"step {self.step:<6} {self.phase + update:<18} {self.site:<24} {numbers} nan {self.nan}  inf {self.inf}"
+            f"{self.lack}"
+        )
+
+    @property
+    def lack(self) -> str:
+        """Return what the numbers may lack, or an empty text."""
+        missing = f"  without {self.missing} ranks" if self.missing else ""
+        return f"{missing}{f'  {self.dropped} dropped' if self.dropped else ''}"
+
+    def as_record(self) -> dict[str, object]:
+        """Return the numbers as JSON holds them: null for NaN."""
+        record = asdict(self)
+        return {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in record.items()
+        }
 
 
 @dataclass(slots=True)
@@ -32,7 +213,7 @@ class SiteSummary:
     """Frames with values that are NaN or infinite."""
     layers: set[int] = field(default_factory=set)
     names: set[str] = field(default_factory=set)
-    """Of parameters."""
+    """Names of parameters."""
     steps: set[int] = field(default_factory=set)
     phases: set[str] = field(default_factory=set)
 
@@ -54,7 +235,7 @@ SiteKey = tuple[SiteKind, Direction, bool, str]
 
 @dataclass(slots=True)
 class RunSummary:
-    """What a recording holds of one run."""
+    """The summary of one run of a recording."""
 
     run: str
     said: Mapping[str, Any] = field(default_factory=dict)
@@ -80,7 +261,7 @@ class RunSummary:
 
     @property
     def state(self) -> str:
-        """`ended`, `lost`, or `running`: no finish is recorded."""
+        """Return `ended`, `lost`, or `running`: no finish is recorded."""
         if self.finish is not None:
             return RunState.ENDED.value
         state = str(self.said.get("state", RunState.RUNNING.value))
@@ -88,13 +269,13 @@ class RunSummary:
 
     @property
     def end_text(self) -> str:
-        """How it ended, as far as somebody said so."""
+        """Return how the run ended, as far as it was recorded."""
         said = self.finish or self.said
         return " ".join(str(said[name]) for name in ("reason", "text") if said.get(name))
 
     @property
     def first_non_finite(self) -> Mapping[str, Any] | None:
-        """Of the frames that are here, or, where these are later, of those that the hub has seen."""
+        """Return the first of the frames that are here or, where these are later, of those that the hub has seen."""
         found, said = self.first.of(self.run), self.said.get("first_non_finite")
         if isinstance(said, Mapping) and _is_before(said, found):
             return said
@@ -107,7 +288,7 @@ class RunSummary:
 
 @dataclass(slots=True)
 class RecordingSummary:
-    """What a recording holds."""
+    """The summary of a recording."""
 
     folder: Path
     runs: dict[str, RunSummary] = field(default_factory=dict)
@@ -115,7 +296,7 @@ class RecordingSummary:
     marks: list[tuple[int | None, str]] = field(default_factory=list)
     """Step and label."""
     problems: list[str] = field(default_factory=list)
-    """What the hub told to be wrong, each once."""
+    """Problems that the hub reported, each once."""
     num_entries: int = 0
     num_damaged: int = 0
     num_torn: int = 0
@@ -155,7 +336,7 @@ class RecordingSummary:
 
 
 def summarize(reader: StreamReader) -> RecordingSummary:
-    """Reads a whole recording."""
+    """Read a whole recording."""
     summary = RecordingSummary(reader.folder)
     for entry in reader.entries():
         summary.add(entry)

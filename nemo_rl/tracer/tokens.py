@@ -19,9 +19,9 @@ from nemo_rl.tracer.protocol import Role
 __all__ = ["Tokens", "read_token", "token_path", "write_private"]
 
 NUM_BYTES = 32
-"""Of randomness in a token."""
+"""Random bytes in a token."""
 MAX_BYTES = 4096
-"""Of a file that is read as a token."""
+"""Largest file that is read as a token."""
 OWNER_ONLY = 0o600
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
@@ -31,7 +31,7 @@ class Tokens:
     """The three tokens of a hub; their text is in no `repr`."""
 
     job: str
-    """Of ranks and the driver."""
+    """Token of ranks and the driver."""
     viewer: str
     controller: str
     """Good for viewing, too."""
@@ -41,12 +41,12 @@ class Tokens:
 
     @classmethod
     def draw(cls) -> Tokens:
-        """New ones."""
+        """Return new tokens."""
         job, viewer, controller = (secrets.token_urlsafe(NUM_BYTES) for _ in range(3))
         return cls(job=job, viewer=viewer, controller=controller)
 
     def write(self, folder: Path) -> None:
-        """As `job.token`, `viewer.token` and `controller.token`, in place of those of an earlier run.
+        """Write `job.token`, `viewer.token` and `controller.token`, in place of those of an earlier run.
 
         Raises:
             RunFolderError: the folder cannot be written.
@@ -55,7 +55,7 @@ class Tokens:
             write_private(token_path(folder, name), f"{token}\n")
 
     def allow(self, role: Role, token: str) -> bool:
-        """Whether this token is good for this role; takes the same time whatever is wrong with it."""
+        """Return whether this token is good for this role, in the same time whatever is wrong with it."""
         good: Mapping[Role, tuple[str, ...]] = {
             Role.RANK: (self.job,),
             Role.DRIVER: (self.job,),
@@ -68,12 +68,12 @@ class Tokens:
 
 
 def token_path(folder: Path, name: str) -> Path:
-    """Of the token `job`, `viewer` or `controller`."""
+    """Return the path of the token `job`, `viewer` or `controller`."""
     return folder / f"{name}.token"
 
 
 def write_private(path: Path, text: str) -> None:
-    """Makes a file that nobody but its owner can read at any moment, in place of one that is there.
+    """Make a file that nobody but its owner can read at any moment, in place of one that is there.
 
     Raises:
         RunFolderError: the folder cannot be written.
@@ -94,7 +94,7 @@ def write_private(path: Path, text: str) -> None:
 
 
 def read_token(path: Path) -> str:
-    """What `Tokens.write` has written.
+    """Return the token that `Tokens.write` has written.
 
     Raises:
         UserError: no such file, or others can read it.
@@ -103,8 +103,7 @@ def read_token(path: Path) -> str:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         raise UserError(
-            f"token {path}: cannot be read ({error.strerror}); give the folder 'tracer' of a run that is on, "
-            "and be its owner"
+            f"token {path}: cannot be read ({error.strerror}); pass the folder 'tracer' of a running job, as its owner"
         ) from error
     with os.fdopen(handle, "rb") as file:
         state = os.fstat(file.fileno())

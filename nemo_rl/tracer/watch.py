@@ -12,7 +12,7 @@ processes look at the same.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -21,7 +21,7 @@ from nemo_rl.records.selector import Selector
 from nemo_rl.records.sites import Direction, SiteKind
 from nemo_rl.tracer.reducer import Counts, PerToken, Reducer, parse_reducer
 
-__all__ = ["GENERATION", "PHASES", "Plan", "Watch", "applies"]
+__all__ = ["BY_FLAG", "BY_SWITCH", "CLASSICAL", "GENERATION", "PHASES", "Classical", "Plan", "Watch", "applies"]
 
 GENERATION = "generation"
 PHASES = ("prev_logprobs", "reference_logprobs", "train", GENERATION)
@@ -36,7 +36,7 @@ OF_WHOLE_NUMBERS = frozenset({SiteKind.TOKENS, SiteKind.ROUTER_IDS})
 
 
 def applies(reducer: Reducer, kind: SiteKind) -> bool:
-    """Whether a reducer can be used at a site; where several sites are chosen at once it is left out at the others."""
+    """Return whether a reducer can be used at a site; of several sites chosen at once, it is left out at the others."""
     if isinstance(reducer, PerToken):
         return kind not in WITHOUT_TOKENS
     return kind in OF_WHOLE_NUMBERS or not isinstance(reducer, Counts)
@@ -57,9 +57,9 @@ class Watch:
     reducers: tuple[Reducer, ...]
     phases: frozenset[str]
     every: int = 1
-    """Of so many steps one is looked at: those whose number divides by it."""
+    """Distance of the steps that are looked at: those whose number divides by it."""
     with_recomputed: bool = False
-    """Also what a backward pass computes once more, apart from the first time."""
+    """True where tensors that a backward pass computes once more are shown too, apart from the first time."""
 
     @classmethod
     def parse(cls, text: str) -> Watch:
@@ -83,17 +83,17 @@ class Watch:
         return cls(" ".join(text.split()), selector, reducers, phases, every, with_recomputed)
 
     def takes(self, kind: SiteKind, layer: int | None, direction: Direction, *, phase: str, step: int) -> bool:
-        """Whether this site is looked at."""
+        """Return whether this site is looked at."""
         return self.is_due(phase, step) and self.sites.takes(kind, layer, direction)
 
     def is_due(self, phase: str, step: int) -> bool:
-        """Whether anything is looked at in this phase of this step."""
+        """Return whether a site is looked at in this phase of this step."""
         return phase in self.phases and step % self.every == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that is watched."""
+    """The watches of a job."""
 
     watches: tuple[Watch, ...] = ()
 
@@ -113,15 +113,15 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """Equal for equal plans."""
+        """Return a digest that is equal for equal plans."""
         return blake2b("\n".join(self.texts).encode(), digest_size=8).hexdigest()
 
     def is_due(self, phase: str, step: int) -> bool:
-        """Whether anything is looked at in this phase of this step."""
+        """Return whether a site is looked at in this phase of this step."""
         return any(watch.is_due(phase, step) for watch in self.watches)
 
     def looks_at(self, kind: SiteKind, layer: int | None, direction: Direction, *, phase: str, step: int) -> bool:
-        """Whether anything is kept of this site; of parameters, whether of any."""
+        """Return whether something is kept of this site or, for parameters, of any parameter."""
         return any(
             watch.is_due(phase, step)
             and (kind in watch.sites.kinds() if kind in OF_PARAMETERS else watch.sites.takes(kind, layer, direction))
@@ -129,7 +129,7 @@ class Plan:
         )
 
     def reducers_of_parameter(self, kind: SiteKind, name: str, *, phase: str, step: int) -> tuple[Reducer, ...]:
-        """What is kept of this parameter, or of its gradient."""
+        """Return the reducers of this parameter, or of its gradient."""
         found = (
             reducer
             for watch in self.watches
@@ -149,7 +149,7 @@ class Plan:
         step: int,
         recomputed: bool = False,
     ) -> tuple[Reducer, ...]:
-        """What is kept of this site, each once."""
+        """Return the reducers of this site, each once."""
         found = (
             reducer
             for watch in self.watches
@@ -176,3 +176,30 @@ def _when(text: str) -> tuple[frozenset[str], int, bool]:
                 f"watch: expected a phase ({', '.join(PHASES)}), 'every N' or '{RECOMPUTED}', got {term[:200]!r}"
             )
     return frozenset(phases) or frozenset(PHASES) - ON_REQUEST, every, with_recomputed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Classical:
+    """One classical switch, a name for sites that older tensor tracers use."""
+
+    switch: str
+    """Its name in a recipe."""
+    flag: str
+    """Its public name, in messages of the compatibility endpoint."""
+    update_type: int
+    """Its public number."""
+    sites: str
+    """Sites as a `Watch` takes them."""
+
+
+CLASSICAL = (
+    Classical(switch="qkv_mat_mul", flag="QKV_mat_mul", update_type=1, sites="attn.q, attn.k, attn.v"),
+    Classical(switch="context_layer_mat_mul", flag="ContextLayer_mat_mul", update_type=3, sites="attn.context"),
+    Classical(switch="mlp1_mat_mul", flag="MLP1_mat_mul", update_type=4, sites="mlp.gate, mlp.up"),
+    Classical(switch="mlp2_mat_mul", flag="MLP2_mat_mul", update_type=5, sites="mlp.out"),
+    Classical(switch="attention_output_mat_mul", flag="AttentionOutput_mat_mul", update_type=6, sites="attn.out"),
+    Classical(switch="hidden_states", flag="HiddenStates", update_type=7, sites="layer.out"),
+)
+
+BY_SWITCH: Mapping[str, Classical] = {each.switch: each for each in CLASSICAL}
+BY_FLAG: Mapping[str, Classical] = {each.flag: each for each in CLASSICAL}

@@ -20,9 +20,9 @@ from nemo_rl.errors import CollectiveTimeout, WorkerError
 from nemo_rl.models.loading import load_causal_lm
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.buckets import RefitPlan
-from nemo_rl.models.weight_sync.collective import _both, choose_backend
-from nemo_rl.models.weight_sync.receiver import RefitReceiver
-from nemo_rl.models.weight_sync.refit_group import RefitGroupSpec
+from nemo_rl.models.weight_sync.factory import _both, choose_backend
+from nemo_rl.models.weight_sync.target import RefitReceiver
+from nemo_rl.models.weight_sync.transport import RefitGroupSpec
 from tests.helpers.families import write_family
 from tests.helpers.gloo import run_ranks
 from tests.helpers.tiny_model import tiny_policy, tiny_worker, write_tiny_folder
@@ -202,7 +202,7 @@ def _fails(text: str) -> Callable[[], object]:
 
 
 def test_of_two_failures_the_cause_is_raised_not_its_consequence() -> None:
-    lost, cause = _fails("CollectiveTimeout: refit: rank 0 of 2 lost the others"), _fails("OSError: no memory")
+    lost, cause = _fails("CollectiveTimeout: refit: rank 0 of 2 lost the other members"), _fails("OSError: no memory")
     for sides in ((lost, cause), (cause, lost)):
         with pytest.raises(WorkerError, match="no memory"):
             _both(*sides)

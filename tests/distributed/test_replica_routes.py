@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl.models.hf_routers import HFRouters
+from nemo_rl.models.hf_modules import HFRouters
 from nemo_rl.models.loading import load_causal_lm
 from tests.helpers.experts import shape_of, write_experts
 from tests.helpers.gloo import run_ranks

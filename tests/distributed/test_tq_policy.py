@@ -26,13 +26,13 @@ from nemo_rl.distributed.worker_groups import RayPlacement, RayWorkerGroup
 from nemo_rl.errors import ConfigError, WorkerError
 from nemo_rl.models.policy.interfaces import LossOutput, LossScale
 from nemo_rl.models.policy.tq_policy import TQPolicy
-from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
+from nemo_rl.models.policy.workers.compose import WorkerSpec, build_policy_worker
 from tests.helpers.planes import IMPORTED, ray_cluster
 from tests.helpers.replica_cases import LOSS, ROWS, TRAINED, FailsOnRankOne, rows
 from tests.helpers.tiny_model import tiny_policy, tiny_worker, write_tiny_folder
 
 START_S = 600.0
-LAUNCH, ENGINE = "nemo_rl.models.policy.workers.launch", TRAINING_ENGINES.builtin["dtensor"].partition(":")[0]
+LAUNCH, ENGINE = "nemo_rl.models.policy.workers.compose", TRAINING_ENGINES.builtin["dtensor"].partition(":")[0]
 IMPORTED_BY_WORKERS = (*IMPORTED, LAUNCH, ENGINE)
 LIMIT_S, SLACK = 5.0, 6
 """The contract of the abort, and the time that a busy machine may take."""

@@ -19,8 +19,8 @@ from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.packing import PackPlan, plan_packs, plan_padded
 from nemo_rl.models.loading import load_causal_lm
-from nemo_rl.models.megatron.layer_spec import has_transformer_engine
 from nemo_rl.models.megatron.mcore import USING_PYTORCH_OPTIMIZER
+from nemo_rl.models.megatron.transformer_config import has_transformer_engine
 from nemo_rl.models.policy.workers.compose import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers.families import COMMON, write_with_tokenizer

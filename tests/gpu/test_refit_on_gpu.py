@@ -21,9 +21,8 @@ from nemo_rl.models.loading import load_causal_lm
 from nemo_rl.models.policy.workers.compose import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.buckets import RefitPlan, bucket_bytes
-from nemo_rl.models.weight_sync.ipc_handle import device_id
-from nemo_rl.models.weight_sync.receiver import RefitReceiver
-from nemo_rl.models.weight_sync.refit_group import RefitGroup, RefitGroupSpec, open_store
+from nemo_rl.models.weight_sync.target import RefitReceiver
+from nemo_rl.models.weight_sync.transport import RefitGroup, RefitGroupSpec, device_id, open_store
 from tests.helpers.gloo import run_ranks
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, write_tiny_folder
 

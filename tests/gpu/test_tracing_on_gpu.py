@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.models.policy.tracing.reduce import Values, part_of
+from nemo_rl.models.policy.trace_parts import Values, part_of
 from nemo_rl.tracer.reducer import Span, parse_reducer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

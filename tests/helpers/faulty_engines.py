@@ -19,7 +19,7 @@ from nemo_rl.models.generation.interfaces import EngineSpec
 from nemo_rl.models.generation.torch_engine.worker import EngineWorker
 from nemo_rl.models.generation.vllm.start import build_vllm_worker
 from nemo_rl.models.weight_sync.buckets import BucketSink, RefitPlan, flat_bytes
-from nemo_rl.models.weight_sync.ipc_handle import IpcHandle
+from nemo_rl.models.weight_sync.transport import IpcHandle
 from tests.helpers.families import write_with_tokenizer
 from tests.helpers.kernel_models import COMMON
 

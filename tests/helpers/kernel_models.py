@@ -15,7 +15,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from nemo_rl.models.hf_routers import HFRouters
+from nemo_rl.models.hf_modules import HFRouters
 from tests.helpers.families import write_with_tokenizer
 
 COMMON = {

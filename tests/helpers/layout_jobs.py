@@ -26,7 +26,7 @@ from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan, plan_fixed, plan_packs, plan_padded
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.models.dtensor.parallelize import full_weight
-from nemo_rl.models.hf_routers import HFRouters
+from nemo_rl.models.hf_modules import HFRouters
 from nemo_rl.models.loading import load_causal_lm, load_model_config, named_weights
 from nemo_rl.models.policy.interfaces import ENTROPY
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes

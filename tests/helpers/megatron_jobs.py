@@ -18,8 +18,7 @@ from transformers import PretrainedConfig
 
 from nemo_rl.models.megatron import attention, setup
 from nemo_rl.models.megatron.balance import AuxiliaryLoss
-from nemo_rl.models.policy.microbatch import Microbatch
-from nemo_rl.models.policy.outputs import top_k_logits
+from nemo_rl.models.policy.microbatch import Microbatch, top_k_logits
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers import layout_jobs
 from tests.helpers.layout_jobs import LOSSES, Arrays, Case, Job, Outcome, routes_of, run_job, start

@@ -34,7 +34,7 @@ from nemo_rl.diagnostics.step_replay.request import ReplayRequest
 from nemo_rl.jagged import nest
 from nemo_rl.models.generation.interfaces import GenerationRequest, RecordedRoutes, SamplingParams
 from nemo_rl.models.generation.torch_engine import TorchEngine
-from nemo_rl.models.hf_routers import ROUTER_KINDS
+from nemo_rl.models.hf_modules import ROUTER_KINDS
 from nemo_rl.models.loading import load_causal_lm
 from nemo_rl.models.logprobs import Sampling, logprobs_from_logits, token_logprobs
 from nemo_rl.models.support import SUPPORT, decode_support

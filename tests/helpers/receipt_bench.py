@@ -15,7 +15,7 @@ from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup, WorkerGroup
 from nemo_rl.models.loading import load_model_config
-from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
+from nemo_rl.models.policy.workers.compose import WorkerSpec, build_policy_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.base import RefitParties, WeightSync
 from nemo_rl.models.weight_sync.factory import receipt_spec

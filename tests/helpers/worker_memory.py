@@ -21,16 +21,16 @@ from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.layout import ParallelLayout
-from nemo_rl.models.local_shard import local_shard
 from nemo_rl.models.policy.interfaces import LossOutput, LossScale
 from nemo_rl.models.policy.microbatch import Microbatch
-from nemo_rl.models.policy.recording.observer import OnBackward, nothing_follows
+from nemo_rl.models.policy.observer import OnBackward, nothing_follows
 from nemo_rl.models.policy.routes.worker_replay import OWN_ROUTES
 from nemo_rl.models.policy.steps import loss_scales
 from nemo_rl.models.policy.workers.base import optimizer_tensors
 from nemo_rl.models.policy.workers.dtensor_engine import DTensorEngine
 from nemo_rl.models.policy.workers.engine import Engine
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
+from nemo_rl.models.shards import local_shard
 from nemo_rl.models.support import SUPPORT
 from tests.helpers.tiny_model import tiny_worker
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.models.loading import load_causal_lm
 from nemo_rl.models.megatron import train_step
-from nemo_rl.models.megatron.model import PolicyGPT
+from nemo_rl.models.megatron.setup import PolicyGPT
 from tests.helpers import layout_jobs
 from tests.helpers.families import COMMON, write_with_tokenizer
 from tests.helpers.gloo import JOB_S, run_ranks

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nemo_rl.models.policy.tracing.tracing import SiteTracing, TraceSpec
+from nemo_rl.models.policy.tracing import SiteTracing, TraceSpec
 from nemo_rl.tracer.link import HubAddress
 from nemo_rl.tracer.process import HubProcess, HubSpec
 from tests.helpers.families import write_family

@@ -19,7 +19,7 @@ import torch
 
 from nemo_rl.algorithms.losses.off_policy import LOG_BOUND
 from nemo_rl.config.loss import LossConfig
-from nemo_rl.models.divergence import k3
+from nemo_rl.models.logprobs import k3
 
 __all__ = ["KlTerm", "kl_term"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from nemo_rl.models.divergence import js, k3
+from nemo_rl.models.logprobs import js, k3
 from nemo_rl.utils.metrics import Max, Mean, Min, Reduction, Sum
 
 __all__ = ["extremes", "mismatch_metrics", "policy_metrics", "total", "weighted_mean"]

@@ -25,8 +25,7 @@ from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids, tokenizer_ide
 from nemo_rl.environments.answers import AnswerCheck
 from nemo_rl.environments.factory import build_environment, reward_identity
 from nemo_rl.errors import ConfigError, DatasetError, UserError
-from nemo_rl.models.dtensor.learning_rate import LearningRate
-from nemo_rl.models.dtensor.optim import build_optimizer
+from nemo_rl.models.dtensor.optim import LearningRate, build_optimizer
 from nemo_rl.models.hf_folder import open_weights
 from nemo_rl.models.loading import load_model_config
 from nemo_rl.models.policy.fit import check_policy_fits

@@ -45,11 +45,11 @@ from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import NemoRLError, UserError
 from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine.engine import TorchEngine
-from nemo_rl.models.hf_sites import HFSites
+from nemo_rl.models.hf_modules import HFSites
 from nemo_rl.models.hf_writing import ModelDescription, write_folder
 from nemo_rl.models.loading import load_causal_lm, load_model_config, named_weights
 from nemo_rl.models.policy.interfaces import TensorInfo
-from nemo_rl.models.policy.recording.sight import Sight
+from nemo_rl.models.policy.observer import Onlooker, Sight
 from nemo_rl.models.policy.workers.compose import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.tiny_model import WINDOW, language_config, write_small_model
@@ -295,7 +295,7 @@ def _keep(held: list[torch.Tensor], value: torch.Tensor) -> None:
     held.append(value.detach()[0].flatten(1))
 
 
-class _Collector:
+class _Collector(Onlooker):
     """An onlooker of a worker that keeps what the log-probability pass shows of the watched sites."""
 
     def __init__(self) -> None:

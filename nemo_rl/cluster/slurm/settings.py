@@ -21,7 +21,7 @@ NODES_FILE = "nodes.txt"
 HEAD_FILE, TOKEN_FILE, RESULT_FILE = "head.json", "token", "result"
 NODE_TIMEOUT_S = 300.0
 """Until all nodes have joined: pulling a container image takes minutes."""
-PRELOAD = "nemo_rl.models.policy.workers.launch transformers"
+PRELOAD = "nemo_rl.models.policy.workers.compose transformers"
 """What every policy worker imports."""
 FOLDER = "NEMO_RL_JOB_DIR"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl.diagnostics.mismatch.tokens import StepTokens
-from nemo_rl.models.divergence import k3
+from nemo_rl.models.logprobs import k3
 
 __all__ = ["Evidence", "FarToken", "far_tokens", "look_at"]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_rl.models.divergence import k3
+from nemo_rl.models.logprobs import k3
 
 __all__ = ["Divergence", "divergence"]
 

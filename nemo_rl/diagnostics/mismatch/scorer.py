@@ -19,7 +19,7 @@ from nemo_rl.diagnostics.mismatch.rope import has_rope, scaled_rope
 from nemo_rl.diagnostics.mismatch.setting import Cut, Setting
 from nemo_rl.diagnostics.mismatch.tokens import StepTokens
 from nemo_rl.distributed.local_job import quiet_libraries
-from nemo_rl.models.hf_routers import HFRouters
+from nemo_rl.models.hf_modules import HFRouters
 from nemo_rl.models.loading import DTYPES, load_causal_lm
 from nemo_rl.models.logprobs import filter_logits, token_logprobs
 from nemo_rl.models.support import KeptSets, SupportRecorder, decode_support

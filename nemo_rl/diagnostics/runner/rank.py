@@ -23,9 +23,9 @@ from nemo_rl.distributed.collectives import RankSpec, init_process_group
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import WorkerError
-from nemo_rl.models.policy.recording.recording import RecordSpec
+from nemo_rl.models.policy.recording import RecordSpec
 from nemo_rl.models.policy.routes.worker_replay import ROUTES, WorkerReplay
-from nemo_rl.models.policy.tracing.tracing import TraceSpec
+from nemo_rl.models.policy.tracing import TraceSpec
 from nemo_rl.models.policy.workers.compose import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.routes.shape import RouteShape

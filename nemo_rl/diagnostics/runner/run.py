@@ -31,12 +31,11 @@ from nemo_rl.errors import UserError
 from nemo_rl.models.hub import local_folders
 from nemo_rl.models.loading import load_model_config
 from nemo_rl.models.policy.fit import check_policy_fits
-from nemo_rl.models.policy.recording.identity import model_identity, record_spec
-from nemo_rl.models.policy.tracing.tracing import TraceSpec
+from nemo_rl.models.policy.recording import model_identity, record_spec
+from nemo_rl.models.policy.tracing import TraceSpec
 from nemo_rl.records.reader import read_folder
 from nemo_rl.records.selector import Selector
-from nemo_rl.tracer.job import open_job
-from nemo_rl.tracer.process import HubSpec
+from nemo_rl.tracer.process import HubSpec, open_job
 from nemo_rl.tracer.watch import Plan
 from nemo_rl.utils.files import write_text
 

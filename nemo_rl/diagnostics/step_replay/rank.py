@@ -27,7 +27,7 @@ from nemo_rl.distributed.pack_plan import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import NonFiniteError
 from nemo_rl.models.policy.interfaces import TOKEN_ADVANTAGES, LossFunction, TrainResult
-from nemo_rl.models.policy.recording.recording import RecordSpec
+from nemo_rl.models.policy.recording import RecordSpec
 from nemo_rl.models.policy.routes.worker_replay import ROUTES, WorkerReplay
 from nemo_rl.models.policy.workers.base import WorkerState
 from nemo_rl.models.policy.workers.compose import compose_worker

@@ -31,8 +31,7 @@ from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.distributed.local_job import run_job
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import CheckpointError, NonFiniteError
-from nemo_rl.models.policy.recording.identity import record_spec
-from nemo_rl.models.policy.recording.recording import RecordSpec
+from nemo_rl.models.policy.recording import RecordSpec, record_spec
 from nemo_rl.records.selector import Selector
 
 __all__ = ["replay_step"]

@@ -30,8 +30,8 @@ from nemo_rl.models.dtensor.parallelize import PolicyModel, full_weight
 from nemo_rl.models.dtensor.weights import boxes_of, fill_shards, name_differences, open_source
 from nemo_rl.models.hf_writing import ModelDescription, Share, write_shares
 from nemo_rl.models.loading import named_weights
-from nemo_rl.models.local_shard import local_shard
 from nemo_rl.models.policy.interfaces import TensorInfo
+from nemo_rl.models.shards import local_shard
 
 __all__ = ["DTensorSnapshot", "export", "load_optimizer", "load_weights", "weight_infos"]
 
@@ -39,7 +39,7 @@ STATE_FILE = "trainer_state.json"
 
 
 def export(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Full weights on the CPU in Hugging Face naming, one at a time, as copies."""
+    """Yield the full weights on the CPU in Hugging Face naming, one at a time, as copies."""
     for name, weight in named_weights(model.hf):
         full = full_weight(weight)
         # On one rank the "gathered" tensor is the shard itself, which the next step changes in place.
@@ -101,7 +101,7 @@ class DTensorSnapshot:
 
 
 def weight_infos(model: PolicyModel) -> dict[str, TensorInfo]:
-    """Of the whole weights, in the order in which they are exported."""
+    """Return shapes and dtypes of the whole weights, in the order in which they are exported."""
     return {
         name: TensorInfo(shape=tuple(weight.shape), dtype=str(weight.dtype).removeprefix("torch."))
         for name, weight in named_weights(model.hf)
@@ -109,7 +109,7 @@ def weight_infos(model: PolicyModel) -> dict[str, TensorInfo]:
 
 
 def load_weights(model: PolicyModel, folder: Path) -> None:
-    """Reads a Hugging Face folder into the shards.
+    """Read a Hugging Face folder into the shards.
 
     Raises:
         CheckpointError: the folder is missing, incomplete or of another architecture.
@@ -131,7 +131,7 @@ def load_weights(model: PolicyModel, folder: Path) -> None:
 
 
 def load_optimizer(model: PolicyModel, optimizer: torch.optim.Optimizer, folder: Path) -> dict[str, float]:
-    """Reads what a `DTensorSnapshot` wrote, at any number of ranks; returns the trainer state.
+    """Read what a `DTensorSnapshot` wrote, at any number of ranks; return the trainer state.
 
     The random state is restored when the number of ranks is the same; otherwise there is none to restore.
 
@@ -166,7 +166,7 @@ def _first_cause(error: BaseException) -> str:
 
 
 def _copied(tree: Any) -> Any:
-    """Nested dicts and lists with copies of their tensors."""
+    """Return nested dicts and lists with copies of their tensors."""
     if isinstance(tree, dict):
         return {name: _copied(branch) for name, branch in tree.items()}
     if isinstance(tree, list | tuple):

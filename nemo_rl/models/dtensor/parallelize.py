@@ -17,14 +17,13 @@ from transformers import PreTrainedModel
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.parallel_groups import ParallelGroups
-from nemo_rl.models.dtensor.fit import attention_problem, check_model_fits
 from nemo_rl.models.dtensor.rope import RowFrequencies, long_rope_start
 from nemo_rl.models.dtensor.tensor_parallel import TensorAxis, apply_plan
 from nemo_rl.models.dtensor.tensor_plans import plan_of
 from nemo_rl.models.loading import DTYPES, fit_experts
 from nemo_rl.models.logprobs import Sampling, VocabShard
-from nemo_rl.models.policy.microbatch import ForwardInputs
-from nemo_rl.models.policy.outputs import selected_logprobs, top_k_logits
+from nemo_rl.models.policy.fit import attention_problem, check_model_fits
+from nemo_rl.models.policy.microbatch import ForwardInputs, selected_logprobs, top_k_logits
 from nemo_rl.models.varlen_attention import ATTENTION_NAME
 
 __all__ = ["PolicyModel", "full_weight", "parallelize"]
@@ -47,7 +46,7 @@ class PolicyModel(torch.nn.Module):
     def forward(
         self, inputs: ForwardInputs, *, sampling: Sampling, top_k: int | None = None, computed: Sequence[str] = ()
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """What `selected_logprobs` gives, the same on every tensor and context rank (collective over both).
+        """Return what `selected_logprobs` gives, the same on every tensor and context rank (collective over both).
 
         With `top_k` values and ids `[n, S, k]` of the largest logits at every position instead.
         """
@@ -68,7 +67,7 @@ class PolicyModel(torch.nn.Module):
 
 
 def parallelize(hf: PreTrainedModel, *, groups: ParallelGroups, config: PolicyConfig) -> PolicyModel:
-    """Splits the model over the tensor axis and shards it over data x context ranks (collective).
+    """Split the model over the tensor axis and shard it over data x context ranks (collective).
 
     Parameters may be on the meta device, and stay there. They are float32; with another precision they are cast for
     computation and gradients are reduced in float32.
@@ -116,14 +115,14 @@ def _split_over_tensor_axis(hf: PreTrainedModel, groups: ParallelGroups, config:
 
 
 def as_fsdp(model: PolicyModel) -> FSDPModule:
-    """The same object under the interface that `fully_shard` gave it."""
+    """Return the same object under the interface that `fully_shard` gave it."""
     if not isinstance(model, FSDPModule):
         raise TypeError("the model is not sharded; call parallelize first")
     return model
 
 
 def full_weight(weight: torch.Tensor) -> torch.Tensor:
-    """The whole tensor on every rank (collective), detached."""
+    """Return the whole tensor on every rank (collective), detached."""
     detached = weight.detach()
     if not isinstance(detached, DTensor):
         return detached

@@ -27,7 +27,7 @@ OWN_RULE = ("phimoe",)
 
 
 def rope_problem(config: PretrainedConfig) -> str | None:
-    """Why rows of this model would depend on each other; None where they do not."""
+    """Return why rows of this model would depend on each other, or None where they do not."""
     kinds, model_type = _kinds(config), config.model_type
     # As Hugging Face asks: `dynamic` and what contains it.
     dynamic = sorted(kind for kind in kinds.values() if DYNAMIC in kind)
@@ -40,7 +40,7 @@ def rope_problem(config: PretrainedConfig) -> str | None:
 
 
 def long_rope_start(config: PretrainedConfig) -> int | None:
-    """Rows of more tokens get the long frequencies; None where there is one kind only."""
+    """Return the length beyond which rows get the long frequencies; None where there is one kind only."""
     if LONG_ROPE not in _kinds(config).values():
         return None
     return int(config.get_text_config().rope_parameters["original_max_position_embeddings"])
@@ -61,8 +61,8 @@ class RowFrequencies:
 
     @contextmanager
     def of(self, inputs: ForwardInputs) -> Iterator[None]:
-        """For the time of a pass."""
-        # Positions without a token are of row -1, the last one here.
+        """Use the frequencies of these rows during a pass."""
+        # Positions without a token have row -1, which indexes the last row here.
         length_r = torch.tensor([*inputs.lengths, 0], device=inputs.row_ns.device)
         self._is_long_ns = length_r[inputs.row_ns] > self._start
         try:
@@ -74,7 +74,7 @@ class RowFrequencies:
     def _rotate(
         self, module: Any, x: torch.Tensor, position_ids: torch.Tensor, **_: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine `[n, s, D]`."""
+        """Return cosine and sine `[n, s, D]`."""
         assert self._is_long_ns is not None, "the pass has no lengths"
         # Below the decorator that looks at the longest row.
         rotate = inspect.unwrap(type(module).forward)
@@ -90,7 +90,7 @@ class RowFrequencies:
 
 
 def _kinds(config: PretrainedConfig) -> dict[str, str]:
-    """`rope_type` by kind of layer, "" for all; empty without rotary positions."""
+    """Return `rope_type` by kind of layer, "" for all; empty without rotary positions."""
     rope: Mapping[str, Any] = config.get_text_config().to_dict().get("rope_parameters") or {}
     if "rope_type" in rope:
         return {"": str(rope["rope_type"])}

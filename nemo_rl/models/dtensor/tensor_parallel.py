@@ -49,20 +49,21 @@ class TensorAxis:
         return int(self.mesh.size())
 
     def enter(self, value: torch.Tensor) -> torch.Tensor:
-        """`[n, S, h]` for a part of which each rank computes a piece; gathers S where it is split (collective)."""
+        """Return `[n, S, h]` for a part of which each rank computes a piece; gather S where it is split
+        (collective)."""
         if self.sequence_parallel:
             return gather_along(value, self.group, dim=SEQUENCE_DIM)
         return copy_to(value, self.group)
 
     def leave(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum of the ranks' pieces; keeps this rank's S where it is split (collective)."""
+        """Return the sum of the ranks' pieces; keep this rank's S where it is split (collective)."""
         if self.sequence_parallel:
             return scatter_along(value, self.group, dim=SEQUENCE_DIM)
         return reduce_from(value, self.group)
 
 
 def check_plan(model: torch.nn.Module, plan: Mapping[str, str], *, size: int) -> None:
-    """Refuses a plan that cannot be applied over `size` ranks; needs no weights, a model on the meta device will do.
+    """Refuse a plan that cannot be applied over `size` ranks; needs no weights, a model on the meta device will do.
 
     Args:
         plan: pattern of module names, `*` for one part of a name, to a key of `STYLES`.
@@ -86,7 +87,7 @@ def check_plan(model: torch.nn.Module, plan: Mapping[str, str], *, size: int) ->
 
 
 def apply_plan(model: torch.nn.Module, plan: Mapping[str, str], axis: TensorAxis) -> None:
-    """Splits the model over the axis in place (collective: every rank holds the same whole weights before).
+    """Split the model over the axis in place (collective: every rank holds the same whole weights before).
 
     Args:
         plan: as in `check_plan`. Modules that it leaves out are the same on every rank.
@@ -180,7 +181,7 @@ def _experts(module: Any, axis: TensorAxis) -> None:
     _own_parameters(module, axis, _split("experts", module))
     count = module.num_experts // axis.size
     first = axis.rank * count
-    # What the experts' own code understands: an index of `num_experts` or more means "elsewhere".
+    # The experts' own code understands this: an index of `num_experts` or more means "elsewhere".
     module.num_experts, module._is_expert_parallel = count, True
 
     def forward_local(forward: Forward, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> object:
@@ -210,7 +211,7 @@ def _vocab_embedding(module: Any, axis: TensorAxis) -> None:
 
 
 def _split(style: str, module: torch.nn.Module) -> dict[str, Placement]:
-    """Placements of the parameters that a style splits."""
+    """Return placements of the parameters that a style splits."""
     return {name: Shard(dim) for name in module._parameters if (dim := split_dim(style, name)) is not None}
 
 
@@ -234,13 +235,13 @@ SPLIT_SIZES: Mapping[str, tuple[str, Callable[[Any], int]]] = {
     "experts": ("experts", lambda module: int(module.num_experts)),
     "vocab_embedding": ("tokens of the vocabulary", lambda module: int(module.num_embeddings)),
 }
-"""What of a module must divide by the number of ranks."""
+"""Style -> name and size of what the number of ranks must divide."""
 SPLIT_DIMS: Mapping[str, int] = {"column": 0, "colwise": 0, "rowwise": 1, "experts": 0, "vocab_embedding": 0}
 """Dimension of the weights that the ranks share; styles that are not listed leave them whole."""
 
 
 def split_dim(style: str, parameter: str) -> int | None:
-    """The dimension of a module's parameter that the ranks share; None: every rank has the whole.
+    """Return the dimension of a module's parameter that the ranks share; None: every rank has the whole.
 
     Example:
         >>> split_dim("rowwise", "weight"), split_dim("rowwise", "bias"), split_dim("norm", "weight")
@@ -251,7 +252,8 @@ def split_dim(style: str, parameter: str) -> int | None:
 
 
 def split_dims(model: torch.nn.Module, plan: Mapping[str, str]) -> dict[str, int | None]:
-    """By the name of each parameter of a model, with or without weights; tied ones under all their names."""
+    """Return the split dim of each parameter by its name, for a model with or without weights; tied ones have all
+    their names."""
     chosen = _styles_of_modules(model, plan)
     return {
         f"{name}.{parameter}" if name else parameter: split_dim(chosen.get(name, "replicated"), parameter)
@@ -271,7 +273,7 @@ def _own_parameters(
     grad: Placement | None = None,
     scale: float = 1.0,
 ) -> None:
-    """Makes the parameters DTensors, and lets the module's forward see the local parts.
+    """Make the parameters DTensors, and let the module's forward see the local parts.
 
     Args:
         grad: placement of the gradient of the local part; null is that of the parameter.
@@ -316,7 +318,7 @@ def _wrap(module: torch.nn.Module, around: Callable[..., object]) -> None:
 
 
 def _enter_hidden(axis: TensorAxis, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[object, ...]:
-    """Brings the hidden states in, whether they are the first argument or `hidden_states`."""
+    """Bring the hidden states in, whether they are the first argument or `hidden_states`."""
     if args:
         assert isinstance(args[0], torch.Tensor)
         return (axis.enter(args[0]), *args[1:])
@@ -327,7 +329,7 @@ def _enter_hidden(axis: TensorAxis, args: tuple[object, ...], kwargs: dict[str, 
 
 
 def _tied_parameters(model: torch.nn.Module) -> dict[str, list[str]]:
-    """First name of each shared parameter -> its other names."""
+    """Return first name of each shared parameter -> its other names."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

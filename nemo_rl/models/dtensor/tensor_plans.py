@@ -1,4 +1,4 @@
-"""Which style each module of a model gets. Called by `parallelize`."""
+"""Tensor-parallel plans: the style of each module of a model. Called by `parallelize`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HEAD = "lm_head"
 def plan_of(
     model: PreTrainedModel, *, custom: Mapping[str, str] | str | None, tp: int, sequence_parallel: bool
 ) -> dict[str, str]:
-    """Pattern of module names -> style: the user's, the one of its type, or what the model says of itself.
+    """Return pattern of module names -> style: the user's, the one of its type, or what the model says of itself.
 
     Raises:
         ConfigError: nothing is known about this model, what is known does not serve sequence parallelism, or the user's
@@ -50,7 +50,7 @@ def plan_of(
 
 
 def _imported(name: str) -> dict[str, str]:
-    """The dictionary that `module:name` or `module.name` stands for."""
+    """Return the dictionary that `module:name` or `module.name` stands for."""
     key = "policy.dtensor_cfg.custom_parallel_plan"
     module, _, attribute = name.rpartition(":" if ":" in name else ".")
     try:

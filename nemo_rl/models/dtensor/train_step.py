@@ -18,10 +18,9 @@ from nemo_rl.distributed.parallel_groups import ParallelGroups
 from nemo_rl.errors import NonFiniteError
 from nemo_rl.models.dtensor.optim import LossScaler
 from nemo_rl.models.dtensor.parallelize import PolicyModel, as_fsdp
-from nemo_rl.models.local_shard import local_shard
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale
 from nemo_rl.models.policy.microbatch import Microbatch, build_microbatch
-from nemo_rl.models.policy.recording.observer import NO_OBSERVER, PassObserver
+from nemo_rl.models.policy.observer import NO_OBSERVER, PassObserver
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes
 from nemo_rl.models.policy.steps import (
     BatchForm,
@@ -36,17 +35,18 @@ from nemo_rl.models.policy.steps import (
     sum_over_shards,
     trained_tokens,
 )
+from nemo_rl.models.shards import local_shard
 from nemo_rl.torch_private import norms_of, scale_
 from nemo_rl.utils.metrics import Reduction
 
 __all__ = ["OptimizerStep", "StepRunner"]
 
 CLIP_EPSILON = 1e-6
-"""As in torch's own clipping."""
+"""Epsilon of torch's own clipping."""
 
 
 class StepRunner:
-    """`Runner` on a sharded model."""
+    """The `Runner` of a sharded model."""
 
     def __init__(
         self,
@@ -71,11 +71,6 @@ class StepRunner:
         *,
         computed: Sequence[str] = (),
     ) -> torch.Tensor:
-        """`[c, N, T]` float32, 0 where no token is selected (collective); see `Runner.logprobs`.
-
-        Raises:
-            NonFiniteError: on every rank, when any rank met NaN or inf; names the rows.
-        """
         self._model.eval()
         result_cNT = logprob_result(select_NT, computed)
         bad: list[int] = []
@@ -93,7 +88,6 @@ class StepRunner:
     def topk_logits(
         self, batch: BatchedDataDict, microbatches: Sequence[Sequence[int]], *, k: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values and ids `[N, T, k]` of the largest logits at each position, 0 in the padding (collective)."""
         self._model.eval()
         ids_NT = batch.tensor("input_ids")
         values_NTk = torch.zeros(*ids_NT.shape, k, dtype=torch.float32, device=ids_NT.device)
@@ -118,12 +112,6 @@ class StepRunner:
         *,
         is_training: bool,
     ) -> StepOutcome:
-        """One global batch (collective), evaluated without gradients unless `is_training`.
-
-        Raises:
-            NonFiniteError: on every rank, when loss, log-probabilities or gradients are NaN or inf; weights and
-                optimizer are as before.
-        """
         if scale.valid_tokens == 0:
             return StepOutcome(loss=0.0, grad_norm=0.0, metrics=())
         if not is_training:
@@ -211,7 +199,7 @@ class StepRunner:
         raise_together(what, batch, rows, is_writer=self._groups.is_writer, device=device)
 
     def _forward(self, micro: Microbatch, computed: Sequence[str] = ()) -> tuple[torch.Tensor, ...]:
-        """`[n, t]` log-probabilities, and of `COMPUTED_FIELDS` those that are asked for."""
+        """Return `[n, t]` log-probabilities, and of `COMPUTED_FIELDS` those that are asked for."""
         found_cM = self._model(micro.inputs, sampling=self._layout.sampling, computed=computed)
         if not micro.rows:
             # The sum of no token: zero, but connected to the parameters, so that this rank's collectives take place.
@@ -238,7 +226,8 @@ class OptimizerStep:
         self.scaler = scaler
 
     def finish(self) -> float | None:
-        """Clips and steps (collective). The global norm before clipping, or None if it is not finite: no step then."""
+        """Clip and step (collective). Return the global norm before clipping, or None if it is not finite: no step
+        then."""
         grads = [p.grad for p in self._model.parameters() if p.grad is not None]
         if self.scaler.scale != 1.0:
             scale_([local_shard(grad) for grad in grads], 1.0 / self.scaler.scale)
@@ -254,7 +243,7 @@ class OptimizerStep:
         return norm
 
     def retry(self) -> bool:
-        """Lowers the loss scale; False when it cannot be the cause."""
+        """Lower the loss scale; False when it cannot be the cause."""
         if not self.scaler.can_retry():
             return False
         self.scaler.on_overflow()
@@ -262,7 +251,7 @@ class OptimizerStep:
 
 
 def grad_norm(grads: Sequence[torch.Tensor], groups: ParallelGroups) -> float:
-    """2-norm of the whole gradient (collective over all ranks).
+    """Return the 2-norm of the whole gradient (collective over all ranks).
 
     Weights that every tensor-parallel rank holds count once, the parts of split ones are added up.
     """

@@ -14,10 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import PreTrainedModel
 
-from nemo_rl.models.boxes import Box, chunk_of
 from nemo_rl.models.hf_folder import ModelWeights, WeightSource, open_weights
 from nemo_rl.models.loading import load_causal_lm, named_weights
-from nemo_rl.models.local_shard import local_shard
+from nemo_rl.models.shards import Box, chunk_of, local_shard
 
 __all__ = ["box_of", "boxes_of", "fill_shards", "make_room", "name_differences", "open_source"]
 
@@ -25,14 +24,16 @@ ROWS = 0
 
 
 def name_differences(model: torch.nn.Module, source: WeightSource) -> list[str]:
-    """Names of weights that one side lacks, or that have another whole shape; empty when the source fits the model."""
+    """Return names of weights that one side lacks, or that have another whole shape; empty when the source fits the
+    model."""
     own = {name: tuple(weight.shape) for name, weight in named_weights(model)}
     given = {name: source.shape(name) for name in source.names()}
     return sorted({name for name, _ in own.items() ^ given.items()})
 
 
 def open_source(folder: str | Path, model: PreTrainedModel) -> WeightSource:
-    """The weights of a folder for `model`, read one at a time; whole where only transformers understands the names.
+    """Return the weights of a folder for `model`, read one at a time; whole where only transformers understands the
+    names.
 
     Raises:
         ModelFolderError: the folder is missing, incomplete or unreadable.
@@ -45,7 +46,7 @@ def open_source(folder: str | Path, model: PreTrainedModel) -> WeightSource:
 
 
 def make_room(model: torch.nn.Module, device: torch.device) -> None:
-    """Gives every parameter on the meta device memory for this rank's shard, without values.
+    """Give every parameter on the meta device memory for this rank's shard, without values.
 
     Args:
         model: as `parallelize` left it: what FSDP knows of its parameters follows.
@@ -63,7 +64,7 @@ def make_room(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def fill_shards(model: torch.nn.Module, source: WeightSource) -> None:
-    """Copies this rank's part of every weight; of whole rows no others are read.
+    """Copy this rank's part of every weight; of whole rows no others are read.
 
     Raises:
         ModelFolderError: a file turned out to be damaged; some weights are filled already.
@@ -94,7 +95,7 @@ def _with_memory(parameter: torch.nn.Parameter, device: torch.device) -> torch.n
 
 
 def box_of(weight: torch.Tensor, *, rank: int) -> Box | None:
-    """What a rank has of a weight; None where it has no part in this rank's mesh.
+    """Return the box that a rank has of a weight, or None where it has no part in this rank's mesh.
 
     The tensor axis is the inner one: it splits first, and FSDP splits what is left.
     """
@@ -113,7 +114,8 @@ def box_of(weight: torch.Tensor, *, rank: int) -> Box | None:
 
 
 def boxes_of(weight: torch.Tensor, *, world_size: int) -> list[Box | None]:
-    """The boxes that make up a weight, by the rank that gives each; None where it has a copy of another's, or nothing.
+    """Return the boxes that make up a weight, by the rank that gives each; None where it has a copy of another's, or
+    nothing.
 
     Where a weight is on several meshes the one of rank 0 gives it.
     """
@@ -130,6 +132,6 @@ def boxes_of(weight: torch.Tensor, *, world_size: int) -> list[Box | None]:
 
 
 def _places_of(weight: DTensor, rank: int) -> list[int] | None:
-    """Of a rank, along each axis of this rank's mesh; None outside of it."""
+    """Return the places of a rank along each axis of this rank's mesh, or None outside of it."""
     places: list[list[int]] = (weight.device_mesh.mesh == rank).nonzero().tolist()
     return places[0] if places else None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.models.policy.tracing.phases import TraceSpec
+from nemo_rl.models.policy.tracing import TraceSpec
 from nemo_rl.routes.places import RecordedRoutes
 from nemo_rl.utils.metrics import Reduction, merge_metrics
 

@@ -20,15 +20,15 @@ class RowRequest:
     prompt: tuple[int, ...]
     seed: int
     max_new_tokens: int
-    """At least 1; already cut to what the total length leaves."""
+    """Most tokens to sample, at least 1; already cut to what the total length leaves."""
     number: int = 0
-    """Of the row in its request; named in errors."""
+    """Number of the row in its request; named in errors."""
     forced: tuple[int, ...] | None = None
     """The response, as long as `max_new_tokens`; None: it is drawn."""
 
 
 def rows_of(request: GenerationRequest, *, max_total_length: int) -> list[RowRequest]:
-    """All rows, prompt by prompt.
+    """Return all rows, prompt by prompt.
 
     Args:
         max_total_length: prompt and response together, in tokens.
@@ -57,7 +57,7 @@ def rows_of(request: GenerationRequest, *, max_total_length: int) -> list[RowReq
 
 
 def _forced(rows: Sequence[RowRequest], responses: Sequence[tuple[int, ...]]) -> list[RowRequest]:
-    """The rows with given responses."""
+    """Return the rows with given responses."""
     if len(responses) != len(rows):
         raise ValueError(f"expected a forced response for each of {len(rows)} rows, got {len(responses)}")
     for row, response in zip(rows, responses, strict=True):

@@ -10,28 +10,74 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError
-from nemo_rl.models.megatron.rope import rotary_problems
 
-__all__ = ["SUPPORTED", "Architecture", "Mixture", "check_fits", "layers_of_stages"]
+__all__ = [
+    "SUPPORTED",
+    "Architecture",
+    "Mixture",
+    "check_fits",
+    "layers_of_stages",
+    "rotary_frequencies",
+    "rotary_problems",
+]
+
+KINDS = ("default", "linear", "llama3", "yarn")
+"""`rope_type`s whose frequencies do not depend on the length of a sequence."""
+PARTIAL = ("glm4_moe",)
+"""Families that rotate a part of each head."""
+
+
+def rotary_problems(config: PretrainedConfig) -> list[str]:
+    """Return the settings that have no counterpart here, one line each; empty where `rotary_frequencies` is right."""
+    rope: Mapping[str, Any] = config.rope_parameters or {}
+    kind = rope.get("rope_type")
+    if kind not in KINDS:
+        return [f"positions of rope_type {kind!r} (expected {', '.join(KINDS)})"]
+    part = rope.get("partial_rotary_factor", 1.0)
+    if part != 1.0 and config.model_type not in PARTIAL:
+        # Hugging Face ignores it for the default kind, and fails for the others.
+        return [f"positions in a part of each head (partial_rotary_factor {part})"]
+    try:
+        _, factor = rotary_frequencies(config)
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        return [f"unreadable rope_parameters ({type(error).__name__}: {error})"]
+    if part != 1.0 and factor != 1.0:
+        return [f"scaled positions (attention_factor {factor:.3f}) in a part of each head"]
+    return []
+
+
+def rotary_frequencies(config: PretrainedConfig) -> tuple[torch.Tensor, float]:
+    """Return inverse frequencies `[D / 2]` float32, and the factor of both cosine and sine (yarn)."""
+    rope = config.rope_parameters
+    if rope["rope_type"] != "default":
+        frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+        return frequencies, float(factor)
+    head_dim = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
+    dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    powers = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    return 1.0 / (rope["rope_theta"] ** powers), 1.0
+
 
 SUPPORTED = ("glm4_moe", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """`model_type`s that the Megatron worker trains."""
 OUTPUT_BIAS = ("llama", "qwen3", "qwen3_moe")
-"""Where `attention_bias` is a bias of the output projection too."""
+"""Model types whose `attention_bias` is a bias of the output projection too."""
 MIXTURES = ("glm4_moe", "mixtral", "qwen3_moe")
 HEAD_NORMS = ("qwen3", "qwen3_moe")
 QKV_BIAS = ("qwen2",)
 BY_CONFIG = ("glm4_moe",)
-"""Where the config says whether there are head norms and biases of query, key and value; others ignore its keys."""
+"""Model types whose config says if there are head norms and biases of query, key and value; others ignore its keys."""
 LAYER_KINDS = ("qwen2", "qwen3")
-"""Where `layer_types` says which layers have a window."""
+"""Model types whose `layer_types` names the layers that have a window."""
 WINDOWED = ("mistral", "mixtral", "qwen3_moe")
-"""Where `sliding_window` holds for every layer."""
+"""Model types whose `sliding_window` holds for every layer."""
 EXPERT_KEYS = (
     "freeze_moe_router",
     "moe_router_dtype",
@@ -51,18 +97,18 @@ class Mixture:
     num_experts: int
     top_k: int
     intermediate_size: int
-    """Of each expert."""
+    """Intermediate size of each expert."""
     score: str = "softmax"
     """`softmax`, or `sigmoid` with a bias that only chooses (DeepSeek-V3)."""
     normalises: bool = True
-    """Whether the chosen experts' weights add up to one."""
+    """True where the chosen experts' weights add up to one."""
     scaling: float = 1.0
-    """Of the chosen weights."""
+    """Factor of the chosen weights."""
     num_groups: int = 1
     top_groups: int = 1
     """Experts are chosen within this many of the groups."""
     shared_intermediate_size: int = 0
-    """Of the experts that every token takes, together; 0 without."""
+    """Intermediate size of all experts together that every token takes; 0 without such."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +130,7 @@ class Architecture:
     """Key and value heads."""
     head_dim: int
     intermediate_size: int
-    """Of the layers without experts."""
+    """Intermediate size of the layers without experts."""
     vocab_size: int
     padding_token: int | None
     """Its embedding gets no gradient from where the token is read; None without."""
@@ -104,7 +150,7 @@ class Architecture:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> Architecture:
-        """The architecture of a Hugging Face config.
+        """Return the architecture of a Hugging Face config.
 
         Raises:
             ConfigError: of another model type, or with a part that has no counterpart here.
@@ -144,7 +190,7 @@ class Architecture:
 
 
 def check_fits(shape: Architecture, config: PolicyConfig) -> None:
-    """Compares an architecture with `policy.megatron_cfg`.
+    """Compare an architecture with `policy.megatron_cfg`.
 
     Raises:
         ConfigError: names the key and what to set.
@@ -177,7 +223,7 @@ def _division_problems(shape: Architecture, config: PolicyConfig) -> list[str]:
         ]
     problems = [f"{key}: {count} {what} do not divide by {size}" for key, size, what, count in divided if count % size]
     if vocabulary % tensor:
-        # Not padded: the vocabularies of released models divide by 8 and more.
+        # The vocabulary is not padded: the vocabularies of released models divide by 8 and more.
         problems.append(
             f"{key}: {vocabulary} tokens in the vocabulary do not divide by {tensor}; set a divisor of {vocabulary}, "
             f"or resize the embeddings in the model folder to {vocabulary + tensor - vocabulary % tensor}"
@@ -206,7 +252,7 @@ def _pipeline_problems(shape: Architecture, config: PolicyConfig) -> list[str]:
 
 
 def layers_of_stages(shape: Architecture, config: PolicyConfig) -> tuple[int, ...]:
-    """Layers of each pipeline stage; empty where they cannot be shared."""
+    """Return layers of each pipeline stage; empty where they cannot be shared."""
     section, stages = config.megatron_cfg, config.parallel_sizes.pipeline
     first, last = section.num_layers_in_first_pipeline_stage, section.num_layers_in_last_pipeline_stage
     given = [number for number in (first, last) if number is not None]
@@ -329,13 +375,14 @@ def _mixture(model_type: str, given: Mapping[str, Any]) -> Mixture | None:
 
 
 def _padding_token(given: Mapping[str, Any]) -> int | None:
-    """As `torch.nn.Embedding` reads it: a negative one counts from the end of the vocabulary."""
+    """Return the padding token as `torch.nn.Embedding` reads it: a negative one counts from the end of the
+    vocabulary."""
     token = given.get("pad_token_id")
     return None if token is None else int(token) % int(given["vocab_size"])
 
 
 def _number_of_experts(given: Mapping[str, Any]) -> int:
-    """Releases of transformers differ in the name."""
+    """Return a setting of one of several names: releases of transformers differ in the name."""
     return next(int(given[name]) for name in ("num_experts", "n_routed_experts", "num_local_experts") if name in given)
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from nemo_rl.models.megatron.architecture import rotary_frequencies
 from nemo_rl.models.megatron.mcore import MegatronModule, PackedSeqParams, TransformerConfig
-from nemo_rl.models.megatron.rope import rotary_frequencies
 from nemo_rl.models.varlen_attention import Pattern, Segments, varlen_attention
 
 __all__ = ["PackedSegments", "Rotary", "SegmentAttention"]
@@ -26,7 +26,7 @@ SEGMENT_FORMAT = "segments"
 
 @dataclass
 class PackedSegments(PackedSeqParams):  # type: ignore[misc]
-    """What every layer of a pass needs to know besides the activations."""
+    """The sequences of a pass, which every layer needs besides the activations."""
 
     qkv_format: str = SEGMENT_FORMAT
     segments: Segments | None = None
@@ -47,14 +47,15 @@ class Rotary(torch.nn.Module):
         self.inverse_frequencies, self.attention_scaling = rotary_frequencies(config)
 
     def get_rotary_seq_len(self, *args: Any, **_: object) -> torch.Tensor:
-        """megatron-core asks for a length and hands it to `forward`; here it is the positions themselves."""
+        """Return the positions: megatron-core asks for a length and hands it to `forward`; here it is the positions
+        themselves."""
         packed = args[4]
         assert isinstance(packed, PackedSegments), "the pass has no PackedSegments"
         assert packed.position_s is not None
         return packed.position_s
 
     def forward(self, position_s: torch.Tensor, **_: object) -> torch.Tensor:
-        """`[s, 1, 1, D]` float32."""
+        """Return `[s, 1, 1, D]` float32."""
         self.inverse_frequencies = self.inverse_frequencies.to(position_s.device)
         angles = torch.outer(position_s.float(), self.inverse_frequencies)
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
@@ -82,7 +83,7 @@ class SegmentAttention(MegatronModule):  # type: ignore[misc]
         packed_seq_params: PackedSegments | None = None,
         **_: object,
     ) -> torch.Tensor:
-        """`[s, n, H * D]` (collective over the context group).
+        """Return `[s, n, H * D]` (collective over the context group).
 
         Args:
             query: `[s, n, H, D]`; key and value `[s, n, G, D]`.

@@ -21,11 +21,11 @@ from nemo_rl.utils.metrics import Mean, Reduction
 __all__ = ["AuxiliaryLoss", "average_over_microbatches", "count_tokens_without_padding"]
 
 METRIC = "moe_load_balancing_loss"
-"""Of the routers, before its coefficient; 1 is a perfect balance."""
+"""Balancing loss of the routers, before its coefficient; 1 is a perfect balance."""
 
 
 class AuxiliaryLoss:
-    """One global batch after the other; does nothing for a model or a config without it."""
+    """Reports the balancing loss of each global batch; does nothing for a model or a config without it."""
 
     def __init__(self, config: DecoderConfig, *, num_shards: int, device: torch.device) -> None:
         """Args:
@@ -38,7 +38,7 @@ class AuxiliaryLoss:
         self._num_losses = 1
 
     def begin(self, num_microbatches: int) -> None:
-        """Called before the first microbatch.
+        """Begin a global batch, before its first microbatch.
 
         Args:
             num_microbatches: of each rank; every one has a loss, or with `global_aux_loss` one over all shards.
@@ -51,11 +51,11 @@ class AuxiliaryLoss:
         self._config.grad_scale_func = lambda loss: loss / self._num_losses
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """The main loss, so that what `grad_scale_func` makes of it is the loss itself."""
+        """Return the main loss, so that what `grad_scale_func` makes of it is the loss itself."""
         return loss * self._num_losses if self.is_on else loss
 
     def padding(self, micro: Microbatch, *, tp_rank: int, is_first_stage: bool) -> torch.Tensor | None:
-        """`[n, s]` bool: positions that routers leave out of the balance; None where all count or none.
+        """Return `[n, s]` bool: positions that routers leave out of the balance; None where all count or none.
 
         megatron-core splits it over the sequence parallel ranks in the first stage only.
         """
@@ -68,7 +68,7 @@ class AuxiliaryLoss:
         return mask_ns
 
     def metrics(self) -> list[dict[str, Reduction]]:
-        """(collective over all ranks) The mean over the layers and losses since `begin`."""
+        """(collective over all ranks) Return the mean over the layers and losses since `begin`."""
         if not self.is_on:
             return []
         # Every rank holds its layers' and its tokens' part of each loss.
@@ -78,14 +78,14 @@ class AuxiliaryLoss:
 
 
 def average_over_microbatches(module: torch.nn.Module) -> None:
-    """Takes back megatron-core's weight of each router's loss, the tokens of one rank, which depends on the layout."""
+    """Take back megatron-core's weight of each router's loss, the tokens of one rank, which depends on the layout."""
     for part in module.modules():
         if isinstance(part, TopKRouter):
             part.calculate_per_token_loss = False
 
 
 def count_tokens_without_padding(module: torch.nn.Module) -> None:
-    """Replaces the count of each expert's tokens, by which a router's bias moves.
+    """Replace the count of each expert's tokens, by which a router's bias moves.
 
     megatron-core's own takes the mask of the tokens for one of the experts (0.16.1): an error, or with as many experts
     as tokens other counts.
@@ -106,7 +106,8 @@ def _count_tokens(router: TopKRouter, routing_map: torch.Tensor, padding_mask: t
 
 @contextmanager
 def biases_kept_on_error(module: torch.nn.Module) -> Iterator[None]:
-    """Around a global batch: megatron-core moves the routers' biases with the gradients, before those are looked at."""
+    """Surround a global batch: megatron-core moves the routers' biases with the gradients, before those are looked
+    at."""
     kept = [(bias, bias.clone()) for name, bias in module.named_buffers() if name.endswith(".expert_bias")]
     try:
         yield

@@ -23,7 +23,6 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from nemo_rl.errors import CheckpointError
-from nemo_rl.models.boxes import Box, chunk_of
 from nemo_rl.models.checkpoint_folder import (
     WRITE_ERRORS,
     cause_text,
@@ -52,6 +51,7 @@ from nemo_rl.models.megatron.mcore import (
 from nemo_rl.models.megatron.optim import PolicyOptimizer
 from nemo_rl.models.megatron.setup import MegatronModel
 from nemo_rl.models.policy.interfaces import TensorInfo
+from nemo_rl.models.shards import Box, chunk_of
 
 __all__ = ["MegatronSnapshot", "OptimizerSnapshot", "equal_share", "load_optimizer"]
 
@@ -76,7 +76,7 @@ class OptimizerSnapshot:
     """A rank's part of model and optimizer at one moment, as megatron-core's format has it."""
 
     tensors: Any
-    """As torch's checkpoints take them."""
+    """State dict as torch's checkpoints take it."""
     random_states: dict[str, Any]
     document: dict[str, Any]
 
@@ -123,7 +123,7 @@ class OptimizerSnapshot:
             self._write_own(target)
 
     def _write_own(self, target: Path) -> None:
-        """What is no tensor of the model: without collectives."""
+        """Write what is no tensor of the model, without collectives."""
         torch.save(self.random_states, _random_file(target))
         if dist.get_rank() == 0:
             # megatron-core's own way to write what is no tensor differs between its releases; each reads this one.
@@ -134,8 +134,8 @@ class OptimizerSnapshot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MegatronSnapshot:
-    """See `Snapshot`. What is written here and now is gathered weight by weight; what is written later is kept as
-    equal parts of all weights."""
+    """A `Snapshot` of a Megatron rank. What is written here and now is gathered weight by weight; what is written
+    later is kept as equal parts of all weights."""
 
     model: ModelDescription
     weights: Share | Iterator[tuple[str, torch.Tensor]]
@@ -156,7 +156,7 @@ class MegatronSnapshot:
 
 
 def equal_share(infos: Mapping[str, TensorInfo], weights: Iterator[tuple[str, torch.Tensor]]) -> Share:
-    """(collective, as the gathering of `weights` is) Keeps this rank's rows of every weight, on the CPU.
+    """(collective, as the gathering of `weights` is) Keep this rank's rows of every weight, on the CPU.
 
     Args:
         weights: all of `infos`, whole, one at a time.
@@ -180,7 +180,7 @@ def _row_boxes(shape: tuple[int, ...], count: int) -> list[Box | None]:
 
 
 def load_optimizer(model: MegatronModel, optimizer: PolicyOptimizer, folder: Path) -> dict[str, float]:
-    """Reads what an `OptimizerSnapshot` wrote, in any layout; returns the trainer state.
+    """Read what an `OptimizerSnapshot` wrote, in any layout; return the trainer state.
 
     Weights and buffers of the model are read, too. The random state is restored when the number of ranks is the same;
     otherwise there is none to restore.
@@ -219,7 +219,7 @@ def load_optimizer(model: MegatronModel, optimizer: PolicyOptimizer, folder: Pat
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Places:
-    """What a rank has of model and optimizer, and where that lies in the whole."""
+    """The parts of model and optimizer that a rank has, and their places in the whole."""
 
     model: dict[str, Any]
     """megatron-core's sharded tensors by name of the weight."""
@@ -236,12 +236,13 @@ class _Places:
 
     @property
     def shards(self) -> dict[str, dict[str, Any]]:
-        """All tensors, in flat dicts: megatron-core loses its place in nested lists of which a rank has only some."""
+        """Return all tensors, in flat dicts: megatron-core loses its place in nested lists of which a rank has only
+        some."""
         own = {path: leaf for path, leaf in _leaves(self.tree) if isinstance(leaf, ShardedBase)}
         return {"model": dict(self.model), "optimizer": own}
 
     def filled(self, loaded: dict[str, torch.Tensor]) -> dict[Any, Any]:
-        """The tree with loaded tensors for leaves; all that is no tensor stays as it is in this run."""
+        """Return the tree with loaded tensors for leaves; all that is no tensor stays as it is in this run."""
 
         def fill(path: str, leaf: Any) -> Any:
             if isinstance(leaf, LocalNonpersistentObject):
@@ -253,7 +254,7 @@ class _Places:
 
 
 def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves of nested dicts and lists by their path."""
+    """Return the leaves of nested dicts and lists by their path."""
     if not isinstance(tree, dict | list):
         yield path, tree
         return
@@ -262,7 +263,7 @@ def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _mapped(tree: Any, function: Callable[[str, Any], Any], path: str = "") -> Any:
-    """The tree with other leaves."""
+    """Return the tree with other leaves."""
     if isinstance(tree, dict):
         return {key: _mapped(branch, function, f"{path}/{key}") for key, branch in tree.items()}
     if isinstance(tree, list):

@@ -48,7 +48,7 @@ class _Groups:
 
 
 def weight_infos(hf_config: PretrainedConfig, dtype: torch.dtype) -> dict[str, TensorInfo]:
-    """What `export_weights` yields for a model of this precision, in its order; without communication."""
+    """Return what `export_weights` yields for a model of this precision, in its order; without communication."""
     return {
         part.name: TensorInfo(shape=part.shape, dtype=str(_dtype(weight, dtype)).removeprefix("torch."))
         for weight in weights_of(Architecture.of(hf_config))
@@ -58,7 +58,7 @@ def weight_infos(hf_config: PretrainedConfig, dtype: torch.dtype) -> dict[str, T
 
 
 def load_weights(model: MegatronModel, source: WeightSource) -> None:
-    """Fills this rank's parameters and persistent buffers in place; reads only the layers and experts it has.
+    """Fill this rank's parameters and persistent buffers in place; read only the layers and experts it has.
 
     Half precision optimizers keep copies of the weights, which they must take anew afterwards.
 
@@ -77,7 +77,7 @@ def load_weights(model: MegatronModel, source: WeightSource) -> None:
 
 
 def export_weights(model: MegatronModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """(collective) Every weight, whole, by the name of the Hugging Face module, on this rank's device.
+    """(collective) Yield every weight, whole, by the name of the Hugging Face module, on this rank's device.
 
     All ranks iterate to the end, at the same pace. The tensors are contiguous and share no memory with the model. A
     tied head is left out.
@@ -86,7 +86,7 @@ def export_weights(model: MegatronModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def export_gradients(model: MegatronModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """(collective) As `export_weights`, the gradients in float32 once they are complete on every rank.
+    """(collective) Yield, like `export_weights`, the gradients in float32 once they are complete on every rank.
 
     Weights without one (frozen, or buffers) have zeros.
     """
@@ -106,21 +106,21 @@ def _gradient_of(tensor: Any) -> torch.Tensor:
 def _export_all(
     model: MegatronModel, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(collective) Whole tensors from each rank's parts of them."""
+    """(collective) Return whole tensors from each rank's parts of them."""
     groups = _Groups.of_rank()
     stages = range(groups.pipeline.size())
     first_layers = [get_transformer_layer_offset(model.config, pp_rank=stage) for stage in stages]
     for weight in weights_of(model.shape):
         if not weight.is_copy:
             stage = bisect_right(first_layers, weight.layer) - 1
-            # A generator of its own, so that nothing of this weight is left when the next is gathered.
+            # A separate generator, so that nothing of this weight is left when the next is gathered.
             yield from _export(weight, tensors, groups, stage=stage, dtype=dtype)
 
 
 def _export(
     weight: Weight, tensors: Mapping[str, torch.Tensor], groups: _Groups, *, stage: int, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(collective) The parts of a weight that a pipeline stage has."""
+    """(collective) Yield the parts of a weight that a pipeline stage has."""
     dtype = _dtype(weight, dtype)
     if stage == groups.pipeline.rank():
         gather = _gather_experts if weight.num_experts else _gather_split
@@ -139,7 +139,7 @@ def _dtype(weight: Weight, dtype: torch.dtype) -> torch.dtype:
 
 
 def _tensors(module: GPTModel, config: DecoderConfig) -> dict[str, torch.Tensor]:
-    """This rank's parameters and buffers by the names of the table."""
+    """Return this rank's parameters and buffers by the names of the table."""
     first = get_transformer_layer_offset(config)
     held = (*module.named_parameters(), *module.named_buffers())
     return {table_name(name, first_layer=first): tensor for name, tensor in held}
@@ -168,7 +168,7 @@ def _check_same_model(shape: Architecture, source: WeightSource) -> None:
 
 
 def _fill_split(weight: Weight, tensors: Mapping[str, torch.Tensor], source: WeightSource, groups: _Groups) -> set[str]:
-    """The names that were filled: none where another stage has the weight."""
+    """Return the names that were filled: none where another stage has the weight."""
     if weight.local not in tensors:
         return set()
     packed = weight.pack([source.get(part.name) for part in weight.parts])
@@ -180,7 +180,7 @@ def _fill_split(weight: Weight, tensors: Mapping[str, torch.Tensor], source: Wei
 def _fill_experts(
     weight: Weight, tensors: Mapping[str, torch.Tensor], source: WeightSource, groups: _Groups
 ) -> set[str]:
-    """As `_fill_split`, expert by expert."""
+    """Fill the parts of a weight like `_fill_split`, expert by expert."""
     count = weight.num_experts // groups.expert.size()
     names = [weight.local.format(expert=expert) for expert in range(count)]
     if names[0] not in tensors:
@@ -208,7 +208,7 @@ def _gather_split(weight: Weight, tensors: Mapping[str, torch.Tensor], groups: _
 
 
 def _gather_experts(weight: Weight, tensors: Mapping[str, torch.Tensor], groups: _Groups) -> torch.Tensor:
-    """Expert by expert, so that besides the result there is little more than one of each rank."""
+    """Gather a weight expert by expert, so that besides the result there is little more than one of each rank."""
     whole = tensors[weight.local.format(expert=0)].new_empty(weight.shape)
     of_ranks = whole.unflatten(0, (groups.expert.size(), -1))
     for expert in range(of_ranks.shape[1]):
@@ -219,7 +219,7 @@ def _gather_experts(weight: Weight, tensors: Mapping[str, torch.Tensor], groups:
 
 
 def _gather(shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """All ranks' tensors, `[size, ...]`; on one rank without a copy."""
+    """Return all ranks' tensors, `[size, ...]`; on one rank without a copy."""
     if group.size() == 1:
         return shard.unsqueeze(0)
     gathered = shard.new_empty((group.size(), *shard.shape))

@@ -26,7 +26,7 @@ OTHER_NAMES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """How the ranks of a tensor parallel group share a weight.
+    """The division of a weight over the ranks of a tensor parallel group.
 
     Example:
         Rows `g0 g1 u0 u1` of two halves over two ranks: rank 0 has `g0 u0`, rank 1 has `g1 u1`.
@@ -35,19 +35,19 @@ class Split:
     """
 
     dim: int | None = None
-    """That is divided; None: every rank has the whole."""
+    """Dim that is divided; None where every rank has the whole."""
     runs: int = 1
     """Equal runs of this dimension, each of which is divided by itself."""
 
     def shard(self, whole: torch.Tensor, *, rank: int, size: int) -> torch.Tensor:
-        """A rank's part."""
+        """Return a rank's part."""
         if self.dim is None:
             return whole
         divided = whole.unflatten(self.dim, (self.runs, size, -1))
         return divided.select(self.dim + 1, rank).flatten(self.dim, self.dim + 1)
 
     def join(self, shards: torch.Tensor) -> torch.Tensor:
-        """The whole from all ranks' parts, `[size, ...]`."""
+        """Return the whole from all ranks' parts, `[size, ...]`."""
         if self.dim is None:
             return shards[0]
         divided = shards.unflatten(self.dim + 1, (self.runs, -1))
@@ -77,11 +77,11 @@ class Weight:
     """
 
     local: str
-    """In megatron-core, layers counted over the whole model; of experts with `{expert}`, counted on the rank."""
+    """Name in megatron-core, layers counted over the whole model; of experts with `{expert}`, counted on the rank."""
     layer: int
     """Its pipeline stage is that of this layer."""
     parts: tuple[Part, ...]
-    """In the Hugging Face module. Of experts a single one, whose first dimension is the expert."""
+    """Parts in the Hugging Face module; experts have a single one, whose first dim is the expert."""
     split: Split = WHOLE
     """Over the tensor parallel ranks, or over the expert tensor parallel ones."""
     groups: int = 1
@@ -89,30 +89,30 @@ class Weight:
     num_experts: int = 0
     """0 of a weight that is not one of an expert."""
     is_copy: bool = False
-    """Of a weight that another entry has: it is loaded twice and exported once."""
+    """True where another entry has the same weight: it is loaded twice and exported once."""
     is_float32: bool = False
     """Whatever the precision of the model."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of all parts together."""
+        """Return the shape of all parts together."""
         first = self.parts[0].shape
         return (sum(part.shape[0] for part in self.parts), *first[1:])
 
     def pack(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """All parts as one tensor of `shape`; a single one as it is, so that what lies in a file stays there."""
+        """Return all parts as one tensor of `shape`; a single one as it is, so that what lies in a file stays there."""
         if len(parts) == 1:
             return parts[0]
         return torch.cat([part.unflatten(0, (self.groups, -1)) for part in parts], dim=1).flatten(0, 1)
 
     def unpack(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of a contiguous tensor of `shape`, contiguous too."""
+        """Return the parts of a contiguous tensor of `shape`, contiguous too."""
         rows = [part.shape[0] // self.groups for part in self.parts]
         return [part.flatten(0, 1) for part in packed.unflatten(0, (self.groups, -1)).split(rows, dim=1)]
 
 
 def table_name(name: str, *, first_layer: int) -> str:
-    """A name in megatron-core's module as the table has it.
+    """Return a name in megatron-core's module as the table has it.
 
     Example:
         >>> table_name("decoder.layers.0.mlp.experts.linear_fc1.weight3", first_layer=4)
@@ -128,7 +128,7 @@ def table_name(name: str, *, first_layer: int) -> str:
 
 
 def weights_of(shape: Architecture) -> Iterator[Weight]:
-    """All weights of a model, from the embedding to the head."""
+    """Yield all weights of a model, from the embedding to the head."""
     vocabulary = (shape.vocab_size, shape.hidden_size)
     embedding = (Part(name="model.embed_tokens.weight", shape=vocabulary),)
     yield Weight(local="embedding.word_embeddings.weight", layer=0, parts=embedding, split=ROWS)

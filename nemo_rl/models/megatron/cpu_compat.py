@@ -1,4 +1,4 @@
-"""What megatron-core needs to run where there is no CUDA. The only place that adapts it.
+"""Adaptations of megatron-core to a machine without CUDA. The only place that adapts it.
 
 `mcore` calls `importing` around its imports; builders call `as_if_cuda` around the few calls that ask a tensor whether
 it is on a GPU. With CUDA both do nothing. Invariant: torch itself stays as it is for everyone else in the process. The
@@ -50,13 +50,13 @@ FACTORIES = (
 
 
 def has_cuda() -> bool:
-    """Whether megatron-core can do what it was made for."""
+    """Return whether megatron-core runs on the devices that it was made for."""
     return torch.cuda.is_available()
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Around the first import of megatron-core's modules.
+    """Surround the first import of megatron-core's modules.
 
     Raises:
         ConfigError: another release of megatron-core on a machine without CUDA.
@@ -74,7 +74,7 @@ def importing() -> Iterator[None]:
 
 
 def install() -> int:
-    """Rebinds `torch` in every module of megatron-core that is imported by now; returns how many. Idempotent."""
+    """Rebind `torch` in every module of megatron-core that is imported by now; return how many. Idempotent."""
     if has_cuda():
         return 0
     changed = 0
@@ -92,7 +92,7 @@ def install() -> int:
 
 @contextmanager
 def as_if_cuda() -> Iterator[None]:
-    """Around building and stepping an optimizer, and building or loading a model.
+    """Surround building and stepping an optimizer, and building or loading a model.
 
     megatron-core's optimizers look for parameters of type `torch.cuda.FloatTensor`, and tied embeddings and loaded
     optimizer state are moved by `.cuda()`.
@@ -109,7 +109,7 @@ def _module(name: str) -> Any:
 
 
 def _plain(function: Callable[..., Any] | None = None, **_: object) -> Callable[..., Any]:
-    """`torch.compile` that compiles nothing, with and without arguments."""
+    """Stand in for `torch.compile`, which compiles nothing, with and without arguments."""
     return function if function is not None else lambda decorated: decorated
 
 
@@ -138,7 +138,8 @@ def _check_version() -> None:
 
 
 def _use_cpu_random_state() -> None:
-    """Recomputation and dropout fork the GPU's random state; setting it on a CPU would be queued for ever."""
+    """Fork no random state of a GPU: recomputation and dropout fork the GPU's random state; setting it on a CPU
+    would be queued for ever."""
     random = _module("tensor_parallel.random")
 
     def get_state(device: object = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
@@ -153,8 +154,8 @@ def _use_cpu_random_state() -> None:
 
 
 def _restore_by_copy() -> None:
-    """An output that is recomputed shares memory by an extension that is compiled at first use (0.19). A copy needs no
-    compiler; 0.16 makes one by itself and does not ask for the name."""
+    """Replace the extension by which recomputed outputs share memory, which is compiled at first use (0.19). A copy
+    needs no compiler; 0.16 makes one by itself and does not ask for the name."""
     vars(_module("tensor_parallel.random"))["_get_share_storage"] = lambda: _copy_storage
 
 
@@ -168,7 +169,8 @@ def _is_no_fork_warning(record: logging.LogRecord) -> bool:
 
 
 def _send_lists() -> None:
-    """Expert parallel exchanges take counts from the GPU to lists or arrays; counts on the CPU were left as tensors."""
+    """Let counts be on the CPU: expert parallel exchanges take counts from the GPU to lists or arrays; counts on the
+    CPU were left as tensors."""
     moe_utils, token_dispatcher = _module("transformer.moe.moe_utils"), _module("transformer.moe.token_dispatcher")
 
     def on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -180,8 +182,8 @@ def _send_lists() -> None:
 
 @functools.cache
 def _exchange_uneven_parts() -> None:
-    """With experts split over both their axes, ranks gather and scatter unequal numbers of tokens; gloo knows equal
-    parts only, so they are padded to the longest."""
+    """Pad unequal parts that ranks gather and scatter, where experts are split over both their axes: gloo knows
+    equal parts only."""
     mappings = _module("tensor_parallel.mappings")
     even_gather, even_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
@@ -212,7 +214,8 @@ def _lengthened(part: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _repair_wheel() -> None:
-    """What needs Transformer Engine on any device, for nothing: the router asks `te_general_gemm is not None`."""
+    """Make imports succeed that need Transformer Engine on any device: the router asks `te_general_gemm is not
+    None`."""
     vars(_module("transformer.moe.moe_utils")).setdefault("te_general_gemm", None)
     random = _module("tensor_parallel.random")
     if not random.HAVE_TE:

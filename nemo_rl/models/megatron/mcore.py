@@ -15,7 +15,7 @@ import torch
 from nemo_rl.models.megatron.cpu_compat import importing
 
 with importing(), warnings.catch_warnings():
-    # Hints at Transformer Engine and apex, which are optional here.
+    # Silence hints at Transformer Engine and apex, which are optional here.
     warnings.simplefilter("ignore")
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing import exchange_utils
@@ -133,7 +133,7 @@ for _name in ANNOUNCING:
 
 
 def clear_router_losses() -> None:
-    """Sets the sums of `router_losses` to 0."""
+    """Set the sums of `router_losses` to 0."""
     if get_moe_metrics_tracker is None:
         moe_utils.clear_aux_losses_tracker()
     else:
@@ -141,13 +141,14 @@ def clear_router_losses() -> None:
 
 
 def router_losses() -> list[torch.Tensor]:
-    """Per kind of loss `[layers of the model]`: what this rank's routers added up since the last clearing."""
+    """Return per kind of loss `[layers of the model]`: what this rank's routers added up since the last clearing."""
     if get_moe_metrics_tracker is None:
         return [record["values"] for record in moe_utils.get_moe_layer_wise_logging_tracker().values()]
     return [entry.values for entry in get_moe_metrics_tracker().metrics.values()]
 
 
 def grads_for_norm(part: Any) -> list[torch.Tensor]:
-    """What of this rank counts for the gradient norm of an optimizer: no weight that another rank counts."""
+    """Return the gradients of this rank that count for the norm of an optimizer: of no weight that another rank
+    counts."""
     named = "get_grads_for_grad_norm" if "get_grads_for_grad_norm" in dir(part) else "get_main_grads_for_grad_norm"
     return getattr(part, named)()

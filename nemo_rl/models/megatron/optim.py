@@ -36,7 +36,7 @@ STEP = "step"
 """Counts updates: torch's optimizers keep it per weight and on the CPU, the fused ones per group."""
 ADAM_MOMENTS, SGD_MOMENTS = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-"""Of a checkpoint: any layout can read it, and names are those of Megatron-LM's own folders."""
+"""Sharding of a checkpoint: any layout can read it, and names are those of Megatron-LM's own folders."""
 MASTER = "master"
 """Name of the float32 weights that the optimizer of a half-precision model steps."""
 
@@ -86,44 +86,44 @@ class PolicyOptimizer:
 
     @property
     def calls_done(self) -> int:
-        """Training calls so far."""
+        """Return training calls so far."""
         return int(self._schedule.num_steps)
 
     def apply(self) -> float:
-        """Writes learning rate and weight decay of the next call into the optimizer; returns the learning rate."""
+        """Write learning rate and weight decay of the next call into the optimizer; return the learning rate."""
         self._schedule.step(0)
         return float(self._schedule.get_lr({}))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Of all parts."""
+        """Return the groups of all parts."""
         return [group for part in self._parts for group in part.param_groups]
 
     def advance(self) -> None:
-        """(collective) One training call is done; every rank has the whole weights after it."""
+        """(collective) Advance by one training call; every rank has the whole weights after it."""
         self._schedule.num_steps += 1
         if self._config.overlap_param_gather:
             # Otherwise only the next forward pass would gather them, and an export comes first.
             self._model.ddp.start_param_sync(force_sync=True)
 
     def state_dict(self) -> dict[str, float]:
-        """All that a resume of the schedule needs; the curve itself follows from the config."""
+        """Return all that a resume of the schedule needs; the curve itself follows from the config."""
         return {"calls_done": float(self.calls_done)}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continues the curve after as many calls."""
+        """Continue the curve after as many calls."""
         self._schedule.num_steps = int(state["calls_done"])
 
     # The step.
 
     def zero_grad(self) -> None:
-        """Drops the gradients, reduced or not."""
+        """Drop the gradients, reduced or not."""
         self._model.ddp.zero_grad_buffer()
         self._chain.zero_grad()
 
     @torch.no_grad()
     def finish(self) -> float | None:
-        """Clips and steps (collective over all ranks), after `finalize_model_grads`; the gradients are gone then.
+        """Clip and step (collective over all ranks), after `finalize_model_grads`; the gradients are gone then.
 
         Returns:
             The global norm before clipping, the same on every rank, or None if it is not finite: no step then.
@@ -141,7 +141,8 @@ class PolicyOptimizer:
         return norm if is_finite else None
 
     def _grad_norm(self) -> float:
-        """2-norm of the whole gradient: each optimizer over the ranks that hold its other parts, then their sum.
+        """Return the 2-norm of the whole gradient: each optimizer over the ranks that hold its other parts, then their
+        sum.
 
         The groups differ: dense weights are split over tensor and pipeline ranks, experts over expert ranks too.
         """
@@ -168,11 +169,11 @@ class PolicyOptimizer:
 
     @property
     def updates_done(self) -> int:
-        """Steps so far: those that Adam's bias correction counts."""
+        """Step so far: those that Adam's bias correction counts."""
         return self._updates_done
 
     def sharded_state_dict(self, model_state: dict[str, Any], *, is_loading: bool) -> dict[Any, Any]:
-        """(collective) The state in megatron-core's terms: its parts know their place in the whole.
+        """(collective) Return the state in megatron-core's terms: its parts know their place in the whole.
 
         Args:
             model_state: `sharded_state_dict` of the model, by whose tensors weights are found.
@@ -188,7 +189,7 @@ class PolicyOptimizer:
         return tree
 
     def load_sharded_state_dict(self, tree: dict[Any, Any], *, updates_done: int) -> None:
-        """Takes what `sharded_state_dict` gave, with loaded tensors in it.
+        """Take what `sharded_state_dict` gave, with loaded tensors in it.
 
         Settings such as betas stay those of the config. `updates_done` is not in the tree, because a rank whose stage
         has no experts knows nothing of their optimizer's count.
@@ -208,7 +209,7 @@ class PolicyOptimizer:
         self._updates_done = updates_done
 
     def _make_state(self) -> None:
-        """Makes the state that the first step would make, so that there is something to save or to load into."""
+        """Make the state that the first step would make, so that there is something to save or to load into."""
         for part in self._parts:
             if self._config.use_distributed_optimizer or not USING_PYTORCH_OPTIMIZER:
                 if part.init_state_fn is not None:
@@ -224,19 +225,20 @@ class PolicyOptimizer:
                     moments.setdefault(STEP, torch.tensor(0.0))
 
     def take_weights(self) -> None:
-        """Steps from the model's present weights: call it after they were changed from outside.
+        """Step from the model's present weights: call it after they were changed from outside.
 
         Only an optimizer with float32 weights of its own has something to do.
         """
         self._chain.reload_model_params()
 
     def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All that `move_state` moves, as `weight's name, dot, kind`; the model's own weights are not among it."""
+        """Yield all that `move_state` moves, as `weight's name, dot, kind`; the model's own weights are not among
+        it."""
         for name, kind, holder in self._state():
             yield f"{name}.{kind}", holder.data if kind == MASTER else holder[kind]
 
     def moments(self, kind: str) -> dict[str, torch.Tensor]:
-        """This rank's state of one kind by megatron-core's name of the weight.
+        """Return this rank's state of one kind by megatron-core's name of the weight.
 
         Args:
             kind: `exp_avg`, `exp_avg_sq`, `momentum_buffer` or `master`.
@@ -245,7 +247,7 @@ class PolicyOptimizer:
         return {name.removesuffix(suffix): value for name, value in self.state_tensors() if name.endswith(suffix)}
 
     def move_state(self, device: torch.device) -> None:
-        """Moves main weights and moments; `optimizer_cpu_offload` places its state itself."""
+        """Move main weights and moments; `optimizer_cpu_offload` places its state itself."""
         if self._config.optimizer_cpu_offload:
             return
         for _, kind, holder in self._state():

@@ -7,7 +7,9 @@ lie as `ParallelLayout` says, and every group inherits the deadline of the job.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,22 +18,80 @@ from transformers import PretrainedConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.megatron.architecture import Architecture
-from nemo_rl.models.megatron.attention import Rotary
+from nemo_rl.models.megatron.attention import PackedSegments, Rotary
 from nemo_rl.models.megatron.balance import average_over_microbatches, count_tokens_without_padding
 from nemo_rl.models.megatron.cpu_compat import as_if_cuda
-from nemo_rl.models.megatron.layer_spec import block_spec
 from nemo_rl.models.megatron.mcore import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     Float16Module,
+    GPTModel,
     MoELayer,
+    gather_from_sequence_parallel_region,
     model_parallel_cuda_manual_seed,
     parallel_state,
 )
-from nemo_rl.models.megatron.model import PolicyGPT
-from nemo_rl.models.megatron.transformer_config import DecoderConfig, transformer_config, uses_distributed_optimizer
+from nemo_rl.models.megatron.transformer_config import (
+    DecoderConfig,
+    block_spec,
+    transformer_config,
+    uses_distributed_optimizer,
+)
 
-__all__ = ["MegatronModel", "build_model", "destroy_parallel", "forget_last_pass", "initialize_parallel"]
+__all__ = ["MegatronModel", "PolicyGPT", "build_model", "destroy_parallel", "forget_last_pass", "initialize_parallel"]
+
+
+class PolicyGPT(GPTModel):  # type: ignore[misc]
+    """A pipeline stage; a pass hands it `PackedSegments`."""
+
+    def __init__(self, *args: Any, padding_token: int | None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._padding_token = padding_token
+        if self.pre_process and padding_token is not None:
+            self.embedding.register_forward_hook(self._leave_padding_out, with_kwargs=True)
+        if self.post_process and self.output_layer.sequence_parallel:
+            # The head gets positions that are gathered already, the same ones on every tensor rank.
+            self.output_layer.sequence_parallel = False
+            self.output_layer.allreduce_dgrad = True
+
+    def _leave_padding_out(
+        self, _: torch.nn.Module, __: tuple[object, ...], kwargs: Mapping[str, Any], hidden: torch.Tensor
+    ) -> torch.Tensor:
+        """End the gradient of the embedding `[s, n, H]` where the padding token was read.
+
+        The layers get a view: whoever looks at its gradient sees it whole, as in a Hugging Face model.
+        """
+        if not hidden.requires_grad:
+            return hidden
+        is_padding = (kwargs["input_ids"] == self._padding_token).T[..., None]
+        if self.config.sequence_parallel:
+            group = self.pg_collection.tp
+            is_padding = is_padding.chunk(group.size())[group.rank()]
+        hidden.register_hook(lambda grad: grad.masked_fill(is_padding, 0.0))
+        return hidden.view_as(hidden)
+
+    def _postprocess(
+        self, hidden_states: torch.Tensor, *, packed_seq_params: PackedSegments, **_: object
+    ) -> torch.Tensor:
+        """Return the last stage's logits `[n, K, V]` of this tensor rank; before it the activations `[s, n, H]` as they
+        are.
+
+        Args:
+            packed_seq_params: its `keep_K` are the positions; None means all.
+        """
+        if not self.post_process:
+            return hidden_states
+        if self.config.sequence_parallel:
+            # Every rank gets the whole gradient from the head, of which it keeps its own part.
+            hidden_states = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
+        if packed_seq_params.keep_K is not None:
+            hidden_states = hidden_states.index_select(0, packed_seq_params.keep_K)
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits, _bias = self.output_layer(hidden_states, weight=weight)
+        return logits.transpose(0, 1).contiguous()
+
 
 RANK_ORDER = "tp-cp-ep-dp-pp"
 """Innermost axis first, as in `ParallelLayout`."""
@@ -50,7 +110,7 @@ class MegatronModel:
 
 
 def initialize_parallel(policy: PolicyConfig, *, timeout_s: float, seed: int) -> None:
-    """(collective) Makes megatron-core's groups and seeds its random states."""
+    """(collective) Make megatron-core's groups and seed its random states."""
     sizes = policy.parallel_sizes
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tensor,
@@ -66,17 +126,17 @@ def initialize_parallel(policy: PolicyConfig, *, timeout_s: float, seed: int) ->
 
 
 def destroy_parallel() -> None:
-    """Ends this rank's groups of megatron-core, which itself only forgets them: each has threads. Idempotent."""
+    """End this rank's groups of megatron-core, which itself only forgets them: each has threads. Idempotent."""
     if dist.is_initialized():
         for group in parallel_state._global_process_group_list or ():
-            # The default group is there as None, and others' to end.
+            # None stands for the default group, which its owner ends.
             if group is not None:
                 dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
 
 
 def forget_last_pass(model: MegatronModel) -> None:
-    """Lets the model be freed. It runs no more after this.
+    """Let the model be freed. It runs no more after this.
 
     Layers with experts keep tensors of their last pass, whose graph holds the gradient hooks, which hold the model: a
     ring that Python does not see.
@@ -87,7 +147,7 @@ def forget_last_pass(model: MegatronModel) -> None:
 
 
 def build_model(hf_config: PretrainedConfig, policy: PolicyConfig, *, device: torch.device) -> MegatronModel:
-    """(collective) This rank's part, on its device, with random weights.
+    """(collective) Return this rank's part, on its device, with random weights.
 
     Raises:
         ConfigError: megatron-core refuses the settings, or the positions are of an unknown kind.
@@ -149,7 +209,7 @@ def _freeze_routers(module: PolicyGPT) -> None:
 
 
 def _mark_experts(module: PolicyGPT) -> None:
-    """Experts' gradients are reduced over the ranks that hold the same experts.
+    """Mark the experts' gradients, which are reduced over the ranks that hold the same experts.
 
     megatron-core marks them only with expert parallelism. Without it, and with experts less split than the dense
     weights, every tensor rank sees other tokens, whose gradients would never be added up.

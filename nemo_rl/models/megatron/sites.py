@@ -15,8 +15,7 @@ import torch
 from nemo_rl.models.megatron.convert import export_gradients
 from nemo_rl.models.megatron.mcore import MLP, TopKRouter
 from nemo_rl.models.megatron.setup import MegatronModel
-from nemo_rl.models.policy.recording.hooks import at_input, at_output
-from nemo_rl.models.policy.recording.taps import Deliver, Detach, Order, TapList, Taps, Tokens
+from nemo_rl.models.policy.hooks import Deliver, Detach, Order, TapList, Taps, Tokens, at_input, at_output
 from nemo_rl.models.policy.steps import ThisRank
 from nemo_rl.records.record import Split
 from nemo_rl.records.sites import SiteKind
@@ -27,7 +26,7 @@ Pick = Callable[[Any], torch.Tensor]
 
 
 def taps_of(model: MegatronModel, here: ThisRank, *, weights: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> Taps:
-    """The sites of this rank.
+    """Return the sites of this rank.
 
     Args:
         weights: (collective) whole weights by name.
@@ -62,7 +61,7 @@ class _Finder(TapList):
         self.part = Split(index=here.coordinates.tp, count=here.layout.tp)
 
     def layer(self, number: int, layer: Any) -> None:
-        """Sites of one layer."""
+        """Add the sites of one layer."""
         self.add(SiteKind.LAYER_IN, number, at_input(layer), tokens=self.between)
         attention, mlp = layer.self_attention, layer.mlp
         projections = {SiteKind.ATTN_Q: 0, SiteKind.ATTN_K: 1, SiteKind.ATTN_V: 2}
@@ -84,7 +83,8 @@ class _Finder(TapList):
         self.add(SiteKind.LAYER_OUT, number, at_output(layer), tokens=self.between)
 
     def _products(self, number: int, mlp: Any) -> None:
-        """What the MLP multiplies; a mixture's experts see the tokens that were sent to them, in no order of rows."""
+        """Add the tensors that the MLP multiplies; experts see the tokens that were sent to them, in no order of
+        rows."""
         if not isinstance(mlp, MLP):
             self.cannot(
                 "in layers with experts these see tokens in no order of rows",
@@ -102,7 +102,8 @@ class _Finder(TapList):
         self.add(SiteKind.MLP_ACT, number, at_input(mlp.linear_fc2), split=self.part)
 
     def _projection(self, place: int) -> Pick:
-        """Queries, keys or values of this tensor rank, out of groups that hold their queries, a key and a value."""
+        """Return queries, keys or values of this tensor rank, out of groups that hold their queries, a key and a
+        value."""
         shape = self._model.shape
         queries = shape.num_heads // shape.num_groups
 
@@ -121,13 +122,13 @@ class _Finder(TapList):
 
 
 def _half(place: int, output: Any) -> torch.Tensor:
-    """Gate or up, which lie one after the other on each tensor rank."""
+    """Return gate or up, which lie one after the other on each tensor rank."""
     half: torch.Tensor = output[0].chunk(2, dim=-1)[place]
     return half
 
 
 def _ids(top_k: int, output: Any) -> torch.Tensor:
-    """`[T, K]`, ascending, from the map `[T, E]` of experts that are used."""
+    """Return `[T, K]`, ascending, from the map `[T, E]` of experts that are used."""
     _, used = output
     return used.nonzero(as_tuple=True)[1].view(-1, top_k)
 
@@ -138,7 +139,7 @@ def _weights(top_k: int, output: Any) -> torch.Tensor:
 
 
 def _at_gating(router: Any) -> Callable[[Deliver], Detach]:
-    """A router computes its scores in a method, not in a module."""
+    """Reach the scores of a router: it computes its scores in a method, not in a module."""
 
     def attach(deliver: Deliver) -> Detach:
         gating = router.gating

@@ -24,9 +24,8 @@ from nemo_rl.models.megatron.mcore import finalize_model_grads, get_forward_back
 from nemo_rl.models.megatron.optim import PolicyOptimizer
 from nemo_rl.models.megatron.setup import MegatronModel
 from nemo_rl.models.policy.interfaces import LossFunction, LossScale
-from nemo_rl.models.policy.microbatch import Microbatch, build_microbatch
-from nemo_rl.models.policy.outputs import selected_logprobs, top_k_logits
-from nemo_rl.models.policy.recording.observer import NO_OBSERVER, PassObserver
+from nemo_rl.models.policy.microbatch import Microbatch, build_microbatch, selected_logprobs, top_k_logits
+from nemo_rl.models.policy.observer import NO_OBSERVER, PassObserver
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes
 from nemo_rl.models.policy.steps import (
     BatchForm,
@@ -48,12 +47,12 @@ from nemo_rl.utils.metrics import Reduction
 __all__ = ["PipelineRunner"]
 
 OnOutput = Callable[[Microbatch, torch.Tensor], torch.Tensor]
-"""What the last stage makes of a microbatch's logits `[n, K, V]`: a scalar to run backwards from."""
+"""Makes a scalar to run backwards from out of a microbatch's logits `[n, K, V]`, on the last stage."""
 
 
 @dataclass(slots=True)
 class _Sums:
-    """What the last stage collects over the microbatches of a global batch."""
+    """Sums that the last stage collects over the microbatches of a global batch."""
 
     loss: float = 0.0
     metrics: list[dict[str, Reduction]] = field(default_factory=list)
@@ -61,7 +60,7 @@ class _Sums:
 
 
 class PipelineRunner:
-    """`Runner` on this rank's pipeline stage."""
+    """The `Runner` of this rank's pipeline stage; all but the last stage return zeros."""
 
     def __init__(
         self,
@@ -86,11 +85,6 @@ class PipelineRunner:
         *,
         computed: Sequence[str] = (),
     ) -> torch.Tensor:
-        """`[c, N, T]` float32, 0 where no token is selected and on all but the last stage (collective).
-
-        Raises:
-            NonFiniteError: on every rank, when any rank met NaN or inf; names the rows.
-        """
         result_cNT = logprob_result(select_NT, computed)
         bad: list[int] = []
 
@@ -109,8 +103,6 @@ class PipelineRunner:
     def topk_logits(
         self, batch: BatchedDataDict, microbatches: Microbatches, *, k: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values and ids `[N, T, k]` of the largest logits, 0 in the padding (collective); zeros on all but the last
-        stage."""
         ids_NT = batch.tensor("input_ids")
         values_NTk = torch.zeros(*ids_NT.shape, k, dtype=torch.float32, device=ids_NT.device)
         tokens_NTk = torch.zeros(*ids_NT.shape, k, dtype=torch.int64, device=ids_NT.device)
@@ -137,12 +129,6 @@ class PipelineRunner:
         *,
         is_training: bool,
     ) -> StepOutcome:
-        """One global batch (collective), evaluated without gradients unless `is_training`.
-
-        Raises:
-            NonFiniteError: on every rank, when loss, log-probabilities or gradients are NaN or inf; weights and
-                optimizer are as before.
-        """
         if scale.valid_tokens == 0:
             return StepOutcome(loss=0.0, grad_norm=0.0, metrics=())
         with biases_kept_on_error(self._model.module):
@@ -202,8 +188,8 @@ class PipelineRunner:
     def _logprobs(
         self, micro: Microbatch, logits_nKV: torch.Tensor, computed: Sequence[str] = ()
     ) -> tuple[torch.Tensor, ...]:
-        """`[n, t]`, and of `COMPUTED_FIELDS` those that are asked for; for a microbatch without rows no token,
-        connected to the weights."""
+        """Return `[n, t]`, and of `COMPUTED_FIELDS` those that are asked for; for a microbatch without rows no
+        token, connected to the weights."""
         found_cM = selected_logprobs(
             logits_nKV, micro.inputs, sampling=self._layout.sampling, shard=self._shard, computed=computed
         )
@@ -218,7 +204,7 @@ class PipelineRunner:
         is_training: bool,
         at_all_positions: bool = False,
     ) -> None:
-        """One pass of megatron-core's schedule over so many microbatches, which are built when they are due."""
+        """Run one pass of megatron-core's schedule over so many microbatches, which are built when they are due."""
         module = self._model.ddp
         module.train(is_training)
         with torch.set_grad_enabled(is_training):
@@ -252,7 +238,7 @@ class PipelineRunner:
         return output, finish
 
     def _through(self, micro: Microbatch, module: Any, at_all_positions: bool) -> torch.Tensor:
-        """The forward pass of this rank's stage."""
+        """Return the forward pass of this rank's stage."""
         inputs = micro.inputs
         output: torch.Tensor = module(
             inputs.input_ids,
@@ -288,7 +274,7 @@ class PipelineRunner:
             )
 
     def _trained(self, batch: BatchedDataDict) -> torch.Tensor:
-        """Only the last stage has the masks."""
+        """Return the number of trained tokens; the last stage alone has the masks."""
         if self._here.is_last_stage:
             return trained_tokens(batch)
         return torch.zeros_like(batch.tensor("input_ids"), dtype=torch.bool)
@@ -308,6 +294,6 @@ def _vocab_shard(model: MegatronModel, here: ThisRank) -> VocabShard | None:
 
 
 def _finalize(modules: list[Any], num_tokens: object = None, **kwargs: Any) -> None:
-    """Reduces gradients over all ranks that share a weight, without megatron-core's division by tokens."""
+    """Reduce gradients over all ranks that share a weight, without megatron-core's division by tokens."""
     with torch.no_grad():
         finalize_model_grads(modules, None, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +12,75 @@ from torch.nn.functional import silu
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.models.loading import DTYPES
 from nemo_rl.models.megatron.architecture import Architecture, Mixture
-from nemo_rl.models.megatron.layer_spec import has_transformer_engine
-from nemo_rl.models.megatron.mcore import USING_PYTORCH_OPTIMIZER, TransformerConfig
+from nemo_rl.models.megatron.attention import SegmentAttention
+from nemo_rl.models.megatron.mcore import (
+    USING_PYTORCH_OPTIMIZER,
+    ModuleSpec,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+    get_num_layers_to_build,
+    get_transformer_layer_offset,
+)
 
-__all__ = ["DecoderConfig", "transformer_config", "uses_distributed_optimizer"]
+__all__ = [
+    "DecoderConfig",
+    "RMSNorm",
+    "block_spec",
+    "has_transformer_engine",
+    "transformer_config",
+    "uses_distributed_optimizer",
+]
+
+
+def has_transformer_engine() -> bool:
+    """Return whether Transformer Engine can be used: it needs CUDA."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+class RMSNorm(torch.nn.Module):
+    """Root mean square norm in float32, as Hugging Face computes it.
+
+    Under sequence parallelism each tensor rank sees a part of the tokens: its weight's gradient is partial, which the
+    mark `sequence_parallel` says to megatron-core.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the shape and dtype of `hidden`."""
+        wide = hidden.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * (wide * scale).to(hidden.dtype)
+
+
+def block_spec(config: TransformerConfig, shape: Architecture) -> TransformerBlockSubmodules:
+    """Return the layers of this pipeline stage and the final norm."""
+    first, count = get_transformer_layer_offset(config), get_num_layers_to_build(config)
+    kinds = {True: _layer_spec(config, has_experts=True), False: _layer_spec(config, has_experts=False)}
+    layers = [kinds[has_experts] for has_experts in shape.expert_layers[first : first + count]]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _layer_spec(config: TransformerConfig, *, has_experts: bool) -> ModuleSpec:
+    experts = config.num_moe_experts if has_experts else None
+    options = {"num_experts": experts, "moe_grouped_gemm": config.moe_grouped_gemm, "qk_layernorm": config.qk_layernorm}
+    if has_transformer_engine():
+        spec = get_gpt_layer_with_transformer_engine_spec(**options)
+        spec.submodules.self_attention.submodules.core_attention = SegmentAttention
+        return spec
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", **options)
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = SegmentAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return spec
 
 
 @dataclass
@@ -28,7 +94,7 @@ class DecoderConfig(TransformerConfig):  # type: ignore[misc]
 def transformer_config(
     shape: Architecture, policy: PolicyConfig, *, is_cuda: bool, attention_scaling: float = 1.0
 ) -> DecoderConfig:
-    """Settings of the model.
+    """Return settings of the model.
 
     Args:
         attention_scaling: factor of rotary sine and cosine, so that scores are scaled by its square.
@@ -57,7 +123,7 @@ def transformer_config(
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         pipeline_dtype=dtype,
-        # Weights come from a folder, but without it tensor parallel ones lack the marks that the gradient norm needs.
+        # Weights come from a folder, but this also marks tensor parallel ones, which the gradient norm needs.
         perform_initialization=True,
         use_cpu_initialization=not is_cuda,
         # The loss is divided by the tokens of the global batch already, so gradients of all ranks are summed.
@@ -89,7 +155,7 @@ def transformer_config(
 
 
 def uses_distributed_optimizer(policy: PolicyConfig) -> bool:
-    """Whether each data-parallel rank keeps a part of the optimizer state."""
+    """Return whether each data-parallel rank keeps a part of the optimizer state."""
     has_fused_adam = torch.cuda.is_available() and not USING_PYTORCH_OPTIMIZER
     return policy.megatron_cfg.optimizer.is_distributed(has_fused_adam=has_fused_adam)
 

@@ -26,13 +26,14 @@ __all__ = [
 
 
 ADVANTAGES, TOKEN_ADVANTAGES = "advantages", "token_advantages"
-"""What a loss names in `input_fields`; the column that it gets under that name where each token has its own."""
+"""Name of the advantages in the `input_fields` of a loss; name of their column where each token has its own."""
 ENTROPY = "entropy"
 """Column that no stage writes: the workers compute it for a loss that names it in `input_fields`. `[N, T]` float32 with
 gradient: entropy of the distribution that each token was drawn from, 0 at tokens that are not trained."""
 UNFILTERED_LOGPROBS = "unfiltered_logprobs"
-"""As `ENTROPY`, log-probabilities under the whole vocabulary, with temperature. Only where top-k or top-p has left a
-set of it: elsewhere the log-probabilities that the loss gets are these, and there is no such column."""
+"""Name of a computed column, like `ENTROPY`: log-probabilities under the whole vocabulary, with temperature. Only
+where top-k or top-p has left a set of it: elsewhere the log-probabilities that the loss gets are these, and there is
+no such column."""
 SQUARED_PROBS = "squared_probs"
 """Column that the pass `prev_logprobs` writes where it is asked for: `[N, T]` float32, sum over the vocabulary of p^2
 of the distribution that each token was drawn from; 0 outside the responses."""
@@ -48,7 +49,8 @@ class LossScale:
     valid_sequences: float
     """Sum of sample_mask over rows with at least one valid token."""
     is_first_update: bool = True
-    """Of the step: the policy is still the one that has sampled its rows, but for rows of earlier steps."""
+    """True in the first update of the step: the policy is still the one that sampled its rows, but for rows of
+    earlier steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +70,7 @@ class LossFunction(Protocol):
 
     @property
     def input_fields(self) -> tuple[str, ...]:
-        """Columns read from the batch; those of `COMPUTED_FIELDS` are computed when they are among them."""
+        """Return columns read from the batch; those of `COMPUTED_FIELDS` are computed when they are among them."""
 
     def __call__(
         self, token_logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor], *, scale: LossScale
@@ -82,7 +84,7 @@ class LossFunction(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainResult:
-    """What one rank returns from `train`."""
+    """The result of `train` on one rank."""
 
     loss: tuple[float, ...]
     """Global loss of each optimizer step (the same on every rank)."""

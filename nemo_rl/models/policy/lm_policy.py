@@ -38,8 +38,8 @@ class TrainSummary:
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
     microbatch_losses: tuple[tuple[float, ...], ...] = ()
-    """Of each data-parallel shard, in the order of its microbatches; their sum is the sum of `losses`. Empty for a loss
-    that does not report itself as the metric `loss`."""
+    """Losses of each data-parallel shard, in the order of its microbatches; their sum is the sum of `losses`. Empty
+    for a loss that does not report itself as the metric `loss`."""
     metrics: dict[str, Reduction] = field(default_factory=dict)
     learning_rate: float
     num_tokens: int
@@ -52,11 +52,11 @@ class TrainSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Shard:
-    """What one rank works on."""
+    """The rows of one rank."""
 
     batch: BatchedDataDict
     plan: PackPlan
-    """In indices into `batch`."""
+    """Plan of the rows, in indices into `batch`."""
 
 
 class Policy:
@@ -77,18 +77,18 @@ class Policy:
 
     @property
     def layout(self) -> ParallelLayout:
-        """Which rank holds which part."""
+        """Return the layout: which part each rank holds."""
         return self._layout
 
     @property
     def dp_world(self) -> int:
-        """Data-parallel shards: plans are made for so many ranks."""
+        """Return data-parallel shards: plans are made for so many ranks."""
         return self._layout.dp
 
     def train(
         self, batch: BatchedDataDict, loss_fn: LossFunction, *, plan: PackPlan, eval_mode: bool = False
     ) -> TrainSummary:
-        """One optimizer step per global batch of `plan`."""
+        """Train one optimizer step per global batch of `plan`."""
         requests = [
             ask(PolicyWorker.train, batch=shard.batch, loss_fn=loss_fn, eval_mode=eval_mode, plan=shard.plan)
             for shard in self._shards(batch, plan)
@@ -96,12 +96,12 @@ class Policy:
         return summarize(self._run(requests, "train"), layout=self._layout)
 
     def get_logprobs(self, batch: BatchedDataDict, *, plan: PackPlan) -> torch.Tensor:
-        """`[N, T]` float32 in the order of `batch`."""
+        """Return `[N, T]` float32 in the order of `batch`."""
         shards = self._shards(batch, plan)
         return self._merged([ask(PolicyWorker.get_logprobs, batch=s.batch, plan=s.plan) for s in shards], batch, plan)
 
     def get_reference_policy_logprobs(self, batch: BatchedDataDict, *, plan: PackPlan) -> torch.Tensor:
-        """`[N, T]` float32 under the reference weights."""
+        """Return `[N, T]` float32 under the reference weights."""
         requests = [
             ask(PolicyWorker.get_reference_policy_logprobs, batch=shard.batch, plan=shard.plan)
             for shard in self._shards(batch, plan)
@@ -115,60 +115,62 @@ class Policy:
         self._run(ask(PolicyWorker.prepare_for_training), "train prep")
 
     def save_checkpoint(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
-        """HF folder, sharded optimizer state and tokenizer; a failed write leaves only what the caller discards."""
+        """Write the HF folder, sharded optimizer state and tokenizer; a failed write leaves only what the caller
+        discards."""
         request = ask(PolicyWorker.save_checkpoint, weights=weights, optimizer=optimizer, tokenizer=tokenizer)
         self._run(request, "checkpoint")
 
     def begin_save(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
-        """As `save_checkpoint`, of this moment; the workers write beside what they do next, until `finish_save`."""
+        """Begin a `save_checkpoint` of this moment; the workers write beside what they do next, until `finish_save`."""
         self._run(ask(PolicyWorker.begin_save, weights=weights, optimizer=optimizer, tokenizer=tokenizer), "checkpoint")
 
     def is_saving(self) -> bool:
-        """Whether a worker still writes what `begin_save` began."""
+        """Return whether a worker still writes what `begin_save` began."""
         return any(self._run(ask(PolicyWorker.is_saving), "checkpoint"))
 
     def finish_save(self) -> float:
-        """Waits until the workers have written, as long as a stage may take; the seconds that the slowest wrote."""
+        """Wait until the workers have written, as long as a stage may take; the seconds that the slowest wrote."""
         return max(self._run(ask(PolicyWorker.finish_save, timeout_s=self._timeout_s), "checkpoint"))
 
     def load_checkpoint(self, *, weights: Path, optimizer: Path | None) -> None:
         self._run(ask(PolicyWorker.load_checkpoint, weights=weights, optimizer=optimizer), "resume")
 
     def begin_recording(self, step: int) -> None:
-        """The passes from here on are recorded, until `end_recording`."""
+        """Record the passes from here on, until `end_recording`."""
         self._run(ask(PolicyWorker.begin_recording, step=step), "recording")
 
     def end_recording(self) -> None:
-        """The records of the step are complete."""
+        """Complete the records of the step."""
         self._run(ask(PolicyWorker.end_recording), "recording")
 
     def begin_tracing(self, step: int, *, watches: Sequence[str], keys: Sequence[str]) -> None:
-        """The passes from here on show the tracer's hub what is watched, until `end_tracing`."""
+        """Show the tracer's hub what is watched of the passes from here on, until `end_tracing`."""
         request = ask(PolicyWorker.begin_tracing, step=step, watches=tuple(watches), keys=tuple(keys))
         self._run(request, "tracing")
 
     def end_tracing(self) -> None:
-        """Nothing of the step is shown from here on."""
+        """End the traced step."""
         self._run(ask(PolicyWorker.end_tracing), "tracing")
 
     def weights_digest(self) -> WeightsDigest:
-        """Of the weights as they are now."""
+        """Return a digest of the weights as they are now."""
         found = self._run(ask(PolicyWorker.weights_digest), "weights digest")[0]
         assert found is not None, "rank 0 makes the digest"
         return found
 
     def memory_metrics(self) -> dict[str, float]:
-        """`memory/<stage>_peak_bytes`, `_start_bytes` and `_end_bytes` since the last call, of the largest worker."""
+        """Return `memory/<stage>_peak_bytes`, `_start_bytes` and `_end_bytes` since the last call, of the largest
+        worker."""
         reports = self._run(ask(PolicyWorker.memory_report), "memory")
         names = sorted({name for report in reports for name in report})
         return {f"memory/{name}_bytes": float(max(report.get(name, 0) for report in reports)) for name in names}
 
     def is_alive(self) -> bool:
-        """Whether every worker answers."""
+        """Return whether every worker answers."""
         return all(self._run(ask(PolicyWorker.is_alive), "health"))
 
     def shutdown(self) -> None:
-        """Ends the workers. Idempotent."""
+        """End the workers. Idempotent."""
         self._workers.shutdown()
 
     def _merged(
@@ -181,7 +183,7 @@ class Policy:
         return merged
 
     def _shards(self, batch: BatchedDataDict, plan: PackPlan) -> list[_Shard]:
-        """Rows and plan of each rank; ranks of a replica group get the same."""
+        """Return rows and plan of each rank; ranks of a replica group get the same."""
         rows = [batch.select_indices(plan.rows_of_rank(shard)) for shard in range(plan.num_ranks)]
         return self._layout.spread(
             [_Shard(batch=mine, plan=view) for mine, view in zip(rows, plan.rank_plans(), strict=True)]
@@ -195,7 +197,7 @@ class Policy:
 
 
 def summarize(results: Sequence[TrainResult], *, layout: ParallelLayout | None = None) -> TrainSummary:
-    """Merges the ranks.
+    """Merge the ranks.
 
     Global numbers come from rank 0. Metrics, tokens and FLOPs are those of whole shards, so each replica group counts
     once, by its writer; peak TFLOP/s are those of all devices.

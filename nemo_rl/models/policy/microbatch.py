@@ -1,4 +1,4 @@
-"""From a batch and a pack plan to the inputs of forward passes, padded or packed, and back to `[N, T]`.
+"""Microbatches: inputs of forward passes, padded or packed, out of a batch and a pack plan, and back to `[N, T]`.
 
 Called by the train step and the log-probability pass. Invariant: where a row lies (padded, packed, which microbatch)
 changes only the layout of the pass, never which tokens are selected. Shapes: N rows of the batch, n rows of the
@@ -15,12 +15,25 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.differentiable import gather_along, reduce_from
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import PackPlan, round_up
+from nemo_rl.models.logprobs import Sampling, VocabShard, logprobs_with_entropy, logprobs_with_squares, token_logprobs
+from nemo_rl.models.policy.interfaces import ENTROPY, SQUARED_PROBS, UNFILTERED_LOGPROBS
 from nemo_rl.models.support import SUPPORT, KeptSets, decode_support
 from nemo_rl.models.varlen_attention import Segments
 
-__all__ = ["ForwardInputs", "Microbatch", "PassPlaces", "PassShape", "build_microbatch", "fixed_plan", "steps_of"]
+__all__ = [
+    "ForwardInputs",
+    "Microbatch",
+    "PassPlaces",
+    "PassShape",
+    "build_microbatch",
+    "fixed_plan",
+    "selected_logprobs",
+    "steps_of",
+    "top_k_logits",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,12 +72,12 @@ class ForwardInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassShape:
-    """What the layout of the ranks asks of a forward pass."""
+    """The shape that the layout of the ranks asks of a forward pass."""
 
     divisible_by: int = 1
     """The width of the pass is rounded up to a multiple."""
     sequence_multiple: int = 1
-    """So is every sequence of a packed pass; divides `divisible_by`."""
+    """Number that divides every sequence of a packed pass; divides `divisible_by`."""
     cp_size: int = 1
     cp_rank: int = 0
     context: dist.ProcessGroup | None = None
@@ -73,7 +86,7 @@ class PassShape:
     def of(
         cls, layout: ParallelLayout, *, rank: int, context: dist.ProcessGroup | None, configured_multiple: int
     ) -> PassShape:
-        """Shape for a rank.
+        """Return shape for a rank.
 
         Args:
             context: group of its context axis; None for one rank.
@@ -109,13 +122,13 @@ class Microbatch:
     out_column_M: torch.Tensor
 
     def to_rows(self, values_M: torch.Tensor) -> torch.Tensor:
-        """Selected values at their places in `[n, t]`, 0 elsewhere; differentiable."""
+        """Return selected values at their places in `[n, t]`, 0 elsewhere; differentiable."""
         zeros_nt = values_M.new_zeros(len(self.rows), self.width)
         return zeros_nt.index_put((self.out_row_M, self.out_column_M), values_M)
 
 
 def fixed_plan(num_rows: int, *, rows_per_step: int, rows_per_microbatch: int, pad_to: int) -> PackPlan:
-    """One rank's plan of consecutive rows.
+    """Return one rank's plan of consecutive rows.
 
     Raises:
         ValueError: the rows do not divide into steps.
@@ -139,7 +152,7 @@ def fixed_plan(num_rows: int, *, rows_per_step: int, rows_per_microbatch: int, p
 
 
 def steps_of(plan: PackPlan, *, num_rows: int) -> list[tuple[tuple[int, ...], ...]]:
-    """The microbatches of each optimizer step of one rank's plan.
+    """Return the microbatches of each optimizer step of one rank's plan.
 
     Raises:
         ValueError: the plan is not of one rank, or does not name every row of the batch once.
@@ -203,7 +216,7 @@ def build_microbatch(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassPlaces:
-    """Which token of which row lies where in a pass of n rows, S positions wide; known from lengths alone."""
+    """The places of the tokens of all rows in a pass of n rows, S positions wide; known from lengths alone."""
 
     row_nS: torch.Tensor
     """`[n, S]` int64: number of the row within the microbatch; -1 where no token lies."""
@@ -215,7 +228,7 @@ class PassPlaces:
 
     @classmethod
     def of(cls, lengths: Sequence[int], *, is_packed: bool, shape: PassShape, device: torch.device) -> PassPlaces:
-        """Places of the whole pass.
+        """Return places of the whole pass.
 
         Args:
             lengths: of the microbatch's rows.
@@ -225,7 +238,7 @@ class PassPlaces:
         return layout(tuple(lengths), shape, device)
 
     def on_context_rank(self, rank: int) -> PassPlaces:
-        """The positions that one context rank holds, in its order."""
+        """Return the positions that one context rank holds, in its order."""
         if self.segments.cp_size == 1:
             return self
         mine_s = self.segments.local_positions(rank)
@@ -275,7 +288,7 @@ def _on_this_rank(
     selected: tuple[torch.Tensor, torch.Tensor],
     shape: PassShape,
 ) -> ForwardInputs:
-    """This context rank's positions, and the selected tokens that they predict.
+    """Return this context rank's positions, and the selected tokens that they predict.
 
     Args:
         selected: row within the microbatch of each selected token, and its position in the row, both `[M]`.
@@ -283,7 +296,7 @@ def _on_this_rank(
     row_M, column_M = selected
     segments = places.segments
     local = places.on_context_rank(shape.cp_rank)
-    # Where the token lies that a position of this rank predicts the next one of.
+    # Place of the token whose successor a position of this rank predicts.
     local_nt = ids_nt.new_full((max(1, len(ids_nt)), ids_nt.shape[1]), -1)
     pass_row_nt = torch.zeros_like(local_nt)
     pass_row_R, local_R = (local.row_nS >= 0).nonzero(as_tuple=True)
@@ -314,3 +327,52 @@ def _on_this_rank(
         kept_m=kept_m,
         target_m=ids_nt[row_m, column_m],
     )
+
+
+def selected_logprobs(
+    logits_nKV: torch.Tensor,
+    inputs: ForwardInputs,
+    *,
+    sampling: Sampling,
+    shard: VocabShard | None,
+    computed: Sequence[str] = (),
+) -> torch.Tensor:
+    """Return `[1, M]` float32, the same on every tensor and context rank (collective over both), differentiable.
+
+    Args:
+        logits_nKV: at `inputs.keep_K`.
+        shard: this rank's part of the vocabulary where the head is split.
+        computed: `SQUARED_PROBS`, or some of `COMPUTED_FIELDS` in their order: a line more for each.
+    """
+    logits_mV = logits_nKV[inputs.row_m, inputs.kept_m]
+    if ENTROPY in computed:
+        found_cm = logprobs_with_entropy(logits_mV, inputs.target_m, sampling=sampling, shard=shard, kept=inputs.kept)
+    elif SQUARED_PROBS in computed:
+        found_cm = logprobs_with_squares(logits_mV, inputs.target_m, sampling=sampling, shard=shard, kept=inputs.kept)
+    else:
+        logprobs_m = token_logprobs(logits_mV, inputs.target_m, sampling=sampling, shard=shard, kept=inputs.kept)
+        # Not a view: FSDP warns when its module returns one, since an in-place op on it would drop the hook.
+        found_cm = torch.stack([logprobs_m])
+    if UNFILTERED_LOGPROBS in computed:
+        unfiltered_m = token_logprobs(logits_mV, inputs.target_m, sampling=sampling.unfiltered, shard=shard)
+        found_cm = torch.cat([found_cm, unfiltered_m[None]])
+    if inputs.segments.group is None:
+        return found_cm
+    # Every context rank gets the tokens of all, so that a loss sees whole rows.
+    places = torch.arange(len(found_cm), device=found_cm.device)[:, None], inputs.selected_m[None]
+    zeros_cM = found_cm.new_zeros(len(found_cm), inputs.num_selected)
+    return reduce_from(zeros_cM.index_put(places, found_cm), inputs.segments.group)
+
+
+def top_k_logits(
+    logits_nsV: torch.Tensor, segments: Segments, *, k: int, shard: VocabShard | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return values and ids `[n, S, k]` at every position (collective over tensor and context ranks)."""
+    if shard is not None:
+        logits_nsV = gather_along(logits_nsV, shard.group, dim=2)
+    values, ids = logits_nsV.float().topk(k, dim=-1)
+    if segments.group is None:
+        return values, ids
+    order = segments.row_order
+    whole = [gather_along(part, segments.group, dim=1).index_select(1, order) for part in (values, ids)]
+    return whole[0], whole[1]

@@ -1,4 +1,4 @@
-"""What training steps and log-probability passes of every policy worker share: scales, sums and checks over all ranks.
+"""Steps and passes of every policy worker: scales, sums and checks over all ranks.
 
 Called by the workers and their step runners. Invariant: all ranks pass through the same collectives in the same order;
 of the ranks that share a data-parallel shard exactly one, its writer, contributes to a sum. Shapes: N rows, T tokens.
@@ -48,7 +48,7 @@ Microbatches = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThisRank:
-    """Where a rank stands."""
+    """The place of this rank in the job."""
 
     layout: ParallelLayout
     rank: int
@@ -69,7 +69,7 @@ class ThisRank:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchForm:
-    """How rows become forward passes."""
+    """The form in which rows become forward passes."""
 
     is_packed: bool
     shape: PassShape
@@ -79,7 +79,7 @@ class BatchForm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutcome:
-    """One global batch."""
+    """The outcome of one global batch."""
 
     loss: float
     """Global loss, the same on every rank."""
@@ -100,7 +100,7 @@ class Runner(Protocol):
         *,
         computed: Sequence[str] = (),
     ) -> torch.Tensor:
-        """`[1, N, T]` float32 log-probabilities of the selected tokens, 0 elsewhere; `[2, N, T]` with
+        """Return `[1, N, T]` float32 log-probabilities of the selected tokens, 0 elsewhere; `[2, N, T]` with
         `SQUARED_PROBS` in `computed`, the same of the tokens' whole distributions.
 
         Raises:
@@ -110,7 +110,7 @@ class Runner(Protocol):
     def topk_logits(
         self, batch: BatchedDataDict, microbatches: Microbatches, *, k: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values and ids `[N, T, k]` of the largest logits at each position, 0 in the padding."""
+        """Return values and ids `[N, T, k]` of the largest logits at each position, 0 in the padding."""
 
     def run(
         self,
@@ -121,7 +121,7 @@ class Runner(Protocol):
         *,
         is_training: bool,
     ) -> StepOutcome:
-        """One global batch; an optimizer step at its end when `is_training`.
+        """Run one global batch: with an optimizer step at its end when `is_training`, else without gradients.
 
         Raises:
             NonFiniteError: on every rank, when loss, log-probabilities or gradients are NaN or inf; weights and
@@ -130,7 +130,7 @@ class Runner(Protocol):
 
 
 def trained_tokens(batch: BatchedDataDict) -> torch.Tensor:
-    """`[N, T]` bool: tokens that have a weight in the loss."""
+    """Return `[N, T]` bool: tokens that have a weight in the loss."""
     mask_NT = batch.tensor("token_mask").bool() & (batch.tensor("sample_mask") > 0)[:, None]
     mask_NT[:, 0] = False
     columns = torch.arange(mask_NT.shape[1], device=mask_NT.device)
@@ -138,30 +138,30 @@ def trained_tokens(batch: BatchedDataDict) -> torch.Tensor:
 
 
 def stored_fields(loss_fn: LossFunction) -> tuple[str, ...]:
-    """Columns of the batch that the loss reads."""
+    """Return columns of the batch that the loss reads."""
     return tuple(name for name in loss_fn.input_fields if name not in COMPUTED_FIELDS)
 
 
 def computed_fields(loss_fn: LossFunction, sampling: Sampling) -> tuple[str, ...]:
-    """What the loss reads that a pass computes besides log-probabilities under `sampling`."""
+    """Return the names that the loss reads and a pass computes besides log-probabilities under `sampling`."""
     wanted = (name for name in COMPUTED_FIELDS if name in loss_fn.input_fields)
     return tuple(name for name in wanted if name != UNFILTERED_LOGPROBS or sampling.has_filter)
 
 
 def logprob_result(select_NT: torch.Tensor, computed: Sequence[str]) -> torch.Tensor:
-    """Zeros for what a pass of `Runner.logprobs` finds."""
+    """Return zeros for what a pass of `Runner.logprobs` finds."""
     return torch.zeros(1 + len(computed), *select_NT.shape, dtype=torch.float32, device=select_NT.device)
 
 
 def keep_found(result_cNT: torch.Tensor, micro: Microbatch, found: Sequence[torch.Tensor]) -> None:
-    """Puts what a microbatch has found, `[n, t]` each, into the result."""
+    """Put what a microbatch has found, `[n, t]` each, into the result."""
     index = torch.tensor(micro.rows, dtype=torch.int64, device=result_cNT.device)
     for result_NT, part_nt in zip(result_cNT, found, strict=False):
         result_NT[index, : micro.width] = part_nt
 
 
 def loss_columns(micro: Microbatch, found: Sequence[torch.Tensor], computed: Sequence[str]) -> dict[str, torch.Tensor]:
-    """What the loss reads besides log-probabilities.
+    """Return the columns that the loss reads besides log-probabilities.
 
     Args:
         found: log-probabilities `[n, t]`, then the columns `computed`.
@@ -172,7 +172,8 @@ def loss_columns(micro: Microbatch, found: Sequence[torch.Tensor], computed: Seq
 def loss_scales(
     batch: BatchedDataDict, steps: Sequence[Microbatches], *, is_writer: bool, device: torch.device
 ) -> list[LossScale]:
-    """Weighted counts of every global batch, with one collective over all ranks; only writers look at the batch."""
+    """Return weighted counts of every global batch, with one collective over all ranks; only writers look at the
+    batch."""
     counts = [0.0] * (2 * len(steps))
     if is_writer:
         tokens_N = trained_tokens(batch).sum(1)
@@ -189,19 +190,19 @@ def loss_scales(
 
 
 def all_reduce_sum(values: Sequence[float], *, device: torch.device) -> list[float]:
-    """Sums over all ranks in float64 (collective)."""
+    """Return sums over all ranks in float64 (collective)."""
     total = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(total)
     return [float(value) for value in total.tolist()]
 
 
 def sum_over_shards(values: Sequence[float], *, is_writer: bool, device: torch.device) -> list[float]:
-    """Sums of the writers' values, on every rank (collective over all ranks)."""
+    """Return the sums of the writers' values, on every rank (collective over all ranks)."""
     return all_reduce_sum(values if is_writer else [0.0] * len(values), device=device)
 
 
 def check_same_plan(microbatches_per_step: Sequence[int], *, device: torch.device) -> None:
-    """Compares the number of passes over all ranks (collective): unequal numbers would leave a rank waiting for ever.
+    """Compare the number of passes over all ranks (collective): unequal numbers would leave a rank waiting for ever.
 
     Raises:
         ValueError: on every rank.
@@ -220,13 +221,13 @@ def check_same_plan(microbatches_per_step: Sequence[int], *, device: torch.devic
 
 
 def row_names(batch: BatchedDataDict, rows: Sequence[int]) -> list[str]:
-    """Keys of the rows where the batch has them, else their numbers."""
+    """Return keys of the rows where the batch has them, else their numbers."""
     keys = batch.get(KEYS_COLUMN)
     return [str(keys[row]) for row in rows] if isinstance(keys, list) else [f"row {row}" for row in rows]
 
 
 def bad_rows(micro: Microbatch, logprobs_nt: torch.Tensor) -> list[int]:
-    """Rows of the batch with NaN or inf."""
+    """Return rows of the batch with NaN or inf."""
     if not micro.rows:
         return []
     is_bad = ~logprobs_nt.isfinite().all(1)
@@ -236,7 +237,7 @@ def bad_rows(micro: Microbatch, logprobs_nt: torch.Tensor) -> list[int]:
 def raise_together(
     what: str, batch: BatchedDataDict, rows: Sequence[int], *, is_writer: bool, device: torch.device
 ) -> None:
-    """Compares bad rows over all ranks (collective).
+    """Compare bad rows over all ranks (collective).
 
     Raises:
         NonFiniteError: on every rank, when any rank has one; the writers name the samples.

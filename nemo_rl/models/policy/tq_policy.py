@@ -62,23 +62,24 @@ class TQPolicy(Policy):
         self._run(request, "data plane setup")
 
     def get_logprobs_from_meta(self, meta: KVBatchMeta, plan: PackPlan, *, with_squares: bool = False) -> KVBatchMeta:
-        """Workers write `prev_logprobs` of every row, with `with_squares` `squared_probs`; the meta that knows them."""
+        """Let the workers write `prev_logprobs` of every row, with `with_squares` `squared_probs`, and return the
+        meta that knows them."""
         return self.submit_logprobs_from_meta(meta, plan, with_squares=with_squares).result()
 
     def submit_logprobs_from_meta(
         self, meta: KVBatchMeta, plan: PackPlan, *, with_squares: bool = False
     ) -> Pending[KVBatchMeta]:
-        """As `get_logprobs_from_meta` without waiting."""
+        """Submit `get_logprobs_from_meta` without waiting."""
         metas = self._metas(meta, plan)
         requests = [ask(TQWorker.get_logprobs_presharded, meta=part, with_squares=with_squares) for part in metas]
         return self._written(requests, WorkerPass.PREV_LOGPROBS, meta, metas)
 
     def get_reference_policy_logprobs_from_meta(self, meta: KVBatchMeta, plan: PackPlan) -> KVBatchMeta:
-        """Workers write `reference_policy_logprobs` of every row."""
+        """Let the workers write `reference_policy_logprobs` of every row."""
         return self.submit_reference_policy_logprobs_from_meta(meta, plan).result()
 
     def submit_reference_policy_logprobs_from_meta(self, meta: KVBatchMeta, plan: PackPlan) -> Pending[KVBatchMeta]:
-        """As `get_reference_policy_logprobs_from_meta` without waiting."""
+        """Submit `get_reference_policy_logprobs_from_meta` without waiting."""
         metas = self._metas(meta, plan)
         requests = [ask(TQWorker.get_reference_policy_logprobs_presharded, meta=part) for part in metas]
         return self._written(requests, WorkerPass.REFERENCE_LOGPROBS, meta, metas)
@@ -86,13 +87,13 @@ class TQPolicy(Policy):
     def train_from_meta(
         self, meta: KVBatchMeta, plan: PackPlan, loss_fn: LossFunction, *, fields: Sequence[str]
     ) -> TrainSummary:
-        """Workers fetch `fields` of their rows and train, one optimizer step per global batch of `plan`."""
+        """Let the workers fetch `fields` of their rows and train, one optimizer step per global batch of `plan`."""
         return self.submit_train_from_meta(meta, plan, loss_fn, fields=fields).result()
 
     def submit_train_from_meta(
         self, meta: KVBatchMeta, plan: PackPlan, loss_fn: LossFunction, *, fields: Sequence[str]
     ) -> Pending[TrainSummary]:
-        """As `train_from_meta` without waiting."""
+        """Submit `train_from_meta` without waiting."""
         metas = self._metas(meta, plan)
         requests = [ask(TQWorker.train_presharded, meta=part, loss_fn=loss_fn, fields=tuple(fields)) for part in metas]
 
@@ -105,7 +106,7 @@ class TQPolicy(Policy):
     def submit_row_work(
         self, meta: KVBatchMeta, plan: PackPlan, work: RowWork | Sequence[RowWork], *, stage: RowPass
     ) -> Pending[RowWorkDone]:
-        """Workers do the work on their rows of `plan`, without the model.
+        """Let the workers do the work on their rows of `plan`, without the model.
 
         Args:
             work: the same for all data-parallel shards, or one for each.
@@ -129,20 +130,20 @@ class TQPolicy(Policy):
         return self._submit(requests, stage.value).then(merge)
 
     def end_step(self) -> None:
-        """Workers forget what they fetched."""
+        """Let the workers forget what they fetched."""
         self._run(ask(TQWorker.end_step), "end of step")
 
     def router_replay_metrics(self) -> dict[str, Reduction]:
-        """Over all workers since the last call; empty without router replay."""
+        """Return the metrics of all workers since the last call; empty without router replay."""
         return merge_metrics(self._run(ask(TQWorker.router_replay_metrics), "metrics"))
 
     def data_plane_snapshots(self) -> list[Totals]:
-        """Counters of every worker that has a client, since the last call."""
+        """Return counters of every worker that has a client, since the last call."""
         snapshots = self._run(ask(TQWorker.data_plane_snapshot), "metrics")
         return [snapshot for snapshot in snapshots if snapshot is not None]
 
     def _metas(self, meta: KVBatchMeta, plan: PackPlan) -> list[KVBatchMeta]:
-        """Of each rank; ranks of a replica group get the same."""
+        """Return the meta of each rank; ranks of a replica group get the same."""
         return self._layout.spread(shard_meta_for_dp(meta, plan))
 
     def _written(

@@ -21,10 +21,9 @@ from nemo_rl.errors import WorkerError
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.buckets import MAX_BUCKET_BYTES, RefitPlan, bucket_bytes
-from nemo_rl.models.weight_sync.delta_schedule import DeltaSchedule
-from nemo_rl.models.weight_sync.receipt.receipts import Receipts
-from nemo_rl.models.weight_sync.receipt.records import Receipt, ReceiptSpec, Sent
-from nemo_rl.models.weight_sync.report import RefitReport
+from nemo_rl.models.weight_sync.delta_buckets import DeltaSchedule
+from nemo_rl.models.weight_sync.receipt import Receipt, ReceiptSpec, RefitReport, Sent
+from nemo_rl.models.weight_sync.receipt_check import Receipts
 from nemo_rl.models.weight_sync.target import RefitTarget
 
 __all__ = ["RefitParties", "WeightSync"]
@@ -39,7 +38,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RefitParties:
-    """Who takes part, and with how much memory."""
+    """The workers and engines of a refit, and the memory that it may use."""
 
     policy: WorkerGroup
     engines: WorkerFleet
@@ -50,21 +49,21 @@ class RefitParties:
     max_bucket_bytes: int = MAX_BUCKET_BYTES
     """Most bytes of a bucket, however much memory is free."""
     delta_full_every: int | None = None
-    """Of so many refits one is whole, the others send what has changed; None: all are whole."""
+    """Number of refits of which one is whole, while the others send what has changed; None where all are whole."""
     on_new_engines: Callable[[WorkerFleet], None] | None = None
     """Told when engines were replaced, before anybody samples from them."""
     receipt: ReceiptSpec | None = None
-    """How each refit is proved; None: not at all."""
+    """Settings of the proof of each refit, or None without one."""
 
     def run_policy(self, request: Request[_T], *, ranks: Sequence[int] | None = None) -> list[_T]:
         return self.submit_policy(request, ranks=ranks).result()
 
     def submit_policy(self, request: Request[_T], *, ranks: Sequence[int] | None = None) -> Pending[list[_T]]:
-        """As `run_policy` without waiting."""
+        """Submit a request to the policy's workers without waiting."""
         return self.policy.submit(Call(request=request, stage=STAGE, timeout_s=self.timeout_s, ranks=ranks))
 
     def run_engines(self, request: Request[_T] | Mapping[int, Request[_T]]) -> dict[int, _T]:
-        """Results by the number of the engine; one that is lost has none."""
+        """Return results by the number of the engine; one that is lost has none."""
         return self.engines.run(request, stage=STAGE, timeout_s=self.timeout_s)
 
 
@@ -72,7 +71,7 @@ class WeightSync(ABC):
     """Moves weights from a policy into generation engines."""
 
     buffer_is_on_device = False
-    """Whether buckets are on the workers' devices, else on the CPU."""
+    """True where buckets are on the workers' devices, else they are on the CPU."""
 
     def __init__(self, parties: RefitParties) -> None:
         self._parties = parties
@@ -83,16 +82,16 @@ class WeightSync(ABC):
 
     @property
     def version(self) -> int:
-        """Version in the engines; -1 before the first sync, and after one that failed."""
+        """Return version in the engines; -1 before the first sync, and after one that failed."""
         return self._version
 
     @property
     def report(self) -> RefitReport | None:
-        """Of the last refit that succeeded."""
+        """Return the report of the last refit that succeeded."""
         return self._report
 
     def sync(self, version: int) -> None:
-        """Moves all weights, and checks that every engine answers with `version`, and samples from them.
+        """Move all weights, and check that every engine answers with `version`, and samples from them.
 
         Raises:
             WorkerError: an engine could not load the weights, or holds another version.
@@ -108,7 +107,7 @@ class WeightSync(ABC):
         held = parties.run_engines(ask(RefitTarget.finish_refit, version=version))
         ended = parties.submit_policy(ask(PolicyWorker.end_refit))
         if self.buffer_is_on_device:
-            # What engines wake up may want this memory.
+            # Engines may need this memory when they wake up.
             ended.result()
         wrong = {engine: got for engine, got in held.items() if got != version}
         if wrong:
@@ -135,7 +134,7 @@ class WeightSync(ABC):
 
     @abstractmethod
     def _move(self, plan: RefitPlan, all_sent: Callable[[], None]) -> None:
-        """Brings every bucket into every engine.
+        """Bring every bucket into every engine.
 
         Args:
             all_sent: to be called once, when the policy has nothing left to send; engines may still be loading.
@@ -146,14 +145,14 @@ class WeightSync(ABC):
             self._receipts.open(has_new_engines=has_new_engines)
 
     def _close_receipt(self, version: int, ended: Pending[list[Sent]]) -> Receipt | None:
-        """Engines are ready to generate, and proved if they are to be."""
+        """Make the engines ready to generate, and return their receipt where refits are proved."""
         if self._receipts is not None:
             return self._receipts.close(version, ended)
         self._parties.run_engines(ask(GenerationInterface.prepare_for_generation))
         return None
 
     def _with_delta(self, plan: RefitPlan, version: int, *, before: int) -> RefitPlan:
-        """The plan, of what has changed since version `before` where that is to be trusted."""
+        """Return the plan, of what has changed since version `before` where that is to be trusted."""
         if self._deltas is None:
             return plan
         held = self._parties.run_engines(ask(RefitTarget.delta_base))
@@ -163,7 +162,7 @@ class WeightSync(ABC):
         )
 
     def _negotiate(self) -> RefitPlan:
-        """What is sent, in which portions: names of the policy, dtypes of the engines, sizes that both can hold."""
+        """Return the plan: names of the policy, dtypes of the engines, and portions that both can hold."""
         parties, on_device = self._parties, self.buffer_is_on_device
         infos = parties.run_policy(ask(PolicyWorker.prepare_refit_info), ranks=[0])[0]
         offered = {name: info.shape for name, info in infos.items()}

@@ -33,19 +33,20 @@ __all__ = [
 ]
 
 MIN_BUCKET_BYTES = 1 << 20
-"""Below this the calls cost more than the bytes; a machine without so much free memory is beyond help."""
+"""Smallest bucket: below this the calls cost more than the bytes, and a machine with less free memory is beyond
+help."""
 MAX_BUCKET_BYTES = 256 << 20
 """A larger bucket is slower on a CPU, because its pages are touched for the first time, and no faster on a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightSlot:
-    """One weight on the wire."""
+    """Name, shape and dtype of a weight as it is sent."""
 
     name: str
-    """In Hugging Face naming."""
+    """Name in Hugging Face naming."""
     dtype: str
-    """That of the engine, such as `bfloat16`: the policy casts before it sends."""
+    """Dtype of the engine, such as `bfloat16`: the policy casts before it sends."""
     shape: tuple[int, ...]
 
     @property
@@ -72,17 +73,17 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaRefit:
-    """Weights are sent as what has changed in them; see `delta_buckets`."""
+    """The versions of a refit that sends what has changed in the weights; see `delta_buckets`."""
 
     base: int
     """Version that both sides hold; -1: none, so that all weights are sent whole, and held from then on."""
     version: int
-    """That is sent."""
+    """Version that is sent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RefitPlan:
-    """What is moved, in which order and in which portions.
+    """The weights of a refit, their order and the portions in which they are moved.
 
     Example:
         Weights of 6 and 3 bytes in buckets of 4: `[a 0-4], [a 4-6, b 0-2], [b 2-3]`.
@@ -90,24 +91,24 @@ class RefitPlan:
 
     slots: tuple[WeightSlot, ...]
     bucket_bytes: int
-    """Of weights."""
+    """Bytes of weights in a bucket."""
     delta: DeltaRefit | None = None
-    """None: buckets hold the bytes of the weights as they are."""
+    """Delta that is sent, or None where buckets hold the bytes of the weights as they are."""
 
     @property
     def num_bytes(self) -> int:
-        """Of all weights."""
+        """Return the bytes of all weights."""
         return sum(slot.num_bytes for slot in self.slots)
 
     @property
     def buffer_bytes(self) -> int:
-        """Most that a bucket takes."""
+        """Return most that a bucket takes."""
         if self.delta is None:
             return self.bucket_bytes
         return self.bucket_bytes + HEADER_BYTES * max(map(len, self.buckets()), default=0)
 
     def buckets(self) -> list[list[Piece]]:
-        """The pieces of each bucket; a weight without elements has none."""
+        """Return the pieces of each bucket; a weight without elements has none."""
         buckets: list[list[Piece]] = []
         room = 0
         for index, slot in enumerate(self.slots):
@@ -123,12 +124,12 @@ class RefitPlan:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can still be allocated on the device, by any process."""
+    """Return memory that can still be allocated on the device, by any process."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
 
 
 def bucket_bytes(slots: Iterable[WeightSlot], *, free: int, ratio: float, most: int = MAX_BUCKET_BYTES) -> int:
-    """Size of a bucket: at most `ratio` of the free memory, and not more than all weights together."""
+    """Return size of a bucket: at most `ratio` of the free memory, and not more than all weights together."""
     total = sum(slot.num_bytes for slot in slots)
     return max(1, min(total, most, max(MIN_BUCKET_BYTES, int(free * ratio))))
 
@@ -136,7 +137,7 @@ def bucket_bytes(slots: Iterable[WeightSlot], *, free: int, ratio: float, most: 
 def match_slots(
     offered: Mapping[str, tuple[int, ...]], model: Mapping[str, torch.Tensor]
 ) -> tuple[tuple[WeightSlot, ...], list[torch.Tensor]]:
-    """The policy's weights as slots in the engine's dtypes, and the engine's tensors they go to.
+    """Return the policy's weights as slots in the engine's dtypes, and the engine's tensors they go to.
 
     Args:
         offered: name and shape of each weight of the policy, in the order in which they will come.
@@ -164,7 +165,7 @@ def match_slots(
 
 
 def in_dtypes(plan: RefitPlan, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights in the dtypes of the plan; those that it does not name as they are."""
+    """Yield the weights in the dtypes of the plan; those that it does not name as they are."""
     dtypes = {slot.name: getattr(torch, slot.dtype) for slot in plan.slots}
     return ((name, weight.to(dtypes.get(name, weight.dtype))) for name, weight in weights)
 
@@ -181,11 +182,11 @@ class BucketFiller:
 
     @property
     def num_missing(self) -> int:
-        """Buckets that have not been filled yet."""
+        """Return buckets that have not been filled yet."""
         return len(self._buckets) - self._num_filled
 
     def fill(self, buffer: torch.Tensor | None) -> int:
-        """Writes the next bucket into `buffer` (uint8); returns its size. Without a buffer weights only pass by.
+        """Write the next bucket into `buffer` (uint8); return its size. Without a buffer weights only pass by.
 
         Raises:
             StopIteration: all buckets were filled. RuntimeError: the stream is not the one that was planned.
@@ -202,7 +203,7 @@ class BucketFiller:
         return size
 
     def _write(self, piece: Piece, source: torch.Tensor, room: torch.Tensor) -> int:
-        """Puts the bytes of a piece at the head of `room`; returns how many bytes it took."""
+        """Put the bytes of a piece at the head of `room`; return how many bytes it took."""
         room[: piece.size].copy_(source)
         return piece.size
 
@@ -225,11 +226,11 @@ class BucketSink:
 
     @property
     def num_missing(self) -> int:
-        """Buckets that have not come yet."""
+        """Return buckets that have not come yet."""
         return len(self._buckets) - self._num_loaded
 
     def load(self, buffer: torch.Tensor) -> None:
-        """Copies the next bucket out of `buffer` (uint8, on any device)."""
+        """Copy the next bucket out of `buffer` (uint8, on any device)."""
         for piece in self._buckets[self._num_loaded]:
             target = self._targets[piece.slot][piece.start : piece.start + piece.size]
             target.copy_(buffer[piece.offset : piece.offset + piece.size])
@@ -255,11 +256,11 @@ class WeightJoiner:
 
     @property
     def num_missing(self) -> int:
-        """Buckets that have not come yet."""
+        """Return buckets that have not come yet."""
         return len(self._buckets) - self._num_loaded
 
     def load(self, buffer: torch.Tensor) -> None:
-        """Copies the next bucket out of `buffer` (uint8, on any device)."""
+        """Copy the next bucket out of `buffer` (uint8, on any device)."""
         for piece in self._buckets[self._num_loaded]:
             slot = self._plan.slots[piece.slot]
             if piece.start == 0:
@@ -273,5 +274,5 @@ class WeightJoiner:
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """`[num_bytes]` uint8; shares memory with a contiguous tensor."""
+    """Return `[num_bytes]` uint8; shares memory with a contiguous tensor."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)

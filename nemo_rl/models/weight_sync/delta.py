@@ -1,4 +1,4 @@
-"""What has changed in a weight since it was sent last, in the fewest bytes: pure functions over its bytes.
+"""Deltas: the changes of a weight since it was sent last, in the fewest bytes, by pure functions over its bytes.
 
 Used by `delta_buckets`. The change of a part of a weight is written as one block: a header, a stream that says where,
 and the new elements. Invariant: `apply_block` after `encode_block` gives the sender's bytes to the last bit, whatever
@@ -19,19 +19,19 @@ __all__ = ["HEADER_BYTES", "Block", "Form", "apply_block", "encode_block", "read
 HEADER_BYTES = 24
 """Form, bytes of the stream, bytes of the elements: three int64."""
 FILLER = 255
-"""In a stream of numbers: 255 more, and the number is not at its end."""
+"""Byte of a stream of numbers that stands for 255 more of a number that goes on."""
 MASK_BITS = 8
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Element size -> a dtype that compares and copies bits."""
 
 
 class Form(IntEnum):
-    """How a block says which elements it holds."""
+    """The form in which a block says which elements it holds."""
 
     WHOLE = 0
     """All of them; nothing of the old bytes is used."""
     SAME = 1
-    """None has changed."""
+    """No element has changed."""
     INDEX = 2
     """Each by its distance from the one before."""
     RUNS = 3
@@ -60,7 +60,7 @@ class Block:
 
 
 def encode_block(base: torch.Tensor | None, part: torch.Tensor, *, unit: int) -> Block:
-    """The smallest block that makes `part` of `base`.
+    """Return the smallest block that makes `part` of `base`.
 
     Args:
         base: `[n]` uint8, the bytes that the receiver holds; None: not known.
@@ -92,7 +92,7 @@ def encode_block(base: torch.Tensor | None, part: torch.Tensor, *, unit: int) ->
 
 
 def write_block(block: Block, buffer: torch.Tensor) -> int:
-    """Puts it at the head of `buffer` (uint8, on any device); returns its size."""
+    """Put it at the head of `buffer` (uint8, on any device); return its size."""
     header = torch.tensor([block.form, block.stream.numel(), block.values.numel()], dtype=torch.int64)
     at = 0
     for piece in (header.view(torch.uint8), block.stream, block.values):
@@ -102,7 +102,7 @@ def write_block(block: Block, buffer: torch.Tensor) -> int:
 
 
 def read_block(buffer: torch.Tensor) -> Block:
-    """The block at the head of `buffer`; it shares the memory.
+    """Return the block at the head of `buffer`; it shares the memory.
 
     Raises:
         WorkerError: there is none.
@@ -120,7 +120,7 @@ def read_block(buffer: torch.Tensor) -> Block:
 
 
 def apply_block(block: Block, target: torch.Tensor, *, unit: int) -> None:
-    """Makes the new bytes of the old ones in `target`, `[n]` uint8, on any device.
+    """Make the new bytes of the old ones in `target`, `[n]` uint8, on any device.
 
     Raises:
         WorkerError: the block is that of another part.
@@ -157,7 +157,7 @@ def _no_bytes(like: torch.Tensor) -> torch.Tensor:
 
 
 def _runs(gaps: torch.Tensor) -> torch.Tensor:
-    """Alternately: elements left out before a run, elements of the run but one."""
+    """Yield alternately: elements left out before a run, elements of the run but one."""
     is_first = gaps > 0
     is_first[0] = True
     at = is_first.nonzero()[:, 0]
@@ -169,7 +169,7 @@ def _places_of_runs(numbers: torch.Tensor) -> torch.Tensor:
     left_out, lengths = numbers.view(-1, 2).unbind(1)
     lengths = lengths + 1
     ends = (left_out + lengths).cumsum(0)
-    # Of a run, how far its elements stand behind their number in all values.
+    # For each run, the distance of its elements from their number among all values.
     shifts = ends - lengths.cumsum(0)
     return shifts.repeat_interleave(lengths) + torch.arange(int(lengths.sum()), device=numbers.device)
 
@@ -179,7 +179,7 @@ def _numbers_bytes(numbers: torch.Tensor) -> int:
 
 
 def _pack_numbers(numbers: torch.Tensor) -> torch.Tensor:
-    """A byte for each below 255; a larger one has a filler for every 255 before its last byte."""
+    """Return a byte for each below 255; a larger one has a filler for every 255 before its last byte."""
     ends = (numbers // FILLER + 1).cumsum(0)
     stream = torch.full((int(ends[-1]),), FILLER, dtype=torch.uint8, device=numbers.device)
     stream[ends - 1] = (numbers % FILLER).to(torch.uint8)

@@ -6,15 +6,16 @@ that came last as `HeldWeights`. Invariant: these have a version only while ever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from nemo_rl.errors import WorkerError
-from nemo_rl.models.weight_sync.buckets import BucketFiller, Piece, RefitPlan, WeightSlot, flat_bytes
+from nemo_rl.errors import ConfigError, WorkerError
+from nemo_rl.models.weight_sync.buckets import BucketFiller, DeltaRefit, Piece, RefitPlan, WeightSlot, flat_bytes
 from nemo_rl.models.weight_sync.delta import apply_block, encode_block, read_block, write_block
 
-__all__ = ["NO_VERSION", "DeltaFiller", "DeltaSink", "HeldWeights"]
+__all__ = ["NO_VERSION", "DeltaFiller", "DeltaSchedule", "DeltaSink", "HeldWeights"]
 
 NO_VERSION = -1
 
@@ -27,13 +28,13 @@ class HeldWeights:
 
     def __init__(self) -> None:
         self.version = NO_VERSION
-        """Whose bytes these are; -1: of none, or not whole."""
+        """Version of these bytes; -1 where there are none, or not all."""
         self._next_version = NO_VERSION
         self._slots: tuple[WeightSlot, ...] = ()
         self._bytes: list[torch.Tensor] = []
 
     def begin(self, plan: RefitPlan, targets: Sequence[torch.Tensor] | None = None) -> None:
-        """The weights of another version follow.
+        """Begin the weights of another version.
 
         Args:
             targets: the engine's tensors; None: memory is taken here.
@@ -56,22 +57,22 @@ class HeldWeights:
         self._slots, self.version, self._next_version = plan.slots, NO_VERSION, plan.delta.version
 
     def note(self, *, num_missing: int) -> None:
-        """So many buckets have not passed yet."""
+        """Note how many buckets have not passed yet."""
         if not num_missing:
             self.version = self._next_version
 
     def part(self, piece: Piece) -> torch.Tensor:
-        """`[piece.size]` uint8, of the memory itself."""
+        """Return `[piece.size]` uint8, of the memory itself."""
         return self._bytes[piece.slot][piece.start : piece.start + piece.size]
 
     def weight(self, slot: int, *, device: torch.device | str) -> torch.Tensor:
-        """A copy of a whole weight."""
+        """Return a copy of a whole weight."""
         given = self._slots[slot]
         weight = self._bytes[slot].to(device, copy=True).view(getattr(torch, given.dtype))
         return weight.view(given.shape)
 
     def forget(self) -> None:
-        """There is no version here, and no memory is kept for one."""
+        """Forget the version and free its memory."""
         self.version, self._slots, self._bytes = NO_VERSION, (), []
 
 
@@ -126,11 +127,11 @@ class DeltaSink:
 
     @property
     def num_missing(self) -> int:
-        """Buckets that have not come yet."""
+        """Return buckets that have not come yet."""
         return len(self._buckets) - self._num_loaded
 
     def load(self, buffer: torch.Tensor) -> None:
-        """Takes the next bucket out of `buffer` (uint8, on any device).
+        """Take the next bucket out of `buffer` (uint8, on any device).
 
         Raises:
             WorkerError: it holds something else.
@@ -151,6 +152,76 @@ class DeltaSink:
 
 
 def _unit(plan: RefitPlan, piece: Piece) -> int:
-    """Bytes of an element; 1 where a bucket cuts one."""
+    """Return bytes of an element; 1 where a bucket cuts one."""
     size = plan.slots[piece.slot].element_bytes
     return size if piece.start % size == 0 and piece.size % size == 0 else 1
+
+
+logger = logging.getLogger(__name__)
+
+KEY = "policy.generation.refit_delta"
+
+
+class DeltaSchedule:
+    """Decides for each refit of a run if it sends a delta or whole weights.
+
+    Args:
+        full_every: of so many refits one is whole, whatever happens.
+    """
+
+    def __init__(self, full_every: int) -> None:
+        self._full_every = full_every
+        self._num_since_full = 0
+        self._slots: tuple[WeightSlot, ...] = ()
+        self._births: Mapping[int, int] = {}
+
+    def next(
+        self,
+        version: int,
+        *,
+        before: int,
+        slots: tuple[WeightSlot, ...],
+        births: Mapping[int, int],
+        held: Mapping[int, int | None],
+    ) -> DeltaRefit:
+        """Return how version `version` is sent.
+
+        Args:
+            before: version of the last refit; -1 when there was none, or it failed.
+            slots: what is sent.
+            births: of the engines: another count is another process.
+            held: version that each engine can build on; None: it takes whole buckets alone.
+
+        Raises:
+            ConfigError: an engine takes whole buckets alone.
+        """
+        deaf = [engine for engine, base in held.items() if base is None]
+        if deaf:
+            raise ConfigError(
+                f"{KEY}.enabled: true, but engine {deaf[0]} supports whole weights only: its `RefitTarget` has no "
+                "`delta_base`; set it to false"
+            )
+        doubt = self._doubt(before, slots, births, held)
+        if doubt is not None and self._slots:
+            logger.info("refit to version %d sends all weights whole: %s", version, doubt)
+        self._num_since_full = 0 if doubt is not None else self._num_since_full + 1
+        self._slots, self._births = slots, dict(births)
+        return DeltaRefit(base=before if doubt is None else NO_VERSION, version=version)
+
+    def _doubt(
+        self,
+        before: int,
+        slots: tuple[WeightSlot, ...],
+        births: Mapping[int, int],
+        held: Mapping[int, int | None],
+    ) -> str | None:
+        """Return why a delta is not to be trusted, or None where it is."""
+        if before == NO_VERSION:
+            return "no refit has succeeded since"
+        if births != self._births:
+            return "the engines are not the same processes"
+        if slots != self._slots:
+            return "other weights are sent than before"
+        if set(held.values()) != {before}:
+            return f"the engines do not all hold version {before}: {dict(held)}"
+        return f"one of {self._full_every} is" if self._num_since_full + 1 >= self._full_every else None

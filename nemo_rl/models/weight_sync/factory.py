@@ -1,24 +1,169 @@
-"""What a refit is built of: its transport by name, and how it is proved."""
+"""The kinds of `WeightSync`, of which `build_weight_sync` makes the configured one, and `receipt_spec`.
+
+On one node buckets go through this run's object store or through GPU memory that both sides share, and a bucket is
+written only after every engine has read the one before it. By broadcast, policy rank 0 and all engines are one process
+group, and every bucket goes to all at once: both sides are called at the same time, and when either fails the error
+that caused it is raised.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from nemo_rl.config.policy import PolicyConfig, RefitTransport
-from nemo_rl.models.weight_sync.base import RefitParties, WeightSync
-from nemo_rl.models.weight_sync.collective import BroadcastWeightSync
-from nemo_rl.models.weight_sync.colocated import IpcWeightSync, PayloadWeightSync
-from nemo_rl.models.weight_sync.receipt.probe import make_probe
-from nemo_rl.models.weight_sync.receipt.records import ReceiptSpec
+from nemo_rl.distributed.calls import Call, ask
+from nemo_rl.errors import WorkerError
+from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
+from nemo_rl.models.weight_sync.base import STAGE, RefitParties, WeightSync
+from nemo_rl.models.weight_sync.buckets import RefitPlan
+from nemo_rl.models.weight_sync.receipt import ReceiptSpec, make_probe
+from nemo_rl.models.weight_sync.target import RefitTarget
+from nemo_rl.models.weight_sync.transport import RefitGroupSpec
 from nemo_rl.utils.flops import TransformerShape
 
-__all__ = ["build_weight_sync", "receipt_spec"]
+__all__ = [
+    "BroadcastWeightSync",
+    "IpcWeightSync",
+    "PayloadWeightSync",
+    "build_weight_sync",
+    "choose_backend",
+    "receipt_spec",
+]
+
+
+class PayloadWeightSync(WeightSync):
+    """Refit through the object store: buckets are objects of the run: Ray's store keeps them once per node, in one
+    process they are handed over."""
+
+    def _move(self, plan: RefitPlan, all_sent: Callable[[], None]) -> None:
+        parties = self._parties
+        num_buckets = parties.run_policy(ask(PolicyWorker.begin_refit, plan=plan, on_device=False))[0]
+        parties.run_engines(ask(RefitTarget.begin_refit, plan=plan))
+        for number in range(1, num_buckets + 1):
+            call = Call(request=ask(PolicyWorker.next_bucket), stage=STAGE, timeout_s=parties.timeout_s)
+            bucket = parties.policy.run_for_payload(call)
+            if number == num_buckets:
+                all_sent()
+            parties.run_engines(ask(RefitTarget.load_bucket, bucket=bucket.stand_in()))
+
+
+class IpcWeightSync(WeightSync):
+    """Refit through GPU memory: buckets stay on the GPU, and each engine reads those of the policy worker on its own
+    GPU by a CUDA-IPC handle."""
+
+    buffer_is_on_device = True
+
+    def _move(self, plan: RefitPlan, all_sent: Callable[[], None]) -> None:
+        parties = self._parties
+        num_buckets = parties.run_policy(ask(PolicyWorker.begin_refit, plan=plan, on_device=True))[0]
+        by_device = {handle.device_id: handle for handle in parties.run_policy(ask(PolicyWorker.share_refit_buffer))}
+        devices = parties.run_engines(ask(RefitTarget.report_device_id))
+        alone = [f"engine {engine} on {device}" for engine, device in devices.items() if device not in by_device]
+        if alone:
+            raise WorkerError(
+                f"no policy worker shares a GPU with {', '.join(alone)}; set policy.generation.refit_transport=payload",
+                stage=STAGE,
+            )
+        parties.run_engines(
+            {
+                engine: ask(RefitTarget.begin_refit, plan=plan, handle=by_device[device])
+                for engine, device in devices.items()
+            }
+        )
+        for number in range(1, num_buckets + 1):
+            parties.run_policy(ask(PolicyWorker.fill_bucket))
+            if number == num_buckets:
+                all_sent()
+            parties.run_engines(ask(RefitTarget.load_bucket))
+
+
+LOST = "lost the other members"
+"""Text in an error that another member's failure causes."""
+
+
+class BroadcastWeightSync(WeightSync):
+    """Refit by broadcast: the group is made at the first sync and lives as long as its members; when one was replaced,
+    it is made anew.
+
+    Args:
+        address: of the machine of policy rank 0, as the engines reach it.
+    """
+
+    def __init__(self, parties: RefitParties, *, address: str) -> None:
+        super().__init__(parties)
+        self._address = address
+        self._members: Mapping[int, int] = {}
+
+    def _negotiate(self) -> RefitPlan:
+        members = self._parties.engines.births
+        if members != self._members:
+            self.buffer_is_on_device = self._join() == "nccl"
+            self._members = members
+        return super()._negotiate()
+
+    def _move(self, plan: RefitPlan, all_sent: Callable[[], None]) -> None:
+        parties = self._parties
+        parties.run_policy(ask(PolicyWorker.begin_refit, plan=plan, on_device=self.buffer_is_on_device))
+        parties.run_engines(ask(RefitTarget.begin_refit, plan=plan))
+        _both(
+            lambda: parties.run_policy(ask(PolicyWorker.broadcast_weights)),
+            lambda: parties.run_engines(ask(RefitTarget.receive_weights)),
+        )
+        all_sent()
+
+    def _join(self) -> str:
+        parties = self._parties
+        sender = parties.run_policy(ask(PolicyWorker.report_device_id), ranks=[0])
+        devices = parties.run_engines(ask(RefitTarget.report_device_id))
+        backend = choose_backend([*sender, *devices.values()])
+        world_size = 1 + len(devices)
+        opening = ask(
+            PolicyWorker.open_refit_store, address=self._address, world_size=world_size, timeout_s=parties.timeout_s
+        )
+        port = parties.run_policy(opening, ranks=[0])[0]
+
+        def member(rank: int) -> RefitGroupSpec:
+            return RefitGroupSpec(
+                address=self._address,
+                port=port,
+                rank=rank,
+                world_size=world_size,
+                backend=backend,
+                timeout_s=parties.timeout_s,
+            )
+
+        engines = {
+            engine: ask(RefitTarget.join_refit_group, spec=member(1 + place)) for place, engine in enumerate(devices)
+        }
+        _both(
+            lambda: parties.run_policy(ask(PolicyWorker.join_refit_group, spec=member(0)), ranks=[0]),
+            lambda: parties.run_engines(engines),
+        )
+        return backend
+
+
+def choose_backend(devices: Sequence[str]) -> str:
+    """Return `nccl` where every member has a GPU of its own, which NCCL wants; else `gloo` over CPU buffers."""
+    is_distinct = len(set(devices)) == len(devices)
+    return "nccl" if is_distinct and all(device.startswith("GPU-") for device in devices) else "gloo"
+
+
+def _both(send: Callable[[], object], receive: Callable[[], object]) -> None:
+    """Run both sides at once; of two failures raises the one that is not the other's consequence."""
+    with ThreadPoolExecutor(max_workers=2, thread_name_prefix="refit") as pool:
+        sides = [pool.submit(send), pool.submit(receive)]
+        failures = [error for error in (side.exception() for side in sides) if error is not None]
+    causes = [error for error in failures if LOST not in str(error)]
+    for error in causes or failures:
+        raise error
+
 
 FULL = "float32"
 
 
 def build_weight_sync(transport: RefitTransport, parties: RefitParties, *, address: str) -> WeightSync:
-    """The chosen transport between `parties`.
+    """Return the chosen transport between `parties`.
 
     Args:
         address: of the machine of policy rank 0, as the engines reach it.
@@ -29,7 +174,7 @@ def build_weight_sync(transport: RefitTransport, parties: RefitParties, *, addre
 
 
 def receipt_spec(config: PolicyConfig, model: Mapping[str, object]) -> ReceiptSpec | None:
-    """How refits of this policy are proved; None: not at all.
+    """Return how refits of this policy are proved, or None where they are not.
 
     Args:
         model: the dictionary of its Hugging Face config.

@@ -1,28 +1,145 @@
-"""What a refit calls on an engine: `RefitTarget`, and the part of it that engines of torch modules share.
+"""Targets of a refit: `RefitTarget`, and the receiving side that engines of torch modules share.
 
 Calls of one refit, in order: `report_device_id` and `refit_free_bytes` (once, to choose a transport), `match_refit`,
 `delta_base` (only with `policy.generation.refit_delta`), `begin_refit`, then `load_bucket` for each bucket or
-`receive_weights` for all of them, `finish_refit`, `answer_receipt`.
+`receive_weights` for all of them, `finish_refit`, `answer_receipt`. Invariant of `RefitReceiver`: names and shapes are
+compared before the first byte is written; from then until the last bucket the engine holds no version, so that
+half-loaded weights are never sampled from.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 
+from nemo_rl.errors import WorkerError
 from nemo_rl.models.generation.interfaces import GenerationInterface
-from nemo_rl.models.weight_sync.buckets import RefitPlan, WeightSlot, free_bytes
-from nemo_rl.models.weight_sync.ipc_handle import IpcHandle, device_id
-from nemo_rl.models.weight_sync.receipt.fingerprint import fingerprints
-from nemo_rl.models.weight_sync.receipt.probe import Probe
-from nemo_rl.models.weight_sync.receipt.records import Answer
-from nemo_rl.models.weight_sync.receiver import RefitReceiver
-from nemo_rl.models.weight_sync.refit_group import RefitGroupSpec
+from nemo_rl.models.weight_sync.buckets import BucketSink, RefitPlan, WeightJoiner, WeightSlot, free_bytes, match_slots
+from nemo_rl.models.weight_sync.delta_buckets import DeltaSink, HeldWeights
+from nemo_rl.models.weight_sync.fingerprint import fingerprints
+from nemo_rl.models.weight_sync.receipt import Answer, Probe
+from nemo_rl.models.weight_sync.transport import IpcHandle, RefitGroup, RefitGroupSpec, device_id
 
-__all__ = ["ModuleRefitTarget", "RefitTarget"]
+__all__ = ["ModuleRefitTarget", "RefitReceiver", "RefitTarget"]
+
+Sink = BucketSink | WeightJoiner | DeltaSink
+
+
+class RefitReceiver:
+    """Loads buckets into the tensors of one model, or joins them to whole weights.
+
+    Args:
+        device: where weights are.
+        take: is given each weight, which may stay; the model is then asked for names, shapes and dtypes alone.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, device: torch.device, *, take: Callable[[str, torch.Tensor], None] | None = None
+    ) -> None:
+        self._model, self._device, self._take = model, device, take
+        self._targets: list[torch.Tensor] = []
+        self._sink: Sink | None = None
+        self._held = HeldWeights()
+        self._num_buckets = 0
+        self._buffer_bytes = 0
+        self._shared: torch.Tensor | None = None
+        self._group: RefitGroup | None = None
+        self.tied_names: Mapping[str, str] = {}
+        """Name of a weight that is not sent -> the sent one that it was tied to in `match`."""
+
+    def match(self, offered: Mapping[str, tuple[int, ...]]) -> tuple[WeightSlot, ...]:
+        """Return the policy's weights in this engine's dtypes.
+
+        Raises:
+            ValueError: a name is unknown or missing, or has another shape.
+        """
+        state = self._model.state_dict(keep_vars=True)
+        slots, self._targets = match_slots(offered, state)
+        sent: dict[int, str] = {}
+        for name in offered:
+            sent.setdefault(id(state[name]), name)
+        self.tied_names = {name: sent[id(weight)] for name, weight in state.items() if name not in offered}
+        return slots
+
+    def begin(self, plan: RefitPlan, handle: IpcHandle | None = None) -> None:
+        """Get ready for the first bucket; with a handle buckets come through the policy's own GPU memory."""
+        self._sink = self._sink_of(plan)
+        self._num_buckets, self._buffer_bytes = self._sink.num_missing, plan.buffer_bytes
+        self._shared = handle.open(self._device) if handle is not None else None
+
+    def _sink_of(self, plan: RefitPlan) -> Sink:
+        take = self._take
+        if plan.delta is not None:
+            # An engine that takes whole weights needs the last ones, to apply the changes to them.
+            self._held.begin(plan, self._targets if take is None else None)
+            return DeltaSink(plan, self._held, take=take, device=self._device)
+        self._held.forget()
+        return BucketSink(plan, self._targets) if take is None else WeightJoiner(plan, take, device=self._device)
+
+    @property
+    def delta_base(self) -> int:
+        """Return version that a delta can build on; -1: none."""
+        return self._held.version
+
+    def forget_base(self) -> None:
+        """Forget the base of deltas: the weights were replaced by another way."""
+        self._held.forget()
+
+    def load(self, bucket: np.ndarray | None = None) -> None:
+        """Load the next bucket, given as uint8, or read from the shared memory."""
+        sink = self._begun()
+        if bucket is not None:
+            # Torch refuses read-only memory, such as a mapped object of Ray's store.
+            sink.load(torch.from_numpy(bucket if bucket.flags.writeable else bucket.copy()))
+            return
+        assert self._shared is not None, "no handle was given to begin"
+        sink.load(self._shared)
+        # The policy writes the next bucket into the same memory as soon as this call returns.
+        torch.cuda.synchronize(self._device)
+
+    def join(self, spec: RefitGroupSpec) -> None:
+        """(collective over the refit group) Leave the one before."""
+        if self._group is not None:
+            self._group.close()
+        self._group = RefitGroup(spec, device=self._device)
+
+    def receive(self) -> None:
+        """(collective over the refit group) Receive all buckets, while rank 0 sends them.
+
+        Raises:
+            WorkerError: the policy failed. CollectiveTimeout: it did not send in time.
+        """
+        sink = self._begun()
+        assert self._group is not None, "join comes first"
+        buffer = torch.empty(self._buffer_bytes, dtype=torch.uint8, device=self._group.device)
+        while sink.num_missing:
+            sink.load(self._group.receive(buffer))
+
+    def finish(self) -> None:
+        """Free what the refit needed.
+
+        Raises:
+            WorkerError: buckets are missing.
+        """
+        missing = self._begun().num_missing
+        self._sink, self._targets, self._shared = None, [], None
+        if missing:
+            raise WorkerError(
+                f"expected {self._num_buckets} buckets of weights, {missing} were not received", stage="refit"
+            )
+
+    def close(self) -> None:
+        """Leave the refit group. Idempotent."""
+        if self._group is not None:
+            self._group.close()
+        self._group, self._shared = None, None
+
+    def _begun(self) -> Sink:
+        assert self._sink is not None, "begin comes first"
+        return self._sink
 
 
 class RefitTarget(ABC):
@@ -30,43 +147,43 @@ class RefitTarget(ABC):
 
     @abstractmethod
     def report_device_id(self) -> str:
-        """The GPU's UUID, or host and `cpu`."""
+        """Return the GPU's UUID, or host and `cpu`."""
 
     @abstractmethod
     def refit_free_bytes(self, *, on_device: bool) -> int:
-        """Memory that a buffer may take a part of: of the engine's device, or of this machine."""
+        """Return memory that a buffer may take a part of: of the engine's device, or of this machine."""
 
     @abstractmethod
     def match_refit(self, offered: Mapping[str, tuple[int, ...]]) -> tuple[WeightSlot, ...]:
-        """The policy's weights, by Hugging Face name, in this engine's dtypes.
+        """Return the policy's weights, by Hugging Face name, in this engine's dtypes.
 
         Raises:
             ValueError: a name is unknown or missing, or has another shape; the old weights stay in use.
         """
 
     def delta_base(self) -> int | None:
-        """Version of the weights that a delta can build on; -1: none. None: `load_bucket` knows no deltas."""
+        """Return version of the weights that a delta can build on; -1: none. None: `load_bucket` knows no deltas."""
         return None
 
     @abstractmethod
     def begin_refit(self, plan: RefitPlan, *, handle: IpcHandle | None = None) -> None:
-        """From here to `finish_refit` this engine holds no version."""
+        """Begin a refit; this engine holds no version until `finish_refit`."""
 
     @abstractmethod
     def load_bucket(self, bucket: np.ndarray | None = None) -> None:
-        """The next bucket, given as uint8, or read from the shared memory."""
+        """Load the next bucket, given as uint8, or read from the shared memory."""
 
     @abstractmethod
     def join_refit_group(self, spec: RefitGroupSpec) -> None:
-        """(collective over the refit group)"""
+        """(collective over the refit group) Join the group of the refit."""
 
     @abstractmethod
     def receive_weights(self) -> None:
-        """(collective over the refit group) All buckets, while the policy sends them."""
+        """(collective over the refit group) Receive all buckets, while the policy sends them."""
 
     @abstractmethod
     def finish_refit(self, *, version: int) -> int:
-        """All weights have come; returns the version now in use."""
+        """End the refit, when all weights have come, and return the version now in use."""
 
     @abstractmethod
     def fingerprints(self) -> Mapping[str, str]:
@@ -78,7 +195,8 @@ class RefitTarget(ABC):
         return {}
 
     def answer_receipt(self, probe: Probe | None) -> Answer:
-        """(ready to generate when it returns) What this engine holds, and how it scores the probe on its decode path.
+        """(ready to generate when it returns) Return what this engine holds, and how it scores the probe on its decode
+        path.
 
         Args:
             probe: None: fingerprints alone.
@@ -100,22 +218,22 @@ class RefitTarget(ABC):
 
 
 class ModuleRefitTarget(RefitTarget):
-    """For an engine whose weights are one torch module in this process, under Hugging Face names."""
+    """An engine whose weights are one torch module in this process, under Hugging Face names."""
 
     _receiver: RefitReceiver | None = None
 
     @property
     @abstractmethod
     def refit_module(self) -> torch.nn.Module:
-        """Whose weights are replaced."""
+        """Return the module whose weights are replaced."""
 
     @abstractmethod
     def hold_version(self, version: int) -> None:
-        """Remembers the version of the weights; -1 while they are being replaced."""
+        """Remember the version of the weights; -1 while they are being replaced."""
 
     @property
     def device(self) -> torch.device:
-        """Of the weights."""
+        """Return the device of the weights."""
         return next(self.refit_module.parameters()).device
 
     def report_device_id(self) -> str:
@@ -156,7 +274,7 @@ class ModuleRefitTarget(RefitTarget):
         return self._refit().tied_names
 
     def leave_refit(self) -> None:
-        """For `shutdown`. Idempotent."""
+        """Leave the refit group, at `shutdown`. Idempotent."""
         if self._receiver is not None:
             self._receiver.close()
         self._receiver = None

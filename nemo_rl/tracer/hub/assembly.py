@@ -27,7 +27,7 @@ STEPS_OPEN = 8
 
 @dataclass(slots=True)
 class Phase:
-    """One phase of one step, once through: what has come of it."""
+    """The parts of one phase of one step that have come so far."""
 
     run: str
     step: int
@@ -36,7 +36,7 @@ class Phase:
     begun: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
     dropped: Counter[int] = field(default_factory=Counter)
-    """By rank; those of the hub itself are under -1."""
+    """Rank -> messages that it dropped; those that the hub itself left out are under -1."""
     wholes: dict[Where, WholeParts] = field(default_factory=dict)
     tokens: dict[Where, TokenParts] = field(default_factory=dict)
     num_bytes: int = 0
@@ -45,14 +45,14 @@ class Phase:
     is_closed: bool = False
 
     def frames(self, limit: int) -> Iterator[Table | Frame]:
-        """What it gives, a table before the frames that refer to it; the parts are let go.
+        """Yield the frames of the phase, a table before the frames that refer to it, and let the parts go.
 
         Args:
             limit: bytes that one picture may need; larger ones are left out.
         """
         tables: dict[bytes, Rows] = {}
         for where in sorted((*self.wholes, *self.tokens), key=lambda where: (where.update, where.site.order)):
-            # Taken out one by one: what is sent on needs no parts any more.
+            # Taken out one by one, so that the parts of frames that were sent are freed.
             if where in self.wholes:
                 yield self._of_whole(where, self.wholes.pop(where))
             else:
@@ -102,18 +102,18 @@ class Phase:
 
 
 class _Step:
-    """What is known of a step while ranks are in it."""
+    """The phases of one step while ranks are in it."""
 
     def __init__(self) -> None:
         self.keys = StepKeys()
         self.phases: dict[tuple[str, int], Phase] = {}
-        """By name and how many times it was begun before."""
+        """(name, times it was begun before) -> phase."""
         self.begins: Counter[tuple[str, int]] = Counter()
-        """Of a phase by a rank."""
+        """(phase, rank) -> times that the rank has begun the phase."""
 
 
 class Assembly:
-    """Of one run and group of ranks."""
+    """Assembles the pictures of one run and one group of ranks."""
 
     def __init__(self, run: str, *, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
         self.run, self.world = run, 0
@@ -125,29 +125,29 @@ class Assembly:
         self._steps: dict[int, _Step] = {}
         self._current: dict[int, Phase] = {}
         self._tables: dict[int, dict[str, tuple[int, Tokens]]] = {}
-        """By rank and name; with the step."""
+        """Rank -> name of a table -> step and tokens."""
         self._told_dropped: Counter[int] = Counter()
         self._num_bytes = 0
 
     @property
     def num_bytes(self) -> int:
-        """That wait."""
+        """Return the size of all waiting parts."""
         return self._num_bytes
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those that are connected."""
+        """Return the connected ranks."""
         return tuple(sorted(self._here))
 
     def connect(self, rank: int, world: int) -> None:
-        """A rank is here (again)."""
+        """Add a rank, also one that comes again."""
         self.world = world
         self._here.add(rank)
         self._gone.discard(rank)
         self._forget_tables(rank)
 
     def disconnect(self, rank: int) -> None:
-        """A rank is gone; it is not waited for."""
+        """Remove a rank, which is not waited for any more."""
         self._here.discard(rank)
         self._gone.add(rank)
         at = self._current.pop(rank, None)
@@ -156,12 +156,12 @@ class Assembly:
         self._forget_tables(rank)
 
     def set_keys(self, step: int, keys: Sequence[str]) -> None:
-        """The order of the rows of a step."""
+        """Set the order of the rows of a step."""
         if (found := self._step(step)) is not None:
             found.keys.set_order(keys)
 
     def begin(self, rank: int, step: int, phase: str) -> None:
-        """A rank begins a phase."""
+        """Begin a phase of a rank."""
         for name, (of_step, tokens) in [*self._tables.get(rank, {}).items()]:
             if of_step < step:
                 del self._tables[rank][name]
@@ -219,7 +219,7 @@ class Assembly:
         self._num_bytes += added
 
     def end(self, rank: int, step: int, phase: str, dropped: int) -> None:
-        """A rank has sent all of its phase.
+        """End a phase of a rank, which has sent all of it.
 
         Args:
             dropped: frames that it has dropped since the run began.
@@ -233,7 +233,7 @@ class Assembly:
         self._start_deadline(at)
 
     def take_closed(self, *, all_of_them: bool = False) -> list[Phase]:
-        """Phases that are complete or overdue, oldest first; they are the caller's now, until `release`.
+        """Return phases that are complete or overdue, oldest first; they are the caller's now, until `release`.
 
         Args:
             all_of_them: also those that still wait.
@@ -248,12 +248,12 @@ class Assembly:
         return closed
 
     def release(self, phase: Phase) -> None:
-        """A phase that was taken has given all its frames: its parts count no more."""
+        """Release a phase that was taken: its frames are out and its parts count no more."""
         self._num_bytes -= phase.num_bytes
         phase.num_bytes = 0
 
     def seconds_left(self) -> float | None:
-        """Until a phase is overdue; None: none waits."""
+        """Return the seconds until a phase is overdue, or None where no phase waits."""
         open_phases = [at for found in self._steps.values() for at in found.phases.values() if not at.is_closed]
         deadlines = [at.deadline_s for at in open_phases if at.deadline_s is not None]
         return max(0.0, min(deadlines) - self._clock()) if deadlines else None
@@ -268,11 +268,11 @@ class Assembly:
         return is_overdue or waits_for <= at.ended | self._gone
 
     def _step(self, step: int) -> _Step | None:
-        """None: ranks are already further."""
+        """Return the step, or None where ranks are already further."""
         if step in self._steps:
             return self._steps[step]
         if len(self._steps) >= STEPS_OPEN:
-            # One that no phase waits for goes first.
+            # A step that no phase waits for goes first.
             settled = [
                 number for number, found in self._steps.items() if all(at.is_closed for at in found.phases.values())
             ]

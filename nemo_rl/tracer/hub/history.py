@@ -48,7 +48,7 @@ class _Step:
 
 
 class History:
-    """Of all runs."""
+    """Keeps the frames of all runs."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self.num_bytes = max_bytes, 0
@@ -57,7 +57,7 @@ class History:
         self._latest: dict[Place, Kept] = {}
 
     def add_table(self, table: Table) -> KeptTable:
-        """Keeps it with its step."""
+        """Keep it with its step."""
         found = self._tables.get((table.run, table.name))
         if found is None:
             found = self._tables[table.run, table.name] = KeptTable(table.run, table.name, table.encode())
@@ -67,7 +67,7 @@ class History:
         return found
 
     def add_frame(self, frame: Frame) -> Kept:
-        """Keeps it in place of an earlier one of the same step."""
+        """Keep it in place of an earlier one of the same step."""
         where = frame.where
         table = None if frame.table is None else self._tables.get((where.run, frame.table))
         kept = Kept(where, frame.encode(), table)
@@ -83,11 +83,11 @@ class History:
         return kept
 
     def latest(self) -> list[Kept]:
-        """The last frame of each place, as they came."""
+        """Return the last frame of each place, as they came."""
         return sorted(self._latest.values(), key=lambda kept: (kept.where.run, kept.where.step, kept.where.site.order))
 
     def of_steps(self, run: str, first: int, last: int) -> Iterator[Kept]:
-        """Frames of a span of steps, both ends included; what is let go meanwhile is left out."""
+        """Yield the frames of a span of steps, both ends included; what is let go meanwhile is left out."""
         steps = sorted(step for of_run, step in self._steps if of_run == run and first <= step <= last)
         for step in steps:
             found = self._steps.get((run, step))

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
-from dataclasses import asdict
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,17 +24,149 @@ from nemo_rl.errors import UserError, name_some
 from nemo_rl.records.sites import SITES
 from nemo_rl.tracer.frame import Frame, Table
 from nemo_rl.tracer.hub.history import History, Kept
-from nemo_rl.tracer.hub.runs import RunFacts
-from nemo_rl.tracer.hub.sinks import SinkThread
-from nemo_rl.tracer.hub.wire import dump
-from nemo_rl.tracer.non_finite import FirstNonFinite
-from nemo_rl.tracer.protocol import PROTOCOL_VERSION, Limits, Role, RunState
+from nemo_rl.tracer.protocol import PROTOCOL_VERSION, Limits, Role, RunState, dump
 from nemo_rl.tracer.reducer import REDUCERS, VECTOR_FILES, Project
+from nemo_rl.tracer.summary import FirstNonFinite
 from nemo_rl.tracer.watch import Plan
 
-__all__ = ["Hub", "Subscriber"]
+__all__ = ["Hub", "RunFacts", "Sink", "SinkThread", "Subscriber"]
+
+METRICS_KEPT = 1000
+"""Steps whose metrics viewers that come later get."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RunFacts:
+    """The facts of one run, as viewers get them."""
+
+    run: str
+    name: str = ""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    unobserved: Mapping[str, str] = field(default_factory=dict)
+    """Kinds of sites that cannot be looked at, and why."""
+    state: RunState = RunState.RUNNING
+    text: str = ""
+    """The reason why the run ended."""
+    step: int | None = None
+    """The newest that is known."""
+    world: int = 0
+    """Ranks that send."""
+    first_non_finite: Mapping[str, object] | None = None
+    metrics: deque[Mapping[str, object]] = field(default_factory=lambda: deque(maxlen=METRICS_KEPT))
+    """`metrics` messages of the last steps."""
+
+    def as_record(self) -> dict[str, object]:
+        """Return the facts as messages hold them."""
+        return {
+            "run": self.run,
+            "name": self.name,
+            "model": dict(self.model),
+            "layout": dict(self.layout),
+            "unobserved": dict(self.unobserved),
+            "state": self.state.value,
+            "text": self.text,
+            "step": self.step,
+            "world": self.world,
+            "first_non_finite": self.first_non_finite,
+        }
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        """Set the facts of a record, as far as it has them and they can be read."""
+        for name in ("name", "text"):
+            if isinstance(value := record.get(name), str):
+                setattr(self, name, value)
+        for name in ("model", "layout", "unobserved"):
+            if isinstance(value := record.get(name), Mapping):
+                setattr(self, name, dict(value))
+        if record.get("state") in list(RunState):
+            self.state = RunState(record["state"])
+        for name in ("step", "world"):
+            if type(value := record.get(name)) is int:
+                setattr(self, name, value)
+        if isinstance(found := record.get("first_non_finite"), Mapping):
+            self.first_non_finite = dict(found)
+
 
 logger = logging.getLogger(__name__)
+
+CLOSE_S = 20.0
+"""Seconds to write what still waits when the hub ends."""
+
+
+class Sink(Protocol):
+    """Takes what viewers get, such as a recording; a message on which it raises is skipped."""
+
+    def frame(self, message: bytes) -> object:
+        """Return a frame or a table."""
+
+    def message(self, message: dict[str, Any]) -> object:
+        """Return a JSON message."""
+
+    def close(self) -> object:
+        """End the sink; no message follows."""
+
+
+class SinkThread:
+    """Feeds one sink in a thread of its own."""
+
+    def __init__(self, sink: Sink, *, max_bytes: int, problem: Callable[[str], None], name: str = "recording") -> None:
+        """Args:
+        max_bytes: that may wait for it.
+        problem: is told, once, why something is left out; called by any thread.
+        """
+        self._sink, self._max_bytes, self._problem, self._name = sink, max_bytes, problem, name
+        self._queue: queue.SimpleQueue[bytes | dict[str, Any] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_bytes, self._has_told = 0, False
+        self._thread = threading.Thread(target=self._run, name=f"sink-{name}", daemon=True)
+        self._thread.start()
+
+    def frame(self, message: bytes) -> None:
+        """Take a frame or a table, unless too much waits."""
+        with self._lock:
+            is_full = self._num_bytes + len(message) > self._max_bytes
+            self._num_bytes += 0 if is_full else len(message)
+        if is_full:
+            self._tell(f"{self._name}: the disk is too slow, pictures are skipped")
+        else:
+            self._queue.put(message)
+
+    def message(self, message: Mapping[str, object]) -> None:
+        """Take a JSON message."""
+        self._queue.put(dict(message))
+
+    def close(self) -> None:
+        """Write what waits, within a deadline."""
+        self._queue.put(None)
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            logger.warning("%s: not closed within %g s", self._name, CLOSE_S)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            try:
+                if isinstance(item, bytes):
+                    with self._lock:
+                        self._num_bytes -= len(item)
+                    self._sink.frame(item)
+                else:
+                    self._sink.message(item)
+            except Exception as error:  # noqa: BLE001 - whatever a disk does: looking on goes on
+                self._tell(f"{self._name}: entries are skipped: {type(error).__name__}: {str(error)[:300]}")
+        self._close_sink()
+
+    def _close_sink(self) -> None:
+        try:
+            self._sink.close()
+        except Exception as error:  # noqa: BLE001 - as above
+            self._tell(f"{self._name}: could not be closed: {type(error).__name__}: {str(error)[:300]}")
+
+    def _tell(self, text: str) -> None:
+        if not self._has_told:
+            self._has_told = True
+            self._problem(text)
+
 
 MAX_RUNS = 64
 """Runs whose facts are kept."""
@@ -42,21 +177,21 @@ MAX_PROBLEMS = 20
 
 
 class Subscriber(Protocol):
-    """One that gets what is published; never waits."""
+    """Gets what is published, and never waits."""
 
     def message(self, text: str) -> None:
-        """A JSON message."""
+        """Send a JSON message."""
 
     def frame(self, kept: Kept) -> None:
-        """A frame, with its table."""
+        """Send a frame with its table."""
 
     @property
     def is_behind(self) -> bool:
-        """Whether much waits for it, and it takes what it gets."""
+        """Return whether much waits for a subscriber that still takes what it gets."""
 
 
 class Hub:
-    """Of one job, or of recorded runs."""
+    """Publishes the frames of one job, or of recorded runs."""
 
     def __init__(
         self, *, limits: Limits | None = None, plan: Plan | None = None, artifacts: Path | None = None
@@ -66,7 +201,7 @@ class Hub:
         """
         self.limits, self.plan = limits or Limits(), plan or Plan()
         self.effective_step: int | None = None
-        """From which step on the plan counts; None: not yet."""
+        """First step that the plan counts for; None until the driver has applied it."""
         self.history = History(self.limits.history_bytes)
         self.runs: dict[str, RunFacts] = {}
         self.driver: Subscriber | None = None
@@ -77,12 +212,11 @@ class Hub:
         self._first = FirstNonFinite()
         self._loop = asyncio.get_running_loop()
 
-    # What is published.
+    # Publishing.
 
     def set_run(self, record: Mapping[str, Any]) -> RunFacts:
-        """Facts of a run (`run`, `name`, `model`, `layout`, `unobserved`, `state`, `text`, `step`, `world`,
-        `first_non_finite`; what is left out stays as it is), told to all.
-        """
+        """Return facts of a run (`run`, `name`, `model`, `layout`, `unobserved`, `state`, `text`, `step`, `world`,
+        `first_non_finite`; what is left out stays as it is), told to all."""
         run = str(record["run"])
         is_new = run not in self.runs
         if is_new:
@@ -97,13 +231,13 @@ class Hub:
         return facts
 
     def publish_table(self, table: Table) -> None:
-        """A table, before the frames that refer to it."""
+        """Publish a table, before the frames that refer to it."""
         kept = self.history.add_table(table)
         for sink in self._sinks:
             sink.frame(kept.message)
 
     def publish_frame(self, frame: Frame) -> None:
-        """A picture."""
+        """Publish a picture."""
         kept = self.history.add_frame(frame)
         for subscriber in self._subscribers:
             subscriber.frame(kept)
@@ -119,7 +253,7 @@ class Hub:
             self._tell_run(facts)
 
     def publish_message(self, message: Mapping[str, Any]) -> None:
-        """A JSON message of the protocol: `metrics`, `mark`, `problem`, `plan`; `run` is as `set_run`."""
+        """Publish a JSON message of the protocol: `metrics`, `mark`, `problem`, `plan`; `run` is as `set_run`."""
         if message.get("type") == "run":
             self.set_run(message)
             return
@@ -137,20 +271,20 @@ class Hub:
             sink.message(message)
 
     def problem(self, text: str) -> None:
-        """Tells all that something is wrong; from any thread."""
+        """Tell all that something is wrong; from any thread."""
         self._loop.call_soon_threadsafe(self._tell_problem, text)
 
     def mark(self, label: str) -> None:
-        """A word of the controller, at the newest step."""
+        """Publish a mark of the controller, at the newest step."""
         steps = [facts.step for facts in self.runs.values() if facts.step is not None]
         self.publish_message({"type": "mark", "label": label, "step": max(steps, default=0)})
 
     @property
     def is_ahead(self) -> bool:
-        """Whether a viewer that reads has not yet taken what was published."""
+        """Return whether a viewer that reads has not yet taken what was published."""
         return any(subscriber.is_behind for subscriber in self._subscribers)
 
-    # What is watched.
+    # Watches.
 
     def read_plan(self, texts: list[str]) -> Plan:
         """Raises:
@@ -170,45 +304,46 @@ class Hub:
         return plan
 
     def set_plan(self, plan: Plan) -> None:
-        """Watches something else from the step on that the driver will name."""
+        """Watch something else from the step on that the driver will name."""
         self.plan, self.effective_step = plan, None
         self._tell_plan()
         if self.driver is not None:
             self.driver.message(self.driver_plan())
 
     def applied(self, step: int, digest: str) -> None:
-        """The driver says, in every step, what counts; the first step of a plan is the one it counts from."""
+        """Take the plan that counts, as the driver says in every step; the first step of a plan is the one it counts
+        from."""
         if digest == self.plan.digest and self.effective_step is None:
             self.effective_step = step
             self._tell_plan()
 
     def driver_plan(self) -> str:
-        """The `plan` message to the driver."""
+        """Return the `plan` message to the driver."""
         return dump({"type": "plan", "watches": list(self.plan.texts), "digest": self.plan.digest})
 
-    # Who gets it.
+    # Subscribers.
 
     def add_subscriber(self, subscriber: Subscriber) -> None:
-        """Gets what is published from now on."""
+        """Get what is published from now on."""
         self._subscribers.append(subscriber)
 
     def remove_subscriber(self, subscriber: Subscriber) -> None:
-        """Gets nothing more."""
+        """Get nothing more."""
         if subscriber in self._subscribers:
             self._subscribers.remove(subscriber)
 
     def add_sink(self, sink: SinkThread) -> None:
-        """Gets what is published from now on, and the plan."""
+        """Get what is published from now on, and the plan."""
         self._sinks.append(sink)
         sink.message(self.plan_record())
 
     def close_sinks(self) -> None:
-        """Waits until they have written; blocks."""
+        """Wait until they have written; blocks."""
         while self._sinks:
             self._sinks.pop().close()
 
     def welcome(self, role: Role) -> str:
-        """The `welcome` message."""
+        """Return the `welcome` message."""
         return dump(
             {
                 "type": "welcome",
@@ -232,7 +367,7 @@ class Hub:
         )
 
     def greet(self, subscriber: Subscriber) -> None:
-        """What a viewer missed: metrics, marks, problems and the last frame of each place."""
+        """Send a viewer what it missed: metrics, marks, problems and the last frame of each place."""
         for facts in self.runs.values():
             for message in facts.metrics:
                 subscriber.message(dump(message))
@@ -244,12 +379,12 @@ class Hub:
             subscriber.frame(kept)
 
     def end_run(self, run: str, state: RunState, text: str) -> None:
-        """A run goes on no more."""
+        """End a run."""
         if run in self.runs:
             self.set_run({"run": run, "state": state, "text": text})
 
     def plan_record(self) -> dict[str, object]:
-        """The `plan` message to viewers."""
+        """Return the `plan` message to viewers."""
         return {
             "type": "plan",
             "watches": list(self.plan.texts),

@@ -13,28 +13,118 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from websockets.asyncio.server import ServerConnection
 from websockets.exceptions import ConnectionClosed
 
+from nemo_rl.errors import UserError, shorten
 from nemo_rl.records.sites import Direction
-from nemo_rl.tracer.classical import Classical
 from nemo_rl.tracer.frame import Frame, Table, decode
 from nemo_rl.tracer.hub.history import Kept
 from nemo_rl.tracer.hub.hub import Hub
-from nemo_rl.tracer.hub.legacy_request import PHASE, LegacyRequest
 from nemo_rl.tracer.hub.sessions import MAX_BAD_MESSAGES, Sessions, refuse
 from nemo_rl.tracer.hub.viewer import Viewer
-from nemo_rl.tracer.hub.wire import BadMessage, dump, parse
-from nemo_rl.tracer.protocol import Limits, Role
+from nemo_rl.tracer.protocol import BadMessage, ErrorCode, Limits, Role, dump, parse
+from nemo_rl.tracer.reducer import Full, Project, Reducer, Tiles
+from nemo_rl.tracer.watch import BY_FLAG, Classical
 
-__all__ = ["LEGACY_PATH", "LegacyViewer", "serve_legacy"]
+__all__ = ["LEGACY_PATH", "METHODS", "PHASE", "LegacyRequest", "LegacyViewer", "serve_legacy"]
+
+PHASE = "train"
+"""The tracers show the forward passes of training steps."""
+NUM_TILES = 96
+"""Tiles of a message that gives no number."""
+METHODS: Mapping[str, str] = {
+    "data.mean(dim=-1)": "mean",
+    "data.mean(-1)": "mean",
+    "data.max(dim=-1)": "max",
+    "data.max(dim=-1).values": "max",
+    "data.max(dim=-1)[0]": "max",
+    "data.amax(dim=-1)": "max",
+    "data.abs().max(dim=-1)": "absmax",
+    "data.abs().max(dim=-1).values": "absmax",
+    "data.abs().max(dim=-1)[0]": "absmax",
+    "data.abs().amax(dim=-1)": "absmax",
+    "data.pow(2).mean(dim=-1).sqrt()": "rms",
+}
+"""Expressions that are known, as texts, and what `Tiles` calls them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LegacyRequest:
+    """The watches that a message asks for."""
+
+    reducers: Mapping[Classical, Reducer]
+
+    @classmethod
+    def of(cls, message: Mapping[str, Any]) -> LegacyRequest:
+        """Raises:
+        BadMessage: a flag, compressor or method that is not known.
+        """
+        flags, compressors = message.get("visualization_flags"), message.get("compressor_config", {})
+        if not isinstance(flags, Mapping) or not isinstance(compressors, Mapping):
+            raise BadMessage("expected 'visualization_flags' and 'compressor_config' as objects")
+        for name in (*flags, *compressors):
+            if name not in BY_FLAG:
+                raise BadMessage(f"expected flags among {', '.join(BY_FLAG)}, got {shorten(name)!r}")
+        found = {BY_FLAG[name]: _reducer(name, compressors.get(name)) for name, value in flags.items() if _is_on(value)}
+        return cls(reducers={each: reducer for each, reducer in found.items() if reducer is not None})
+
+    @property
+    def watches(self) -> list[str]:
+        """Return texts of watches."""
+        return [f"{each.sites} & forward | {reducer} | {PHASE}" for each, reducer in self.reducers.items()]
+
+
+def _is_on(value: object) -> bool:
+    return value is True or (isinstance(value, str) and value.lower() == "true")
+
+
+def _reducer(flag: str, config: object) -> Reducer | None:
+    """Return the reducer, or None for a compressor of another name: these tracers then keep nothing, silently."""
+    config = {} if config is None else config
+    if not isinstance(config, Mapping):
+        raise BadMessage(f"{flag}: expected compressor_type and compressor_configs")
+    kind, options = config.get("compressor_type", "Empty"), config.get("compressor_configs") or {}
+    if not isinstance(options, Mapping):
+        raise BadMessage(f"{flag}: expected compressor_configs as an object")
+    try:
+        if kind == "Tile":
+            return _tiles(flag, options)
+        if kind == "NoOp":
+            return Full()
+        if kind == "Projection":
+            return Project(str(options.get("vector_path", "")))
+    except UserError as error:
+        raise BadMessage(f"{flag}: {error}", ErrorCode.BAD_WATCH) from error
+    if kind == "Empty":
+        return None
+    raise BadMessage(f"{flag}: expected the compressor Tile, NoOp, Empty or Projection, got {shorten(str(kind))!r}")
+
+
+def _tiles(flag: str, options: Mapping[str, Any]) -> Tiles:
+    """Return tiles, which are exact whatever the ranks have, so that what each rank shall do first (`*_one_rank`)
+    has no effect."""
+    tiles, methods = options.get("tiles", NUM_TILES), []
+    for name in ("method", "method_one_rank"):
+        method = options.get(name, "data.mean(dim=-1)")
+        if not isinstance(method, str) or method not in METHODS:
+            raise BadMessage(
+                f"{flag}: {name}: expected one of these texts: {'; '.join(METHODS)}; got {shorten(str(method))!r}",
+                ErrorCode.BAD_WATCH,
+            )
+        methods.append(METHODS[method])
+    if type(tiles) is not int:
+        raise BadMessage(f"{flag}: tiles: expected a whole number, got {shorten(str(tiles))!r}", ErrorCode.BAD_WATCH)
+    return Tiles(tiles, methods[0])  # type: ignore[arg-type]
+
 
 LEGACY_PATH = "/legacy"
 MAX_NUMBERS = 1 << 20
-"""Of one update: about 20 MB of text."""
+"""Most numbers of one update: about 20 MB of text."""
 NUM_LAYERS = ("num_layers", "num_hidden_layers")
 """Names of the number of layers in what is known of a model."""
 
@@ -52,19 +142,19 @@ class LegacyViewer(Viewer):
         self._started: str | None = None
 
     def message(self, text: str) -> None:
-        """What other viewers get is unknown here."""
+        """Ignore a message for other viewers, which has no counterpart in this protocol."""
 
     def say(self, message: Mapping[str, object]) -> None:
-        """Sends a message of this protocol."""
+        """Send a message of this protocol."""
         super().message(dump(message))
 
     def ask(self, request: LegacyRequest) -> None:
-        """Shows this from now on."""
+        """Show this from now on."""
         self._request, self._started = request, dump(self._start())
         super().message(self._started)
 
     def frame(self, kept: Kept) -> None:
-        """Takes frames that were asked for."""
+        """Take frames that were asked for."""
         if self._flag(kept) is not None:
             super().frame(kept)
 
@@ -78,7 +168,7 @@ class LegacyViewer(Viewer):
         return None
 
     async def _send_stats(self) -> None:
-        """Not of this protocol."""
+        """Ignore a change that this protocol cannot show."""
 
     async def _send_frame(self, kept: Kept, has: OrderedDict[tuple[str, str], None]) -> None:
         flag = self._flag(kept)
@@ -95,7 +185,7 @@ class LegacyViewer(Viewer):
         self._last = {}
         self._shape = (together.shape[0], together.shape[1])
         if (start := dump(self._start())) != self._started:
-            # Known better now, and before the numbers.
+            # The shape is known now, and is sent before the numbers.
             self._started = start
             await self._send(start)
         if together.size > MAX_NUMBERS:
@@ -114,7 +204,7 @@ class LegacyViewer(Viewer):
 
 
 async def serve_legacy(connection: ServerConnection, hub: Hub, sessions: Sessions) -> None:
-    """Until the connection ends; its token was looked at before."""
+    """Serve one viewer until the connection ends; its token was checked before."""
     viewer = LegacyViewer(connection, hub.limits, hub)
     try:
         sessions.enter(viewer, is_taking_over=False)
@@ -131,7 +221,7 @@ async def serve_legacy(connection: ServerConnection, hub: Hub, sessions: Session
                 num_bad += 1
                 viewer.say({"type": "error", "code": error.code.value, "text": str(error)})
                 if num_bad > MAX_BAD_MESSAGES:
-                    await refuse(connection, error.code, "too many messages that are not allowed")
+                    await refuse(connection, error.code, "too many invalid messages")
     except ConnectionClosed:
         pass
     finally:
@@ -157,7 +247,7 @@ def _kinds(flag: Classical) -> list[str]:
 
 
 def _numbers(kept: Kept) -> np.ndarray:
-    """`[B, S, n]` float64, NaN where a row has no token."""
+    """Return `[B, S, n]` float64, NaN where a row has no token."""
     assert kept.table is not None, "has one"
     frame, table = decode(kept.message), decode(kept.table.message)
     assert isinstance(frame, Frame) and isinstance(table, Table), "as the hub has made them"

@@ -15,9 +15,8 @@ import sys
 from contextlib import suppress
 
 from nemo_rl.errors import UserError
-from nemo_rl.tracer.hub.hub import Hub
+from nemo_rl.tracer.hub.hub import Hub, SinkThread
 from nemo_rl.tracer.hub.server import HubServer
-from nemo_rl.tracer.hub.sinks import SinkThread
 from nemo_rl.tracer.process import HubSpec
 from nemo_rl.tracer.tokens import Tokens
 from nemo_rl.tracer.watch import Plan
@@ -29,11 +28,11 @@ logger = logging.getLogger(__name__)
 LINGER_S = 3.0
 """After the job has ended viewers get what waits for them for so long."""
 PARENT_S = 1.0
-"""How often the process looks whether its parent is there: another child of it may hold its end of the pipe."""
+"""Seconds between checks that the parent is alive: another of its children may hold its end of the pipe."""
 
 
 def main() -> int:
-    """Returns the exit code."""
+    """Return the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     given = json.loads(sys.stdin.readline())
     spec, tokens = HubSpec.of_record(given["spec"]), Tokens(**given["tokens"])
@@ -67,19 +66,19 @@ async def _run(spec: HubSpec, tokens: Tokens) -> None:
         await server.sessions.end_is_known()
         await server.sessions.driver_gone()
         await server.ranks.flush()
-        # Off the loop: viewers get the last pictures meanwhile.
+        # In a thread, so that viewers get the last pictures meanwhile.
         await asyncio.to_thread(hub.close_sinks)
         await _linger(server)
 
 
 def _record(hub: Hub, spec: HubSpec) -> None:
-    # Here: what records is needed only where it is asked for.
+    # Imported here: only recordings need it.
     from nemo_rl.tracer.store import StreamWriter  # noqa: PLC0415
 
     try:
         writer = StreamWriter(spec.folder, spec.record_bytes)
     except UserError as error:
-        hub.problem(f"nothing is recorded: {error}")
+        hub.problem(f"recording is off: {error}")
         return
     hub.add_sink(SinkThread(writer, max_bytes=spec.limits.sink_bytes, problem=hub.problem))
 
@@ -103,7 +102,7 @@ async def _job_ends(parent: int) -> None:
 
 
 async def _linger(server: HubServer) -> None:
-    """Serves those who look on a little longer."""
+    """Serve those who look on a little longer."""
     with suppress(TimeoutError):
         async with asyncio.timeout(LINGER_S):
             while server.sessions.viewers:
@@ -111,7 +110,7 @@ async def _linger(server: HubServer) -> None:
 
 
 def _say(record: dict[str, object]) -> None:
-    """The one line; whoever reads it may be gone."""
+    """Print the one line; its reader may be gone."""
     with suppress(OSError):
         sys.stdout.write(f"{json.dumps(record)}\n")
         sys.stdout.flush()

@@ -30,14 +30,14 @@ from nemo_rl.tracer.reducer import (
     Tiles,
     TopK,
     WholeTensor,
+    token_hashes,
 )
-from nemo_rl.tracer.token_hash import token_hashes
 
 __all__ = ["StepKeys", "TokenParts", "Tokens", "WholeParts", "check_part"]
 
 MAX_FEATURES = 1 << 40
 POSITION_BITS = 32
-"""Of the code of a token: number of its row above, position below."""
+"""Lower bits of a token's code, which hold the position; those above hold the number of its row."""
 INTEGERS = (Histogram, Counts, Digest)
 """Their parts are whole numbers; those of other whole-tensor reducers are not."""
 
@@ -51,11 +51,11 @@ class StepKeys:
         self._order: dict[str, int] = {}
 
     def set_order(self, keys: Sequence[str]) -> None:
-        """Keys that are not among these come after them, by name."""
+        """Add keys: those that are not among these come after them, by name."""
         self._order = {key: place for place, key in enumerate(keys)}
 
     def codes(self, keys: Sequence[str], row_R: np.ndarray, position_R: np.ndarray) -> np.ndarray:
-        """`[R]` int64: equal for the same token of whatever table."""
+        """Return `[R]` int64: equal for the same token of whatever table."""
         for key in keys:
             if self._numbers.setdefault(key, len(self.names)) == len(self.names):
                 self.names.append(key)
@@ -65,7 +65,7 @@ class StepKeys:
         return (number_of[row_R] << POSITION_BITS) | position_R.astype(np.int64)
 
     def places(self) -> np.ndarray:
-        """`[number of names]` int64: where each row comes."""
+        """Return `[number of names]` int64: where each row comes."""
         last = len(self._order)
         order = sorted(range(len(self.names)), key=lambda at: (self._order.get(self.names[at], last), self.names[at]))
         places = np.empty(len(order), dtype=np.int64)
@@ -97,7 +97,7 @@ class Tokens:
         return self.codes.nbytes + self.ids.nbytes
 
     def take(self, rows: np.ndarray | None) -> Tokens:
-        """Those of a part.
+        """Return the tokens of a part.
 
         Raises:
             BadFrame: the part has rows that the table lacks.
@@ -121,7 +121,7 @@ SHAPES: Mapping[type[Reducer], Callable[[Reducer, Part], tuple[int, ...]]] = {
     Sample: lambda reducer, part: (part.span.stop - part.span.start,),
     Project: lambda reducer, part: (1,),
 }
-"""Of the payload of a part; without its tokens, where there are some."""
+"""Reducer -> shape of a part's payload, less its tokens where there are some."""
 
 
 def check_part(part: Part, num_tokens: int | None) -> None:
@@ -143,7 +143,7 @@ def check_part(part: Part, num_tokens: int | None) -> None:
 
 @dataclass(slots=True)
 class WholeParts:
-    """Of a reducer of whole tensors: merged as they come."""
+    """Parts of a reducer of whole tensors, merged as they come."""
 
     payload: np.ndarray
     num_features: int
@@ -151,7 +151,7 @@ class WholeParts:
     num_not_finite: int = 0
 
     def add(self, part: Part, reducer: WholeTensor) -> int:
-        """Returns the bytes that it now needs more."""
+        """Return the bytes that it now needs more."""
         before = self.payload.nbytes if self.num_parts else 0
         dtype = np.int64 if isinstance(reducer, INTEGERS) else np.float64
         payload = part.payload.astype(dtype)
@@ -172,7 +172,7 @@ class _Piece:
 
 @dataclass(slots=True)
 class TokenParts:
-    """Of a reducer that keeps something of each token: put together at the end, when all tokens are known."""
+    """Parts of a reducer that keeps something of each token, merged at the end, when all tokens are known."""
 
     num_features: int
     pieces: dict[Span, list[_Piece]] = field(default_factory=dict)
@@ -181,7 +181,7 @@ class TokenParts:
     ITEM_BYTES: ClassVar[int] = 8
 
     def add(self, part: Part, tokens: Tokens, reducer: PerToken) -> int:
-        """Returns the bytes that it now needs more.
+        """Return the bytes that it now needs more.
 
         Raises:
             BadFrame: it has another number of features than the parts before.
@@ -199,7 +199,7 @@ class TokenParts:
         return payload.nbytes + (0 if part.rows is None else tokens.num_bytes)
 
     def tokens(self) -> Tokens:
-        """Of all parts, each once, sorted by code."""
+        """Return the tokens of all parts, each once, sorted by code."""
         pieces = [piece for group in self.pieces.values() for piece in group]
         if not pieces:
             return Tokens(np.zeros(0, np.int64), np.zeros(0, np.int32))
@@ -207,7 +207,7 @@ class TokenParts:
         return Tokens(codes, np.concatenate([piece.tokens.ids for piece in pieces])[first])
 
     def merge(self, codes: np.ndarray, reducer: PerToken) -> np.ndarray:
-        """`[R, ...]`, by the sorted codes of the tokens; what `PerToken.finish` takes."""
+        """Return `[R, ...]`, by the sorted codes of the tokens; what `PerToken.finish` takes."""
         merged = reducer.empty(len(codes), self.num_features)
         has_up_to = np.zeros(len(codes), dtype=np.int64)
         # By the first feature, the longest before others, so that no feature of a token is taken twice.
@@ -224,7 +224,7 @@ class TokenParts:
         return merged
 
     def fits(self, num_tokens: int, reducer: PerToken, limit: int) -> bool:
-        """Whether merging needs at most `limit` bytes."""
+        """Return whether merging needs at most `limit` bytes."""
         widths: Mapping[type[PerToken], int] = {
             Tiles: reducer.n if isinstance(reducer, Tiles) else 0,
             TopK: 2 * reducer.k if isinstance(reducer, TopK) else 0,
@@ -235,7 +235,7 @@ class TokenParts:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Which tokens a picture has, in its order."""
+    """The tokens of a picture, in its order."""
 
     table: Table
     order: np.ndarray
@@ -243,13 +243,13 @@ class Rows:
 
 
 def draw_sample(codes: np.ndarray, keys: StepKeys, n: int) -> np.ndarray:
-    """Indices, ascending, of the n tokens with the smallest hashes."""
+    """Return the indices, ascending, of the n tokens with the smallest hashes."""
     hashes = token_hashes(keys.names, codes >> POSITION_BITS, codes & ((1 << POSITION_BITS) - 1))
     return np.sort(np.argsort(hashes, kind="stable")[:n])
 
 
 def table_of(tokens: Tokens, keys: StepKeys, *, run: str, step: int) -> Rows:
-    """Their table: rows in the order of the keys, then by position; named by what is in it."""
+    """Return their table: rows in the order of the keys, then by position; named by what is in it."""
     row_R, position_R = tokens.codes >> POSITION_BITS, tokens.codes & ((1 << POSITION_BITS) - 1)
     places = keys.places()
     place_R = places[row_R] if len(row_R) else row_R

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -17,18 +17,77 @@ from typing import Any, cast
 from urllib.parse import parse_qs
 
 from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.datastructures import Headers
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
 from nemo_rl.tracer.hub.hub import Hub
 from nemo_rl.tracer.hub.legacy import LEGACY_PATH, serve_legacy
-from nemo_rl.tracer.hub.pages import Pages, refuse
 from nemo_rl.tracer.hub.ranks import Ranks
 from nemo_rl.tracer.hub.sessions import Sessions
 from nemo_rl.tracer.protocol import HANDSHAKE_S, LIVE_PATH, Role
 from nemo_rl.tracer.tokens import Tokens
 
-__all__ = ["HubServer"]
+__all__ = ["HubServer", "Pages", "refuse"]
+
+FOLDER = Path(__file__).parent.parent / "page"
+CONTENT_TYPES: Mapping[str, str] = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".mjs": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".json": "application/json",
+}
+"""Files with other suffixes are not served."""
+INDEX = "index.html"
+POLICY = (
+    "default-src 'self'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
+    "connect-src 'self'; worker-src 'self' blob:; object-src 'none'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
+)
+HEADERS: Mapping[str, str] = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+    "Connection": "close",
+}
+
+
+class Pages:
+    """The files of a folder, below it too."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        folder = folder or FOLDER
+        found = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink())
+        files = [path for path in found if path.suffix in CONTENT_TYPES]
+        self._files = {f"/{path.relative_to(folder).as_posix()}": path.read_bytes() for path in files}
+        if f"/{INDEX}" in self._files:
+            self._files["/"] = self._files[f"/{INDEX}"]
+
+    def answer(self, path: str) -> Response:
+        """Return the answer to a GET of this path."""
+        content = self._files.get(path)
+        if content is None:
+            return refuse(HTTPStatus.NOT_FOUND, "no such page")
+        kind = CONTENT_TYPES[Path(INDEX if path == "/" else path).suffix]
+        return _response(HTTPStatus.OK, kind, content)
+
+
+def refuse(status: HTTPStatus, text: str) -> Response:
+    """Return an answer that says why not."""
+    return _response(status, "text/plain; charset=utf-8", f"{text}\n".encode())
+
+
+def _response(status: HTTPStatus, kind: str, content: bytes) -> Response:
+    headers = Headers({"Content-Type": kind, "Content-Length": str(len(content)), **HEADERS})
+    return Response(status.value, status.phrase, headers, content)
+
 
 logger = logging.getLogger(__name__)
 
@@ -36,47 +95,47 @@ PING_S = 20.0
 PONG_S = 60.0
 """A peer that answers no ping for so long is gone; a rank that compiles a kernel may take a while."""
 CLOSE_S = 2.0
-"""For the peer's answer to a close."""
+"""Seconds to wait for the peer's answer to a close."""
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 SILENT = logging.getLogger(f"{__name__}.wire")
-"""Of the library: whoever can connect could fill the disk with its lines."""
+"""Logger of the library, switched off: anybody who can connect could fill the disk with its lines."""
 SILENT.setLevel(logging.CRITICAL + 1)
 
 
 class Gate:
-    """Connections that have not said hello yet."""
+    """Counts the connections that have not said hello yet."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._waiting: set[ServerConnection] = set()
 
     def enter(self, connection: ServerConnection) -> bool:
-        """False: too many wait."""
+        """Add a connection that waits, and return False where too many do."""
         if len(self._waiting) >= self._limit:
             return False
         self._waiting.add(connection)
         return True
 
     def leave(self, connection: ServerConnection) -> None:
-        """It is known now, or gone."""
+        """Remove a connection that is known now, or gone."""
         self._waiting.discard(connection)
 
 
 class GatedConnection(ServerConnection):
-    """Counted from its first moment on, before it sends anything."""
+    """A connection that the gate counts from its first moment on, before it sends anything."""
 
     def __init__(self, gate: Gate, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._gate = gate
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A peer has connected."""
+        """Count a peer that has connected."""
         super().connection_made(transport)
         if not self._gate.enter(self):
             self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone."""
+        """Forget a peer that is gone."""
         self._gate.leave(self)
         super().connection_lost(exc)
 
@@ -156,7 +215,7 @@ class HubServer:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether anything waits for a viewer."""
+        """Return whether a message waits for a viewer."""
         return any(viewer.has_waiting for viewer in self.sessions.viewers)
 
     def _answer(self, connection: ServerConnection, request: Request) -> Response | None:
@@ -171,12 +230,12 @@ class HubServer:
         return None
 
     def _is_allowed(self, request: Request) -> bool:
-        """Browsers say from which page they come; others need a token all the same."""
+        """Refuse pages of other origins: browsers say from which page they come; others need a token all the same."""
         origins = request.headers.get_all("Origin")
         if not origins:
             return True
         host = request.headers.get("Host", "")
-        # As the browser reached it: behind a forwarded port that is not the port here.
+        # The host as the browser reached it: behind a forwarded port it is not the port here.
         is_own = host.rpartition(":")[0] in (*LOOPBACK, self.host) and origins[0] == f"http://{host}"
         return len(origins) == 1 and (is_own or origins[0] in self._origins)
 
@@ -194,6 +253,6 @@ class HubServer:
         except ConnectionClosed:
             pass
         except Exception:
-            # A fault of ours ends one connection, not the hub.
+            # An internal error ends one connection, not the hub.
             logger.exception("a connection ended")
-            self.hub.problem("the hub made a mistake with one connection; see hub.log")
+            self.hub.problem("internal error in one connection; see hub.log")

@@ -27,8 +27,20 @@ from nemo_rl.tracer.frame import BadFrame, Frame, decode
 from nemo_rl.tracer.hub.hub import Hub
 from nemo_rl.tracer.hub.ranks import Peer, Ranks
 from nemo_rl.tracer.hub.viewer import Viewer
-from nemo_rl.tracer.hub.wire import BadMessage, dump, error_text, number, parse, text_field, texts_field
-from nemo_rl.tracer.protocol import PROTOCOL_VERSION, ErrorCode, Group, Role, RunState
+from nemo_rl.tracer.protocol import (
+    PROTOCOL_VERSION,
+    BadMessage,
+    ErrorCode,
+    Group,
+    Role,
+    RunState,
+    dump,
+    error_text,
+    number,
+    parse,
+    text_field,
+    texts_field,
+)
 from nemo_rl.tracer.tokens import Tokens
 
 __all__ = ["Sessions"]
@@ -37,10 +49,10 @@ MAX_BAD_MESSAGES = 16
 """A viewer that says more of what is not allowed is closed."""
 MAX_RANKS = 1 << 16
 REFUSE_S = 5.0
-"""For the last words to a peer that may take nothing."""
+"""Seconds to send an error to a peer that may no longer read."""
 MAX_LABEL = 200
 LAST_WORDS_S, QUIET_S = 5.0, 0.2
-"""When a job has finished, ranks that are still connected have so long; silent for the second, they have said all."""
+"""Seconds that ranks may stay connected after their job has finished, and seconds of silence that end it earlier."""
 MAX_KIND, MAX_KINDS = 64, 64
 """Characters and number of the sites that a rank may say it cannot show."""
 MAX_PROBLEM = 2000
@@ -50,7 +62,7 @@ REPLACED = 1012
 """WebSocket close code, `service restart`: the same rank or driver has connected again."""
 CONTROLLER_WORDS = frozenset({"watch", "mark"})
 FOREIGN_WORDS = frozenset({"hello", "begin", "end", "run", "step", "metrics", "finish", "applied"})
-"""Of other roles, or of another time."""
+"""Types of messages that other roles send, or that are due at another time."""
 
 
 class Sessions:
@@ -61,17 +73,17 @@ class Sessions:
         self.viewers: list[Viewer] = []
         self.controller: Viewer | None = None
         self.run: str | None = None
-        """Of the driver."""
+        """Run of the driver."""
         self.has_finished = self._is_lost = False
         self._rank_connections: dict[Peer, ServerConnection] = {}
         self._rank_spoke_s = -math.inf
-        """When the last message of a rank came, by the monotonic clock."""
+        """Time of the last message of a rank, by the monotonic clock."""
         self._driver: Viewer | None = None
 
     async def welcome(
         self, connection: ServerConnection, *, frame_bytes: int, handshake_s: float
     ) -> tuple[Role, dict[str, Any]] | None:
-        """Who it is; None: it was told why not, and closed.
+        """Return the peer, or None after it was refused and closed.
 
         Args:
             frame_bytes: that messages of ranks and the driver may have from now on.
@@ -94,7 +106,7 @@ class Sessions:
         return None
 
     async def serve(self, connection: ServerConnection, role: Role, hello: Mapping[str, Any]) -> None:
-        """Until the connection ends."""
+        """Serve one peer until the connection ends."""
         with suppress(ConnectionClosed):
             try:
                 if role is Role.RANK:
@@ -116,7 +128,7 @@ class Sessions:
             raise BadMessage(f"role: expected one of {', '.join(Role)}, got {str(hello.get('role'))[:40]!r}")
         role = Role(hello["role"])
         if not self._tokens.allow(role, text_field(hello, "token")):
-            raise BadMessage(f"the token is not good for the role {role.value}", ErrorCode.UNAUTHORIZED)
+            raise BadMessage(f"the token does not grant the role {role.value}", ErrorCode.UNAUTHORIZED)
         return role, hello
 
     async def _serve_rank(self, connection: ServerConnection, hello: Mapping[str, Any]) -> None:
@@ -139,10 +151,11 @@ class Sessions:
                 del self._rank_connections[peer]
                 self._ranks.disconnect(peer)
                 if not self.has_finished and not has_said_goodbye:
-                    self._hub.problem(f"{peer.text}: its connection ended; pictures lack its part")
+                    self._hub.problem(f"{peer.text}: its connection closed; pictures lack its part")
 
     def _note_unobserved(self, peer: Peer, given: object) -> None:
-        """What a rank cannot show, beside what others have said; groups other than the policy's are named."""
+        """Note the sites that a rank cannot show, beside those of other ranks; groups other than the policy's are
+        named."""
         if isinstance(given, Mapping):
             where = "" if peer.group is Group.POLICY else f" ({peer.group.value})"
             texts = {str(kind)[:MAX_KIND]: str(why)[:MAX_PROBLEM] for kind, why in islice(given.items(), MAX_KINDS)}
@@ -151,7 +164,7 @@ class Sessions:
             self._hub.set_run({"run": peer.run, "unobserved": {**known, **found}})
 
     async def _last_words(self) -> None:
-        """Waits until ranks are gone, or quiet: what they have sent comes by other connections than the driver's."""
+        """Wait until ranks are gone, or quiet: what they have sent comes by other connections than the driver's."""
         until_s = time.monotonic() + LAST_WORDS_S
         while self._rank_connections and time.monotonic() < until_s:
             if time.monotonic() - self._rank_spoke_s > QUIET_S:
@@ -206,20 +219,20 @@ class Sessions:
                 await self.driver_gone()
 
     async def end_is_known(self) -> None:
-        """Waits until all is read that the driver has sent, and what it said of its end is told; within a deadline."""
+        """Wait until all is read that the driver has sent, and what it said of its end is told; within a deadline."""
         with suppress(TimeoutError):
             async with asyncio.timeout(2 * LAST_WORDS_S):
                 while self._driver is not None:
                     await asyncio.sleep(QUIET_S / 10)
 
     async def driver_gone(self) -> None:
-        """Its run is lost, unless it has finished."""
+        """Mark the run of a driver that is gone as lost, unless it has finished."""
         if self.run is None or self.has_finished or self._is_lost:
             return
         self._is_lost = True
         await self._ranks.flush()
-        self._hub.end_run(self.run, RunState.LOST, "the connection to the job has ended without a word")
-        self._hub.problem("the connection to the job has ended without a word")
+        self._hub.end_run(self.run, RunState.LOST, "the connection to the job closed before the end of the run")
+        self._hub.problem("the connection to the job closed before the end of the run")
 
     async def _hear_driver(self, said: dict[str, Any]) -> None:
         kind = said["type"]
@@ -272,13 +285,13 @@ class Sessions:
             self.leave(viewer)
 
     def enter(self, viewer: Viewer, *, is_taking_over: bool) -> None:
-        """Gets what it has missed, and what is published from now on.
+        """Get what it has missed, and what is published from now on.
 
         Raises:
             BadMessage: too many are here, or another one is the controller.
         """
         if len(self.viewers) >= self._hub.limits.max_viewers:
-            raise BadMessage(f"{len(self.viewers)} viewers are connected, which is the most", ErrorCode.TOO_MANY)
+            raise BadMessage(f"{len(self.viewers)} viewers are connected, which is the limit", ErrorCode.TOO_MANY)
         if viewer.role is Role.CONTROLLER:
             self._take_control(viewer, is_taking_over=is_taking_over)
         self.viewers.append(viewer)
@@ -287,7 +300,7 @@ class Sessions:
         self._hub.add_subscriber(viewer)
 
     def leave(self, viewer: Viewer) -> None:
-        """It gets no more."""
+        """Remove a viewer, which gets no more."""
         self._hub.remove_subscriber(viewer)
         self.viewers.remove(viewer)
         # Another one may have taken over since.
@@ -296,7 +309,7 @@ class Sessions:
     def _take_control(self, viewer: Viewer, *, is_taking_over: bool) -> None:
         if self.controller is not None:
             if not is_taking_over:
-                raise BadMessage("there is a controller; take over, or view only", ErrorCode.BUSY)
+                raise BadMessage("another controller is connected; take over, or view only", ErrorCode.BUSY)
             self.controller.role = Role.VIEWER
             self.controller.message(dump({"type": "demoted"}))
         self.controller = viewer
@@ -311,7 +324,7 @@ class Sessions:
             except BadMessage as error:
                 num_bad += 1
                 if num_bad > MAX_BAD_MESSAGES:
-                    await refuse(viewer.connection, error.code, f"too many messages that are not allowed: {error}")
+                    await refuse(viewer.connection, error.code, f"too many invalid messages: {error}")
                     return
                 viewer.message(error_text(error.code, str(error)))
 
@@ -356,7 +369,7 @@ class Sessions:
 
 
 async def refuse(connection: ServerConnection, code: ErrorCode, text: str) -> None:
-    """Says why, and closes."""
+    """Say why, and close."""
     with suppress(ConnectionClosed):
         async with asyncio.timeout(REFUSE_S):
             await connection.send(error_text(code, text))

@@ -16,8 +16,7 @@ from websockets.asyncio.server import ServerConnection
 from websockets.exceptions import ConnectionClosed
 
 from nemo_rl.tracer.hub.history import Kept, Place
-from nemo_rl.tracer.hub.wire import dump, error_text
-from nemo_rl.tracer.protocol import ErrorCode, Limits, Role
+from nemo_rl.tracer.protocol import ErrorCode, Limits, Role, dump, error_text
 
 __all__ = ["Viewer"]
 
@@ -30,7 +29,7 @@ TABLES_REMEMBERED = 4096
 MOMENT_S = 1.0
 """A viewer that has taken nothing for so long is not waited for."""
 CLOSING_S = 1.0
-"""For the last words to a viewer that takes nothing."""
+"""Seconds to send the last messages to a viewer that takes nothing."""
 TRY_LATER = 1013
 """WebSocket close code `try again later`."""
 
@@ -53,25 +52,25 @@ class Viewer:
         self._wake = asyncio.Event()
         self._is_stalled = False
         self._last_s = time.monotonic()
-        """When it took something."""
+        """Time at which the viewer last took a message."""
 
     @property
     def num_bytes(self) -> int:
-        """That wait."""
+        """Return the size of the messages that wait."""
         return self._frame_bytes
 
     @property
     def is_behind(self) -> bool:
-        """Whether much waits, and it has taken something a moment ago."""
+        """Return whether much waits for a viewer that took a message a moment ago."""
         return self._frame_bytes > self._limits.viewer_bytes // 2 and time.monotonic() - self._last_s < MOMENT_S
 
     @property
     def has_waiting(self) -> bool:
-        """Whether anything waits to be sent."""
+        """Return whether a message waits to be sent."""
         return bool(self._queue or self._replays)
 
     def message(self, text: str) -> None:
-        """Sends a JSON message, after what already waits."""
+        """Send a JSON message, after what already waits."""
         self._text_size += len(text)
         self._is_stalled |= self._text_size > MAX_TEXT_WAITING
         if not self._is_stalled:
@@ -79,7 +78,7 @@ class Viewer:
         self._wake.set()
 
     def frame(self, kept: Kept) -> None:
-        """Sends a frame; older ones give way where too much waits."""
+        """Send a frame; older ones give way where too much waits."""
         if self.is_paused or self._is_stalled:
             return
         size = len(kept.message) + (len(kept.table.message) if kept.table is not None else 0)
@@ -96,7 +95,7 @@ class Viewer:
         self._frame_bytes += self._cost(kept, is_added=True)
 
     def replay(self, name: str, frames: Iterator[Kept]) -> bool:
-        """Sends these, as fast as the viewer takes them, then `done`; False: too many wait already."""
+        """Send these, as fast as the viewer takes them, then `done`; False: too many wait already."""
         if len(self._replays) >= MAX_REPLAYS:
             return False
         self._replays.append((name, frames))
@@ -104,7 +103,7 @@ class Viewer:
         return True
 
     async def write(self) -> None:
-        """Sends what waits, until the connection is closed or the viewer takes nothing for `slow_viewer_s`."""
+        """Send what waits, until the connection is closed or the viewer takes nothing for `slow_viewer_s`."""
         with suppress(ConnectionClosed):
             while not self._is_stalled:
                 if not self.has_waiting and self._told_dropped == self.num_dropped:
@@ -128,7 +127,7 @@ class Viewer:
         return self._next
 
     def _cost(self, kept: Kept, *, is_added: bool) -> int:
-        """Bytes that a frame adds to the queue, or takes with it: a table counts once."""
+        """Return bytes that a frame adds to the queue, or takes with it: a table counts once."""
         size = len(kept.message)
         if kept.table is None:
             return size
@@ -157,7 +156,7 @@ class Viewer:
         self.num_dropped += 1
 
     def _oldest(self) -> int:
-        """Of a place that has several waiting frames, else of all."""
+        """Return the oldest frame of a place that has several waiting, else the oldest of all."""
         several = [held[0] for held in self._of_place.values() if len(held) > 1]
         return min(several or [held[0] for held in self._of_place.values()])
 
@@ -197,7 +196,7 @@ class Viewer:
         self.num_sent += 1
 
     async def _send(self, message: str | bytes) -> None:
-        """Sets `_is_stalled` where the viewer takes not a byte for `slow_viewer_s`."""
+        """Set `_is_stalled` where the viewer takes not a byte for `slow_viewer_s`."""
         if self._is_stalled:
             return
         sending = asyncio.ensure_future(self.connection.send(message))
@@ -219,14 +218,14 @@ class Viewer:
                 with suppress(asyncio.CancelledError, ConnectionClosed):
                     await sending
             elif not sending.cancelled():
-                # A viewer that left in mid-send is no news: asyncio would print what nobody has asked for.
+                # A viewer may leave in mid-send; unless its error is read, asyncio prints it.
                 sending.exception()
 
     def _unsent_bytes(self) -> int:
         return self.connection.transport.get_write_buffer_size()
 
     async def _close_slow(self) -> None:
-        text = f"took nothing for {self._limits.slow_viewer_s:g} s, or left too much waiting; connect again"
+        text = f"read nothing for {self._limits.slow_viewer_s:g} s, or fell too far behind; connect again"
         with suppress(TimeoutError, ConnectionClosed):
             async with asyncio.timeout(CLOSING_S):
                 await self.connection.send(error_text(ErrorCode.SLOW, text))

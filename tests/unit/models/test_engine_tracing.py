@@ -13,10 +13,9 @@ from nemo_rl.experience.scheduler import split_request
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest, SamplingParams, traced_row
 from nemo_rl.models.generation.torch_engine.engine import TorchEngine
 from nemo_rl.models.generation.torch_engine.tracing import DecodeTracing
-from nemo_rl.models.policy.tracing.phases import TraceSpec
+from nemo_rl.models.policy.tracing import TraceSpec
 from nemo_rl.tracer.frame import Frame, Table
-from nemo_rl.tracer.job import open_job
-from nemo_rl.tracer.process import HubSpec
+from nemo_rl.tracer.process import HubSpec, open_job
 from nemo_rl.tracer.protocol import Group
 from nemo_rl.tracer.reducer import STATS
 from tests.helpers.families import config_of
@@ -140,7 +139,7 @@ def test_parts_of_much_are_sent_before_the_end(tmp_path: Path, monkeypatch: pyte
     """Tables of several messages give the picture of one."""
     asked = request(3, 9, 5, 6)
     whole, tables = shown(tmp_path / "whole", lambda engines: generate(engines, asked))
-    monkeypatch.setattr("nemo_rl.models.policy.tracing.outlet.GATHERED_BYTES", 2000)
+    monkeypatch.setattr("nemo_rl.tracer.link.GATHERED_BYTES", 2000)
     parts, other_tables = shown(tmp_path / "parts", lambda engines: generate(engines, asked))
     assert whole.keys() == parts.keys()
     for name, frame in whole.items():

@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 from nemo_rl.config.load import load_config
 from nemo_rl.config.policy import SchedulerConfig
 from nemo_rl.errors import ConfigError
-from nemo_rl.models.dtensor.learning_rate import LearningRate, learning_rate_factor
+from nemo_rl.models.dtensor.optim import LearningRate, learning_rate_factor
 
 NUM_CALLS = 14
 CHAIN = {

@@ -11,11 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl.models.weight_sync.receipt.compare import behaviour_problems, content_problems, gap, measured
-from nemo_rl.models.weight_sync.receipt.fingerprint import BLOCK, ROWS_AT_ONCE, fingerprints
-from nemo_rl.models.weight_sync.receipt.probe import make_probe
-from nemo_rl.models.weight_sync.receipt.records import Answer, Receipt, Tolerance
-from nemo_rl.models.weight_sync.receipt.turns import ProbeTurns
+from nemo_rl.models.weight_sync.fingerprint import BLOCK, ROWS_AT_ONCE, fingerprints
+from nemo_rl.models.weight_sync.receipt import Answer, ProbeTurns, Receipt, Tolerance, make_probe
+from nemo_rl.models.weight_sync.receipt_check import behaviour_problems, content_problems, gap, measured
 
 LARGE = BLOCK * (ROWS_AT_ONCE + 2) * 2 + 3
 """Float32 numbers: more than one round of rows, a rest, and bytes that fill no word."""

@@ -17,8 +17,7 @@ from nemo_rl.models.weight_sync.delta import (
     read_block,
     write_block,
 )
-from nemo_rl.models.weight_sync.delta_buckets import DeltaFiller, DeltaSink, HeldWeights
-from nemo_rl.models.weight_sync.delta_schedule import DeltaSchedule
+from nemo_rl.models.weight_sync.delta_buckets import DeltaFiller, DeltaSchedule, DeltaSink, HeldWeights
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.uint8, torch.float64)
 
@@ -233,5 +232,5 @@ def test_after_any_doubt_all_weights_are_sent_once(doubt: dict[str, object]) -> 
 
 
 def test_an_engine_that_knows_no_deltas_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"refit_delta.enabled: true, but engine 1 takes whole weights alone"):
+    with pytest.raises(ConfigError, match=r"refit_delta.enabled: true, but engine 1 supports whole weights only"):
         base_of(DeltaSchedule(full_every=9), 0, held={0: -1, 1: None})

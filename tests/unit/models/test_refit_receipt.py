@@ -11,7 +11,7 @@ import pytest
 from nemo_rl.distributed.worker_fleet import WorkerFleet
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup, WorkerGroup
 from nemo_rl.errors import RefitMismatch, WorkerLost
-from nemo_rl.models.weight_sync.colocated import PayloadWeightSync
+from nemo_rl.models.weight_sync.factory import PayloadWeightSync
 from tests.helpers.engine_child import NO_VLLM, has_vllm, vllm_child, vllm_policy
 from tests.helpers.faulty_engines import (
     EXPERTS,
@@ -128,7 +128,7 @@ def test_a_fault_in_the_embedded_engine_is_named(embedded, fault):
 
 @pytest.mark.parametrize("fault", NAMED)
 def test_a_fault_in_the_embedded_engine_shows_in_what_it_computes(embedded, fault, monkeypatch):
-    monkeypatch.setattr("nemo_rl.models.weight_sync.receipt.receipts.content_problems", lambda *_: None)
+    monkeypatch.setattr("nemo_rl.models.weight_sync.receipt_check.content_problems", lambda *_: None)
     check_found(embedded, fault, APART)
 
 
@@ -149,12 +149,12 @@ def test_a_fault_in_vllm_is_found(vllm, fault):
 
 @pytest.mark.parametrize("fault", [fault for fault in IN_VLLM if fault != "stale prefix cache"])
 def test_a_fault_in_vllm_shows_in_what_it_computes(vllm, fault, monkeypatch):
-    monkeypatch.setattr("nemo_rl.models.weight_sync.receipt.receipts.content_problems", lambda *_: None)
+    monkeypatch.setattr("nemo_rl.models.weight_sync.receipt_check.content_problems", lambda *_: None)
     check_found(vllm[0], fault, APART)
 
 
 def test_old_prompts_in_a_cache_show_in_what_vllm_computes(vllm, monkeypatch):
-    monkeypatch.setattr("nemo_rl.models.weight_sync.receipt.receipts.scoring_problems", lambda *_: {})
+    monkeypatch.setattr("nemo_rl.models.weight_sync.receipt_check.scoring_problems", lambda *_: {})
     check_found(vllm[0], "stale prefix cache", APART)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.models.generation.torch_engine.worker import EngineWorker
-from nemo_rl.models.weight_sync.colocated import PayloadWeightSync
+from nemo_rl.models.weight_sync.factory import PayloadWeightSync
 from tests.helpers.engine_child import NO_VLLM, has_vllm, vllm_child, vllm_policy
 from tests.helpers.faulty_engines import FaultyVllm, FaultyWorker, write_receipt_model
 from tests.helpers.kernel_models import write_dense

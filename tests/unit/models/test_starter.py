@@ -12,10 +12,9 @@ from nemo_rl.config.load import load_config
 from nemo_rl.data.thinking import final_answer
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.errors import ModelFolderError
-from nemo_rl.models.hf_routers import HFRouters
+from nemo_rl.models.hf_modules import HFRouters
 from nemo_rl.models.loading import load_causal_lm
-from nemo_rl.models.starter import STARTER_FILE, make_starter, sampled_accuracy
-from nemo_rl.models.starter_tasks import STARTER_TASKS, StarterConfig
+from nemo_rl.models.starter import STARTER_FILE, STARTER_TASKS, StarterConfig, make_starter, sampled_accuracy
 
 ROOT = Path(__file__).parents[3]
 SORT = STARTER_TASKS["sort"]
@@ -36,7 +35,7 @@ def test_a_short_warm_start_writes_a_loadable_folder_and_replaces_a_starter_alon
     assert sorted(path.name for path in folder.parent.iterdir()) == ["starter", "starter.part"]
     assert (neighbour / "thesis.txt").read_text() == "years of work"
     (folder / "notes.txt").write_text("mine")
-    with pytest.raises(ModelFolderError, match=r"holds what is no starter of this script \(notes.txt\)"):
+    with pytest.raises(ModelFolderError, match=r"holds other files than a starter of this script \(notes.txt\)"):
         make_starter(folder, SORT, config=short)
     (folder / "notes.txt").unlink()
     model, tokenizer = load_causal_lm(folder), load_tokenizer(folder)
@@ -62,15 +61,19 @@ def _link_to_a_folder(place: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "inside", "cause"),
     [
-        (_file, "", "is no folder"),
+        (_file, "", "is not a folder"),
         (_file, "starter", "cannot be written: .*File exists"),
-        (lambda place: (place / "thesis").mkdir(parents=True), "", r"no starter of this script \(thesis\)"),
-        (_folder, "", r"no starter of this script \(model.safetensors\)"),
+        (
+            lambda place: (place / "thesis").mkdir(parents=True),
+            "",
+            r"other files than a starter of this script \(thesis\)",
+        ),
+        (_folder, "", r"other files than a starter of this script \(model.safetensors\)"),
         (_link_to_a_folder, "", "is a link to .*real; name the folder itself"),
         (lambda place: place.symlink_to("nowhere"), "", "is a link to nowhere"),
         (lambda place: place.symlink_to(place), "", "is a link to"),
         (lambda place: place.symlink_to(place), "starter", "cannot be written: .*symbolic links|File exists"),
-        (os.mkfifo, "", "is no folder"),
+        (os.mkfifo, "", "is not a folder"),
     ],
 )
 def test_what_is_no_starter_is_never_replaced(tmp_path, make, inside, cause) -> None:

@@ -13,7 +13,7 @@ from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.errors import NonFiniteError
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest, SamplingParams
 from nemo_rl.models.generation.torch_engine import TorchEngine
-from nemo_rl.models.generation.torch_engine.sampling import draw, seeds_to_tensor, uniforms
+from nemo_rl.models.generation.torch_engine.decode import draw, seeds_to_tensor, uniforms
 from nemo_rl.models.loading import named_weights
 from nemo_rl.models.logprobs import Sampling, logprobs_from_logits
 from tests.helpers.tiny_model import tiny_model

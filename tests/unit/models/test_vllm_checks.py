@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.models.generation.vllm.arguments import KEYS, OWN, engine_arguments
-from nemo_rl.models.generation.vllm.checks import check_vllm, known_arguments
-from nemo_rl.models.generation.vllm.routes import join_routes
+from nemo_rl.models.generation.vllm.decoding import join_routes
+from nemo_rl.models.generation.vllm.start import KEYS, OWN, check_vllm, engine_arguments, known_arguments
 from nemo_rl.routes.places import place_routes
 from nemo_rl.routes.shape import MISSING, RouteShape
 from tests.helpers.engine_child import NO_VLLM, has_vllm, vllm_policy
@@ -48,7 +47,7 @@ def test_settings_that_vllm_would_refuse_or_change_are_refused(generation: dict[
 def test_routes_do_not_go_through_a_pipeline() -> None:
     sizes = {"vllm_cfg": {"pipeline_parallel_size": 2}}
     (line,) = check_vllm(vllm_policy(Path("m"), generation=sizes, router_replay={"enabled": True}))
-    assert "pipeline_parallel_size: 2 does not go with policy.router_replay.enabled" in line
+    assert "pipeline_parallel_size: 2 cannot be combined with policy.router_replay.enabled" in line
 
 
 @needs_vllm

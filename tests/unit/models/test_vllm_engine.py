@@ -221,11 +221,11 @@ def test_what_has_changed_makes_the_weights_that_a_whole_refit_makes(engine: Eng
 def test_a_refit_that_breaks_off_leaves_an_engine_that_says_so_until_the_next_one(engine: EngineChild) -> None:
     asked, model = _request(_prompts(2, shared=10)), _load(engine, 0)
     _refit(engine, moe_model(seed=1), bucket_bytes=10_007, stop_after=7)
-    with pytest.raises(RuntimeError, match="no whole weights to sample from: new weights were on their way"):
+    with pytest.raises(RuntimeError, match="no complete weights to sample from: a weight update was interrupted"):
         engine("generate", request=asked)
-    with pytest.raises(RuntimeError, match="did not come"):
+    with pytest.raises(RuntimeError, match="were not received"):
         engine("finish_refit", version=3)
-    with pytest.raises(RuntimeError, match="no whole weights"):
+    with pytest.raises(RuntimeError, match="no complete weights"):
         engine("generate", request=asked)
     assert engine("weight_version") == -1
     _refit(engine, model, bucket_bytes=50_000)
@@ -280,7 +280,7 @@ def test_two_processes_of_one_engine_share_every_matrix(tmp_path: Path) -> None:
 def test_a_bfloat16_engine_gives_finite_float32_log_probabilities(tmp_path: Path) -> None:
     policy = vllm_policy(write_moe(tmp_path / "moe"), generation={"precision": "bfloat16"})
     with vllm_child(policy) as child:
-        with pytest.raises(RuntimeError, match="no weights have come yet"):
+        with pytest.raises(RuntimeError, match="no weights were received yet"):
             child("generate", request=replace(_request(_prompts(2, shared=4)), with_routes=False))
         model = moe_model()
         child("update_weights", weights=_weights(model), version=0)

@@ -11,8 +11,7 @@ from nemo_rl.records.sites import SiteKind
 from nemo_rl.tracer.frame import BadFrame, Frame, Part, Site, Table, Where
 from nemo_rl.tracer.hub.assembly import Assembly
 from nemo_rl.tracer.protocol import Limits
-from nemo_rl.tracer.reducer import Counts, Digest, Histogram, Norm, PerToken, Span, Stats, parse_reducer
-from nemo_rl.tracer.token_hash import token_hashes
+from nemo_rl.tracer.reducer import Counts, Digest, Histogram, Norm, PerToken, Span, Stats, parse_reducer, token_hashes
 
 FOUR = Span(0, 4, 4)
 RUN, STEP, PHASE = "run", 7, "train"

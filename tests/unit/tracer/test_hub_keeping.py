@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from nemo_rl.records.sites import SiteKind
 from nemo_rl.tracer.frame import Frame, Site, Table, Where, decode
 from nemo_rl.tracer.hub.history import History
-from nemo_rl.tracer.hub.hub import Hub
-from nemo_rl.tracer.hub.sinks import SinkThread
+from nemo_rl.tracer.hub.hub import Hub, SinkThread
 from nemo_rl.tracer.hub.viewer import Viewer
 from nemo_rl.tracer.protocol import Limits, Role
 from nemo_rl.tracer.reducer import Norm

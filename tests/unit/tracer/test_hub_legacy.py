@@ -8,9 +8,9 @@ import pytest
 from websockets.exceptions import InvalidStatus
 
 from nemo_rl.records.sites import SiteKind
-from nemo_rl.tracer.classical import CLASSICAL
 from nemo_rl.tracer.frame import Frame, Site, Table, Where
 from nemo_rl.tracer.reducer import parse_reducer
+from nemo_rl.tracer.watch import CLASSICAL
 from tests.helpers.hub import PHASE, RUN, WAIT_S, open_hub
 
 TABLE = Table(

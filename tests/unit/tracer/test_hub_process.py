@@ -21,9 +21,8 @@ from nemo_rl.errors import ResourceError
 from nemo_rl.tracer import process
 from nemo_rl.tracer.entry import EntryKind
 from nemo_rl.tracer.frame import Frame, Part, decode
-from nemo_rl.tracer.job import open_job
 from nemo_rl.tracer.link import HubLink
-from nemo_rl.tracer.process import HubProcess, HubSpec
+from nemo_rl.tracer.process import HubProcess, HubSpec, open_job
 from nemo_rl.tracer.protocol import Limits, Role
 from nemo_rl.tracer.reducer import Span
 from nemo_rl.tracer.store import stream_files

@@ -7,8 +7,8 @@ import numpy as np
 
 from nemo_rl.records.sites import Direction, SiteKind
 from nemo_rl.tracer.frame import Frame, Site, Where
-from nemo_rl.tracer.non_finite import FirstNonFinite
 from nemo_rl.tracer.reducer import Stats
+from nemo_rl.tracer.summary import FirstNonFinite
 
 MLP = Site(SiteKind.MLP_OUT, layer=2)
 

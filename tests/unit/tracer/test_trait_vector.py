@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.models.loading import load_causal_lm
-from nemo_rl.models.policy.tracing.vectors import Vectors
+from nemo_rl.models.policy.trace_parts import Vectors
 from tests.helpers.tiny_model import write_tiny_folder
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "make_trait_vector.py"

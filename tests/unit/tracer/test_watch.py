@@ -4,8 +4,7 @@ import pytest
 
 from nemo_rl.errors import UserError
 from nemo_rl.records.sites import Direction, SiteKind
-from nemo_rl.tracer.classical import CLASSICAL
-from nemo_rl.tracer.watch import PHASES, Plan, Watch
+from nemo_rl.tracer.watch import CLASSICAL, PHASES, Plan, Watch
 
 FORWARD = Direction.FORWARD
 

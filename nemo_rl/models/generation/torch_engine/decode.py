@@ -1,12 +1,16 @@
 """The decode loop over one batch of rows: prefill each prompt once, then one token per live row and turn.
 
-Called by `TorchEngine`. Invariant: a finished row leaves the batch at once and nothing of it is computed again.
-Shapes: P distinct prompts, B live rows, N rows of the batch, S tokens so far, V vocabulary.
+Called by `TorchEngine`. Invariants: a finished row leaves the batch at once and nothing of it is computed again; the
+number drawn for a row depends on its seed and the position in its response alone, never on the batch; a row has one
+route for every token that was fed for it, in order: its prompt, then its response without the last token. Shapes:
+P distinct prompts, W width of the prompts, B live rows, N rows of the batch, S tokens so far, V vocabulary, L layers
+with experts, K experts of a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +19,179 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from nemo_rl.errors import NonFiniteError, name_some
 from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.models.generation.rows import RowRequest
-from nemo_rl.models.generation.torch_engine.observer import NO_OBSERVER, DecodeObserver
-from nemo_rl.models.generation.torch_engine.routes import RowRoutes
-from nemo_rl.models.generation.torch_engine.sampling import distribution, draw, seeds_to_tensor
+from nemo_rl.models.hf_modules import HFRouters
+from nemo_rl.models.logprobs import filter_logits
 from nemo_rl.models.support import SupportRecorder
+from nemo_rl.routes.shape import RouteShape, route_dtype
 
-__all__ = ["DecodedRows", "StopStrings", "decode_rows"]
+__all__ = [
+    "NO_OBSERVER",
+    "DecodeObserver",
+    "DecodedRows",
+    "RouteRecorder",
+    "RowRoutes",
+    "StopStrings",
+    "decode_rows",
+    "distribution",
+    "draw",
+    "seeds_to_tensor",
+    "uniforms",
+]
+
+
+class DecodeObserver:
+    """Observes the decoding of one batch of rows; the base class ignores every event."""
+
+    def prompts(self, ids_PW: torch.Tensor, mask_PW: torch.Tensor, row_slot_N: torch.Tensor) -> None:
+        """Announce the forward pass over the distinct prompts, whose logits are computed at the last position alone.
+
+        Args:
+            ids_PW: int64, padded on the left.
+            mask_PW: int64, 0 where padding lies.
+            row_slot_N: which of the prompts a row has.
+        """
+
+    def turn(self, token_B: torch.Tensor, live_B: torch.Tensor) -> None:
+        """Announce the forward pass over one more token of each live row.
+
+        Args:
+            token_B: int64, drawn in the turn before.
+            live_B: number of each row in the batch.
+        """
+
+
+NO_OBSERVER = DecodeObserver()
+"""The observer of batches of which nothing is kept."""
+
+
+# splitmix64 (Steele, Lea, Flood 2014), written as signed 64-bit constants; integer products wrap.
+_GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15
+_MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+# Bits of a uniform number: 52, so that adding a half stays exact in float64.
+_UNIFORM_BITS = 52
+
+
+def seeds_to_tensor(seeds: Iterable[int]) -> torch.Tensor:
+    """Return any Python integers as int64, modulo 2**64."""
+    wrapped = ((seed + 2**63) % 2**64 - 2**63 for seed in seeds)
+    return torch.tensor(list(wrapped), dtype=torch.int64)
+
+
+def uniforms(seeds_B: torch.Tensor, position: int) -> torch.Tensor:
+    """Return `[B]` float64 in (0, 1): one number per seed at this position of the response."""
+    # The seed is mixed before the position is added: neighbouring seeds must not share a shifted stream.
+    offset = seeds_to_tensor([(position + 1) * _GAMMA]).to(seeds_B.device)
+    state_B = _mix(seeds_B + _GAMMA) + offset
+    bits_B = _shift_right(_mix(state_B), 64 - _UNIFORM_BITS)
+    return (bits_B.double() + 0.5) * 2.0**-_UNIFORM_BITS
+
+
+def draw(
+    logprobs_BV: torch.Tensor, sampling: SamplingParams, seeds_B: torch.Tensor, position: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return next token of each row `[B]` int64 and its float32 log-probability.
+
+    Args:
+        logprobs_BV: what `distribution` gives.
+    """
+    if sampling.temperature == 0:
+        token_B = logprobs_BV.argmax(-1)
+    else:
+        token_B = _invert_cdf(logprobs_BV, uniforms(seeds_B, position))
+    return token_B, logprobs_BV.gather(-1, token_B[:, None]).squeeze(-1)
+
+
+def distribution(logits_BV: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+    """Return `[B, V]` float32 log-probabilities to draw by, -inf outside the kept set; greedy: as temperature 1."""
+    if sampling.temperature == 0:
+        return logits_BV.float().log_softmax(-1)
+    scores_BV = logits_BV.float() / sampling.temperature
+    if sampling.top_k is not None or sampling.top_p < 1.0:
+        scores_BV = filter_logits(scores_BV, top_k=sampling.top_k, top_p=sampling.top_p)
+    return scores_BV.log_softmax(-1)
+
+
+def _invert_cdf(logprobs_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
+    cdf_BV = logprobs_BV.exp().cumsum(-1, dtype=torch.float64)
+    total_B = cdf_BV[:, -1]
+    # Strictly below the total, so the first entry above it exists and has a positive probability of its own.
+    threshold_B = torch.minimum(uniform_B * total_B, torch.nextafter(total_B, torch.zeros_like(total_B)))
+    return torch.searchsorted(cdf_BV, threshold_B[:, None], right=True).squeeze(-1)
+
+
+def _mix(state: torch.Tensor) -> torch.Tensor:
+    state = (state ^ _shift_right(state, 30)) * _MIX_1
+    state = (state ^ _shift_right(state, 27)) * _MIX_2
+    return state ^ _shift_right(state, 31)
+
+
+def _shift_right(value: torch.Tensor, bits: int) -> torch.Tensor:
+    # Logical shift: torch shifts signed integers arithmetically.
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+class RouteRecorder:
+    """The routers of one model, listened to forward pass by forward pass.
+
+    Raises:
+        ConfigError: the model has no experts, or routers of a kind that is not known.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._routers = HFRouters(model)
+        self.shape = RouteShape(
+            layers=self._routers.layers, top_k=self._routers.top_k, num_experts=self._routers.num_experts
+        )
+        self._dtype = route_dtype(self.shape.num_experts)
+        self._heard: dict[int, torch.Tensor] = {}
+
+    def listening(self) -> AbstractContextManager[None]:
+        """Record every forward pass inside the block; call `take` before the next one."""
+        self._heard.clear()
+        return self._routers.choosing(self._hear)
+
+    def take(self) -> torch.Tensor:
+        """Return `[tokens, L, K]` uint8 or int16: the routes of the last forward pass, tokens as the model flattens
+        them."""
+        heard, self._heard = self._heard, {}
+        return torch.stack([heard[layer] for layer in self.shape.layers], dim=1)
+
+    def _hear(self, layer: int, own_ids: torch.Tensor) -> None:
+        assert layer not in self._heard, f"layer {layer} ran twice in one forward pass"
+        self._heard[layer] = own_ids.to(self._dtype)
+
+
+class RowRoutes:
+    """Routes of N rows as they grow."""
+
+    def __init__(self, recorder: RouteRecorder) -> None:
+        self._recorder = recorder
+        self._prompts_NWLK = torch.empty(0)
+        self._is_prompt_NW = torch.empty(0)
+        self._turns: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def add_prompts(self, row_slot_N: torch.Tensor, mask_PW: torch.Tensor) -> None:
+        """Add the forward pass over the distinct prompts; `row_slot_N` says which one a row has."""
+        routes_PWLK = self._recorder.take().unflatten(0, tuple(mask_PW.shape))
+        self._prompts_NWLK = routes_PWLK[row_slot_N]
+        self._is_prompt_NW = mask_PW[row_slot_N].bool()
+
+    def add_turn(self, live_B: torch.Tensor) -> None:
+        """Add the forward pass over one token of each live row."""
+        self._turns.append((live_B, self._recorder.take()))
+
+    def end_to_end(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return all rows: `[sum(lengths), L, K]`, and lengths `[N]` int64."""
+        num_rows, width = self._is_prompt_NW.shape
+        routes = self._prompts_NWLK.new_zeros(num_rows, width + len(self._turns), *self._prompts_NWLK.shape[2:])
+        routes[:, :width] = self._prompts_NWLK
+        is_fed = torch.nn.functional.pad(self._is_prompt_NW, (0, len(self._turns)))
+        for turn, (live_B, ids_BLK) in enumerate(self._turns):
+            routes[live_B, width + turn] = ids_BLK
+            is_fed[live_B, width + turn] = True
+        return routes[is_fed], is_fed.sum(1)
+
 
 # Tokens looked at beyond a stop string's own bytes: the token that completes it may carry a few more characters.
 STOP_WINDOW_SLACK = 4
@@ -50,7 +221,7 @@ class StopStrings:
         self._window = max(len(text.encode()) for text in texts) + STOP_WINDOW_SLACK
 
     def completed(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        """`[B]` bool for rows of response tokens."""
+        """Return `[B]` bool for rows of response tokens."""
         tails = tokens_BS[:, -self._window :].tolist()
         decoded = [str(self._tokenizer.decode(tail, skip_special_tokens=False)) for tail in tails]
         return torch.tensor([any(text in tail for text in self._texts) for tail in decoded], dtype=torch.bool)
@@ -67,7 +238,7 @@ def decode_rows(
     support: SupportRecorder | None = None,
     observer: DecodeObserver = NO_OBSERVER,
 ) -> DecodedRows:
-    """Samples every row, or decodes what is forced, until a stop token, a stop string or its own token limit.
+    """Sample every row, or decodes what is forced, until a stop token, a stop string or its own token limit.
 
     Args:
         routes: of this batch, still empty, and the routers must be listened to; None records nothing.
@@ -122,7 +293,7 @@ def decode_rows(
 
 
 def _forced(rows: Sequence[RowRequest], width: int, device: torch.device) -> torch.Tensor | None:
-    """`[N, S]` int64 of given responses; of a request either all rows have one, or none."""
+    """Return `[N, S]` int64 of given responses; of a request either all rows have one, or none."""
     responses = [row.forced for row in rows if row.forced is not None]
     if not responses:
         return None
@@ -156,7 +327,7 @@ class _LiveBatch:
         routes: RowRoutes | None,
         observer: DecodeObserver,
     ) -> _LiveBatch:
-        """Runs every distinct prompt once and copies its cache to the rows that share it."""
+        """Run every distinct prompt once and copy its cache to the rows that share it."""
         slots: dict[tuple[int, ...], int] = {}
         row_slot = torch.tensor([slots.setdefault(prompt, len(slots)) for prompt in prompts], device=model.device)
         width = max(len(prompt) for prompt in slots)
@@ -188,12 +359,12 @@ class _LiveBatch:
         )
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Drops every other row."""
+        """Drop every other row."""
         self._cache.reorder_cache(rows)
         self._mask_BS, self._position_B = self._mask_BS[rows], self._position_B[rows]
 
     def advance(self, model: PreTrainedModel, token_B: torch.Tensor) -> None:
-        """Feeds one token per row."""
+        """Feed one token per row."""
         self._mask_BS = torch.nn.functional.pad(self._mask_BS, (0, 1), value=1)
         self._position_B = self._position_B + 1
         output = model(

@@ -25,11 +25,16 @@ from nemo_rl.models.generation.interfaces import (
     SamplingParams,
 )
 from nemo_rl.models.generation.rows import rows_of
-from nemo_rl.models.generation.torch_engine.decode import DecodedRows, StopStrings, decode_rows
-from nemo_rl.models.generation.torch_engine.routes import RouteRecorder, RowRoutes
+from nemo_rl.models.generation.torch_engine.decode import (
+    DecodedRows,
+    RouteRecorder,
+    RowRoutes,
+    StopStrings,
+    decode_rows,
+)
 from nemo_rl.models.generation.torch_engine.tracing import NO_TRACING, DecodeTracing, EngineTracing
 from nemo_rl.models.loading import DTYPES, load_causal_lm, named_weights
-from nemo_rl.models.policy.tracing.phases import TraceSpec
+from nemo_rl.models.policy.tracing import TraceSpec
 from nemo_rl.models.support import SupportRecorder
 from nemo_rl.routes.shape import RouteShape
 

@@ -2,37 +2,178 @@
 
 The driver says which step begins and what is watched in it, before the rollout of the step, and asks only where a watch
 names the phase `generation`. One step is one phase, whatever the number of requests. Invariant: without a `TraceSpec`
-nothing is shown, and whatever becomes of the hub, the same tokens are sampled.
+nothing is shown, and whatever becomes of the hub, the same tokens are sampled; no hook outlives its block, and padding
+is never shown. Rows count from 0 in the order of the request, positions from the start of the prompt. A prompt runs
+once for all rows of a batch that have it: the first of these rows shows it, the others begin with their first response
+token. Shapes: P distinct prompts, W their width, N rows of a batch, B live rows, R tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import count
 
+import torch
 from transformers import PreTrainedModel
 
 from nemo_rl.models.generation.interfaces import traced_row
-from nemo_rl.models.generation.torch_engine.sites import NO_SITES, ObservedRequest, RequestSites
-from nemo_rl.models.hf_sites import HFSites
-from nemo_rl.models.policy.tracing.outlet import Gathered
-from nemo_rl.models.policy.tracing.phases import GroupPlace, TracedPhases, TraceSpec
-from nemo_rl.models.policy.tracing.trace_sink import TraceSink
-from nemo_rl.records.sites import SiteKind
+from nemo_rl.models.generation.torch_engine.decode import NO_OBSERVER, DecodeObserver
+from nemo_rl.models.hf_modules import HFSites
+from nemo_rl.models.policy.hooks import Tap, Tokens
+from nemo_rl.models.policy.observer import PassRows, Sight, SiteSink
+from nemo_rl.models.policy.tracing import GroupPlace, TracedPhases, TraceSink, TraceSpec
+from nemo_rl.records.record import Place, TokenTable
+from nemo_rl.records.sites import Direction, SiteKind
+from nemo_rl.tracer.link import Gathered
 from nemo_rl.tracer.protocol import Group
 from nemo_rl.tracer.watch import GENERATION
 
-__all__ = ["NO_TRACING", "DecodeTracing", "EngineTracing"]
+__all__ = ["NO_SITES", "NO_TRACING", "DecodeTracing", "EngineTracing", "ObservedRequest", "RequestSites"]
+
+
+class ObservedRequest:
+    """The observer of a request of which nothing is kept."""
+
+    def batch(self, rows: Sequence[int]) -> DecodeObserver:
+        """Return the observer of a batch.
+
+        Args:
+            rows: number of each row of the batch in the request.
+        """
+        return NO_OBSERVER
+
+
+NO_SITES = ObservedRequest()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Pass:
+    """The forward pass that runs, or is about to."""
+
+    num_rows: int
+    rows: Mapping[Tokens, PassRows]
+
+
+class RequestSites(ObservedRequest):
+    """Shows the sites of one request.
+
+    Args:
+        taps: of the model, all of it on this process.
+        name_of: name of a row by its number in the request.
+        numbers: of the tables of tokens; unique for the sink.
+        between_passes: called before every forward pass.
+    """
+
+    def __init__(
+        self,
+        taps: Sequence[Tap],
+        sink: SiteSink,
+        *,
+        phase: str,
+        name_of: Callable[[int], str],
+        numbers: Iterator[int],
+        between_passes: Callable[[], None],
+    ) -> None:
+        self._taps, self._sink, self._phase = tuple(taps), sink, phase
+        self._name_of, self._numbers, self._between_passes = name_of, numbers, between_passes
+        self._current: _Pass | None = None
+
+    @contextmanager
+    def attached(self) -> Iterator[RequestSites]:
+        """Surround the request: sites are reached inside, and nothing of that is left outside, also after an error."""
+        with ExitStack() as stack:
+            for tap in self._taps:
+                if self._sink.takes(tap.kind, tap.layer, Direction.FORWARD):
+                    stack.callback(tap.attach(self._deliver_to(tap)))
+            try:
+                yield self
+            finally:
+                self._current = None
+
+    def batch(self, rows: Sequence[int]) -> DecodeObserver:
+        return _BatchSites(self, tuple(map(self._name_of, rows)))
+
+    def pass_follows(self, ids: torch.Tensor, *, every: PassRows, kept: PassRows) -> None:
+        """Announce a pass: the taps deliver tensors of these tokens from here on.
+
+        Args:
+            ids: `[n, s]` what is fed.
+            every: the tokens of the pass.
+            kept: those whose logits are computed.
+        """
+        self._between_passes()
+        rows = {Tokens.ALL: every, Tokens.KEPT: kept}
+        self._current = _Pass(num_rows=len(ids), rows=rows)
+        if self._sink.takes(SiteKind.TOKENS, None, Direction.FORWARD):
+            place = Place(kind=SiteKind.TOKENS, phase=self._phase)
+            self._sink.see(Sight(place=place, value=ids, rows=every, is_first=True))
+
+    def pass_rows(self, table: TokenTable, at: tuple[torch.Tensor, ...], *, is_whole: bool) -> PassRows:
+        """Return the rows of a pass, under a number of their own."""
+        return PassRows(number=next(self._numbers), at=at, table=table, is_whole=is_whole)
+
+    def _deliver_to(self, tap: Tap) -> Callable[[torch.Tensor], None]:
+        place = Place(kind=tap.kind, layer=tap.layer, phase=self._phase)
+
+        def deliver(value: torch.Tensor) -> None:
+            current = self._current
+            if current is not None:
+                by_rows = tap.order.by_rows(value.detach(), current.num_rows)
+                self._sink.see(Sight(place=place, value=by_rows, rows=current.rows[tap.tokens], is_first=True))
+
+        return deliver
+
+
+class _BatchSites(DecodeObserver):
+    """Shows the sites of one batch of a request."""
+
+    def __init__(self, sites: RequestSites, names: tuple[str, ...]) -> None:
+        self._sites, self._names = sites, names
+        self._next_N = torch.empty(0)
+        """Position of the next token of each row."""
+
+    def prompts(self, ids_PW: torch.Tensor, mask_PW: torch.Tensor, row_slot_N: torch.Tensor) -> None:
+        ids_PW, slots = ids_PW.cpu(), row_slot_N.tolist()
+        is_token_PW = mask_PW.cpu().bool()
+        first = {slot: row for row, slot in reversed([*enumerate(slots)])}
+        first_P = torch.tensor([first[slot] for slot in range(len(ids_PW))])
+        length_P = is_token_PW.sum(1)
+        self._next_N = length_P[torch.tensor(slots)]
+        slot_R, column_R = at = is_token_PW.nonzero(as_tuple=True)
+        every = self._table(first_P[slot_R], (is_token_PW.cumsum(1) - 1)[at], ids_PW[at])
+        kept = self._table(first_P, length_P - 1, ids_PW[:, -1])
+        self._sites.pass_follows(
+            ids_PW,
+            every=self._sites.pass_rows(every, (slot_R, column_R), is_whole=bool(is_token_PW.all())),
+            kept=self._sites.pass_rows(kept, _column(len(ids_PW)), is_whole=True),
+        )
+
+    def turn(self, token_B: torch.Tensor, live_B: torch.Tensor) -> None:
+        row_B, token_B = live_B.cpu(), token_B.cpu()
+        table = self._table(row_B, self._next_N[row_B], token_B)
+        self._next_N[row_B] += 1
+        rows = self._sites.pass_rows(table, _column(len(row_B)), is_whole=True)
+        self._sites.pass_follows(token_B[:, None], every=rows, kept=rows)
+
+    def _table(self, row_R: torch.Tensor, position_R: torch.Tensor, token_R: torch.Tensor) -> TokenTable:
+        return TokenTable(keys=self._names, row_R=row_R, position_R=position_R, token_R=token_R)
+
+
+def _column(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the places of tensors `[n, 1, ...]`, in order."""
+    return torch.arange(num_rows), torch.zeros(num_rows, dtype=torch.int64)
+
 
 NOT_IN_DECODING = "decoding computes no loss and no gradients, and takes log-probabilities of what it draws alone"
 
 
 class EngineTracing:
-    """Shows nothing."""
+    """The tracing of an engine; the base class shows nothing."""
 
     def begin(self, step: int, *, watches: Sequence[str], keys: Sequence[str]) -> None:
-        """The requests that follow belong to this step.
+        """Begin a step, to which the requests that follow belong.
 
         Args:
             watches: texts of a `Plan`.
@@ -40,14 +181,14 @@ class EngineTracing:
         """
 
     def end(self) -> None:
-        """No request of the step follows. Idempotent."""
+        """End the step. Idempotent."""
 
     def close(self) -> None:
-        """Sends what waits, within a deadline. Idempotent."""
+        """Send what waits, within a deadline. Idempotent."""
 
     @contextmanager
     def request(self, num_rows: int) -> Iterator[ObservedRequest]:
-        """Around one request of so many rows; an error inside it ends the step."""
+        """Surround one request of so many rows; an error inside it ends the step."""
         yield NO_SITES
 
 
@@ -55,7 +196,7 @@ NO_TRACING = EngineTracing()
 
 
 class DecodeTracing(EngineTracing):
-    """Shows the sites of a model.
+    """Shows the sites of a model while it decodes.
 
     Args:
         number: of the engine.
@@ -73,10 +214,9 @@ class DecodeTracing(EngineTracing):
         self._sink: TraceSink | None = None
         self._gathered = Gathered(self._phases.link, name="")
         self._num_rows, self._numbers = 0, count()
-        """Of the requests of the step so far, and of their tables of tokens."""
+        """Rows of the step's requests so far, and the numbers of their token tables."""
 
     def begin(self, step: int, *, watches: Sequence[str], keys: Sequence[str]) -> None:
-        """As in `EngineTracing`."""
         self.end()
         self._phases.begin(step, watches=watches, keys=keys)
         self._gathered = Gathered(self._phases.link, name=f"{step}.{GENERATION}")
@@ -84,7 +224,6 @@ class DecodeTracing(EngineTracing):
         self._num_rows, self._numbers = 0, count()
 
     def end(self) -> None:
-        """As in `EngineTracing`."""
         if self._sink is not None:
             self._gathered.flush()
             self._phases.end_phase(GENERATION)
@@ -92,13 +231,12 @@ class DecodeTracing(EngineTracing):
         self._phases.end()
 
     def close(self) -> None:
-        """As in `EngineTracing`."""
         self.end()
         self._phases.close()
 
     @contextmanager
     def request(self, num_rows: int) -> Iterator[ObservedRequest]:
-        """As in `EngineTracing`. Rows are numbered through all requests of a step."""
+        """Surround one request. Rows are numbered through all requests of a step."""
         if self._sink is None:
             yield NO_SITES
             return

@@ -14,7 +14,7 @@ __all__ = ["EngineWorker", "build_engine_worker"]
 
 
 class EngineWorker(ModuleRefitTarget, TracedEngine, TorchEngine):
-    """`TorchEngine` that `WeightSync` brings new weights to, and whose decoding the live tracer shows."""
+    """A `TorchEngine` that `WeightSync` brings new weights to, and whose decoding the live tracer shows."""
 
     @property
     def refit_module(self) -> torch.nn.Module:
@@ -39,7 +39,7 @@ class EngineWorker(ModuleRefitTarget, TracedEngine, TorchEngine):
 
 
 def build_engine_worker(spec: EngineSpec) -> EngineWorker:
-    """Starts one replica."""
+    """Start one replica."""
     torch.set_num_threads(spec.threads)
     engine = EngineWorker.from_config(
         spec.policy,

@@ -1,4 +1,4 @@
-"""`VllmEngine`: generation by vLLM, in a process of its own.
+"""`VllmEngine`: generation by vLLM, in a process of its own, and `VllmWorker`, which takes new weights from a refit.
 
 Called by rollout actors. Invariant: every output names the version that produced it, and between the first new weight
 and the last one nothing is sampled.
@@ -6,7 +6,7 @@ and the last one nothing is sampled.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -16,26 +16,67 @@ from vllm.v1.metrics.reader import Counter
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError, NonFiniteError, ResourceError, WorkerError, boundary, name_some, shorten
-from nemo_rl.models.generation.interfaces import GenerationInterface, GenerationOutput, GenerationRequest
+from nemo_rl.models.generation.interfaces import (
+    GenerationInterface,
+    GenerationOutput,
+    GenerationRequest,
+    SamplingParams,
+)
 from nemo_rl.models.generation.rows import RowRequest, rows_of
-from nemo_rl.models.generation.vllm.arguments import EngineArguments, engine_arguments
+from nemo_rl.models.generation.vllm.decoding import join_routes
 from nemo_rl.models.generation.vllm.extension import pack
-from nemo_rl.models.generation.vllm.routes import join_routes
-from nemo_rl.models.generation.vllm.sampling import FORCED, row_params
+from nemo_rl.models.generation.vllm.start import EngineArguments, engine_arguments
 from nemo_rl.models.generation.vllm.weights import VllmWeights, expected_weights
-from nemo_rl.models.hf_routers import HFRouters
-from nemo_rl.models.weight_sync.buckets import match_slots
+from nemo_rl.models.hf_modules import HFRouters
+from nemo_rl.models.weight_sync.buckets import RefitPlan, WeightSlot, free_bytes, match_slots
+from nemo_rl.models.weight_sync.target import RefitReceiver, RefitTarget
+from nemo_rl.models.weight_sync.transport import IpcHandle, RefitGroupSpec, device_id
 from nemo_rl.routes.shape import RouteShape
 
-__all__ = ["VllmEngine"]
+__all__ = ["FORCED", "VllmEngine", "VllmWorker", "row_params"]
+
+ALL_TOKENS = 0
+"""vLLM's top-k that leaves nothing out."""
+FORCED = "nemo_rl_forced"
+"""Extra argument of a request with the tokens of its response, for `force_rows`."""
+SEEDS = 2**63
+"""Seeds of a torch generator; vLLM takes -1 for none."""
+
+
+def row_params(sampling: SamplingParams, row: RowRequest, *, replays: bool) -> vllm.SamplingParams:
+    """Stop are those of the request alone, whatever the model's own files say.
+
+    Args:
+        replays: whether vLLM replays given responses by itself, as its second model runner does.
+    """
+    given = None if row.forced is None else list(row.forced)
+    return vllm.SamplingParams(
+        trace_decode_token_ids=given if replays else None,
+        extra_args=None if given is None or replays else {FORCED: given},
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=ALL_TOKENS if sampling.top_k is None else sampling.top_k,
+        seed=row.seed % SEEDS,
+        max_tokens=row.max_new_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        stop=list(sampling.stop_strings),
+        include_stop_str_in_output=True,
+        detokenize=bool(sampling.stop_strings),
+        skip_special_tokens=False,
+        ignore_eos=True,
+        # 0: only the log-probability of the sampled token.
+        logprobs=0,
+        flat_logprobs=True,
+    )
+
 
 STAGE = "generation"
 STOPPED, CUT = "stop", "length"
-"""How a row may end: at a stop token or string, or at its limit."""
+"""Ends of a row: at a stop token or string, or at its limit."""
 
 
 class VllmEngine(GenerationInterface):
-    """One model, one vLLM.
+    """A vLLM engine of one model.
 
     Args:
         weight_version: -1 when a refit brings the first weights, another number to use those of the folder at once.
@@ -59,14 +100,14 @@ class VllmEngine(GenerationInterface):
         self._llm: vllm.LLM | None = _start(arguments, config)
         self._replays = self._llm.llm_engine.vllm_config.use_v2_model_runner
         self._weights = VllmWeights(self._expected, self._hand)
-        self._broken: str | None = None if weight_version >= 0 else "no weights have come yet"
+        self._broken: str | None = None if weight_version >= 0 else "no weights were received yet"
 
     @property
     def weight_version(self) -> int:
         return self._weight_version
 
     def generate(self, request: GenerationRequest) -> GenerationOutput:
-        """Samples all rows, prompt by prompt.
+        """Sample all rows, prompt by prompt.
 
         Raises:
             ConfigError: routes are asked for, and the engine was started without `policy.router_replay.enabled`.
@@ -76,7 +117,7 @@ class VllmEngine(GenerationInterface):
         """
         if self._broken is not None:
             raise WorkerError(
-                f"generation engine {self._number} has no whole weights to sample from: {self._broken}", stage=STAGE
+                f"generation engine {self._number} has no complete weights to sample from: {self._broken}", stage=STAGE
             )
         rows = rows_of(request, max_total_length=self._max_total_length)
         shape = self._route_shape if request.with_routes else None
@@ -102,7 +143,7 @@ class VllmEngine(GenerationInterface):
         )
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:
-        """Replaces every weight; a tied weight may come under either of its names, or both."""
+        """Replace every weight; a tied weight may come under either of its names, or both."""
         given = dict(weights)
         state = self._expected.state_dict(keep_vars=True)
         slots, targets = match_slots({name: tuple(weight.shape) for name, weight in given.items()}, state)
@@ -113,12 +154,12 @@ class VllmEngine(GenerationInterface):
         return version
 
     def begin_weights(self) -> None:
-        """From here to `finish_weights` nothing can be sampled."""
-        self._weight_version, self._broken = -1, "new weights were on their way and have not all come"
+        """Begin new weights; nothing can be sampled until `finish_weights`."""
+        self._weight_version, self._broken = -1, "a weight update was interrupted"
         self._weights.begin()
 
     def take_weight(self, name: str, weight: torch.Tensor) -> None:
-        """One of the new weights, under its Hugging Face name, in the engine's dtype."""
+        """Take one of the new weights, under its Hugging Face name, in the engine's dtype."""
         try:
             self._weights.take(name, weight)
         except Exception as error:
@@ -126,7 +167,8 @@ class VllmEngine(GenerationInterface):
             raise
 
     def finish_weights(self, version: int) -> None:
-        """All new weights have come: vLLM computes with them, and with nothing that it knows of the old ones."""
+        """Finish new weights, when all have come: vLLM computes with them, and with nothing that it knows of the old
+        ones."""
         try:
             self._weights.finish()
             self._forget()
@@ -136,16 +178,16 @@ class VllmEngine(GenerationInterface):
         self._weight_version, self._broken = version, None
 
     def counters(self) -> dict[str, float]:
-        """vLLM's own counts since its start, such as `vllm:num_preemptions`; it counts with `disable_log_stats: false`
-        in `policy.generation.vllm_kwargs`."""
+        """Return vLLM's own counts since its start, such as `vllm:num_preemptions`; it counts with
+        `disable_log_stats: false` in `policy.generation.vllm_kwargs`."""
         return {each.name: each.value for each in self._engine().get_metrics() if isinstance(each, Counter)}
 
     def prepare_for_generation(self) -> None:
-        """Nothing to wake: weights and cache stay where they are."""
+        """Do nothing: weights and cache stay where they are."""
         self._engine()
 
     def finish_generation(self) -> None:
-        """Forgets cached prompts; their memory stays reserved."""
+        """Forget cached prompts; their memory stays reserved."""
         if self._llm is not None:
             self._forget()
 
@@ -172,7 +214,7 @@ class VllmEngine(GenerationInterface):
 
     def _forget(self) -> None:
         if not self._engine().reset_prefix_cache():
-            raise RuntimeError("vLLM kept its prefix cache: requests of it are still running")
+            raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
 
     def _hand(self, method: str, named: Sequence[tuple[str, torch.Tensor]]) -> Sequence[object]:
         payload: list[object] = []
@@ -188,7 +230,7 @@ class VllmEngine(GenerationInterface):
 
 
 def _logprobs(output: vllm.CompletionOutput) -> np.ndarray:
-    """`[tokens]` float32; the sampled token comes first at every position."""
+    """Return `[tokens]` float32; the sampled token comes first at every position."""
     flat = output.logprobs
     return np.asarray(flat.logprobs, dtype=np.float32)[np.asarray(flat.start_indices, dtype=np.int64)]
 
@@ -199,7 +241,8 @@ def _route_shape(model: PreTrainedModel) -> RouteShape:
 
 
 def _with_replay(arguments: EngineArguments) -> EngineArguments:
-    """The arguments, with the replay of given responses where vLLM takes its second model runner: it has a switch.
+    """Return the arguments, with the replay of given responses where vLLM takes its second model runner: it has a
+    switch.
 
     The first one is given `force_rows`, and refuses the switch.
     """
@@ -228,3 +271,57 @@ def _start(arguments: EngineArguments, config: PolicyConfig) -> vllm.LLM:
                 f"policy.generation.vllm_cfg.{key}: vLLM's cache of keys and values does not fit; change it, or lower "
                 f"policy.max_total_sequence_length. vLLM says: {shorten(' '.join(str(error).split()))}"
             ) from error
+
+
+class VllmWorker(RefitTarget, VllmEngine):
+    """A `VllmEngine` that `WeightSync` brings new weights to.
+
+    Buckets are joined to weights on the engine's device, and each weight goes to vLLM when it is whole. vLLM holds the
+    weights of a layer until all of them are there. For deltas a copy of all weights stays in this process, on the CPU.
+    """
+
+    def __init__(self, config: PolicyConfig, *, use_gpu: bool, weight_version: int = -1, number: int = 0) -> None:
+        super().__init__(config, use_gpu=use_gpu, weight_version=weight_version, number=number)
+        self._device = torch.device("cuda" if use_gpu else "cpu")
+        self._receiver = RefitReceiver(self._expected, self._device, take=self.take_weight)
+
+    def report_device_id(self) -> str:
+        return device_id(self._device)
+
+    def refit_free_bytes(self, *, on_device: bool) -> int:
+        return free_bytes(self._device if on_device else torch.device("cpu"))
+
+    def match_refit(self, offered: Mapping[str, tuple[int, ...]]) -> tuple[WeightSlot, ...]:
+        return self._receiver.match(offered)
+
+    def delta_base(self) -> int | None:
+        return self._receiver.delta_base
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> int:
+        self._receiver.forget_base()
+        return super().update_weights(weights, version=version)
+
+    def begin_refit(self, plan: RefitPlan, *, handle: IpcHandle | None = None) -> None:
+        self.begin_weights()
+        self._receiver.begin(plan, handle)
+
+    def load_bucket(self, bucket: np.ndarray | None = None) -> None:
+        self._receiver.load(bucket)
+
+    def join_refit_group(self, spec: RefitGroupSpec) -> None:
+        self._receiver.join(spec)
+
+    def receive_weights(self) -> None:
+        self._receiver.receive()
+
+    def finish_refit(self, *, version: int) -> int:
+        self._receiver.finish()
+        self.finish_weights(version)
+        return version
+
+    def fingerprints(self) -> Mapping[str, str]:
+        return self._weights.fingerprints()
+
+    def shutdown(self) -> None:
+        self._receiver.close()
+        super().shutdown()

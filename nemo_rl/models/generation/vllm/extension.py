@@ -16,25 +16,24 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from nemo_rl.models.generation.vllm.forcing import force_rows
-from nemo_rl.models.generation.vllm.seeding import draw_by_position
-from nemo_rl.models.weight_sync.receipt.fingerprint import Fingerprints
+from nemo_rl.models.generation.vllm.decoding import draw_by_position, force_rows
+from nemo_rl.models.weight_sync.fingerprint import Fingerprints
 
 __all__ = ["RefitExtension", "pack"]
 
 
 COLUMNS = 8
-"""Of a packed weight that are compared, at least, where it has as many."""
+"""Columns of a packed weight that are compared, at least, where it has as many."""
 
 
 def pack(named: list[tuple[str, torch.Tensor]]) -> bytes:
-    """Weights for workers in other processes: messages to them hold no tensors."""
+    """Return weights for workers in other processes: messages to them hold no tensors."""
     # Experts share the memory of their layer, which the format refuses.
     return save({name: weight.detach().cpu().contiguous().clone() for name, weight in named})
 
 
 class RefitExtension:
-    """Methods that `collective_rpc` calls on every worker."""
+    """The methods that `collective_rpc` calls on every worker."""
 
     model_runner: Any
     vllm_config: Any
@@ -43,8 +42,8 @@ class RefitExtension:
     loaded = Fingerprints()
 
     def prepare_rows(self, forced: str) -> None:
-        """Called once, before the first request. vLLM's second model runner draws by seed and position, and replays
-        given responses, by itself.
+        """Prepare the model runner, once, before the first request. vLLM's second model runner draws by seed and
+        position, and replays given responses, by itself.
 
         Args:
             forced: name of the extra argument of a request that has the tokens of its response.
@@ -54,7 +53,7 @@ class RefitExtension:
             force_rows(self.model_runner, name=forced)
 
     def begin_weights(self) -> None:
-        """Weights come from here on. After a refit that broke off, begins anew."""
+        """Begin new weights, anew after a refit that broke off."""
         model = self.model_runner.get_model()
         if self.is_reloading:
             self._finalize(model)
@@ -69,14 +68,14 @@ class RefitExtension:
             initialize_layerwise_reload(model)
 
     def take_weights(self, named: list[tuple[str, torch.Tensor]] | bytes) -> None:
-        """Some of them, as the files of the model name them; the tensors are kept and must not change."""
+        """Take some weights, named as the files of the model name them; the tensors are kept and must not change."""
         if isinstance(named, bytes):
             named = list(load(named).items())
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.get_model().load_weights(self.loaded.passing(named))
 
     def finish_weights(self) -> None:
-        """All have come."""
+        """Finish the weights, when all have come."""
         self._finalize(self.model_runner.get_model())
         self.is_reloading = False
         self.model_runner.reset_encoder_cache()
@@ -86,7 +85,8 @@ class RefitExtension:
         return self.loaded.result()
 
     def stale_copies(self) -> list[str]:
-        """Layers whose packed copy has other values than the weight that they keep beside it, as a tied head does.
+        """Return layers whose packed copy has other values than the weight that they keep beside it, as a tied head
+        does.
 
         A product with a unit vector is a column of the weight, to the last bit.
         """

@@ -1,23 +1,215 @@
-"""Starts one vLLM engine: the process is prepared before anything imports vLLM."""
+"""The start of one vLLM engine: variables of its process, arguments, and checks of both before a run.
+
+Imports no vLLM, which takes ten seconds and reads the variables: `build_vllm_worker` sets them before the first import.
+`preflight` calls `check_vllm` through `ENGINE_TRAITS`; what only vLLM knows is found when the engines start, before
+training. Invariant: an argument of vLLM that has a key of ours is set by that key alone.
+"""
 
 from __future__ import annotations
 
+import ast
+import difflib
+import importlib.util
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
 import torch
 
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.models.generation.interfaces import EngineSpec, GenerationInterface
-from nemo_rl.models.generation.vllm.process import prepare_process
 
-__all__ = ["build_vllm_worker"]
+__all__ = [
+    "KEYS",
+    "OWN",
+    "EngineArguments",
+    "build_vllm_worker",
+    "check_vllm",
+    "engine_arguments",
+    "known_arguments",
+    "prepare_process",
+]
+
+IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
+VARIABLES = {
+    # All processes share the cores: bound threads would wait for each other at barriers.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # It warns of rotary embeddings, which have no weights, at every refit.
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def prepare_process(config: PolicyConfig, *, use_gpu: bool) -> None:
+    """Set what `policy.generation.env_vars` has not set; before anything imports vLLM."""
+    sizes = config.generation.vllm_cfg
+    # One device needs no further process; for several vLLM starts its own.
+    is_alone = sizes.tensor_parallel_size * sizes.pipeline_parallel_size == 1
+    wanted = {**VARIABLES, IN_PROCESS: "0" if is_alone else "1"}
+    if sizes.enforce_eager is not False and not use_gpu:
+        # vLLM compiles a few functions of its sampler all the same, which takes half a minute.
+        wanted["TORCHDYNAMO_DISABLE"] = "1"
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+
+
+EngineArguments = dict[str, object]
+
+EXTENSION = "nemo_rl.models.generation.vllm.extension.RefitExtension"
+KEYS: Mapping[str, str] = {
+    **{
+        name: f"policy.generation.vllm_cfg.{name}"
+        for name in (
+            *("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization", "max_model_len"),
+            *("enforce_eager", "block_size", "enable_prefix_caching", "max_num_batched_tokens", "max_num_seqs"),
+        )
+    },
+    "kv_cache_memory_bytes": "policy.generation.vllm_cfg.kv_cache_gib",
+    "model": "policy.model_name",
+    "tokenizer": "policy.tokenizer.name",
+    "dtype": "policy.generation.precision",
+    "enable_return_routed_experts": "policy.router_replay.enabled",
+}
+"""Arguments that have keys of ours."""
+OWN: Mapping[str, str] = {
+    "logprobs_mode": "log-probabilities are those of the distribution sampled from",
+    "worker_extension_cls": "new weights come through it",
+    "worker_cls": "new weights come through its extension",
+    "trust_remote_code": "code in a model folder is never run",
+    "skip_tokenizer_init": "stop strings need the tokenizer",
+    "generation_config": "a request says how it is sampled",
+    "quantization": "new weights come in full precision",
+    "runner": "rollouts are generation",
+    "distributed_executor_backend": "each engine has a process of its own, on one machine",
+    "data_parallel_size": "policy.generation.num_replicas says how many engines there are",
+}
+"""Arguments that are decided here, and why."""
+CPU_BLOCK = 32
+"""The smallest that vLLM's kernels for CPUs take: prompts share whole blocks alone."""
+GIB = 2**30
+
+
+def engine_arguments(config: PolicyConfig, *, use_gpu: bool, loads_folder: bool) -> EngineArguments:
+    """Return the arguments of `vllm.LLM`.
+
+    Args:
+        loads_folder: whether the weights of the folder are used; else a refit brings the first ones.
+    """
+    generation = config.generation
+    given = generation.vllm_cfg
+    found: EngineArguments = {
+        "model": config.model_name,
+        "tokenizer": config.tokenizer.name or config.model_name,
+        "dtype": generation.precision or config.precision,
+        "max_model_len": given.max_model_len or config.max_total_sequence_length,
+        "max_num_seqs": given.max_num_seqs or generation.max_batch_size,
+        "max_num_batched_tokens": given.max_num_batched_tokens,
+        "tensor_parallel_size": given.tensor_parallel_size,
+        "pipeline_parallel_size": given.pipeline_parallel_size,
+        "enable_prefix_caching": given.enable_prefix_caching,
+        "block_size": given.block_size,
+        "enforce_eager": bool(given.enforce_eager),
+        "enable_return_routed_experts": config.router_replay.enabled,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "load_format": "auto" if loads_folder else "dummy",
+        "worker_extension_cls": EXTENSION,
+        # Seeds the process's generators only: every row has a seed of its own.
+        "seed": 0,
+    }
+    if use_gpu:
+        found["gpu_memory_utilization"] = given.gpu_memory_utilization
+    else:
+        found["kv_cache_memory_bytes"] = int(given.kv_cache_gib * GIB)
+        found["block_size"] = given.block_size or CPU_BLOCK
+        found["enforce_eager"] = given.enforce_eager is not False
+    found |= generation.vllm_kwargs
+    return {name: value for name, value in found.items() if value is not None}
+
+
+KWARGS = "policy.generation.vllm_kwargs"
+LEAST_TEMPERATURE = 0.01
+"""vLLM samples at this one where a smaller one is asked for; 0 is greedy."""
+NAMES_OFFERED = 3
+
+
+def check_vllm(config: PolicyConfig) -> list[str]:
+    """Return a line per problem."""
+    folder = _folder()
+    if folder is None:
+        return ["policy.generation.backend=vllm needs vLLM: make vllm"]
+    return [*_argument_problems(config, known_arguments(folder)), *_sampling_problems(config), *_size_problems(config)]
+
+
+def known_arguments(folder: Path) -> frozenset[str]:
+    """Return names of the engine's arguments, from the text of the package that is installed."""
+    tree = ast.parse((folder / "engine" / "arg_utils.py").read_text(encoding="utf-8"))
+    engine = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs")
+    fields = (node.target for node in engine.body if isinstance(node, ast.AnnAssign))
+    return frozenset(field.id for field in fields if isinstance(field, ast.Name))
+
+
+def _folder() -> Path | None:
+    found = importlib.util.find_spec("vllm")
+    return None if found is None or found.origin is None else Path(found.origin).parent
+
+
+def _argument_problems(config: PolicyConfig, known: frozenset[str]) -> list[str]:
+    lines = []
+    for name in config.generation.vllm_kwargs:
+        if name in KEYS:
+            lines.append(f"{KWARGS}.{name}: has a key of its own; set {KEYS[name]} instead")
+        elif name in OWN:
+            lines.append(f"{KWARGS}.{name}: cannot be set, because {OWN[name]}; leave it out")
+        elif name not in known:
+            near = [KEYS.get(each, each) for each in difflib.get_close_matches(name, known, n=NAMES_OFFERED)]
+            hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "; see vLLM's EngineArgs"
+            lines.append(f"{KWARGS}.{name}: vLLM's engine has no such argument{hint}")
+    return lines
+
+
+def _sampling_problems(config: PolicyConfig) -> list[str]:
+    generation = config.generation
+    given = {"temperature": generation.temperature, "val_temperature": generation.val_temperature}
+    return [
+        f"policy.generation.{name}: vLLM samples at {LEAST_TEMPERATURE} or more, got {value}; raise it"
+        for name, value in given.items()
+        if value is not None and 0 < value < LEAST_TEMPERATURE
+    ]
+
+
+def _size_problems(config: PolicyConfig) -> list[str]:
+    sizes, lines = config.generation.vllm_cfg, list[str]()
+    prefix = "policy.generation.vllm_cfg"
+    if sizes.max_model_len is not None and sizes.max_model_len < config.max_total_sequence_length:
+        lines.append(
+            f"{prefix}.max_model_len: {sizes.max_model_len} does not hold policy.max_total_sequence_length "
+            f"{config.max_total_sequence_length}; leave it out, or raise it"
+        )
+    rows, tokens = sizes.max_num_seqs or config.generation.max_batch_size, sizes.max_num_batched_tokens
+    if tokens is not None and tokens < rows:
+        lines.append(
+            f"{prefix}.max_num_batched_tokens: {tokens} is less than a token of each of {rows} rows; raise it, or "
+            f"lower {prefix}.max_num_seqs"
+        )
+    if config.router_replay.enabled and sizes.pipeline_parallel_size > 1:
+        lines.append(
+            f"{prefix}.pipeline_parallel_size: {sizes.pipeline_parallel_size} cannot be combined with "
+            "policy.router_replay.enabled: vLLM returns no routes of a pipeline; set it to 1"
+        )
+    return lines
 
 
 def build_vllm_worker(spec: EngineSpec) -> GenerationInterface:
-    """One replica.
+    """Start one replica.
 
     Raises:
         ConfigError: vLLM cannot serve this model, or not with these settings. ResourceError: its cache does not fit.
     """
     torch.set_num_threads(spec.threads)
     prepare_process(spec.policy, use_gpu=spec.use_gpu)
-    from nemo_rl.models.generation.vllm.worker import VllmWorker  # noqa: PLC0415 - takes seconds, reads the variables
+    from nemo_rl.models.generation.vllm.engine import VllmWorker  # noqa: PLC0415 - takes seconds, reads the variables
 
     return VllmWorker(spec.policy, use_gpu=spec.use_gpu, weight_version=spec.weight_version, number=spec.number)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from nemo_rl.errors import name_some
 from nemo_rl.models.hf_files import FileNames, as_stored
 from nemo_rl.models.loading import DTYPES, load_model_config, model_without_weights
-from nemo_rl.models.weight_sync.receipt.fingerprint import Fingerprints
+from nemo_rl.models.weight_sync.fingerprint import Fingerprints
 
 __all__ = ["Hand", "VllmWeights", "expected_weights"]
 
@@ -25,13 +25,13 @@ Hand = Callable[[str, Sequence[tuple[str, torch.Tensor]]], Sequence[object]]
 
 
 def expected_weights(folder: str | Path, *, precision: str) -> PreTrainedModel:
-    """The model whose weights are expected: names, shapes and dtypes, without memory for them."""
+    """Return the model whose weights are expected: names, shapes and dtypes, without memory for them."""
     model = model_without_weights(load_model_config(folder), folder)
     return model.to(DTYPES[precision])  # type: ignore[arg-type]
 
 
 class VllmWeights:
-    """The weights of one engine.
+    """Hands new weights to one vLLM engine.
 
     Args:
         hand: to vLLM's workers.
@@ -42,20 +42,20 @@ class VllmWeights:
         names: dict[int, str] = {}
         state = model.state_dict(keep_vars=True)
         self._first = {name: names.setdefault(id(weight), name) for name, weight in state.items()}
-        """Of the names that a tied weight has, the one that vLLM is told."""
+        """Name of a weight -> its first name, which vLLM is told: a tied weight has several."""
         self._fingerprints, self._parts = Fingerprints(), Fingerprints()
         self._files: dict[str, tuple[str, ...]] = {}
         """Names in files of each weight that was handed over."""
         self._taken: set[str] = set()
 
     def begin(self) -> None:
-        """New weights follow."""
+        """Begin new weights."""
         self._taken = set()
         self._fingerprints, self._parts, self._files = Fingerprints(), Fingerprints(), {}
         self._hand("begin_weights", ())
 
     def take(self, name: str, weight: torch.Tensor) -> None:
-        """One of them, in the engine's dtype; it must not change from here on."""
+        """Take one of them, in the engine's dtype; it must not change from here on."""
         self._fingerprints.add(name, weight)
         first = self._first[name]
         if first not in self._taken:
@@ -67,14 +67,14 @@ class VllmWeights:
             self._hand("take_weights", stored)
 
     def finish(self) -> None:
-        """vLLM computes with them from here on.
+        """Finish the weights: vLLM computes with them from here on.
 
         Raises:
             RuntimeError: some have not come.
         """
         missing = set(self._first.values()) - self._taken
         if missing:
-            raise RuntimeError(f"{len(missing)} weights did not come, first {min(missing)!r}")
+            raise RuntimeError(f"{len(missing)} weights were not received, first {min(missing)!r}")
         self._hand("finish_weights", ())
 
     def fingerprints(self) -> Mapping[str, str]:
@@ -93,6 +93,6 @@ class VllmWeights:
             assert isinstance(layers, list), "the workers answer with names"
             for layer in layers:
                 name = f"{layer}.weight"
-                # A tied weight came under the name of the other.
+                # A tied weight came under its first name.
                 found[self._first.get(name, name)] = f"other values in the packed copy of vLLM's {layer}"
         return found

@@ -1,4 +1,4 @@
-"""What the routers of one rank do in a pass: choose for themselves, choose as recorded, or be recorded.
+"""Routers of one rank in a pass: they choose for themselves, choose as recorded, or are recorded.
 
 Engine-neutral: megatron-core's routers and those of Hugging Face models ask `RouteReplayer.choose` for every pass of
 every layer. Invariant: routes are found by microbatch and layer number, never by the order of calls, and belong to one
@@ -22,15 +22,15 @@ from nemo_rl.routes.shape import dummy_route
 from nemo_rl.torch_private import after_backward
 from nemo_rl.utils.metrics import Mean, Reduction
 
-__all__ = ["MicrobatchRoutes", "PassObserver", "ReplayAction", "RouteReplayer", "microbatch_routes"]
+__all__ = ["MicrobatchRoutes", "ReplayAction", "RouteObserver", "RouteReplayer", "microbatch_routes"]
 
 ReplayAction: TypeAlias = Literal["record", "replay_forward", "replay_backward"]
 OwnChoice: TypeAlias = Callable[[], torch.Tensor]
 """`[T, K]` int64: what the router chooses by itself."""
 
 
-class PassObserver(Protocol):
-    """Sees the instructions of routers; for tracing."""
+class RouteObserver(Protocol):
+    """Observes which routes the routers use, for the route trace."""
 
     def used(
         self,
@@ -42,7 +42,7 @@ class PassObserver(Protocol):
         matches: bool | None,
         pending: tuple[int, int],
     ) -> None:
-        """A router has used these ids.
+        """Note the ids that a router has used.
 
         Args:
             matches: the recorded digests; None where there are none.
@@ -50,7 +50,7 @@ class PassObserver(Protocol):
         """
 
     def cleared(self, routes: MicrobatchRoutes, *, layer: int, pending: int) -> None:
-        """A router that has run forgets a microbatch: nothing asks for its routes any more."""
+        """Note that a router forgets a microbatch: nothing asks for its routes any more."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,7 +58,7 @@ class MicrobatchRoutes:
     """State of one microbatch from its forward pass to the end of its backward pass."""
 
     number: int
-    """Of the microbatch within the stage, from 0."""
+    """Number of the microbatch within the stage, from 0."""
     rows: tuple[int, ...]
     row_T: torch.Tensor
     """`[T]` int64: row within the microbatch; -1 where no token lies."""
@@ -84,7 +84,7 @@ class MicrobatchRoutes:
 
 
 class RouteReplayer:
-    """All routers of one rank.
+    """Gives every router of one rank its routes.
 
     Args:
         layers: numbers of this rank's layers with experts, from 0 over the whole model.
@@ -97,7 +97,7 @@ class RouteReplayer:
         self._column = {layer: i for i, layer in enumerate(self.layers)}
         self._current: MicrobatchRoutes | None = None
         self._stage = ""
-        self._observer: PassObserver | None = None
+        self._observer: RouteObserver | None = None
         self._waiting: dict[int, MicrobatchRoutes] = {}
         """Microbatches whose backward pass is not over, by identity."""
         self._counts: dict[str, torch.Tensor] = {}
@@ -106,12 +106,12 @@ class RouteReplayer:
 
     @property
     def is_idle(self) -> bool:
-        """No pass has routes now: routers choose for themselves."""
+        """End the routes of all passes: routers choose for themselves."""
         return self._current is None
 
     @contextmanager
-    def stage(self, name: str, observer: PassObserver | None = None) -> Iterator[None]:
-        """Around all passes of a stage: nothing of it is left afterwards, also after an error."""
+    def stage(self, name: str, observer: RouteObserver | None = None) -> Iterator[None]:
+        """Surround all passes of a stage: nothing of it is left afterwards, also after an error."""
         self._stage, self._observer = name, observer
         try:
             yield
@@ -121,7 +121,7 @@ class RouteReplayer:
 
     @contextmanager
     def pass_of(self, routes: MicrobatchRoutes, *, backward_follows: bool = False) -> Iterator[None]:
-        """Around a forward pass, or a forward and its backward pass where no other microbatch comes between.
+        """Surround a forward pass, or a forward and its backward pass where no other microbatch comes between.
 
         Args:
             backward_follows: the microbatch is entered once more, for its backward pass.
@@ -136,13 +136,13 @@ class RouteReplayer:
                 self.leave()
 
     def enter(self, routes: MicrobatchRoutes) -> None:
-        """Routers belong to this microbatch from here on, until `leave`."""
+        """Enter a microbatch: routers belong to this microbatch from here on, until `leave`."""
         self._current = routes
         if torch.is_grad_enabled():
             self._waiting[id(routes)] = routes
 
     def leave(self) -> None:
-        """Routers choose for themselves from here on; the microbatch is over."""
+        """Leave the microbatch: routers choose for themselves from here on."""
         routes, self._current = self._current, None
         if routes is None:
             return
@@ -152,7 +152,7 @@ class RouteReplayer:
                 self._observer.cleared(routes, layer=layer, pending=self._pending(layer))
 
     def on_backward(self, routes: MicrobatchRoutes, output: torch.Tensor) -> None:
-        """When the backward pass of this output begins, layers that are recomputed get these routes, until it ends.
+        """Give layers that the backward pass of this output recomputes these routes, until it ends.
 
         With several microbatches in flight the output says which one it is. The hook may run on a thread of the
         autograd engine, as does the recomputation.
@@ -167,7 +167,7 @@ class RouteReplayer:
             output.register_hook(begin)
 
     def choose(self, layer: int, own: OwnChoice) -> torch.Tensor | None:
-        """The ids that a router uses, `[T, K]` int64; None for its own choice.
+        """Return the ids that a router uses, `[T, K]` int64; None for its own choice.
 
         Raises:
             WorkerError: the pass has other tokens than the routes, or its ids are not those of the rollout.
@@ -200,7 +200,7 @@ class RouteReplayer:
         return ids_TK
 
     def metrics(self) -> dict[str, Reduction]:
-        """Counts since the last call, by stage; a token counts once per layer of this rank."""
+        """Return the counts since the last call, by stage; a token counts once per layer of this rank."""
         found: dict[str, Reduction] = {}
         for stage, counts in self._counts.items():
             pairs, missing, differing = counts.tolist()
@@ -214,7 +214,7 @@ class RouteReplayer:
     def _install(
         self, routes: MicrobatchRoutes, layer: int, ids_TK: torch.Tensor, own_TK: torch.Tensor
     ) -> torch.Tensor:
-        """The ids of a layer's first pass: the router's own where a route is missing."""
+        """Return the ids of a layer's first pass: the router's own where a route is missing."""
         if own_TK.shape != ids_TK.shape:
             raise WorkerError(
                 f"router replay, microbatch {routes.number}, layer {layer}: the router chooses "
@@ -286,7 +286,7 @@ def microbatch_routes(
     top_k: int,
     positions_first: bool,
 ) -> MicrobatchRoutes:
-    """The routes of a microbatch, spread over the positions of its pass.
+    """Return the routes of a microbatch, spread over the positions of its pass.
 
     Args:
         slices: of this microbatch, row by row of the pass; None to record.

@@ -1,4 +1,4 @@
-"""Which part of the routes of a shard each rank needs, cut out of the whole.
+"""Slices of the routes of a shard: the part that each rank needs, cut out of the whole.
 
 Called by the worker that reads a shard, for every rank of its replica group, and by a worker that is handed whole rows.
 Invariant: places follow from lengths, plan and layout alone, by the same `PassPlaces` that lay the tokens out; a route
@@ -38,17 +38,17 @@ class TokenPlaces:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouteShard:
-    """What a rank needs: its context rank's positions, of these its chunk, and its layers."""
+    """The part that a rank needs: its context rank's positions, of these its chunk, and its layers."""
 
     cp_rank: int = 0
     chunk: int = 0
     num_chunks: int = 1
     """Equal parts of the positions over the tensor axis; 1 where every tensor rank routes all of them."""
     layer_index: tuple[int, ...]
-    """Which of the L layers this rank holds."""
+    """Indices of the layers that this rank holds, among the L."""
 
     def tokens(self, plan: PackPlan, lengths: Sequence[int], shape: PassShape) -> TokenPlaces:
-        """Tokens of this rank in all passes of a plan.
+        """Return tokens of this rank in all passes of a plan.
 
         Args:
             plan: one rank's part.
@@ -69,7 +69,7 @@ class RouteShard:
         return TokenPlaces(row_M=torch.cat(row_parts), column_M=torch.cat(column_parts), ranges=ranges)
 
     def chunk_of(self, values_ns: torch.Tensor) -> torch.Tensor:
-        """`[n, s / num_chunks, ...]`: this rank's part of a pass along its positions."""
+        """Return `[n, s / num_chunks, ...]`: this rank's part of a pass along its positions."""
         return values_ns.chunk(self.num_chunks, dim=1)[self.chunk]
 
 
@@ -84,16 +84,16 @@ class RouteSlices:
     digests: torch.Tensor | None = None
     """`[M, l]` int64, made where the routes were recorded; None unless forward passes are verified."""
     ranges: Mapping[Rows, tuple[int, int]] = field(default_factory=dict)
-    """As in `TokenPlaces`; rows lie in one microbatch of a stage."""
+    """Rows of a microbatch -> range of its tokens, like in `TokenPlaces`; rows lie in one microbatch of a stage."""
 
     @property
     def fields(self) -> dict[str, torch.Tensor]:
-        """What travels; the ranges follow from lengths and plan."""
+        """Return the fields that travel; the ranges follow from lengths and plan."""
         found = {"ids": self.ids, "is_missing": self.is_missing}
         return found if self.digests is None else {**found, "digests": self.digests}
 
     def of(self, rows: Rows) -> RouteSlices:
-        """The part of one microbatch; no token for one without rows."""
+        """Return the part of one microbatch; no token for one without rows."""
         start, stop = self.ranges[rows] if rows else (0, 0)
         return RouteSlices(
             ids=self.ids[start:stop],
@@ -120,14 +120,14 @@ class ShardRoutes:
     def of_rows(
         cls, values: torch.Tensor, lengths: Sequence[int], shape: RouteShape, *, digests: torch.Tensor | None = None
     ) -> ShardRoutes:
-        """Of rows end to end: `[S, L, K]` int16, decoded, and digests `[S, L]`."""
+        """Return the routes of rows that lie end to end: `[S, L, K]` int16, decoded, and digests `[S, L]`."""
         length_N = torch.tensor(lengths, dtype=torch.int64)
         start_N = length_N.cumsum(0) - length_N
         return cls(values=values, start_N=start_N, lengths=tuple(lengths), digests=digests, shape=shape)
 
     @classmethod
     def of_dense(cls, routes_NTLK: torch.Tensor, lengths: Sequence[int], shape: RouteShape) -> ShardRoutes:
-        """Of a dense batch, `[N, T, L, K]`, decoded.
+        """Return the routes of a dense batch, `[N, T, L, K]`, decoded.
 
         Raises:
             SchemaMismatch: other dims, layers or experts per token than the model's.
@@ -147,7 +147,7 @@ class ShardRoutes:
         )
 
     def cut(self, shard: RouteShard, plan: PackPlan, shape: PassShape) -> RouteSlices:
-        """What one rank needs for the passes of its plan, in one rank's part of the plan.
+        """Return the routes that one rank needs for the passes of its plan, in one rank's part of the plan.
 
         Raises:
             SchemaMismatch: a token has a route in some of its layers only.

@@ -8,7 +8,7 @@ its first microbatch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,13 +23,20 @@ from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import FieldNotProduced, name_some
 from nemo_rl.models.policy.microbatch import Microbatch, PassShape
-from nemo_rl.models.policy.routes.replay import MicrobatchRoutes, RouteReplayer, microbatch_routes
+from nemo_rl.models.policy.routes.replay import MicrobatchRoutes, ReplayAction, RouteReplayer, microbatch_routes
 from nemo_rl.models.policy.routes.slices import RouteShard, RouteSlices, ShardRoutes
-from nemo_rl.models.policy.routes.trace import RouteTrace
 from nemo_rl.models.policy.steps import ThisRank, row_names
 from nemo_rl.routes.shape import MISSING, RouteShape
 from nemo_rl.utils.metrics import Reduction
-from nemo_rl.utils.r3_trace import r3_trace_stage
+from nemo_rl.utils.r3_trace import (
+    Runs,
+    TraceStage,
+    r3_trace_stage,
+    trace_cp_routed_experts,
+    trace_router_replay_action,
+    trace_router_replay_assignment,
+    trace_router_replay_forward_verify,
+)
 
 __all__ = [
     "OWN_ROUTES",
@@ -37,10 +44,134 @@ __all__ = [
     "NoReplay",
     "PassRoutes",
     "Replay",
+    "RouteTrace",
     "Routers",
     "StageReplay",
     "WorkerReplay",
 ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouteTrace:
+    """Traces the routes that the routers of one rank use in one stage."""
+
+    stage: TraceStage
+    keys: Sequence[str]
+    """Keys of the shard's rows."""
+    source_NT: torch.Tensor | None
+    """`[N, T]` the tokens that the routes belong to; None in the middle of a pipeline, which sees none."""
+    layers: tuple[int, ...]
+    layer_index: tuple[int, ...]
+    """Columns of `layers` among all layers with experts."""
+    num_experts: int
+
+    def placed(self, routes: MicrobatchRoutes, ids_T: torch.Tensor) -> None:
+        """Check that the routes of a microbatch lie where its tokens lie.
+
+        Args:
+            ids_T: `[T]` tokens as the model gets them.
+        """
+        if routes.ids_TlK is None or not routes.rows:
+            return
+        trace_cp_routed_experts(
+            self.stage,
+            microbatch=routes.number,
+            runs=self._runs(routes),
+            routes=_with_missing(routes, routes.ids_TlK),
+            layers=self.layers,
+            input_ids=None if self.source_NT is None else ids_T,
+            verified_count=None if self.source_NT is None else self._verified(routes, ids_T, self.source_NT),
+        )
+        for i, layer in enumerate(self.layers):
+            trace_router_replay_assignment(
+                self.stage,
+                microbatch=routes.number,
+                layer_number=layer,
+                payload_idx=self.layer_index[i],
+                ids=_with_missing(routes, routes.ids_TlK[:, i]),
+            )
+
+    def used(
+        self,
+        routes: MicrobatchRoutes,
+        *,
+        layer: int,
+        action: ReplayAction,
+        ids_TK: torch.Tensor,
+        matches: bool | None,
+        pending: tuple[int, int],
+    ) -> None:
+        if not routes.rows:
+            return
+        trace_router_replay_action(
+            self.stage,
+            action=action,
+            layer_number=layer,
+            microbatch=routes.number,
+            ids=_with_missing(routes, ids_TK),
+            pending=pending[1],
+        )
+        if matches is None or routes.digests_Tl is None:
+            return
+        has_none_T = ~routes.is_token_T
+        if routes.is_missing_T is not None:
+            has_none_T = has_none_T | routes.is_missing_T
+        trace_router_replay_forward_verify(
+            self.stage,
+            action=action,
+            layer_number=layer,
+            microbatch=routes.number,
+            topk=ids_TK.shape[1],
+            scores_shape=(len(ids_TK), self.num_experts),
+            actual=ids_TK,
+            expected=routes.digests_Tl[:, self.layers.index(layer)],
+            missing=has_none_T,
+            pending=pending,
+        )
+
+    def cleared(self, routes: MicrobatchRoutes, *, layer: int, pending: int) -> None:
+        if routes.rows:
+            trace_router_replay_action(
+                self.stage, action="clear", layer_number=layer, microbatch=routes.number, pending=pending
+            )
+
+    def _verified(self, routes: MicrobatchRoutes, ids_T: torch.Tensor, source_NT: torch.Tensor) -> int:
+        """Return tokens that are the source's at the row and position from which their routes were cut.
+
+        Raises:
+            ValueError: a token is another one.
+        """
+        row_n = torch.tensor(routes.rows, dtype=torch.int64)
+        is_token_T = routes.is_token_T.cpu()
+        row_R = row_n[routes.row_T.cpu()[is_token_T]]
+        source_R = source_NT.cpu()[row_R, routes.column_T.cpu()[is_token_T]]
+        differs = (source_R != ids_T.cpu()[is_token_T]).nonzero()
+        if len(differs):
+            at = int(differs[0])
+            raise ValueError(
+                f"router replay, {self.stage.stage}, microbatch {routes.number}: sample {self.keys[int(row_R[at])]!r}: "
+                f"the model gets token {int(ids_T.cpu()[is_token_T][at])} where the sample has {int(source_R[at])}"
+            )
+        return len(source_R)
+
+    def _runs(self, routes: MicrobatchRoutes) -> Runs:
+        """Return neighbours in one row, as (key, first position, tokens)."""
+        row_T, column_T = routes.row_T.cpu(), routes.column_T.cpu()
+        is_padding = row_T < 0
+        goes_on = (row_T[1:] == row_T[:-1]) & (is_padding[1:] | (column_T[1:] == column_T[:-1] + 1))
+        starts = [0, *((~goes_on).nonzero()[:, 0] + 1).tolist()] if len(row_T) else []
+        ends = [*starts[1:], len(row_T)]
+        return [
+            (None if is_padding[a] else self.keys[routes.rows[int(row_T[a])]], int(column_T[a]), b - a)
+            for a, b in zip(starts, ends, strict=True)
+        ]
+
+
+def _with_missing(routes: MicrobatchRoutes, ids: torch.Tensor) -> torch.Tensor:
+    if routes.is_missing_T is None:
+        return ids
+    return ids.long().masked_fill(routes.is_missing_T.view(-1, *[1] * (ids.dim() - 1)), MISSING)
+
 
 ROUTES = "routed_experts"
 """Column of a batch with whole rows: `[N, T, L, K]`, decoded."""
@@ -58,21 +189,21 @@ class Routers:
     """The routers of one rank's model, as its engine sees them."""
 
     replayer: RouteReplayer
-    """Of this rank's layers."""
+    """Replayer of this rank's layers."""
     shape: RouteShape
-    """Of the whole model."""
+    """Shape of the whole model's routes."""
     routing: Routing
     positions_first: bool = False
-    """Whether the routers see positions before rows."""
+    """True where the routers see positions before rows."""
     chunks_tokens: bool = False
-    """Whether tensor ranks route different parts of the positions."""
+    """True where tensor ranks route different parts of the positions."""
 
 
 class PassRoutes(Protocol):
     """The instructions of the routers in the passes of one call."""
 
     def pass_of(self, micro: Microbatch, *, backward_follows: bool = False) -> AbstractContextManager[OnBackward]:
-        """Around a forward pass, or a forward and its backward pass where no other microbatch comes between.
+        """Surround a forward pass, or a forward and its backward pass where no other microbatch comes between.
 
         Args:
             backward_follows: the backward pass comes later and recomputes layers; what is yielded instructs them.
@@ -80,7 +211,7 @@ class PassRoutes(Protocol):
 
 
 class _OwnRoutes:
-    """Routers choose for themselves."""
+    """Instructions under which routers choose for themselves."""
 
     def pass_of(self, micro: Microbatch, *, backward_follows: bool = False) -> AbstractContextManager[OnBackward]:
         return nullcontext(_nothing_follows)
@@ -90,7 +221,7 @@ OWN_ROUTES: PassRoutes = _OwnRoutes()
 
 
 def _nothing_follows(output: torch.Tensor) -> None:
-    """No instructions."""
+    """Ignore the output of a forward pass."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -100,7 +231,7 @@ class StageReplay:
     routers: Routers
     shard: RouteShard
     slices: RouteSlices | None
-    """None to record."""
+    """Routes to replay, or None to record."""
     numbers: dict[tuple[int, ...], int]
     """Rows of a microbatch -> its number in the plan."""
     trace: RouteTrace | None = None
@@ -108,13 +239,12 @@ class StageReplay:
 
     @contextmanager
     def pass_of(self, micro: Microbatch, *, backward_follows: bool = False) -> Iterator[OnBackward]:
-        """As in `PassRoutes`."""
         routes, replayer = self.routes_of(micro), self.routers.replayer
         with replayer.pass_of(routes, backward_follows=backward_follows):
             yield partial(replayer.on_backward, routes) if backward_follows else _nothing_follows
 
     def routes_of(self, micro: Microbatch) -> MicrobatchRoutes:
-        """Of the microbatch, in the order of this rank's routers."""
+        """Return the routes of the microbatch, in the order of this rank's routers."""
         positions_first = self.routers.positions_first
         routes = microbatch_routes(
             self.slices.of(micro.rows) if self.slices is not None else None,
@@ -134,7 +264,7 @@ class StageReplay:
         return routes
 
     def recorded(self, batch: BatchedDataDict) -> torch.Tensor:
-        """`[N, T, L, K]` int16, decoded: this rank's layers of its tokens as recorded, -1 elsewhere."""
+        """Return `[N, T, L, K]` int16, decoded: this rank's layers of its tokens as recorded, -1 elsewhere."""
         shape, layers = self.routers.shape, self.routers.replayer.layers
         size = (*batch.tensor("input_ids").shape, len(shape.layers), shape.top_k)
         found = torch.full(size, MISSING, dtype=torch.int16)
@@ -149,7 +279,7 @@ class StageReplay:
 
 
 class Replay(ABC):
-    """Which routes the passes of one worker use."""
+    """Chooses the routes that the passes of one worker use."""
 
     @abstractmethod
     def replaying(
@@ -160,7 +290,7 @@ class Replay(ABC):
         shape: PassShape,
         routes: RouteSlices | None,
     ) -> AbstractContextManager[PassRoutes]:
-        """Around the passes of a call.
+        """Surround the passes of a call.
 
         Args:
             batch: the shard.
@@ -176,7 +306,7 @@ class Replay(ABC):
     def recording(
         self, stage: WorkerPass, batch: BatchedDataDict, plan: PackPlan
     ) -> AbstractContextManager[StageReplay]:
-        """Around passes whose routers choose for themselves, and are recorded.
+        """Surround passes whose routers choose for themselves, and are recorded.
 
         Raises:
             RuntimeError: router replay is off.
@@ -184,11 +314,11 @@ class Replay(ABC):
 
     @abstractmethod
     def metrics(self) -> dict[str, Reduction]:
-        """Counts since the last call."""
+        """Return the counts since the last call."""
 
 
 class NoReplay(Replay):
-    """Routers choose for themselves."""
+    """The replay of a worker whose routers choose for themselves."""
 
     def replaying(
         self,
@@ -220,11 +350,11 @@ class WorkerReplay(Replay):
         self.shards = tuple(
             _shard_of(here.layout, of_rank, routers, layers) for of_rank, layers in enumerate(everywhere)
         )
-        """What every rank of the job needs."""
+        """Route shard of every rank of the job."""
 
     @property
     def shard(self) -> RouteShard:
-        """What this rank needs."""
+        """Return the part of the routes that this rank needs."""
         return self.shards[self._here.rank]
 
     def replaying(
@@ -276,7 +406,7 @@ class WorkerReplay(Replay):
             )
 
     def _slices_of(self, stage: WorkerPass, batch: BatchedDataDict, plan: PackPlan, shape: PassShape) -> RouteSlices:
-        """This rank's part of the whole rows in a batch."""
+        """Return this rank's part of the whole rows in a batch."""
         if ROUTES not in batch:
             raise self.missing(stage, batch)
         lengths = [int(length) for length in batch.tensor("input_lengths").tolist()]
@@ -284,7 +414,7 @@ class WorkerReplay(Replay):
         return self.cut(whole, plan, shape, rank=self._here.rank)
 
     def missing(self, stage: WorkerPass, batch: BatchedDataDict) -> FieldNotProduced:
-        """The error of a stage without routes."""
+        """Return the error of a stage without routes."""
         names = name_some(row_names(batch, range(batch.size)))
         return FieldNotProduced(
             f"stage {stage.value!r}, rank {self._here.rank}: router replay needs the column {ROUTES!r} of samples "
@@ -293,7 +423,7 @@ class WorkerReplay(Replay):
         )
 
     def cut(self, whole: ShardRoutes, plan: PackPlan, shape: PassShape, *, rank: int) -> RouteSlices:
-        """What a rank of the replica group needs for its passes."""
+        """Return the routes that a rank of the replica group needs for its passes."""
         return whole.cut(self.shards[rank], plan, shape)
 
     def metrics(self) -> dict[str, Reduction]:

@@ -16,8 +16,8 @@ from types import MappingProxyType
 
 import torch
 
-from nemo_rl.models.local_shard import local_shard
-from nemo_rl.models.weight_sync.ipc_handle import device_id
+from nemo_rl.models.shards import local_shard
+from nemo_rl.models.weight_sync.transport import device_id
 from nemo_rl.torch_private import set_expandable_segments
 from nemo_rl.utils.memory import peak_resident_bytes, reset_peak_resident, resident_bytes
 
@@ -37,11 +37,11 @@ __all__ = [
 EXPANDABLE_SEGMENTS_FROM = 9
 """Least major compute capability (Hopper) for expandable segments: on Ampere they were seen to crash."""
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Where a user's own choice for the allocator is; it is left alone."""
+"""Variables that hold a user's own choice for the allocator; it is left alone."""
 
 
 class WorkerState(Enum):
-    """What a worker is ready for."""
+    """The pass that a worker is ready for."""
 
     TRAINING = "training"
     LOGPROBS = "log-probability inference"
@@ -51,13 +51,14 @@ class WorkerState(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Where things are in one state: `True` on the worker's device, which may be the CPU, `False` on the CPU."""
+    """The places of weights, gradients and optimizer in one state: `True` on the worker's device, which may be the
+    CPU, `False` on the CPU."""
 
     weights: bool
     buffers: bool
     optimizer: bool
     has_gradients: bool
-    """Whether gradients may exist."""
+    """True where gradients may exist."""
 
 
 PLACEMENTS: Mapping[WorkerState, Placement] = MappingProxyType(
@@ -71,13 +72,14 @@ PLACEMENTS: Mapping[WorkerState, Placement] = MappingProxyType(
 
 
 def placement_of(state: WorkerState, *, cpu_offload: bool) -> Placement:
-    """Where things are; with `cpu_offload` weights and optimizer never leave the CPU, as FSDP wants it."""
+    """Return the placement in a state; with `cpu_offload` weights and optimizer never leave the CPU, as FSDP wants
+    it."""
     placement = PLACEMENTS[state]
     return replace(placement, weights=False, optimizer=False) if cpu_offload else placement
 
 
 def move_model(model: torch.nn.Module, placement: Placement, device: torch.device) -> None:
-    """Brings parameters (with their gradients) and buffers where they belong; FSDP keeps track of its shards."""
+    """Bring parameters (with their gradients) and buffers where they belong; FSDP keeps track of its shards."""
     if placement.weights == placement.buffers:
         model.to(device if placement.weights else "cpu")
         return
@@ -95,7 +97,7 @@ def check_placement(
     optimizer: Iterable[tuple[str, torch.Tensor]],
     device: torch.device,
 ) -> None:
-    """Compares where tensors are with what was promised.
+    """Compare where tensors are with what was promised.
 
     Args:
         optimizer: its state, without counters.
@@ -119,13 +121,13 @@ def check_placement(
 
 
 def pinned_copy(tensor: torch.Tensor, *, is_pinned: bool) -> torch.Tensor:
-    """A copy on the CPU, in pinned memory where a GPU will read it often."""
+    """Return a copy on the CPU, in pinned memory where a GPU will read it often."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_pinned)
     return copy.copy_(tensor)
 
 
 def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Moves moments to another device; counters of no dimension stay where the optimizer keeps them."""
+    """Move moments to another device; counters of no dimension stay where the optimizer keeps them."""
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim() > 0:
@@ -133,7 +135,7 @@ def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device)
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """State of an optimizer with the kind of each tensor; counters of no dimension are left out."""
+    """Yield the state of an optimizer with the kind of each tensor; counters of no dimension are left out."""
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim() > 0:
@@ -141,7 +143,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, t
 
 
 def device_name(device: torch.device) -> str:
-    """`cpu`, or the GPU's product name."""
+    """Return `cpu`, or the GPU's product name."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
@@ -158,7 +160,7 @@ class DeviceSide:
         return self.device.type == "cuda"
 
     def release_cache(self) -> None:
-        """Gives unused memory back to the device, for the generation engine that shares it."""
+        """Give unused memory back to the device, for the generation engine that shares it."""
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
@@ -174,8 +176,8 @@ class DeviceSide:
 
     @contextmanager
     def plain_segments(self) -> Iterator[None]:
-        """Memory that is allocated inside can be handed to another process: CUDA refuses to export growing segments
-        where driver or container do not let processes exchange file descriptors."""
+        """Allocate for another process: memory that is allocated inside can be handed to another process: CUDA
+        refuses to export growing segments where driver or container do not let processes exchange file descriptors."""
         if not self._has_expandable_segments:
             yield
             return
@@ -192,15 +194,15 @@ class DeviceSide:
             reset_peak_resident()
 
     def used_bytes(self) -> int:
-        """Allocated on the GPU; resident in this process on a CPU."""
+        """Return the bytes that are allocated on the GPU, or resident in this process on a CPU."""
         return torch.cuda.memory_allocated(self.device) if self.is_cuda else resident_bytes()
 
     def peak_bytes(self) -> int:
-        """Most of `used_bytes` since the last reset."""
+        """Return most of `used_bytes` since the last reset."""
         return torch.cuda.max_memory_allocated(self.device) if self.is_cuda else peak_resident_bytes()
 
     def info(self) -> dict[str, object]:
-        """Device, process and memory in bytes; peak numbers are of the GPU."""
+        """Return device, process and memory in bytes; peak numbers are of the GPU."""
         common: dict[str, object] = {
             "device": str(self.device),
             "name": device_name(self.device),
@@ -220,11 +222,11 @@ class DeviceSide:
         }
 
     def device_id(self) -> str:
-        """As `ipc_handle.device_id`."""
+        """Return `transport.device_id` of this device."""
         return device_id(self.device)
 
     def start_profiling(self) -> None:
-        """Opens the range that `nsys --capture-range=cudaProfilerApi` records."""
+        """Open the range that `nsys --capture-range=cudaProfilerApi` records."""
         if self.is_cuda and not self._is_profiling:
             torch.cuda.profiler.start()
             self._is_profiling = True

@@ -6,26 +6,26 @@ A part of the worker, made in a process whose default process group exists. Inva
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.parallel_groups import ParallelGroups
 from nemo_rl.models.dtensor import checkpoint
-from nemo_rl.models.dtensor.learning_rate import LearningRate
-from nemo_rl.models.dtensor.optim import LossScaler, build_optimizer
-from nemo_rl.models.dtensor.parallelize import full_weight, parallelize
-from nemo_rl.models.dtensor.sites import taps_of
+from nemo_rl.models.dtensor.optim import LearningRate, LossScaler, build_optimizer
+from nemo_rl.models.dtensor.parallelize import PolicyModel, full_weight, parallelize
 from nemo_rl.models.dtensor.train_step import OptimizerStep, StepRunner
 from nemo_rl.models.dtensor.weights import fill_shards, make_room, open_source
-from nemo_rl.models.hf_routers import HFRouters
-from nemo_rl.models.loading import decoder_sizes, named_weights
+from nemo_rl.models.hf_modules import HFRouters, HFSites
+from nemo_rl.models.loading import build_skeleton, decoder_sizes, named_weights
+from nemo_rl.models.policy.hooks import Taps, Tokens
 from nemo_rl.models.policy.interfaces import TensorInfo
-from nemo_rl.models.policy.recording.observer import NO_OBSERVER, PassObserver
-from nemo_rl.models.policy.recording.taps import Taps
+from nemo_rl.models.policy.observer import NO_OBSERVER, PassObserver
 from nemo_rl.models.policy.routes.replay import RouteReplayer
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes, Routers
 from nemo_rl.models.policy.steps import BatchForm, ThisRank
@@ -39,11 +39,54 @@ from nemo_rl.models.policy.workers.base import (
     placement_of,
 )
 from nemo_rl.models.policy.workers.engine import Engine, Snapshot
-from nemo_rl.models.skeleton import build_skeleton
+from nemo_rl.records.record import Split
 from nemo_rl.routes.shape import RouteShape
 from nemo_rl.utils.flops import TransformerShape
 
-__all__ = ["DTensorEngine"]
+__all__ = ["DTensorEngine", "taps_of"]
+
+Weights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
+
+
+def taps_of(
+    model: PolicyModel, here: ThisRank, groups: ParallelGroups, scaler: LossScaler, *, weights: Weights
+) -> Taps:
+    """Return the sites of this rank.
+
+    Args:
+        weights: (collective) whole weights by name.
+    """
+    between = Tokens.CHUNK if here.layout.sequence_parallel else Tokens.ALL
+    found = HFSites(model.hf, between=between, split_of=partial(_split_of, here))
+    return Taps(
+        taps=tuple(found.taps),
+        unobserved=found.unobserved,
+        chunk=(here.coordinates.tp, here.layout.tp) if here.layout.sequence_parallel else (0, 1),
+        # FSDP averages over its ranks, which the train step makes up for in the loss.
+        loss_factor=lambda: groups.fsdp_mesh.size() * scaler.scale,
+        gradients=partial(_gradients, model, scaler),
+        weights=weights,
+        place=here.coordinates,
+    )
+
+
+def _gradients(model: PolicyModel, scaler: LossScaler) -> Iterator[tuple[str, torch.Tensor]]:
+    """(collective) Yield the gradients: FSDP's mean has undone the factor of the train step; the loss scale is left."""
+    for name, weight in named_weights(model.hf):
+        if weight.grad is not None:
+            gradient = full_weight(weight.grad)
+            yield name, gradient if scaler.scale == 1.0 else gradient / scaler.scale
+
+
+def _split_of(here: ThisRank, module: torch.nn.Module, dim: int) -> Split | None:
+    """Return this rank's part of the features, as the module's weight has been split over the tensor axis."""
+    weight = module._parameters.get("weight")
+    if not isinstance(weight, DTensor):
+        return None
+    names = weight.device_mesh.mesh_dim_names or ()
+    if "tp" not in names or not weight.placements[names.index("tp")].is_shard(dim):
+        return None
+    return Split(index=here.coordinates.tp, count=here.layout.tp)
 
 
 class DTensorEngine(Engine):
@@ -52,7 +95,7 @@ class DTensorEngine(Engine):
     def __init__(
         self, config: PolicyConfig, here: ThisRank, *, num_steps: int, collective_timeout_s: float, seed: int
     ) -> None:
-        """(collective) As in `EngineFactory`; the groups have the deadline of the default one."""
+        """(collective) Make the engine of this rank; its groups have the deadline of the default one."""
         self._config, self._here, self._device = config, here, here.device
         hf = build_skeleton(config.model_name)
         source = open_source(config.model_name, hf)
@@ -86,7 +129,7 @@ class DTensorEngine(Engine):
             routing=lambda asked: routers.choosing(lambda layer, own: asked.choose(layer, lambda: own)),
         )
 
-    # What is where.
+    # Places of tensors.
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return named_weights(self.model.hf)
@@ -143,4 +186,4 @@ class DTensorEngine(Engine):
             self.scaler.clean_steps = int(trainer_state["loss_scale_clean_steps"])
 
     def close(self) -> None:
-        """Its groups end with the default one."""
+        """Do nothing: the groups end with the default one."""

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.models.policy.hooks import Taps
 from nemo_rl.models.policy.interfaces import TensorInfo
-from nemo_rl.models.policy.recording.observer import NO_OBSERVER, PassObserver
-from nemo_rl.models.policy.recording.taps import Taps
+from nemo_rl.models.policy.observer import NO_OBSERVER, PassObserver
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes, Routers
 from nemo_rl.models.policy.steps import BatchForm, Runner, ThisRank
 from nemo_rl.models.policy.workers.base import Placement, WorkerState
@@ -29,18 +29,18 @@ class Schedule(Protocol):
     """Learning rate, one step per training call."""
 
     def apply(self) -> float:
-        """The settings of the next call are in the optimizer; returns its learning rate."""
+        """Put the settings of the next call into the optimizer and return its learning rate."""
 
     def advance(self) -> None:
-        """One training call is done."""
+        """Advance by one training call."""
 
 
 class Snapshot(Protocol):
     """One rank's part of a model, and of its optimizer, at one moment."""
 
     def write(self, *, weights: Path, optimizer: Path | None, group: dist.ProcessGroup) -> None:
-        """(collective over `group`: the ranks of the job) HF folder at `weights`; optimizer, schedule and random state
-        at `optimizer`.
+        """(collective over `group`: the ranks of the job) Write the HF folder at `weights`; optimizer, schedule and
+        random state at `optimizer`.
 
         Raises:
             CheckpointError: on every rank; what was in the folders before is left as it was.
@@ -57,63 +57,63 @@ class Engine(ABC):
 
     @abstractmethod
     def runner(self, layout: BatchForm, routes: PassRoutes, observer: PassObserver = NO_OBSERVER) -> Runner:
-        """Runs the microbatches of one call."""
+        """Run the microbatches of one call."""
 
     @abstractmethod
     def taps(self) -> Taps:
-        """The sites of the model on this rank."""
+        """Return the sites of the model on this rank."""
 
     @abstractmethod
     def routers(self, *, validates: bool) -> Routers:
-        """The model's routers, which ask a replayer from here on.
+        """Return the model's routers, which ask a replayer from here on.
 
         Raises:
             ConfigError: the model has none, or of a kind that takes no routes.
         """
 
-    # What is where.
+    # Places of tensors.
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's part of every weight and persistent buffer."""
+        """Return this rank's part of every weight and persistent buffer."""
 
     @abstractmethod
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's, which the schedule writes to."""
+        """Return the groups of the optimizer, which the schedule writes to."""
 
     @abstractmethod
     def drop_gradients(self) -> None:
-        """Frees them."""
+        """Free them."""
 
     @abstractmethod
     def placement(self, state: WorkerState) -> Placement:
-        """Where things are in a state."""
+        """Return the placement in a state."""
 
     @abstractmethod
     def move(self, placement: Placement) -> None:
-        """Brings model and optimizer state where they belong; called on a GPU only."""
+        """Bring model and optimizer state where they belong; called on a GPU only."""
 
     @abstractmethod
     def check_placement(self, state: WorkerState) -> None:
-        """Raises AssertionError for a tensor that is elsewhere than `placement` of the state says."""
+        """Raise AssertionError for a tensor that is elsewhere than `placement` of the state says."""
 
     # Whole weights and checkpoints.
 
     @abstractmethod
     def weight_infos(self) -> dict[str, TensorInfo]:
-        """Name, shape and dtype of every weight in HF naming, in export order."""
+        """Return name, shape and dtype of every weight in HF naming, in export order."""
 
     @abstractmethod
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(collective) Whole weights on the device, one at a time, in the order of `weight_infos`."""
+        """(collective) Yield whole weights on the device, one at a time, in the order of `weight_infos`."""
 
     @abstractmethod
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(collective) Whole weights on the CPU, one at a time."""
+        """(collective) Yield whole weights on the CPU, one at a time."""
 
     @abstractmethod
     def snapshot(self, *, with_optimizer: bool, copies: bool) -> Snapshot:
-        """(collective) What a checkpoint holds of this moment.
+        """(collective) Return what a checkpoint holds of this moment.
 
         Args:
             with_optimizer: and of the optimizer, its schedule and the random state.
@@ -123,11 +123,11 @@ class Engine(ABC):
 
     @abstractmethod
     def load(self, *, weights: Path, optimizer: Path | None) -> None:
-        """(collective) Continues from a checkpoint of any layout."""
+        """(collective) Continue from a checkpoint of any layout."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the process groups that were made here. Idempotent."""
+        """End the process groups that were made here. Idempotent."""
 
 
 class EngineFactory(Protocol):

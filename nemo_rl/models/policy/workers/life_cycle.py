@@ -13,9 +13,9 @@ from types import MappingProxyType
 
 import torch
 
-from nemo_rl.models.local_shard import local_shard
 from nemo_rl.models.policy.workers.base import DeviceSide, WorkerState, pinned_copy
 from nemo_rl.models.policy.workers.engine import Engine
+from nemo_rl.models.shards import local_shard
 
 __all__ = ["LifeCycle", "Shards"]
 
@@ -29,7 +29,7 @@ STAGE_NAMES: Mapping[WorkerState, str] = MappingProxyType(
         WorkerState.OFFLOADED: "generation",
     }
 )
-"""What runs while a worker is in a state."""
+"""State of a worker -> name of the stage that runs in it."""
 MIB = 2**20
 
 
@@ -40,20 +40,20 @@ class Shards:
         self._engine, self._device_side = engine, device_side
 
     def held(self) -> list[torch.Tensor]:
-        """What the model holds, sharing memory."""
+        """Return the weights of the model, sharing memory."""
         return [local_shard(weight.detach()) for _, weight in self._engine.weights()]
 
     def copy(self) -> list[torch.Tensor]:
-        """On the CPU, pinned where there is a GPU."""
+        """Return copies on the CPU, pinned where there is a GPU."""
         return [pinned_copy(shard, is_pinned=self._device_side.is_cuda) for shard in self.held()]
 
     def copy_into(self, kept: list[torch.Tensor]) -> None:
-        """Into memory that `copy` gave: pinning it is slow."""
+        """Copy the weights into memory that `copy` gave: pinning it is slow."""
         for target, shard in zip(kept, self.held(), strict=True):
             target.copy_(shard)
 
     def write(self, values: list[torch.Tensor]) -> None:
-        """Into the model."""
+        """Load copies into the model."""
         # From pinned memory the copies run one after another on the device's stream, without a wait for each.
         with torch.no_grad():
             for shard, value in zip(self.held(), values, strict=True):
@@ -63,7 +63,7 @@ class Shards:
 
 
 class LifeCycle:
-    """What happens to a worker between its passes. Starts ready for training.
+    """Moves a worker between its states. Starts ready for training.
 
     Args:
         keep_reference: keep the present weights on the CPU, for `use_reference_model`.
@@ -88,7 +88,7 @@ class LifeCycle:
     # States.
 
     def change_state(self, state: WorkerState) -> None:
-        """Brings everything where the state wants it; gradients are gone afterwards."""
+        """Bring everything where the state wants it; gradients are gone afterwards."""
         if self._is_shut_down:
             raise RuntimeError(f"cannot change to {state.value!r}: this worker was shut down")
         if self._is_reference_in_use:
@@ -115,13 +115,13 @@ class LifeCycle:
         )
 
     def enter(self, state: WorkerState) -> None:
-        """As `change_state`; nothing happens where the worker is in this state."""
+        """Change the state, unless the worker is in it."""
         if self._state is not state:
             self.change_state(state)
 
     @contextmanager
     def ready_for_training(self) -> Iterator[None]:
-        """Everything on the device meanwhile, whatever the state was."""
+        """Keep everything on the device meanwhile, whatever the state was."""
         before = self._state
         self.change_state(WorkerState.TRAINING)
         try:
@@ -130,7 +130,7 @@ class LifeCycle:
             self.change_state(before)
 
     def require(self, method: str, *allowed: WorkerState) -> None:
-        """Raises RuntimeError unless the worker is in one of these states."""
+        """Raise RuntimeError unless the worker is in one of these states."""
         if self._is_shut_down:
             raise RuntimeError(f"{method}: this worker was shut down")
         if self._state not in allowed:
@@ -141,17 +141,17 @@ class LifeCycle:
             )
 
     def require_policy_weights(self, method: str) -> None:
-        """Raises RuntimeError while the reference weights are in place."""
+        """Raise RuntimeError while the reference weights are in place."""
         if self._is_reference_in_use:
             raise RuntimeError(f"{method}: the reference weights are in place; leave use_reference_model first")
 
     def shut_down(self) -> None:
-        """Nothing is allowed from here on."""
+        """Shut down: no further call is allowed."""
         self._is_shut_down = True
 
     @contextmanager
     def use_reference_model(self) -> Iterator[None]:
-        """(collective) Reference weights in place; the policy's come back on exit, also after an error."""
+        """(collective) Put the reference weights in place; the policy's come back on exit, also after an error."""
         if self.reference is None:
             raise RuntimeError("no reference weights are kept; set loss_fn.reference_policy_kl_penalty above 0")
         if self._is_reference_in_use:
@@ -171,7 +171,7 @@ class LifeCycle:
     # Memory.
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes since the last report, on this worker's GPU or resident on a CPU.
+        """Return bytes since the last report, on this worker's GPU or resident on a CPU.
 
         `<stage>_peak` of every stage, `<stage>_start` and `<stage>_end` around the changes of state: the end of one
         stage and the start of the next are the memory before and after the move.

@@ -6,15 +6,16 @@ A part of the worker, made in a process whose default process group exists. Inva
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.errors import ModelFolderError
+from nemo_rl.errors import ConfigError, ModelFolderError
 from nemo_rl.models.checkpoint_folder import raise_together
 from nemo_rl.models.hf_folder import open_weights
 from nemo_rl.models.hf_writing import ModelDescription
@@ -22,15 +23,21 @@ from nemo_rl.models.loading import DTYPES, load_model_config
 from nemo_rl.models.megatron import checkpoint
 from nemo_rl.models.megatron.architecture import Architecture, check_fits
 from nemo_rl.models.megatron.convert import export_weights, load_weights, weight_infos
-from nemo_rl.models.megatron.mcore import parallel_state
+from nemo_rl.models.megatron.mcore import RouterReplay, TopKRouter, parallel_state
 from nemo_rl.models.megatron.optim import PolicyOptimizer
-from nemo_rl.models.megatron.router_replay import attach_replay
-from nemo_rl.models.megatron.setup import build_model, destroy_parallel, forget_last_pass, initialize_parallel
+from nemo_rl.models.megatron.setup import (
+    MegatronModel,
+    build_model,
+    destroy_parallel,
+    forget_last_pass,
+    initialize_parallel,
+)
 from nemo_rl.models.megatron.sites import taps_of
 from nemo_rl.models.megatron.train_step import PipelineRunner
+from nemo_rl.models.policy.hooks import Taps
 from nemo_rl.models.policy.interfaces import TensorInfo
-from nemo_rl.models.policy.recording.observer import NO_OBSERVER, PassObserver
-from nemo_rl.models.policy.recording.taps import Taps
+from nemo_rl.models.policy.observer import NO_OBSERVER, PassObserver
+from nemo_rl.models.policy.routes.replay import RouteReplayer
 from nemo_rl.models.policy.routes.worker_replay import PassRoutes, Routers
 from nemo_rl.models.policy.steps import BatchForm, ThisRank
 from nemo_rl.models.policy.workers.base import Placement, WorkerState, check_placement, placement_of
@@ -38,7 +45,62 @@ from nemo_rl.models.policy.workers.engine import Engine, Snapshot
 from nemo_rl.routes.shape import RouteShape
 from nemo_rl.utils.flops import TransformerShape
 
-__all__ = ["MegatronEngine"]
+__all__ = ["MegatronEngine", "attach_replay"]
+
+TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+class LayerReplay(RouterReplay):  # type: ignore[misc]
+    """Chooses the experts of one router."""
+
+    def __init__(self, layer: int, replayer: RouteReplayer) -> None:
+        super().__init__()
+        # Not in the global list, by which other models of this process would drive it.
+        RouterReplay.global_router_replay_instances.remove(self)
+        self._layer, self._replayer = layer, replayer
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: TopK | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return scores and ids `[T, K]` of the experts that are used, from scores `[T, E]`."""
+        assert default_compute_topk is not None, "the router gave no choice of its own"
+        own = cache(lambda: default_compute_topk(scores, topk, num_groups, group_topk))
+        ids = self._replayer.choose(self._layer, lambda: own()[1])
+        return own() if ids is None else (scores.gather(1, ids), ids)
+
+
+def attach_replay(model: MegatronModel, *, validates: bool) -> RouteReplayer:
+    """Let the routers of this rank ask a replayer of their own, which is idle at first.
+
+    Raises:
+        ConfigError: the model has no experts, or routers that leave the choice to a kernel or are of an unknown kind.
+    """
+    config, mixture = model.config, model.shape.mixture
+    if mixture is None:
+        raise ConfigError(
+            f"policy.router_replay.enabled: {model.shape.model_type!r} has no routed experts; set it to false"
+        )
+    if config.moe_router_fusion or "sinkhorn" in config.moe_router_load_balancing_type:
+        raise ConfigError(
+            "policy.router_replay.enabled: fused and sinkhorn routers do not take routes; set "
+            "policy.megatron_cfg.moe_router_load_balancing_type to none or aux_loss"
+        )
+    routers = {int(part.layer_number) - 1: part for part in model.module.modules() if isinstance(part, TopKRouter)}
+    held = [int(layer.layer_number) - 1 for layer in model.module.decoder.layers]
+    if without := [layer for layer in held if model.shape.expert_layers[layer] and layer not in routers]:
+        raise ConfigError(
+            f"policy.router_replay.enabled: expected a {TopKRouter.__name__}, which takes routes, in every layer with "
+            f"experts; layers {without} have none; set it to false"
+        )
+    replayer = RouteReplayer(sorted(routers), top_k=mixture.top_k, num_experts=mixture.num_experts, validates=validates)
+    for layer, router in routers.items():
+        router.router_replay = LayerReplay(layer, replayer)
+    return replayer
 
 
 class MegatronEngine(Engine):
@@ -50,7 +112,7 @@ class MegatronEngine(Engine):
     def __init__(
         self, config: PolicyConfig, here: ThisRank, *, num_steps: int, collective_timeout_s: float, seed: int
     ) -> None:
-        """(collective) As in `EngineFactory`."""
+        """(collective) Make the engine of this rank."""
         self._config, self._here = config, here
         self._is_closed = False
         self._hf_config = load_model_config(config.model_name)
@@ -92,7 +154,7 @@ class MegatronEngine(Engine):
             chunks_tokens=self._here.layout.sequence_parallel,
         )
 
-    # What is where.
+    # Places of tensors.
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.model.module.named_parameters()
@@ -122,7 +184,7 @@ class MegatronEngine(Engine):
 
     def check_placement(self, state: WorkerState) -> None:
         if self.model.ddp.ddp_config.use_distributed_optimizer:
-            # Its weights are views of a buffer that is freed in place: their device does not change.
+            # The weights are views of a buffer that is freed in place: their device does not change.
             return
         is_offloaded = self._config.megatron_cfg.optimizer.optimizer_cpu_offload
         check_placement(
@@ -141,7 +203,7 @@ class MegatronEngine(Engine):
         return export_weights(self.model)
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(collective) Whole weights on the CPU, one at a time, as copies."""
+        """(collective) Yield whole weights on the CPU, one at a time, as copies."""
         for name, weight in export_weights(self.model):
             yield name, weight.to("cpu")
 

@@ -18,7 +18,7 @@ from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.models.logprobs import Sampling
 from nemo_rl.models.policy.interfaces import ADVANTAGES, SQUARED_PROBS, TOKEN_ADVANTAGES, LossFunction, TrainResult
 from nemo_rl.models.policy.microbatch import PassShape, fixed_plan, steps_of
-from nemo_rl.models.policy.recording.onlookers import NO_ONLOOKERS, Onlookers
+from nemo_rl.models.policy.observer import NO_ONLOOKERS, Onlookers
 from nemo_rl.models.policy.routes.slices import RouteSlices
 from nemo_rl.models.policy.routes.worker_replay import OWN_ROUTES, ROUTES, PassRoutes, Replay
 from nemo_rl.models.policy.steps import BatchForm, ThisRank, check_same_plan, loss_scales
@@ -31,12 +31,12 @@ from nemo_rl.utils.flops import theoretical_tflops, transformer_flops
 __all__ = ["Passes", "RecordedRoutes"]
 
 TOKEN_MASK = "token_mask"
-"""Where a batch has this column, only its tokens' log-probabilities are computed."""
+"""Name of a column; where a batch has it, only its tokens' log-probabilities are computed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedRoutes:
-    """What a rank recorded."""
+    """The routes that a rank recorded."""
 
     logprobs_NT: torch.Tensor
     """`[N, T]` float32."""
@@ -72,7 +72,7 @@ class Passes:
         plan: PackPlan | None = None,
         routes: RouteSlices | None = None,
     ) -> TrainResult:
-        """(collective) One optimizer step per global batch over this rank's rows.
+        """(collective) Train one optimizer step per global batch over this rank's rows.
 
         Args:
             eval_mode: loss and metrics only; weights, optimizer and schedule stay.
@@ -133,7 +133,7 @@ class Passes:
         replay: bool = True,
         phase: WorkerPass | None = WorkerPass.PREV_LOGPROBS,
     ) -> torch.Tensor:
-        """(collective) `[N, T]` float32 on the CPU under the distribution that was sampled from.
+        """(collective) Return `[N, T]` float32 on the CPU under the distribution that was sampled from.
 
         Computed for the tokens of `token_mask` where the batch has that column, else for all; 0 elsewhere.
 
@@ -156,8 +156,8 @@ class Passes:
     def get_logprobs_with_squares(
         self, batch: BatchedDataDict, *, plan: PackPlan | None = None, routes: RouteSlices | None = None
     ) -> torch.Tensor:
-        """(collective) `[2, N, T]`: as `get_logprobs`, and the sum of squared probabilities of each token's whole
-        distribution."""
+        """(collective) Return `[2, N, T]`: as `get_logprobs`, and the sum of squared probabilities of each token's
+        whole distribution."""
         self._life.require("get_logprobs_with_squares", WorkerState.TRAINING, WorkerState.LOGPROBS)
         plan = plan or self._inference_plan(batch, None)
         phase, shape = WorkerPass.PREV_LOGPROBS, self.batch_layout(plan).shape
@@ -165,7 +165,7 @@ class Passes:
             return self._logprobs(batch, plan, pass_routes, phase, computed=(SQUARED_PROBS,))
 
     def score(self, batch: BatchedDataDict) -> torch.Tensor:
-        """(collective) `[N, T]` as `get_logprobs`, under the model's own distribution; nobody looks on.
+        """(collective) Return `[N, T]` as `get_logprobs`, under the model's own distribution; nobody looks on.
 
         All rows run at once, and the routers choose for themselves.
         """
@@ -175,7 +175,8 @@ class Passes:
     def record_routes(
         self, batch: BatchedDataDict, *, plan: PackPlan | None = None, with_squares: bool = False
     ) -> RecordedRoutes:
-        """(collective) Log-probabilities as `get_logprobs`, and the routes that the routers chose for themselves.
+        """(collective) Return log-probabilities as `get_logprobs`, and the routes that the routers chose for
+        themselves.
 
         Raises:
             RuntimeError: router replay is off.
@@ -199,7 +200,7 @@ class Passes:
         sampling: Sampling | None = None,
         computed: Sequence[str] = (),
     ) -> torch.Tensor:
-        """`[c, N, T]`, see `Runner.logprobs`."""
+        """Return `[c, N, T]`, see `Runner.logprobs`."""
         microbatches = [rows for step in steps_of(plan, num_rows=batch.size) for rows in step]
         check_same_plan([len(microbatches)], device=self._here.device)
         layout = self.batch_layout(plan, sampling)
@@ -218,8 +219,8 @@ class Passes:
     def get_reference_policy_logprobs(
         self, batch: BatchedDataDict, *, mbs: int | None = None, plan: PackPlan | None = None
     ) -> torch.Tensor:
-        """(collective) As `get_logprobs` under the reference weights, whose routers choose for themselves; without the
-        filter of top-k and top-p."""
+        """(collective) Return `get_logprobs` under the reference weights, whose routers choose for themselves;
+        without the filter of top-k and top-p."""
         plan = plan or self._inference_plan(batch, mbs)
         with self._life.use_reference_model():
             self._life.require("get_reference_policy_logprobs", WorkerState.TRAINING, WorkerState.LOGPROBS)
@@ -230,7 +231,7 @@ class Passes:
     def get_topk_logits(
         self, batch: BatchedDataDict, *, k: int, mbs: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(collective) The k largest logits at each position, which predict the next token, and their ids.
+        """(collective) Return the k largest logits at each position, which predict the next token, and their ids.
 
         Values `[N, T, k]` float32 and ids `[N, T, k]` int64 on the CPU, without temperature; 0 in the padding.
         """
@@ -243,7 +244,7 @@ class Passes:
         return values.cpu(), ids.cpu()
 
     def batch_layout(self, plan: PackPlan, sampling: Sampling | None = None) -> BatchForm:
-        """How rows of a plan become forward passes.
+        """Return how rows of a plan become forward passes.
 
         Args:
             sampling: None takes that of the rollouts.
@@ -286,5 +287,5 @@ def _without(batch: BatchedDataDict, name: str) -> BatchedDataDict:
 
 
 def _for_the_loss(batch: BatchedDataDict) -> BatchedDataDict:
-    """Advantages of tokens under the name by which losses know them."""
+    """Return the advantages of tokens under the name by which losses know them."""
     return BatchedDataDict({ADVANTAGES if name == TOKEN_ADVANTAGES else name: column for name, column in batch.items()})

@@ -32,11 +32,11 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import destroy_process_group
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.models.policy.interfaces import LossFunction, TensorInfo, TrainResult
-from nemo_rl.models.policy.recording.recording import Recording
+from nemo_rl.models.policy.recording import Recording
 from nemo_rl.models.policy.routes.slices import RouteSlices
 from nemo_rl.models.policy.routes.worker_replay import Replay
 from nemo_rl.models.policy.steps import ThisRank
-from nemo_rl.models.policy.tracing.tracing import Tracing
+from nemo_rl.models.policy.tracing import Tracing
 from nemo_rl.models.policy.workers.base import DeviceSide, WorkerState
 from nemo_rl.models.policy.workers.engine import Engine
 from nemo_rl.models.policy.workers.life_cycle import LifeCycle
@@ -44,10 +44,8 @@ from nemo_rl.models.policy.workers.passes import Passes, RecordedRoutes
 from nemo_rl.models.policy.workers.refit_source import RefitSource
 from nemo_rl.models.policy.workers.saving import Saving
 from nemo_rl.models.weight_sync.buckets import RefitPlan
-from nemo_rl.models.weight_sync.ipc_handle import IpcHandle
-from nemo_rl.models.weight_sync.receipt.probe import Probe
-from nemo_rl.models.weight_sync.receipt.records import Scored, Sent
-from nemo_rl.models.weight_sync.refit_group import RefitGroupSpec
+from nemo_rl.models.weight_sync.receipt import Probe, Scored, Sent
+from nemo_rl.models.weight_sync.transport import IpcHandle, RefitGroupSpec
 from nemo_rl.models.weights_digest import WeightsDigest, digest_weights
 
 __all__ = ["PolicyWorker", "WorkerParts"]
@@ -55,7 +53,7 @@ __all__ = ["PolicyWorker", "WorkerParts"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerParts:
-    """What a worker is made of."""
+    """The parts of a worker."""
 
     config: PolicyConfig
     here: ThisRank
@@ -104,7 +102,7 @@ class PolicyWorker:
         plan: PackPlan | None = None,
         routes: RouteSlices | None = None,
     ) -> TrainResult:
-        """(collective) One optimizer step per global batch; see `Passes.train`."""
+        """(collective) Train one optimizer step per global batch; see `Passes.train`."""
         return self.passes.train(batch, loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs, plan=plan, routes=routes)
 
     def get_logprobs(
@@ -116,7 +114,7 @@ class PolicyWorker:
         routes: RouteSlices | None = None,
         replay: bool = True,
     ) -> torch.Tensor:
-        """(collective) `[N, T]` float32, position 0 is 0, padding is 0; all 0 before the last pipeline stage.
+        """(collective) Return `[N, T]` float32, position 0 is 0, padding is 0; all 0 before the last pipeline stage.
 
         See `Passes.get_logprobs`.
         """
@@ -125,93 +123,94 @@ class PolicyWorker:
     def get_reference_policy_logprobs(
         self, batch: BatchedDataDict, *, mbs: int | None = None, plan: PackPlan | None = None
     ) -> torch.Tensor:
-        """(collective) As `get_logprobs` under the reference weights, whose routers choose for themselves."""
+        """(collective) Return `get_logprobs` under the reference weights, whose routers choose for themselves."""
         return self.passes.get_reference_policy_logprobs(batch, mbs=mbs, plan=plan)
 
     def record_routes(self, batch: BatchedDataDict, *, plan: PackPlan | None = None) -> RecordedRoutes:
-        """(collective) Log-probabilities, and the routes that the routers chose for themselves."""
+        """(collective) Return log-probabilities, and the routes that the routers chose for themselves."""
         return self.passes.record_routes(batch, plan=plan)
 
     def get_topk_logits(
         self, batch: BatchedDataDict, *, k: int, mbs: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(collective) Values `[N, T, k]` float32 and ids `[N, T, k]` int64; all 0 before the last pipeline stage."""
+        """(collective) Return values `[N, T, k]` float32 and ids `[N, T, k]` int64; all 0 before the last pipeline
+        stage."""
         return self.passes.get_topk_logits(batch, k=k, mbs=mbs)
 
     def begin_recording(self, step: int) -> None:
-        """The passes from here on are recorded, as the worker's `RecordSpec` says, until `end_recording`."""
+        """Record the passes from here on, as the worker's `RecordSpec` says, until `end_recording`."""
         self.recording.begin(step)
 
     def end_recording(self) -> None:
-        """The records of the step are complete. Idempotent."""
+        """Complete the records of the step. Idempotent."""
         self.recording.end()
 
     def begin_tracing(self, step: int, watches: Sequence[str], keys: Sequence[str]) -> None:
-        """The passes from here on show the hub what is watched, until `end_tracing`; see `SiteTracing.begin`."""
+        """Show the hub what is watched of the passes from here on, until `end_tracing`; see `SiteTracing.begin`."""
         self.tracing.begin(step, watches=watches, keys=keys)
 
     def end_tracing(self) -> None:
-        """Nothing of the step is shown from here on. Idempotent."""
+        """End the traced step. Idempotent."""
         self.tracing.end()
 
     # States and memory.
 
     def prepare_for_lp_inference(self) -> None:
-        """Weights on the device, gradients gone, optimizer state on the CPU."""
+        """Bring weights to the device, drop gradients, optimizer state on the CPU."""
         self.life.change_state(WorkerState.LOGPROBS)
 
     def prepare_for_training(self) -> None:
-        """Weights and optimizer state on the device."""
+        """Bring weights and optimizer state on the device."""
         self.life.change_state(WorkerState.TRAINING)
 
     def offload_before_refit(self) -> None:
-        """Frees what a weight export does not need: gradients and optimizer state."""
+        """Free what a weight export does not need: gradients and optimizer state."""
         self.life.change_state(WorkerState.REFIT)
 
     def offload_after_refit(self) -> None:
-        """Frees the device for generation: everything on the CPU."""
+        """Free the device for generation: everything on the CPU."""
         self.life.change_state(WorkerState.OFFLOADED)
 
     def use_reference_model(self) -> AbstractContextManager[None]:
-        """(collective) Reference weights in place; the policy's come back on exit, also after an error."""
+        """(collective) Put the reference weights in place; the policy's come back on exit, also after an error."""
         return self.life.use_reference_model()
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes since the last report; see `LifeCycle.memory_report`."""
+        """Return bytes since the last report; see `LifeCycle.memory_report`."""
         return self.life.memory_report()
 
     # Refit; see `RefitSource`.
 
     def prepare_refit_info(self) -> dict[str, TensorInfo]:
-        """Name, shape and dtype of every weight in HF naming, in export order."""
+        """Return name, shape and dtype of every weight in HF naming, in export order."""
         return self.engine.weight_infos()
 
     def refit_free_bytes(self, *, on_device: bool) -> int:
-        """Memory that a buffer may take a part of."""
+        """Return memory that a buffer may take a part of."""
         return self.refit.free_bytes(on_device=on_device)
 
     def begin_refit(self, plan: RefitPlan, *, on_device: bool) -> int:
-        """Allocates the buffer; returns the number of buckets."""
+        """Allocate the buffer; return the number of buckets."""
         return self.refit.begin(plan, on_device=on_device)
 
     def share_refit_buffer(self) -> IpcHandle:
-        """A handle by which an engine on the same GPU opens the buffer."""
+        """Return a handle by which an engine on the same GPU opens the buffer."""
         return self.refit.share_buffer()
 
     def fill_bucket(self) -> None:
-        """(collective) The next bucket is in the buffer."""
+        """(collective) Write the next bucket into the buffer."""
         self.refit.fill_bucket()
 
     def next_bucket(self) -> np.ndarray | None:
-        """(collective) The next bucket as uint8 at rank 0, None elsewhere."""
+        """(collective) Return the next bucket as uint8 at rank 0, None elsewhere."""
         return self.refit.next_bucket()
 
     def end_refit(self) -> Sent:
-        """Frees the buffer; says what was sent since `begin_refit`. Idempotent."""
+        """Free the buffer; say what was sent since `begin_refit`. Idempotent."""
         return self.refit.end()
 
     def score_probe(self, probe: Probe) -> Scored:
-        """(collective) How this policy scores the fixed rows of a receipt."""
+        """(collective) Return how this policy scores the fixed rows of a receipt."""
         started, batch, logprobs = time.monotonic(), probe.batch(), tuple[float, ...]()
         scored_NT = self.passes.score(batch)
         if self.layout.is_writer(self.rank):
@@ -219,24 +218,24 @@ class PolicyWorker:
         return Scored(logprobs=logprobs, seconds=time.monotonic() - started)
 
     def open_refit_store(self, *, address: str, world_size: int, timeout_s: float) -> int:
-        """(rank 0) Opens the store of the refit group; returns its port."""
+        """(rank 0) Open the store of the refit group; return its port."""
         return self.refit.open_store(address=address, world_size=world_size, timeout_s=timeout_s)
 
     def join_refit_group(self, spec: RefitGroupSpec) -> None:
-        """(rank 0, while every engine joins) Makes the refit group."""
+        """(rank 0, while every engine joins) Make the refit group."""
         self.refit.join_group(spec)
 
     def broadcast_weights(self) -> None:
-        """(collective, while every engine receives) Sends all buckets from rank 0."""
+        """(collective, while every engine receives) Send all buckets from rank 0."""
         self.refit.broadcast()
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(collective) Full CPU weights in HF naming, one at a time, on every rank."""
+        """(collective) Yield the full CPU weights in HF naming, one at a time, on every rank."""
         self.life.require("export_weights", WorkerState.TRAINING, WorkerState.LOGPROBS, WorkerState.REFIT)
         yield from self.engine.export_weights()
 
     def weights_digest(self) -> WeightsDigest | None:
-        """(collective) Of the exported weights, at rank 0; None elsewhere."""
+        """(collective) Return the digest of the exported weights at rank 0, None elsewhere."""
         weights = self.export_weights()
         if self.rank == 0:
             return digest_weights(weights)
@@ -247,23 +246,24 @@ class PolicyWorker:
     # Checkpoints; see `Saving`.
 
     def save_checkpoint(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
-        """(collective) HF folder at `weights`; optimizer, schedule and random state at `optimizer`."""
+        """(collective) Write the HF folder at `weights`; optimizer, schedule and random state at `optimizer`."""
         self.saving.save(weights=weights, optimizer=optimizer, tokenizer=tokenizer)
 
     def begin_save(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
-        """(collective) As `save_checkpoint`, of this moment; written beside what comes next, until `finish_save`."""
+        """(collective) Begin a `save_checkpoint` of this moment; it is written beside what comes next, until
+        `finish_save`."""
         self.saving.begin(weights=weights, optimizer=optimizer, tokenizer=tokenizer)
 
     def is_saving(self) -> bool:
-        """Whether this rank still writes."""
+        """Return whether this rank still writes."""
         return self.saving.is_running
 
     def finish_save(self, *, timeout_s: float) -> float:
-        """(collective) Waits for what `begin_save` began; how many seconds that took."""
+        """(collective) Wait for what `begin_save` began; how many seconds that took."""
         return self.saving.finish(timeout_s=timeout_s)
 
     def load_checkpoint(self, *, weights: Path, optimizer: Path | None) -> None:
-        """(collective) Continues from a checkpoint of any layout; the reference stays the initial model."""
+        """(collective) Continue from a checkpoint of any layout; the reference stays the initial model."""
         with self.life.ready_for_training():
             self.engine.load(weights=weights, optimizer=optimizer)
 
@@ -288,7 +288,7 @@ class PolicyWorker:
         return not self.life.is_shut_down
 
     def shutdown(self) -> None:
-        """Ends the process groups that belong to the worker. Idempotent."""
+        """End the process groups that belong to the worker. Idempotent."""
         if self.life.is_shut_down:
             return
         self.life.shut_down()

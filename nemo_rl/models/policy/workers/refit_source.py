@@ -14,13 +14,12 @@ import torch.distributed as dist
 from nemo_rl.models.policy.workers.base import DeviceSide, WorkerState
 from nemo_rl.models.policy.workers.engine import Engine
 from nemo_rl.models.policy.workers.life_cycle import LifeCycle
-from nemo_rl.models.weight_sync import buckets, refit_group
+from nemo_rl.models.weight_sync import buckets, transport
 from nemo_rl.models.weight_sync.buckets import BucketFiller, RefitPlan, in_dtypes
 from nemo_rl.models.weight_sync.delta_buckets import DeltaFiller, HeldWeights
-from nemo_rl.models.weight_sync.ipc_handle import IpcHandle
-from nemo_rl.models.weight_sync.receipt.fingerprint import Fingerprints
-from nemo_rl.models.weight_sync.receipt.records import Sent
-from nemo_rl.models.weight_sync.refit_group import RefitGroup, RefitGroupSpec
+from nemo_rl.models.weight_sync.fingerprint import Fingerprints
+from nemo_rl.models.weight_sync.receipt import Sent
+from nemo_rl.models.weight_sync.transport import IpcHandle, RefitGroup, RefitGroupSpec
 
 __all__ = ["RefitSource"]
 
@@ -46,11 +45,11 @@ class RefitSource:
         self._store: dist.Store | None = None
 
     def free_bytes(self, *, on_device: bool) -> int:
-        """Memory that a buffer may take a part of: of the worker's device, or of this machine."""
+        """Return memory that a buffer may take a part of: of the worker's device, or of this machine."""
         return buckets.free_bytes(self._device_side.device if on_device else torch.device("cpu"))
 
     def begin(self, plan: RefitPlan, *, on_device: bool) -> int:
-        """Allocates the buffer; returns the number of buckets.
+        """Allocate the buffer; return the number of buckets.
 
         Args:
             on_device: the buffer is on the worker's device, else on the CPU, where only rank 0 needs one.
@@ -70,7 +69,7 @@ class RefitSource:
     def _filler_of(self, plan: RefitPlan) -> BucketFiller:
         weights = self._engine.whole_weights()
         if self._takes_fingerprints:
-            # Ahead of the buckets, which the receipt proves as well.
+            # Taken before the buckets are filled, so that the receipt proves these as well.
             weights = self._fingerprints.passing(in_dtypes(plan, weights))
         if plan.delta is not None and self._buffer is not None:
             return DeltaFiller(plan, weights, self._held)
@@ -78,23 +77,23 @@ class RefitSource:
         return BucketFiller(plan, weights)
 
     def share_buffer(self) -> IpcHandle:
-        """A handle by which an engine on the same GPU opens the buffer."""
+        """Return a handle by which an engine on the same GPU opens the buffer."""
         assert self._buffer is not None, "begin_refit comes first"
         return IpcHandle.share(self._buffer)
 
     def fill_bucket(self) -> None:
-        """(collective) The next bucket is in the buffer, and the device is done with it."""
+        """(collective) Write the next bucket into the buffer, and wait until the device is done with it."""
         self._fill()
         if self._device_side.is_cuda:
             torch.cuda.synchronize(self._device_side.device)
 
     def next_bucket(self) -> np.ndarray | None:
-        """(collective) The next bucket as uint8 at rank 0, valid until the one after it; None elsewhere."""
+        """(collective) Return the next bucket as uint8 at rank 0, valid until the one after it; None elsewhere."""
         size = self._fill()
         return self._buffer[:size].numpy() if self._buffer is not None else None
 
     def end(self) -> Sent:
-        """Frees the buffer; says what was put into it since `begin`. Idempotent."""
+        """Free the buffer; say what was put into it since `begin`. Idempotent."""
         self._filler, self._buffer = None, None
         if self._device_side.is_cuda:
             # Memory that another process had open is only freed when torch looks for it.
@@ -104,19 +103,19 @@ class RefitSource:
         return Sent(num_bytes=self._num_bytes, fingerprints=taken.result())
 
     def open_store(self, *, address: str, world_size: int, timeout_s: float) -> int:
-        """(rank 0) Opens the store of the refit group; returns its port."""
-        store = refit_group.open_store(address, world_size, timeout_s=timeout_s)
+        """(rank 0) Open the store of the refit group; return its port."""
+        store = transport.open_store(address, world_size, timeout_s=timeout_s)
         self._store = store
         return int(store.port)
 
     def join_group(self, spec: RefitGroupSpec) -> None:
-        """(rank 0, while every engine joins) Makes the refit group, in place of the one before."""
+        """(rank 0, while every engine joins) Make the refit group, in place of the one before."""
         if self._group is not None:
             self._group.close()
         self._group = RefitGroup(spec, device=self._device_side.device, store=self._store)
 
     def broadcast(self) -> None:
-        """(collective, while every engine receives) Sends all buckets from rank 0.
+        """(collective, while every engine receives) Send all buckets from rank 0.
 
         Raises:
             CollectiveTimeout: an engine is gone or late. An error of rank 0 reaches the engines as text.
@@ -132,7 +131,7 @@ class RefitSource:
                 self._group.send(self._buffer[:size])
 
     def close(self) -> None:
-        """Leaves the refit group. Idempotent."""
+        """Leave the refit group. Idempotent."""
         if self._group is not None:
             self._group.close()
         self._group, self._store = None, None

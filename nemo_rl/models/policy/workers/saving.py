@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Saving:
-    """Checkpoints of one rank.
+    """Writes the checkpoints of one rank.
 
     Args:
         group: all ranks of the job, for this alone; its backend serves tensors on the CPU.
@@ -39,14 +39,14 @@ class Saving:
         self._running: _Thread | None = None
 
     def save(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
-        """(collective) Returns when all is written."""
+        """(collective) Save, and return when all is written."""
         self._check_none_runs()
         with self._life.ready_for_training():
             snapshot = self._engine.snapshot(with_optimizer=optimizer is not None, copies=False)
             self._write(snapshot, weights, optimizer, tokenizer)
 
     def begin(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
-        """(collective) Copies what is to be saved, and writes it beside what this rank does from here on."""
+        """(collective) Copy what is to be saved, and write it beside what this rank does from here on."""
         self._check_none_runs()
         with self._life.ready_for_training():
             snapshot = self._engine.snapshot(with_optimizer=optimizer is not None, copies=True)
@@ -54,11 +54,11 @@ class Saving:
 
     @property
     def is_running(self) -> bool:
-        """Whether a save has not written all yet; one that failed is no longer running."""
+        """Return whether a save is still being written; one that failed is no longer running."""
         return self._running is not None and self._running.is_alive
 
     def finish(self, *, timeout_s: float) -> float:
-        """(collective) Waits until what was begun is written; the seconds it took, 0 where nothing was begun.
+        """(collective) Wait until what was begun is written; the seconds it took, 0 where nothing was begun.
 
         Raises:
             CheckpointError: on every rank, it could not be written; or it is not written in time.
@@ -67,7 +67,7 @@ class Saving:
         return 0.0 if running is None else running.finish(timeout_s)
 
     def close(self) -> None:
-        """Ends the group; called once."""
+        """End the group; called once."""
         if dist.is_initialized():
             dist.destroy_process_group(self._group)
 
@@ -82,13 +82,13 @@ class Saving:
 
 
 class _Thread:
-    """Does one thing, and keeps its error."""
+    """A thread that calls one function and keeps its error."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action: Callable[[], None] | None = action
         self._error: BaseException | None = None
         self._seconds = 0.0
-        # A process that has to end does not wait for it: its part of a checkpoint has no name yet.
+        # A daemon, so that a process that has to end does not wait: its part of a checkpoint has no name yet.
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -115,7 +115,7 @@ class _Thread:
             action()
         except BaseException as error:  # noqa: BLE001 - raised by `finish`
             self._error = error
-        # The copies are in the action.
+        # Free the copies, which the action holds.
         del action
         self._seconds = time.monotonic() - started
         logger.info("wrote a checkpoint in %.1f s beside the training", self._seconds)

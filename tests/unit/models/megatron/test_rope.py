@@ -11,9 +11,9 @@ import torch
 from transformers import PretrainedConfig
 
 from nemo_rl.models.hf_folder import ModelWeights
+from nemo_rl.models.megatron.architecture import rotary_frequencies, rotary_problems
 from nemo_rl.models.megatron.attention import Rotary
 from nemo_rl.models.megatron.convert import load_weights
-from nemo_rl.models.megatron.rope import rotary_frequencies, rotary_problems
 from nemo_rl.models.megatron.setup import MegatronModel, build_model, initialize_parallel
 from tests.helpers.megatron_models import FAMILIES, LLAMA3_ROPE, config_of, forward, hf_model, policy_config, tokens
 from tests.helpers.megatron_steps import TIMEOUT_S, alone

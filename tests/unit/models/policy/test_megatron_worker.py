@@ -20,7 +20,7 @@ from nemo_rl.config.schema import LossConfig
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.errors import ConfigError, ModelFolderError, NonFiniteError
 from nemo_rl.models.megatron.mcore import parallel_state
-from nemo_rl.models.megatron.router_replay import attach_replay
+from nemo_rl.models.policy.workers.megatron_engine import attach_replay
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers.families import write_with_tokenizer
 from tests.helpers.megatron_models import hf_model

@@ -14,7 +14,7 @@ from nemo_rl.algorithms.losses.policy_loss import PolicyLoss
 from nemo_rl.config.schema import LossConfig
 from nemo_rl.errors import NonFiniteError, UserError
 from nemo_rl.models.megatron.setup import MegatronModel
-from nemo_rl.models.policy.recording.recording import RecordSpec
+from nemo_rl.models.policy.recording import RecordSpec
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.records.reader import read_folder
 from nemo_rl.records.sites import SITES, Direction, SiteKind

@@ -13,7 +13,7 @@ from nemo_rl.errors import SchemaMismatch, WorkerError
 from nemo_rl.models.policy.microbatch import PassShape
 from nemo_rl.models.policy.routes.replay import MicrobatchRoutes, RouteReplayer, microbatch_routes
 from nemo_rl.models.policy.routes.slices import RouteShard, RouteSlices, ShardRoutes
-from nemo_rl.models.policy.routes.trace import RouteTrace
+from nemo_rl.models.policy.routes.worker_replay import RouteTrace
 from nemo_rl.routes.digest import route_digests
 from nemo_rl.routes.shape import RouteShape
 from nemo_rl.utils.r3_trace import r3_trace_stage, reset_r3_trace

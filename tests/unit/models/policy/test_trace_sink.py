@@ -10,14 +10,13 @@ import torch
 from safetensors.torch import save_file
 
 from nemo_rl.errors import UserError
-from nemo_rl.models.policy.recording.sight import PassRows, Sight
-from nemo_rl.models.policy.tracing.outlet import Straight
-from nemo_rl.models.policy.tracing.trace_sink import TracedStep, TraceSink
-from nemo_rl.models.policy.tracing.vectors import Vectors
+from nemo_rl.models.policy.observer import PassRows, Sight
+from nemo_rl.models.policy.trace_parts import Vectors
+from nemo_rl.models.policy.tracing import TracedStep, TraceSink
 from nemo_rl.records.record import Place, TokenTable
 from nemo_rl.records.sites import Direction, SiteKind
 from nemo_rl.tracer.frame import Part, Table, decode
-from nemo_rl.tracer.link import HubAddress, HubLink
+from nemo_rl.tracer.link import HubAddress, HubLink, Straight
 from nemo_rl.tracer.protocol import Role
 from nemo_rl.tracer.watch import Plan
 
@@ -168,7 +167,7 @@ class _Runs:
         (torch.arange(4), "expected floating-point numbers .*, got torch.int64"),
         ({"other": torch.ones(4)}, r"a dict with a tensor 'vector', got \['other'\]"),
         ([torch.ones(4)], "expected a tensor, or a dict"),
-        (_Runs(), "which no code is run for"),
+        (_Runs(), "loadable without running code"),
     ],
 )
 def test_a_torch_file_that_is_no_vector_is_refused(

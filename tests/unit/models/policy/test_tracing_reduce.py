@@ -10,9 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.models.policy.tracing.reduce import Values, _stats_on_device, part_of
-from nemo_rl.tracer.reducer import STATS, PerToken, Span, WholeTensor, parse_reducer
-from nemo_rl.tracer.token_hash import token_hashes
+from nemo_rl.models.policy.trace_parts import Values, _stats_on_device, part_of
+from nemo_rl.tracer.reducer import STATS, PerToken, Span, WholeTensor, parse_reducer, token_hashes
 
 WHOLE = ["stats", "histogram", "histogram(-1, 1, 7)", "norm", "digest"]
 TOKENS = ["tiles(1, mean)", "tiles(3, mean)", "tiles(5, rms)", "tiles(4, max)", "tiles(7, absmax)", "tiles(40, rms)"]

@@ -1,6 +1,6 @@
-"""`Box`: a part of a tensor, given by a start and a size along every dim.
+"""Shards of weights: `Box`, a part of a tensor, and `local_shard`, what this rank holds of a weight.
 
-Shards of weights, and what of them lies where in a file, are boxes. Pure: integers in, integers out.
+Used for what each rank holds of a weight and for what of it lies where in a file.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
 
-__all__ = ["Box", "chunk_of"]
+__all__ = ["Box", "chunk_of", "local_shard"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Box:
-    """
+    """A part of a tensor, given by a start and a size along every dim.
+
     Example:
         >>> rows = Box(start=(2, 0), size=(4, 8))
         >>> rows.meet(Box(start=(4, 0), size=(4, 8)))
@@ -31,11 +33,11 @@ class Box:
 
     @property
     def count(self) -> int:
-        """Of its elements."""
+        """Return the number of elements."""
         return math.prod(self.size)
 
     def along(self, dim: int, start: int, size: int) -> Box:
-        """A part of it along one dim.
+        """Return a part of it along one dim.
 
         Args:
             start: within the box.
@@ -46,14 +48,14 @@ class Box:
         return Box(start=tuple(starts), size=tuple(sizes))
 
     def meet(self, other: Box) -> Box | None:
-        """What both have; None where that is nothing."""
+        """Return the part that both have, or None where they do not meet."""
         starts = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
         ends = (min(a + b, c + d) for a, b, c, d in zip(self.start, self.size, other.start, other.size, strict=True))
         sizes = tuple(max(0, end - start) for start, end in zip(starts, ends, strict=True))
         return Box(start=starts, size=sizes) if all(sizes) else None
 
     def of(self, tensor: torch.Tensor, *, held: Box) -> torch.Tensor:
-        """This box of a tensor that is the box `held`; shares its memory."""
+        """Return this box of a tensor that is the box `held`; shares its memory."""
         for dim, (start, size) in enumerate(zip(self.start, self.size, strict=True)):
             tensor = tensor.narrow(dim, start - held.start[dim], size)
         return tensor
@@ -69,3 +71,8 @@ def chunk_of(length: int, *, place: int, count: int) -> tuple[int, int]:
     size = -(-length // count)
     start = min(place * size, length)
     return start, min(size, length - start)
+
+
+def local_shard(weight: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part, sharing memory."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight

@@ -1,35 +1,41 @@
-"""`TraceSink`: reduces what is seen, and puts the parts into an `Outlet` to the hub.
+"""`Tracing`: what a worker shows to the tracer's hub: one of its `Onlookers`, made with it.
 
-Invariant: nothing waits here, and no rank talks to another: of ranks that have the very same tensor one shows it, the
-others' parts are put together by the hub.
+The driver says which step begins and what is watched in it (`begin`, `end`), the same to all ranks; `TraceSink`
+reduces what is seen and sends the parts. Invariant: without a `TraceSpec` nothing is shown, and whatever becomes of
+the hub, nothing here waits or fails and passes go on with the same numbers. No rank talks to another: of ranks that
+have the very same tensor one shows it, the others' parts are put together by the hub.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import UserError
-from nemo_rl.models.policy.recording.sight import PassRows, Sight
-from nemo_rl.models.policy.tracing.outlet import Outlet
-from nemo_rl.models.policy.tracing.reduce import Values, part_of
-from nemo_rl.models.policy.tracing.vectors import Vectors
+from nemo_rl.models.policy.hooks import Taps
+from nemo_rl.models.policy.observer import Onlooker, PassRows, Sight, SiteSink
+from nemo_rl.models.policy.steps import ThisRank
+from nemo_rl.models.policy.trace_parts import Values, Vectors, part_of
 from nemo_rl.records.record import Place, Split
 from nemo_rl.records.sites import Direction, SiteKind
 from nemo_rl.tracer.frame import Part, Site, Table, Where
-from nemo_rl.tracer.reducer import PerToken, Project, Reducer, Sample, Span, Stats
-from nemo_rl.tracer.token_hash import token_hashes
+from nemo_rl.tracer.link import HubAddress, HubLink, Outlet, Straight
+from nemo_rl.tracer.protocol import Group, Role
+from nemo_rl.tracer.reducer import PerToken, Project, Reducer, Sample, Span, Stats, token_hashes
 from nemo_rl.tracer.watch import Plan
 
-__all__ = ["TraceSink", "TracedStep"]
+__all__ = ["NO_TRACING", "GroupPlace", "SiteTracing", "TraceSink", "TraceSpec", "TracedPhases", "TracedStep", "Tracing"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedStep:
-    """What is looked at in one step, the same on every rank."""
+    """The settings of one traced step, the same on every rank."""
 
     run: str
     number: int
@@ -39,7 +45,7 @@ class TracedStep:
 
 
 class TraceSink:
-    """`SiteSink` of one call on one rank."""
+    """Reduces the captured tensors of one call on one rank, and sends the parts."""
 
     def __init__(
         self,
@@ -58,11 +64,9 @@ class TraceSink:
         self._tables: dict[tuple[int, str], tuple[str, torch.Tensor]] = {}
 
     def takes(self, kind: SiteKind, layer: int | None, direction: Direction) -> bool:
-        """As in `SiteSink`."""
         return self._step.plan.looks_at(kind, layer, direction, phase=self._phase, step=self._step.number)
 
     def see(self, sight: Sight) -> None:
-        """As in `SiteSink`."""
         if not sight.is_first:
             return
         try:
@@ -170,12 +174,12 @@ class TraceSink:
 
 
 def _two_dim(tokens: torch.Tensor) -> torch.Tensor:
-    """`[R, F]`; one number per token is one feature."""
+    """Return `[R, F]`; one number per token is one feature."""
     return tokens.detach().flatten(1) if tokens.dim() > 1 else tokens.detach()[:, None]
 
 
 def _span(split: Split | None, num_features: int) -> Span:
-    """Which features of the whole these are; parts are equal."""
+    """Return the range of these features in the whole; parts are equal."""
     if split is None:
         return Span(0, num_features, num_features)
     start = split.index * num_features
@@ -185,3 +189,147 @@ def _span(split: Split | None, num_features: int) -> Span:
 def _hashes(rows: PassRows) -> np.ndarray:
     table = rows.table
     return token_hashes(table.keys, table.row_R.numpy(), table.position_R.numpy())
+
+
+logger = logging.getLogger(__name__)
+
+CLOSE_S = 5.0
+"""Seconds to send what waits at the end of a process."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceSpec:
+    """Settings of a rank's tracing: plain values, the same on every rank."""
+
+    address: HubAddress
+    run: str
+    memory_bytes: int
+    """Most bytes that wait to be sent, of each rank."""
+    artifacts: Path | None = None
+    """Folder of vectors to project on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupPlace:
+    """The place of a process among those that show the same phases."""
+
+    group: Group = Group.POLICY
+    rank: int
+    world: int
+    axes: Mapping[str, int]
+    """Place on every axis of the layout."""
+
+
+class TracedPhases:
+    """The line of one process, and the step that it is in."""
+
+    def __init__(self, spec: TraceSpec, place: GroupPlace, *, unobserved: Mapping[SiteKind, str]) -> None:
+        self._spec, self._place = spec, place
+        self._vectors = Vectors(spec.artifacts)
+        self._step: TracedStep | None = None
+        self._problems: set[str] = set()
+        self.link = HubLink(
+            spec.address,
+            Role.RANK,
+            hello={
+                "run": spec.run,
+                "group": place.group.value,
+                "rank": place.rank,
+                "world": place.world,
+                "unobserved": {kind.value: why for kind, why in unobserved.items()},
+            },
+            memory_bytes=spec.memory_bytes,
+        )
+
+    def begin(self, step: int, *, watches: Sequence[str], keys: Sequence[str]) -> None:
+        """Begin a step, to which the phases that follow belong.
+
+        Args:
+            watches: texts of a `Plan`.
+            keys: rows whose tokens are shown one by one.
+        """
+        plan = Plan.parse(watches)
+        self._step = TracedStep(run=self._spec.run, number=step, plan=plan, keys=frozenset(keys))
+        self.link.open()
+
+    def end(self) -> None:
+        """End the step. Idempotent."""
+        self._step = None
+
+    def close(self) -> None:
+        """Send what waits, within a deadline. Idempotent."""
+        self.end()
+        self.link.close(timeout_s=CLOSE_S)
+
+    def begin_phase(self, phase: str, *, outlet: Outlet | None = None) -> TraceSink | None:
+        """Begin a phase and return the sink of its sites, or None where nothing of it is watched in this step.
+
+        Args:
+            outlet: between the sink and `link`; None: everything is sent as it comes.
+        """
+        step = self._step
+        if step is None or not step.plan.is_due(phase, step.number):
+            return None
+        self.link.say({"type": "begin", "step": step.number, "phase": phase})
+        return TraceSink(
+            step,
+            phase=phase,
+            outlet=outlet or Straight(self.link),
+            rank=self._place.rank,
+            axes=self._place.axes,
+            vectors=self._vectors,
+            on_problem=self._report,
+        )
+
+    def end_phase(self, phase: str) -> None:
+        """End a phase that a sink was made for, also one that ended by an error."""
+        if self._step is not None:
+            counts = {"sent": self.link.sent, "dropped": self.link.dropped}
+            self.link.say({"type": "end", "step": self._step.number, "phase": phase, **counts})
+
+    def _report(self, text: str) -> None:
+        """Report each problem once."""
+        if text not in self._problems:
+            self._problems.add(text)
+            logger.warning("tracer: %s", text)
+            self.link.say({"type": "problem", "text": text})
+
+
+class Tracing(Onlooker):
+    """Shows the passes of a worker, step by step; the base class shows nothing."""
+
+    def begin(self, step: int, *, watches: Sequence[str], keys: Sequence[str]) -> None:
+        """Begin a step, to which the passes that follow belong.
+
+        Args:
+            watches: texts of a `Plan`.
+            keys: rows whose tokens are shown one by one.
+        """
+
+    def end(self) -> None:
+        """End the step. Idempotent."""
+
+    def close(self) -> None:
+        """Send what waits, within a deadline. Idempotent."""
+
+
+NO_TRACING = Tracing()
+
+
+class SiteTracing(TracedPhases, Tracing):
+    """Shows the passes of this rank."""
+
+    def __init__(self, spec: TraceSpec, taps: Taps, here: ThisRank) -> None:
+        place = here.coordinates
+        axes = {"dp": place.dp, "cp": place.cp, "tp": place.tp, "pp": place.pp}
+        super().__init__(
+            spec,
+            GroupPlace(rank=here.rank, world=here.layout.world_size, axes=axes),
+            unobserved=taps.unobserved,
+        )
+
+    def begin_call(self, phase: WorkerPass) -> SiteSink | None:
+        return self.begin_phase(phase.value)
+
+    def end_call(self, phase: WorkerPass) -> None:
+        self.end_phase(phase.value)

@@ -9,19 +9,19 @@ from __future__ import annotations
 import json
 import logging
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import torch.distributed as dist
 
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import UserError
-from nemo_rl.models.policy.recording.record_sink import RecordSink
-from nemo_rl.models.policy.recording.sight import SiteSink
-from nemo_rl.models.policy.recording.taps import Taps
+from nemo_rl.models.loading import load_model_config
+from nemo_rl.models.policy.hooks import Taps
+from nemo_rl.models.policy.observer import Onlooker, PassRows, Sight, SiteSink
 from nemo_rl.models.policy.steps import ThisRank
 from nemo_rl.records.record import Manifest
 from nemo_rl.records.selector import Selector
@@ -29,7 +29,57 @@ from nemo_rl.records.sites import SITES, Direction, SiteKind
 from nemo_rl.records.writer import RecordWriter, new_folder
 from nemo_rl.utils.versions import package_versions
 
-__all__ = ["NO_RECORDING", "RecordSpec", "Recording", "SiteRecording"]
+__all__ = ["NO_RECORDING", "RecordSink", "RecordSpec", "Recording", "SiteRecording", "model_identity", "record_spec"]
+
+
+class RecordSink:
+    """Writes the captured tensors of one call, whole, to the records of this rank.
+
+    Args:
+        on_refusal: called when the disk refuses, after which nothing is written; None raises instead.
+    """
+
+    def __init__(
+        self, writer: RecordWriter, selector: Selector, *, on_refusal: Callable[[UserError], None] | None = None
+    ) -> None:
+        self._writer, self._selector, self._on_refusal = writer, selector, on_refusal
+        self._tables: dict[int, str] = {}
+        self._has_ended = False
+
+    def takes(self, kind: SiteKind, layer: int | None, direction: Direction) -> bool:
+        return self._selector.takes(kind, layer, direction) or (kind in NAMED and kind in self._selector.kinds())
+
+    def see(self, sight: Sight) -> None:
+        if self._has_ended:
+            return
+        try:
+            self._write(sight)
+        except UserError as error:
+            if self._on_refusal is None:
+                raise
+            self._has_ended = True
+            self._on_refusal(error)
+
+    def _write(self, sight: Sight) -> None:
+        place = sight.place
+        if place.name is not None:
+            if sight.is_first and self._selector.takes_parameter(place.name, place.kind):
+                self._writer.tensor(place, sight.value, tokens=None)
+        elif sight.rows is None:
+            self._writer.tensor(place, sight.value, tokens=None)
+        else:
+            self._writer.tensor(place, sight.tokens(), tokens=self._table(sight.rows), split=sight.split)
+
+    def _table(self, rows: PassRows) -> str:
+        """Return the name of the rows' table, written once."""
+        if rows.number not in self._tables:
+            self._tables[rows.number] = self._writer.tokens(rows.table)
+        return self._tables[rows.number]
+
+
+NAMED = (SiteKind.GRAD, SiteKind.PARAM)
+"""Sites that are chosen by the names of parameters."""
+
 
 logger = logging.getLogger(__name__)
 
@@ -38,19 +88,19 @@ STEP_IN_NAME = "{step}"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordSpec:
-    """What is recorded; plain values, the same on every rank."""
+    """Settings of a recording: plain values, the same on every rank."""
 
     folder: Path
-    """Of the records of one step, or with `{step}` in its name of every step."""
+    """Folder of the records of one step, or with `{step}` in its name of every step."""
     sites: str
     """A `Selector`."""
     phases: tuple[str, ...] = tuple(WorkerPass)
     has_backward: bool = True
-    """Whether training passes run backward, rather than being evaluated."""
+    """True where training passes run backward, rather than being evaluated."""
     must_succeed: bool = True
     """A disk that refuses is an error; else it ends the recording, and the step goes on."""
     model: Mapping[str, object] = field(default_factory=dict)
-    """What must agree between two recordings that are compared."""
+    """Facts of the model that must agree between two recordings that are compared."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """Anything else that readers may want to know."""
     tokenizer: str = ""
@@ -59,40 +109,21 @@ class RecordSpec:
     precision: str = ""
 
 
-class Recording(Protocol):
-    """Which passes are looked at."""
+class Recording(Onlooker):
+    """Chooses the passes of a worker that are recorded; the base class records none and cannot be asked to."""
 
     def begin(self, step: int) -> None:
-        """The passes that follow belong to this step."""
-
-    def end(self, *, is_complete: bool = True) -> None:
-        """No pass of the step follows. Idempotent."""
-
-    def begin_call(self, phase: WorkerPass) -> SiteSink | None:
-        """As in `Onlooker`."""
-
-    def end_call(self, phase: WorkerPass) -> None:
-        """As in `Onlooker`."""
-
-
-class _NoRecording:
-    def begin(self, step: int) -> None:
+        """Begin a step, to which the passes that follow belong."""
         raise UserError(f"step {step}: this worker was started without anything to record; see diagnostics.record")
 
     def end(self, *, is_complete: bool = True) -> None:
-        pass
-
-    def begin_call(self, phase: WorkerPass) -> SiteSink | None:
-        return None
-
-    def end_call(self, phase: WorkerPass) -> None:
-        pass
+        """End the step. Idempotent."""
 
 
-NO_RECORDING: Recording = _NoRecording()
+NO_RECORDING = Recording()
 
 
-class SiteRecording:
+class SiteRecording(Recording):
     """(collective over the job: the constructor) Records of this rank.
 
     Raises:
@@ -112,7 +143,6 @@ class SiteRecording:
         self._unobserved = {kind: why for _, reasons in everywhere for kind, why in reasons.items()}
 
     def begin(self, step: int) -> None:
-        """As in `Recording`."""
         self.end(is_complete=False)
         folder = Path(str(self._spec.folder).replace(STEP_IN_NAME, str(step)))
         with self._excused():
@@ -121,7 +151,6 @@ class SiteRecording:
             self._writer = RecordWriter(folder, rank=self._here.rank)
 
     def end(self, *, is_complete: bool = True) -> None:
-        """As in `Recording`."""
         writer, self._writer = self._writer, None
         if writer is None:
             return
@@ -132,13 +161,9 @@ class SiteRecording:
             writer.close()
 
     def begin_call(self, phase: WorkerPass) -> SiteSink | None:
-        """As in `Onlooker`."""
         if self._writer is None or phase.value not in self._spec.phases:
             return None
         return RecordSink(self._writer, self._selector, on_refusal=None if self._spec.must_succeed else self._stop)
-
-    def end_call(self, phase: WorkerPass) -> None:
-        """As in `Onlooker`."""
 
     @contextmanager
     def _excused(self) -> Iterator[None]:
@@ -150,7 +175,7 @@ class SiteRecording:
             self._stop(error)
 
     def _stop(self, error: UserError) -> None:
-        logger.warning("recording ends here, the step goes on: %s", error)
+        logger.warning("recording stopped, the step continues: %s", error)
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.abandon()
@@ -182,7 +207,7 @@ class SiteRecording:
         )
 
     def _expected_sites(self) -> Iterator[dict[str, object]]:
-        """What a complete recording of this model holds."""
+        """Yield the sites that a complete recording of this model holds."""
         trains = WorkerPass.TRAIN in self._spec.phases
         of_update = {SiteKind.LOSS, SiteKind.GRAD} if trains and self._spec.has_backward else set()
         of_training = {SiteKind.LOSS, SiteKind.PARAM} if trains else set()
@@ -199,3 +224,53 @@ class SiteRecording:
 def _by_layer(site: tuple[SiteKind, int | None]) -> tuple[int, str]:
     kind, layer = site
     return (-1 if layer is None else layer, kind)
+
+
+IDENTITY = (
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "num_experts_per_tok",
+)
+"""Settings that must agree between two models whose tensors are compared."""
+
+
+def model_identity(policy: PolicyConfig) -> dict[str, object]:
+    """Raises:
+    ModelFolderError: the folder cannot be read.
+    """
+    settings = load_model_config(policy.model_name).get_text_config().to_dict()
+    return {name: settings[name] for name in IDENTITY if settings.get(name) is not None}
+
+
+def record_spec(
+    policy: PolicyConfig,
+    *,
+    folder: Path,
+    sites: str,
+    phases: tuple[str, ...],
+    weights: str,
+    must_succeed: bool,
+    has_backward: bool = True,
+    settings: dict[str, object] | None = None,
+) -> RecordSpec:
+    """Return what the workers of a policy need to record its sites."""
+    return RecordSpec(
+        folder=folder,
+        sites=sites,
+        phases=phases,
+        must_succeed=must_succeed,
+        has_backward=has_backward,
+        model=model_identity(policy),
+        settings=settings or {},
+        tokenizer=str(Path(policy.tokenizer.name or policy.model_name).absolute()),
+        weights=weights,
+        engine="megatron" if policy.megatron_cfg.enabled else "dtensor",
+        precision=policy.precision,
+    )

@@ -1,30 +1,128 @@
-"""`SiteObserver`: brings what the sites of a model show during the passes of one call to those who keep some of it.
+"""`PassObserver`: what runners tell about their passes, and `SiteObserver`, which hands captured tensors to sinks.
 
-A `PassObserver`. Invariant: it changes no bit of what it looks at, and none of its hooks outlives its block. Sinks get
-rows by key and position; padding is never shown. Shapes: n rows of a pass, s positions on this rank, R tokens.
+Runners of both engines call a `PassObserver` in every pass; `Onlookers` makes it for one call of the worker.
+Invariant: an observer changes no bit of what it looks at, and none of its hooks outlives its block. Sinks get rows by
+key and position; padding is never shown. Shapes: n rows of a pass, s positions on this rank, R tokens.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
+from typing import Protocol
 
 import torch
 
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.worker_pass import WorkerPass
+from nemo_rl.models.policy.hooks import Tap, Taps, Tokens
 from nemo_rl.models.policy.interfaces import LossOutput
 from nemo_rl.models.policy.microbatch import Microbatch
-from nemo_rl.models.policy.recording.observer import OnBackward, nothing_follows
-from nemo_rl.models.policy.recording.sight import PassRows, Sight, SiteSink
-from nemo_rl.models.policy.recording.taps import Tap, Taps, Tokens
-from nemo_rl.records.record import Place, TokenTable
+from nemo_rl.models.policy.steps import row_names
+from nemo_rl.records.record import Place, Split, TokenTable
 from nemo_rl.records.sites import SITES, Direction, SiteKind
 from nemo_rl.torch_private import after_backward
 
-__all__ = ["SiteObserver"]
+__all__ = [
+    "NO_OBSERVER",
+    "NO_ONLOOKERS",
+    "OnBackward",
+    "Onlooker",
+    "Onlookers",
+    "PassObserver",
+    "PassRows",
+    "Sight",
+    "SiteObserver",
+    "SiteSink",
+    "nothing_follows",
+]
+
+OnBackward = Callable[[torch.Tensor], None]
+"""Takes the output of a forward pass whose backward pass comes later, with other microbatches in between."""
+
+
+def nothing_follows(output: torch.Tensor) -> None:
+    """Ignore the output of a forward pass."""
+
+
+class PassObserver:
+    """Observes the microbatches of one call on one rank; the base class ignores every event."""
+
+    def parameters(self) -> None:
+        """(collective) Take the weights, of which none has changed yet in this call."""
+
+    def update(self, number: int) -> None:
+        """Begin an optimizer step; its microbatches follow."""
+
+    def pass_of(self, micro: Microbatch, *, backward_follows: bool = False) -> AbstractContextManager[OnBackward]:
+        """Surround a forward pass, or a forward and its backward pass where no other microbatch comes between.
+
+        Args:
+            backward_follows: the backward pass comes later and recomputes layers; the runner hands the output of the
+                forward pass to the yielded function, so that the recomputed tensors find their microbatch.
+        """
+        return nullcontext(nothing_follows)
+
+    def logprobs(self, micro: Microbatch, logprobs_nt: torch.Tensor) -> None:
+        """Take the log-probabilities of a microbatch's selected tokens, the same on all ranks that have them."""
+
+    def loss(self, micro: Microbatch, output: LossOutput) -> None:
+        """Take the loss of a microbatch, which is its share of the global batch."""
+
+    def gradients(self) -> None:
+        """(collective) Take the gradients of a global batch, complete, and neither clipped nor used yet."""
+
+
+NO_OBSERVER = PassObserver()
+"""The observer of calls of which nothing is kept."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PassRows:
+    """The places of the tokens of a pass in a tensor `[n, s, ...]`."""
+
+    number: int
+    """Unique within the call."""
+    at: tuple[torch.Tensor, ...]
+    """Index of each of the R tokens in the first two dimensions."""
+    table: TokenTable
+    """Row, position and id of each."""
+    is_whole: bool = False
+    """Every place holds a token, and they are listed in the order of the tensor."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Sight:
+    """A tensor that one tap delivered during one pass on this rank."""
+
+    place: Place
+    value: torch.Tensor
+    """`[n, s, ...]` where there are rows, a view of the model's own tensor: not to be changed. Else of any shape."""
+    rows: PassRows | None = None
+    split: Split | None = None
+    """This rank's part of the last dimension; None has all of it."""
+    is_first: bool
+    """True on the first of the ranks that have the very same tensor."""
+
+    def tokens(self) -> torch.Tensor:
+        """Return `[R, ...]` without padding; a view where there is none, else a copy."""
+        assert self.rows is not None, "a tensor without tokens"
+        return self.value.flatten(0, 1) if self.rows.is_whole else self.value[self.rows.at]
+
+
+class SiteSink(Protocol):
+    """Keeps something of what is seen, and changes nothing."""
+
+    def takes(self, kind: SiteKind, layer: int | None, direction: Direction) -> bool:
+        """Return whether the sink wants this site. For sites outside the layers every rank must return the same
+        value, since they are gathered."""
+
+    def see(self, sight: Sight) -> None:
+        """Take one tensor; called by one thread at a time."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -33,7 +131,7 @@ class _Pass:
 
     micro: Microbatch
     place: Place
-    """Without kind and layer."""
+    """Place of the pass, without kind and layer."""
     rows: dict[Tokens, PassRows] = field(default_factory=dict)
     seen: set[tuple[SiteKind, int | None]] = field(default_factory=set)
     """Sites that have been shown; one that comes again is recomputed."""
@@ -41,8 +139,8 @@ class _Pass:
     """Sites whose gradient has been shown."""
 
 
-class SiteObserver:
-    """Looks on at one call.
+class SiteObserver(PassObserver):
+    """Shows the sites of a model to the sinks of one call.
 
     Args:
         sinks: who keeps something; all of the same call.
@@ -63,7 +161,7 @@ class SiteObserver:
 
     @contextmanager
     def attached(self) -> Iterator[SiteObserver]:
-        """Around the call: sites are reached inside, and nothing of that is left outside, also after an error."""
+        """Surround the call: sites are reached inside, and nothing of that is left outside, also after an error."""
         with ExitStack() as stack:
             for tap in self._taps.taps:
                 directions = [way for way in Direction if self._is_wanted(tap.kind, tap.layer, way)]
@@ -75,22 +173,19 @@ class SiteObserver:
                 self._current = None
                 self._by_rows.clear()
 
-    # What runners say.
+    # Events of the runner.
 
     def parameters(self) -> None:
-        """As in `PassObserver`."""
         if self._is_wanted(SiteKind.PARAM):
             self._show_named(SiteKind.PARAM, self._taps.weights())
 
     def update(self, number: int) -> None:
-        """As in `PassObserver`."""
         self._place = replace(self._place, update=number)
         self._count = 0
         self._by_rows.clear()
 
     @contextmanager
     def pass_of(self, micro: Microbatch, *, backward_follows: bool = False) -> Iterator[OnBackward]:
-        """As in `PassObserver`."""
         current = _Pass(micro=micro, place=replace(self._place, microbatch=self._count))
         self._count += 1
         self._current = self._by_rows[micro.rows] = current
@@ -104,7 +199,6 @@ class SiteObserver:
             self._current = None
 
     def logprobs(self, micro: Microbatch, logprobs_nt: torch.Tensor) -> None:
-        """As in `PassObserver`."""
         current = self._by_rows.get(micro.rows)
         if current is None or not micro.rows:
             return
@@ -116,7 +210,6 @@ class SiteObserver:
             )
 
     def loss(self, micro: Microbatch, output: LossOutput) -> None:
-        """As in `PassObserver`."""
         current = self._by_rows.get(micro.rows)
         if current is None:
             return
@@ -127,7 +220,6 @@ class SiteObserver:
             self._show_selected(current, SiteKind.TOKEN_LOSS, output.token_losses)
 
     def gradients(self) -> None:
-        """As in `PassObserver`."""
         if self._is_wanted(SiteKind.GRAD):
             self._show_named(SiteKind.GRAD, self._taps.gradients())
 
@@ -144,14 +236,14 @@ class SiteObserver:
                     sink.see(sight)
 
     def _show_named(self, kind: SiteKind, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Every rank has all of them whole."""
+        """Show named tensors, which every rank has whole."""
         for name, value in tensors:
             self._show(
                 Sight(place=replace(self._place, kind=kind, name=name), value=value, is_first=self._taps.shows_whole)
             )
 
     def _on_backward(self, current: _Pass, output: torch.Tensor) -> None:
-        """Layers that the backward pass of this output runs again belong to its microbatch."""
+        """Assign recomputed layers: those that the backward pass of this output runs again belong to its microbatch."""
 
         def begin(_: torch.Tensor) -> None:
             self._current = current
@@ -205,7 +297,7 @@ class SiteObserver:
     def _show_selected(
         self, current: _Pass, kind: SiteKind, values_nt: torch.Tensor, direction: Direction = Direction.FORWARD
     ) -> None:
-        """Values of the tokens whose log-probability is wanted."""
+        """Show values of the tokens whose log-probability is wanted."""
         micro = current.micro
         at = micro.out_row_M, micro.out_column_M
         rows = PassRows(number=next(self._numbers), at=at, table=self._table(micro, *at, micro.ids_nt[at]))
@@ -213,12 +305,12 @@ class SiteObserver:
         self._show(Sight(place=place, value=values_nt.detach(), rows=rows, is_first=self._taps.shows_outputs))
 
     def _rows_of(self, current: _Pass, tokens: Tokens) -> PassRows:
-        """Made once per pass and kind."""
+        """Return the rows of a pass, made once per pass and kind."""
         if tokens in current.rows:
             return current.rows[tokens]
         inputs = current.micro.inputs
         if tokens is Tokens.KEPT:
-            # Of the positions whose logits are computed, those that somebody asked for in this row.
+            # The positions that this row asked for, among those whose logits are computed.
             at, is_whole = (inputs.row_m, inputs.kept_m), False
             where = inputs.row_m, inputs.keep_K[inputs.kept_m]
             row_R, column_R, ids_R = (part[where] for part in (inputs.row_ns, inputs.column_ns, inputs.input_ids))
@@ -242,3 +334,44 @@ class SiteObserver:
     ) -> TokenTable:
         keys = tuple(self._keys[row] for row in micro.rows)
         return TokenTable(keys=keys, row_R=row_R.cpu(), position_R=position_R.cpu(), token_R=token_R.cpu())
+
+
+class Onlooker:
+    """Keeps something of some calls; the base class keeps nothing."""
+
+    def begin_call(self, phase: WorkerPass) -> SiteSink | None:
+        """Return the sink of the call that begins, or None where nothing is kept of it."""
+        return None
+
+    def end_call(self, phase: WorkerPass) -> None:
+        """End a call that a sink was made for, also one that ended by an error."""
+
+
+class Onlookers:
+    """The onlookers of one rank.
+
+    Args:
+        taps: the sites of the model; None where nobody looks on.
+    """
+
+    def __init__(self, taps: Taps | None = None, onlookers: Sequence[Onlooker] = ()) -> None:
+        self._taps, self._onlookers = taps, tuple(onlookers)
+
+    @contextmanager
+    def phase(self, phase: WorkerPass, batch: BatchedDataDict) -> Iterator[PassObserver]:
+        """Surround the passes of one call."""
+        sinks = {one: sink for one in self._onlookers if (sink := one.begin_call(phase)) is not None}
+        if self._taps is None or not sinks:
+            yield NO_OBSERVER
+            return
+        keys = row_names(batch, range(batch.size))
+        observer = SiteObserver(self._taps, tuple(sinks.values()), phase=phase.value, keys=keys)
+        try:
+            with observer.attached():
+                yield observer
+        finally:
+            for one in sinks:
+                one.end_call(phase)
+
+
+NO_ONLOOKERS = Onlookers()

@@ -1,6 +1,6 @@
 """`Tap`: how one site of a model is reached on one rank, and how its tensor lies there.
 
-Made by the engines (`nemo_rl.models.dtensor.sites`, `nemo_rl.models.megatron.sites`), used by `SiteObserver`.
+Made by the engines (`workers.dtensor_engine`, `nemo_rl.models.megatron.sites`), used by `SiteObserver`.
 Invariant: a tap delivers the tensor of one pass of this rank, and says how rows and positions lie in it.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any
 
 import torch
 
@@ -16,25 +17,25 @@ from nemo_rl.distributed.layout import Coordinates
 from nemo_rl.records.record import Split
 from nemo_rl.records.sites import SiteKind
 
-__all__ = ["Deliver", "Detach", "Order", "Tap", "TapList", "Taps", "Tokens"]
+__all__ = ["Deliver", "Detach", "Order", "Tap", "TapList", "Taps", "Tokens", "at_input", "at_output", "first_tensor"]
 
 Deliver = Callable[[torch.Tensor], None]
 Detach = Callable[[], None]
 
 
 class Tokens(Enum):
-    """Which of this rank's positions a tensor has."""
+    """The positions of this rank that a tensor has."""
 
     ALL = auto()
     """All that this context rank holds."""
     CHUNK = auto()
     """This tensor rank's part of them (sequence parallel)."""
     KEPT = auto()
-    """Those whose logits are computed (`ForwardInputs.keep_K`)."""
+    """Positions whose logits are computed (`ForwardInputs.keep_K`)."""
 
 
 class Order(Enum):
-    """How rows n and positions s of a pass lie in a tensor."""
+    """The order of rows n and positions s of a pass in a tensor."""
 
     ROWS = auto()
     """`[n, s, ...]`"""
@@ -46,7 +47,7 @@ class Order(Enum):
     """`[s * n, ...]`"""
 
     def by_rows(self, value: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """`[n, s, ...]`, a view."""
+        """Return `[n, s, ...]`, a view."""
         match self:
             case Order.ROWS:
                 return value
@@ -93,12 +94,12 @@ class TapList:
         split: Split | None = None,
         order: Order | None = None,
     ) -> None:
-        """As the fields of `Tap`."""
+        """Add a tap with these fields."""
         chosen = self._order if order is None else order
         self.taps.append(Tap(kind=kind, layer=layer, attach=attach, tokens=tokens, split=split, order=chosen))
 
     def cannot(self, why: str, *kinds: SiteKind) -> None:
-        """The model does not give these."""
+        """Note sites that the model does not give."""
         self.unobserved.update(dict.fromkeys(kinds, why))
 
 
@@ -110,34 +111,70 @@ class Taps:
     unobserved: Mapping[SiteKind, str]
     """Sites that this model does not give -> why."""
     place: Coordinates
-    """Of this rank."""
+    """Coordinates of this rank."""
     chunk: tuple[int, int] = (0, 1)
     """Index and number of the equal parts of the positions, for `Tokens.CHUNK`."""
     loss_factor: Callable[[], float] = field(default=lambda: 1.0)
-    """What the loss is multiplied by before its backward pass: gradients are divided by it."""
+    """Factor of the loss before its backward pass: gradients are divided by it."""
     gradients: Callable[[], Iterator[tuple[str, torch.Tensor]]]
     """(collective) Whole gradients of the loss by Hugging Face names, on every rank."""
     weights: Callable[[], Iterator[tuple[str, torch.Tensor]]]
     """(collective) Whole weights by Hugging Face names, on every rank."""
 
-    # Of the ranks that have the very same tensor, one shows it.
+    # One of the ranks that have the very same tensor shows it.
 
     def shows(self, tap: Tap) -> bool:
-        """A site of the model; all have parts of their own where the tensor axis splits features or positions."""
+        """Return a site of the model; all have parts of their own where the tensor axis splits features or
+        positions."""
         is_split = (tap.split is not None and tap.split.count > 1) or (tap.tokens is Tokens.CHUNK and self.chunk[1] > 1)
         return is_split or self.place.tp == 0
 
     @property
     def shows_inputs(self) -> bool:
-        """The tokens of a pass, which all stages and tensor ranks have."""
+        """Return the tokens of a pass, which all stages and tensor ranks have."""
         return self.place.tp == 0 and self.place.pp == 0
 
     @property
     def shows_outputs(self) -> bool:
-        """What is computed of log-probabilities, which tensor and context ranks have alike."""
+        """Return whether this rank shows what is computed of log-probabilities, which tensor and context ranks have
+        alike."""
         return self.place.tp == 0 and self.place.cp == 0
 
     @property
     def shows_whole(self) -> bool:
-        """What every rank has whole."""
+        """Return whether this rank shows what every rank has whole."""
         return self.place == Coordinates(dp=0, cp=0, tp=0, pp=0)
+
+
+Pick = Callable[[Any], torch.Tensor]
+
+
+def first_tensor(value: Any) -> torch.Tensor:
+    """Return the tensor that a module gives, or the first of several."""
+    found = value if isinstance(value, torch.Tensor) else value[0]
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def at_output(module: torch.nn.Module, pick: Pick = first_tensor) -> Callable[[Deliver], Detach]:
+    """See what `pick` makes of the module's output."""
+
+    def attach(deliver: Deliver) -> Detach:
+        def look(_: torch.nn.Module, __: object, output: Any) -> None:
+            deliver(pick(output))
+
+        return module.register_forward_hook(look).remove
+
+    return attach
+
+
+def at_input(module: torch.nn.Module, pick: Pick = first_tensor) -> Callable[[Deliver], Detach]:
+    """See what `pick` makes of the module's first argument, positional or `hidden_states`."""
+
+    def attach(deliver: Deliver) -> Detach:
+        def look(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            deliver(pick(args[0] if args else kwargs["hidden_states"]))
+
+        return module.register_forward_pre_hook(look, with_kwargs=True).remove
+
+    return attach

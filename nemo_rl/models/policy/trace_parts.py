@@ -7,15 +7,22 @@ numpy does what it does faster than torch; of a tensor on a GPU the part alone c
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
+from nemo_rl.errors import UserError
 from nemo_rl.tracer.reducer import (
     EXPONENTS,
+    VECTOR,
+    VECTOR_FILES,
     Counts,
     Digest,
     Full,
@@ -28,17 +35,17 @@ from nemo_rl.tracer.reducer import (
     Stats,
     Tiles,
     TopK,
+    mix,
 )
-from nemo_rl.tracer.token_hash import mix
 
-__all__ = ["Values", "part_of"]
+__all__ = ["TENSOR", "Values", "Vectors", "part_of"]
 
 NOTHING = np.array([0, 0, 0, np.inf, -np.inf, -np.inf, 0, 0, 0, 0], dtype=np.float64)
 """`stats` of no value."""
 BLOCK = 1 << 18
 """Values that fit into the cache of a core together."""
 MANTISSA_BITS, EXPONENT_BIAS = 23, 127
-"""Of float32."""
+"""Bits of a float32."""
 MAX_COUNTED = 1 << 20
 """Largest number that `counts` counts: a vocabulary, not a pointer."""
 
@@ -57,32 +64,32 @@ class Values:
 
     @cached_property
     def floats(self) -> torch.Tensor:
-        """`[R, F]` float32, where the tensor is."""
+        """Return `[R, F]` float32, where the tensor is."""
         return self.given.detach().float()
 
     @cached_property
     def array(self) -> np.ndarray:
-        """The same on the CPU."""
+        """Return the same on the CPU."""
         found: np.ndarray = self.floats.cpu().numpy()
         return found
 
     @cached_property
     def squares_R(self) -> torch.Tensor:
-        """`[R]` float64: sum of squares of each token."""
+        """Return `[R]` float64: sum of squares of each token."""
         squares_R = torch.linalg.vector_norm(self.floats, dim=-1).double().square()
         # The squares of large values are beyond float32.
         return squares_R if bool(squares_R.sum().isfinite()) else self.floats.double().square().sum(-1)
 
     @cached_property
     def num_not_finite(self) -> int:
-        """How many values are NaN or infinite."""
+        """Return the number of values that are NaN or infinite."""
         if bool(self.squares_R.sum().isfinite()):
             return 0
         return int((~self.floats.isfinite()).sum())
 
 
 def part_of(reducer: Reducer, values: Values) -> np.ndarray:
-    """This rank's part."""
+    """Return this rank's part."""
     return _PARTS[type(reducer)](reducer, values)
 
 
@@ -91,14 +98,14 @@ def _stats(_: Reducer, values: Values) -> np.ndarray:
         return _stats_on_device(values.floats)
     found = NOTHING
     rows = max(1, BLOCK // max(1, values.floats.shape[1]))
-    # Block by block: what the first look has brought into the cache, the others find there.
+    # Block by block, so that all but the first pass over a block find it in the cache.
     for block in values.floats.split(rows):
         found = Stats().merge(found, _stats_of(block))
     return found
 
 
 def _stats_of(floats: torch.Tensor) -> np.ndarray:
-    """Of a block."""
+    """Return the `stats` of a block."""
     array = floats.numpy()
     if not array.size:
         return NOTHING
@@ -118,7 +125,7 @@ def _stats_of(floats: torch.Tensor) -> np.ndarray:
 
 
 def _stats_on_device(floats: torch.Tensor) -> np.ndarray:
-    """Without waiting for the device before the end: ten numbers come to the CPU at once."""
+    """Return `stats` without waiting for the device before the end: ten numbers come to the CPU at once."""
     if not floats.numel():
         return NOTHING
     is_finite = floats.isfinite()
@@ -151,7 +158,7 @@ def _histogram(reducer: Reducer, values: Values) -> np.ndarray:
         bits = np.ascontiguousarray(array).view(np.int32)
         exponent = ((bits >> MANTISSA_BITS) & 0xFF) - EXPONENT_BIAS
         first, last = EXPONENTS.start, EXPONENTS.stop - 1
-        # Negative values from large to small, then what is as good as zero, then positive values.
+        # Negative values from large to small, then those that count as zero, then positive values.
         step = exponent.clip(first - 1, last) - first + 1
         at = len(EXPONENTS) + np.where(bits < 0, -step, step)
     return np.bincount(at, minlength=reducer.size).astype(np.int64)
@@ -175,7 +182,7 @@ def _digest(_: Reducer, values: Values) -> np.ndarray:
 
 
 def _tiles(reducer: Reducer, values: Values) -> np.ndarray:
-    """Of each stretch what this rank has of it."""
+    """Return the part of each stretch that this rank has."""
     assert isinstance(reducer, Tiles)
     span, floats = values.span, values.floats
     start = -np.inf if reducer.takes_maximum else 0.0
@@ -228,3 +235,71 @@ _PARTS: Mapping[type[Reducer], Callable[[Reducer, Values], np.ndarray]] = {
     Sample: _full,
     Project: _project,
 }
+
+
+TENSOR = "vector"
+"""Name of the tensor in its file: `[h]`, or `[L, h]` with a row for each layer."""
+
+
+class Vectors:
+    """The vectors of one folder; none where the folder is None."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._load = lru_cache(maxsize=64)(self._read)
+
+    def of_layer(self, name: str, layer: int | None, *, size: int) -> torch.Tensor:
+        """Return `[size]` float32.
+
+        Raises:
+            UserError: no such artifact, or not of this size, or it has no row for this layer.
+        """
+        vector = self._load(name)
+        if vector.dim() == 2:
+            if layer is None or layer >= len(vector):
+                raise UserError(f"vector {name!r}: has rows for layers 0 to {len(vector) - 1}, got layer {layer}")
+            vector = vector[layer]
+        if vector.shape != (size,):
+            raise UserError(f"vector {name!r}: expected {size} numbers for this site, got {tuple(vector.shape)}")
+        return vector
+
+    def _read(self, name: str) -> torch.Tensor:
+        if self._folder is None:
+            raise UserError(f"vector {name!r}: no folder of vectors is configured; set diagnostics.tracer.artifacts")
+        if VECTOR.fullmatch(name) is None:
+            raise UserError(f"vector {name[:100]!r}: expected a name, not a path")
+        paths = [path for end in VECTOR_FILES if (path := self._folder / f"{name}{end}").exists()]
+        if len(paths) > 1:
+            raise UserError(f"vector {name!r}: expected one file, got {' and '.join(map(str, paths))}; remove one")
+        path = paths[0] if paths else self._folder / f"{name}{VECTOR_FILES[0]}"
+        found = _of_safetensors(path) if path.suffix == VECTOR_FILES[0] else _of_torch(path)
+        if not found.is_floating_point() or found.dim() not in (1, 2):
+            shape = list(found.shape)
+            raise UserError(
+                f"{path}: expected floating-point numbers of shape [h] or [L, h], got {found.dtype} {shape}"
+            )
+        return found.float()
+
+
+def _of_safetensors(path: Path) -> torch.Tensor:
+    try:
+        found = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: cannot be read as safetensors: {error}") from error
+    if TENSOR not in found:
+        raise UserError(f"{path}: expected a tensor {TENSOR!r} of shape [h] or [L, h], got {sorted(found)}")
+    return found[TENSOR]
+
+
+def _of_torch(path: Path) -> torch.Tensor:
+    """Return the tensor that the file is, or the one that it has under the name `vector`."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        said = str(error).partition("\n")[0]
+        raise UserError(f"{path}: expected a tensor of torch.save, loadable without running code: {said}") from error
+    if isinstance(found, dict):
+        found = found.get(TENSOR, sorted(map(str, found)))
+    if not isinstance(found, torch.Tensor):
+        raise UserError(f"{path}: expected a tensor, or a dict with a tensor {TENSOR!r}, got {found!r}"[:300])
+    return found.detach().to_dense()

@@ -22,11 +22,11 @@ ROWS_AT_ONCE = 16
 """512 KiB of products at a time: they stay in a cache of the processor."""
 ROWS_ON_DEVICE = 2048
 NUM_FACTORS = 65_537
-"""Of rows: a prime, so that no size of a weight divides it."""
+"""Number of row factors: a prime, so that no size of a weight divides it."""
 WORD_BYTES = 8
 HALF = 32
 SEED = 20_251_124
-"""Of the tables of factors: they must be the same wherever a fingerprint is taken."""
+"""Seed of the tables of factors: they must be the same wherever a fingerprint is taken."""
 
 # The hash is sum(row factor * sum(factor of words * word + factor of halves * upper half)) modulo 2**64, with odd
 # random factors. Two words differ in the upper half, or by less than 2**32: the difference that a factor meets has at
@@ -34,20 +34,20 @@ SEED = 20_251_124
 
 
 class Fingerprints:
-    """Those of weights that come one by one; a GPU is waited for once, at the end."""
+    """Fingerprints of weights that come one by one; a GPU is waited for once, at the end."""
 
     def __init__(self) -> None:
         self._heads: dict[str, str] = {}
         self._hashes: dict[str, torch.Tensor] = {}
 
     def add(self, name: str, weight: torch.Tensor) -> None:
-        """The weight may change or go from here on."""
+        """Add a weight, which may change or go from here on."""
         shape = "x".join(map(str, weight.shape)) or "scalar"
         self._heads[name] = f"{str(weight.dtype).removeprefix('torch.')} {shape}"
         self._hashes[name] = _hash(weight)
 
     def passing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same weights, added on their way."""
+        """Yield the same weights, added on their way."""
         for name, weight in weights:
             self.add(name, weight)
             yield name, weight
@@ -81,7 +81,7 @@ def fingerprints(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
 
 
 def _hash(weight: torch.Tensor) -> torch.Tensor:
-    """Scalar int64, on the device of the weight."""
+    """Return scalar int64, on the device of the weight."""
     words = _words(weight)
     factors = _factors(words.device)
     at_once = ROWS_AT_ONCE if words.device.type == "cpu" else ROWS_ON_DEVICE
@@ -103,7 +103,7 @@ def _hash(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _sums(words: torch.Tensor, of_words: torch.Tensor, of_halves: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """`[...]` of `[..., columns]`, with `out` as room for the products."""
+    """Return `[...]` of `[..., columns]`, with `out` as room for the products."""
     torch.mul(words, of_words, out=out)
     sums = out.sum(-1)
     # The shift repeats the sign, which loses nothing: upper halves stay as different as they are.
@@ -113,7 +113,7 @@ def _sums(words: torch.Tensor, of_words: torch.Tensor, of_halves: torch.Tensor, 
 
 
 def _words(weight: torch.Tensor) -> torch.Tensor:
-    """`[words]` int64: the bytes of a weight, filled up with zeros."""
+    """Return `[words]` int64: the bytes of a weight, filled up with zeros."""
     raw = weight.detach().contiguous().view(-1).view(torch.uint8)
     rest = raw.numel() % WORD_BYTES
     if rest or raw.storage_offset() % WORD_BYTES:

@@ -1,1 +1,0 @@
-"""What the passes of a worker show to those who look on."""

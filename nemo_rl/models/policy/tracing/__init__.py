@@ -1,1 +1,0 @@
-"""What a policy worker shows to the tracer's hub."""
