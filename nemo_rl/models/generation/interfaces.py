@@ -32,24 +32,24 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSpec:
-    """What one replica needs to start."""
+    """The settings that one replica needs to start."""
 
     policy: PolicyConfig
     use_gpu: bool = False
     threads: int = 1
     number: int = 0
-    """Of the replica."""
+    """Number of the replica."""
     num_engines: int = 1
     """Replicas of the run."""
     trace: TraceSpec | None = None
     """The tracer's hub; None: none."""
     weight_version: int = -1
-    """Of the weights of `policy.model_name`; -1: a refit brings others before anything is sampled."""
+    """Version of the weights of `policy.model_name`; -1: a refit brings others before anything is sampled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn; the same for every row of a request."""
+    """Sampling settings, the same for every row of a request."""
 
     temperature: float
     """0 is greedy."""
@@ -61,7 +61,7 @@ class SamplingParams:
 
     @property
     def is_plain(self) -> bool:
-        """Whether tokens are drawn from the model's own distribution."""
+        """True when tokens are drawn from the model's own distribution."""
         return self.temperature == 1.0 and self.top_p == 1.0 and self.top_k is None
 
 
@@ -78,9 +78,9 @@ class GenerationRequest:
     """P * G seeds. What a row samples depends on its seed, its prompt and the weights alone."""
     sampling: SamplingParams
     with_routes: bool = False
-    """Whether the output has the routes of experts; the model must have such."""
+    """True when the output has the routes of experts; the model must have such."""
     with_support: bool = False
-    """Whether the output has the sets that top-k and top-p kept; of the embedded engine alone."""
+    """True when the output has the sets that top-k and top-p kept; of the embedded engine alone."""
     forced: tuple[tuple[int, ...], ...] | None = None
     """The response of each row, decoded token by token as if it had been drawn, so that the output has its
     log-probabilities; stops and limits hold as for drawn ones. None: rows are drawn."""
@@ -115,13 +115,13 @@ class GenerationOutput:
     weight_version: int | tuple[int, ...]
     """Version of the weights that produced a row: one number for all rows, or one per row."""
     routes: RecordedRoutes | None = None
-    """Of prompts and responses; None unless the request asks for them."""
+    """Routes of prompts and responses; None unless the request asks for them."""
     support: tuple[torch.Tensor, ...] | None = None
     """Kept sets of each row's tokens, uint8, laid out by `nemo_rl.models.support`; None unless the request asks."""
     cached_tokens: torch.Tensor | None = None
     """`[N]` int64, tokens of the prompt that a prefix cache had; None where there is no such cache."""
     metrics: Mapping[str, Reduction] = field(default_factory=dict)
-    """What the engine tells of its work; a run logs it under `rollout/`."""
+    """Metrics of the engine's work; a run logs it under `rollout/`."""
 
     @property
     def row_versions(self) -> tuple[int, ...]:
@@ -273,7 +273,7 @@ class TracedEngine(ABC):
 
     @abstractmethod
     def end_tracing(self) -> None:
-        """Nothing of the step is shown from here on. Idempotent."""
+        """Stop showing the step. Idempotent."""
 
 
 def traced_row(engine: int, row: int) -> str:

@@ -211,7 +211,7 @@ class TorchEngine(GenerationInterface):
         return version
 
     def prepare_for_generation(self) -> None:
-        """Nothing to wake: weights stay where they are."""
+        """Check that the engine is there; its weights stay where they are."""
         self._loaded_model()
 
     def finish_generation(self) -> None:
