@@ -19,8 +19,10 @@ from benchmarks.common import ROOT
 from benchmarks.tracer import Case, batch_of, write_dense_model
 from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.algorithms.setup import open_trainer
+from nemo_rl.config.dtensor import OptimizerConfig
+from nemo_rl.config.generation import GenerationConfig
 from nemo_rl.config.load import load_config
-from nemo_rl.config.policy import GenerationConfig, OptimizerConfig, PolicyConfig
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.packing import plan_padded
 from nemo_rl.distributed.worker_fleet import WorkerFleet

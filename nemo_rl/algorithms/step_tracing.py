@@ -29,8 +29,8 @@ from nemo_rl.algorithms.engine_tracing import TracedEngines
 from nemo_rl.algorithms.observers import StepObserver
 from nemo_rl.algorithms.run_folder import TRACER
 from nemo_rl.algorithms.stages.state import StepState
+from nemo_rl.config.diagnostics import TracerConfig, TracerSwitches
 from nemo_rl.config.schema import MasterConfig
-from nemo_rl.config.tracer import TracerConfig, TracerSwitches
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.errors import UserError
 from nemo_rl.models.policy.recording.identity import model_identity

@@ -14,8 +14,8 @@ from typing import ClassVar
 import torch
 
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, TOKEN_ESTIMATORS
+from nemo_rl.config.rewards import row_loss_problems
 from nemo_rl.config.schema import GRPOConfig, MasterConfig
-from nemo_rl.config.validate_rewards import row_loss_problems
 from nemo_rl.errors import ConfigError
 
 __all__ = ["TokenEstimator", "TokenRows", "return_to_go", "token_estimator"]

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nemo_rl.config.compose import Layer, Recipe
+from nemo_rl.config.dtensor import OptimizerConfig, SchedulerConfig
 from nemo_rl.config.megatron import MegatronOptimizerConfig
-from nemo_rl.config.policy import OptimizerConfig, SchedulerConfig
 from nemo_rl.config.schema_walk import default_tree, lookup
 
 __all__ = ["carry_optimizer"]

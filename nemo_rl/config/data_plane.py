@@ -1,13 +1,17 @@
-"""Settings of the data plane (`data_plane` section)."""
+"""Settings of the data plane (`data_plane` section), and the rules over them."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from nemo_rl.config.base import Options, Section
 from nemo_rl.config.parts import STORES
+from nemo_rl.config.rule import would_be_ignored
+
+if TYPE_CHECKING:
+    from nemo_rl.config.schema import MasterConfig
 
 __all__ = [
     "DataPlaneConfig",
@@ -19,7 +23,6 @@ __all__ = [
     "SimpleBackendConfig",
     "StorageCapacityConfig",
 ]
-
 
 FetchPolicy = Literal["auto", "independent", "leader_broadcast"]
 
@@ -156,3 +159,94 @@ class DataPlaneConfig(Section):
         if self.enabled and self.impl is not None:
             return self
         return self.model_copy(update={"enabled": True, "impl": "ray" if has_actors else "noop"})
+
+
+def rule_data_plane_fits_launcher(config: MasterConfig) -> list[str]:
+    impl, launcher = config.active_data_plane.impl, config.cluster.launcher
+    if impl in ("noop", "shm") and launcher == "ray":
+        reach = "keeps rows in one process" if impl == "noop" else "joins processes of one node without Ray"
+        return [f"data_plane.impl: {impl!r} {reach}; set impl=ray (shared memory: ray.owner=node)"]
+    if impl in ("ray", "transfer_queue") and launcher == "local":
+        return [f"data_plane.impl: {impl!r} lives in Ray; set cluster.launcher=ray, or impl=noop"]
+    return []
+
+
+def rule_ledger_host_fits_launcher(config: MasterConfig) -> list[str]:
+    host, cluster = config.data_plane.ledger_host, config.cluster
+    if cluster.launcher == "local" and host == "ray_actor":
+        return ["data_plane.ledger_host: 'ray_actor' needs Ray; set in_process or socket, or cluster.launcher=ray"]
+    if cluster.launcher == "ray" and host == "in_process":
+        return ["data_plane.ledger_host: 'in_process' cannot be reached by Ray actors; set ray_actor or socket"]
+    if cluster.launcher == "ray" and host == "socket" and (cluster.num_nodes > 1 or cluster.address is not None):
+        return ["data_plane.ledger_host: 'socket' serves one machine only; set ray_actor"]
+    return []
+
+
+def rule_store_sections_need_their_store(config: MasterConfig) -> list[str]:
+    plane = config.active_data_plane
+    is_node = plane.impl == "ray" and plane.ray.owner == "node"
+    used = {
+        "ray": plane.impl == "ray",
+        "shm": plane.impl == "shm" or is_node,
+        "simple": plane.impl == "transfer_queue" and plane.backend == "simple",
+        "mooncake": plane.uses_mooncake,
+    }
+    sections: dict[str, Section] = {
+        "ray": plane.ray,
+        "shm": plane.shm,
+        "simple": plane.simple,
+        "mooncake": plane.mooncake,
+    }
+    switch = "data_plane.impl" if config.data_plane.enabled else "data_plane.enabled"
+    because = f"the store is {plane.impl!r}" + (f" with owner {plane.ray.owner!r}" if plane.impl == "ray" else "")
+    lines: list[str] = []
+    for name, section in sections.items():
+        if not used[name]:
+            names = tuple(type(section).model_fields)
+            lines += would_be_ignored(section, f"data_plane.{name}", names, switch=switch, because=because)
+    return lines
+
+
+def rule_store_that_is_off_is_not_named(config: MasterConfig) -> list[str]:
+    plane = config.data_plane
+    if plane.enabled or plane.impl is None:
+        return []
+    switch, because = "data_plane.enabled", "data_plane.enabled is false"
+    return would_be_ignored(plane, "data_plane", ("impl",), switch=switch, because=because)
+
+
+def rule_leader_broadcast_needs_a_replica_group(config: MasterConfig) -> list[str]:
+    policy = config.policy
+    if config.data_plane.fetch_policy != "leader_broadcast" or policy.parallel_sizes.replica_size > 1:
+        return []
+    return [
+        "data_plane.fetch_policy: 'leader_broadcast' needs ranks that share rows; set auto, or "
+        f"{' or '.join(policy.replica_keys)} above 1"
+    ]
+
+
+def rule_backend_needs_transfer_queue(config: MasterConfig) -> list[str]:
+    plane = config.active_data_plane
+    if plane.backend == "simple" or plane.impl == "transfer_queue":
+        return []
+    return [
+        f"data_plane.backend: {plane.backend!r} would be ignored, the store is {plane.impl!r}; set impl=transfer_queue"
+    ]
+
+
+def rule_mooncake_fits_its_user(config: MasterConfig) -> list[str]:
+    plane, nodes = config.active_data_plane, config.cluster.num_nodes
+    if not plane.uses_mooncake:
+        return []
+    lines = []
+    if nodes > 1 and plane.mooncake.host.startswith("127."):
+        lines.append(
+            f"data_plane.mooncake.host: {nodes} nodes cannot reach {plane.mooncake.host}; set `node`, the driver's "
+            "address in the Ray cluster, or another one in a trusted network"
+        )
+    if plane.is_queue_on_mooncake:
+        names = ("master_address", "chunk_bytes")
+        because = "TransferQueue names its objects alike in every run and makes its own sizes"
+        switch = "data_plane.impl"
+        lines += would_be_ignored(plane.mooncake, "data_plane.mooncake", names, switch=switch, because=because)
+    return lines

@@ -17,12 +17,12 @@ from pydantic_core import ErrorDetails
 
 from nemo_rl.config.carry import carry_optimizer
 from nemo_rl.config.compose import Recipe, compose
-from nemo_rl.config.ignored import Ignored
 from nemo_rl.config.interpolate import resolve_interpolations
 from nemo_rl.config.overrides import apply_overrides
 from nemo_rl.config.parts import UNKNOWN_PART
 from nemo_rl.config.r3_trace_env import r3_trace_verify_forward_enabled
 from nemo_rl.config.recipe_paths import locate_paths
+from nemo_rl.config.rule import Ignored
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.config.schema_walk import lookup, place_of, suggest, suggest_path
 from nemo_rl.config.validate import RULES

@@ -12,14 +12,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from nemo_rl.config.base import START_TIMEOUT_S, EnvVars, FilePath, Options, Section, Text
+from nemo_rl.config.base import START_TIMEOUT_S, EnvVars, FilePath, Options, Section, Text, TimeLimit
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.config.diagnostics import DiagnosticsConfig
-from nemo_rl.config.duration import TimeLimit
 from nemo_rl.config.evaluation import EvaluationConfig
+from nemo_rl.config.generation import RefitTransport
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, DATASETS, ENVIRONMENTS, TOKEN_ESTIMATORS, TRACKERS
-from nemo_rl.config.policy import PolicyConfig, RefitTransport
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.rewards import RewardScalingConfig, RewardShapingConfig
 
 __all__ = [

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 
-from nemo_rl.config.duration import AUTO, seconds_of
+from nemo_rl.config.base import AUTO, seconds_of
 from nemo_rl.errors import UserError
 
 __all__ = ["SaveDeadline", "seconds_left"]

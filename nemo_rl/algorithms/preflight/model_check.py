@@ -35,8 +35,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 import nemo_rl.models
 from nemo_rl.algorithms.grpo import plan_train
 from nemo_rl.algorithms.losses.nll import NLLLoss
-from nemo_rl.config.parallel import ParallelSizes
-from nemo_rl.config.policy import OptimizerConfig, PolicyConfig
+from nemo_rl.config.dtensor import OptimizerConfig
+from nemo_rl.config.policy import ParallelSizes, PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import RankSpec, init_process_group
 from nemo_rl.distributed.layout import ParallelLayout

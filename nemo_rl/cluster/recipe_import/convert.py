@@ -26,7 +26,7 @@ from nemo_rl.cluster.recipe_import.sections import convert_sections
 from nemo_rl.cluster.recipe_import.table_algorithm import ALGORITHM
 from nemo_rl.cluster.recipe_import.table_policy import POLICY
 from nemo_rl.cluster.recipe_import.table_run import RUN
-from nemo_rl.config.ignored import Ignored
+from nemo_rl.config.rule import Ignored
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.config.schema_walk import lookup, place_of, section_class, suggest
 from nemo_rl.config.validate import RULES

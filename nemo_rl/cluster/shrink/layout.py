@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from nemo_rl.config.parallel import ParallelSizes
+from nemo_rl.config.policy import ParallelSizes
 
 __all__ = ["SmallLayout", "small_layout"]
 

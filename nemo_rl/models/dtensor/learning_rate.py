@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
-from nemo_rl.config.policy import SchedulerConfig, SchedulerPhase
+from nemo_rl.config.dtensor import SchedulerConfig, SchedulerPhase
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.dtensor.optim import class_at
 

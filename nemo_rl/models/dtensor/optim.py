@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from nemo_rl.config.policy import OptimizerConfig
+from nemo_rl.config.dtensor import OptimizerConfig
 from nemo_rl.errors import ConfigError
 
 __all__ = ["LossScaler", "build_optimizer", "class_at"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from nemo_rl.config.policy import PolicyConfig, RefitTransport
+from nemo_rl.config.generation import RefitTransport
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.models.weight_sync.base import RefitParties, WeightSync
 from nemo_rl.models.weight_sync.collective import BroadcastWeightSync
 from nemo_rl.models.weight_sync.colocated import IpcWeightSync, PayloadWeightSync

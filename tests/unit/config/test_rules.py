@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.config import validate
+from nemo_rl.config.dtensor import OptimizerConfig, SchedulerConfig
 from nemo_rl.config.load import load_config
-from nemo_rl.config.policy import OptimizerConfig, SchedulerConfig
 from nemo_rl.config.render import to_yaml
 from nemo_rl.errors import ConfigError
 from tests.helpers.refused_by_cluster import GPUS, LOCAL, REFUSED_BY_CLUSTER
