@@ -33,7 +33,7 @@ from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
 from nemo_rl.models.weight_sync.base import RefitParties, WeightSync
 from nemo_rl.models.weight_sync.factory import build_weight_sync
-from nemo_rl.utils.trackers.jsonl import read_metrics
+from nemo_rl.utils.trackers import read_metrics
 
 __all__ = ["RATES", "RefitCase", "RefitSample", "measure_rates", "measure_sizes"]
 

@@ -18,8 +18,8 @@ from nemo_rl.errors import CheckpointError
 from nemo_rl.utils import interrupt
 from nemo_rl.utils.console import make_console
 from nemo_rl.utils.files import write_text
+from nemo_rl.utils.memory import package_versions
 from nemo_rl.utils.saved_weights import find_checkpoint
-from nemo_rl.utils.versions import package_versions
 
 if TYPE_CHECKING:
     from nemo_rl.experience.evaluation.result import ValidationResult

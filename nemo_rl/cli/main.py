@@ -31,8 +31,7 @@ from nemo_rl.cli.rollouts import app as rollouts_app
 from nemo_rl.cli.shrink import shrink
 from nemo_rl.cli.trace import app as trace_app
 from nemo_rl.errors import NemoRLError, UserError
-from nemo_rl.utils.exit_codes import INTERRUPTED
-from nemo_rl.utils.last_resort import crash_line, machine_problem, text_of
+from nemo_rl.utils.exits import INTERRUPTED, crash_line, machine_problem, text_of
 
 __all__ = ["app", "main"]
 

@@ -1,7 +1,7 @@
 """One run as a person starts it, with its messages and exit code; the same for every way to launch one.
 
 `examples/run_grpo.py`, `nemo-rl train` and `nemo-rl launch` call it. Exit codes are those of
-`nemo_rl.utils.exit_codes`.
+`nemo_rl.utils.exits`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import NemoRLError, UserError
 from nemo_rl.utils import interrupt
 from nemo_rl.utils.console import configure_logging, make_console
-from nemo_rl.utils.exit_codes import FAILURE, INTERRUPTED, TIME_LIMIT, USER_ERROR
-from nemo_rl.utils.last_resort import crash_line, machine_problem, text_of
+from nemo_rl.utils.exits import FAILURE, INTERRUPTED, TIME_LIMIT, USER_ERROR, crash_line, machine_problem, text_of
 from nemo_rl.utils.resume_hint import resume_hint
 
 __all__ = ["Extent", "extent_of", "run_recipe"]

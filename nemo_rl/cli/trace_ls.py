@@ -23,10 +23,8 @@ from nemo_rl.tracer.readings import Reading
 from nemo_rl.tracer.reducer import Stats
 from nemo_rl.tracer.stream_reader import StreamReader, find_recording
 from nemo_rl.tracer.summary import RecordingSummary, RunSummary, SiteKey, SiteSummary, summarize
-from nemo_rl.utils.console import make_console
+from nemo_rl.utils.console import bytes_text, make_console, printable
 from nemo_rl.utils.files import write_text
-from nemo_rl.utils.plain_text import printable
-from nemo_rl.utils.units import bytes_text
 
 __all__ = ["ls"]
 

@@ -24,8 +24,7 @@ from nemo_rl.tracer.store import StreamWriter
 from nemo_rl.tracer.stream_reader import RECORDING_FOLDER
 from nemo_rl.tracer.tokens import read_token, token_path
 from nemo_rl.utils import interrupt
-from nemo_rl.utils.console import make_console
-from nemo_rl.utils.plain_text import printable
+from nemo_rl.utils.console import make_console, printable
 
 __all__ = ["Printer", "watch"]
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from nemo_rl.errors import DatasetError, ModelFolderError, boundary, shorten
-from nemo_rl.utils.time_limit import time_limit
+from nemo_rl.utils.deadlines import time_limit
 
 __all__ = [
     "Message",

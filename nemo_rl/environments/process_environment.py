@@ -17,7 +17,7 @@ from nemo_rl.environments.interfaces import EnvReport, Response
 from nemo_rl.environments.reward_log import RewardLog
 from nemo_rl.environments.scorer_pool import Outcome, Score, ScorerItem, ScorerPool, ScorerSpec
 from nemo_rl.errors import RewardError, name_some
-from nemo_rl.utils.plain_text import printable
+from nemo_rl.utils.console import printable
 
 __all__ = ["ProcessEnvironment"]
 

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from pathlib import Path
 
-from nemo_rl.utils.plain_text import printable
+from nemo_rl.utils.console import printable
 
 __all__ = ["RewardLog"]
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import cast
 
 from nemo_rl.errors import RewardError
-from nemo_rl.utils.plain_text import printable
-from nemo_rl.utils.readable import wait_readable
+from nemo_rl.utils.console import printable
+from nemo_rl.utils.deadlines import wait_readable
 
 __all__ = ["ScorerProcess", "ScorerSpec"]
 

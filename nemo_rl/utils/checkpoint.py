@@ -23,8 +23,7 @@ from typing import Protocol, runtime_checkable
 
 from nemo_rl.errors import CheckpointError, NemoRLError, WorkerError
 from nemo_rl.utils import interrupt
-from nemo_rl.utils.files import read_plain, write_text
-from nemo_rl.utils.manifest import MANIFEST_FILE, Manifest
+from nemo_rl.utils.files import MANIFEST_FILE, Manifest, read_plain, write_text
 
 __all__ = [
     "WEIGHTS",

@@ -1,6 +1,7 @@
-"""One rich console for all terminal output; log records go through it, so that the live panel stays whole.
+"""Terminal output: one rich console, the handler of log records, and texts that are safe to show.
 
-Called by launchers; library code only uses `logging.getLogger(__name__)`.
+Launchers make the console; log records go through it, so that the live panel stays whole. Library code only uses
+`logging.getLogger(__name__)`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 from rich.console import Console
 from rich.logging import RichHandler
 
-__all__ = ["configure_logging", "make_console"]
+__all__ = ["bytes_text", "configure_logging", "make_console", "printable"]
 
 
 def make_console(*, stderr: bool = False) -> Console:
@@ -34,3 +35,35 @@ def configure_logging(console: Console, *, level: int = logging.INFO) -> None:
     logging.getLogger("nemo_rl").setLevel(level)
     # torch warns about an internal name whenever a library asks whether it is being traced.
     logging.getLogger("torch.fx._symbolic_trace").addFilter(lambda record: record.levelno >= logging.ERROR)
+
+
+def printable(text: str, *, limit: int, keep_lines: bool = False) -> str:
+    """At most `limit` characters of `text`, control characters spelt out; what was cut is counted.
+
+    Args:
+        keep_lines: line feeds and tabs stay.
+
+    Example:
+        >>> printable("a\\x1b[2Jb" + "c" * 50, limit=8)
+        'a\\\\x1b[2Jbcc ... (48 more characters)'
+    """
+    kept = "\n\t" if keep_lines else ""
+    shown = "".join(char if char.isprintable() or char in kept else _spelt_out(char) for char in text[:limit])
+    return shown if len(text) <= limit else f"{shown} ... ({len(text) - limit} more characters)"
+
+
+def _spelt_out(char: str) -> str:
+    return char.encode("unicode_escape").decode("ascii")
+
+
+def bytes_text(count: int) -> str:
+    """In the unit that suits it.
+
+    Example:
+        >>> bytes_text(512), bytes_text(3 << 20), bytes_text(3 << 30)
+        ('512B', '3MiB', '3.0GiB')
+    """
+    for limit, unit in ((1024, "B"), (1024**2, "KiB"), (1024**3, "MiB")):
+        if count < limit:
+            return f"{count / (limit // 1024):.0f}{unit}"
+    return f"{count / 1024**3:.1f}GiB"

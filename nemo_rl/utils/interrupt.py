@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from nemo_rl.utils.exit_codes import INTERRUPTED
+from nemo_rl.utils.exits import INTERRUPTED
 
 __all__ = ["SIGNALS", "end_at_once", "ignore", "install", "raise_if_received", "received"]
 

@@ -12,11 +12,16 @@ from functools import partial
 from nemo_rl.config.parts import TRACKERS
 from nemo_rl.config.schema import LoggerConfig
 from nemo_rl.errors import ConfigError
-from nemo_rl.utils.trackers.base import Tracker
-from nemo_rl.utils.trackers.jsonl import METRICS_FILE, JsonlTracker
-from nemo_rl.utils.trackers.mlflow import MlflowTracker, has_mlflow
-from nemo_rl.utils.trackers.tensorboard import TensorboardTracker
-from nemo_rl.utils.trackers.wandb import WandbTracker, has_wandb
+from nemo_rl.utils.trackers import (
+    METRICS_FILE,
+    JsonlTracker,
+    MlflowTracker,
+    TensorboardTracker,
+    Tracker,
+    WandbTracker,
+    has_mlflow,
+    has_wandb,
+)
 
 __all__ = ["REWARD_METRIC", "VAL_ACCURACY_METRIC", "Logger", "build_logger", "check_trackers"]
 

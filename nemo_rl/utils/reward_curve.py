@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from nemo_rl.utils.files import replace_file
 from nemo_rl.utils.logger import REWARD_METRIC, VAL_ACCURACY_METRIC, VAL_REWARD_METRIC
-from nemo_rl.utils.trackers.jsonl import read_metrics
+from nemo_rl.utils.trackers import read_metrics
 
 __all__ = ["write_reward_curve"]
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from nemo_rl.errors import ResourceError
+from nemo_rl.utils.exits import machine_problem
 from nemo_rl.utils.files import write_text
-from nemo_rl.utils.last_resort import machine_problem
 
 __all__ = ["ROLLOUTS", "rollout_path", "rounded", "steps_with_rollouts", "write_rollouts"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nemo_rl.errors import CheckpointError
 from nemo_rl.utils.checkpoint import STEP, WEIGHTS, Checkpoint, checkpoint_paths, read_checkpoint
-from nemo_rl.utils.last_resort import machine_problem
+from nemo_rl.utils.exits import machine_problem
 
 __all__ = ["export_weights", "find_checkpoint"]
 

@@ -24,7 +24,7 @@ from nemo_rl.config.dtensor import DTensorConfig
 from nemo_rl.config.policy import PolicyConfig, SequencePackingConfig
 from nemo_rl.models.megatron.architecture import SUPPORTED
 from nemo_rl.models.tiny_model import language_config
-from nemo_rl.utils.versions import package_versions
+from nemo_rl.utils.memory import package_versions
 
 __all__ = ["HEAD", "WAYS", "config_of", "line_of", "trials"]
 

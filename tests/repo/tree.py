@@ -63,7 +63,6 @@ FOLDERS = {
     "nemo_rl/models/weight_sync": "Refit: trained weights on their way to the generation engines.",
     "nemo_rl/models/weight_sync/receipt": "Receipts: proof that engines sample from what was sent.",
     "nemo_rl/utils": "Logging, metrics, checkpoints, traces and terminal output.",
-    "nemo_rl/utils/trackers": "One file for each tracker.",
 }
 TESTS = {
     "tests/unit": "One file for each module; mirrors nemo_rl.",

@@ -54,7 +54,7 @@ from nemo_rl.models.policy.workers.compose import compose_worker
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.tiny_model import WINDOW, language_config, write_small_model
 from nemo_rl.records.sites import Direction, SiteKind, execution_order
-from nemo_rl.utils.versions import package_versions
+from nemo_rl.utils.memory import package_versions
 
 __all__ = ["Trial", "check_model", "trials_of"]
 

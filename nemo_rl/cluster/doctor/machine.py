@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_rl.cluster.doctor.finding import Finding, green, red, yellow
+from nemo_rl.utils.console import bytes_text
 from nemo_rl.utils.memory import available_bytes
-from nemo_rl.utils.units import bytes_text
 
 __all__ = ["look_at_devices", "look_at_machine"]
 

@@ -20,8 +20,8 @@ from nemo_rl.cluster.plan.placement import Node, Port, plan_nodes, plan_ports
 from nemo_rl.cluster.plan.plane import PLANNED_IDS, PlaneMemory, plan_plane
 from nemo_rl.cluster.plan.setting import Setting
 from nemo_rl.cluster.plan.times import StageBound, stage_bounds
+from nemo_rl.utils.console import bytes_text
 from nemo_rl.utils.memory import available_bytes
-from nemo_rl.utils.units import bytes_text
 
 __all__ = ["FORMAT_VERSION", "Plan", "make_plan"]
 

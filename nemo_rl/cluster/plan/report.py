@@ -9,7 +9,7 @@ from rich.table import Table
 
 from nemo_rl.cluster.plan.memory import RankMemory
 from nemo_rl.cluster.plan.plan import Plan
-from nemo_rl.utils.units import bytes_text
+from nemo_rl.utils.console import bytes_text
 
 __all__ = ["refusal", "show_plan"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from nemo_rl.cluster.recipe_import.key_rule import OFF, Fate, Outcome, becomes, lacks
 from nemo_rl.cluster.recipe_import.read import Given
-from nemo_rl.config.recipe_paths import find_path
+from nemo_rl.config.compose import find_path
 from nemo_rl.errors import ConfigError, boundary
 
 __all__ = ["PLAIN_PROCESSORS", "convert_environments", "convert_prompts", "our_template"]

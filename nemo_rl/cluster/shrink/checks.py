@@ -18,7 +18,7 @@ from nemo_rl.diagnostics.step_replay.request import ReplayProblem, ReplayRequest
 from nemo_rl.diagnostics.verdict import Verdict
 from nemo_rl.models.loading import load_causal_lm, named_weights
 from nemo_rl.models.weights_digest import digest_weights
-from nemo_rl.utils.trackers.jsonl import read_metrics
+from nemo_rl.utils.trackers import read_metrics
 
 __all__ = ["checks_of", "stages_of"]
 

@@ -12,9 +12,8 @@ from typing import Any
 import yaml
 
 from nemo_rl.cluster.shrink.changes import Changes
-from nemo_rl.config.compose import COMMAND_LINE, compose
+from nemo_rl.config.compose import COMMAND_LINE, apply_overrides, compose
 from nemo_rl.config.load import load_config
-from nemo_rl.config.overrides import apply_overrides
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.config.schema_walk import default_tree, lookup, place_of
 from nemo_rl.errors import RunFolderError, boundary

@@ -18,7 +18,7 @@ from nemo_rl.algorithms.worker_forks import forked_modules
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import UserError
-from nemo_rl.utils.plain_text import printable
+from nemo_rl.utils.console import printable
 
 __all__ = ["JobOptions", "render_job", "submit_job"]
 

@@ -32,7 +32,7 @@ from nemo_rl.distributed.ray_environment import ray_environment
 from nemo_rl.distributed.run_folder import RunFolder
 from nemo_rl.distributed.worker_environment import worker_environment
 from nemo_rl.errors import NemoRLError, UserError
-from nemo_rl.utils.exit_codes import INTERRUPTED, NODE_LOST
+from nemo_rl.utils.exits import INTERRUPTED, NODE_LOST
 from nemo_rl.utils.files import write_text
 
 __all__ = ["Node", "main"]

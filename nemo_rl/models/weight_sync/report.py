@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nemo_rl.models.weight_sync.receipt.records import Receipt
-from nemo_rl.utils.units import bytes_text
+from nemo_rl.utils.console import bytes_text
 
 __all__ = ["RefitReport"]
 

@@ -10,7 +10,7 @@ import pytest
 
 from nemo_rl.environments.reward_log import RewardLog
 from nemo_rl.errors import RewardError
-from nemo_rl.utils.plain_text import printable
+from nemo_rl.utils.console import printable
 from tests.unit.environments.test_process_environment import custom, environment, score
 
 

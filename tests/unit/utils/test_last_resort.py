@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nemo_rl.errors import NemoRLError
-from nemo_rl.utils.last_resort import crash_line, machine_problem, text_of
+from nemo_rl.utils.exits import crash_line, machine_problem, text_of
 
 
 def test_a_full_disk_is_named_with_its_file_and_what_to_do() -> None:

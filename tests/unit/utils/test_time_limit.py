@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from nemo_rl.utils.time_limit import time_limit
+from nemo_rl.utils.deadlines import time_limit
 
 
 def spin() -> None:

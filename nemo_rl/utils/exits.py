@@ -1,6 +1,7 @@
-"""Unexpected errors, caught at the top of a command: one line for the user, the traceback in a file.
+"""The ways in which a command ends: its exit code, and what the user reads about an unexpected error.
 
-Called by the command lines. A file system that refuses is the user's to mend; anything else is a fault of this package.
+`ray.sub` knows the two exit codes that may start the job again. A file system that refuses is for the user to mend; any
+other unexpected error is an error of this package: one line for the user, the traceback in a file.
 """
 
 from __future__ import annotations
@@ -12,7 +13,31 @@ from pathlib import Path
 
 from nemo_rl.errors import shorten
 
-__all__ = ["CRASH_FILE", "crash_line", "machine_problem", "text_of"]
+__all__ = [
+    "CHILD_FAILED",
+    "CRASH_FILE",
+    "FAILURE",
+    "INTERRUPTED",
+    "NODE_LOST",
+    "TIME_LIMIT",
+    "USER_ERROR",
+    "crash_line",
+    "machine_problem",
+    "text_of",
+]
+
+FAILURE = 1
+"""A worker, the data plane or Ray failed."""
+USER_ERROR = 2
+"""Something the user can fix."""
+CHILD_FAILED = 8
+"""A process that a command started for its work ended with an error."""
+TIME_LIMIT = 75
+"""Saved and ended before `checkpointing.must_save_by`; to be continued."""
+NODE_LOST = 76
+"""A node of the job has ended in the middle of it."""
+INTERRUPTED = 130
+"""By a signal."""
 
 CRASH_FILE = "error.txt"
 _ADVICE = {
