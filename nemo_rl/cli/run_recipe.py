@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
@@ -21,11 +22,33 @@ from nemo_rl.config.render import to_yaml
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import NemoRLError, UserError
 from nemo_rl.utils import interrupt
+from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.console import configure_logging, make_console
 from nemo_rl.utils.exits import FAILURE, INTERRUPTED, TIME_LIMIT, USER_ERROR, crash_line, machine_problem, text_of
-from nemo_rl.utils.resume_hint import resume_hint
 
-__all__ = ["Extent", "extent_of", "run_recipe"]
+__all__ = ["Extent", "extent_of", "resume_hint", "run_recipe"]
+
+RESUME = "checkpointing.resume=true"
+
+
+def resume_hint(config: MasterConfig, command: Sequence[str]) -> str:
+    """The last checkpoint and the command that continues from it, or why there is none.
+
+    Args:
+        command: the words that started the run.
+    """
+    section = config.checkpointing
+    if not section.enabled:
+        return "nothing was saved: checkpointing.enabled is false"
+    manager = CheckpointManager(config.checkpoint_dir, keep_top_k=None, metric_name=section.metric_name)
+    last = manager.latest()
+    if last is None:
+        return f"no checkpoint was saved yet: checkpointing.save_period is {section.save_period}"
+    words = [
+        word for word in command if not word.lstrip("+").startswith(("logger.overwrite=", "checkpointing.resume="))
+    ]
+    return f"the last checkpoint is {last.path}; to continue:\n  {shlex.join([*words, RESUME])}"
+
 
 NOT_LOOKED_AT = "model folder, data, reward, extras, hardware, memory, disk, folders"
 
