@@ -127,7 +127,7 @@ def attach(
     command: Annotated[list[str] | None, typer.Argument(metavar="[-- COMMAND...]", help="default: a shell")] = None,
 ) -> None:
     """Runs COMMAND on the job's head, with RAY_ADDRESS and the token of its Ray set."""
-    from nemo_rl.cluster.slurm.attach import attach_words  # noqa: PLC0415
+    from nemo_rl.cluster.slurm.job import attach_words  # noqa: PLC0415
 
     raise typer.Exit(subprocess.run(attach_words(job, command or ()), check=False).returncode)
 

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nemo_rl.cluster.recipe_import.convert import import_recipe
-from nemo_rl.cluster.recipe_import.emit import as_record, report_lines, to_recipe
+from nemo_rl.cluster.recipe_import.convert import as_record, import_recipe, report_lines, to_recipe
 from nemo_rl.errors import ConfigError, UserError, boundary
 from nemo_rl.utils.console import make_console
 
 if TYPE_CHECKING:
-    from nemo_rl.cluster.shrink.report import ShrinkReport
+    from nemo_rl.cluster.shrink.checks import ShrinkReport
 
 __all__ = ["app", "doctor", "plan", "shrink"]
 
@@ -155,8 +154,12 @@ def doctor(
 
     Exit code 0: in order, or only yellow; 2: something is red.
     """
-    from nemo_rl.cluster.doctor.examine import examine, show, worst  # noqa: PLC0415 - psutil and packaging
-    from nemo_rl.cluster.doctor.finding import State  # noqa: PLC0415
+    from nemo_rl.cluster.doctor.checks import (  # noqa: PLC0415 - psutil and packaging
+        State,
+        examine,
+        show,
+        worst,
+    )
 
     console, findings = make_console(), []
     for finding in examine(with_self_test=self_test):

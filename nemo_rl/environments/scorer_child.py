@@ -1,6 +1,6 @@
 """The scoring process: loads one reward function and answers requests until it is ended.
 
-Started by `scorer_process` with this file's path; standard library only, so that it starts at once. It is two
+Started by `ScorerProcess` with this file's path; standard library only, so that it starts at once. It is two
 processes: a guard, which ends everything that the reward function has started when the owner asks for it or dies, and
 the scorer itself. One JSON object per line over an inherited socket:
 

@@ -52,7 +52,6 @@ FOLDERS = {
     "nemo_rl/data_plane/adapters": "Payload stores: where the bytes of rows are kept.",
     "nemo_rl/distributed": "Process groups, worker groups, Ray, packing, and how a failure ends a step.",
     "nemo_rl/environments": "Where rewards come from.",
-    "nemo_rl/environments/rewards": "Built-in rewards.",
     "nemo_rl/experience": "From prompts to the rows of a step.",
     "nemo_rl/models": "What all engines share: models, weights, log-probabilities, attention.",
     "nemo_rl/models/dtensor": "The DTensor worker's engine: Hugging Face models under FSDP2.",

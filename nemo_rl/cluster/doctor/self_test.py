@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from nemo_rl.cluster.doctor.finding import Finding, green, red
+from nemo_rl.cluster.doctor.checks import Finding, green, red
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.factory import attach_data_plane, build_data_plane_client

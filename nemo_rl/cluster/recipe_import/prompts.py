@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
-from nemo_rl.cluster.recipe_import.key_rule import OFF, Fate, Outcome, becomes, lacks
-from nemo_rl.cluster.recipe_import.read import Given
+from nemo_rl.cluster.recipe_import.keys import OFF, Fate, Given, Outcome, becomes, lacks
 from nemo_rl.config.compose import find_path
 from nemo_rl.errors import ConfigError, boundary
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from nemo_rl.cluster.recipe_import.key_rule import Outcome, becomes, lacks
+from nemo_rl.cluster.recipe_import.keys import Given, Outcome, becomes, lacks
 from nemo_rl.cluster.recipe_import.prompts import convert_environments, convert_prompts
-from nemo_rl.cluster.recipe_import.read import Given
 from nemo_rl.config.generation import VllmConfig
 
 __all__ = ["convert_sections"]

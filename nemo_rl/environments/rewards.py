@@ -1,21 +1,35 @@
-"""Mathematical equality by math-verify (extra `envs`). The only file that names the library.
+"""The built-in rewards: an exact match, equality by math-verify (extra `envs`), and the own score of reasoning_gym.
 
-Runs in a scoring process, because sympy can compute for hours on a short text; that process calls `make_math_reward`.
+The only file that names math-verify. Rewards of the last two kinds run in scoring processes, because sympy can compute
+for hours on a short text; those processes call `make_math_reward` and `make_reasoning_gym_reward`.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import math
 import re
 from typing import Any
 
+from nemo_rl.data.reasoning_gym_wrapper import Task, TaskScorer
 from nemo_rl.data.thinking import final_answer, last_boxes
 
-__all__ = ["answer_problem", "has_math_verify", "make_math_reward"]
+__all__ = ["answer_problem", "exact_match", "has_math_verify", "make_math_reward", "make_reasoning_gym_reward"]
 
 logger = logging.getLogger(__name__)
+
+
+def exact_match(response: str, answer: object) -> float:
+    """1 when the response, white space at its ends aside, is the answer; else 0.
+
+    Example:
+        >>> exact_match(" 1345\\n", "1345"), exact_match("1354", "1345")
+        (1.0, 0.0)
+    """
+    return float(response.strip() == str(answer).strip())
+
 
 BOX = re.compile(r"\\boxed\{.+\}", re.DOTALL)
 """A boxed answer, as math-verify finds it."""
@@ -102,3 +116,24 @@ class MathReward:
         # Its own limits use SIGALRM, which sympy can swallow; the process that runs this has a limit that it cannot.
         parsed: list[Any] = self._library.parse(text, extraction_config=readers, parsing_timeout=None)
         return parsed
+
+
+def make_reasoning_gym_reward() -> ReasoningGymReward:
+    """A reward that makes each task once and keeps it."""
+    return ReasoningGymReward()
+
+
+class ReasoningGymReward:
+    """Partial credit in 0..1 for what a response says after its thoughts (`</think>`), or for all of it."""
+
+    def __init__(self) -> None:
+        self._scorers: dict[str, TaskScorer] = {}
+
+    def __call__(self, prompt: str, response: str, answer: Any) -> float:
+        """Args:
+        answer: `{"task": Task.to_json(), "index": i}`, as the dataset put it into the prompt's metadata.
+        """
+        key = json.dumps(answer["task"], sort_keys=True)
+        if key not in self._scorers:
+            self._scorers[key] = TaskScorer(Task(**answer["task"]))
+        return self._scorers[key].score(answer["index"], final_answer(response), question=prompt)
