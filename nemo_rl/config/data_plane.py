@@ -207,7 +207,7 @@ def rule_store_sections_need_their_store(config: MasterConfig) -> list[str]:
     return lines
 
 
-def rule_store_that_is_off_is_not_named(config: MasterConfig) -> list[str]:
+def rule_data_plane_impl_needs_its_switch(config: MasterConfig) -> list[str]:
     plane = config.data_plane
     if plane.enabled or plane.impl is None:
         return []
@@ -234,7 +234,7 @@ def rule_backend_needs_transfer_queue(config: MasterConfig) -> list[str]:
     ]
 
 
-def rule_mooncake_fits_its_user(config: MasterConfig) -> list[str]:
+def rule_mooncake_keys_fit_the_store(config: MasterConfig) -> list[str]:
     plane, nodes = config.active_data_plane, config.cluster.num_nodes
     if not plane.uses_mooncake:
         return []

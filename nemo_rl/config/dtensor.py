@@ -162,7 +162,7 @@ def rule_scheduler_keys_need_a_decay(config: MasterConfig) -> list[str]:
     return []
 
 
-def rule_milestones_part_the_phases(config: MasterConfig) -> list[str]:
+def rule_scheduler_milestones_separate_the_phases(config: MasterConfig) -> list[str]:
     scheduler = config.policy.scheduler
     phases, milestones = scheduler.phases, scheduler.milestones
     if len(milestones) != max(0, len(phases) - 1):

@@ -59,7 +59,7 @@ _NO_SET_NAMES = ("validation", "reward", "category")
 """`data.validation` itself, and what follows `val/` in the names of its metrics."""
 
 
-def rule_validation_sets_have_names_of_their_own(config: MasterConfig) -> list[str]:
+def rule_validation_set_names_are_unique(config: MasterConfig) -> list[str]:
     return [
         f"data.validation_sets.{name}: is no name for a further set; expected another than {', '.join(_NO_SET_NAMES)}"
         for name in config.data.validation_sets
@@ -82,7 +82,7 @@ def rule_evaluation_has_enough_samples(config: MasterConfig) -> list[str]:
     return lines
 
 
-def rule_validation_prompts_are_used(config: MasterConfig) -> list[str]:
+def rule_validation_prompts_need_a_validation(config: MasterConfig) -> list[str]:
     if config.data.validation is None or config.has_validation:
         return []
     lines = [

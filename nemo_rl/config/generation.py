@@ -155,7 +155,7 @@ def rule_receipt_keys_need_receipts(config: MasterConfig) -> list[str]:
     return would_be_ignored(receipt, prefix, names, switch=switch, because=f"{switch} is false")
 
 
-def rule_recorded_support_has_a_use_and_a_reader(config: MasterConfig) -> list[str]:
+def rule_sampling_mask_needs_top_p_or_top_k(config: MasterConfig) -> list[str]:
     generation, key = config.policy.generation, "policy.generation.record_support"
     if not generation.record_support:
         return []
@@ -187,7 +187,7 @@ def rule_engine_fits_launcher(config: MasterConfig) -> list[str]:
     return []
 
 
-def rule_keys_of_the_other_engine_stay_out(config: MasterConfig) -> list[str]:
+def rule_engine_keys_fit_the_engine(config: MasterConfig) -> list[str]:
     generation, lines = config.policy.generation, list[str]()
     switch = "policy.generation.backend"
     for name, traits in ENGINE_TRAITS.items():
@@ -197,7 +197,7 @@ def rule_keys_of_the_other_engine_stay_out(config: MasterConfig) -> list[str]:
     return lines
 
 
-def rule_an_engine_stands_on_one_gpu(config: MasterConfig) -> list[str]:
+def rule_engine_needs_one_gpu(config: MasterConfig) -> list[str]:
     sizes, gpus = config.policy.generation.vllm_cfg, config.cluster.gpus_per_node
     return [
         f"policy.generation.vllm_cfg.{name}: {size} with cluster.gpus_per_node {gpus}: an engine stands on one GPU; "
@@ -210,7 +210,7 @@ def rule_an_engine_stands_on_one_gpu(config: MasterConfig) -> list[str]:
     ]
 
 
-def rule_engines_share_gpus_with_workers(config: MasterConfig) -> list[str]:
+def rule_colocated_engines_fit_the_workers(config: MasterConfig) -> list[str]:
     cluster, replicas = config.cluster, config.policy.generation.num_replicas
     is_shared = cluster.launcher == "ray" and cluster.gpus_per_node > 0 and config.policy.generation.colocated.enabled
     if is_shared and replicas > cluster.num_workers:
@@ -233,7 +233,7 @@ def rule_refit_transport_fits_the_processes(config: MasterConfig) -> list[str]:
     return []
 
 
-def rule_deltas_have_a_way_to_go(config: MasterConfig) -> list[str]:
+def rule_delta_refit_needs_processes(config: MasterConfig) -> list[str]:
     delta, key = config.policy.generation.refit_delta, "policy.generation.refit_delta"
     if not delta.enabled:
         switch = f"{key}.enabled"
@@ -246,7 +246,7 @@ def rule_deltas_have_a_way_to_go(config: MasterConfig) -> list[str]:
     return []
 
 
-def rule_engines_stand_apart_only_when_asked(config: MasterConfig) -> list[str]:
+def rule_colocated_keys_need_engines_apart(config: MasterConfig) -> list[str]:
     colocated = config.policy.generation.colocated
     if not colocated.enabled:
         return []
@@ -256,7 +256,7 @@ def rule_engines_stand_apart_only_when_asked(config: MasterConfig) -> list[str]:
     )
 
 
-def rule_engines_that_stand_apart_have_a_place(config: MasterConfig) -> list[str]:
+def rule_engines_apart_need_their_own_gpus(config: MasterConfig) -> list[str]:
     cluster, colocated = config.cluster, config.policy.generation.colocated
     if colocated.enabled:
         return []
@@ -287,7 +287,7 @@ def _engines_per_node(config: MasterConfig) -> list[str]:
     return []
 
 
-def rule_engines_are_given_up_before_the_stage(config: MasterConfig) -> list[str]:
+def rule_engine_timeout_below_stage_timeout(config: MasterConfig) -> list[str]:
     engine_s, stage_s = config.policy.generation.engine_timeout_s, config.cluster.stage_timeout_s
     if engine_s is None or engine_s < stage_s:
         return []
@@ -297,7 +297,7 @@ def rule_engines_are_given_up_before_the_stage(config: MasterConfig) -> list[str
     ]
 
 
-def rule_sampling_is_random_in_training(config: MasterConfig) -> list[str]:
+def rule_training_temperature_above_zero(config: MasterConfig) -> list[str]:
     if config.policy.generation.temperature == 0:
         return [
             "policy.generation.temperature: 0 is greedy: all samples of a group are equal and nothing is learned; "

@@ -227,13 +227,13 @@ def rule_loss_keys_fit_the_loss(config: MasterConfig) -> list[str]:
     return would_be_ignored(config.loss_fn, "loss_fn", names, switch=_NAME, because=because)
 
 
-def rule_dro_has_its_square(config: MasterConfig) -> list[str]:
+def rule_dro_needs_beta(config: MasterConfig) -> list[str]:
     if config.loss_fn.name == "dro" and config.loss_fn.dro.beta is None:
         return ["loss_fn.dro.beta: must be set to a number > 0 when loss_fn.name is 'dro'"]
     return []
 
 
-def rule_row_losses_are_means_over_rows(config: MasterConfig) -> list[str]:
+def rule_row_loss_needs_row_mean(config: MasterConfig) -> list[str]:
     loss, traits = config.loss_fn, _traits(config)
     if traits is None or not traits.is_row_level:
         return []
@@ -244,7 +244,7 @@ def rule_row_losses_are_means_over_rows(config: MasterConfig) -> list[str]:
     return lines
 
 
-def rule_one_mean_is_named(config: MasterConfig) -> list[str]:
+def rule_loss_normalization_named_once(config: MasterConfig) -> list[str]:
     loss, switch = config.loss_fn, "loss_fn.constant_length"
     if loss.constant_length is None or loss.token_level_loss:
         return []
@@ -257,7 +257,7 @@ def rule_one_mean_is_named(config: MasterConfig) -> list[str]:
 # ---- the ratio
 
 
-def rule_forced_ratios_are_of_one_update(config: MasterConfig) -> list[str]:
+def rule_forced_ratio_needs_one_update(config: MasterConfig) -> list[str]:
     grpo, loss, policy, traits = config.grpo, config.loss_fn, config.policy, _traits(config)
     if not loss.force_on_policy_ratio or (traits is not None and "force_on_policy_ratio" not in traits.keys):
         return []
@@ -330,7 +330,7 @@ def rule_correction_fits_the_loss(config: MasterConfig) -> list[str]:
     return []
 
 
-def rule_correction_has_two_policies(config: MasterConfig) -> list[str]:
+def rule_correction_needs_two_policies(config: MasterConfig) -> list[str]:
     if config.loss_fn.use_importance_sampling_correction and config.grpo.use_generation_logprobs_as_prev:
         return [
             f"{_SWITCH}: true would be ignored, because {_SAMPLED} is true: pi_old is pi_gen, and every weight 1; set "
@@ -353,7 +353,7 @@ def rule_kl_keys_need_a_penalty(config: MasterConfig) -> list[str]:
     return would_be_ignored(config.loss_fn, "loss_fn", names, switch=switch, because=f"{switch} is 0")
 
 
-def rule_kl_has_a_gradient(config: MasterConfig) -> list[str]:
+def rule_kl_gradient_fits_the_estimator(config: MasterConfig) -> list[str]:
     loss, key = config.loss_fn, "loss_fn.reference_policy_kl_gradient"
     pair = (loss.reference_policy_kl_type, loss.reference_policy_kl_gradient)
     if not loss.adds_kl:
@@ -367,7 +367,7 @@ def rule_kl_has_a_gradient(config: MasterConfig) -> list[str]:
     return []
 
 
-def rule_kl_in_reward_is_the_only_one(config: MasterConfig) -> list[str]:
+def rule_kl_in_reward_excludes_kl_in_loss(config: MasterConfig) -> list[str]:
     grpo, loss, switch = config.grpo, config.loss_fn, "loss_fn.use_kl_in_reward"
     if not loss.use_kl_in_reward or loss.reference_policy_kl_penalty == 0:
         return []

@@ -201,7 +201,7 @@ def rule_megatron_precision_is_not_half(config: MasterConfig) -> list[str]:
 # ---- parallel sizes
 
 
-def rule_megatron_pipeline_is_simple(config: MasterConfig) -> list[str]:
+def rule_megatron_pipeline_layout_is_supported(config: MasterConfig) -> list[str]:
     megatron = config.policy.megatron_cfg
     if not megatron.enabled:
         return []
@@ -282,7 +282,7 @@ def rule_megatron_recompute_keys_need_their_switch(config: MasterConfig) -> list
 # ---- mixtures of experts
 
 
-def rule_megatron_auxiliary_loss_is_whole(config: MasterConfig) -> list[str]:
+def rule_megatron_auxiliary_loss_needs_its_keys(config: MasterConfig) -> list[str]:
     policy = config.policy
     megatron, switch = policy.megatron_cfg, f"{_SECTION}.moe_router_load_balancing_type"
     if not megatron.enabled:
@@ -327,7 +327,7 @@ def rule_megatron_optimizer_keys_fit_their_kind(config: MasterConfig) -> list[st
     return would_be_ignored(optimizer, prefix, names, switch=switch, because=f"{switch} is {optimizer.optimizer!r}")
 
 
-def rule_megatron_optimizer_is_distributed_where_it_must(config: MasterConfig) -> list[str]:
+def rule_megatron_optimizer_must_be_distributed(config: MasterConfig) -> list[str]:
     megatron = config.policy.megatron_cfg
     optimizer, reduction = megatron.optimizer, megatron.distributed_data_parallel_config
     if not megatron.enabled:
@@ -347,7 +347,7 @@ def rule_megatron_optimizer_is_distributed_where_it_must(config: MasterConfig) -
     return lines
 
 
-def rule_megatron_offload_is_whole(config: MasterConfig) -> list[str]:
+def rule_megatron_offload_needs_its_keys(config: MasterConfig) -> list[str]:
     megatron = config.policy.megatron_cfg
     optimizer, prefix = megatron.optimizer, f"{_SECTION}.optimizer"
     if not megatron.enabled:
@@ -363,7 +363,7 @@ def rule_megatron_offload_is_whole(config: MasterConfig) -> list[str]:
     return lines
 
 
-def rule_megatron_gradient_dtype_matters(config: MasterConfig) -> list[str]:
+def rule_megatron_gradient_dtype_needs_low_precision(config: MasterConfig) -> list[str]:
     policy = config.policy
     if not policy.megatron_cfg.enabled or policy.precision != "float32":
         return []
@@ -416,7 +416,7 @@ def rule_megatron_decay_follows_the_warmup(config: MasterConfig) -> list[str]:
     return lines
 
 
-def rule_megatron_weight_decay_rises(config: MasterConfig) -> list[str]:
+def rule_megatron_weight_decay_is_increasing(config: MasterConfig) -> list[str]:
     megatron = config.policy.megatron_cfg
     scheduler, prefix, switch = (
         megatron.scheduler,

@@ -212,7 +212,7 @@ class PolicyConfig(Section):
 # ---- the worker
 
 
-def rule_one_worker_trains(config: MasterConfig) -> list[str]:
+def rule_exactly_one_worker_is_enabled(config: MasterConfig) -> list[str]:
     policy = config.policy
     if policy.dtensor_cfg.enabled and policy.megatron_cfg.enabled:
         return [
@@ -227,7 +227,7 @@ def rule_one_worker_trains(config: MasterConfig) -> list[str]:
     return []
 
 
-def rule_keys_of_the_other_worker_stay_out(config: MasterConfig) -> list[str]:
+def rule_worker_keys_fit_the_worker(config: MasterConfig) -> list[str]:
     policy = config.policy
     dtensor, megatron = policy.dtensor_cfg, policy.megatron_cfg
     lines: list[str] = []
@@ -267,7 +267,7 @@ def rule_parallel_sizes_divide_the_workers(config: MasterConfig) -> list[str]:
 # ---- batches
 
 
-def rule_one_way_of_batching(config: MasterConfig) -> list[str]:
+def rule_packing_excludes_dynamic_batching(config: MasterConfig) -> list[str]:
     policy = config.policy
     if policy.sequence_packing.enabled and policy.dynamic_batching.enabled:
         return [
@@ -303,7 +303,7 @@ def rule_batching_keys_need_their_switch(config: MasterConfig) -> list[str]:
     return lines
 
 
-def rule_logprob_microbatches_are_not_smaller(config: MasterConfig) -> list[str]:
+def rule_logprob_microbatch_tokens_not_below_train(config: MasterConfig) -> list[str]:
     lines = []
     for name, section in (
         ("sequence_packing", config.policy.sequence_packing),
@@ -317,7 +317,7 @@ def rule_logprob_microbatches_are_not_smaller(config: MasterConfig) -> list[str]
     return lines
 
 
-def rule_fixed_microbatches_divide(config: MasterConfig) -> list[str]:
+def rule_fixed_microbatches_divide_the_batch(config: MasterConfig) -> list[str]:
     policy = config.policy
     if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:
         return []

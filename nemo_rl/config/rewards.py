@@ -88,7 +88,7 @@ def rule_token_advantages_fit_the_loss(config: MasterConfig) -> list[str]:
     return row_loss_problems(config) if config.has_builtin_token_advantages else []
 
 
-def rule_the_token_baseline_has_whole_distributions(config: MasterConfig) -> list[str]:
+def rule_token_baseline_needs_prev_logprobs(config: MasterConfig) -> list[str]:
     key, name = "grpo.adv_estimator.name", config.grpo.adv_estimator.name
     if name != "optimal_token_baseline" or config.has_prev_logprobs_pass:
         return []
@@ -107,7 +107,7 @@ def row_loss_problems(config: MasterConfig) -> list[str]:
     ]
 
 
-def rule_components_need_a_reward_that_has_some(config: MasterConfig) -> list[str]:
+def rule_gdpo_needs_reward_components(config: MasterConfig) -> list[str]:
     if config.grpo.adv_estimator.name != "gdpo" or config.env.name not in ("sort", "math", "reasoning_gym"):
         return []
     return [
@@ -170,7 +170,7 @@ def rule_reward_shaping_is_complete(config: MasterConfig) -> list[str]:
     return []
 
 
-def rule_logprob_errors_are_of_two_policies(config: MasterConfig) -> list[str]:
+def rule_logprob_errors_need_two_policies(config: MasterConfig) -> list[str]:
     key, threshold = "grpo.seq_logprob_error_threshold", config.grpo.seq_logprob_error_threshold
     if threshold is None or config.has_prev_logprobs_pass:
         return []

@@ -60,7 +60,7 @@ def rule_router_replay_keys_need_their_switch(config: MasterConfig) -> list[str]
     return would_be_ignored(replay, _SECTION, names, switch=switch, because=f"{switch} is false")
 
 
-def rule_routes_are_recorded_by_a_stage_that_runs(config: MasterConfig) -> list[str]:
+def rule_route_recording_needs_its_pass(config: MasterConfig) -> list[str]:
     replay = config.policy.router_replay
     if replay.enabled and replay.source == "prev_logprobs" and not config.has_prev_logprobs_pass:
         switch = _why_no_logprobs(config)
@@ -71,7 +71,7 @@ def rule_routes_are_recorded_by_a_stage_that_runs(config: MasterConfig) -> list[
     return []
 
 
-def rule_missing_routes_come_from_rollouts(config: MasterConfig) -> list[str]:
+def rule_missing_route_share_needs_rollout_routes(config: MasterConfig) -> list[str]:
     replay, switch = config.policy.router_replay, f"{_SECTION}.source"
     if not replay.enabled or replay.records_at_rollout:
         return []
@@ -79,7 +79,7 @@ def rule_missing_routes_come_from_rollouts(config: MasterConfig) -> list[str]:
     return would_be_ignored(replay, _SECTION, ["max_missing_share"], switch=switch, because=because)
 
 
-def rule_routes_are_compared_in_logprob_passes(config: MasterConfig) -> list[str]:
+def rule_route_comparison_needs_logprob_pass(config: MasterConfig) -> list[str]:
     replay = config.policy.router_replay
     if not replay.enabled:
         return []

@@ -27,7 +27,7 @@ from nemo_rl.config.schema import DatasetConfig, MasterConfig
 __all__ = ["RULES"]
 
 
-def rule_lengths_fit(config: MasterConfig) -> list[str]:
+def rule_prompt_and_response_fit_the_sequence(config: MasterConfig) -> list[str]:
     policy, prompt = config.policy, config.data.max_input_seq_length
     new, total = policy.generation.max_new_tokens, policy.max_total_sequence_length
     if new is None and prompt >= total:
@@ -98,7 +98,7 @@ def _template_lines(dataset: DatasetConfig, prefix: str) -> list[str]:
     return [f"{prefix}.prompt_template: expected a text with {{input}}, got {dataset.prompt_template!r}"]
 
 
-def rule_options_need_a_part_of_your_own(config: MasterConfig) -> list[str]:
+def rule_options_need_a_plugin(config: MasterConfig) -> list[str]:
     lines: list[str] = []
     plane, generation = config.active_data_plane, config.policy.generation
     parts: list[tuple[Section, str, str, PartKind]] = [
@@ -115,7 +115,7 @@ def rule_options_need_a_part_of_your_own(config: MasterConfig) -> list[str]:
     return lines
 
 
-def rule_custom_reward_is_named(config: MasterConfig) -> list[str]:
+def rule_custom_reward_needs_a_function(config: MasterConfig) -> list[str]:
     name, function = config.env.name, config.env.reward_function
     if name == "custom" and function is None:
         return ["env.reward_function: must be set to module:function or FILE.py:function when env.name is 'custom'"]
@@ -127,7 +127,7 @@ def rule_custom_reward_is_named(config: MasterConfig) -> list[str]:
     return []
 
 
-def rule_reasoning_gym_scores_its_own_prompts(config: MasterConfig) -> list[str]:
+def rule_reasoning_gym_reward_needs_its_prompts(config: MasterConfig) -> list[str]:
     if config.env.name != "reasoning_gym":
         return []
     data = config.data
@@ -153,7 +153,7 @@ def rule_scorer_keys_fit_the_environment(config: MasterConfig) -> list[str]:
     return would_be_ignored(env, "env", ignored, switch="env.name", because=f"env.name is {env.name!r}")
 
 
-def rule_accuracy_needs_rewards_that_are_right_or_wrong(config: MasterConfig) -> list[str]:
+def rule_accuracy_needs_binary_rewards(config: MasterConfig) -> list[str]:
     env = config.env
     if env.is_accuracy:
         return []
@@ -171,7 +171,7 @@ def rule_accuracy_needs_rewards_that_are_right_or_wrong(config: MasterConfig) ->
 # ---- files
 
 
-def rule_checkpoint_keys_need_checkpoints(config: MasterConfig) -> list[str]:
+def rule_checkpoint_keys_need_checkpointing(config: MasterConfig) -> list[str]:
     checkpointing = config.checkpointing
     if checkpointing.enabled:
         return []
@@ -183,7 +183,7 @@ def rule_checkpoint_keys_need_checkpoints(config: MasterConfig) -> list[str]:
     return would_be_ignored(checkpointing, "checkpointing", names, switch=switch, because=f"{switch} is false")
 
 
-def rule_checkpoints_are_ranked_by_something_logged(config: MasterConfig) -> list[str]:
+def rule_checkpoint_metric_is_logged(config: MasterConfig) -> list[str]:
     checkpointing = config.checkpointing
     if not checkpointing.enabled:
         return []
@@ -215,7 +215,7 @@ def rule_resume_needs_the_optimizer(config: MasterConfig) -> list[str]:
     return []
 
 
-def rule_a_run_is_resumed_or_overwritten(config: MasterConfig) -> list[str]:
+def rule_resume_excludes_overwrite(config: MasterConfig) -> list[str]:
     if config.checkpointing.resume and config.logger.overwrite:
         return ["logger.overwrite: removes the run that checkpointing.resume continues; leave one of them out"]
     return []
@@ -237,7 +237,7 @@ def rule_tracker_keys_need_their_tracker(config: MasterConfig) -> list[str]:
 # ---- processes and machines
 
 
-def rule_cpu_workers_only_without_gpus(config: MasterConfig) -> list[str]:
+def rule_cpu_workers_need_no_gpus(config: MasterConfig) -> list[str]:
     cluster = config.cluster
     if cluster.cpu_workers_per_node is not None and cluster.gpus_per_node > 0:
         because = f"cluster.gpus_per_node is {cluster.gpus_per_node}"
@@ -247,7 +247,7 @@ def rule_cpu_workers_only_without_gpus(config: MasterConfig) -> list[str]:
     return []
 
 
-def rule_local_launcher_is_one_process(config: MasterConfig) -> list[str]:
+def rule_local_launcher_needs_one_process(config: MasterConfig) -> list[str]:
     cluster = config.cluster
     if cluster.launcher != "local":
         return []
@@ -265,7 +265,7 @@ def rule_local_launcher_is_one_process(config: MasterConfig) -> list[str]:
     return lines + would_be_ignored(cluster, "cluster", names, switch="cluster.launcher", because=because)
 
 
-def rule_address_and_nodes_agree(config: MasterConfig) -> list[str]:
+def rule_several_nodes_need_an_address(config: MasterConfig) -> list[str]:
     cluster = config.cluster
     lines = []
     if cluster.address is not None and cluster.num_cpus is not None:
@@ -279,7 +279,7 @@ def rule_address_and_nodes_agree(config: MasterConfig) -> list[str]:
     return lines
 
 
-def rule_variables_need_processes(config: MasterConfig) -> list[str]:
+def rule_env_vars_need_processes(config: MasterConfig) -> list[str]:
     if config.cluster.launcher != "local":
         return []
     policy = config.policy
