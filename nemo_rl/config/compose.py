@@ -50,7 +50,7 @@ def find_path(given: str, *, recipe: str, but_not: tuple[Path, ...] = ()) -> Pat
 
 
 def places_text(given: str, *, recipe: str) -> str:
-    """Where a path was looked for, for messages."""
+    """Return the places in which a path was looked for, for messages."""
     if Path(given).is_absolute():
         return given
     places = dict.fromkeys(os.path.abspath(folder) for folder in (Path(), Path(recipe).parent))
@@ -113,7 +113,7 @@ def _files_of(module: str) -> Iterator[str]:
 
 
 def _can_be_imported(module: str) -> bool:
-    """Whether the module path has its first package; nothing is imported for it."""
+    """Return whether the first package of a module path exists; nothing is imported for it."""
     try:
         return importlib.util.find_spec(module.partition(".")[0]) is not None
     except (ImportError, ValueError):
@@ -149,7 +149,8 @@ class Recipe:
     """Parents that are not there, where that is no error."""
 
     def layer_of(self, path: Sequence[str]) -> Layer | None:
-        """Who set `path` or anything below it last, or else the nearest section above it; None for a default."""
+        """Return the layer that set `path` or anything below it last, or else the nearest section above it; None for a
+        default."""
         inside = [layer for known, layer in self.layers.items() if known[: len(path)] == tuple(path)]
         if inside:
             return max(inside)

@@ -42,7 +42,7 @@ class SharedMemoryConfig(Section):
     """Segments in the node's shared memory (`impl: shm`, and `impl: ray` with `ray.owner: node`)."""
 
     folder: str = "/dev/shm"
-    """Where segments live; a tmpfs large enough for a step's rows on this node."""
+    """The folder of the segments; a tmpfs large enough for a step's rows on this node."""
     chunk_bytes: PositiveInt = 64 << 20
     """Target size of one segment, in bytes; readers copy only the rows they ask for."""
     keep_bytes: PositiveInt = 1 << 30
@@ -55,7 +55,7 @@ class SimpleBackendConfig(Section):
     num_storage_units: PositiveInt = 1
     """Storage actors; each reserves one logical CPU, the controller one more."""
     placement: Literal["driver", "spread"] = "driver"
-    """Where they stand: on the driver's node, or in turn on all nodes of the Ray cluster."""
+    """Place the storage units on the driver's node, or in turn on all nodes of the Ray cluster."""
     send_recv_timeout_s: PositiveInt = 60
     """Limit of one transfer to a storage unit, in seconds (TransferQueue's own default is 200)."""
 
@@ -80,14 +80,14 @@ class MooncakeConfig(Section):
     local_buffer_bytes: PositiveInt = 256 << 20
     """Transfer buffers that one process keeps registered and warm, in bytes."""
     protocol: Literal["tcp", "rdma"] = "tcp"
-    """How bytes travel; `rdma` needs such network cards."""
+    """The transport of bytes; `rdma` needs such network cards."""
     device_name: str = ""
     """RDMA devices, separated by commas; empty lets Mooncake choose."""
 
 
 class StorageCapacityConfig(Section):
-    """What may be live at one time, over all partitions. A put that does not fit waits for rows to be cleared, until
-    its deadline."""
+    """The most that may be live at one time, over all partitions. A put that does not fit waits for rows to be cleared,
+    until its deadline."""
 
     rows: PositiveInt = 1_000_000
     """Live rows."""
@@ -96,7 +96,7 @@ class StorageCapacityConfig(Section):
 
 
 class ObservabilityConfig(Section):
-    """What the client records about its own calls."""
+    """The records that a client keeps about its own calls."""
 
     enabled: bool = True
     """Count calls, bytes and milliseconds per operation; they appear under `data_plane/` in the metrics."""
@@ -108,7 +108,7 @@ class ObservabilityConfig(Section):
 
 
 class DataPlaneConfig(Section):
-    """Which payload store carries bulk tensors, and its limits."""
+    """The payload store that carries bulk tensors, and its limits."""
 
     enabled: bool = True
     """False: the store that `impl: null` picks, with its defaults."""
@@ -121,7 +121,7 @@ class DataPlaneConfig(Section):
     backend: Literal["simple", "mooncake_cpu"] = "simple"
     """TransferQueue's storage backend; read only by `impl: transfer_queue`."""
     ledger_host: Literal["in_process", "ray_actor", "socket"] | None = None
-    """Where the ledger lives; null picks `in_process` for one process and `ray_actor` under Ray."""
+    """The host of the ledger; null picks `in_process` for one process and `ray_actor` under Ray."""
     timeout_s: PositiveFloat = 60.0
     """Deadline of one data plane call, in seconds."""
     lease_s: PositiveFloat = 30.0
@@ -130,8 +130,8 @@ class DataPlaneConfig(Section):
     chunk_bytes: PositiveInt = 128 * 1024
     """Target size of one chunk; a larger row is a chunk of its own."""
     fetch_policy: FetchPolicy = "auto"
-    """Who reads the rows that tensor and context parallel ranks share: `leader_broadcast` (one of them, which sends
-    them on), `independent` (each for itself), `auto` (the leader, where ranks share rows)."""
+    """The ranks that read the rows that tensor and context parallel ranks share: `leader_broadcast` (one of them, which
+    sends them on), `independent` (each for itself), `auto` (the leader, where ranks share rows)."""
     worker_cache_bytes: NonNegativeInt = 1 << 30
     """Byte limit of fetched columns that a policy worker keeps within a step, so that they cross the wire once; 0
     keeps none."""
@@ -143,7 +143,7 @@ class DataPlaneConfig(Section):
 
     @property
     def uses_mooncake(self) -> bool:
-        """Whether bytes are in Mooncake's store, directly or under TransferQueue."""
+        """Return whether bytes are in Mooncake's store, directly or under TransferQueue."""
         return self.impl == "mooncake" or self.is_queue_on_mooncake
 
     @property

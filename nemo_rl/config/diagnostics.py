@@ -34,7 +34,7 @@ class TracerConfig(Section):
             "moe.topk_ids | counts",
         ]
     )
-    """What is looked at: `SITES | REDUCERS | WHEN` each; the page can change it at any time."""
+    """The watched tensors: `SITES | REDUCERS | WHEN` each; the page can change it at any time."""
     rows: NonNegativeInt = 4
     """Rows of a step whose tokens are shown one by one, of those that are trained; while decoding, of each engine."""
     max_hz: PositiveFloat = 10.0
@@ -48,7 +48,7 @@ class TracerConfig(Section):
     record_bytes: PositiveInt = 1 << 30
     """Most bytes of that; the oldest fall out first."""
     compatibility: bool = False
-    """Also serve `/legacy`, the text protocol of an older public tracer."""
+    """Serve `/legacy` too, the text protocol of an older public tracer."""
 
 
 class TracerSwitches(Section):
@@ -58,7 +58,7 @@ class TracerSwitches(Section):
     qkv_mat_mul: bool = False
     """Queries, keys and values as projected."""
     context_layer_mat_mul: bool = False
-    """What attention gathers, before the output projection."""
+    """The gathered values of attention, before the output projection."""
     mlp1_mat_mul: bool = False
     """First product of the MLP."""
     mlp2_mat_mul: bool = False
@@ -93,13 +93,13 @@ class RecordConfig(Section):
     steps: list[PositiveInt] = Field(default_factory=list)
     """Steps that are recorded; empty records nothing, and costs nothing."""
     sites: Text = "layer.out, moe.topk_ids, logprob, loss"
-    """Which tensors; a selector such as `attn.* & layer in 0..3; logits`, see docs/debugging.md."""
+    """The recorded tensors; a selector such as `attn.* & layer in 0..3; logits`, see docs/debugging.md."""
     phases: Annotated[list[Phase], Field(min_length=1)] = ["prev_logprobs", "reference_logprobs", "train"]
     """Passes of the workers that are recorded."""
 
 
 class DiagnosticsConfig(Section):
-    """What a run keeps of itself, to be looked into later."""
+    """The records that a run keeps of itself for later."""
 
     record: RecordConfig = Field(default_factory=RecordConfig)
 

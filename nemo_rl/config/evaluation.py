@@ -16,7 +16,7 @@ __all__ = ["EvaluationConfig"]
 
 
 class EvaluationConfig(Section):
-    """How held-out prompts are measured, by validations during training and by `nemo-rl eval`."""
+    """The measurement of held-out prompts, by validations during training and by `nemo-rl eval`."""
 
     num_samples: Annotated[int, Field(gt=0, le=1024)] = 1
     """Sampled responses to each held-out prompt."""
@@ -30,7 +30,7 @@ class EvaluationConfig(Section):
     greedy: bool = False
     """Take a greedy response to each prompt, too."""
     confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
-    """Of the intervals around every mean over prompts."""
+    """Confidence of the intervals around every mean over prompts."""
 
 
 def rule_validation_needs_prompts(config: MasterConfig) -> list[str]:

@@ -24,14 +24,15 @@ __all__ = ["ColocatedConfig", "GenerationConfig", "ReceiptConfig", "RefitDeltaCo
 
 
 class VllmConfig(Section):
-    """Only with `policy.generation.backend: vllm`; what has no key here goes to `policy.generation.vllm_kwargs`."""
+    """Settings of vLLM (`policy.generation.backend: vllm`); an argument of vLLM without a key here goes to
+    `policy.generation.vllm_kwargs`."""
 
     tensor_parallel_size: PositiveInt = 1
     """Processes of one engine that share every weight matrix."""
     pipeline_parallel_size: PositiveInt = 1
     """Processes of one engine that have a part of the layers each; routes of experts need 1."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Of the GPU's memory, weights and cache together, which the engine also keeps while the policy trains."""
+    """Share of the GPU's memory for weights and cache together, which the engine also keeps while the policy trains."""
     kv_cache_gib: PositiveFloat = 1.0
     """Cache of keys and values of an engine on CPUs, in GiB; on a GPU `gpu_memory_utilization` decides."""
     max_model_len: PositiveInt | None = None
@@ -69,10 +70,10 @@ RefitTransport = Literal["payload", "ipc", "broadcast"]
 
 
 class ColocatedConfig(Section):
-    """Whether engines share the GPUs of the policy workers, or where they stand instead."""
+    """The placement of engines: on the GPUs of the policy workers, or on others."""
 
     enabled: bool = True
-    """On GPUs an engine takes turns with a policy worker on the same one; on CPUs Ray places the engines. False:
+    """True: on GPUs an engine takes turns with a policy worker on the same one; on CPUs Ray places the engines. False:
     engines stand apart, on GPUs or nodes of their own."""
     num_nodes: NonNegativeInt = 0
     """Nodes with engines alone, besides `cluster.num_nodes`; 0: on the policy's nodes. Only with `enabled: false`."""
@@ -87,11 +88,11 @@ class RefitDeltaConfig(Section):
     """Policy rank 0, and each vLLM engine, keep a copy of all weights on the CPU in the engines' precision. Wins where
     little changes in a step (bfloat16 engines, small learning rates) and the way to the engines is slow."""
     full_every: Annotated[int, Field(ge=2)] = 50
-    """Of so many refits one sends all weights; so does each one after an engine was replaced or a refit failed."""
+    """One of so many refits sends all weights; so does each one after an engine was replaced or a refit failed."""
 
     @property
     def period(self) -> int | None:
-        """None: every refit sends all weights."""
+        """Return the number of refits from one with all weights to the next; None where every refit sends all."""
         return self.full_every if self.enabled else None
 
 
@@ -138,9 +139,9 @@ class GenerationConfig(Section):
     max_batch_size: PositiveInt = 1024
     """Rows decoded together by one engine."""
     refit_transport: Literal["auto"] | RefitTransport = "auto"
-    """How new weights reach the engines: `payload` through the run's object store, `ipc` through GPU memory that engine
-    and policy worker share, `broadcast` from policy rank 0 to all; `auto`: on GPUs `ipc`, or `broadcast` to engines
-    that stand apart; else `payload`."""
+    """The transport of new weights to the engines: `payload` through the run's object store, `ipc` through GPU memory
+    that engine and policy worker share, `broadcast` from policy rank 0 to all; `auto`: on GPUs `ipc`, or `broadcast` to
+    engines that stand apart; else `payload`."""
     refit_buffer_ratio: Probability = 0.3
     """Most of the free memory (of the GPU with `ipc`, else RAM) that one bucket of weights takes in a refit."""
     refit_delta: RefitDeltaConfig = Field(default_factory=RefitDeltaConfig)

@@ -25,7 +25,7 @@ _INDEX = re.compile(r"\[(\w+)\]")
 
 
 class _Unresolved(ValueError):
-    """Why one text cannot be resolved."""
+    """The reason why one text cannot be resolved."""
 
 
 def resolve_interpolations(recipe: Recipe, *, defaults: Mapping[str, Any] | None = None) -> dict[tuple[str, ...], str]:
@@ -180,11 +180,11 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "mul": lambda *numbers: math.prod(_numbers(numbers)),
     "oc.env": _environment,
 }
-"""What may stand before the colon, as the field's recipes use it."""
+"""Resolvers that may stand before the colon, as other frameworks' recipes use them."""
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the interpolation ends that begins before `start`."""
+    """Return the end of the interpolation that begins before `start`."""
     depth, position = 1, start
     while position < len(text):
         if text.startswith("${", position):
@@ -199,7 +199,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def _split(arguments: str) -> list[str]:
-    """At the commas outside of nested interpolations."""
+    """Split a text at the commas outside of nested interpolations."""
     found, depth, start = [], 0, 0
     for position, character in enumerate(arguments):
         if arguments.startswith("${", position):

@@ -1,4 +1,4 @@
-"""From a YAML recipe and overrides to a `MasterConfig`: `load_config`.
+"""Loads a YAML recipe with overrides as a `MasterConfig`: `load_config`.
 
 Called by the command line, tests and anything that starts a run. One `ConfigError` holds every problem: unknown keys
 at any depth, wrong types, missing keys, interpolations and cross-field rules. Imports neither torch nor ray.
@@ -98,7 +98,8 @@ def _parse(tree: Mapping[str, Any]) -> MasterConfig:
 
 
 def _rule_problems(recipe: Recipe, config: MasterConfig, broken: Sequence[str]) -> list[str]:
-    """What the rules find, with the file to change; lines that name a key in `broken` are only its consequences."""
+    """Return the problems that the rules find, with the file to change; lines that name a key in `broken` are only its
+    consequences."""
     lines = [line for rule in RULES for line in rule(config) if not any(name in line for name in broken)]
     return [
         f"{recipe.source_of(line.split(':', 1)[0].split('.'))}: {line}"
@@ -241,8 +242,8 @@ def carry_optimizer(recipe: Recipe) -> list[str]:
 
 
 def _given(recipe: Recipe, path: tuple[str, ...], switch: Layer | None, *, over: tuple[str, ...]) -> Any:
-    """What a layer before the switch has set in a section; None where that layer, or one before it, has set the section
-    that is read, `over`, too."""
+    """Return the values that a layer before the switch has set in a section; None where that layer, or one before it,
+    has set the section that is read, `over`, too."""
     value, setter, reader = lookup(recipe.tree, path)[1], recipe.layer_of(path), recipe.layer_of(over)
     if switch is None or setter is None or setter.order >= switch.order or _is_default(recipe, path):
         return None
@@ -262,7 +263,7 @@ def _set_later(recipe: Recipe, section: tuple[str, ...], *, than: tuple[str, ...
 
 
 def _is_default(recipe: Recipe, path: tuple[str, ...]) -> bool:
-    """Whether a section has nothing but defaults: the base recipe spells all of them out."""
+    """Return whether a section has nothing but defaults: the base recipe spells all of them out."""
     value, default = lookup(recipe.tree, path)[1], lookup(default_tree(), path)[1]
     if not isinstance(value, Mapping):
         return not value

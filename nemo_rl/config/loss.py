@@ -43,9 +43,9 @@ class SapoConfig(Section):
     """The soft gate of `sapo`: the larger tau, the faster gradients fade as the ratio leaves 1."""
 
     tau_positive: PositiveFloat = 1.0
-    """Of tokens with an advantage above 0."""
+    """Temperature of tokens with an advantage above 0."""
     tau_negative: PositiveFloat = 1.05
-    """Of all others."""
+    """Temperature of all other tokens."""
 
 
 class DppoConfig(Section):
@@ -78,7 +78,7 @@ class DroConfig(Section):
 
 
 class LossConfig(Section):
-    """Which policy loss, how it is averaged, its off-policy correction, KL penalty and entropy bonus."""
+    """The policy loss, its average, its off-policy correction, KL penalty and entropy bonus."""
 
     name: Annotated[str, LOSSES] = "clipped_pg"
     """A word of docs/algorithms.md, or `module:Class` of your own; see docs/extending.md."""
@@ -104,9 +104,10 @@ class LossConfig(Section):
     use_importance_sampling_correction: bool = False
     """Weigh the policy loss by w = pi_old / pi_gen, the trainer's old policy over the rollout's sampler."""
     truncated_importance_sampling_type: CorrectionType | None = None
-    """What becomes of w: tis truncates it, icepop drops tokens outside the bounds, seq-tis and seq-mis do the same with
-    the product over the row, seq-mask-tis and geo-mask drop rows whose geometric mean is outside (the first keeps the w
-    of tokens, the second weighs by 1). Null: w as it is, of losses with one ratio per row the product."""
+    """The treatment of the weight w: tis truncates it, icepop drops tokens outside the bounds, seq-tis and seq-mis do
+    the same with the product over the row, seq-mask-tis and geo-mask drop rows whose geometric mean is outside (the
+    first keeps the w of tokens, the second weighs by 1). Null: w as it is, of losses with one ratio per row the
+    product."""
     truncated_importance_sampling_ratio: PositiveFloat | None = None
     """Upper bound."""
     truncated_importance_sampling_ratio_min: PositiveFloat | None = None
@@ -135,12 +136,12 @@ class LossConfig(Section):
 
     @property
     def adds_kl(self) -> bool:
-        """Whether the loss has a KL term."""
+        """Return whether the loss has a KL term."""
         return self.reference_policy_kl_penalty > 0 and not self.use_kl_in_reward
 
     @property
     def normalization(self) -> Normalization:
-        """What sums over tokens are divided by."""
+        """Return the kind of divisor of sums over tokens."""
         if self.constant_length is not None:
             return "constant"
         return "token" if self.token_level_loss else "sequence"
@@ -148,16 +149,17 @@ class LossConfig(Section):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossTraits:
-    """What else a recipe must know about a built-in loss."""
+    """Facts about a built-in loss that a recipe must know."""
 
     keys: tuple[str, ...] = ()
-    """Of `loss_fn`, which not every loss reads."""
+    """Keys of `loss_fn` that this loss reads and others do not."""
     is_row_level: bool = False
-    """Whether it has one ratio per row: then it is a mean over rows, and a correction has one weight per row."""
+    """True where the loss has one ratio per row: then it is a mean over rows, and a correction has one weight per row.
+    """
     has_row_advantages: bool = False
-    """Whether it is defined for one advantage per row alone, which it puts together with the row's ratio."""
+    """True where the loss is defined for one advantage per row alone, which it puts together with the row's ratio."""
     has_own_correction: bool = False
-    """Whether w enters its own ratio, so that it is neither bounded nor multiplied again."""
+    """True where the weight w enters the ratio of the loss, so that it is neither bounded nor multiplied again."""
 
 
 _CLIPS = ("ratio_clip_min", "ratio_clip_max")
@@ -178,17 +180,17 @@ LOSS_TRAITS: Mapping[str, LossTraits] = {
     "vespo": LossTraits(keys=("vespo",), has_own_correction=True, has_row_advantages=True),
     "dro": LossTraits(keys=("dro",)),
 }
-"""By the words of `LOSSES`."""
+"""Traits of each built-in loss, by its name in `LOSSES`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorrectionTraits:
-    """What a type of off-policy correction needs."""
+    """The needs of a type of off-policy correction."""
 
     is_per_row: bool
-    """Whether a row has one weight."""
+    """True where a row has one weight."""
     needs_low: bool
-    """Whether it is meaningless without a lower bound."""
+    """True where the correction is meaningless without a lower bound."""
 
 
 CORRECTIONS: Mapping[str, CorrectionTraits] = {
@@ -199,7 +201,7 @@ CORRECTIONS: Mapping[str, CorrectionTraits] = {
     "seq-mis": CorrectionTraits(is_per_row=True, needs_low=True),
     "geo-mask": CorrectionTraits(is_per_row=True, needs_low=True),
 }
-"""By `truncated_importance_sampling_type`."""
+"""Traits of each correction, by `truncated_importance_sampling_type`."""
 
 
 _NAME = "loss_fn.name"
@@ -211,7 +213,7 @@ _SAMPLED = "grpo.use_generation_logprobs_as_prev"
 
 
 def _traits(config: MasterConfig) -> LossTraits | None:
-    """None for a loss of the user's own."""
+    """Return the traits of the loss, or None for a user-defined one."""
     return LOSS_TRAITS[config.loss_fn.name] if LOSSES.is_builtin(config.loss_fn.name) else None
 
 

@@ -41,7 +41,7 @@ class MegatronOptimizerConfig(Section):
     adam_beta2: Momentum = 0.999
     """Decay of Adam's mean of squared gradients."""
     adam_eps: PositiveFloat = 1e-8
-    """What Adam adds to the root of the squared gradients."""
+    """The number that Adam adds to the root of the squared gradients."""
     sgd_momentum: Momentum = 0.9
     """Momentum of `sgd`."""
     decay_norms_and_biases: bool = True
@@ -130,13 +130,14 @@ class MegatronConfig(Section):
     recompute_granularity: Literal["full", "selective"] = "full"
     """`full`: whole layers; `selective`: the parts named in `recompute_modules`."""
     recompute_method: Literal["uniform", "block"] = "uniform"
-    """Of `full`: `uniform` recomputes all layers, in runs of `recompute_num_layers`; `block` recomputes the first
-    `recompute_num_layers` of a stage and keeps the others."""
+    """The way of `full`: `uniform` recomputes all layers, in runs of `recompute_num_layers`; `block` recomputes the
+    first `recompute_num_layers` of a stage and keeps the others."""
     recompute_num_layers: PositiveInt = 1
-    """Of `full`: length of a run, or number of recomputed layers."""
+    """Length of a run, or number of recomputed layers, with `full`."""
     recompute_modules: Annotated[list[RecomputeModule], Field(min_length=1)] = ["core_attn"]
-    """Of `selective`: the attention between projections, norms, the dense feed-forward block, the experts with their
-    routing, the activation inside the experts (`moe_act`, needs `moe_grouped_gemm`), shared experts."""
+    """Modules that `selective` recomputes: the attention between projections, norms, the dense feed-forward block, the
+    experts with their routing, the activation inside the experts (`moe_act`, needs `moe_grouped_gemm`), shared experts.
+    """
     freeze_moe_router: bool = False
     """Leave the weights of the routers as they are."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = "fp32"
@@ -148,7 +149,7 @@ class MegatronConfig(Section):
     moe_router_bias_update_rate: NonNegativeFloat = 0.0
     """Step of the experts' bias towards an even load, in models that have one; 0 keeps it."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens reach the ranks of their experts; a pipeline needs `alltoall`."""
+    """The way of tokens to the ranks of their experts; a pipeline needs `alltoall`."""
     moe_permute_fusion: bool = False
     """Sort tokens by expert in one kernel of Transformer Engine."""
     moe_grouped_gemm: bool | None = None

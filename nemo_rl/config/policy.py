@@ -37,7 +37,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelSizes:
-    """How many workers share one model, and along which axes.
+    """The number of workers that share one model, along each axis.
 
     Example:
         >>> sizes = ParallelSizes(tensor=2, pipeline=2, context=2, sequence_parallel=True)
@@ -65,7 +65,8 @@ class ParallelSizes:
 
     @property
     def length_multiple(self) -> int:
-        """What the tokens of every sequence are rounded up to: two chunks per context rank, whole tensor splits."""
+        """Return the number to a multiple of which the tokens of every sequence are rounded up: two chunks per context
+        rank, whole tensor splits."""
         chunks = 2 * self.context if self.context > 1 else 1
         return chunks * (self.tensor if self.sequence_parallel else 1)
 

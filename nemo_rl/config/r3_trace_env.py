@@ -21,7 +21,8 @@ DEFAULT_FOLDER = "logs/r3_trace"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceLimits:
-    """How much each process traces; what lies beyond is left out on purpose, and the header of a file says so."""
+    """Limits of the trace of each process; records beyond them are left out on purpose, and the header of a file says
+    so."""
 
     steps: int = 1
     """First calls of each event and stage."""
@@ -31,7 +32,7 @@ class TraceLimits:
     """First microbatches of a stage."""
 
     def as_record(self) -> dict[str, int]:
-        """For the header of a trace file."""
+        """Return the limits for the header of a trace file."""
         return asdict(self)
 
 

@@ -28,13 +28,13 @@ class RewardScalingConfig(Section):
     source_max: FiniteFloat = 1.0
     """Rewards above this count as it."""
     target_min: FiniteFloat = 0.0
-    """What `source_min` becomes."""
+    """The reward that `source_min` is mapped to."""
     target_max: FiniteFloat = 1.0
-    """What `source_max` becomes."""
+    """The reward that `source_max` is mapped to."""
 
 
 class RewardShapingConfig(Section):
-    """What long or cut responses lose."""
+    """The penalties of long and truncated responses."""
 
     enabled: bool = False
     """Shape rewards."""
@@ -43,7 +43,7 @@ class RewardShapingConfig(Section):
     overlong_buffer_penalty: NonNegativeFloat = 1.0
     """Penalty of a response of `max_response_length` tokens or more."""
     max_response_length: PositiveInt | None = None
-    """In tokens, as a rule `${policy.generation.max_new_tokens}`; must be set for the buffer."""
+    """Length in tokens, as a rule `${policy.generation.max_new_tokens}`; must be set for the buffer."""
     stop_properly_penalty_coef: Annotated[float, Field(ge=0, le=1)] | None = None
     """Instead of the buffer: rewards of truncated responses are multiplied by this, which raises negative ones; null
     takes the buffer."""
@@ -52,7 +52,7 @@ class RewardShapingConfig(Section):
 _BY_KEYS = ("grpo", "gdpo")
 """Built-in estimators that read the keys of baseline and normalisation."""
 _BY_STEP = ("reinforce_plus_plus", "gdpo")
-"""Those that give advantages to groups whose rewards are all equal."""
+"""Built-in estimators that give advantages to groups whose rewards are all equal."""
 
 
 def rule_advantage_clip_is_an_interval(config: MasterConfig) -> list[str]:
@@ -96,7 +96,7 @@ def rule_token_baseline_needs_prev_logprobs(config: MasterConfig) -> list[str]:
 
 
 def row_loss_problems(config: MasterConfig) -> list[str]:
-    """What keeps the loss from taking an advantage of each token; also of an estimator of the user's own."""
+    """Return the reasons why the loss cannot take an advantage of each token; also of an estimator of the user's own."""
     name = config.loss_fn.name
     if not LOSSES.is_builtin(name) or not LOSS_TRAITS[name].has_row_advantages:
         return []

@@ -25,7 +25,7 @@ class RouterReplayConfig(Section):
     enabled: bool = False
     """The model must have routed experts of a kind that both the engine and the policy worker know."""
     source: Literal["rollout", "prev_logprobs"] = "rollout"
-    """Who records the routes: the engine that samples, or the policy worker in its log-probability pass."""
+    """The recorder of the routes: the engine that samples, or the policy worker in its log-probability pass."""
     bit_packed: bool = False
     """Send ids in as many bits as they need; false: one byte each up to 256 experts, two above."""
     with_digests: bool = False
@@ -39,7 +39,7 @@ class RouterReplayConfig(Section):
 
     @property
     def records_at_rollout(self) -> bool:
-        """Whether the engines record."""
+        """Return whether the engines record routes."""
         return self.enabled and self.source == "rollout"
 
 

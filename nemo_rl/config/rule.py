@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["SET_FOR_A_PASS", "Ignored", "Rule", "keys_besides_the_switch", "rules_in", "would_be_ignored"]
 
 SET_FOR_A_PASS = "set grpo.use_generation_logprobs_as_prev=false and loss_fn.force_on_policy_ratio=false"
-"""What gives a run the pass `prev_logprobs`, for messages."""
+"""The advice that gives a run the pass `prev_logprobs`, for messages."""
 
 Rule = Callable[["MasterConfig"], list[str]]
 """The problems of a config, each line starting with the dotted path of the key to change."""

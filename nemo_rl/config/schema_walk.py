@@ -23,7 +23,7 @@ __all__ = ["Place", "default_tree", "iter_fields", "place_of", "section_class", 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where a dotted path ends in the schema."""
+    """The end of a dotted path in the schema."""
 
     is_known: bool
     is_free: bool = False
@@ -102,7 +102,8 @@ _KNOWN_ELSEWHERE: Mapping[str, str] = {
 
 
 def suggest_path(path: Sequence[str], candidates: Iterable[str], tree: Mapping[str, Any]) -> str:
-    """As `suggest`; a name that exists elsewhere is offered with its whole path, and with the values that it takes.
+    """Suggest a name as `suggest` does; one that exists elsewhere is offered with its whole path, and with the values
+    that it takes.
 
     Args:
         tree: the recipe; of several places those are left out that it switches off.
@@ -130,7 +131,7 @@ def _all_paths() -> Iterator[str]:
 
 
 def _is_off(path: Sequence[str], tree: Mapping[str, Any]) -> bool:
-    """Whether a section above `path` is switched off, or belongs to the worker that does not train."""
+    """Return whether a section above `path` is switched off, or belongs to the worker that does not train."""
     defaults = default_tree()
 
     def value(name: str) -> Any:
@@ -156,7 +157,7 @@ def _values_of(path: str) -> str:
 
 
 def lookup(tree: Mapping[str, Any], path: Sequence[str]) -> tuple[bool, Any]:
-    """Whether `path` is set in a plain tree, and its value."""
+    """Return whether `path` is set in a plain tree, and its value."""
     node: Any = tree
     for part in path:
         if not isinstance(node, Mapping) or part not in node:

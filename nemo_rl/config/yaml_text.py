@@ -31,7 +31,7 @@ MAX_VALUES = 5_000
 """Values of a recipe, aliases written out; ours have up to 400."""
 MAX_DEPTH = 32
 MAX_INTEGER = 2**63 - 1
-"""What every consumer (torch, numpy, the seeds of generators) can hold."""
+"""The largest integer that every consumer (torch, numpy, the seeds of generators) can hold."""
 _MAX_DIGITS = 20
 
 _TAG = "tag:yaml.org,2002:"
@@ -46,7 +46,7 @@ _NON_FINITE: Mapping[str, str] = {".inf": "inf", "+.inf": "inf", "-.inf": "-inf"
 
 
 class YamlProblem(ValueError):
-    """Why a text is no recipe: one line."""
+    """One line that says why a text is no recipe."""
 
 
 class _Composer(yaml.SafeLoader):  # type: ignore[misc]
@@ -121,7 +121,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def text_problem(text: str) -> str | None:
-    """Why a text cannot stand in a file or in the name of one; None where it can."""
+    """Return why a text cannot stand in a file or in the name of one; None where it can."""
     if "\0" in text:
         return "holds a NUL character"
     try:
