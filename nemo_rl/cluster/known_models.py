@@ -86,7 +86,7 @@ KNOWN_MODELS: Mapping[str, Mapping[str, object]] = {
         moe_intermediate_size=64,
     ),
 }
-"""By the name of the folder; values as in the `config.json` that the makers publish."""
+"""Configs of known models by the name of their folder; values as in the `config.json` that the makers publish."""
 _QWEN2_CHAT = {"eos_token_id": 151645, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
 _QWEN3_BASE = {"eos_token_id": 151643, "max_position_embeddings": 32768}
 _LLAMA3_CHAT = {"eos_token_id": [128001, 128008, 128009]}
@@ -95,7 +95,7 @@ VARIANTS: Mapping[str, Mapping[str, Mapping[str, object]]] = {
     "-Base": {"qwen3": _QWEN3_BASE, "qwen3_moe": _QWEN3_BASE},
     "-Chat": {},
 }
-"""What models with such a suffix have otherwise than those without, by `model_type`; their sizes are the same."""
+"""Values in which models with such a suffix differ from those without, by `model_type`; their sizes are the same."""
 
 
 def planned_model_config(model_name: str, *, given: Path | None = None) -> PretrainedConfig:

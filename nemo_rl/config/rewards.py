@@ -96,7 +96,7 @@ def rule_token_baseline_needs_prev_logprobs(config: MasterConfig) -> list[str]:
 
 
 def row_loss_problems(config: MasterConfig) -> list[str]:
-    """Return the reasons why the loss cannot take an advantage of each token; also of an estimator of the user's own."""
+    """Return the reasons why the loss cannot take an advantage of each token, for any estimator."""
     name = config.loss_fn.name
     if not LOSSES.is_builtin(name) or not LOSS_TRAITS[name].has_row_advantages:
         return []

@@ -45,10 +45,10 @@ __all__ = [
 
 
 class State(StrEnum):
-    """How something is."""
+    """The state of one finding."""
 
     GREEN = "green"
-    """In order."""
+    """The finding is in order."""
     YELLOW = "yellow"
     """Some runs will not work, or will be slow."""
     RED = "red"
@@ -63,7 +63,7 @@ class Finding:
     state: State
     found: str
     advice: str = ""
-    """What to do; empty when all is in order."""
+    """The advice to the user; empty when all is in order."""
 
     def to_json(self) -> dict[str, str]:
         return {name: str(value) for name, value in asdict(self).items()}
@@ -154,7 +154,7 @@ ASK_S = 10.0
 
 
 def look_at_machine(*, shared: Path = Path("/dev/shm"), folder: Path = Path()) -> Iterator[Finding]:
-    """What every run needs, with GPUs or without.
+    """Check the needs of every run, with GPUs or without.
 
     Args:
         shared: the node's shared memory.
@@ -250,7 +250,7 @@ VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def look_at_network(*, ray_port: int = RAY_PORT) -> Iterator[Finding]:
-    """What processes of several machines, and of one, meet over."""
+    """Check the network over which the processes of a run meet."""
     given = psutil.net_if_addrs()
     up = [name for name, stats in psutil.net_if_stats().items() if stats.isup]
     addresses = {
@@ -365,7 +365,7 @@ def examine(*, with_self_test: bool = True) -> Iterator[Finding]:
 
 
 def worst(findings: Iterable[Finding]) -> State:
-    """Of all findings."""
+    """Return the worst state of all findings."""
     order = list(State)
     return max((finding.state for finding in findings), key=order.index, default=State.GREEN)
 

@@ -72,5 +72,5 @@ def _keys(rank: int) -> list[str]:
 
 
 def _expected(rank: int) -> float:
-    """What the other one wrote, times the number of ranks."""
+    """Return the sum that a rank expects: the value of the other rank, times the number of ranks."""
     return float(ROWS * (2 - rank) * RANKS)

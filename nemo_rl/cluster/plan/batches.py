@@ -20,29 +20,29 @@ __all__ = ["Batches", "pass_tokens", "plan_batches"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batches:
-    """Of one step with rows of full length."""
+    """The batches of one step with rows of full length."""
 
     rows: int
     """Samples of a step."""
     row_tokens: int
-    """Of the longest row."""
+    """Tokens of the longest row."""
     prompt_tokens: int
     response_tokens: int
     global_batches: int
     """Optimizer steps."""
     global_batch_rows: int
     rows_per_rank: int
-    """Of a global batch on one data-parallel rank."""
+    """Rows of a global batch on one data-parallel rank."""
     train_microbatches: int
-    """Of a global batch on one data-parallel rank."""
+    """Microbatches of a global batch on one data-parallel rank."""
     logprob_microbatches: int
-    """Of the step on one data-parallel rank."""
+    """Microbatches of the step on one data-parallel rank."""
     train: PassTokens
     logprob: PassTokens
 
     @property
     def tokens(self) -> int:
-        """Of a step, at most."""
+        """Return the most tokens of a step."""
         return self.rows * self.row_tokens
 
 

@@ -32,7 +32,7 @@ class Change:
 
     overrides: tuple[str, ...]
     cost: str
-    """What it costs, in a word or two."""
+    """The cost of the change, in a word or two."""
 
 
 def cheapest_change(plan: Plan, replan: Callable[[tuple[str, ...]], Plan]) -> tuple[Change, Plan] | None:
@@ -66,7 +66,7 @@ def changes_of(setting: Setting) -> Iterator[Change]:
 
 
 def nodes_overrides(count: int) -> tuple[str, ...]:
-    """So many machines; several are those of a Ray that runs already."""
+    """Return the overrides for so many machines; several are nodes of a running Ray."""
     return (f"cluster.num_nodes={count}", *(["cluster.address=auto"] if count > 1 else []))
 
 
@@ -153,7 +153,7 @@ def _more_room(setting: Setting) -> Iterator[Change]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRequest:
-    """What is asked for."""
+    """The request of one plan, as the command line gives it."""
 
     recipe: Path
     overrides: tuple[str, ...] = ()

@@ -48,7 +48,7 @@ class EngineMemory:
 
 
 def engine_memory(setting: Setting, batches: Batches) -> EngineMemory:
-    """Of each of the engines."""
+    """Return the memory of each engine."""
     generation, shape = setting.policy.generation, setting.model.flops_shape
     group, size = setting.config.grpo.num_generations_per_prompt, setting.engine_element_bytes
     prompts = math.ceil(setting.config.grpo.num_prompts_per_step / generation.num_replicas)
@@ -77,7 +77,7 @@ def plan_slots(setting: Setting) -> list[WeightSlot]:
 
 
 def delta_bytes(setting: Setting, *, ranks: int, engines: int) -> int:
-    """Of one node: the weights that were sent last, which deltas build on.
+    """Return the bytes of the weights that were sent last on one node, on which deltas build.
 
     Args:
         ranks: policy workers of the node.
@@ -92,7 +92,8 @@ def delta_bytes(setting: Setting, *, ranks: int, engines: int) -> int:
 
 
 def refit_bytes(setting: Setting) -> int:
-    """On each rank: a bucket, and the largest weight whole in the policy's dtype and in the engine's."""
+    """Return the bytes of a refit on each rank: a bucket, and the largest weight whole in the policy's dtype and in the
+    engine's."""
     slots = plan_slots(setting)
     ratio = setting.policy.generation.refit_buffer_ratio
     bucket = bucket_bytes(slots, free=int(MAX_BUCKET_BYTES / ratio) + 1, ratio=ratio)
@@ -102,9 +103,9 @@ def refit_bytes(setting: Setting) -> int:
 
 
 CONTEXT_BYTES = 768 << 20
-"""Of CUDA, cuBLAS and NCCL in one process, on its GPU."""
+"""Bytes of CUDA, cuBLAS and NCCL in one process, on its GPU."""
 PROCESS_BYTES = 800 << 20
-"""Of Python, torch and transformers in one process, on its node."""
+"""Bytes of Python, torch and transformers in one process, on its node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +115,7 @@ class RankMemory:
     stage: int
     weights: int
     gradients: int
-    """At the optimizer's step."""
+    """Bytes of the gradients at the optimizer's step."""
     summed_gradients: int
     """While microbatches run: FSDP keeps whole gradients until the last one."""
     optimizer: int
@@ -122,12 +123,12 @@ class RankMemory:
     gathered: Gathered
     train: PassActivations
     logprob: PassActivations | None
-    """None for a recipe without log-probability passes."""
+    """Activations of a log-probability pass, or None for a recipe without one."""
     engine: EngineMemory | None
-    """None where no engine shares the device."""
+    """Memory of the engine, or None where none shares the device."""
     refit: int
     fixed: int
-    """Of the processes themselves."""
+    """Bytes of the processes themselves."""
     offloads: bool
     """Weights, gradients and optimizer stay in the node's memory."""
     read_share: float
@@ -155,7 +156,7 @@ class RankMemory:
 
 
 def rank_memory(setting: Setting, batches: Batches, *, stage: int, with_engine: bool) -> RankMemory:
-    """Of the ranks of a pipeline stage.
+    """Return the memory of the ranks of a pipeline stage.
 
     Args:
         with_engine: an engine shares the device.
@@ -195,14 +196,14 @@ def rank_memory(setting: Setting, batches: Batches, *, stage: int, with_engine: 
 
 
 def engine_peak(setting: Setting, engine: EngineMemory) -> int:
-    """Of the GPU of an engine that stands apart; it takes buckets of new weights when it does not decode."""
+    """Return the peak of the GPU of a non-colocated engine; it takes buckets of new weights when it does not decode."""
     return CONTEXT_BYTES + engine.weights + max(engine.cache + engine.working, refit_bytes(setting))
 
 
 def host_bytes(
     setting: Setting, ranks: list[RankMemory], *, engine: EngineMemory, engines: int, others: int
 ) -> dict[str, int]:
-    """Of one node, by what it is for.
+    """Return the bytes of one node, by their use.
 
     Args:
         ranks: of the node's policy workers.
@@ -232,7 +233,8 @@ def host_bytes(
 
 
 def _copied_bytes(setting: Setting, rank: RankMemory) -> int:
-    """What a rank holds of a checkpoint that is written beside the training, at most: replicas are copied once."""
+    """Return the most bytes that a rank holds of a checkpoint that is written beside the training: replicas are copied
+    once."""
     state = rank.optimizer + rank.optimizer_on_host if setting.config.checkpointing.save_optimizer else 0
     if not setting.is_megatron:
         return rank.weights + state

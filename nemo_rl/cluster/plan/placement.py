@@ -1,4 +1,4 @@
-"""Who runs where: policy ranks, engines, rollout, storage and what listens on a port, node by node.
+"""The placement of a run: policy ranks, engines, rollout, storage and listening ports, node by node.
 
 Ranks lie in the order of the run's layout, as many on a node as it has workers; engines share the first GPUs, one each,
 or stand apart on GPUs or nodes of their own; the driver's node has everything else.
@@ -20,7 +20,7 @@ class Device:
     """A GPU, or the share of a CPU that one policy worker has."""
 
     number: int
-    """On its node."""
+    """Number of the device on its node."""
     rank: int
     pp: int
     dp: int
@@ -51,7 +51,7 @@ class Port:
     who: str
     node: int
     port: int | None
-    """None: a free one, taken when it starts."""
+    """The number of the port, or None for a free one that is taken at the start."""
     set_by: str
     """The key that fixes it; empty where there is none."""
 
@@ -132,7 +132,7 @@ def _others(setting: Setting) -> tuple[str, ...]:
 
 
 def plan_ports(setting: Setting) -> list[Port]:
-    """What listens; a port without a number is free whenever the machine has one."""
+    """List the listening ports; a port without a number is free whenever the machine has one."""
     config = setting.config
     if config.cluster.launcher == "local":
         return []

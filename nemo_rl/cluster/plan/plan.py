@@ -35,7 +35,7 @@ TERA = 1e12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageBound:
-    """At least so many seconds."""
+    """A lower bound of the seconds of one stage."""
 
     stage: str
     arithmetic_s: float
@@ -55,7 +55,7 @@ class StageBound:
 
 
 def stage_bounds(setting: Setting, batches: Batches, engine: EngineMemory, plane: PlaneMemory) -> list[StageBound]:
-    """Of a step; empty for CPUs, of whose rates nothing is known."""
+    """Return the bounds of the stages of a step; empty for CPUs, whose rates are not known."""
     if setting.gpu is None:
         return []
     found = [_rollout(setting, setting.gpu, batches, engine)]
@@ -119,7 +119,7 @@ def _pass(setting: Setting, gpu: GPU, batches: Batches, part: WorkerPass) -> Sta
 
 
 def _collective_s(setting: Setting, gpu: GPU, sent: float) -> float:
-    """Of bytes that each rank gets from its peers of the data and context axes."""
+    """Return the seconds for bytes that each rank gets from its peers of the data and context axes."""
     layout, cluster = setting.layout, setting.config.cluster
     shards = layout.dp * layout.cp
     if shards == 1:
@@ -133,9 +133,9 @@ def _collective_s(setting: Setting, gpu: GPU, sent: float) -> float:
 
 
 FORMAT_VERSION = 1
-"""Of `--json`; raised when a key changes its meaning or goes."""
+"""Version of the format of `--json`; raised when a key changes its meaning or goes."""
 USABLE = 0.96
-"""Of a GPU's memory: the rest is lost between blocks of torch's allocator."""
+"""Usable share of a GPU's memory: the rest is lost between blocks of torch's allocator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,11 +154,11 @@ class Plan:
     """Memory of each node by what it is for."""
     bounds: tuple[StageBound, ...]
     problems: tuple[str, ...]
-    """What does not fit, a line each."""
+    """One line for each part that does not fit."""
 
     @property
     def device_bytes(self) -> int | None:
-        """Of a GPU that a run can use; None on CPUs."""
+        """Return the bytes of a GPU that a run can use, or None on CPUs."""
         return int(self.setting.gpu.memory_bytes * USABLE) if self.setting.gpu is not None else None
 
     @property
@@ -172,7 +172,7 @@ class Plan:
         return 0 if room is None else max(0, max(rank.peak for rank in self.ranks) - room)
 
     def reading(self) -> str:
-        """What each process reads of the model folder when it starts."""
+        """Return a sentence about the share of the model folder that each process reads when it starts."""
         shares = [min(1.0, rank.read_share) for rank in self.ranks]
         most, least = max(shares), min(shares)
         if least == 1:
@@ -188,14 +188,14 @@ class Plan:
         return f"model folder: {ranks}, one weight at a time through the node's page cache; {engine}"
 
     def _stored_bytes(self, share: float) -> str:
-        """Nothing where the config does not say in which dtype its weights are stored."""
+        """Return the stored bytes of the weights, or nothing where the config does not name their dtype."""
         dtype = self.setting.model.config.dtype
         if dtype is None:
             return ""
         return f" ({bytes_text(int(share * self.setting.model.num_parameters * dtype.itemsize))})"
 
     def assumptions(self) -> list[str]:
-        """What the numbers rest on, besides the recipe."""
+        """Return the assumptions behind the numbers, besides the recipe."""
         lines = [
             "all rows are as long as they may be, so a real step needs no more",
             self._sets(),
@@ -303,7 +303,7 @@ def _device_problems(setting: Setting, ranks: tuple[RankMemory, ...]) -> list[st
 
 
 def _engine_problems(setting: Setting, engine: EngineMemory) -> list[str]:
-    """Of engines with GPUs of their own."""
+    """Return the problems of non-colocated engines with GPUs of their own."""
     if setting.gpu is None or not engines_apart(setting.config):
         return []
     needed, room = engine_peak(setting, engine), int(setting.gpu.memory_bytes * USABLE)
@@ -313,7 +313,7 @@ def _engine_problems(setting: Setting, engine: EngineMemory) -> list[str]:
 
 
 def _host_problems(setting: Setting, hosts: tuple[dict[str, int], ...]) -> list[str]:
-    """Of CPU workers on this machine; of other machines nothing is known."""
+    """Return the problems of CPU workers on this machine; other machines are not known."""
     if setting.gpu is not None or len(hosts) > 1 or setting.config.cluster.address is not None:
         return []
     needed, have = sum(hosts[0].values()), available_bytes()

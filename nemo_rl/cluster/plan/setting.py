@@ -31,14 +31,14 @@ class GPU:
 
     name: str
     device_name: str
-    """As CUDA calls it, by which `utils.flops` knows its peak."""
+    """The name that CUDA gives the device, by which `utils.flops` knows its peak."""
     memory_bytes: int
-    """What the driver gives to processes."""
+    """Bytes that the driver gives to processes."""
     memory_rate: float
     link_rate: float
-    """To another GPU of the node, in one direction."""
+    """Bytes per second to another GPU of the node, in one direction."""
     network_rate: float
-    """To another node, in one direction, of the usual network card per GPU."""
+    """Bytes per second to another node, in one direction, of the usual network card per GPU."""
 
     def tflops(self, precision: str) -> float:
         """Dense peak in this precision, in 1e12 operations per second."""
@@ -65,7 +65,7 @@ GPUS: Mapping[str, GPU] = {
         _gpu("GB200-186G", "NVIDIA GB200", mib=189471, memory=8000, link=900, network=50),
     )
 }
-"""By the name of the product and its memory."""
+"""GPUs by the name of the product and its memory."""
 
 
 def gpu_named(name: str) -> GPU:
@@ -108,12 +108,12 @@ class Model:
 
     @cached_property
     def has_head_norms(self) -> bool:
-        """Whether queries and keys have norms of their own."""
+        """Return whether queries and keys have norms of their own."""
         return any(name.endswith(".q_norm") for name, _ in self.hf.named_modules())
 
     @cached_property
     def has_gated_mlp(self) -> bool:
-        """Whether a feed-forward block multiplies two projections of its input."""
+        """Return whether a feed-forward block multiplies two projections of its input."""
         return any("gate" in name.rpartition(".")[2] for name, _ in self.hf.named_modules())
 
     @cached_property
@@ -130,18 +130,18 @@ class Model:
 
     @cached_property
     def architecture(self) -> Architecture:
-        """Of the models that the Megatron worker trains."""
+        """Return the architecture, for the models that the Megatron worker trains."""
         return Architecture.of(self.config)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is planned."""
+    """The recipe that is planned, with its model and its GPU."""
 
     config: MasterConfig
     model: Model
     gpu: GPU | None
-    """None: the workers run on CPUs."""
+    """The GPU of the workers, or None where they run on CPUs."""
 
     @property
     def policy(self) -> PolicyConfig:
@@ -153,7 +153,7 @@ class Setting:
 
     @cached_property
     def layout(self) -> ParallelLayout:
-        """As the run makes it.
+        """Return the layout as the run makes it.
 
         Raises:
             ConfigError: the ranks do not divide.
@@ -162,7 +162,7 @@ class Setting:
 
     @property
     def element_bytes(self) -> int:
-        """Of the dtype that the policy computes in."""
+        """Return the bytes of an element of the dtype in which the policy computes."""
         return DTYPES[self.policy.precision].itemsize
 
     @property
@@ -171,7 +171,7 @@ class Setting:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether Transformer Engine is taken to be installed: on GPUs, for the Megatron worker."""
+        """Return whether Transformer Engine is taken to be installed: on GPUs, for the Megatron worker."""
         return self.is_megatron and self.gpu is not None
 
     @cached_property

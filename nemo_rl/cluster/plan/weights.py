@@ -45,7 +45,7 @@ class LocalWeight:
     in_use: int
     """Elements that it computes with: FSDP gathers them layer by layer."""
     bytes_at_rest: int
-    """Of an element."""
+    """Bytes of one element at rest."""
     read: int
     """Elements that the rank reads of the model folder when it starts, at most: rows of a mapped file are read alone,
     columns are not."""
@@ -59,9 +59,10 @@ class RestMemory:
 
     weights: int
     gradients: int
-    """Of a global batch, when the optimizer steps."""
+    """Bytes of the gradients of a global batch, when the optimizer steps."""
     summed_gradients: int
-    """What a pass finds of earlier microbatches: FSDP shares gradients out after the last one only."""
+    """Bytes of gradients that a pass finds of earlier microbatches: FSDP shares gradients out after the last one only.
+    """
     optimizer: int
     optimizer_on_host: int
 
@@ -80,7 +81,7 @@ class Gathered:
     layer: int
     """The largest layer; the next one is gathered while it runs."""
     layer_gradients: int
-    """Of the largest layer, before and while they are shared out."""
+    """Bytes of the gradients of the largest layer, before and while they are shared out."""
 
 
 NOTHING_GATHERED = Gathered(root=0, layer=0, layer_gradients=0)
@@ -92,7 +93,7 @@ def local_weights(setting: Setting, *, stage: int = 0) -> list[LocalWeight]:
 
 
 def rest_memory(setting: Setting, weights: list[LocalWeight], *, num_microbatches: int) -> RestMemory:
-    """Of a rank with these weights.
+    """Return the memory at rest of a rank with these weights.
 
     Args:
         num_microbatches: of a global batch on one rank.
@@ -112,7 +113,7 @@ def rest_memory(setting: Setting, weights: list[LocalWeight], *, num_microbatche
 
 
 def gathered_weights(setting: Setting, weights: list[LocalWeight]) -> Gathered:
-    """Of a rank with these weights; nothing where no weight is shared between passes."""
+    """Return the gathered weights of a rank; nothing where no weight is shared between passes."""
     if setting.is_megatron:
         return NOTHING_GATHERED
     units: dict[int, int] = {}

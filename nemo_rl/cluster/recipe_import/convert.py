@@ -35,7 +35,7 @@ __all__ = ["TABLE", "Imported", "as_record", "import_recipe", "report_lines", "r
 TABLE: Table = {**ALGORITHM, **POLICY, **RUN}
 """Every key of a NeMo-RL GRPO recipe."""
 MAX_ROUNDS = 20
-"""Of leaving keys out: one may let another be seen."""
+"""Most rounds of leaving keys out: one that is left out may reveal another."""
 DECIDE = "model_name"
 WORKERS = ("dtensor_cfg", "megatron_cfg")
 SHARES = "policy.generation.colocated.enabled"
@@ -50,8 +50,8 @@ class Imported:
     tree: dict[str, Any]
     outcomes: tuple[Outcome, ...]
     problems: tuple[str, ...]
-    """What somebody has to decide: rules that the recipe breaks as it is, parents and values that are not there, and
-    keys without which something else is trained."""
+    """Decisions that are left to the user: rules that the recipe breaks as it is, parents and values that are not
+    there, and keys without which something else is trained."""
 
     def of(self, fate: Fate) -> list[Outcome]:
         return [outcome for outcome in self.outcomes if outcome.fate is fate]
@@ -134,7 +134,7 @@ def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, ob
 
 
 def _is_dictionary(key: str) -> bool:
-    """Whether the key holds one value here, whose names are free."""
+    """Return whether the key holds one dictionary here, whose names are free."""
     field = place_of((TABLE[key].to or key).split(".")).field if key in TABLE else None
     return field is not None and section_class(field.annotation) is None
 
@@ -302,13 +302,13 @@ def _section(tree: Mapping[str, Any], comments: Mapping[str, str], *, path: str,
 
 
 def _comment(text: str) -> str:
-    """On one line, with characters that YAML does not take written out."""
+    """Return a comment on one line, with characters that YAML does not take written out."""
     shown = (each if each.isprintable() else ascii(each)[1:-1] for each in " ".join(text.split()))
     return "# " + "".join(shown)
 
 
 def report_lines(imported: Imported) -> Iterator[str]:
-    """For people."""
+    """Return the report for people, line by line."""
     given = imported.given
     yield f"import of {given.file}"
     for parent in given.missing:
@@ -345,7 +345,7 @@ def _line(outcome: Outcome) -> str:
 
 
 def as_record(imported: Imported) -> dict[str, object]:
-    """For JSON."""
+    """Return the report for JSON."""
     given = imported.given
     return {
         "file": str(given.file),

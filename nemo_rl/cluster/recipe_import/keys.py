@@ -45,7 +45,7 @@ OFF: tuple[object, ...] = (None, False)
 
 
 class Fate(StrEnum):
-    """What becomes of a key."""
+    """The fate of a key."""
 
     SAME = "same"
     """The same key with the same value; or switched off there, and not here at all."""
@@ -53,7 +53,7 @@ class Fate(StrEnum):
     """Another key, or another value."""
     NOT_SUPPORTED = "not supported"
     IGNORED = "without effect"
-    """Nothing here depends on it."""
+    """The key has no effect here."""
     UNKNOWN = "unknown"
     """Neither NeMo-RL's nor ours."""
 
@@ -66,15 +66,15 @@ class KeyRule:
     to: str = ""
     """Key here; empty for the same one."""
     why: str = ""
-    """For people: the reason, or what the value means here."""
+    """The reason, or the meaning of the value here, for people."""
     off: tuple[object, ...] = ()
-    """Of a key that is not supported: values that ask for nothing."""
+    """Values of an unsupported key that ask for nothing."""
     convert: Callable[[object], object] | None = None
     """Value there -> value here; None takes it as it is."""
     is_with_others: bool = False
     """Several keys are converted together, see `sections`."""
     must_decide: bool = False
-    """Whether something else is trained without this unsupported key, so that the import ends with exit code 2."""
+    """True where something else is trained without this unsupported key, so that the import ends with exit code 2."""
 
 
 Table = Mapping[str, KeyRule]
@@ -82,15 +82,15 @@ Table = Mapping[str, KeyRule]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What became of one key of a recipe."""
+    """The outcome for one key of a recipe."""
 
     key: str
-    """There; empty for one that was added here."""
+    """The key in NeMo-RL; empty for one that was added here."""
     fate: Fate
     to: str = ""
-    """Here."""
+    """The key in this library."""
     value: object = None
-    """Here, where there is a key for it."""
+    """The value in this library, where it has a key."""
     why: str = ""
     must_decide: bool = False
     """Left out, the run would train something else: somebody has to decide."""
@@ -107,12 +107,13 @@ def moved(to: str, *, convert: Callable[[object], object] | None = None, why: st
 
 
 def not_supported(why: str, *, off: tuple[object, ...] = OFF) -> KeyRule:
-    """There is nothing of the kind here."""
+    """Make the rule of a key whose feature does not exist here."""
     return KeyRule(fate=Fate.NOT_SUPPORTED, why=why, off=off)
 
 
 def refused(why: str, *, off: tuple[object, ...] = OFF) -> KeyRule:
-    """There is nothing of the kind here, and a run without it trains another model, other data or another loss."""
+    """Make the rule of a key whose feature does not exist here and without which a run trains another model, other data
+    or another loss."""
     return KeyRule(fate=Fate.NOT_SUPPORTED, why=why, off=off, must_decide=True)
 
 

@@ -1,4 +1,4 @@
-"""Where prompts of a NeMo-RL recipe come from, how they are worded, and which environment scores the responses.
+"""Converts the prompts of a NeMo-RL recipe: their source, their wording, and the environment that scores responses.
 
 Called by `sections`. Invariant: whatever decides prompts or rewards there is the same here, or is named as missing.
 """
@@ -167,7 +167,7 @@ def _dataset(given: Given, source: Source, *, part: str) -> Iterator[Outcome]:
 
 
 def _rows(source: Source, *, is_file: bool, is_folder: bool) -> Iterator[Outcome]:
-    """What else decides which rows there are and what they say."""
+    """Convert the other keys that decide which rows there are and what they say."""
     entry, where = source.entry, source.where
     split = entry.get("split")
     if split and is_folder:

@@ -277,7 +277,7 @@ def _store(given: Given) -> Iterator[Outcome]:
 
 
 def _without_a_key(given: Given) -> Iterator[Outcome]:
-    """What NeMo-RL does without being asked, and this does only when asked."""
+    """Set the features that NeMo-RL has by default and that are off here by default."""
     if not given.get("grpo.use_dynamic_sampling"):
         yield becomes("", "grpo.drop_zero_advantage_groups", False, "there such groups stay in the divisors")
     normalizes, leaves_out = (

@@ -119,7 +119,7 @@ _REST: Table = {
 }
 
 ALGORITHM: Table = {**_GRPO, **_LOSS, **_REST}
-"""By key; `.*` ends one that stands for all below it."""
+"""Rules by key; a key that ends in `.*` stands for all below it."""
 
 
 OTHER_ENGINE = "a setting of an engine that is not here; see policy.generation.backend"
@@ -378,7 +378,7 @@ _GENERATION: Table = {
 }
 
 POLICY: Table = {**_MAIN, **_DTENSOR, **_MEGATRON, **_GENERATION}
-"""By key; `.*` ends one that stands for all below it."""
+"""Rules by key; a key that ends in `.*` stands for all below it."""
 
 
 PROMPTS = "becomes data.train, data.validation and env.name"
@@ -497,4 +497,4 @@ _DATA_PLANE: Table = {
 }
 
 RUN: Table = {**_DATA, **_ENV, **_CLUSTER, **_CHECKPOINTING, **_LOGGER, **_DATA_PLANE}
-"""By key; `.*` ends one that stands for all below it."""
+"""Rules by key; a key that ends in `.*` stands for all below it."""

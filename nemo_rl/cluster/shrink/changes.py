@@ -25,7 +25,8 @@ __all__ = ["Change", "Changes", "SmallLayout", "changes_of", "small_layout"]
 KEPT = 2
 """Ranks along an axis that has several: the fewest that exchange anything."""
 GIVEN_UP_IN_TURN = ("expert_tensor", "pipeline", "context", "tensor", "expert")
-"""Which axis goes first where all of them at 2 are too many processes; the data axis goes before them all."""
+"""Axes in the order in which they are given up where all of them at 2 are too many processes; the data axis goes before
+them all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +48,7 @@ class SmallLayout:
 
     @property
     def text(self) -> str:
-        """For people.
+        """Return the layout as a text for people.
 
         Example:
             >>> small_layout(ParallelSizes(tensor=4, sequence_parallel=True), 16, max_workers=8).text
@@ -151,7 +152,7 @@ class Change:
 
     @property
     def text(self) -> str:
-        """For people."""
+        """Return the text for people."""
         return f"{self.key} {_shown(self.was)} -> {_shown(self.now)}"
 
 
@@ -168,19 +169,19 @@ class Changes:
             self.found.append(Change(key=key, was=was, now=now, why=why))
 
     def cap(self, key: str, most: float, why: str) -> None:
-        """At most so much; null stays."""
+        """Lower a number to at most so much; null stays."""
         _, was = lookup(self._tree, key.split("."))
         if isinstance(was, (int, float)) and was > most:
             self.set(key, most, why)
 
     def at_least(self, key: str, least: float, why: str) -> None:
-        """No less than so much."""
+        """Raise a number to at least so much."""
         _, was = lookup(self._tree, key.split("."))
         if isinstance(was, (int, float)) and was < least:
             self.set(key, least, why)
 
     def tree(self) -> dict[str, Any]:
-        """As a recipe that inherits from the real one."""
+        """Return the changes as a recipe that inherits from the real one."""
         tree: dict[str, Any] = {}
         for change in self.found:
             *sections, name = change.key.split(".")
@@ -342,7 +343,7 @@ def _prompts(changes: Changes, config: MasterConfig) -> None:
 
 
 def _sampling(changes: Changes, grpo: GRPOConfig) -> None:
-    """What depends on rewards and lengths that are others here."""
+    """Change the keys that depend on rewards and lengths, which differ here."""
     if grpo.use_dynamic_sampling:
         why = "rewards that differ in every group, steps that are run again"
         changes.set("grpo.use_dynamic_sampling", False, why)

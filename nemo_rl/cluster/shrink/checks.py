@@ -31,14 +31,14 @@ class Check:
 
     name: str
     holds: bool | None
-    """None: there was nothing to look at."""
+    """The answer of the check, or None where there was nothing to look at."""
     text: str
-    """What was found."""
+    """The finding, in words."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShrinkReport:
-    """Of one recipe."""
+    """The report of one shrunk recipe."""
 
     recipe: Path
     out: Path
@@ -59,7 +59,7 @@ class ShrinkReport:
         return Verdict.MISMATCH if any(check.holds is False for check in self.checks) else Verdict.PASS
 
     def lines(self) -> Iterator[str]:
-        """For people."""
+        """Return the report for people, line by line."""
         yield f"shrink of {self.recipe}: {self.layout}"
         yield f"  model: {self.model}"
         for text in self.reduced:
@@ -85,7 +85,7 @@ class ShrinkReport:
             yield f"{self.verdict.label} in {self.seconds:.0f} s; again: {again}"
 
     def as_record(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the report for JSON."""
         return {
             "recipe": str(self.recipe),
             "out": str(self.out),
@@ -107,7 +107,7 @@ class ShrinkReport:
 LOG = "log"
 """The stage that writes readable rollouts."""
 ENGINE_BOUNDS: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 0.25}
-"""Of the mean of exp(|log-probability of the trainer - of the engine|) above 1, by the engine's precision."""
+"""Bounds of the mean of exp(|log-probability of the trainer - of the engine|) above 1, by the engine's precision."""
 ERROR_METRIC, NORM_METRIC = "train/token_mult_prob_error", "train/grad_norm"
 
 
@@ -196,7 +196,7 @@ def _engines(config: MasterConfig, rows: Sequence[Mapping[str, float]]) -> Check
 
 
 def _checkpoint(config: MasterConfig, *, steps: int) -> Check:
-    """That of the last step is whole, and its weights are those that the step ended with."""
+    """Check that the checkpoint of the last step is whole and holds the weights with which the step ended."""
     name = "checkpoint"
     if not config.checkpointing.enabled:
         return Check(name=name, holds=None, text="checkpointing.enabled is false")

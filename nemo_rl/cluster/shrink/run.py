@@ -97,7 +97,7 @@ PROMPTS_READ = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShrinkRequest:
-    """What is to be made small, and where."""
+    """The request to shrink one recipe."""
 
     recipe: Path
     overrides: tuple[str, ...] = ()

@@ -22,7 +22,7 @@ READY_FILE = "ray_current_cluster"
 LOG_FILE, RAY_LOGS = "ray_start.log", "ray_logs"
 POLL_S = 0.1
 END_S = 6.0
-"""For an orderly end of Ray, after which it is killed; Slurm itself waits 30 s for all of it."""
+"""Seconds for an orderly end of Ray, after which it is killed; Slurm itself waits 30 s for all of it."""
 COMMAND_END_S = 12.0
 """The same for the command, which ends its workers first."""
 PIPE_END_S = 2.0

@@ -35,11 +35,11 @@ SBATCH_S = 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOptions:
-    """What is asked of Slurm; None leaves it to the recipe or to Slurm."""
+    """The options of a Slurm job; None leaves one to the recipe or to Slurm."""
 
     nodes: int | None = None
     time: str | None = None
-    """As Slurm writes it, for example `4:00:00`."""
+    """Time limit as Slurm writes it, for example `4:00:00`."""
     account: str | None = None
     partition: str | None = None
     job_name: str | None = None
@@ -118,7 +118,7 @@ def submit_job(script: str) -> str:
 
 
 def _added(config: MasterConfig, options: JobOptions) -> Iterator[str]:
-    """What a job that is requeued needs, where neither the recipe nor the command line says otherwise."""
+    """Return the overrides that a requeued job needs, where neither the recipe nor the command line says otherwise."""
     section = config.checkpointing
     if not options.requeue or not section.enabled:
         return
@@ -201,7 +201,7 @@ def attach_words(job: str, command: Sequence[str]) -> list[str]:
 
 
 def _job_folder(job: str) -> Path:
-    """As the job itself has noted it in Slurm."""
+    """Return the folder of the job, as the job itself has noted it in Slurm."""
     if shutil.which("scontrol") is None:
         raise UserError("no Slurm here: scontrol is not on PATH; run this on a login node of the cluster")
     done = subprocess.run(

@@ -42,9 +42,9 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.2
 HEAD_ATTEMPTS = 3
 LEAVE_S = 12.0
-"""For the other nodes to end their Ray, in order or not."""
+"""Seconds for the other nodes to end their Ray, in order or not."""
 DISCARD_PORT = 9
-"""Nothing is sent: only the route to the other node is asked for."""
+"""Port of the route to the other node; nothing is sent to it."""
 
 
 class Node:
@@ -197,7 +197,7 @@ class Node:
             logger.error("error: node %s has not left within %g s", ", ".join(late), LEAVE_S)
 
     def _failed_node(self) -> str | None:
-        """What `ray.sub` notes where a node's process could not even begin."""
+        """Return the note of `ray.sub` about a node whose process could not even begin."""
         for node in self._settings.nodes:
             note = self._settings.folder / f"failed_{node.name}"
             if note.is_file():
@@ -205,7 +205,7 @@ class Node:
         return None
 
     async def _first(self, *awaited: Coroutine[object, object, object]) -> object:
-        """What the first one gives; the others are cancelled."""
+        """Return the result of the first task that ends; cancel the others."""
         tasks = [asyncio.ensure_future(one) for one in awaited]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -224,7 +224,7 @@ class Node:
 
 
 def own_address(settings: NodeSettings) -> str:
-    """Of this node, in numbers, as the other nodes reach it.
+    """Return the numeric address at which the other nodes reach this node.
 
     A host name often stands for loopback on its own machine; then the route to another node says more.
     """

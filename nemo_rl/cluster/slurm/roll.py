@@ -1,4 +1,4 @@
-"""Who is there: every node of a job keeps one connection to the head, which says when to join and when to leave.
+"""The roll call of a job: every node keeps one connection to the head, which says when to join and when to leave.
 
 The head holds a `Roll`, every other node an `Attendance`. A node that ends closes its connection at once; one that
 hangs, or whose machine is gone, is silent. Lines of JSON, and whoever connects proves that it knows the job's token.
@@ -35,7 +35,7 @@ class NodesMissing(NemoRLError):
 
 
 class Place(StrEnum):
-    """How far a node has come."""
+    """The progress of a node."""
 
     ABSENT = "has not reported"
     HERE = "has reported, but its Ray has not joined"
@@ -268,7 +268,7 @@ class Attendance:
 
 
 async def _close(writer: asyncio.StreamWriter) -> None:
-    """What was said is sent first."""
+    """Close a connection after its pending messages are sent."""
     writer.close()
     with suppress(OSError, TimeoutError):
         async with asyncio.timeout(BEAT_S):
