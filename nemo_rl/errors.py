@@ -97,7 +97,7 @@ class NemoRLError(Exception):
     """Base of every error that this package raises on purpose."""
 
     exit_code: ClassVar[int] = 1
-    """Of a command that ends with it."""
+    """Exit code of a command that ends with this error."""
     origin_rank: int | None = None
     """Rank that raised it first, where another rank raises it again."""
 
@@ -120,7 +120,7 @@ class ConfigError(UserError):
 
 
 class PreflightError(ConfigError):
-    """What `preflight` has found, when it is more than one problem; `problems` holds one line each."""
+    """The problems that `preflight` has found, when there is more than one; `problems` holds one line each."""
 
 
 class DatasetError(UserError):

@@ -38,7 +38,7 @@ def lengths_of(nested: torch.Tensor) -> torch.Tensor:
 
 
 def is_packed(nested: torch.Tensor) -> bool:
-    """Whether the rows lie end to end, ragged in their first dim and without holes between them."""
+    """Return whether the rows lie end to end, ragged in their first dim and without holes between them."""
     if nested.layout is not torch.jagged:
         return False
     jagged = cast("Any", nested)

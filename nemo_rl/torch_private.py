@@ -1,4 +1,5 @@
-"""What torch has no public name for. Written for torch 2.13; the tests of the callers fail when a name moves."""
+"""The features of torch that have no public name. Written for torch 2.13; the tests of the callers fail when a name
+moves."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ __all__ = [
 
 
 def ragged_dim(jagged: torch.Tensor) -> int:
-    """Which dim of a jagged nested tensor its offsets cut."""
+    """Return the dim of a jagged nested tensor that its offsets cut."""
     dim: int = cast("Any", jagged)._ragged_idx
     return dim
 
@@ -44,7 +45,7 @@ def after_backward(callback: Callable[[], None]) -> None:
 
 
 def set_expandable_segments(is_on: bool) -> None:
-    """How the allocator of the GPU takes memory from here on."""
+    """Choose how the allocator of the GPU takes memory from here on."""
     torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{is_on}")
 
 
@@ -54,7 +55,7 @@ def default_store() -> dist.Store:
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """How long a collective of the group may take on a device."""
+    """Return how long a collective of the group may take on a device."""
     timeout: timedelta = group._get_backend(device).options._timeout
     return timeout
 

@@ -33,7 +33,7 @@ RESULT_FILE, SAMPLES_FILE = "evaluation.json", "samples.jsonl"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Weights:
-    """What is evaluated."""
+    """The weights that are evaluated."""
 
     model: str
     """Folder, or name on the hub."""

@@ -130,7 +130,7 @@ def _ledger(run: Path) -> Iterator[LedgerHost | None]:
 
 
 def _reach(point: AttachPoint, run: Path) -> LedgerHost | None:
-    """None when the job was killed before it could remove its file."""
+    """Return the address of a ledger that answers, or None when the job was killed before it could remove its file."""
     if point.host_name != socket.gethostname():
         raise UserError(f"{run / ATTACH_FILE}: the job runs on {point.host_name}; look into it there")
     from nemo_rl.data_plane.factory import observe  # noqa: PLC0415  (torch takes seconds, and help needs none)
@@ -293,7 +293,7 @@ class RunHistory:
                 rows.pop(key, None)
 
     def as_record(self) -> dict[str, object]:
-        """For machines."""
+        """Return the history for machines."""
         return {
             "run_id": self.run_id,
             "running": False,
@@ -306,7 +306,7 @@ class RunHistory:
         }
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return the history for people, line by line."""
         num_left = sum(map(len, self.left.values()))
         return [
             f"run {self.run_id}, ended; {self.last - self.first:.1f} s from the first event to the last",
@@ -339,7 +339,7 @@ def _clock(event: Mapping[str, object]) -> str:
 
 
 def _details(event: Mapping[str, object]) -> str:
-    """Who, for which stage or task, which fields, and why."""
+    """Return the actor, the stage or task, the fields and the reason of an event."""
     fields = event.get("fields")
     parts = [
         f"by {event['who']}" if event.get("who") else "",

@@ -23,7 +23,7 @@ app = typer.Typer(
 
 AUTO = "auto"
 ANSWER_S = 5.0
-"""For a Ray on the same network."""
+"""Seconds for the answer of a Ray on the same network."""
 
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML recipe")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="as run_grpo.py takes them")]

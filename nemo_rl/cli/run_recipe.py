@@ -54,7 +54,7 @@ NOT_LOOKED_AT = "model folder, data, reward, extras, hardware, memory, disk, fol
 
 
 class Extent(StrEnum):
-    """How far a recipe is taken."""
+    """The extent to which a recipe is taken."""
 
     PRINT = "print"
     """Shown as it is resolved."""
@@ -65,7 +65,8 @@ class Extent(StrEnum):
 
 
 def extent_of(*, print_config: bool, validate_only: bool, preflight: bool) -> Extent:
-    """How far the options of a command line take a recipe: the most thorough of the checks that were asked for."""
+    """Return the extent to which the options of a command line take a recipe: the most thorough of the checks that were
+    asked for."""
     if preflight:
         return Extent.PREFLIGHT
     if validate_only:

@@ -24,7 +24,7 @@ __all__ = ["app", "replay"]
 
 
 class Layout(StrEnum):
-    """Of the replay."""
+    """The layout of the replay."""
 
     RUN = "run"
     ONE = "one"

@@ -117,7 +117,7 @@ def _run_lines(run: RunSummary, age_s: float) -> Iterator[str]:
 
 
 def _in_order(run: RunSummary) -> list[tuple[SiteKey, SiteSummary]]:
-    """As a pass meets them."""
+    """Sort the sites as a pass meets them."""
     return sorted(
         run.sites.items(), key=lambda item: (execution_order(item[0][0], None, item[0][1])[::2], *item[0][2:])
     )
@@ -232,7 +232,7 @@ def _show_site(reader: StreamReader, site: str, console: Console, *, csv_file: P
 
 
 def _readings(reader: StreamReader, site: str) -> list[Reading]:
-    """In the order of runs, steps and phases.
+    """Yield the readings in the order of runs, steps and phases.
 
     Raises:
         UserError: the recording has no stats of this site.

@@ -36,11 +36,11 @@ __all__ = ["Printer", "play", "serve", "watch"]
 SHOWN = 300
 """Characters of a text that somebody else wrote."""
 POLL_S = 1.0
-"""Between looks at whether it is over."""
+"""Seconds between two checks whether the job is over."""
 DRAIN_S = 10.0
-"""For what a hub still sends after its run has ended."""
+"""Seconds for frames that a hub still sends after its run has ended."""
 QUIET_S = 0.3
-"""Without a word, of such a hub, which then has nothing more."""
+"""Seconds of silence after which such a hub has nothing more to send."""
 RECORD_BYTES = 10 << 30
 MAX_HUB_FILE = 65_536
 
@@ -125,15 +125,15 @@ class Printer:
 
 @dataclass(slots=True)
 class _Session:
-    """From the welcome to the end of the job, or of the steps that were asked for."""
+    """One session of watching, from the welcome to the end of the job or of the requested steps."""
 
     printer: Printer
     writer: StreamWriter | None
     num_steps: int | None
     states: dict[str, str] = field(default_factory=dict)
-    """Of runs."""
+    """States of the runs, by run."""
     texts: dict[str, str] = field(default_factory=dict)
-    """How they ended; what is known of their NaN."""
+    """Texts about the end of runs and about their NaN, by run."""
     known_step: int = -1
     """Newest at the beginning: what comes of it may lack its first frames, so that it does not count."""
     steps: set[int] = field(default_factory=set)
@@ -149,7 +149,7 @@ class _Session:
         self.take_message({"type": "plan", **plan})
 
     def follow(self, client: LiveClient) -> None:
-        """Until it is over.
+        """Follow the job until it is over.
 
         Raises:
             HubGone: the job went without a word.
@@ -243,7 +243,7 @@ def _find_hub(run: Path) -> tuple[str, Path]:
 Host = Annotated[str, typer.Option("--host", help="address of this machine that the page listens at")]
 Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="its port; 0: any that is free")]
 TURN_S = 0.2
-"""Between looks at whether it is over."""
+"""Seconds between two checks whether the job is over."""
 
 
 def serve(

@@ -45,7 +45,7 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawPrompt:
-    """What a source yields."""
+    """A prompt as a source yields it."""
 
     text: str
     """A row of a file may have anything here: what is no text is refused by `load_prompts`."""
@@ -54,7 +54,7 @@ class RawPrompt:
     metadata: Mapping[str, object] = field(default_factory=dict)
     """The other columns of its row, or what the source's own reward needs."""
     place: str = ""
-    """Where the row stands, such as `train.jsonl:7`; empty for a generated one."""
+    """The place of the row, such as `train.jsonl:7`; empty for a generated one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,13 +68,13 @@ class Prompt:
     index: int
     """Position in its `PromptSet`."""
     text: str
-    """As the source gave it, without template."""
+    """The text as the source gave it, without template."""
     answer: object
     ids: tuple[int, ...]
     """Tokens of the whole prompt, chat template included, up to where the assistant begins."""
     metadata: Mapping[str, object] = field(default_factory=dict)
     category: str | None = None
-    """What `category_key` says of it."""
+    """The category that `category_key` names, or None without one."""
     place: str = ""
     """Number of its row, and where that stands."""
 
@@ -95,7 +95,7 @@ class PromptSet:
     is_whole: bool = True
     """False where only the first rows were asked for and there are more."""
     prints_the_date: bool = False
-    """Whether the chat template makes other prompts of it on another day."""
+    """True where the chat template makes other prompts of it on another day."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -264,7 +264,7 @@ class _Rows:
             self.digest.update(row.encode() + b"\n")
 
     def _prompt(self, raw: RawPrompt, text: str, number: int, place: str) -> Prompt | None:
-        """None for one that is too long and may be skipped."""
+        """Return the encoded prompt, or None for one that is too long and may be skipped."""
         answer, metadata = _checked_value(raw.answer, self._cfg.output_key), {}
         for name, value in raw.metadata.items():
             metadata[name] = _checked_value(value, name)
@@ -339,8 +339,8 @@ def _category(metadata: Mapping[str, object], cfg: DatasetConfig) -> str | None:
 
 
 Source = Callable[[DatasetConfig, str, Collection[str]], Iterator[RawPrompt]]
-"""What `dataset_name` names: its section, the section's dotted path for messages, and texts that a generator should
-avoid -> prompts."""
+"""The function that `dataset_name` names: its section, the section's dotted path for messages, and texts that a
+generator should avoid -> prompts."""
 
 
 # ---- values of columns

@@ -29,7 +29,7 @@ _SAVED = ("dataset_info.json", "dataset_dict.json")
 
 
 def has_datasets() -> bool:
-    """Whether the extra is installed."""
+    """Return whether the extra is installed."""
     return importlib.util.find_spec("datasets") is not None
 
 

@@ -116,7 +116,7 @@ def from_row(row: TokenRow) -> list[TokenMessage]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Form:
-    """How the template takes conversations of some roles."""
+    """The form in which the template takes conversations of some roles."""
 
     in_parts: frozenset[Role]
     """Roles whose content is given as `[{"type": "text", "text": ...}]`."""
@@ -163,7 +163,7 @@ class PromptEncoder:
             return self._encode_chat(messages)
 
     def prints_the_date(self) -> bool:
-        """Whether the prompts that were encoded would be others on another day."""
+        """Return whether the prompts that were encoded would be others on another day."""
         other = PromptEncoder(self._tokenizer, now=ANOTHER_DAY)
         return any(
             self._render(_placeholders(roles), form.in_parts) != other._render(_placeholders(roles), form.in_parts)
@@ -309,7 +309,7 @@ class PromptEncoder:
 
     @cached_property
     def _prefix(self) -> tuple[int, ...]:
-        """What the tokenizer puts before a text by itself."""
+        """Return the tokens that the tokenizer puts before a text by itself."""
         probe = "a"
         bare, whole = self._rendered_ids(probe), list(self._tokenizer(probe)["input_ids"])
         for start in range(len(whole) - len(bare) + 1):
@@ -343,7 +343,7 @@ class PromptEncoder:
         return found
 
     def _cuts(self, text: str) -> list[int]:
-        """Where the text is cut so that none of its control tokens stays whole."""
+        """Return the positions at which the text is cut so that none of its control tokens stays whole."""
         given = self._encoded(text, as_text=True, return_offsets_mapping=self._tokenizer.is_fast)
         if not self._tokenizer.is_fast:
             return [len(text) // 2] if len(text) > 1 else []
@@ -374,7 +374,8 @@ def _placeholders(roles: Sequence[Role]) -> list[tuple[Role, str]]:
 
 
 def _is_marker(text: str) -> bool:
-    """Whether it is written like a control token: `<think>`, `[INST]`, `<|im_end|>`, and no word or white space."""
+    """Return whether a token is written like a control token: `<think>`, `[INST]`, `<|im_end|>`, and no word or white
+    space."""
     core = text.strip()
     has_signs = len(core) > 2 and not core[0].isalnum() and not core[-1].isalnum()
     return has_signs and any(map(str.isalnum, core))

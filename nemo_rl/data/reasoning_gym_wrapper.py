@@ -68,7 +68,7 @@ class TaskScorer:
 
 
 def has_reasoning_gym() -> bool:
-    """Whether the extra is installed."""
+    """Return whether the extra is installed."""
     return importlib.util.find_spec("reasoning_gym") is not None
 
 

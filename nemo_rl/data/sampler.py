@@ -63,7 +63,7 @@ class PromptSampler:
         return self._num_left() < self._batch_size
 
     def has(self, count: int) -> bool:
-        """Whether `next` would give so many."""
+        """Return whether `next` would give so many."""
         return self._num_left() >= count
 
     def next(self, count: int) -> list[PromptDraw]:
@@ -101,7 +101,7 @@ class PromptSampler:
         return PromptDraw(ordinal, self._order_of(epoch)[position])
 
     def state_dict(self) -> dict[str, int | bool]:
-        """Where the next draw starts, and what that position means."""
+        """Return the position of the next draw, and the meaning of that position."""
         return {
             "epoch": self._epoch,
             "position": self._position,

@@ -20,7 +20,7 @@ from nemo_rl.errors import DatasetError, shorten
 __all__ = ["huggingface_prompts", "jsonl_prompts", "reasoning_gym_prompts", "sort_digits_prompts"]
 
 MAX_ROW_CHARACTERS = 2**26
-"""Of one line of a file: more than any prompt that fits a context, little enough to be held."""
+"""Most characters of one line of a file: more than any prompt that fits a context, little enough to be held."""
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
 

@@ -14,7 +14,7 @@ __all__ = ["THINK_END", "THINK_START", "final_answer", "last_boxes", "with_think
 THINK_START, THINK_END = "<think>", "</think>"
 BOX = "\\boxed{"
 _JOINED = re.compile(r"[\s$]*(,|,?\s*and|,?\s*or)[\s$]*")
-"""What stands between two boxes of one answer, as in `\\boxed{1} and \\boxed{-2}`."""
+"""The text between two boxes of one answer, as in `\\boxed{1} and \\boxed{-2}`."""
 
 
 def with_thinking(thoughts: str, answer: str) -> str:
@@ -23,7 +23,8 @@ def with_thinking(thoughts: str, answer: str) -> str:
 
 
 def final_answer(response: str) -> str:
-    """What follows the thoughts, without white space at its ends; all of it when the response shows none.
+    """Return the text that follows the thoughts, without white space at its ends; all of it when the response shows
+    none.
 
     Example:
         >>> final_answer("<think>4+3=7</think> 7"), final_answer("7")
@@ -33,7 +34,7 @@ def final_answer(response: str) -> str:
 
 
 def last_boxes(text: str) -> list[str] | None:
-    """What the last `\\boxed{}` holds, and before it what those hold that a comma, "and" or "or" joins to it.
+    """Return the content of the last `\\boxed{}`, and before it the contents of those that a comma, "and" or "or" joins to it.
 
     None where there is no box, or the last one is not closed.
 

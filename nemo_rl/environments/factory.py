@@ -38,7 +38,7 @@ class SortEnvironment:
         return [answer_problem(prompt.answer) for prompt in prompts]
 
     def shutdown(self) -> None:
-        """Nothing to end."""
+        pass
 
 
 def build_environment(cfg: EnvConfig, *, start_timeout_s: float, log_file: Path | None = None) -> Environment:
@@ -71,12 +71,12 @@ def reward_identity(cfg: EnvConfig, environment: Environment) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvironmentStart:
-    """What an environment is given with its section."""
+    """The settings that an environment gets besides its section."""
 
     timeout_s: float
-    """For its start."""
+    """Seconds for the start of the environment."""
     log_file: Path | None
-    """For what a reward prints; None: nowhere."""
+    """The file for the output of a reward, or None to drop it."""
 
 
 def sort_environment(cfg: EnvConfig, start: EnvironmentStart) -> Environment:

@@ -24,7 +24,7 @@ from nemo_rl.utils.console import printable
 __all__ = ["ProcessEnvironment", "RewardLog"]
 
 _FILE_LIMIT_BYTES = 64 * 1024 * 1024
-"""Of one run; then the file ends with a line that says so."""
+"""Most bytes of the file of one run; it then ends with a line that says so."""
 _LINES_SHOWN = 5
 """Per call: a step, a validation."""
 _LAST_LINES = 5

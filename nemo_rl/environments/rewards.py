@@ -36,12 +36,12 @@ BOX = re.compile(r"\\boxed\{.+\}", re.DOTALL)
 
 
 def has_math_verify() -> bool:
-    """Whether the extra is installed."""
+    """Return whether the extra is installed."""
     return importlib.util.find_spec("math_verify") is not None
 
 
 def answer_problem(answer: object) -> str | None:
-    """Why a gold answer is none that a text could equal; None where it is one.
+    """Return why no text can equal a gold answer; None where it is one.
 
     Example:
         >>> answer_problem(12), answer_problem(" "), answer_problem(None)
@@ -99,7 +99,7 @@ class MathReward:
         return float(self._library.verify(gold, stated, timeout_seconds=None))
 
     def check_answer(self, answer: object) -> str | None:
-        """Why the gold answer cannot be read; None where it can."""
+        """Return why the gold answer cannot be read; None where it can."""
         problem = answer_problem(answer)
         if problem is not None:
             return problem

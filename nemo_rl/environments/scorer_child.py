@@ -45,7 +45,8 @@ _POSITIONAL = ("prompt", "response", "answer")
 _ANSWER_CHECK = "check_answer"
 """Name of a function's attribute that is given a gold answer and returns why it cannot be read, or None."""
 _BY_NAME = ("row", "prompt_tokens", "response_tokens", "truncated")
-"""What a function gets besides prompt, response and answer when it has a parameter of that name, or `**kwargs`."""
+"""Arguments that a function gets besides prompt, response and answer when it has a parameter of that name, or
+`**kwargs`."""
 
 
 def main() -> None:
@@ -258,7 +259,7 @@ def _score_batch(function: Callable[..., Any], arguments: dict[str, list[Any]]) 
 
 
 class _BadScore(Exception):
-    """What a function returned is no score."""
+    """The value that a function returned is no score."""
 
 
 def _number_or_parts(value: object) -> object:
@@ -288,7 +289,7 @@ def _scores(
 
 
 def _guarded(reply: Callable[[], dict[str, object]]) -> dict[str, object]:
-    """What `reply` gives, or why user code has failed in it."""
+    """Return the reply of `reply`, or the reason why user code failed in it."""
     try:
         return reply()
     except _BadScore as error:
@@ -298,7 +299,7 @@ def _guarded(reply: Callable[[], dict[str, object]]) -> dict[str, object]:
 
 
 def _places(error: BaseException) -> str:
-    """Where the function was when it raised, innermost last."""
+    """Return the places of the function when it raised, innermost last."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     return "".join(f"\n  at: {frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-_FRAMES_SHOWN:])
 

@@ -34,9 +34,10 @@ __all__ = ["Outcome", "Score", "ScorerItem", "ScorerPool", "ScorerProcess", "Sco
 
 _CHILD = Path(__file__).with_name("scorer_child.py")
 _END_TIMEOUT_S = 10.0
-"""From the wish to end a process to SIGKILL: its guard first ends what the reward function has started."""
+"""Seconds from the request to end a process to SIGKILL: its guard first ends what the reward function has started."""
 _LEFTOVER_TIMEOUT_S = 5.0
-"""From the end of a channel to that of the process: more means that the reward function has closed the channel."""
+"""Seconds from the end of a channel to the end of the process: more means that the reward function has closed the
+channel."""
 _REPLY_LIMIT_BYTES = 64 * 1024 * 1024
 """A reply is a few numbers; more comes from something else that writes to the channel."""
 _ERROR_LIMIT = 4000
@@ -44,14 +45,14 @@ _ERROR_LIMIT = 4000
 _PART_BYTES = 1 << 14
 """Read at once; between two parts the deadline is looked at."""
 _PIPE_BYTES = 1 << 16
-"""What a pipe holds: no more can wait there of what was printed before a reply."""
+"""Bytes that a pipe holds: no more can wait there of what was printed before a reply."""
 _LINE_LIMIT_BYTES = 1 << 16
-"""Of a printed line; the rest of it is counted and dropped."""
+"""Most bytes of a printed line; the rest of it is counted and dropped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScorerSpec:
-    """Which function scores."""
+    """The function that scores."""
 
     target: str
     """`module:function`, looked up in the working directory too, or `FILE.py:function`."""
@@ -100,7 +101,7 @@ class ScorerProcess:
         self.source = ""
         """Digest of the function's source."""
         self.checks_answers = False
-        """Whether the function can say which gold answers it cannot read."""
+        """True where the function can say which gold answers it cannot read."""
         self._start_timeout_s = start_timeout_s
         self._spec = spec
 
@@ -275,12 +276,12 @@ class ScorerItem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What became of one response."""
+    """The outcome for one response."""
 
     score: Score = 0.0
     timed_out: bool = False
     error: str | None = None
-    """Why there is no score; None when there is one, or the time ran out."""
+    """The reason why there is no score; None when there is one, or the time ran out."""
 
 
 class ScorerPool:
@@ -332,7 +333,7 @@ class ScorerPool:
         return list(chain.from_iterable(self._threads.map(self._score_call, calls)))
 
     def answer_problems(self, answers: Sequence[object]) -> list[str | None]:
-        """Why the function cannot read each of the gold answers; None where it can."""
+        """Return why the function cannot read each of the gold answers; None where it can."""
         if not self.checks_answers:
             return [None] * len(answers)
         batches = [answers[start : start + ANSWERS_AT_ONCE] for start in range(0, len(answers), ANSWERS_AT_ONCE)]

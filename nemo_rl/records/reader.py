@@ -25,7 +25,7 @@ __all__ = ["CorruptRecord", "Problem", "Record", "RecordFolder", "UnsupportedRec
 MOST_RANKS = 1 << 16
 """More have never recorded; a damaged manifest may say any number."""
 MOST_BYTES = 1 << 62
-"""Of a file: no place in one is beyond."""
+"""Most bytes of a file: no position in one is beyond."""
 DTYPES: Mapping[str, torch.dtype] = {
     name: getattr(torch, name)
     for name in ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
@@ -93,7 +93,7 @@ class Record:
     dtype: torch.dtype
     payload: _Payload
     tables: Mapping[str, _Table] = field(repr=False)
-    """Of its rank."""
+    """Token tables of the rank of this record."""
 
     def load(self) -> torch.Tensor:
         """Raises:

@@ -116,7 +116,7 @@ def decode_routes(columns: Mapping[str, torch.Tensor], shape: RouteShape) -> tor
 
 
 def validate_routes(routes: torch.Tensor, shape: RouteShape, *, keys: Sequence[str]) -> None:
-    """What no router would have chosen is refused.
+    """Refuse routes that no router would have chosen.
 
     Args:
         routes: jagged `[N, (tokens), L, K]` int16.
@@ -190,7 +190,7 @@ def _from_bitmap(bitmap: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 
 def _bit_of_tokens(lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the bit of each token is: `[S]` int64 byte over all rows, `[S]` int32 bit in it."""
+    """Return the position of the bit of each token: `[S]` int64 byte over all rows, `[S]` int32 bit in it."""
     num_bytes = (lengths + 7) // 8
     token_start = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     byte_start = (num_bytes.cumsum(0) - num_bytes).repeat_interleave(lengths)

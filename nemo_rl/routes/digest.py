@@ -46,5 +46,5 @@ def route_digests(ids: Any, layers: Sequence[int]) -> Any:
 
 
 def _wrapped(value: int) -> int:
-    """As a signed 64-bit integer."""
+    """Return a number wrapped to a signed 64-bit integer."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)

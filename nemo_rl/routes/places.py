@@ -43,13 +43,13 @@ class RouteCounts:
     """Tokens with and without a route."""
 
     tokens: int
-    """That could have one: all but the last of each row."""
+    """Tokens that could have a route: all but the last of each row."""
     missing: int
-    """Of these."""
+    """Tokens of these without a route."""
     trained: int
     """Tokens to train."""
     trained_missing: int
-    """Of these, predicted from a token without a route."""
+    """Trained tokens of these, predicted from a token without a route."""
 
 
 def place_routes(turns: Sequence[RecordedRoutes], *, lengths: torch.Tensor, keys: Sequence[str]) -> torch.Tensor:

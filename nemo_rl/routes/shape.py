@@ -1,4 +1,4 @@
-"""What the routes of a token of a model look like: layers, experts, dtypes. Needs nothing but torch.
+"""The shape of the routes of a token of a model: layers, experts, dtypes. Needs nothing but torch.
 
 Read wherever routes are recorded, carried or replayed; `columns` makes columns of them.
 """
@@ -28,7 +28,7 @@ UINT8_EXPERTS = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouteShape:
-    """What the routes of one token of a model look like.
+    """The shape of the routes of one token of a model.
 
     Example:
         >>> shape = RouteShape(layers=(1, 2), top_k=2, num_experts=8)

@@ -67,7 +67,7 @@ class Checkpoint:
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether it was saved with optimizer state."""
+        """Return whether the checkpoint was saved with optimizer state."""
         return any(name.startswith(f"{OPTIMIZER}/") for name in self.manifest.paths)
 
 
@@ -81,11 +81,11 @@ class Damaged:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """What to resume from."""
+    """The checkpoint to resume from."""
 
     checkpoint: Checkpoint
     reason: str
-    """In words: why this one."""
+    """The reason for this checkpoint, in words."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,9 +94,9 @@ class Unfinished:
 
     step: int
     folder: Path
-    """Where its content is written."""
+    """The folder into which its content is written."""
     target: Path
-    """What the folder will be called."""
+    """The final name of the folder."""
     state_text: str
 
 
@@ -170,7 +170,7 @@ class CheckpointManager:
 
     @contextmanager
     def guarded(self, unfinished: Unfinished) -> Iterator[None]:
-        """What is done for a checkpoint; after an error what was written of it is removed.
+        """Guard the work for a checkpoint; after an error the partly written folder is removed.
 
         Raises:
             CheckpointError: a write failed; earlier checkpoints and `latest` are untouched.
@@ -212,7 +212,7 @@ class CheckpointManager:
         return self.scan()[0]
 
     def scan(self) -> tuple[list[Checkpoint], list[Damaged]]:
-        """What there is: complete checkpoints in order of their steps, and folders that are none."""
+        """Return the complete checkpoints in order of their steps, and the folders that are none."""
         found: list[Checkpoint] = []
         damaged: list[Damaged] = []
         for path in sorted(self._folder.glob("step_*")):
@@ -297,7 +297,8 @@ class CheckpointManager:
                 shutil.rmtree(gone, ignore_errors=True)
 
     def _whole(self) -> list[Checkpoint]:
-        """Those with all their files: a damaged one is no reason to remove an intact one, and is not ours to remove."""
+        """Return the checkpoints with all their files: a damaged one is no reason to remove an intact one, and is not
+        ours to remove."""
         return [checkpoint for checkpoint in self.all() if checkpoint.manifest.missing(checkpoint.path) is None]
 
     def _rank(self, checkpoint: Checkpoint) -> tuple[float, int]:
@@ -332,7 +333,7 @@ def checkpoint_paths(folder: Path) -> list[Path]:
 
 
 def is_of_checkpoint(path: Path) -> bool:
-    """Whether a folder named like a checkpoint has been written as one, damaged or not; an empty one is nobody's."""
+    """Return whether a folder named like a checkpoint has been written as one, damaged or not; an empty one has not."""
     content = {child.name for child in path.iterdir()}
     return not content or not content.isdisjoint((STATE_FILE, MANIFEST_FILE, WEIGHTS.partition("/")[0]))
 
@@ -354,7 +355,7 @@ def _aside_paths(folder: Path) -> Iterator[Path]:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """What a folder says of itself; its files are not compared.
+    """Read the description of a checkpoint folder; its files are not compared.
 
     Raises:
         OSError, ValueError, RecursionError: it is no complete checkpoint.

@@ -38,7 +38,7 @@ def configure_logging(console: Console, *, level: int = logging.INFO) -> None:
 
 
 def printable(text: str, *, limit: int, keep_lines: bool = False) -> str:
-    """At most `limit` characters of `text`, control characters spelt out; what was cut is counted.
+    """Return at most `limit` characters of `text`, control characters spelt out, and the number of cut characters.
 
     Args:
         keep_lines: line feeds and tabs stay.
@@ -57,7 +57,7 @@ def _spelt_out(char: str) -> str:
 
 
 def bytes_text(count: int) -> str:
-    """In the unit that suits it.
+    """Return a number of bytes in the unit that suits it.
 
     Example:
         >>> bytes_text(512), bytes_text(3 << 20), bytes_text(3 << 30)

@@ -46,14 +46,14 @@ class StartUp:
     """
 
     timeout_s: float = START_TIMEOUT_S
-    """Of each start by itself."""
+    """Seconds for each start by itself."""
     report: Callable[[str], None] = _log
     """Gets a line every few seconds, from another thread."""
     every_s: float = TELL_EVERY_S
 
     @contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
-        """Inside it a person sees what is waited for: `waiting for TransferQueue, 40 s`."""
+        """Report regularly what the block waits for: `waiting for TransferQueue, 40 s`."""
         started, done = time.monotonic(), threading.Event()
 
         def report() -> None:
@@ -74,19 +74,19 @@ class StartUp:
 
 
 DEFAULT_START = StartUp()
-"""For a data plane without a recipe."""
+"""Start of a data plane without a recipe."""
 
 
 JOB_END = "SLURM_JOB_END_TIME"
 """Seconds since 1970; `ray.sub` sets it where Slurm does not."""
 END_S = 30.0
-"""For the end of the run itself: workers, Ray, files."""
+"""Seconds for the end of the run itself: workers, Ray, files."""
 MARGIN = 0.1
 """A step may take this part longer than the longest before it."""
 
 
 def seconds_left(must_save_by: str, *, variables: Mapping[str, str] | None = None) -> float:
-    """From now, where the run starts now.
+    """Return the seconds from now to the limit, where the run starts now.
 
     Raises:
         UserError: `auto` outside of a Slurm job.
@@ -103,7 +103,7 @@ def seconds_left(must_save_by: str, *, variables: Mapping[str, str] | None = Non
 
 
 class SaveDeadline:
-    """Of one run.
+    """The deadline of the last save of one run.
 
     Args:
         limit: on `clock`; None: there is none.
@@ -138,16 +138,17 @@ class SaveDeadline:
 
     @property
     def reserve_s(self) -> float:
-        """What one more step needs, with its save and one that runs; as long as a step each where none was seen."""
+        """Return the seconds that one more step needs, with its save and one that runs; an unseen save counts as long
+        as a step."""
         saves = 2 if self._is_saving else 1
         return (1 + MARGIN) * (self._step_s + saves * (self._save_s or self._step_s)) + END_S
 
     def left_s(self) -> float:
-        """Until the limit."""
+        """Return the seconds until the limit."""
         return float("inf") if self._limit is None else self._limit - self._clock()
 
     def is_reached(self) -> bool:
-        """Whether one more step no longer fits."""
+        """Return whether one more step no longer fits."""
         return self.left_s() < self.reserve_s
 
 
@@ -175,7 +176,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def wait_readable(*descriptors: int, timeout_s: float) -> set[int]:
-    """Those of `descriptors` that can be read without waiting, at their end included; empty after `timeout_s`."""
+    """Return the descriptors that can be read without waiting, at their end included; empty after `timeout_s`."""
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)

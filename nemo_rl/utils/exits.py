@@ -37,7 +37,7 @@ TIME_LIMIT = 75
 NODE_LOST = 76
 """A node of the job has ended in the middle of it."""
 INTERRUPTED = 130
-"""By a signal."""
+"""A signal ended the command."""
 
 CRASH_FILE = "error.txt"
 _ADVICE = {
@@ -55,7 +55,7 @@ _ADVICE = {
 
 
 def text_of(error: BaseException) -> str:
-    """What an error says, also where making its text fails."""
+    """Return the text of an error, also where making it fails."""
     try:
         return str(error)
     except Exception as second:  # noqa: BLE001  (the class of somebody else)
@@ -63,7 +63,7 @@ def text_of(error: BaseException) -> str:
 
 
 def machine_problem(error: BaseException) -> str | None:
-    """What a file system or the memory refused, and what to do; None for an error of another kind."""
+    """Return what a file system or the memory refused, and what to do; None for an error of another kind."""
     # Torch has no kind of its own for the memory of the CPU.
     said = text_of(error)
     if isinstance(error, MemoryError) or "can't allocate memory" in said or "out of memory" in said:

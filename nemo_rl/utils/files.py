@@ -82,14 +82,14 @@ def give_usual_modes(folder: Path) -> None:
 
 
 def give_usual_mode(path: Path) -> None:
-    """As `give_usual_modes`, one file."""
+    """Give one file the mode that `open` gives."""
     # File systems that know no modes have no use for one.
     with suppress(OSError):
         path.chmod(0o666 & ~_umask())
 
 
 def _umask() -> int:
-    """Of this process; os.umask can only be asked by changing it, for all threads."""
+    """Return the umask of this process; os.umask can only be asked by changing it, for all threads."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1], 8) for line in lines if line.startswith("Umask:"))
 
@@ -116,7 +116,7 @@ class Manifest:
     """
 
     entries: Mapping[str, _Entry]
-    """By path relative to the folder, with forward slashes."""
+    """Entries by path relative to the folder, with forward slashes."""
 
     @property
     def paths(self) -> tuple[str, ...]:

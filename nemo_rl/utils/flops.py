@@ -58,20 +58,20 @@ class TransformerShape:
     shared_mlp_size: int = 0
     """Width of the experts that see every token, besides the routed ones."""
     has_shared_gate: bool = False
-    """Whether a gate of one number per token weighs the shared experts."""
+    """True where a gate of one number per token weighs the shared experts."""
     num_dense_layers: int = 0
     """Layers of a mixture of experts whose MLP is a dense one (often the first ones)."""
     dense_mlp_size: int = 0
     """Width of the MLP of those layers."""
     latent: LatentAttention | None = None
-    """None for ordinary and grouped-query attention."""
+    """Sizes of latent attention, or None for ordinary and grouped-query attention."""
     sliding_window: int = 0
     """Keys that a token of a sliding layer meets at most, itself included."""
     num_sliding_layers: int = 0
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> TransformerShape:
-        """From the dictionary of a Hugging Face decoder config (`config.to_dict()`)."""
+        """Read the shape from the dictionary of a Hugging Face decoder config (`config.to_dict()`)."""
         numbers = _Numbers(config)
         hidden, heads = numbers("hidden_size"), numbers("num_attention_heads", default=1)
         dense_mlp = numbers("intermediate_size", default=4 * hidden)

@@ -20,13 +20,13 @@ __all__ = ["SIGNALS", "end_at_once", "ignore", "install", "raise_if_received", "
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 AGAIN_AFTER_S = 30.0
-"""Until a signal may break off the teardown that an earlier one has begun."""
+"""Seconds until a signal may break off the teardown that an earlier one has begun."""
 
 _received: list[float] = []
 
 
 def end_at_once() -> None:
-    """Until `install`, while a program only imports: a signal ends it with one line."""
+    """Let a signal end the process with one line until `install`, while a program only imports."""
     _handle_by(_end)
 
 
@@ -45,7 +45,7 @@ def install() -> None:
 
 
 def received() -> bool:
-    """Whether a signal has arrived since `install`."""
+    """Return whether a signal has arrived since `install`."""
     return bool(_received)
 
 

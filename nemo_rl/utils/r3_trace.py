@@ -61,18 +61,18 @@ class TraceStage:
 
     stage: str
     trace_step: int
-    """How many passes of this stage the process had before."""
+    """Number of passes of this stage that the process had before."""
     coords: Mapping[str, int]
     """Coordinates of the rank: `{"dp": 0, "cp": 1, "tp": 0, "pp": 0}`."""
     sizes: Mapping[str, int]
-    """Of these axes."""
+    """Sizes of these axes."""
     num_microbatches: int
     """First microbatches that are traced."""
     seen: set[int] = field(default_factory=set)
     """Microbatches that ran, traced or not."""
 
     def traces(self, microbatch: int) -> bool:
-        """Whether a microbatch, counted from 0 in its pass, is traced."""
+        """Return whether a microbatch, counted from 0 in its pass, is traced."""
         self.seen.add(microbatch)
         return microbatch < self.num_microbatches
 
@@ -237,7 +237,7 @@ def trace_cp_routed_experts(
     input_ids: Any = None,
     verified_count: int | None = None,
 ) -> None:
-    """What a rank holds of a microbatch after packing and the cut over context ranks.
+    """Trace the part of a microbatch that a rank holds after packing and the cut over context ranks.
 
     Args:
         runs: S slots.
@@ -342,7 +342,7 @@ def trace_router_replay_forward_verify(
     first_slot: int = 0,
     pending: tuple[int, int] | None = None,
 ) -> bool:
-    """Whether a forward used the routes whose digests came from the rollout; compares in every pass, traced or not.
+    """Check that a forward pass used the routes whose digests came from the rollout, in every pass, traced or not.
 
     Args:
         action: replay_forward, or replay_backward where it is recomputed.

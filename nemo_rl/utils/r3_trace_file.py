@@ -27,7 +27,7 @@ FORMAT = 1
 
 
 def file_name(host: str, pid: int) -> str:
-    """Of the trace of one process."""
+    """Return the file name of the trace of one process."""
     return f"r3_trace_{host}_pid{pid}.jsonl"
 
 
@@ -41,7 +41,7 @@ class TraceFile:
         """Folder and process of the open file, or of the one that failed."""
 
     def write(self, event: str, fields: Mapping[str, object]) -> bool:
-        """Whether the record lies in the file."""
+        """Write a record, and return whether it is in the file."""
         owner = (trace_folder(), os.getpid())
         with self._lock:
             try:

@@ -22,7 +22,7 @@ MAX_ID_VALUES = 1 << 16
 
 @runtime_checkable
 class _Tensor(Protocol):
-    """What a torch tensor has and a numpy array has not."""
+    """The methods that a torch tensor has and a numpy array has not."""
 
     dtype: Any
 
@@ -63,7 +63,7 @@ def describe(array: Any, *, with_preview: bool = True) -> dict[str, object]:
 
 
 def describe_routes(routes: Any) -> dict[str, object]:
-    """What every record of routes has besides its own fields.
+    """Return the fields that every record of routes has besides its own.
 
     Args:
         routes: `[S, L, K]` of any integer dtype, numpy; -1 where a route is missing.

@@ -43,7 +43,7 @@ def write_reward_curve(metrics: Path, picture: Path) -> Path | None:
 
 
 def _labels(row: Mapping[str, float]) -> dict[str, str]:
-    """What a line of metrics says of rewards: name -> what its curve is called."""
+    """Return the rewards in a line of metrics: name -> label of the curve."""
     measured = VAL_ACCURACY_METRIC if VAL_ACCURACY_METRIC in row else VAL_REWARD_METRIC
     labels = {REWARD_METRIC: TRAINING_LABEL, measured: f"validation {measured.removeprefix('val/')}"}
     components = (name for name in row if name.startswith(f"{REWARD_METRIC}/"))

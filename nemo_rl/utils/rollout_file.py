@@ -1,4 +1,4 @@
-"""Where the readable rollouts of a run lie, and how their numbers are written.
+"""The files of the readable rollouts of a run, and the form of their numbers.
 
 The trainer and the rollout worker write them; `nemo_rl.diagnostics.rollouts` reads them without torch.
 """
@@ -48,7 +48,7 @@ def write_rollouts(path: Path, records: Sequence[Mapping[str, object]]) -> None:
 
 
 def rounded(value: float) -> float | str:
-    """For JSON, which has no words for what is not finite: `float` reads both.
+    """Return a number for JSON, which has no numbers that are not finite: `float` reads both forms.
 
     Example:
         >>> rounded(-0.123456789), rounded(12345678.0), rounded(float("-inf"))

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".run.lock"
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
-"""What `flock` says on a file system that has none."""
+"""Errors of `flock` on a file system without locks."""
 
 _held: set[int] = set()
 
@@ -51,7 +51,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def lock_problem(folder: Path) -> str | None:
-    """Who else holds `folder`; None where nobody does. Looks only."""
+    """Return who else holds `folder`, or None where nobody does; the lock is not taken."""
     path = folder / LOCK_FILE
     try:
         descriptor = os.open(path, os.O_RDWR)
@@ -102,7 +102,7 @@ def _lock(descriptor: int, path: Path) -> None:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether the locked file is still the one that others would open."""
+    """Return whether the locked file is still the one that others would open."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:

@@ -152,7 +152,7 @@ INIT_TIMEOUT_S = 30.0
 
 
 def has_wandb() -> bool:
-    """Whether the extra is installed."""
+    """Return whether the extra is installed."""
     return importlib.util.find_spec("wandb") is not None
 
 
@@ -187,7 +187,7 @@ class WandbTracker(Tracker):
 
 
 PARAMS_PER_CALL = 100
-"""As many as a server takes at once."""
+"""Parameters that a server takes in one call."""
 ENVIRONMENT = {
     # A server that does not answer must not hold the run up for long: the defaults are 120 s and 7 retries.
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",
@@ -195,11 +195,11 @@ ENVIRONMENT = {
     # The client alone has no database; without this it refuses to write files.
     "MLFLOW_ALLOW_FILE_STORE": "true",
 }
-"""Where the user has not set them."""
+"""Environment variables of the client, where the user has not set them."""
 
 
 def has_mlflow() -> bool:
-    """Whether the extra is installed."""
+    """Return whether the extra is installed."""
     return importlib.util.find_spec("mlflow") is not None
 
 
