@@ -30,17 +30,17 @@ def ragged_dim(jagged: torch.Tensor) -> int:
 
 
 def norms_of(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """2-norm of each, in few kernels."""
+    """Return the 2-norm of each, in few kernels."""
     return tuple(torch._foreach_norm(list(tensors)))
 
 
 def scale_(tensors: Sequence[torch.Tensor], factor: float) -> None:
-    """Multiplies each in place, in few kernels."""
+    """Multiply each in place, in few kernels."""
     torch._foreach_mul_(list(tensors), factor)
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Calls back when the backward pass that is running now ends; to be called from one of its hooks."""
+    """Call back when the backward pass that is running now ends; to be called from one of its hooks."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
@@ -50,7 +50,7 @@ def set_expandable_segments(is_on: bool) -> None:
 
 
 def default_store() -> dist.Store:
-    """The store that the default process group was made with."""
+    """Return the store that the default process group was made with."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -61,14 +61,14 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 
 
 def nccl_options(timeout: timedelta) -> dist.ProcessGroupNCCL.Options:
-    """Options of a group made by hand."""
+    """Return the options of a group made by hand."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return options
 
 
 def abort_nccl() -> int:
-    """Ends the communicators of all NCCL groups of this process; how many there were."""
+    """End the communicators of all NCCL groups of this process; how many there were."""
     count = 0
     for group, (backend, _) in list(dist.distributed_c10d._world.pg_map.items()):
         if "nccl" in str(backend):

@@ -60,7 +60,7 @@ def evaluate(
     ),
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
-    """Samples the held-out prompts of RECIPE with the weights of CHECKPOINT, and measures the responses.
+    """Sample the held-out prompts of RECIPE with the weights of CHECKPOINT, and measure the responses.
 
     Without a change of settings a checkpoint of step N gets the numbers of the run's validation after step N.
 
@@ -104,7 +104,7 @@ def _for_evaluation(config: MasterConfig, model: str, out: Path) -> MasterConfig
 def _evaluated(
     config: MasterConfig, weights: _Weights, limit: int | None, out: Path, *, report: Callable[[str], None]
 ) -> ValidationResult:
-    """Imports torch and Ray only here."""
+    """Import torch and Ray only here."""
     from nemo_rl.algorithms.worker_forks import worker_forks  # noqa: PLC0415
 
     with worker_forks(config) as forks:
@@ -124,7 +124,7 @@ def _evaluated(
 
 
 def _record(config: MasterConfig, weights: _Weights, result: ValidationResult, *, seconds: float) -> dict[str, object]:
-    """All that is needed to quote the numbers, or to get them again."""
+    """Return all that is needed to quote the numbers, or to get them again."""
     return {
         "checkpoint": weights.model,
         "step": weights.step,
@@ -155,7 +155,7 @@ def export(
         Dtype | None, typer.Option("--dtype", help="default: that of the model which the run started from")
     ] = None,
 ) -> None:
-    """Copies weights, config and tokenizer of a checkpoint to DIR, which transformers and vLLM read.
+    """Copy weights, config and tokenizer of a checkpoint to DIR, which transformers and vLLM read.
 
     Every file is compared with the checkpoint's manifest before it is written in another dtype.
 

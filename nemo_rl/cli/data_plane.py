@@ -43,7 +43,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 
 @app.command()
 def stat(run: RunFolder, as_json: AsJson = False) -> None:
-    """Rows and bytes, live and at their peak; of a finished run, what its event log counts."""
+    """Show rows and bytes, live and at their peak; of a finished run, what its event log counts."""
     with _ledger(run) as ledger:
         if ledger is not None:
             stats = ledger.call("stats", {}, timeout_s=TIMEOUT_S)
@@ -59,7 +59,7 @@ def list_rows(
     partition: Annotated[str | None, typer.Option("--partition", help="only this one")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Live rows with their tags and the client that made each; of a finished run, rows that were never cleared."""
+    """List live rows with their tags and the client that made each; of a finished run, rows that were never cleared."""
     with _ledger(run) as ledger:
         if ledger is not None:
             rows = _live_rows(ledger, partition)
@@ -76,7 +76,7 @@ def list_rows(
 
 @app.command()
 def explain(key: str, run: RunFolder, as_json: AsJson = False) -> None:
-    """One sample's life: made, put, read by whom, trained or dropped and why, cleared."""
+    """Show the life of one sample: made, put, read by whom, trained or dropped and why, cleared."""
     events = run / EVENTS_FILE
     with _ledger(run) as ledger:
         live = [] if ledger is None else ledger.call("explain", {"key": key}, timeout_s=TIMEOUT_S)["rows"]
@@ -99,7 +99,7 @@ def explain(key: str, run: RunFolder, as_json: AsJson = False) -> None:
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(context: typer.Context) -> None:
-    """Moves a GRPO batch through the adapters: `benchmarks/data_plane.py --quick`, further options are passed on."""
+    """Move a GRPO batch through the adapters: `benchmarks/data_plane.py --quick`, further options are passed on."""
     if not BENCHMARK.is_file():
         raise UserError(f"expected {BENCHMARK}, found nothing; benchmarks are part of a checkout: run it from one")
     done = subprocess.run([sys.executable, str(BENCHMARK), "--quick", *context.args], check=False)
@@ -235,7 +235,7 @@ class RowHistory:
 
     @property
     def outcome(self) -> str:
-        """Trained, dropped and why, or still live."""
+        """Return the outcome: trained, dropped and why, or still live."""
         reads = [e for e in self.events if e["event"] == "read" and e.get("stage") == TRAIN_STAGE]
         end = self.events[-1] if self.events[-1]["event"] == "clear" else None
         reason = f"{end.get('reason') or 'no reason given'}" if end is not None else ""
@@ -245,7 +245,7 @@ class RowHistory:
         return f"dropped: {reason}" if end else "live, not trained yet"
 
     def lines(self) -> list[str]:
-        """One line per event, then the outcome."""
+        """Return one line per event, then the outcome."""
         is_made = False
         lines = [f"{self.key} in partition {self.events[0]['partition']}"]
         for event in self.events:
@@ -317,7 +317,7 @@ class RunHistory:
 
 
 def read_history(path: Path) -> RunHistory:
-    """The totals of the last run in an event log."""
+    """Return the totals of the last run in an event log."""
     history = RunHistory()
     for event in read_events(path):
         if event["event"] == "open":
@@ -327,7 +327,7 @@ def read_history(path: Path) -> RunHistory:
 
 
 def history_of_key(path: Path, key: str) -> RowHistory | None:
-    """The life of one key; None when no event names it."""
+    """Return the life of one key; None when no event names it."""
     events = [event for event in read_events(path) if names_key(event, key)]
     return RowHistory(key, events) if events else None
 

@@ -60,11 +60,11 @@ def _root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="show the version and exit")
     ] = False,
 ) -> None:
-    """GRPO runs, and tools around them."""
+    """Run GRPO, and use the tools around it."""
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the console script."""
     interrupt.install()
     try:
         app()

@@ -129,7 +129,7 @@ def compare(
     ] = None,
     propose: Annotated[Path | None, typer.Option("--propose", help="with --noise: write the proposed limits")] = None,
 ) -> None:
-    """Matches records token by token. Exit code: 0 pass, 2 usage, 3 mismatch, 4 incomplete, 5 vacuous, 6 corrupt, 7
+    """Match records token by token. Exit code: 0 pass, 2 usage, 3 mismatch, 4 incomplete, 5 vacuous, 6 corrupt, 7
     unsupported."""
     if propose is not None and not noise:
         raise UserError("--propose: limits are proposed out of recordings like A; name them with --noise DIR")
@@ -138,7 +138,7 @@ def compare(
 
 @app.command(short_help="what can be recorded, and what it means")
 def sites() -> None:
-    """Lists the sites that selectors name: their dims (R tokens) and meaning; `*` marks those with gradients, too."""
+    """List the sites that selectors name: their dims (R tokens) and meaning; `*` marks those with gradients, too."""
     console = make_console()
     for kind, meaning in SITES.items():
         mark = "*" if meaning.has_backward else " "
@@ -176,7 +176,7 @@ def run(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Runs one policy worker on given rows, without Ray: log-probabilities, and with --backward loss and gradients.
+    """Run one policy worker on given rows, without Ray: log-probabilities, and with --backward loss and gradients.
 
     Under torchrun each process is a rank; else the ranks are started here. Exit code: 0 done, 2 usage, 8 a rank failed.
     """
@@ -217,7 +217,7 @@ def ab(
     dump: Annotated[str, typer.Option("--dump", metavar="SELECTOR", help="sites that are compared")] = EVERYTHING,
     noise_runs: Annotated[int, typer.Option("--noise-runs", min=0, help="run side a again, and propose limits")] = 0,
 ) -> None:
-    """Runs the same rows in two layouts, on two workers or with two sets of weights, and compares all sites.
+    """Run the same rows in two layouts, on two workers or with two sets of weights, and compare all sites.
 
     Exit code: as of compare; 8 a rank failed.
     """

@@ -23,7 +23,7 @@ app = typer.Typer(no_args_is_help=True, help="Recipes: from other frameworks.")
 
 @app.callback()
 def _group() -> None:
-    """Recipes: from other frameworks."""
+    """Import recipes from other frameworks."""
 
 
 @app.command("import")
@@ -34,7 +34,7 @@ def import_(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="what became of every key, for machines")] = False,
 ) -> None:
-    """Maps every key of a NeMo-RL recipe, or names it as not supported, without effect or unknown.
+    """Map every key of a NeMo-RL recipe, or name it as not supported, without effect or unknown.
 
     Exit code: 0 the result loads, 2 somebody has to decide first (a parent or a value is missing, a key without which
     something else is trained is not supported, a rule is broken), or FILE is no recipe.
@@ -69,7 +69,7 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False,
 ) -> None:
-    """Plans a run without starting anything.
+    """Plan a run without starting anything.
 
     Exit code: 0 it fits, 2 it does not, or the recipe cannot run.
     """
@@ -106,7 +106,7 @@ def shrink(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False,
 ) -> None:
-    """Runs the code of RECIPE on this machine: few CPU workers, a small random model of the same family.
+    """Run the code of RECIPE on this machine: few CPU workers, a small random model of the same family.
 
     Exit code: 0 it ran, 2 the recipe is at fault, 3 a check of the run failed, 1 a worker failed.
     """

@@ -32,7 +32,7 @@ RESUME = "checkpointing.resume=true"
 
 
 def resume_hint(config: MasterConfig, command: Sequence[str]) -> str:
-    """The last checkpoint and the command that continues from it, or why there is none.
+    """Return the last checkpoint and the command that continues from it, or why there is none.
 
     Args:
         command: the words that started the run.
@@ -77,7 +77,7 @@ def extent_of(*, print_config: bool, validate_only: bool, preflight: bool) -> Ex
 def run_recipe(
     recipe: Path, overrides: Sequence[str], *, extent: Extent = Extent.RUN, print_config: bool = False
 ) -> int:
-    """Runs it, or looks at it; returns the exit code."""
+    """Run it, or look at it; return the exit code."""
     console, errors = make_console(), make_console(stderr=True)
     configure_logging(console, level=logging.WARNING)
     interrupt.install()
@@ -101,7 +101,7 @@ def run_recipe(
 
 
 def _train(config: MasterConfig, console: Console) -> int:
-    """Imports torch and Ray only here, so that configs can be checked without them."""
+    """Import torch and Ray only here, so that configs can be checked without them."""
     os.environ.setdefault("OMP_NUM_THREADS", str(config.cluster.threads_per_worker))
     from nemo_rl.algorithms.worker_forks import worker_forks  # noqa: PLC0415
 
@@ -114,7 +114,7 @@ def _train(config: MasterConfig, console: Console) -> int:
 
 
 def _look(config: MasterConfig, console: Console, recipe: Path) -> None:
-    """Everything that can be known before a run."""
+    """Check everything that can be known before a run."""
     from nemo_rl.algorithms.preflight.checks import CHECKS, preflight  # noqa: PLC0415
 
     preflight(config, is_alone=True)
@@ -122,7 +122,7 @@ def _look(config: MasterConfig, console: Console, recipe: Path) -> None:
 
 
 def _report(error: BaseException, config: MasterConfig | None, errors: Console) -> int:
-    """Says how it ended, and for a run that had begun how to go on; returns the exit code."""
+    """Say how it ended, and for a run that had begun how to go on; return the exit code."""
     # Libraries make errors of their own of an interrupt.
     is_interrupt = isinstance(error, KeyboardInterrupt) or interrupt.received()
     if is_interrupt:

@@ -61,7 +61,7 @@ def replay(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False,
 ) -> None:
-    """Runs kept steps from the last checkpoint to STEP again and names the first stage that differs.
+    """Run kept steps from the last checkpoint to STEP again and name the first stage that differs.
 
     With --explain-mismatch: what the KL between rollout and trainer of STEP comes from, by scoring its rows again.
 
@@ -116,7 +116,7 @@ app = typer.Typer(no_args_is_help=True, help="Samples of a run.")
 
 @app.callback()
 def _group() -> None:
-    """Samples of a run."""
+    """Show the samples of a run."""
 
 
 @app.command()
@@ -130,7 +130,7 @@ def show(
         int | None, typer.Option("--limit", metavar="K", min=1, help="at most so many rows of a step")
     ] = None,
 ) -> None:
-    """Shows prompts, responses, rewards, advantages, and the log-probabilities of rollout and trainer token by token.
+    """Show prompts, responses, rewards, advantages, and the log-probabilities of rollout and trainer token by token.
 
     Exit code: 0, or 2 where the run, the step or the group has no readable rollouts.
     """

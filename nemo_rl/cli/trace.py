@@ -46,7 +46,7 @@ def ls(
     csv_file: Annotated[Path | None, typer.Option("--csv", help="with --site: write them to a file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False,
 ) -> None:
-    """Shows runs, steps, sites, what is missing and the first NaN of a recording. Exit code: 0, or 2 for no
+    """Show runs, steps, sites, what is missing and the first NaN of a recording. Exit code: 0, or 2 for no
     recording."""
     if csv_file is not None and site is None:
         raise UserError("--csv: expected --site, too: name the site whose numbers are wanted, such as 'mlp.out[2]'")
@@ -145,7 +145,7 @@ def _unobserved(said: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _ranges(numbers: set[int]) -> str:
-    """Ascending, neighbours together.
+    """Return ascending numbers, neighbours together.
 
     Example: `0..3, 7`.
     """
@@ -296,7 +296,7 @@ def verify(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False,
 ) -> None:
-    """Follows the routes of every sample hop by hop. Exit code: 0 pass, 3 mismatch, 4 incomplete, 5 vacuous."""
+    """Follow the routes of every sample hop by hop. Exit code: 0 pass, 3 mismatch, 4 incomplete, 5 vacuous."""
     report = verify_trace(
         folder, require_forward_verify=require_forward_verify, require_cp_identity=require_cp_identity
     )

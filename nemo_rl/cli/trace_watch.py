@@ -56,8 +56,8 @@ def watch(
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="end after so many steps")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object per line")] = False,
 ) -> None:
-    """Prints the stats of what is watched, as they come, until the job ends. Exit code: 0, 1 the job is gone, 2
-    usage."""
+    """Print the stats of what is watched, as they come, until the job ends. Exit code: 0, 1 the job is gone,
+    2 usage."""
     if takeover and not watches:
         raise UserError("--takeover: expected --watch, too: without it nothing is changed, and any viewer may look on")
     interrupt.install()
@@ -88,12 +88,12 @@ class Printer:
         self._console, self._as_json = console, as_json
 
     def say(self, text: str) -> None:
-        """A line for people alone."""
+        """Print a line for people alone."""
         if not self._as_json:
             self._console.print(printable(text, limit=SHOWN))
 
     def frame(self, frame: Frame) -> None:
-        """A line, if it is one of stats."""
+        """Print a line, if the frame is one of stats."""
         self.num_frames += 1
         if not isinstance(frame.where.reducer, Stats):
             return
@@ -105,7 +105,7 @@ class Printer:
             self._console.print(printable(reading.text, limit=SHOWN))
 
     def message(self, said: Mapping[str, Any]) -> None:
-        """A line, if it says something that a person waits for."""
+        """Print a line, if the message says something that a person waits for."""
         kind = said.get("type")
         if kind == "problem":
             self.say(f"problem: {said.get('text')}")
@@ -119,7 +119,7 @@ class Printer:
             self.say("another controller has taken over; looking on")
 
     def sum_up(self) -> None:
-        """The last line."""
+        """Print the last line."""
         self.say(f"{self.num_frames} frames, {self.num_stats} of stats")
 
 
@@ -139,7 +139,7 @@ class _Session:
     steps: set[int] = field(default_factory=set)
 
     def begin(self, welcome: Mapping[str, Any]) -> None:
-        """Records and shows what was known already."""
+        """Record and show what was known already."""
         runs = [run for run in welcome.get("runs") or () if isinstance(run, Mapping)]
         for run in runs:
             self.take_message({**run, "type": "run"})
@@ -219,7 +219,7 @@ class _Session:
 
 
 def _find_hub(run: Path) -> tuple[str, Path]:
-    """Address of the hub and folder of its tokens.
+    """Return the address of the hub and folder of its tokens.
 
     Raises:
         UserError: no hub has written where it is.
@@ -253,7 +253,7 @@ def serve(
     host: Host = "127.0.0.1",
     port: Port = 0,
 ) -> None:
-    """Shows recordings on the page, all steps at once, several runs side by side; those of runs that are on are
+    """Show recordings on the page, all steps at once, several runs side by side; those of runs that are on are
     followed. Ends on Ctrl-C. Exit code: 0, 2 usage."""
     folders = [find_recording(path) for path in recordings]
     if len({folder.resolve() for folder in folders}) < len(folders):
@@ -271,8 +271,8 @@ def play(
     host: Host = "127.0.0.1",
     port: Port = 0,
 ) -> None:
-    """Plays a recording at the speed at which it was made, from when the first page looks on. Ends on Ctrl-C. Exit
-    code: 0, 2 usage."""
+    """Play a recording at the speed at which it was made, from when the first page looks on. Ends on Ctrl-C. Exit code:
+    0, 2 usage."""
     folder = find_recording(recording)
     if as_json and not headless:
         raise UserError("--json: expected --headless, too")
@@ -339,7 +339,7 @@ def _stop_signal() -> asyncio.Event:
 
 
 async def _wait_until(is_so: Callable[[], bool], stopped: asyncio.Event) -> bool:
-    """False: it was stopped before."""
+    """Wait until then; return False where the wait was stopped before."""
     while not is_so():
         with suppress(TimeoutError):
             async with asyncio.timeout(TURN_S):

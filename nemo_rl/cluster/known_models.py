@@ -33,7 +33,7 @@ _QWEN3_MOE = {
 
 
 def _llama3(factor: float) -> dict[str, object]:
-    """Llama 3.1 and later stretch the positions of the 8192 tokens that Llama 3 was trained with."""
+    """Return the stretch of Llama 3.1 and later of the positions of the 8192 tokens that Llama 3 was trained with."""
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     return {
         **{"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
@@ -99,7 +99,7 @@ VARIANTS: Mapping[str, Mapping[str, Mapping[str, object]]] = {
 
 
 def planned_model_config(model_name: str, *, given: Path | None = None) -> PretrainedConfig:
-    """The architecture of a recipe's model: of its folder, of a known model with that name, or of `given`.
+    """Return the architecture of a recipe's model: of its folder, of a known model with that name, or of `given`.
 
     Args:
         model_name: `policy.model_name`.
@@ -131,7 +131,7 @@ NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size
 
 
 def sizes_of(config: PretrainedConfig) -> dict[str, Any]:
-    """The values of a decoder's config, with sizes that have other names there (`n_embd`) by the usual ones.
+    """Return the values of a decoder's config, with sizes that have other names there (`n_embd`) by the usual ones.
 
     Raises:
         ModelFolderError: it describes no plain decoder.

@@ -16,7 +16,7 @@ START_TIMEOUT_S = 600.0
 
 
 def _not_empty(given: object) -> object:
-    """An empty path would be the working directory, which nobody means."""
+    """Refuse an empty path: it would be the working directory, which nobody means."""
     if given == "":
         raise PydanticCustomError("empty_path", "a path that is not empty")
     return given
@@ -32,7 +32,7 @@ Options = dict[str, str | int | float | bool | None]
 
 
 def _number_as_text(given: object) -> object:
-    """YAML reads `NCCL_DEBUG_LEVEL: 1` as a number."""
+    """Return a number as a text: YAML reads `NCCL_DEBUG_LEVEL: 1` as a number."""
     return str(given) if isinstance(given, int | float) and not isinstance(given, bool) else given
 
 

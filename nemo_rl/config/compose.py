@@ -32,7 +32,7 @@ REWARD = "env.reward_function"
 
 
 def find_path(given: str, *, recipe: str, but_not: tuple[Path, ...] = ()) -> Path | None:
-    """The file or folder that a recipe means; None where there is none.
+    """Return the file or folder that a recipe means; None where there is none.
 
     Args:
         recipe: file that names it.
@@ -58,7 +58,7 @@ def places_text(given: str, *, recipe: str) -> str:
 
 
 def locate_paths(recipe: Recipe) -> dict[tuple[str, ...], str]:
-    """Puts the absolute path in place of one that is found beside its recipe alone; returns what cannot be found.
+    """Put the absolute path in place of one that is found beside its recipe alone; return what cannot be found.
 
     Other paths stay as they are: they may be made later, or be names on the hub.
     """
@@ -88,7 +88,8 @@ def locate_paths(recipe: Recipe) -> dict[tuple[str, ...], str]:
 
 
 def _reward(given: str, recipe: str) -> str | None:
-    """`FILE.py:function` with the file's absolute path, or `module:function`; None where the file is not there."""
+    """Return `FILE.py:function` with the file's absolute path, or `module:function`; None where the file is
+    not there."""
     place, colon, function = given.rpartition(":")
     if not colon:
         return given
@@ -105,7 +106,7 @@ def _reward(given: str, recipe: str) -> str | None:
 
 
 def _files_of(module: str) -> Iterator[str]:
-    """Files that a module could be in; none for what is no name of a module."""
+    """Yield the files that a module could be in; none for what is no name of a module."""
     names = module.split(".")
     if all(map(str.isidentifier, names)):
         yield f"{'/'.join(names)}.py"
@@ -161,16 +162,16 @@ class Recipe:
         return None
 
     def source_of(self, path: Sequence[str]) -> str:
-        """Name of the layer that set `path`; for a default, the recipe itself."""
+        """Return the name of the layer that set `path`; for a default, the recipe itself."""
         layer = self.layer_of(path)
         return self.file if layer is None else layer.name
 
     def leaves(self) -> list[tuple[tuple[str, ...], Any]]:
-        """Path and value of everything that is no section; elements of a list by their index."""
+        """Return the path and value of everything that is no section; elements of a list by their index."""
         return list(_leaves(self.tree, prefix=()))
 
     def set(self, path: Sequence[str], value: Any, *, layer: Layer) -> str | None:
-        """Sets one value, making the sections above it; a value where a section must be is a problem."""
+        """Set one value, making the sections above it; a value where a section must be is a problem."""
         node = self.tree
         for index, part in enumerate(path[:-1]):
             present = node.get(part)
@@ -182,7 +183,7 @@ class Recipe:
         return None
 
     def mark(self, path: tuple[str, ...], layer: Layer | None) -> None:
-        """Notes who set `path` with all that is below it; None forgets it."""
+        """Note who set `path` with all that is below it; None forgets it."""
         for below in [known for known in self.layers if known[: len(path)] == path]:
             del self.layers[below]
         if layer is not None:
@@ -190,7 +191,7 @@ class Recipe:
 
 
 def compose(path: Path, *, needs_parents: bool = True) -> Recipe:
-    """The recipe at `path` over everything it inherits.
+    """Return the recipe at `path` over everything it inherits.
 
     Args:
         needs_parents: False notes parents that are not there in `missing`.
@@ -310,7 +311,7 @@ class _Override:
 
 
 def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> list[str]:
-    """Changes `recipe` in the order given and returns one line per problem."""
+    """Change `recipe` in the order given and return one line per problem."""
     problems: list[str] = []
     for text in overrides:
         parsed = _parse(text)
@@ -375,7 +376,7 @@ def _delete(recipe: Recipe, override: _Override) -> str | None:
 
 
 def _seed_free_section(recipe: Recipe, path: tuple[str, ...]) -> None:
-    """A dictionary with free keys that the recipe leaves at its default starts from that default."""
+    """Seed a dictionary with free keys: one that the recipe leaves at its default starts from that default."""
     for end in range(1, len(path)):
         section = path[:end]
         if place_of(section).field is None or lookup(recipe.tree, section)[0]:

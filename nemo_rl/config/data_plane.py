@@ -151,7 +151,7 @@ class DataPlaneConfig(Section):
         return self.impl == "transfer_queue" and self.backend == "mooncake_cpu"
 
     def resolved(self, *, has_actors: bool) -> DataPlaneConfig:
-        """The same with a named `impl`.
+        """Return the section with a named `impl`.
 
         Args:
             has_actors: workers are Ray actors.

@@ -96,7 +96,8 @@ class SchedulerConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _from_list(cls, given: object) -> object:
-        """The forms that torch users write: a list of schedulers with an element of milestones, or one scheduler."""
+        """Accept the forms that torch users write: a list of schedulers with an element of milestones, or one
+        scheduler."""
         if isinstance(given, dict) and "." in str(given.get("name", "")):
             phase = {key: value for key, value in given.items() if key in SchedulerPhase.model_fields}
             return {**{key: value for key, value in given.items() if key not in phase}, "phases": [phase]}

@@ -58,7 +58,7 @@ _EXPECTED: Mapping[str, str] = {
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> MasterConfig:
-    """Composes `path`, applies `overrides`, resolves `${...}` and validates.
+    """Compose `path`, applies `overrides`, resolves `${...}` and validates.
 
     Raises:
         ConfigError: with one line per problem, `FILE: dotted.path: what; expected ..., got ...; did you mean 'x'?`
@@ -84,7 +84,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> MasterConfig
 
 
 def _with_digests(config: MasterConfig) -> MasterConfig:
-    """A switch of the route trace changes which columns are stored, so the resolved config has it."""
+    """Add the digests that a switch of the route trace asks for: it changes the stored columns, so the resolved config
+    has it."""
     replay = config.policy.router_replay
     if not replay.enabled or not r3_trace_verify_forward_enabled():
         return config
@@ -109,14 +110,14 @@ def _rule_problems(recipe: Recipe, config: MasterConfig, broken: Sequence[str]) 
 
 
 def _is_switched_off_later(recipe: Recipe, line: Ignored) -> bool:
-    """A child recipe or the command line may turn off what its parent has set up, or a default; no key of its own is
-    ignored."""
+    """Return whether a key is switched off later. A child recipe or the command line may turn off what its parent has
+    set up, or a default; no key of its own is ignored."""
     key, switch = recipe.layer_of(line.key.split(".")), recipe.layer_of(line.switch.split("."))
     return switch is not None and (key is None or key.order < switch.order)
 
 
 def _rules_on_the_rest(recipe: Recipe, error: ValidationError, broken: Sequence[str]) -> list[str]:
-    """Cross-field rules on what is sound: broken keys take their defaults; rules that name them are left out."""
+    """Check the rules on the sound part: broken keys take their defaults; rules that name them are left out."""
     tree = copy.deepcopy(recipe.tree)
     for detail in error.errors():
         path = _input_path(recipe.tree, detail)
@@ -133,7 +134,7 @@ def _rules_on_the_rest(recipe: Recipe, error: ValidationError, broken: Sequence[
 
 
 def _unset(recipe: Recipe) -> dict[tuple[str, ...], str]:
-    """Keys whose value is still `???`, with what the schema says about them."""
+    """Return the keys whose value is still `???`, with what the schema says about them."""
     return {path: _must_be_set(path) for path, value in recipe.leaves() if value == _MUST_BE_SET}
 
 
@@ -143,7 +144,7 @@ def _must_be_set(path: Sequence[str]) -> str:
 
 
 def _remove(tree: dict[str, Any], path: Sequence[str]) -> None:
-    """Removes a key; of a list with an unusable element, the whole list."""
+    """Remove a key; of a list with an unusable element, the whole list."""
     node: Any = tree
     for part in path[:-1]:
         if not isinstance(node.get(part), dict):
@@ -157,7 +158,7 @@ def _remove(tree: dict[str, Any], path: Sequence[str]) -> None:
 
 
 def _input_path(tree: Mapping[str, Any], detail: ErrorDetails) -> tuple[str, ...]:
-    """The path in the user's tree: pydantic adds names of union members and of derived keys."""
+    """Return the path in the user's tree: pydantic adds names of union members and of derived keys."""
     path: list[str] = []
     node: Any = tree
     for index, part in enumerate(detail["loc"]):
@@ -175,7 +176,7 @@ def _input_path(tree: Mapping[str, Any], detail: ErrorDetails) -> tuple[str, ...
 def _translate(
     recipe: Recipe, error: ValidationError, *, reported: Container[tuple[str, ...]]
 ) -> tuple[list[str], list[str]]:
-    """Dotted paths that are broken (with what may have been meant), and one line per problem."""
+    """Return the dotted paths that are broken (with what may have been meant), and one line per problem."""
     by_path: dict[tuple[str, ...], list[ErrorDetails]] = {}
     for detail in error.errors():
         by_path.setdefault(_input_path(recipe.tree, detail), []).append(detail)
@@ -230,7 +231,7 @@ _PLAIN = {"lr": "lr", "weight_decay": "weight_decay", "eps": "adam_eps"}
 
 
 def carry_optimizer(recipe: Recipe) -> list[str]:
-    """Moves what an earlier layer has set to the worker that trains; returns a line for each part that it cannot."""
+    """Move what an earlier layer has set to the worker that trains; return a line for each part that it cannot."""
     is_megatron = lookup(recipe.tree, _SWITCH)[1] is True
     # Both on, or both off, is refused by a rule.
     if (lookup(recipe.tree, ("policy", "dtensor_cfg", "enabled"))[1] is not False) == is_megatron:
@@ -254,7 +255,7 @@ def _given(recipe: Recipe, path: tuple[str, ...], switch: Layer | None, *, over:
 
 
 def _set_later(recipe: Recipe, section: tuple[str, ...], *, than: tuple[str, ...]) -> set[str]:
-    """Keys of a section that a later layer has set than the one that set the section `than`."""
+    """Return the keys of a section that a later layer has set than the one that set the section `than`."""
     setter, value = recipe.layer_of(than), lookup(recipe.tree, section)[1]
     if setter is None or not isinstance(value, Mapping):
         return set()
@@ -299,8 +300,9 @@ def _to_megatron(recipe: Recipe, switch: Layer | None) -> Iterator[str]:
 
 
 def _carry_shape(recipe: Recipe, scheduler: Mapping[str, Any], *, own: set[str]) -> None:
-    """The first of W steps of warm-up has 1/W of the rate with the DTensor worker, and what is asked for with Megatron:
-    the rates of a warm-up are the same, those of a decay differ by one step of its length."""
+    """Carry the shape of the schedule. The first of W steps of warm-up has 1/W of the rate with the DTensor worker, and
+    what is asked for with Megatron: the rates of a warm-up are the same, those of a decay differ by one step of its
+    length."""
     default, layer = SchedulerConfig(), _layer(recipe, _SCHEDULER)
     peak = lookup(recipe.tree, (*_MEGATRON_OPTIMIZER, "lr"))[1] or MegatronOptimizerConfig().lr
     style, factor = scheduler.get("name", default.name), scheduler.get("min_factor", default.min_factor)
@@ -319,7 +321,7 @@ def _carry_shape(recipe: Recipe, scheduler: Mapping[str, Any], *, own: set[str])
 
 
 def _to_dtensor(recipe: Recipe, switch: Layer | None) -> Iterator[str]:
-    """Megatron's section says more than torch's AdamW knows, so that it is left to somebody."""
+    """Report what is not carried: Megatron's section says more than torch's AdamW knows, so the user has to decide."""
     for section, kept in ((_MEGATRON_OPTIMIZER, _OPTIMIZER), (_MEGATRON_SCHEDULER, _SCHEDULER)):
         if _given(recipe, section, switch, over=kept) is not None:
             yield _lost(recipe, section, kept, "the DTensor worker does not read it")

@@ -57,7 +57,7 @@ class MegatronOptimizerConfig(Section):
     """Part of the optimizer state that `optimizer_cpu_offload` moves; it must be above 0 then."""
 
     def is_distributed(self, *, has_fused_adam: bool) -> bool:
-        """`use_distributed_optimizer`, with null decided.
+        """Return `use_distributed_optimizer`, with null decided.
 
         Args:
             has_fused_adam: on GPUs with Transformer Engine or apex, whose Adam alone can be restored then.
@@ -85,7 +85,8 @@ class MegatronSchedulerConfig(Section):
     """Weight decay of the last step, where it rises."""
 
     def decay_iters(self, num_steps: int) -> int:
-        """The step at which the decay ends in a run of so many steps: later than the warm-up, also in a short run."""
+        """Return the step at which the decay ends in a run of so many steps: later than the warm-up, also in a short
+        run."""
         given = None if self.lr_decay_style == "constant" else self.lr_decay_iters
         return given or max(num_steps, self.lr_warmup_iters + 1)
 

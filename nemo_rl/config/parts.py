@@ -64,7 +64,7 @@ class PartKind:
         return self.hub is not None and HUB_NAME.fullmatch(name) is not None
 
     def check(self, name: str) -> str:
-        """The validator: `name` is a built-in word, or two names with a colon between them."""
+        """Validate that `name` is a built-in word, or two names with a colon between them."""
         module, colon, attribute = name.partition(":")
         if self.is_builtin(name) or (
             colon and attribute.isidentifier() and all(map(str.isidentifier, module.split(".")))
@@ -75,11 +75,11 @@ class PartKind:
         raise PydanticCustomError(UNKNOWN_PART, "one of {expected}, or module:name of your own", {"expected": words})
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Called by pydantic for a field that is annotated with this kind."""
+        """Make the validator of a field that is annotated with this kind; pydantic calls it."""
         return core_schema.no_info_after_validator_function(self.check, handler(source))
 
     def load(self, name: str, *, key: str) -> Callable[..., Any]:
-        """The class or function that `name` stands for.
+        """Return the class or function that `name` stands for.
 
         Args:
             key: dotted path of the config key, for messages.

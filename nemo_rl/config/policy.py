@@ -60,7 +60,7 @@ class ParallelSizes:
 
     @property
     def replica_size(self) -> int:
-        """Workers that share one data-parallel shard."""
+        """Return the number of workers that share one data-parallel shard."""
         return self.tensor * self.pipeline * self.context
 
     @property
@@ -154,7 +154,8 @@ class PolicyConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _without_torch_optimizer(cls, given: object) -> object:
-        """`optimizer: null` and `scheduler: null` are how recipes of the Megatron worker drop what a parent has set."""
+        """Drop `optimizer: null` and `scheduler: null`, by which recipes of the Megatron worker drop what a parent has
+        set."""
         if not isinstance(given, dict):
             return given
         megatron = given.get("megatron_cfg")
@@ -166,22 +167,23 @@ class PolicyConfig(Section):
 
     @property
     def longest_response(self) -> int:
-        """Tokens of a response at most: `generation.max_new_tokens`, with null decided for the shortest prompt."""
+        """Return the most tokens of a response: `generation.max_new_tokens`, with null decided for the
+        shortest prompt."""
         return self.generation.max_new_tokens or max(1, self.max_total_sequence_length - 1)
 
     @property
     def parallel_section(self) -> str:
-        """Dotted path of the section that `parallel_sizes` comes from, for messages."""
+        """Return the dotted path of the section that `parallel_sizes` comes from, for messages."""
         return "policy.megatron_cfg" if self.megatron_cfg.enabled else "policy.dtensor_cfg"
 
     @property
     def worker_env_vars(self) -> dict[str, str]:
-        """Variables of the worker that is enabled."""
+        """Return the variables of the worker that is enabled."""
         return self.megatron_cfg.env_vars if self.megatron_cfg.enabled else self.dtensor_cfg.env_vars
 
     @property
     def replica_keys(self) -> tuple[str, ...]:
-        """Dotted paths of the sizes whose product is the replica group, for messages."""
+        """Return the dotted paths of the sizes whose product is the replica group, for messages."""
         if self.megatron_cfg.enabled:
             axes: tuple[str, ...] = ("tensor_model", "pipeline_model", "context")
         else:
@@ -190,7 +192,7 @@ class PolicyConfig(Section):
 
     @property
     def parallel_sizes(self) -> ParallelSizes:
-        """Sizes of the axes of the worker that is enabled."""
+        """Return the sizes of the axes of the worker that is enabled."""
         if self.megatron_cfg.enabled:
             given = self.megatron_cfg
             return ParallelSizes(

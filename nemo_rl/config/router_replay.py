@@ -47,7 +47,7 @@ _SECTION = "policy.router_replay"
 
 
 def _why_no_logprobs(config: MasterConfig) -> str:
-    """The key that leaves the pass out."""
+    """Return the key that leaves the pass out."""
     is_sampled = config.grpo.use_generation_logprobs_as_prev
     return "grpo.use_generation_logprobs_as_prev" if is_sampled else "loss_fn.force_on_policy_ratio"
 

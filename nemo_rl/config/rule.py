@@ -20,7 +20,7 @@ Rule = Callable[["MasterConfig"], list[str]]
 
 
 def rules_in(namespace: Mapping[str, object]) -> dict[str, Rule]:
-    """Every `rule_*` function of a module's globals, by name."""
+    """Return every `rule_*` function of a module's globals, by name."""
     return {name: value for name, value in namespace.items() if name.startswith("rule_") and callable(value)}
 
 
@@ -41,7 +41,8 @@ class Ignored(str):
 
 
 def would_be_ignored(section: Section, prefix: str, names: Iterable[str], *, switch: str, because: str) -> list[str]:
-    """One line for each of `names` that differs from its default; of a section below, one for each of its keys."""
+    """Return one line for each of `names` that differs from its default; of a section below, one for each of
+    its keys."""
     lines: list[str] = []
     for name in names:
         value = getattr(section, name)

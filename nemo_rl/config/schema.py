@@ -112,7 +112,7 @@ class GRPOConfig(Section):
 
     @property
     def prompts_at_once(self) -> int:
-        """Prompts of one rollout."""
+        """Return the number of prompts of one rollout."""
         return self.prompts_per_round if self.use_dynamic_sampling else self.num_prompts_per_step
 
     @property
@@ -121,7 +121,8 @@ class GRPOConfig(Section):
 
     @property
     def rows_alive(self) -> int:
-        """Most rows of a step at one time: with dynamic sampling a round comes to nearly a batch that is there."""
+        """Return the most rows of a step at one time: with dynamic sampling a round comes to nearly a batch that is
+        there."""
         rounds = self.prompts_per_round if self.use_dynamic_sampling else 0
         return (self.num_prompts_per_step + rounds) * self.num_generations_per_prompt
 
@@ -187,12 +188,12 @@ class DataConfig(Section):
 
     @property
     def held_out(self) -> dict[str, DatasetConfig]:
-        """Every validation set by name, the main one first; none where `validation` is null."""
+        """Return every validation set by name, the main one first; none where `validation` is null."""
         return {} if self.validation is None else {MAIN_SET: self.validation, **self.validation_sets}
 
     @staticmethod
     def held_out_key(name: str) -> str:
-        """Dotted path of a validation set, for messages."""
+        """Return the dotted path of a validation set, for messages."""
         return "data.validation" if name == MAIN_SET else f"data.validation_sets.{name}"
 
 
@@ -264,7 +265,7 @@ class ClusterConfig(Section):
 
     @property
     def num_workers(self) -> int:
-        """Policy workers over all nodes."""
+        """Return the number of policy workers over all nodes."""
         return self.num_nodes * (self.gpus_per_node or self.cpu_workers_per_node or 1)
 
 
@@ -375,7 +376,7 @@ class MasterConfig(Section):
 
     @property
     def active_data_plane(self) -> DataPlaneConfig:
-        """The data plane with the store that this run uses."""
+        """Return the data plane with the store that this run uses."""
         return self.data_plane.resolved(has_actors=self.cluster.launcher == "ray")
 
     @property
@@ -399,13 +400,13 @@ class MasterConfig(Section):
 
     @property
     def checkpoint_metric(self) -> str:
-        """`checkpointing.metric_name`, or its counterpart of training where nothing is validated."""
+        """Return `checkpointing.metric_name`, or its counterpart of training where nothing is validated."""
         name = self.checkpointing.metric_name
         return "train:reward" if name in ("val:reward", "val:accuracy") and not self.has_validation else name
 
     @property
     def checkpoint_dir(self) -> Path:
-        """`checkpointing.checkpoint_dir`, with null decided."""
+        """Return `checkpointing.checkpoint_dir`, with null decided."""
         return self.checkpointing.checkpoint_dir or self.logger.log_dir / "checkpoints"
 
     @property

@@ -78,7 +78,7 @@ class _Emitter(yaml.SafeDumper):  # type: ignore[misc]
         return True
 
     def represent_text(self, text: str) -> yaml.Node:
-        """A text of several lines, or with characters that cannot be seen, is written with escapes."""
+        """Write a text of several lines, or with characters that cannot be seen, with escapes."""
         return self.represent_scalar(f"{_TAG}str", text, style=None if text.isprintable() else '"')
 
 
@@ -93,13 +93,13 @@ _Emitter.add_representer(str, _Emitter.represent_text)
 
 
 def yaml_line(value: Any) -> str:
-    """A value, or the name of a key, on one line; `parse_yaml` reads the same from it."""
+    """Return a value, or the name of a key, on one line; `parse_yaml` reads the same from it."""
     text = yaml.dump(value, Dumper=_Emitter, default_flow_style=True, width=sys.maxsize, allow_unicode=True)
     return str(text).removesuffix("\n").removesuffix("\n...")
 
 
 def parse_yaml(text: str) -> Any:
-    """The only document in `text`; None for an empty one.
+    """Return the only document in `text`; None for an empty one.
 
     Raises:
         YamlProblem: it is no YAML, or holds what no setting can be.

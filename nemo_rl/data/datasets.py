@@ -114,7 +114,7 @@ class RowProblems:
         self._counts: dict[str, int] = {}
 
     def add(self, kind: str, line: str) -> None:
-        """Notes one row.
+        """Note one row.
 
         Args:
             kind: what is wrong, the same for all rows of which it is.
@@ -145,7 +145,7 @@ def build_prompt_sets(
     now: datetime | None = None,
     max_rows: int | None = None,
 ) -> tuple[PromptSet, Mapping[str, PromptSet]]:
-    """Training prompts, and the held-out ones by the name of their set; a held-out text is not trained on.
+    """Return the training prompts, and the held-out ones by the name of their set; a held-out text is not trained on.
 
     Args:
         now: the time that a chat template sees; None: that of the clock.
@@ -165,7 +165,7 @@ def build_prompt_sets(
 def load_held_out(
     cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, now: datetime | None = None, max_rows: int | None = None
 ) -> Mapping[str, PromptSet]:
-    """The validation sets by name, the main one first; arguments and errors as of `build_prompt_sets`."""
+    """Return the validation sets by name, the main one first; arguments and errors as of `build_prompt_sets`."""
     return {
         name: load_prompts(source, tokenizer, limits=cfg, where=cfg.held_out_key(name), now=now, max_rows=max_rows)
         for name, source in cfg.held_out.items()
@@ -182,7 +182,7 @@ def load_prompts(
     now: datetime | None = None,
     max_rows: int | None = None,
 ) -> PromptSet:
-    """The prompts of one source.
+    """Return the prompts of one source.
 
     Args:
         limits: length limit and what to do with longer prompts.
@@ -217,7 +217,7 @@ def load_prompts(
 
 
 def raw_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str] = frozenset()) -> Iterator[RawPrompt]:
-    """The prompts of one source, one by one, without template and limits.
+    """Yield the prompts of one source, one by one, without template and limits.
 
     Raises:
         DatasetError: whatever is wrong with the source, with its place.
@@ -242,7 +242,7 @@ class _Rows:
         self.digest = hashlib.blake2b(json.dumps(around).encode(), digest_size=DIGEST_BYTES)
 
     def take(self, raw: RawPrompt) -> None:
-        """Adds the row's prompt, or counts why there is none."""
+        """Add the row's prompt, or counts why there is none."""
         number, text = self.num_read, raw.text
         self.num_read += 1
         place = f"prompt {number}" + (f" ({raw.place})" if raw.place else "")
@@ -295,7 +295,7 @@ class _Rows:
         )
 
     def _ids(self, text: str, limit: int) -> tuple[int, ...] | None:
-        """Tokens of a prompt; None for a text that is too long whatever its tokens are."""
+        """Return the tokens of a prompt; None for a text that is too long whatever its tokens are."""
         if len(text) > limit * CHARACTERS_PER_TOKEN:
             return None
         cfg = self._cfg
@@ -354,7 +354,7 @@ class _Listed(Protocol):
 
 
 def json_value(value: object) -> object:
-    """`value` as a reward gets it: JSON values, and others that have one way to be written as such.
+    """Return `value` as a reward gets it: JSON values, and others that have one way to be written as such.
 
     Dates and times become ISO texts, durations seconds, decimals and UUIDs their text, bytes the UTF-8 text that they
     are, arrays and tuples lists.

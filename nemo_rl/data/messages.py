@@ -80,7 +80,8 @@ class TokenRow:
 
 
 def prompt_messages(text: str, *, system_prompt: str | None = None, prompt_template: str = "{input}") -> list[Message]:
-    """The conversation that a prompt opens; `{input}` in the template is replaced by the text, once and literally."""
+    """Return the conversation that a prompt opens; `{input}` in the template is replaced by the text, once and
+    literally."""
     messages = [Message(role="system", content=system_prompt)] if system_prompt is not None else []
     return [*messages, Message(role="user", content=prompt_template.replace("{input}", text))]
 
@@ -88,12 +89,12 @@ def prompt_messages(text: str, *, system_prompt: str | None = None, prompt_templ
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, now: datetime | None = None
 ) -> tuple[int, ...]:
-    """`PromptEncoder.encode` for a single prompt."""
+    """Return `PromptEncoder.encode` for a single prompt."""
     return PromptEncoder(tokenizer, now=now).encode(messages)
 
 
 def to_row(log: Sequence[TokenMessage]) -> TokenRow:
-    """Lays the turns of one conversation end to end."""
+    """Lay the turns of one conversation end to end."""
     boundaries = [0]
     for message in log:
         boundaries.append(boundaries[-1] + len(message.token_ids))
@@ -106,7 +107,7 @@ def to_row(log: Sequence[TokenMessage]) -> TokenRow:
 
 
 def from_row(row: TokenRow) -> list[TokenMessage]:
-    """The turns that `to_row` laid out."""
+    """Return the turns that `to_row` laid out."""
     ends = row.boundaries[1:]
     return [
         TokenMessage(role=role, token_ids=row.input_ids[start:end])
@@ -148,7 +149,7 @@ class PromptEncoder:
         self._forms: dict[tuple[Role, ...], _Form] = {}
 
     def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Token ids up to where the assistant begins.
+        """Return the token ids up to where the assistant begins.
 
         Raises:
             DatasetError: a text contains a control token and cannot be told from the template, or is lost in it.
@@ -191,7 +192,7 @@ class PromptEncoder:
         return tuple(apart if self._controls_in(apart) != controls else ids)
 
     def _encode_apart(self, messages: Sequence[Message], form: _Form) -> list[int]:
-        """Template with control tokens, texts without: a literal `<|im_end|>` in a text stays text.
+        """Encode the template with control tokens, texts without: a literal `<|im_end|>` in a text stays text.
 
         The texts are rendered between two characters that occur nowhere else, so that a template may look at them and
         trim them.
@@ -222,7 +223,7 @@ class PromptEncoder:
         return self._forms[roles]
 
     def _roles_in_parts(self, roles: tuple[Role, ...]) -> frozenset[Role]:
-        """Roles whose content the template wants in parts; most templates want plain texts.
+        """Return the roles whose content the template wants in parts; most templates want plain texts.
 
         Raises:
             ModelFolderError: a message is lost either way.
@@ -249,7 +250,7 @@ class PromptEncoder:
         raise ModelFolderError(f"{where} leaves out the text of the {' and of the '.join(lost)} message{way_out}")
 
     def _lost(self, roles: tuple[Role, ...], in_parts: frozenset[Role]) -> tuple[list[Role], ModelFolderError | None]:
-        """Roles of which a text is not rendered; all of them, with the error, where rendering fails."""
+        """Return the roles of which a text is not rendered; all of them, with the error, where rendering fails."""
         turns = _placeholders(roles)
         try:
             rendered = self._render(turns, in_parts).casefold()
@@ -285,7 +286,7 @@ class PromptEncoder:
 
     @cached_property
     def _control_ids(self) -> frozenset[int]:
-        """Tokens that no text of a message may become."""
+        """Return the tokens that no text of a message may become."""
         tokenizer = self._tokenizer
         template = self._template_text if self._with_template else ""
         found = set(tokenizer.all_special_ids)
@@ -324,7 +325,7 @@ class PromptEncoder:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _text_ids(self, text: str, *, is_first: bool) -> list[int]:
-        """Tokens of a text, none of which is a control token.
+        """Return the tokens of a text, none of which is a control token.
 
         Raises:
             DatasetError: the tokenizer has no other tokens for it.
@@ -352,7 +353,7 @@ class PromptEncoder:
         return sorted(cut for cut in cuts if 0 < cut < len(text))
 
     def _piece_ids(self, text: str, *, is_first: bool, as_text: bool) -> list[int]:
-        """Tokens of a piece of a prompt."""
+        """Return the tokens of a piece of a prompt."""
         if not text:
             return []
         for anchor in () if is_first else _ANCHORS:
@@ -382,7 +383,7 @@ def _is_marker(text: str) -> bool:
 
 
 def _between(begin: str, text: str, end: str) -> str:
-    """The marks stand within the white space around a text, which a template may trim."""
+    """Put marks within the white space around a text, which a template may trim."""
     core = text.strip()
     if not core:
         return text
@@ -391,14 +392,14 @@ def _between(begin: str, text: str, end: str) -> str:
 
 
 def _unused_characters(texts: Sequence[str]) -> tuple[str, str]:
-    """Two characters of Unicode's private use that are in none of the texts."""
+    """Return two characters of Unicode's private use that are in none of the texts."""
     used = frozenset().union(*texts)
     free = (chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in used)
     return next(free), next(free)
 
 
 def _lost_text(text: str, rendered: str) -> str | None:
-    """The first word of `text` that is not rendered; None where all are. White space and case may change."""
+    """Return the first word of `text` that is not rendered; None where all are. White space and case may change."""
     core = text.strip()
     if core in rendered:
         return None

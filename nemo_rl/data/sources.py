@@ -62,7 +62,7 @@ def jsonl_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> I
 
 
 def _lines(file: TextIO, path: Path) -> Iterator[str]:
-    """The lines of a file; one that has no end is refused before it fills the memory."""
+    """Yield the lines of a file; one that has no end is refused before it fills the memory."""
     number = 0
     while line := file.readline(MAX_ROW_CHARACTERS + 1):
         number += 1

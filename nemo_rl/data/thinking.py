@@ -18,7 +18,7 @@ _JOINED = re.compile(r"[\s$]*(,|,?\s*and|,?\s*or)[\s$]*")
 
 
 def with_thinking(thoughts: str, answer: str) -> str:
-    """A response that shows its thoughts."""
+    """Return a response that shows its thoughts."""
     return f"{THINK_START}{thoughts}{THINK_END}{answer}"
 
 
@@ -34,7 +34,7 @@ def final_answer(response: str) -> str:
 
 
 def last_boxes(text: str) -> list[str] | None:
-    """Return the content of the last `\\boxed{}`, and before it the contents of those that a comma, "and" or "or" joins to it.
+    """Return the content of the last `\\boxed{}`, after those that a comma, "and" or "or" joins to it.
 
     None where there is no box, or the last one is not closed.
 
@@ -54,7 +54,7 @@ def last_boxes(text: str) -> list[str] | None:
 
 
 def _end_of_box(text: str, start: int) -> int | None:
-    """The place after the closing brace of the box that begins at `start`."""
+    """Return the place after the closing brace of the box that begins at `start`."""
     depth = 1
     for place in range(start + len(BOX), len(text)):
         depth += {"{": 1, "}": -1}.get(text[place], 0)

@@ -25,7 +25,7 @@ class SortEnvironment:
     """Scores in this process: a comparison of two short texts."""
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> EnvReport:
-        """1 for the right text that ended by itself, else 0."""
+        """Give 1 for the right text that ended by itself, else 0."""
         rows = zip(prompts, responses, strict=True)
         return EnvReport(
             rewards=tuple(
@@ -42,7 +42,7 @@ class SortEnvironment:
 
 
 def build_environment(cfg: EnvConfig, *, start_timeout_s: float, log_file: Path | None = None) -> Environment:
-    """The environment that `cfg` names.
+    """Return the environment that `cfg` names.
 
     Args:
         start_timeout_s: for loading a reward.
@@ -59,7 +59,7 @@ def build_environment(cfg: EnvConfig, *, start_timeout_s: float, log_file: Path 
 
 
 def reward_identity(cfg: EnvConfig, environment: Environment) -> str:
-    """The name of a built-in reward; of one of the user's, a digest of its source."""
+    """Return the name of a built-in reward; of one of the user's, a digest of its source."""
     if cfg.name != "custom" and ENVIRONMENTS.is_builtin(cfg.name):
         return cfg.name
     if isinstance(environment, ProcessEnvironment):

@@ -57,7 +57,7 @@ class Environment(Protocol):
         """
 
     def shutdown(self) -> None:
-        """Ends scoring processes. Idempotent."""
+        """End scoring processes. Idempotent."""
 
 
 @runtime_checkable

@@ -49,7 +49,7 @@ class RewardLog:
         self._last: deque[str] = deque(maxlen=_LAST_LINES)
 
     def hear(self, line: str) -> None:
-        """Takes one line."""
+        """Take one line."""
         with self._lock:
             self._write(line)
             text = printable(line, limit=_LINE_LIMIT)
@@ -60,7 +60,7 @@ class RewardLog:
                 self._num_hidden += 1
 
     def take(self) -> tuple[str, ...]:
-        """The lines to show since the last call, and how many more there were."""
+        """Return the lines to show since the last call, and how many more there were."""
         with self._lock:
             lines, hidden = self._shown, self._num_hidden
             self._shown, self._num_hidden = [], 0
@@ -70,7 +70,7 @@ class RewardLog:
         return tuple(lines)
 
     def last(self) -> tuple[str, ...]:
-        """The newest lines, for the message of an error."""
+        """Return the newest lines, for the message of an error."""
         with self._lock:
             return tuple(self._last)
 
@@ -127,7 +127,7 @@ class ProcessEnvironment:
         )
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> EnvReport:
-        """Scores every response, truncated ones included: the function sees what the model wrote."""
+        """Score every response, truncated ones included: the function sees what the model wrote."""
         items = [self._item(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
         outcomes = self._pool.score(items)
         for item, outcome in zip(items, outcomes, strict=True):
@@ -142,7 +142,7 @@ class ProcessEnvironment:
 
     @property
     def source(self) -> str:
-        """Digest of the function's source."""
+        """Return the digest of the function's source."""
         return self._pool.source
 
     def answer_problems(self, prompts: Sequence[Prompt]) -> list[str | None]:
@@ -150,7 +150,7 @@ class ProcessEnvironment:
         return self._pool.answer_problems([self._answer_of(prompt) for prompt in prompts])
 
     def shutdown(self) -> None:
-        """Ends the scoring processes. Idempotent."""
+        """End the scoring processes. Idempotent."""
         self._pool.shutdown()
 
     def _item(self, prompt: Prompt, response: Response) -> ScorerItem:
@@ -184,7 +184,7 @@ class ProcessEnvironment:
         return RewardError("\n".join(lines))
 
     def _components(self, items: Sequence[ScorerItem], outcomes: Sequence[Outcome]) -> dict[str, tuple[float, ...]]:
-        """Parts by name, NaN for rows without a score; checks that every row has the same ones."""
+        """Return the parts by name, NaN for rows without a score; check that every row has the same ones."""
         scored = [(item, outcome.score) for item, outcome in zip(items, outcomes, strict=True) if not outcome.timed_out]
         names = set(self._cfg.reward_weights)
         if not names and scored and isinstance(scored[0][1], dict):

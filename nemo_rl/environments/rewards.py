@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def exact_match(response: str, answer: object) -> float:
-    """1 when the response, white space at its ends aside, is the answer; else 0.
+    """Return 1 when the response, white space at its ends aside, is the answer; else 0.
 
     Example:
         >>> exact_match(" 1345\\n", "1345"), exact_match("1354", "1345")
@@ -55,7 +55,7 @@ def answer_problem(answer: object) -> str | None:
 
 
 def make_math_reward() -> MathReward:
-    """Imports the library, which takes a second, before the first response has to be scored."""
+    """Import the library, which takes a second, before the first response has to be scored."""
     return MathReward()
 
 
@@ -107,7 +107,7 @@ class MathReward:
         return None if gold else f"math-verify cannot read {text[:80]!r}"
 
     def _gold(self, answer: object) -> tuple[str, list[Any]]:
-        """The answer's text and what it says; nothing where it cannot be read."""
+        """Return the answer's text and what it says; nothing where it cannot be read."""
         # GSM8K's solutions end with their answer behind this mark.
         text = str(answer).rpartition("####")[2].strip()
         return text, self._parse(text if "\\boxed" in text else f"\\boxed{{{text}}}", self._latex)
@@ -119,7 +119,7 @@ class MathReward:
 
 
 def make_reasoning_gym_reward() -> ReasoningGymReward:
-    """A reward that makes each task once and keeps it."""
+    """Return a reward that makes each task once and keeps it."""
     return ReasoningGymReward()
 
 

@@ -50,7 +50,7 @@ _BY_NAME = ("row", "prompt_tokens", "response_tokens", "truncated")
 
 
 def main() -> None:
-    """`scorer_child.py SOCKET_FD PARENT_PID`"""
+    """Serve a scorer: `scorer_child.py SOCKET_FD PARENT_PID`."""
     fd, parent = int(sys.argv[1]), int(sys.argv[2])
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def _guard(scorer: int) -> None:
-    """Waits for the scorer, ends what it has left, and exits with its code."""
+    """Wait for the scorer, ends what it has left, and exits with its code."""
     while True:
         ended, status = os.wait()
         if ended == scorer:
@@ -91,7 +91,8 @@ def _end_everything(number: int, frame: object) -> None:
 
 
 def _kill_descendants() -> None:
-    """Orphans become children of this process, so killing children until there are none reaches every one."""
+    """Kill all descendants. Orphans become children of this process, so killing children until there are none reaches
+    every one."""
     while children := _children_of(os.getpid()):
         for child in children:
             os.kill(child, signal.SIGKILL)
@@ -176,7 +177,7 @@ def _module_named(name: str) -> ModuleType:
 
 
 def _module_of_file(file: Path) -> ModuleType:
-    """The module of a file: by its name in a package where it is a part of one, else by itself.
+    """Return the module of a file: by its name in a package where it is a part of one, else by itself.
 
     Either way it can import what lies beside it.
     """
@@ -216,7 +217,7 @@ def _digest_of(module: ModuleType, function: Callable[..., Any]) -> str:
 
 
 def _wanted(function: Callable[..., Any]) -> list[str]:
-    """Names of the further arguments that the function takes.
+    """Return the names of the further arguments that the function takes.
 
     Raises:
         TypeError: it needs an argument that does not exist.

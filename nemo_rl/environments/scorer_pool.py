@@ -106,7 +106,7 @@ class ScorerProcess:
         self._spec = spec
 
     def load(self) -> None:
-        """Waits until the function is loaded; apart from the start, so that a wait can be ended by `end`."""
+        """Wait until the function is loaded; apart from the start, so that a wait can be ended by `end`."""
         spec = self._spec
         request = {
             "paths": [path for path in sys.path if path] + [os.getcwd()],
@@ -127,7 +127,7 @@ class ScorerProcess:
         self.source, self.checks_answers = str(reply["source"]), bool(reply["checks_answers"])
 
     def ask(self, request: Mapping[str, object], *, timeout_s: float) -> Mapping[str, object]:
-        """Sends a request and waits for its reply.
+        """Send a request and waits for its reply.
 
         Raises:
             TimeoutError: no reply in time.
@@ -145,7 +145,7 @@ class ScorerProcess:
                 return reply
 
     def end(self) -> None:
-        """Ends the process and everything that it started; whoever waits for it gets an EOFError. Idempotent."""
+        """End the process and everything that it started; whoever waits for it gets an EOFError. Idempotent."""
         with self._end_lock:
             if self._process.poll() is not None:
                 return
@@ -158,7 +158,7 @@ class ScorerProcess:
                 self._process.wait(_END_TIMEOUT_S)
 
     def close(self) -> None:
-        """Ends it and gives its channels back; nobody may wait for it any more. Idempotent."""
+        """End it and give its channels back; nobody may wait for it any more. Idempotent."""
         self.end()
         if self._channel.fileno() != -1:
             self._hear_rest()
@@ -199,13 +199,13 @@ class ScorerProcess:
             self._replies = bytearray(rest)
 
     def _hear_rest(self) -> None:
-        """Hands on what waits in the pipe."""
+        """Hand on what waits in the pipe."""
         count = 0
         while count < _PIPE_BYTES and (heard := self._hear_part()):
             count += heard
 
     def _hear_part(self) -> int | None:
-        """Hands on what was printed, as far as it is read at once; its bytes, 0 at the end, None: nothing waits."""
+        """Hand on what was printed, as far as it is read at once; its bytes, 0 at the end, None: nothing waits."""
         try:
             part = os.read(self._output, _PART_BYTES)
         except BlockingIOError:
@@ -229,7 +229,7 @@ class _PrintedLines:
         self._extend(rest)
 
     def end(self) -> None:
-        """The last line may have no end."""
+        """Flush the last line, which may have no end."""
         if self._line:
             self._hand_on()
 
@@ -245,7 +245,7 @@ class _PrintedLines:
 
 
 def _reply_in(line: bytes, number: str) -> dict[str, object] | None:
-    """The reply to the request of this number; None for anything else that came."""
+    """Return the reply to the request of this number; None for anything else that came."""
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):
@@ -328,7 +328,7 @@ class ScorerPool:
         self.source, self.checks_answers = first.source, first.checks_answers
 
     def score(self, items: Sequence[ScorerItem]) -> list[Outcome]:
-        """One outcome per item, in order; bounded by the calls' limits."""
+        """Return one outcome per item, in order; bounded by the calls' limits."""
         calls = [items[start : start + self._batch_size] for start in range(0, len(items), self._batch_size)]
         return list(chain.from_iterable(self._threads.map(self._score_call, calls)))
 
@@ -340,7 +340,7 @@ class ScorerPool:
         return list(chain.from_iterable(self._threads.map(self._check_answers, batches)))
 
     def shutdown(self) -> None:
-        """Ends every process and thread. Idempotent."""
+        """End every process and thread. Idempotent."""
         with self._lock:
             self._is_closed = True
             processes = list(self._processes)
@@ -387,7 +387,7 @@ class ScorerPool:
         return cast("list[str | None]", reply["problems"])
 
     def _process(self) -> ScorerProcess:
-        """This thread's process; made by this thread, because it dies with the thread that made it."""
+        """Return this thread's process; made by this thread, because it dies with the thread that made it."""
         present: ScorerProcess | None = vars(self._mine).get("process")
         if present is not None:
             return present

@@ -102,7 +102,7 @@ class Record:
         return self.payload.load()
 
     def tokens(self) -> TokenTable | None:
-        """The tokens of its rows; None for a tensor without.
+        """Return the tokens of its rows; None for a tensor without.
 
         Raises:
             CorruptRecord: as `load`, or the table is missing.
@@ -138,7 +138,7 @@ class RecordFolder:
 
 
 def read_folder(path: Path) -> RecordFolder:
-    """The records of a folder, and what is wrong with it.
+    """Return the records of a folder, and what is wrong with it.
 
     Raises:
         UserError: no folder of records.
@@ -156,7 +156,7 @@ def read_folder(path: Path) -> RecordFolder:
 
 
 def _world(path: Path, manifest: Manifest) -> int:
-    """Ranks that have recorded."""
+    """Return the number of ranks that have recorded."""
     world = manifest.layout.get("world", 1)
     if not isinstance(world, int) or isinstance(world, bool) or not 1 <= world <= MOST_RANKS:
         raise CorruptRecord(f"{path / MANIFEST}: layout.world: expected 1 to {MOST_RANKS} ranks, got {world!r:.50}")

@@ -46,7 +46,7 @@ class Place:
     """Seen again when a backward pass ran a layer once more."""
 
     def as_record(self) -> dict[str, object]:
-        """JSON form; what is at its default is left out."""
+        """Return the JSON form; what is at its default is left out."""
         return {part.name: value for part in fields(self) if (value := getattr(self, part.name)) != part.default}
 
     @classmethod
@@ -116,7 +116,7 @@ class Manifest:
     version: int = FORMAT_VERSION
 
     def as_record(self) -> dict[str, object]:
-        """JSON form."""
+        """Return the JSON form."""
         return asdict(self)
 
     @classmethod

@@ -82,7 +82,7 @@ class Selector:
         return any(part.takes(kind, layer) and fnmatchcase(name, part.name) for part in self.selections)
 
     def kinds(self) -> tuple[SiteKind, ...]:
-        """Every kind that is recorded somewhere, in the order of the catalogue."""
+        """Return every kind that is recorded somewhere, in the order of the catalogue."""
         return tuple(kind for kind in SiteKind if any(kind in part.kinds for part in self.selections))
 
 

@@ -128,7 +128,7 @@ _BEFORE, _AFTER = -1, 1 << 20
 
 
 def execution_order(kind: SiteKind, layer: int | None, direction: Direction) -> tuple[int, int, int]:
-    """Sorts sites as a pass meets them: forward from the embedding to the loss, then backward, then gradients.
+    """Sort sites as a pass meets them: forward from the embedding to the loss, then backward, then gradients.
 
     Example:
         >>> execution_order(SiteKind.EMBED, None, Direction.FORWARD) < execution_order(SiteKind.LAYER_IN, 0, "forward")

@@ -126,7 +126,7 @@ class CheckpointManager:
         self._token = uuid.uuid4().hex[:8]
 
     def save(self, step: int, *, write: Callable[[Path], None], state: Mapping[str, object]) -> Path:
-        """Runs `write(tmp folder)`, adds `state` and a manifest, renames, updates `latest`, prunes.
+        """Run `write(tmp folder)`, adds `state` and a manifest, renames, updates `latest`, prunes.
 
         Raises:
             CheckpointError: as in `begin` and `guarded`. WorkerError, KeyboardInterrupt: as in `guarded`.
@@ -137,7 +137,7 @@ class CheckpointManager:
         return self.complete(unfinished)
 
     def begin(self, step: int, *, state: Mapping[str, object]) -> Unfinished:
-        """A folder for what belongs to the checkpoint, to be written and then completed.
+        """Make a folder for the content of a checkpoint, to be written and then completed.
 
         Args:
             state: JSON values; numbers and arrays of numpy and torch are saved as plain ones, as they are now.
@@ -153,7 +153,7 @@ class CheckpointManager:
         return unfinished
 
     def complete(self, unfinished: Unfinished) -> Path:
-        """Adds state and manifest, renames, updates `latest`, prunes; the folder under its name.
+        """Add state and manifest, renames, updates `latest`, prunes; the folder under its name.
 
         May run in a thread beside the training, where nothing else is done with this manager's folder.
 
@@ -195,12 +195,14 @@ class CheckpointManager:
             ) from error
 
     def latest(self) -> Checkpoint | None:
-        """The one named by `latest`, or the newest when that file is missing or stale; contents are not compared."""
+        """Return the checkpoint named by `latest`, or the newest when that file is missing or stale; contents are not
+        compared."""
         found, _ = self.scan()
         return next(iter(_in_order(found, self._pointer())), None)
 
     def best(self) -> Checkpoint | None:
-        """The one with the best metric, the newest of equals; None where none has a number. Contents are not compared.
+        """Return the checkpoint with the best metric, the newest of equals; None where none has a number. Contents are
+        not compared.
 
         Pruning keeps it.
         """
@@ -208,7 +210,7 @@ class CheckpointManager:
         return max(ranked, key=self._rank, default=None)
 
     def all(self) -> list[Checkpoint]:
-        """Complete checkpoints in order of their steps; contents are not compared."""
+        """Return the complete checkpoints in order of their steps; contents are not compared."""
         return self.scan()[0]
 
     def scan(self) -> tuple[list[Checkpoint], list[Damaged]]:
@@ -223,7 +225,7 @@ class CheckpointManager:
         return sorted(found, key=lambda checkpoint: checkpoint.step), damaged
 
     def choose(self, *, with_optimizer: bool = True, reads_files: bool = True) -> Choice:
-        """The checkpoint to resume from: the one that `latest` names, else the newest, of those that are intact.
+        """Return the checkpoint to resume from: the one that `latest` names, else the newest, of those that are intact.
 
         Damaged ones are named in a warning and left where they are.
 
@@ -258,7 +260,7 @@ class CheckpointManager:
         )
 
     def clean(self) -> None:
-        """Removes what a killed run was writing or removing; gives back what it was about to exchange."""
+        """Remove what a killed run was writing or removing; give back what it was about to exchange."""
         for path in _aside_paths(self._folder):
             name = path.name.split(".")[0].removeprefix(REPLACED)
             if path.name.startswith(REPLACED) and not (self._folder / name).exists():
@@ -306,13 +308,13 @@ class CheckpointManager:
         return float("-inf") if math.isnan(metric) else self._sign * metric, checkpoint.step
 
     def _metric(self, checkpoint: Checkpoint) -> float:
-        """NaN where it has none."""
+        """Return the metric of a checkpoint, NaN where it has none."""
         metrics = checkpoint.state.get("metrics")
         value = metrics.get(self._metric_name) if isinstance(metrics, Mapping) else None
         return float(value) if isinstance(value, int | float) else math.nan
 
     def _replace_folder(self, source: Path, target: Path) -> None:
-        """Renames `source` to `target`; a folder already there survives until the new one is in place."""
+        """Rename `source` to `target`; a folder already there survives until the new one is in place."""
         old = self._aside(REPLACED, target)
         if target.exists():
             logger.warning("%s is replaced: the run has come to this step again", target)
@@ -321,12 +323,12 @@ class CheckpointManager:
         shutil.rmtree(old, ignore_errors=True)
 
     def _aside(self, prefix: str, path: Path) -> Path:
-        """A name that no other process uses."""
+        """Return a name that no other process uses."""
         return path.with_name(f"{prefix}{path.name}.{self._token}")
 
 
 def checkpoint_paths(folder: Path) -> list[Path]:
-    """Everything in `folder` that checkpoints have written, damaged and unfinished ones included."""
+    """Return everything in `folder` that checkpoints have written, damaged and unfinished ones included."""
     steps = [path for path in sorted(folder.glob("step_*")) if STEP.fullmatch(path.name) and path.is_dir()]
     pointer = folder / LATEST_FILE
     return [*steps, *_aside_paths(folder), *([pointer] if pointer.is_file() else [])]
@@ -339,7 +341,7 @@ def is_of_checkpoint(path: Path) -> bool:
 
 
 def _plain(value: object) -> object:
-    """JSON values in place of those of numpy and torch, also as keys."""
+    """Return JSON values in place of those of numpy and torch, also as keys."""
     if isinstance(value, Mapping):
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -372,7 +374,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def _in_order(found: Sequence[Checkpoint], pointer: str | None) -> list[Checkpoint]:
-    """The one that is pointed to, then the newest first."""
+    """Return the checkpoint that is pointed to, then the newest first."""
     return sorted(found, key=lambda checkpoint: (checkpoint.path.name == pointer, checkpoint.step), reverse=True)
 
 

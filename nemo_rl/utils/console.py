@@ -17,7 +17,8 @@ __all__ = ["bytes_text", "configure_logging", "make_console", "printable"]
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """Standard output or error; without markup and emoji, so that `[x]` and `:smile:` in a text stay as they are.
+    """Make the console of standard output or error, without markup and emoji, so that `[x]` and `:smile:` in a text
+    stay as they are.
 
     What the terminal's encoding lacks is written as an escape: a path or a response may hold anything.
     """
@@ -28,7 +29,7 @@ def make_console(*, stderr: bool = False) -> Console:
 
 
 def configure_logging(console: Console, *, level: int = logging.INFO) -> None:
-    """Records of this package at `level`, those of others from WARNING on."""
+    """Show records of this package at `level`, those of others from WARNING on."""
     handler = RichHandler(console=console, show_path=False, markup=False, log_time_format="%H:%M:%S")
     handler.setFormatter(logging.Formatter("%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)

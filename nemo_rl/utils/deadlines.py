@@ -69,7 +69,7 @@ class StartUp:
             thread.join()
 
     def too_late(self, what: str) -> str:
-        """The text of the error past the deadline."""
+        """Return the text of the error past the deadline."""
         return f"{what} within {self.timeout_s:g} s; raise cluster.worker_start_timeout_s if this machine is only slow"
 
 
@@ -129,7 +129,7 @@ class SaveDeadline:
         self._step_s = max(self._step_s, seconds)
 
     def save_began(self) -> None:
-        """One runs beside the training from here on, and the next has to wait for it."""
+        """Note that a save runs beside the training from here on, and that the next has to wait for it."""
         self._is_saving = True
 
     def save_took(self, seconds: float) -> None:
@@ -154,7 +154,7 @@ class SaveDeadline:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError inside the block after `seconds`. Python code alone is interrupted, in the main thread alone.
+    """Raise TimeoutError inside the block after `seconds`. Python code alone is interrupted, in the main thread alone.
 
     A timer of somebody else goes on afterwards with what was left of it.
     """
@@ -184,7 +184,8 @@ def wait_readable(*descriptors: int, timeout_s: float) -> set[int]:
 
 
 def read_line(descriptor: int, *, timeout_s: float, limit_bytes: int = 1 << 16) -> bytes:
-    """The first line that comes, with its line feed. Without one: what came until the end, the limit or the deadline.
+    """Return the first line that comes, with its line feed. Without one: what came until the end, the limit or the
+    deadline.
 
     What follows the line in the same piece is dropped, so this is for who says one line.
     """

@@ -78,7 +78,7 @@ def machine_problem(error: BaseException) -> str | None:
 
 
 def crash_line(error: BaseException, *, folder: Path | None) -> str:
-    """One line about an error of ours; its traceback goes to `folder`, or to a temporary file."""
+    """Return one line about an error of ours; its traceback goes to `folder`, or to a temporary file."""
     said = shorten(" ".join(text_of(error).split()))
     line = f"{type(error).__name__}{': ' if said else ''}{said}"
     text = "".join(traceback.format_exception(error))

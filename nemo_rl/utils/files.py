@@ -28,7 +28,7 @@ __all__ = [
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> Path:
-    """Lets `write` fill a temporary file next to `path`, then renames it; a failed write leaves `path` as it was."""
+    """Let `write` fill a temporary file next to `path`, then rename it; a failed write leaves `path` as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # The suffix stays last: matplotlib and others choose the format by it.
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
@@ -41,12 +41,13 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> Path:
 
 
 def write_text(path: Path, text: str) -> Path:
-    """`path` holds `text`, or what it held before."""
+    """Write a text at once: `path` holds `text`, or what it held before."""
     return replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """A plain file, opened for reading; nothing waits for the writer of a named pipe, or reads a device without end.
+    """Return a plain file, opened for reading; nothing waits for the writer of a named pipe, or reads a device without
+    end.
 
     Raises:
         OSError: it cannot be opened, or is no plain file.
@@ -62,20 +63,20 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 def read_plain(path: Path) -> bytes:
-    """The content of a plain file; raises as `open_plain`."""
+    """Return the content of a plain file; raises as `open_plain`."""
     with open_plain(path) as file:
         return file.read()
 
 
 def read_tail(path: Path, num_bytes: int) -> bytes:
-    """The last bytes of a file that may be large, such as a log."""
+    """Return the last bytes of a file that may be large, such as a log."""
     with path.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))
         return file.read(num_bytes)
 
 
 def give_usual_modes(folder: Path) -> None:
-    """Files under `folder` get the mode that `open` gives; those of safetensors are for their owner alone."""
+    """Give files under `folder` the mode that `open` gives; those of safetensors are for their owner alone."""
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():
             give_usual_mode(path)
@@ -124,7 +125,7 @@ class Manifest:
 
     @classmethod
     def write(cls, folder: Path) -> Manifest:
-        """Reads every file of `folder` back and writes the manifest next to them.
+        """Read every file of `folder` back and write the manifest next to them.
 
         Raises:
             OSError: a file cannot be read, or the manifest not written.
@@ -153,17 +154,17 @@ class Manifest:
         return cls(entries=entries)
 
     def without(self, prefix: str) -> Manifest:
-        """The same without the files whose paths start with `prefix`."""
+        """Return the manifest without the files whose paths start with `prefix`."""
         kept = {name: entry for name, entry in self.entries.items() if not name.startswith(prefix)}
         return Manifest(entries=kept)
 
     def only(self, prefix: str, *, is_relative: bool = False) -> Manifest:
-        """The files whose paths start with `prefix`; relative ones are without it."""
+        """Return the files whose paths start with `prefix`; relative ones are without it."""
         kept = {name: entry for name, entry in self.entries.items() if name.startswith(prefix)}
         return Manifest(entries={name.removeprefix(prefix): e for name, e in kept.items()} if is_relative else kept)
 
     def missing(self, folder: Path) -> str | None:
-        """The first file that is absent or of another size, in words; reads no file."""
+        """Return the first file that is absent or of another size, in words; reads no file."""
         for name, entry in self.entries.items():
             try:
                 status = (folder / name).stat()
@@ -177,7 +178,7 @@ class Manifest:
         return None
 
     def damage(self, folder: Path) -> str | None:
-        """The first file that is not as it was written, in words; reads every file."""
+        """Return the first file that is not as it was written, in words; reads every file."""
         problem = self.missing(folder)
         if problem is not None:
             return problem

@@ -31,7 +31,8 @@ def end_at_once() -> None:
 
 
 def ignore() -> None:
-    """A second signal cannot end the process in another way, once an interrupt has ended all that it had started.
+    """Ignore further signals: a second one cannot end the process in another way, once an interrupt has ended all that
+    it had started.
 
     Python gives up its handlers when it ends, but not this.
     """
@@ -39,7 +40,7 @@ def ignore() -> None:
 
 
 def install() -> None:
-    """Lets `SIGNALS` interrupt the process; one that is ignored (a shell's background job, nohup) stays ignored."""
+    """Let `SIGNALS` interrupt the process; one that is ignored (a shell's background job, nohup) stays ignored."""
     _received.clear()
     _handle_by(_interrupt)
 

@@ -44,12 +44,13 @@ RESET_PEAK = "5"
 
 
 def resident_bytes(pid: int | None = None) -> int:
-    """Resident memory of one process, shared pages included."""
+    """Return the resident memory of one process, shared pages included."""
     return int(psutil.Process(pid or os.getpid()).memory_info().rss)
 
 
 def peak_resident_bytes() -> int:
-    """Largest resident memory of this process since `reset_peak_resident`; the present one where none is kept."""
+    """Return the largest resident memory of this process since `reset_peak_resident`; the present one where none is
+    kept."""
     with suppress(OSError):
         found = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
         if found is not None:
@@ -58,13 +59,13 @@ def peak_resident_bytes() -> int:
 
 
 def reset_peak_resident() -> None:
-    """Starts the peak anew, where the operating system can."""
+    """Start the peak anew, where the operating system can."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text(RESET_PEAK)
 
 
 def available_bytes(*, cgroup_root: Path = CGROUP_ROOT) -> int:
-    """Memory that this process can still get, within its container's limit where there is one."""
+    """Return the memory that this process can still get, within its container's limit where there is one."""
     free = int(psutil.virtual_memory().available)
     for limit_name, used_name, statistics_name in CGROUP_FILES:
         with suppress(OSError, ValueError):
@@ -78,7 +79,8 @@ def available_bytes(*, cgroup_root: Path = CGROUP_ROOT) -> int:
 
 
 def proportional_bytes(pids: Iterable[int]) -> int:
-    """Memory of several processes: each shared page counts by its share (PSS), resident size where that is unknown.
+    """Return the memory of several processes: each shared page counts by its share (PSS), resident size where that is
+    unknown.
 
     Processes that have ended count 0.
     """
@@ -96,7 +98,7 @@ def proportional_bytes(pids: Iterable[int]) -> int:
 
 
 def tree_proportional_bytes(pid: int | None = None) -> int:
-    """Memory of a process and all its descendants."""
+    """Return the memory of a process and all its descendants."""
     try:
         root = psutil.Process(pid or os.getpid())
         pids = [root.pid, *(child.pid for child in root.children(recursive=True))]

@@ -53,7 +53,7 @@ Reduction = Mean | Sum | Max | Min
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Reduction]]) -> dict[str, Reduction]:
-    """Merges the same names over microbatches, ranks or replicas, in the order given.
+    """Merge the same names over microbatches, ranks or replicas, in the order given.
 
     Raises:
         TypeError: one name with two kinds of reduction.
@@ -72,7 +72,7 @@ def merge_metrics(parts: Iterable[Mapping[str, Reduction]]) -> dict[str, Reducti
 
 
 def values(metrics: Mapping[str, Reduction]) -> dict[str, float]:
-    """The reduced numbers."""
+    """Return the reduced numbers."""
     return {name: metric.value for name, metric in metrics.items()}
 
 
@@ -100,7 +100,7 @@ class Timer:
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
-        """Adds the time spent inside to `name`, also when the block raises."""
+        """Add the time spent inside to `name`, also when the block raises."""
         self._seconds.setdefault(name, 0.0)
         if self._on_enter is not None:
             self._on_enter(name)
@@ -111,13 +111,13 @@ class Timer:
             self._seconds[name] += self._clock() - start
 
     def add(self, name: str, seconds: float) -> None:
-        """Adds time that was measured elsewhere, for example inside a worker."""
+        """Add time that was measured elsewhere, for example inside a worker."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def seconds(self) -> dict[str, float]:
-        """A copy of the sums since the last `reset`."""
+        """Return a copy of the sums since the last `reset`."""
         return dict(self._seconds)
 
     def reset(self) -> None:
-        """Starts the next step."""
+        """Start the next step."""
         self._seconds.clear()

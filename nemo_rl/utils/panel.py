@@ -75,7 +75,7 @@ class _Times:
     stage_elapsed: float = 0.0
 
     def texts(self) -> list[str]:
-        """`elapsed 0:42`, `left 5:10`, as far as they are known."""
+        """Return `elapsed 0:42`, `left 5:10`, as far as they are known."""
         left = [f"left {duration_text(self.left)}"] if self.left is not None else []
         return [f"elapsed {duration_text(self.elapsed)}", *left]
 
@@ -117,18 +117,18 @@ class Panel:
         self.close()
 
     def close(self) -> None:
-        """Ends redrawing. Idempotent."""
+        """End redrawing. Idempotent."""
         self._stage = None
         if self._live is not None and self._is_open:
             self._live.stop()
         self._is_open = False
 
     def note(self, text: str) -> None:
-        """A line above the numbers: what is being started, what is waited for."""
+        """Show a line above the numbers: what is being started, what is waited for."""
         self._console.print(text)
 
     def begin(self) -> None:
-        """The first step starts now: what came before says nothing about how long steps take."""
+        """Start the clock of the first step: the time before it says nothing about how long steps take."""
         self._step_began = self._clock()
 
     def stage(self, name: str) -> None:
@@ -136,7 +136,7 @@ class Panel:
         self._stage = (name, self._clock())
 
     def validation(self, step: int, reward: float, *, measure: str) -> None:
-        """A validation outside the steps, such as the one before training.
+        """Show a validation outside the steps, such as the one before training.
 
         Args:
             measure: what its mean reward is called, accuracy or reward.
@@ -144,7 +144,7 @@ class Panel:
         self._console.print(f"validation after step {step}: {measure} {reward:.3f}")
 
     def step(self, report: StepReport) -> None:
-        """Shows a finished step."""
+        """Show a finished step."""
         now = self._clock()
         self._durations.append(now - self._step_began)
         self._step_began = now
@@ -155,7 +155,7 @@ class Panel:
         self.refresh()
 
     def refresh(self) -> None:
-        """Redraws now; it happens by itself four times a second."""
+        """Redraw now; it happens by itself four times a second."""
         if self._live is not None:
             self._live.refresh()
 
@@ -175,7 +175,7 @@ class Panel:
 
 
 def duration_text(seconds: float) -> str:
-    """`0:07`, `12:40`, `3:05:00`.
+    """Return `0:07`, `12:40`, `3:05:00`.
 
     Example:
         >>> duration_text(59.6), duration_text(3605)
@@ -187,7 +187,7 @@ def duration_text(seconds: float) -> str:
 
 
 def step_line(report: StepReport, times: Sequence[str] = ()) -> str:
-    """One line with everything the panel shows."""
+    """Return one line with everything the panel shows."""
     width = len(str(report.num_steps))
     parts = [f"step {report.step:>{width}}/{report.num_steps}", f"reward {report.reward:.3f}"]
     parts += [f"{name} {text}" for name, text in _optional_numbers(report)]
@@ -207,7 +207,7 @@ def final_lines(
     peak_bytes: int,
     paths: Mapping[str, Path],
 ) -> list[str]:
-    """The line that sums a run up, what memory it took, and where its files are.
+    """Return the line that sums a run up, what memory it took, and where its files are.
 
     Example:
         >>> run = {"first_reward": 0.3, "last_reward": 0.91, "measure": "accuracy", "num_steps": 60, "seconds": 96.2}
@@ -261,7 +261,7 @@ def _stage_text(report: StepReport, name: str) -> str:
 
 
 def _curve(values: Sequence[float]) -> str:
-    """Rewards as characters, lowest to highest of those shown."""
+    """Return the rewards as characters, lowest to highest of those shown."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
@@ -289,7 +289,7 @@ def _draw(report: StepReport | None, rewards: Sequence[float], times: _Times, *,
 
 
 def _wrapped(texts: Sequence[str], *, style: str = "") -> Columns:
-    """Texts side by side, in as many lines as they need; none is broken."""
+    """Return the texts side by side, in as many lines as they need; none is broken."""
     return Columns([Text(text, style=style, no_wrap=True) for text in texts], padding=(0, 2))
 
 

@@ -77,11 +77,11 @@ class TraceStage:
         return microbatch < self.num_microbatches
 
     def as_record(self, microbatch: int) -> dict[str, object]:
-        """The fields that all records of a microbatch share."""
+        """Return the fields that all records of a microbatch share."""
         return {**self.head(), "microbatch_idx": microbatch}
 
     def head(self) -> dict[str, object]:
-        """The fields that all records of the pass share."""
+        """Return the fields that all records of the pass share."""
         return {"stage": self.stage, "trace_step": self.trace_step, "coords": dict(self.coords)}
 
 
@@ -91,14 +91,14 @@ _CALLS_LOCK = threading.Lock()
 
 
 def reset_r3_trace() -> None:
-    """Forgets the counters and closes the file, as if the process were new."""
+    """Forget the counters and close the file, as if the process were new."""
     _FILE.close()
     with _CALLS_LOCK:
         _CALLS.clear()
 
 
 def slot_runs(keys: Sequence[str], rows: Sequence[int], positions: Sequence[int]) -> list[tuple[str | None, int, int]]:
-    """The runs of S slots.
+    """Return the runs of S slots.
 
     Args:
         keys: of the rows of the pass.
@@ -121,13 +121,13 @@ def slot_runs(keys: Sequence[str], rows: Sequence[int], positions: Sequence[int]
 
 
 def trace_plan(*, stages: Sequence[str]) -> None:
-    """Says which stages of the run replay routes, so that a stage without a trace is found missing. By the driver."""
+    """Say which stages of the run replay routes, so that a stage without a trace is found missing. By the driver."""
     if r3_trace_enabled():
         _FILE.write("trace_plan", {"stages": list(stages)})
 
 
 def trace_retired(*, keys: Sequence[str], reason: str) -> None:
-    """Says that these samples are left out of training on purpose: `reason` is for people."""
+    """Say that these samples are left out of training on purpose: `reason` is for people."""
     if r3_trace_enabled() and keys:
         _FILE.write("retired", {"keys": list(keys), "reason": reason})
 
@@ -140,7 +140,7 @@ def trace_rollout_payload(
     routes: Any = None,
     continues: bool = False,
 ) -> None:
-    """The routes of a rollout as they are about to be written, one record per sample.
+    """Trace the routes of a rollout as they are about to be written, one record per sample.
 
     Args:
         keys: N.
@@ -162,7 +162,8 @@ def trace_tq_fetch_payload(
     layers: Sequence[int] | None = None,
     routes: Any = None,
 ) -> None:
-    """The routes of whole samples as a worker got them from the data plane; arguments as `trace_rollout_payload`."""
+    """Trace the routes of whole samples as a worker got them from the data plane; arguments as
+    `trace_rollout_payload`."""
     if r3_trace_enabled() and (step := _next_call(f"fetch/{stage}")) is not None:
         head = {"stage": stage, "trace_step": step}
         _trace_samples("tq_fetch_sample", head, keys, data, layers, routes)
@@ -177,7 +178,7 @@ def r3_trace_stage(
     layers: Sequence[int] | None = None,
     replays: bool = True,
 ) -> Iterator[TraceStage | None]:
-    """One pass of a stage on this rank; the first passes of the process are traced.
+    """Trace one pass of a stage on this rank; the first passes of the process are traced.
 
     Args:
         stage: prev_logprobs or train.
@@ -219,7 +220,7 @@ def maybe_r3_trace_stage(
     sizes: Mapping[str, int] | None = None,
     layers: Sequence[int] | None = None,
 ) -> Iterator[TraceStage | None]:
-    """`r3_trace_stage` where the stage replays routes, else nothing."""
+    """Enter `r3_trace_stage` where the stage replays routes, else nothing."""
     if not enabled:
         yield None
         return
@@ -274,7 +275,7 @@ def trace_router_replay_assignment(
     runs: Runs | None = None,
     first_slot: int = 0,
 ) -> None:
-    """The routes that the router of one layer was given.
+    """Trace the routes that the router of one layer was given.
 
     Args:
         layer_number: of the layer in the model.
@@ -306,7 +307,7 @@ def trace_router_replay_action(
     runs: Runs | None = None,
     first_slot: int = 0,
 ) -> None:
-    """The instruction of a router about its routes.
+    """Trace the instruction of a router about its routes.
 
     Args:
         ids: `[S, K]` integers that the action uses, None when it uses none. Of `record` only their shape is
@@ -380,7 +381,7 @@ def trace_router_replay_forward_verify(
 
 
 def _next_call(name: str, *, continues: bool = False) -> int | None:
-    """The number of this call among those of its name; None when it is beyond the limit.
+    """Return the number of this call among those of its name; None when it is beyond the limit.
 
     Args:
         continues: it has the number of the call before.
@@ -418,7 +419,7 @@ def _trace_samples(
 
 
 def _valid(row: Any, length: int, *, with_preview: bool) -> dict[str, object]:
-    """The region of a row that holds a sample; names as in the records of other tools."""
+    """Return the region of a row that holds a sample; names as in the records of other tools."""
     described = describe(row[:length], with_preview=with_preview)
     named = {f"valid_{name}": described.pop(name) for name in ("shape", "sha256", "preview") if name in described}
     return {"full_shape": list(row.shape), **named, **described}

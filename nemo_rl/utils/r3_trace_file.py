@@ -57,7 +57,7 @@ class TraceFile:
                 return False
 
     def close(self) -> None:
-        """The next record opens a file again."""
+        """Close the file; the next record opens one again."""
         with self._lock:
             self._shut()
             self._owner = None
@@ -93,7 +93,7 @@ class TraceFile:
 
 
 def _is_torn(path: Path) -> bool:
-    """An earlier process of this number was killed inside a record."""
+    """Return whether an earlier process of this number was killed inside a record."""
     if not path.is_file() or path.stat().st_size == 0:
         return False
     with path.open("rb") as file:
@@ -102,7 +102,7 @@ def _is_torn(path: Path) -> bool:
 
 
 def _rank() -> dict[str, int]:
-    """Rank and world size where this process has joined a process group."""
+    """Return the rank and world size where this process has joined a process group."""
     dist = sys.modules.get("torch.distributed")
     try:
         if dist is None or not dist.is_available() or not dist.is_initialized():

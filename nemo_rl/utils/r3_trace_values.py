@@ -30,7 +30,8 @@ class _Tensor(Protocol):
 
 
 def as_array(values: Any) -> Any:
-    """A numpy array of a torch tensor on any device, or of a numpy array; bfloat16 becomes float32, without loss."""
+    """Return a numpy array of a torch tensor on any device, or of a numpy array; bfloat16 becomes float32, without
+    loss."""
     if not isinstance(values, _Tensor):
         return values
     tensor: Any = values.detach().cpu()
@@ -38,18 +39,19 @@ def as_array(values: Any) -> Any:
 
 
 def row_of(column: Any, index: int) -> Any:
-    """Row `index` of a padded array, of a nested tensor, or of a sequence of arrays, as a numpy array."""
+    """Return the row `index` of a padded array, of a nested tensor, or of a sequence of arrays, as a numpy array."""
     return as_array(column[index])
 
 
 def encode(array: Any, dtype: str) -> dict[str, object]:
-    """All values of a numpy array, little-endian as `dtype` says."""
+    """Return all values of a numpy array, little-endian as `dtype` says."""
     raw = base64.b64encode(array.astype(dtype).tobytes()).decode()
     return {"b64": raw, "dtype": dtype, "shape": list(array.shape)}
 
 
 def describe(array: Any, *, with_preview: bool = True) -> dict[str, object]:
-    """Shape, dtype, sha256 of the bytes, extremes; the first values on request. `array` is numpy, any shape."""
+    """Return the shape, dtype, sha256 of the bytes, extremes; the first values on request. `array` is numpy,
+    any shape."""
     fields: dict[str, object] = {
         "shape": list(array.shape),
         "dtype": str(array.dtype),
@@ -78,7 +80,7 @@ def describe_routes(routes: Any) -> dict[str, object]:
 
 
 def token_digests(routes: Any) -> Any:
-    """`[S, L]` int64 of `[S, L, K]` integers, numpy.
+    """Return `[S, L]` int64 of `[S, L, K]` integers, numpy.
 
     The number of the layer stays out of the digest and next to it: so routes that a wrong layer map has put into
     another layer can be recognised there.

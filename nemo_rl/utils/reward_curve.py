@@ -21,7 +21,7 @@ TRAINING_LABEL = "training reward"
 
 
 def write_reward_curve(metrics: Path, picture: Path) -> Path | None:
-    """Draws the picture; returns None when the file holds no reward yet."""
+    """Draw the picture; return None when the file holds no reward yet."""
     series: dict[str, dict[float, float]] = {}
     for row in read_metrics(metrics):
         for name, label in _labels(row).items():

@@ -25,18 +25,18 @@ _NAME = re.compile(r"step_([0-9]{1,18})\.jsonl", re.ASCII)
 
 
 def rollout_path(log_dir: Path, step: int) -> Path:
-    """The file of a training step."""
+    """Return the file of a training step."""
     return log_dir / ROLLOUTS / f"step_{step}.jsonl"
 
 
 def steps_with_rollouts(log_dir: Path) -> tuple[int, ...]:
-    """Training steps whose rollouts are there, in order; empty without the folder."""
+    """Return the training steps whose rollouts are there, in order; empty without the folder."""
     names = (_NAME.fullmatch(path.name) for path in (log_dir / ROLLOUTS).glob("step_*.jsonl"))
     return tuple(sorted(int(name[1]) for name in names if name is not None))
 
 
 def write_rollouts(path: Path, records: Sequence[Mapping[str, object]]) -> None:
-    """One JSON object per line.
+    """Write one JSON object per line.
 
     Raises:
         ResourceError: the file cannot be written. (An actor's OSError would be a failure of the actor.)

@@ -31,7 +31,7 @@ _held: set[int] = set()
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Holds `folder`, made where it is missing, until the block ends. The file is gone afterwards.
+    """Hold `folder`, made where it is missing, until the block ends. The file is gone afterwards.
 
     Raises:
         RunFolderError: another run holds it, or the folder cannot be written.
@@ -124,7 +124,7 @@ def _holder(descriptor: int) -> str:
 
 
 def _leave_to_parent() -> None:
-    """A forked child would keep the lock after its parent's death."""
+    """Close the locks in a forked child, which would keep them after its parent's death."""
     for descriptor in _held:
         os.close(descriptor)
     _held.clear()

@@ -21,7 +21,7 @@ CHECKPOINTS = "checkpoints"
 
 
 def find_checkpoint(place: Path, *, step: int | None = None) -> Checkpoint:
-    """The checkpoint that `place` is or holds, its weights compared with the manifest.
+    """Return the checkpoint that `place` is or holds, its weights compared with the manifest.
 
     Args:
         place: a folder `step_N`, a folder of such, or the log folder of a run.
@@ -42,7 +42,7 @@ def find_checkpoint(place: Path, *, step: int | None = None) -> Checkpoint:
 
 
 def export_weights(checkpoint: Checkpoint, out: Path, *, change: Callable[[Path], None] | None = None) -> Path:
-    """Copies the Hugging Face folder of a checkpoint to `out`, which appears when it is whole.
+    """Copy the Hugging Face folder of a checkpoint to `out`, which appears when it is whole.
 
     Args:
         change: of the copy, once it is known to be what was saved.

@@ -51,11 +51,11 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Records one step; the values are on disk, or handed to the service, when it returns."""
+        """Record one step; the values are on disk, or handed to the service, when it returns."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends threads and processes of the tracker. Idempotent."""
+        """End threads and processes of the tracker. Idempotent."""
 
 
 METRICS_FILE = "metrics.jsonl"
@@ -90,13 +90,14 @@ class JsonlTracker(Tracker):
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, float]]:
-    """The rows of a metrics file without null values; lines that are none (cut off by a kill, damaged) are left out."""
+    """Yield the rows of a metrics file without null values; lines that are none (cut off by a kill, damaged) are left
+    out."""
     for _, row in _rows(path):
         yield {name: value for name, value in row.items() if value is not None}
 
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, float | None]]]:
-    """Line and row of every line that is whole."""
+    """Yield the line and row of every line that is whole."""
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             try:
@@ -108,7 +109,7 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, float | None]]]:
 
 
 def _lines_up_to(path: Path, step: int) -> list[str]:
-    """The lines of these steps, as they are."""
+    """Return the lines of these steps, as they are."""
     kept = [(row["step"], line) for line, row in _rows(path) if (row["step"] or 0) <= step]
     missing = sorted(set(range(1, step + 1)) - {number for number, _ in kept})
     if missing:
@@ -235,7 +236,7 @@ class MlflowTracker(Tracker):
 
 
 def _flat(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Leaves by their dotted paths."""
+    """Yield leaves by their dotted paths."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")

@@ -99,12 +99,12 @@ BREAKS: tuple[tuple[str, Callable[[Mapping[str, str]], bool], str], ...] = (
 
 
 def installed_packages() -> dict[str, str]:
-    """Name, in lower case with dashes -> version."""
+    """Return the name, in lower case with dashes -> version."""
     return {dist.metadata["Name"].lower().replace("_", "-"): dist.version for dist in distributions()}
 
 
 def look_at_packages(found: Mapping[str, str] | None = None) -> Iterator[Finding]:
-    """Python, our requirements, and known clashes.
+    """Check Python, our requirements, and known clashes.
 
     Args:
         found: as `installed_packages` gives them.
@@ -170,7 +170,7 @@ def look_at_machine(*, shared: Path = Path("/dev/shm"), folder: Path = Path()) -
 
 
 def look_at_devices() -> Iterator[Finding]:
-    """GPUs, their driver, and NCCL."""
+    """Check GPUs, their driver, and NCCL."""
     import torch  # noqa: PLC0415 - takes seconds, and may be what is broken
 
     driver = _driver()
@@ -231,7 +231,7 @@ def _disk(folder: Path) -> Finding:
 
 
 def _driver() -> str:
-    """Empty without one."""
+    """Return the version of the driver, empty without one."""
     if shutil.which("nvidia-smi") is None:
         return ""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -266,7 +266,7 @@ def look_at_network(*, ray_port: int = RAY_PORT) -> Iterator[Finding]:
 
 
 def look_at_schedulers() -> Iterator[Finding]:
-    """Ray and Slurm, where they are."""
+    """Check Ray and Slurm, where they are."""
     address = os.environ.get("RAY_ADDRESS", "")
     yield green("Ray", f"RAY_ADDRESS is {address}" if address else "each run starts its own")
     have = [tool for tool in ("sbatch", "srun", "scontrol") if shutil.which(tool) is not None]
@@ -355,7 +355,7 @@ LOOKS: tuple[tuple[str, Callable[[], Iterable[Finding]]], ...] = (
 
 
 def examine(*, with_self_test: bool = True) -> Iterator[Finding]:
-    """Findings as they are made; a look that fails is a finding, too."""
+    """Yield findings as they are made; a look that fails is a finding, too."""
     for name, look in (*LOOKS, *([("self-test", _self_test)] if with_self_test else [])):
         try:
             yield from look()
@@ -371,7 +371,7 @@ def worst(findings: Iterable[Finding]) -> State:
 
 
 def show(finding: Finding, console: Console) -> None:
-    """One line, and one more with what to do."""
+    """Print one line, and one more with the advice."""
     line = Text(f"{SIGNS[finding.state]:<5}", style=finding.state.value)
     console.print(line.append(f"{finding.name}: {finding.found}", style="default"), soft_wrap=True)
     if finding.advice:

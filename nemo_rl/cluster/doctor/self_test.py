@@ -28,7 +28,7 @@ TIMEOUT_S = 60.0
 
 
 def look_at_self_test(config: DataPlaneConfig = STORE) -> Iterator[Finding]:
-    """Ranks put, meet and read: each reads what the other one has written."""
+    """Let ranks put, meet and read: each reads what the other one has written."""
     started = time.monotonic()
     name = "self-test"
     try:

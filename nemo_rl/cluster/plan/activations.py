@@ -166,7 +166,7 @@ def scores_bytes(setting: Setting, tokens: PassTokens) -> int:
 
 
 def _seam(setting: Setting, tokens: PassTokens, *, logits: int, with_gradients: bool) -> int:
-    """The logits lie there twice, and one chunk of them several times, mostly in float32."""
+    """Return the bytes at the loss: the logits twice, and one chunk of them several times, mostly in float32."""
     elements = tokens.selected * _columns(setting)
     chunk, before = min(elements, CHUNK_ELEMENTS), FLOAT32_BYTES if elements > CHUNK_ELEMENTS else 0
     half = setting.element_bytes if with_gradients and setting.element_bytes < FLOAT32_BYTES else 0
@@ -219,7 +219,8 @@ def _expert_layers(setting: Setting) -> frozenset[int]:
 
 
 def _norm_bytes(setting: Setting, tokens: PassTokens) -> int:
-    """Input in float32, the scaled input, and the output, which the block's first matrices keep."""
+    """Return the bytes of the input in float32, the scaled input, and the output, which the block's first matrices
+    keep."""
     width, size = _stream_width(setting), setting.element_bytes
     # A DTensor block keeps what it has gathered; megatron-core gathers again in the backward pass.
     out = _hidden(setting) if not setting.is_megatron else width
@@ -278,7 +279,7 @@ def _experts_bytes(setting: Setting, tokens: PassTokens) -> int:
 
 
 def _head_bytes(setting: Setting, tokens: PassTokens) -> int:
-    """The last norm, and its output at the positions that predict."""
+    """Return the bytes of the last norm, and of its output at the positions that predict."""
     width, size = _stream_width(setting), setting.element_bytes
     norm = tokens.tokens * (width * (FLOAT32_BYTES + size) + FLOAT32_BYTES)
     return norm + tokens.rows * tokens.predicted * _hidden(setting) * size

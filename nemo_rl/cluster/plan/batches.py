@@ -47,7 +47,7 @@ class Batches:
 
 
 def plan_batches(setting: Setting) -> Batches:
-    """Raises ConfigError where a row does not fit a microbatch, or rows do not divide."""
+    """Raise ConfigError where a row does not fit a microbatch, or rows do not divide."""
     grpo, policy, layout = setting.config.grpo, setting.policy, setting.layout
     rows, size = grpo.num_prompts_per_step * grpo.num_generations_per_prompt, policy.train_global_batch_size
     width, response = policy.max_total_sequence_length, policy.longest_response
@@ -86,7 +86,7 @@ def plan_batches(setting: Setting) -> Batches:
 
 
 def pass_tokens(setting: Setting, *, tokens: int, width: int, predicted: int, is_packed: bool) -> PassTokens:
-    """The pass of the context rank with the most tokens to predict.
+    """Return the pass of the context rank with the most tokens to predict.
 
     Args:
         tokens: of the pass over all context ranks.
@@ -107,7 +107,7 @@ def pass_tokens(setting: Setting, *, tokens: int, width: int, predicted: int, is
 
 
 def passes_of(setting: Setting) -> tuple[WorkerPass, ...]:
-    """The worker passes that a step of this recipe has, in order."""
+    """Return the worker passes that a step of this recipe has, in order."""
     chosen = [WorkerPass.TRAIN]
     if setting.config.loss_fn.reference_policy_kl_penalty > 0:
         chosen.insert(0, WorkerPass.REFERENCE_LOGPROBS)

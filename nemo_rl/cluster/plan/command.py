@@ -36,7 +36,7 @@ class Change:
 
 
 def cheapest_change(plan: Plan, replan: Callable[[tuple[str, ...]], Plan]) -> tuple[Change, Plan] | None:
-    """The first candidate that fits; None where none does.
+    """Return the first candidate that fits; None where none does.
 
     Args:
         replan: of the same recipe with further overrides.
@@ -53,7 +53,7 @@ def cheapest_change(plan: Plan, replan: Callable[[tuple[str, ...]], Plan]) -> tu
 
 
 def changes_of(setting: Setting) -> Iterator[Change]:
-    """All candidates, the cheapest first."""
+    """Yield all candidates, the cheapest first."""
     yield from _smaller_batches(setting)
     yield from _recomputation(setting)
     yield from _splits(setting)
@@ -163,7 +163,7 @@ class PlanRequest:
 
 
 def plan_recipe(request: PlanRequest) -> tuple[Plan, ResourceError | None]:
-    """The plan, and what to raise where it does not fit.
+    """Return the plan, and what to raise where it does not fit.
 
     Raises:
         ConfigError: the recipe is wrong, or cannot run in its layout; the GPU is not known.

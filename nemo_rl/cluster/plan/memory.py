@@ -71,7 +71,7 @@ def engine_memory(setting: Setting, batches: Batches) -> EngineMemory:
 
 
 def plan_slots(setting: Setting) -> list[WeightSlot]:
-    """All weights as a refit sends them."""
+    """Return all weights as a refit sends them."""
     dtype = setting.policy.generation.precision or setting.policy.precision
     return [WeightSlot(name=name, dtype=dtype, shape=shape) for name, shape in setting.model.whole_weights.items()]
 
@@ -135,7 +135,7 @@ class RankMemory:
     """Most bytes of the model folder that the rank reads when it starts."""
 
     def stages(self) -> dict[str, int]:
-        """Most bytes on the device in each stage of a step."""
+        """Return the most bytes on the device in each stage of a step."""
         engine = self.engine.weights if self.engine is not None else 0
         base, weights = self.fixed + engine, 0 if self.offloads else self.weights
         optimizer = 0 if self.offloads else self.optimizer

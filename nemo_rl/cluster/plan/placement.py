@@ -57,7 +57,7 @@ class Port:
 
 
 def plan_nodes(setting: Setting) -> list[Node]:
-    """All machines of the run."""
+    """Return all machines of the run."""
     cluster, layout = setting.config.cluster, setting.layout
     per_node = cluster.num_workers // cluster.num_nodes
     engines, has_gpus = setting.policy.generation.num_replicas, cluster.gpus_per_node > 0
@@ -90,7 +90,8 @@ def plan_nodes(setting: Setting) -> list[Node]:
 
 
 def _engines_apart(setting: Setting) -> dict[int, tuple[int, ...]]:
-    """Numbers of the engines by node, where they share nothing with the policy workers; empty where they do."""
+    """Return the numbers of the engines by node, where they share nothing with the policy workers; empty
+    where they do."""
     config = setting.config
     count, colocated = engines_apart(config), config.policy.generation.colocated
     if not count:
@@ -112,7 +113,7 @@ def _cpus(setting: Setting, *, is_first: bool) -> int:
 
 
 def _others(setting: Setting) -> tuple[str, ...]:
-    """Processes of the driver's node besides policy workers and engines."""
+    """Return the processes of the driver's node besides policy workers and engines."""
     config = setting.config
     if config.cluster.launcher == "local":
         return ("driver",)

@@ -72,7 +72,7 @@ def stage_bounds(setting: Setting, batches: Batches, engine: EngineMemory, plane
 
 
 def _rollout(setting: Setting, gpu: GPU, batches: Batches, engine: EngineMemory) -> StageBound:
-    """Every turn reads the weights that its tokens use, and the cache so far."""
+    """Return the bound of the rollout: every turn reads the weights that its tokens use, and the cache so far."""
     shape, replicas = setting.model.flops_shape, setting.policy.generation.num_replicas
     turns = min(batches.response_tokens, batches.row_tokens)
     rows = math.ceil(batches.rows / replicas)
@@ -167,7 +167,7 @@ class Plan:
 
     @property
     def shortfall(self) -> int:
-        """Bytes that the fullest device lacks; 0 where it has enough, or where there is no GPU."""
+        """Return the bytes that the fullest device lacks; 0 where it has enough, or where there is no GPU."""
         room = self.device_bytes
         return 0 if room is None else max(0, max(rank.peak for rank in self.ranks) - room)
 
@@ -223,7 +223,7 @@ class Plan:
         return f"top-p {generation.top_p:.4g} keeps {PLANNED_IDS} tokens, whose sets are recorded"
 
     def as_json(self) -> dict[str, object]:
-        """Every number."""
+        """Return every number of the plan."""
         setting, gpu = self.setting, self.setting.gpu
         return {
             "version": FORMAT_VERSION,
@@ -251,7 +251,7 @@ class Plan:
 
 
 def make_plan(setting: Setting) -> Plan:
-    """Raises ConfigError where the recipe cannot run in its layout, whatever the memory."""
+    """Raise ConfigError where the recipe cannot run in its layout, whatever the memory."""
     batches, nodes = plan_batches(setting), plan_nodes(setting)
     engine, plane = engine_memory(setting, batches), plan_plane(setting, batches)
     with_engine = {device.pp for node in nodes for device in node.devices if device.engine is not None}

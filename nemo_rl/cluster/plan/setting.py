@@ -41,7 +41,7 @@ class GPU:
     """Bytes per second to another node, in one direction, of the usual network card per GPU."""
 
     def tflops(self, precision: str) -> float:
-        """Dense peak in this precision, in 1e12 operations per second."""
+        """Return the dense peak in this precision, in 1e12 operations per second."""
         return theoretical_tflops(self.device_name, dtype=precision)
 
 
@@ -69,7 +69,7 @@ GPUS: Mapping[str, GPU] = {
 
 
 def gpu_named(name: str) -> GPU:
-    """Whatever the case of the letters.
+    """Return the GPU of that name, whatever the case of its letters.
 
     Raises:
         ConfigError: the name is not known.
@@ -95,7 +95,7 @@ class Model:
 
     @cached_property
     def hf(self) -> PreTrainedModel:
-        """The Hugging Face model on the meta device."""
+        """Return the Hugging Face model on the meta device."""
         what = f"--model-config: {self.config.model_type!r} describes no causal language model"
         with boundary(ModelFolderError, what), torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -118,14 +118,14 @@ class Model:
 
     @cached_property
     def units(self) -> dict[str, int]:
-        """Number by the prefix of the names of each module that FSDP takes as a unit."""
+        """Return the number of units by the prefix of the names of each module that FSDP takes as a unit."""
         kinds = set(self.hf._no_split_modules or ())
         names = [name for name, module in self.hf.named_modules() if type(module).__name__ in kinds]
         return {f"{name}.": number for number, name in enumerate(names)}
 
     @cached_property
     def whole_weights(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all weights and persistent buffers by their Hugging Face names; tied ones once."""
+        """Return the shapes of all weights and persistent buffers by their Hugging Face names; tied ones once."""
         return {name: tuple(weight.shape) for name, weight in named_weights(self.hf)}
 
     @cached_property
@@ -176,13 +176,13 @@ class Setting:
 
     @cached_property
     def stage_layers(self) -> tuple[int, ...]:
-        """Layers of each pipeline stage."""
+        """Return the layers of each pipeline stage."""
         if not self.is_megatron:
             return (self.model.flops_shape.num_layers,)
         check_fits(self.model.architecture, self.policy)
         return layers_of_stages(self.model.architecture, self.policy)
 
     def layers_of(self, stage: int) -> range:
-        """Numbers of the layers of a pipeline stage."""
+        """Return the numbers of the layers of a pipeline stage."""
         first = sum(self.stage_layers[:stage])
         return range(first, first + self.stage_layers[stage])

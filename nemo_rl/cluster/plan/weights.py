@@ -68,7 +68,7 @@ class RestMemory:
 
     @property
     def gradients_in_passes(self) -> int:
-        """The most while microbatches run."""
+        """Return the most bytes of gradients while microbatches run."""
         return max(self.gradients, self.summed_gradients)
 
 
@@ -88,7 +88,7 @@ NOTHING_GATHERED = Gathered(root=0, layer=0, layer_gradients=0)
 
 
 def local_weights(setting: Setting, *, stage: int = 0) -> list[LocalWeight]:
-    """The parts of all weights that a rank of a pipeline stage has."""
+    """Return the parts of all weights that a rank of a pipeline stage has."""
     return list(_of_megatron(setting, stage) if setting.is_megatron else _of_dtensor(setting))
 
 
@@ -164,7 +164,8 @@ def _check_divides(name: str, size: int, ranks: int) -> None:
 
 @lru_cache(maxsize=4)
 def _splits(model: Model, plan: tuple[tuple[str, str], ...]) -> Mapping[str, int | None]:
-    """A plan of styles names every layer, which takes seconds for a deep model."""
+    """Return the splits of all weights, cached: a plan of styles names every layer, which takes seconds for a deep
+    model."""
     return split_dims(model.hf, dict(plan))
 
 
@@ -215,7 +216,7 @@ def _gradient_bytes(setting: Setting) -> int:
 
 
 def _state_bytes(setting: Setting, weight: LocalWeight) -> int:
-    """Moments in float32, and float32 weights where the model's are not."""
+    """Return the bytes of moments in float32, and of float32 weights where the model's are not."""
     if not setting.is_megatron:
         name = setting.policy.optimizer.name.rpartition(".")[2].lower()
         kwargs = setting.policy.optimizer.kwargs
@@ -228,7 +229,7 @@ def _state_bytes(setting: Setting, weight: LocalWeight) -> int:
 
 
 def _optimizer_ranks(setting: Setting, *, is_expert: bool) -> int:
-    """Ranks that share the optimizer state of one weight."""
+    """Return the number of ranks that share the optimizer state of one weight."""
     optimizer, layout, sizes = setting.policy.megatron_cfg.optimizer, setting.layout, setting.policy.parallel_sizes
     if not optimizer.is_distributed(has_fused_adam=setting.has_kernels):
         return 1

@@ -78,7 +78,7 @@ def import_recipe(path: Path) -> Imported:
 
 
 def rule_of(key: str) -> KeyRule | None:
-    """The row of a key; of several that stand for many, the longest."""
+    """Return the row of a key; of several that stand for many, the longest."""
     if key in TABLE:
         return TABLE[key]
     wide = [name for name in TABLE if name.endswith(MANY) and key.startswith(name.removesuffix(MANY))]
@@ -124,7 +124,7 @@ def _unknown(key: str, value: object) -> Outcome:
 
 
 def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Values by dotted key; lists, empty sections and dictionaries of ours are values."""
+    """Yield the values by dotted key; lists, empty sections and dictionaries of ours are values."""
     for name, value in node.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and value and not _is_dictionary(key):
@@ -168,7 +168,7 @@ def _to_decide(given: Given, tree: Mapping[str, Any], outcomes: list[Outcome]) -
 
 
 def _typed(tree: dict[str, Any], outcomes: list[Outcome]) -> list[Outcome]:
-    """Leaves out what the schema does not take; the key that is named is that of the recipe."""
+    """Leave out what the schema does not take; the key that is named is that of the recipe."""
     for _ in range(MAX_ROUNDS):
         try:
             MasterConfig.model_validate_json(json.dumps(tree), strict=True)
@@ -187,7 +187,7 @@ def _typed(tree: dict[str, Any], outcomes: list[Outcome]) -> list[Outcome]:
 
 
 def _not_taken(outcomes: list[Outcome], cut: str, value: object, message: str) -> list[Outcome]:
-    """Outcomes after a key of ours was cut: null asks for the default, anything else is not supported."""
+    """Return the outcomes after a key of ours was cut: null asks for the default, anything else is not supported."""
     found = [one for one in outcomes if one.to == cut or one.to.startswith(f"{cut}.")]
     others = [one for one in outcomes if one not in found]
     names = dict.fromkeys(one.key for one in found if one.key) or {cut: None}
@@ -198,7 +198,7 @@ def _not_taken(outcomes: list[Outcome], cut: str, value: object, message: str) -
 
 
 def _cut(tree: dict[str, Any], path: list[str]) -> tuple[str, object]:
-    """Removes the deepest part of a path that is in the tree."""
+    """Remove the deepest part of a path that is in the tree."""
     node, taken = tree, list[str]()
     for name in path:
         if name not in node:
@@ -211,7 +211,7 @@ def _cut(tree: dict[str, Any], path: list[str]) -> tuple[str, object]:
 
 
 def _without_effect(tree: dict[str, Any], outcomes: list[Outcome]) -> tuple[list[Outcome], list[str]]:
-    """Leaves out what the rules call ignored; what else they say is left to somebody."""
+    """Leave out what the rules call ignored; what else they say is left to somebody."""
     problems: list[str] = []
     for _ in range(MAX_ROUNDS):
         whole = copy.deepcopy(tree)
@@ -248,7 +248,7 @@ LOST = "what it sets is not in the result; import again where it lies beside the
 
 
 def to_recipe(imported: Imported) -> str:
-    """YAML that loads; what is not supported is listed at its head.
+    """Return the recipe as YAML that loads; what is not supported is listed at its head.
 
     Raises:
         ConfigError: what was written does not read as what was meant.
@@ -330,7 +330,7 @@ def report_lines(imported: Imported) -> Iterator[str]:
 
 
 def _unique(outcomes: list[Outcome]) -> list[Outcome]:
-    """One for each pair of keys: a section says more of a key than that it was seen."""
+    """Return one outcome for each pair of keys: a section says more of a key than that it was seen."""
     last = {(outcome.key, outcome.to): outcome for outcome in outcomes}
     told = {key for key, to in last if to}
     return [outcome for (key, to), outcome in last.items() if to or key not in told]

@@ -97,12 +97,12 @@ class Outcome:
 
 
 def same(*, convert: Callable[[object], object] | None = None, why: str = "") -> KeyRule:
-    """The key is here as well."""
+    """Make the rule of a key that is here as well."""
     return KeyRule(fate=Fate.SAME if convert is None else Fate.MAPPED, convert=convert, why=why)
 
 
 def moved(to: str, *, convert: Callable[[object], object] | None = None, why: str = "") -> KeyRule:
-    """The key has another name here."""
+    """Make the rule of a key with another name here."""
     return KeyRule(fate=Fate.MAPPED, to=to, convert=convert, why=why)
 
 
@@ -118,22 +118,22 @@ def refused(why: str, *, off: tuple[object, ...] = OFF) -> KeyRule:
 
 
 def no_effect(why: str) -> KeyRule:
-    """It would change nothing here."""
+    """Make the rule of a key that would change nothing here."""
     return KeyRule(fate=Fate.IGNORED, why=why)
 
 
 def with_others(why: str) -> KeyRule:
-    """It is converted together with others of its section."""
+    """Make the rule of a key that is converted together with others of its section."""
     return KeyRule(fate=Fate.MAPPED, why=why, is_with_others=True)
 
 
 def becomes(key: str, here: str, value: object, why: str) -> Outcome:
-    """A key of a recipe becomes one of ours; an empty one is added."""
+    """Return the outcome of a key that becomes one of ours; an empty one is added."""
     return Outcome(key=key, fate=Fate.MAPPED, to=here, value=value, why=why)
 
 
 def lacks(key: str, why: str, *, must_decide: bool = False) -> Outcome:
-    """A key of a recipe has nothing here."""
+    """Return the outcome of a key that has no counterpart here."""
     return Outcome(key=key, fate=Fate.NOT_SUPPORTED, why=why, must_decide=must_decide)
 
 
@@ -210,7 +210,7 @@ class Given:
 
     @property
     def lost_parents(self) -> tuple[str, ...]:
-        """Missing parents that nothing stands in for."""
+        """Return the missing parents that nothing stands in for."""
         return tuple(parent for parent in self.missing if Path(parent).name != EXEMPLAR_NAME)
 
     def get(self, key: str, default: object = None) -> Any:
@@ -221,7 +221,7 @@ class Given:
         return lookup(self.tree, key.split("."))[0]
 
     def section(self, key: str) -> Mapping[str, Any]:
-        """A section that may be missing, or null."""
+        """Return a section that may be missing, or null."""
         found = self.get(key)
         return found if isinstance(found, Mapping) else {}
 
@@ -248,7 +248,7 @@ def read_recipe(path: Path) -> Given:
 
 
 def _is_left(tree: Mapping[str, Any], path: list[str]) -> bool:
-    """Neither the key nor a section above it that is null or a value."""
+    """Return whether neither the key nor a section above it is null or a value."""
     node: Any = tree
     for name in path[:-1]:
         node = node.get(name, {})

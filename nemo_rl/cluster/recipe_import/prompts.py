@@ -53,7 +53,7 @@ class Source:
         return {**self.beside, **self.default, **self.own}
 
     def key(self, name: str) -> str:
-        """Dotted path of where the recipe sets it."""
+        """Return the dotted path of where the recipe sets it."""
         if name in self.own:
             return f"{self.where}.{name}"
         return f"data.default.{name}" if name in self.default else f"data.{name}"
@@ -64,7 +64,7 @@ class Source:
 
 
 def convert_prompts(given: Given) -> Iterator[Outcome]:
-    """`data.train`, `data.validation` and `env.name`."""
+    """Yield `data.train`, `data.validation` and `env.name`."""
     if not any(given.has(f"data.{name}") for name in ("train", "validation", "dataset_name", "data_path")):
         return
     train, validation, several = _sources(given)
@@ -84,7 +84,7 @@ def convert_prompts(given: Given) -> Iterator[Outcome]:
 
 
 def convert_environments(given: Given) -> Iterator[Outcome]:
-    """The sections below `env`: of the environments that score, and of others, which nothing reads."""
+    """Convert the sections below `env`: of the environments that score, and of others, which nothing reads."""
     train, validation, _ = _sources(given)
     used = {source.environment for source in (train, validation) if source is not None}
     for name, section in given.section("env").items():
@@ -102,7 +102,7 @@ def convert_environments(given: Given) -> Iterator[Outcome]:
 
 
 def _parts(section: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Values of a section by dotted name; of what is no section, the value itself without a name."""
+    """Yield the values of a section by dotted name; of what is no section, the value itself without a name."""
     if not isinstance(section, Mapping) or not section:
         yield prefix.removesuffix("."), section
         return
@@ -119,7 +119,7 @@ def _scoring(key: str, name: str, part: str, value: object) -> Outcome:
 
 
 def _sources(given: Given) -> tuple[Source, Source | None, list[Outcome]]:
-    """Training prompts, validation prompts, and what is said about further ones."""
+    """Return the training prompts, validation prompts, and what is said about further ones."""
     data, found = given.section("data"), list[Outcome]()
     default = given.section("data.default")
     beside = {name: value for name, value in data.items() if name in SHARED}
@@ -211,7 +211,8 @@ def _wording(given: Given, source: Source) -> Iterator[Outcome]:
 
 
 def _text_of_file(given: Given, name: str) -> str | None:
-    """Looked for as every path of a recipe, then from each folder above it, one of which is the checkout's root."""
+    """Return the text of a file that is looked for as every path of a recipe, then from each folder above it, one of
+    which is the checkout's root."""
     found = find_path(name, recipe=str(given.file))
     above = (folder / name for folder in given.file.parents if (folder / name).is_file())
     path = found if found is not None and found.is_file() else next(above, None)
@@ -222,7 +223,7 @@ def _text_of_file(given: Given, name: str) -> str | None:
 
 
 def our_template(text: str) -> str:
-    r"""A prompt file that `str.format` fills with one problem, as a template with `{input}`.
+    r"""Return a prompt file that `str.format` fills with one problem, as a template with `{input}`.
 
     Example:
         `"Put it into \\boxed{{}}.\n{}"` becomes `"Put it into \\boxed{}.\n{input}"`.

@@ -390,7 +390,7 @@ _DATASET = (
 
 
 def _metric(value: object) -> object:
-    """`val_reward` and `val:reward` mean the same."""
+    """Return the name of a metric as it is here: `val_reward` and `val:reward` mean the same."""
     text = str(value)
     for area in ("val", "train"):
         if text.startswith((f"{area}_", f"{area}/")):

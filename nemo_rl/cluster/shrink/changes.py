@@ -43,7 +43,7 @@ class SmallLayout:
 
     @property
     def data(self) -> int:
-        """Data-parallel shards."""
+        """Return the number of data-parallel shards."""
         return self.workers // self.sizes.replica_size
 
     @property
@@ -58,7 +58,7 @@ class SmallLayout:
 
 
 def small_layout(real: ParallelSizes, workers: int, *, max_workers: int) -> SmallLayout:
-    """The layout here of a recipe with so many workers."""
+    """Return the layout here of a recipe with so many workers."""
     sizes = ParallelSizes(
         tensor=min(real.tensor, KEPT),
         pipeline=min(real.pipeline, KEPT),
@@ -91,7 +91,7 @@ def small_layout(real: ParallelSizes, workers: int, *, max_workers: int) -> Smal
 
 
 def _fewest(sizes: ParallelSizes) -> int:
-    """Workers that both the dense weights and the experts divide."""
+    """Return the fewest workers that both the dense weights and the experts divide."""
     return math.lcm(sizes.replica_size, sizes.expert_tensor * sizes.expert * sizes.pipeline)
 
 
@@ -196,7 +196,7 @@ class Changes:
 def changes_of(
     config: MasterConfig, layout: SmallLayout, *, steps: int, out: Path, model: Path, num_layers: int
 ) -> Changes:
-    """Everything that is other than in the recipe.
+    """Return everything that is other than in the recipe.
 
     Args:
         model: folder of the small model.
@@ -369,7 +369,7 @@ def _steps(changes: Changes, config: MasterConfig, steps: int) -> None:
 
 
 def _rates(changes: Changes, config: MasterConfig) -> None:
-    """Rates at which three steps move the weights by more than rounding does."""
+    """Set rates at which three steps move the weights by more than rounding does."""
     why = "an update that shows"
     if config.policy.megatron_cfg.enabled:
         changes.at_least("policy.megatron_cfg.optimizer.lr", RATE, why)

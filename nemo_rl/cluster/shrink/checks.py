@@ -112,7 +112,7 @@ ERROR_METRIC, NORM_METRIC = "train/token_mult_prob_error", "train/grad_norm"
 
 
 def stages_of(config: MasterConfig) -> dict[str, float]:
-    """Seconds of every stage of the run, over all steps."""
+    """Return the seconds of every stage of the run, over all steps."""
     seconds: dict[str, float] = {}
     for row in _rows(config):
         for name, value in row.items():
@@ -123,7 +123,7 @@ def stages_of(config: MasterConfig) -> dict[str, float]:
 
 
 def checks_of(config: MasterConfig, *, steps: int) -> tuple[Check, ...]:
-    """All checks, in the order of what they look at."""
+    """Return all checks, in the order of what they look at."""
     rows = _rows(config)
     return (
         _every_stage(config, rows, steps=steps),
@@ -163,7 +163,7 @@ def _gradients(rows: Sequence[Mapping[str, float]]) -> Check:
 
 
 def _one_process(config: MasterConfig, *, steps: int) -> Check:
-    """Every step again in one process, from the initial model."""
+    """Check every step again in one process, from the initial model."""
     name = "one process"
     workers = config.cluster.num_workers
     if workers == 1:

@@ -44,7 +44,7 @@ DELETES = "~"
 
 
 def write_recipe(folder: Path, recipe: Path, overrides: Sequence[str], changes: Changes) -> MasterConfig:
-    """Writes both files and loads the small one, so that every rule has looked at it.
+    """Write both files and loads the small one, so that every rule has looked at it.
 
     Raises:
         ConfigError: the small recipe breaks a rule.
@@ -59,7 +59,7 @@ def write_recipe(folder: Path, recipe: Path, overrides: Sequence[str], changes: 
 
 
 def _overridden(recipe: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Overrides of a command line as a recipe; a deleted key has its default again."""
+    """Return the overrides of a command line as a recipe; a deleted key has its default again."""
     composed, tree = compose(recipe), dict[str, Any]()
     apply_overrides(composed, overrides)
     for path, layer in composed.layers.items():
@@ -112,7 +112,7 @@ class ShrinkRequest:
 
 
 def shrink(request: ShrinkRequest, *, console: Console) -> ShrinkReport:
-    """Checks the real recipe, writes a small one, runs it and looks at what it did.
+    """Check the real recipe, writes a small one, runs it and looks at what it did.
 
     Raises:
         UserError: the recipe is at fault, as it is or made small; the message is that of the rule or the run.
@@ -153,7 +153,7 @@ def shrink(request: ShrinkRequest, *, console: Console) -> ShrinkReport:
 
 
 def _prompt_notes(config: MasterConfig) -> tuple[str, ...]:
-    """Files of prompts that are here are opened, so that a wrong key shows; raises a DatasetError of theirs."""
+    """Open the files of prompts that are here, so that a wrong key shows; raise a DatasetError of theirs."""
     notes = []
     for key, source in (("data.train", config.data.train), ("data.validation", config.data.validation)):
         if source is None or source.data_path is None:

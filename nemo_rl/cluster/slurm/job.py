@@ -54,7 +54,7 @@ class JobOptions:
 
 
 def render_job(recipe: Path, overrides: Sequence[str], options: JobOptions) -> str:
-    """The script that submits the job; to be run in the repository's root.
+    """Return the script that submits the job; to be run in the repository's root.
 
     Raises:
         ConfigError: the recipe cannot be read, or not be run so.
@@ -85,7 +85,7 @@ def render_job(recipe: Path, overrides: Sequence[str], options: JobOptions) -> s
 
 
 def submit_job(script: str) -> str:
-    """Runs what `render_job` gives; Slurm's answer.
+    """Run what `render_job` gives; Slurm's answer.
 
     Raises:
         UserError: there is no Slurm here, or it refuses.
@@ -154,12 +154,12 @@ def _sbatch_words(config: MasterConfig, options: JobOptions, nodes: int) -> list
 
 
 def _path(path: Path) -> str:
-    """One that no command takes for an option."""
+    """Return a path that no command takes for an option."""
     return f"./{path}" if str(path).startswith("-") else str(path)
 
 
 def _cpus_per_node(config: MasterConfig) -> int:
-    """Each actor is on one node: what does not divide is rounded up for all."""
+    """Return the CPUs of each node. Each actor is on one node: what does not divide is rounded up for all."""
     nodes = config.cluster.num_nodes
     bundles = config.cluster.num_workers // nodes * cpus_per_bundle(config)
     return bundles + math.ceil(other_cpus(config) / nodes)
@@ -171,7 +171,7 @@ SCONTROL_S = 30.0
 
 
 def attach_words(job: str, command: Sequence[str]) -> list[str]:
-    """The call of `srun`.
+    """Return the words of the call of `srun`.
 
     Args:
         command: empty: a shell on a terminal.

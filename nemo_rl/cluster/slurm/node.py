@@ -60,7 +60,7 @@ class Node:
         self._forks: Mapping[str, str] = {}
 
     async def run(self) -> int:
-        """The exit code of this node's process."""
+        """Run this node's process, and return its exit code."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
@@ -75,7 +75,8 @@ class Node:
                 return await (self.head(ray, stack) if self._settings.is_head else self.member(ray, stack))
 
     async def _open_folder(self, stack: AsyncExitStack) -> RunFolder:
-        """Temporary, of Ray on this node; on a node without GPUs its workers begin with their imports done."""
+        """Open the temporary folder of Ray on this node; on a node without GPUs its workers begin with their imports
+        done."""
         settings = self._settings
         if settings.num_gpus or not settings.preload:
             folder = RunFolder()
@@ -108,7 +109,8 @@ class Node:
         return await self._command(ray, roll, begun)
 
     async def _start_head(self, ray: RayChild, address: str) -> str:
-        """Ray binds its port itself: on one that is free now, or is taken by then and another is tried."""
+        """Start the head on a port that is free now; Ray binds it itself, and where it is taken by then another is
+        tried."""
         settings = self._settings
         for attempt in range(1, HEAD_ATTEMPTS + 1):
             port = free_port(settings.head_ports, address)
@@ -169,7 +171,7 @@ class Node:
                 await ray.stop()
 
     async def _report(self) -> Attendance | None:
-        """Connects to the head as soon as that is possible; None: the head has ended already."""
+        """Connect to the head as soon as that is possible; None: the head has ended already."""
         settings = self._settings
         try:
             async with asyncio.timeout(settings.node_timeout_s):
@@ -244,7 +246,7 @@ def own_address(settings: NodeSettings) -> str:
 
 
 def free_port(ports: PortRange | None, address: str) -> int:
-    """One that is free now.
+    """Return a port that is free now.
 
     Raises:
         UserError: all of them are taken.
@@ -272,7 +274,7 @@ def _new_token(path: Path) -> str:
 
 
 def main() -> int:
-    """Entry point of `python -m nemo_rl.cluster.slurm.node`; returns the exit code."""
+    """Run `python -m nemo_rl.cluster.slurm.node`; return the exit code."""
     name = os.environ.get("SLURMD_NODENAME", socket.gethostname())
     logging.basicConfig(level=logging.INFO, format=f"[{name}] %(message)s", stream=sys.stderr, force=True)
     settings, code = None, NemoRLError.exit_code

@@ -147,7 +147,7 @@ class NodeSettings:
 
 
 def _head_name(variables: Mapping[str, str], nodes: tuple[NodeRecord, ...]) -> str:
-    """Task 0 of the step is on the first node of the job, which runs `ray.sub` itself."""
+    """Return the name of the head: task 0 of the step is on the first node of the job, which runs `ray.sub` itself."""
     name = variables.get("NEMO_RL_HEAD_NODE", nodes[0].name)
     if name not in {node.name for node in nodes}:
         raise UserError(f"NEMO_RL_HEAD_NODE: {name!r} is none of the job's nodes")
@@ -162,7 +162,7 @@ def _needed(variables: Mapping[str, str], name: str) -> str:
 
 
 def _number(variables: Mapping[str, str], name: str, of_slurm: str, *, least: int, default: int) -> int:
-    """Ours decides, then Slurm's own."""
+    """Return a number of our variable, or else of Slurm's own."""
     for source in (name, of_slurm):
         text = variables.get(source, "")
         if text:
