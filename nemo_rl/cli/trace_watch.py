@@ -116,7 +116,7 @@ class Printer:
             when = "from the next step on" if since is None else f"since step {since}"
             self.say(f"watched {when}: {', '.join(map(str, said.get('watches') or ())) or 'nothing'}")
         elif kind == "demoted":
-            self.say("another controller has taken over; looking on")
+            self.say("another controller has taken over; watching only")
 
     def sum_up(self) -> None:
         """Print the last line."""
@@ -178,7 +178,7 @@ class _Session:
             if until is None and self._is_over():
                 until = monotonic() + DRAIN_S
         if RunState.LOST in self.states.values():
-            raise HubGone("the job is lost: it ended without a word")
+            raise HubGone("the job is lost: it exited without an end message")
 
     def _is_over(self) -> bool:
         return bool(self.states) and RunState.RUNNING not in self.states.values()
@@ -194,7 +194,7 @@ class _Session:
                     return
                 self.printer.frame(found)
         except BadFrame as error:
-            raise NemoRLError(f"the hub sent what is no frame: {error}; is it of another version?") from error
+            raise NemoRLError(f"the hub sent an unreadable frame: {error}; is it of another version?") from error
         if self.writer is not None:
             self.writer.frame(encoded)
 

@@ -201,7 +201,7 @@ def rule_engine_keys_fit_the_engine(config: MasterConfig) -> list[str]:
 def rule_engine_needs_one_gpu(config: MasterConfig) -> list[str]:
     sizes, gpus = config.policy.generation.vllm_cfg, config.cluster.gpus_per_node
     return [
-        f"policy.generation.vllm_cfg.{name}: {size} with cluster.gpus_per_node {gpus}: an engine stands on one GPU; "
+        f"policy.generation.vllm_cfg.{name}: {size} with cluster.gpus_per_node {gpus}: an engine uses one GPU; "
         "set it to 1, and policy.generation.num_replicas to the number of engines"
         for name, size in (
             ("tensor_parallel_size", sizes.tensor_parallel_size),

@@ -322,7 +322,7 @@ def _checked_value(value: object, column: str) -> object:
     try:
         return json_value(value)
     except ValueError as error:
-        raise _Unusable("with columns that are no JSON", f": column {column!r}: {error}; leave it out") from error
+        raise _Unusable("with columns that are not JSON", f": column {column!r}: {error}; leave it out") from error
 
 
 def _category(metadata: Mapping[str, object], cfg: DatasetConfig) -> str | None:
@@ -388,7 +388,7 @@ def _json_value(value: object, at: str) -> object:
             return bytes(value).decode("utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(
-                f"expected a JSON value, got {len(value)} bytes that are no UTF-8 text{_of(at)}"
+                f"expected a JSON value, got {len(value)} bytes that are not UTF-8 text{_of(at)}"
             ) from error
     if isinstance(value, _Listed):
         return _json_value(value.tolist(), at)

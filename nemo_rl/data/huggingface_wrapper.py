@@ -98,7 +98,7 @@ def _hub_folder(name: str, subset: str | None, where: str) -> Path:
     except DatasetError as error:
         if isinstance(error.__cause__, GatedRepoError):
             raise DatasetError(
-                f"{key}: {name!r} is given to those only who accepted its terms; accept them at "
+                f"{key}: {name!r} requires that its terms are accepted; accept them at "
                 f"{constants.ENDPOINT}/datasets/{name}, and run `hf auth login`"
             ) from error
         if isinstance(error.__cause__, RepositoryNotFoundError):

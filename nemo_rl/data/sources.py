@@ -47,7 +47,7 @@ def jsonl_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> I
     assert path is not None, "rule_dataset_keys_fit_their_kind lets no jsonl dataset pass without data_path"
     try:
         if path.exists() and not path.is_file():
-            raise DatasetError(f"{where}.data_path: {path} is no regular file; expected a JSON Lines file")
+            raise DatasetError(f"{where}.data_path: {path} is not a regular file; expected a JSON Lines file")
         # utf-8-sig: files of some editors begin with a byte order mark.
         with path.open(encoding="utf-8-sig") as file:
             filled = ((number, line) for number, line in enumerate(_lines(file, path), start=1) if line.strip())
@@ -58,7 +58,7 @@ def jsonl_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> I
             f"{where}.data_path: {path} cannot be read: {error.strerror}; expected a JSON Lines file"
         ) from error
     except UnicodeDecodeError as error:
-        raise DatasetError(f"{where}.data_path: {path} is no UTF-8 text: {error}") from error
+        raise DatasetError(f"{where}.data_path: {path} is not UTF-8 text: {error}") from error
 
 
 def _lines(file: TextIO, path: Path) -> Iterator[str]:

@@ -90,7 +90,9 @@ class MathReward:
             raise ValueError(f"math-verify cannot read the gold answer {text!r}")
         if not self._told_of_text and all(isinstance(part, str) for part in gold):
             self._told_of_text = True
-            logger.warning("gold answer %r is no LaTeX that math-verify reads: only the same text is right", text)
+            logger.warning(
+                "gold answer %r is not LaTeX that math-verify can read: only the same text counts as right", text
+            )
         said = final_answer(response)
         boxed = last_boxes(said)
         if boxed is not None:

@@ -193,7 +193,7 @@ def _module_of_file(file: Path) -> ModuleType:
     name = file.stem if file.stem not in sys.modules else f"reward_file_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is no Python file")
+        raise ImportError(f"{file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)

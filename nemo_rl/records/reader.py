@@ -72,7 +72,7 @@ class _Payload:
             raise CorruptRecord(f"{self.path}: {error.strerror or error}") from error
         if len(payload) != self.num_bytes or digest_of(payload) != self.digest:
             raise CorruptRecord(
-                f"{self.path}: {self.num_bytes} bytes at {self.offset} are not those that were written (digest differs)"
+                f"{self.path}: {self.num_bytes} bytes at {self.offset} differ from those written (digest differs)"
             )
         if not payload:
             return torch.zeros(self.shape, dtype=self.dtype)
@@ -168,7 +168,7 @@ def _manifest(path: Path) -> Manifest:
     try:
         record = json.loads(read_plain(where).decode("utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise UserError(f"{path}: no folder of records: it has no {MANIFEST}") from error
+        raise UserError(f"{path}: not a folder of records: it has no {MANIFEST}") from error
     except OSError as error:
         raise UserError(f"{where}: cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:

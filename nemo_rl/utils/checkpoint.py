@@ -256,7 +256,7 @@ class CheckpointManager:
         raise CheckpointError(
             f"checkpointing.resume is true, but {self._folder} holds no complete checkpoint; set it to false to start "
             "afresh, or point checkpointing.checkpoint_dir to the run to continue"
-            + (f". Damaged, and left as they are:{listed}" if listed else "")
+            + (f". Corrupt, and left in place:{listed}" if listed else "")
         )
 
     def clean(self) -> None:
@@ -274,7 +274,7 @@ class CheckpointManager:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            logger.warning("%s cannot be read and is passed over: %s", self._folder / LATEST_FILE, error)
+            logger.warning("%s cannot be read and is ignored: %s", self._folder / LATEST_FILE, error)
             return None
 
     def _state_text(self, step: int, state: Mapping[str, object]) -> str:
@@ -317,7 +317,7 @@ class CheckpointManager:
         """Rename `source` to `target`; a folder already there survives until the new one is in place."""
         old = self._aside(REPLACED, target)
         if target.exists():
-            logger.warning("%s is replaced: the run has come to this step again", target)
+            logger.warning("%s is replaced: the run reached this step again", target)
             os.replace(target, old)
         os.replace(source, target)
         shutil.rmtree(old, ignore_errors=True)
@@ -360,10 +360,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """Read the description of a checkpoint folder; its files are not compared.
 
     Raises:
-        OSError, ValueError, RecursionError: it is no complete checkpoint.
+        OSError, ValueError, RecursionError: it is not a complete checkpoint.
     """
     if not STEP.fullmatch(path.name):
-        raise ValueError("is named like no checkpoint: expected step_ and a number")
+        raise ValueError("is not named like a checkpoint: expected step_ and a number")
     state = json.loads(read_plain(path / STATE_FILE).decode("utf-8"))
     if not isinstance(state, dict) or not isinstance(state.get("sampler"), dict):
         raise ValueError(f"{STATE_FILE}: expected an object with the data position in 'sampler'")
@@ -389,4 +389,4 @@ def _why(chosen: Checkpoint, found: Sequence[Checkpoint], pointer: str | None, d
 
 def _warn(damaged: Mapping[Path, str]) -> None:
     for path, reason in damaged.items():
-        logger.warning("checkpoint %s is damaged and passed over: %s; it is left as it is", path, reason)
+        logger.warning("checkpoint %s is corrupt and skipped: %s; its files are left in place", path, reason)

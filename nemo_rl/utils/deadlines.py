@@ -163,7 +163,7 @@ def time_limit(seconds: float) -> Iterator[None]:
         return
 
     def ring(number: int, frame: FrameType | None) -> NoReturn:
-        raise TimeoutError(f"no end within {seconds:g} s")
+        raise TimeoutError(f"not finished within {seconds:g} s")
 
     handler = signal.signal(signal.SIGALRM, ring)
     left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)

@@ -48,7 +48,7 @@ _ADVICE = {
     errno.EACCES: "change its permissions, or choose another path",
     errno.EPERM: "change its permissions, or choose another path",
     errno.EMFILE: "the limit on open files is reached: raise it (ulimit -n)",
-    errno.ENFILE: "the machine has no open file left",
+    errno.ENFILE: "the machine has no file handle left",
     errno.ENAMETOOLONG: "choose a shorter path",
     errno.EIO: "the disk fails: see the system's log",
 }
@@ -67,7 +67,7 @@ def machine_problem(error: BaseException) -> str | None:
     # Torch has no kind of its own for the memory of the CPU.
     said = text_of(error)
     if isinstance(error, MemoryError) or "can't allocate memory" in said or "out of memory" in said:
-        return f"no memory is left ({shorten(said)}); shorter rows, smaller batches or a smaller model need less"
+        return f"out of memory ({shorten(said)}); shorter rows, smaller batches or a smaller model need less"
     if not isinstance(error, OSError) or error.errno is None:
         return None
     advice = _ADVICE.get(error.errno)
@@ -89,5 +89,5 @@ def crash_line(error: BaseException, *, folder: Path | None) -> str:
                 path.write_text(text, encoding="utf-8", errors="backslashreplace")
             except OSError:
                 continue
-            return f"{line}\n  (not foreseen: a fault of nemo_rl; the whole text is in {path})"
+            return f"{line}\n  (internal error, please report it; the traceback is in {path})"
     return f"{line}\n{text}"

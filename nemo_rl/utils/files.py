@@ -50,7 +50,7 @@ def open_plain(path: Path) -> BinaryIO:
     end.
 
     Raises:
-        OSError: it cannot be opened, or is no plain file.
+        OSError: it cannot be opened, or is not a plain file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
@@ -171,7 +171,7 @@ class Manifest:
             except (OSError, ValueError):
                 return f"{name} is missing"
             if not stat.S_ISREG(status.st_mode):
-                return f"{name} is no plain file"
+                return f"{name} is not a plain file"
             size = status.st_size
             if size != entry.num_bytes:
                 return f"{name} has {size} bytes, expected {entry.num_bytes}"
@@ -187,7 +187,7 @@ class Manifest:
         except OSError as error:
             return f"cannot be read: {error}"
         changed = [name for name, entry in self.entries.items() if found[name] != entry]
-        return f"{changed[0]} is damaged: its checksum is another" if changed else None
+        return f"{changed[0]} is corrupt: its checksum differs" if changed else None
 
 
 def _in_threads(read: Callable[[str], _Entry], names: list[str]) -> dict[str, _Entry]:

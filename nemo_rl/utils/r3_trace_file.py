@@ -89,7 +89,7 @@ class TraceFile:
         line = json.dumps({**process, **fields, "event": event}, sort_keys=True, separators=(",", ":")) + "\n"
         encoded = line.encode()
         if os.write(self._descriptor, encoded) < len(encoded):
-            raise OSError("the disk took only a part of a record")
+            raise OSError("only a part of a record was written")
 
 
 def _is_torn(path: Path) -> bool:

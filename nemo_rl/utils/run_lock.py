@@ -120,7 +120,7 @@ def _holder(descriptor: int) -> str:
         holder = json.loads(os.pread(descriptor, 4096, 0))
         return f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
     except (OSError, ValueError, KeyError, TypeError):
-        return "a process that is only starting"
+        return "a process that is still starting"
 
 
 def _leave_to_parent() -> None:

@@ -34,7 +34,7 @@ def find_checkpoint(place: Path, *, step: int | None = None) -> Checkpoint:
     try:
         checkpoint = read_checkpoint(path)
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is no complete checkpoint: {error}") from error
+        raise CheckpointError(f"{path}: is not a complete checkpoint: {error}") from error
     damage = checkpoint.manifest.only(f"{WEIGHTS}/").damage(path)
     if damage is not None:
         raise CheckpointError(f"{path}: {damage}; take another checkpoint")

@@ -39,7 +39,7 @@ REFUSED_BY_CLUSTER: dict[str, list[tuple[tuple[str, ...], str]]] = {
     "rule_engine_needs_one_gpu": [
         (
             (*GPUS, "policy.generation.backend=vllm", f"policy.generation.vllm_cfg.{axis}_parallel_size=2"),
-            f"policy.generation.vllm_cfg.{axis}_parallel_size: 2 with cluster.gpus_per_node 2: an engine stands on one",
+            f"policy.generation.vllm_cfg.{axis}_parallel_size: 2 with cluster.gpus_per_node 2: an engine uses one GPU",
         )
         for axis in ("tensor", "pipeline")
     ],

@@ -57,7 +57,7 @@ NOISE = (
     r"has other numbers (?=.* in Hugging Face)",
     r" than in Hugging Face",
     r"rank \d+: ",
-    r" \(not foreseen.*",
+    r" \(internal error.*",
     r"a small '[\w-]+' cannot be built: ",
     r"transformers stores its weights in another order: .*",
 )

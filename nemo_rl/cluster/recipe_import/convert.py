@@ -105,7 +105,7 @@ def _kept(key: str, value: object, rule: KeyRule) -> Outcome:
     to = rule.to or key
     if not place_of(to.split(".")).is_known:
         if value in (None, key == SHARES, {}):
-            return Outcome(key=key, fate=Fate.SAME, why="nothing is asked for that is not so here")
+            return Outcome(key=key, fate=Fate.SAME, why="it asks for nothing that differs here")
         return Outcome(key=key, fate=Fate.NOT_SUPPORTED, why="there is no such key here yet")
     now = value if rule.convert is None else rule.convert(value)
     if now == value and to == key:

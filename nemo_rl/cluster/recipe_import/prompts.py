@@ -113,7 +113,7 @@ def _parts(section: object, prefix: str = "") -> Iterator[tuple[str, object]]:
 def _scoring(key: str, name: str, part: str, value: object) -> Outcome:
     off = SAME_SCORES.get(part, OFF) if name == MATH else OFF
     if value in ({}, [], "") or any(value == each and type(value) is type(each) for each in off):
-        return Outcome(key=key, fate=Fate.SAME, why="nothing is asked for that is not so here")
+        return Outcome(key=key, fate=Fate.SAME, why="it asks for nothing that differs here")
     # Another environment is named by itself.
     return lacks(key, f"{value!r}: {NOT_HERE}; see docs/coming_from_nemo_rl.md", must_decide=name == MATH)
 

@@ -340,7 +340,7 @@ _GENERATION: Table = {
         "log-probabilities are those of the sampling distribution", off=(None, "processed_logprobs")
     ),
     **{
-        f"policy.generation.vllm_cfg.{axis}_parallel_size": with_others("1, where an engine stands on one GPU")
+        f"policy.generation.vllm_cfg.{axis}_parallel_size": with_others("1, where an engine uses one GPU")
         for axis in ("tensor", "pipeline", "expert")
     },
     "policy.generation.vllm_cfg.async_engine": no_effect("the rollout waits for all rows of a step"),

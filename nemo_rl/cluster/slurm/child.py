@@ -105,14 +105,14 @@ class RayChild:
 
     def _ended(self) -> str:
         assert self._process is not None
-        return f"Ray has ended with exit code {self._process.returncode}: {self._last_words()}"
+        return f"Ray exited with code {self._process.returncode}: {self._last_words()}"
 
     def _last_words(self) -> str:
         try:
             text = read_tail(self._logs / LOG_FILE, LAST_WORDS).decode(errors="replace")
         except OSError:
             text = ""
-        return f"{text.strip() or 'it said nothing'} (all of it: {self._logs})"
+        return f"{text.strip() or 'no output'} (all of it: {self._logs})"
 
 
 class CommandChild:

@@ -184,7 +184,7 @@ def attach_words(job: str, command: Sequence[str]) -> list[str]:
         facts = json.loads((folder / HEAD_FILE).read_text(encoding="utf-8"))
         container = (folder / CONTAINER_FILE).read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as error:
-        raise UserError(f"job {job}: {folder} says nothing of its head yet ({error}); try again in a while") from error
+        raise UserError(f"job {job}: {folder} does not name its head yet ({error}); try again in a while") from error
     if "ray" not in facts:
         raise UserError(f"job {job}: Ray is still starting on {facts['node']}; try again in a while")
     variables = {

@@ -153,7 +153,7 @@ class Roll:
             if member is not None:
                 await self._listen(member, reader)
         except (OSError, TimeoutError, ValueError) as error:
-            logger.debug("a stranger was sent away: %s", error)
+            logger.debug("an unknown connection was refused: %s", error)
         finally:
             await _close(writer)
             self._talks.pop(talk, None)
@@ -264,7 +264,7 @@ class Attendance:
         except OSError as error:
             raise NodesMissing(f"the head is lost: {error}") from error
         except ValueError as error:
-            raise NodesMissing(f"the head is lost: what it says cannot be read: {error}") from error
+            raise NodesMissing(f"the head is lost: its message cannot be read: {error}") from error
 
 
 async def _close(writer: asyncio.StreamWriter) -> None:
@@ -295,7 +295,7 @@ def _words(line: bytes) -> dict[str, object]:
     try:
         said = json.loads(line or b"{}")
     except RecursionError as error:
-        raise ValueError("lists in lists without end") from error
+        raise ValueError("lists nested too deeply") from error
     if not isinstance(said, dict):
         raise ValueError(f"expected an object, got {type(said).__name__}")
     return said

@@ -110,7 +110,7 @@ class NodeSettings:
             ) from error
         name = _needed(variables, "SLURMD_NODENAME")
         if name not in {node.name for node in nodes}:
-            raise UserError(f"SLURMD_NODENAME: {name!r} is none of the job's nodes in {folder / NODES_FILE}")
+            raise UserError(f"SLURMD_NODENAME: {name!r} is not one of the job's nodes in {folder / NODES_FILE}")
         ordered = sorted(nodes, key=lambda node: node.name != _head_name(variables, nodes))
         return cls(
             name=name,
@@ -150,7 +150,7 @@ def _head_name(variables: Mapping[str, str], nodes: tuple[NodeRecord, ...]) -> s
     """Return the name of the head: task 0 of the step is on the first node of the job, which runs `ray.sub` itself."""
     name = variables.get("NEMO_RL_HEAD_NODE", nodes[0].name)
     if name not in {node.name for node in nodes}:
-        raise UserError(f"NEMO_RL_HEAD_NODE: {name!r} is none of the job's nodes")
+        raise UserError(f"NEMO_RL_HEAD_NODE: {name!r} is not one of the job's nodes")
     return name
 
 

@@ -286,7 +286,7 @@ def test_a_folder_is_not_compared_with_itself(right: Path, tmp_path: Path) -> No
     for other in (right, right / ".." / right.name, tmp_path / "link"):
         found = compare_folders(right, other)
         assert found.verdict is Verdict.VACUOUS and "with itself" in found.reason
-    with pytest.raises(UserError, match="no folder of records"):
+    with pytest.raises(UserError, match="not a folder of records"):
         compare_folders(right, tmp_path / "absent")
 
 

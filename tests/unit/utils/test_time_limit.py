@@ -17,7 +17,7 @@ def spin() -> None:
 
 def test_what_has_no_end_is_ended_and_what_ends_is_left_alone():
     handler = signal.getsignal(signal.SIGALRM)
-    with pytest.raises(TimeoutError, match=r"no end within 0\.1 s"), time_limit(0.1):
+    with pytest.raises(TimeoutError, match=r"not finished within 0\.1 s"), time_limit(0.1):
         spin()
     with time_limit(60):
         pass
