@@ -26,8 +26,7 @@ from nemo_rl.config.r3_trace_env import (
     trace_limits,
 )
 from nemo_rl.routes.digest import route_digests
-from nemo_rl.utils.r3_trace_file import TraceFile
-from nemo_rl.utils.r3_trace_values import as_array, describe, describe_routes, encode, row_of
+from nemo_rl.utils.r3_trace_records import TraceFile, as_array, describe, describe_routes, encode, row_of
 
 __all__ = [
     "ReplayAction",

@@ -132,7 +132,7 @@ def test_the_wall_clock_is_written_down_and_never_waited_for() -> None:
     written = {
         "nemo_rl/data_plane/ledger/event_log.py",
         "nemo_rl/utils/trackers.py",
-        "nemo_rl/utils/r3_trace_file.py",
+        "nemo_rl/utils/r3_trace_records.py",
         "nemo_rl/tracer/store.py",
         "nemo_rl/tracer/hub/assembly.py",
         # Slurm tells the end of a job by it; what is left is counted on the other clock.
