@@ -165,12 +165,6 @@ class Plan:
     def fits(self) -> bool:
         return not self.problems
 
-    @property
-    def shortfall(self) -> int:
-        """Return the bytes that the fullest device lacks; 0 where it has enough, or where there is no GPU."""
-        room = self.device_bytes
-        return 0 if room is None else max(0, max(rank.peak for rank in self.ranks) - room)
-
     def reading(self) -> str:
         """Return a sentence about the share of the model folder that each process reads when it starts."""
         shares = [min(1.0, rank.read_share) for rank in self.ranks]
