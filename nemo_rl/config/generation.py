@@ -97,7 +97,7 @@ class RefitDeltaConfig(Section):
 
 
 class GenerationConfig(Section):
-    """Rollouts."""
+    """The engines of the rollouts, and how they sample."""
 
     backend: Annotated[str, ENGINES] = "torch"
     """`torch`: the embedded engine, a batched KV-cache loop on the HF model; `vllm`: vLLM, which `make vllm` installs;

@@ -94,7 +94,7 @@ _COMPONENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 class ProcessEnvironment:
-    """Scores with one function.
+    """An environment that scores with one function, in processes that can be killed.
 
     Args:
         cfg: limits, number of processes, weights of components.

@@ -109,7 +109,7 @@ class MathReward:
         return None if gold else f"math-verify cannot read {text[:80]!r}"
 
     def _gold(self, answer: object) -> tuple[str, list[Any]]:
-        """Return the answer's text and what it says; nothing where it cannot be read."""
+        """Return the text of the answer and its parsed form, which is empty where it cannot be read."""
         # GSM8K's solutions end with their answer behind this mark.
         text = str(answer).rpartition("####")[2].strip()
         return text, self._parse(text if "\\boxed" in text else f"\\boxed{{{text}}}", self._latex)

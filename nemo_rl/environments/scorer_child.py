@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def _guard(scorer: int) -> None:
-    """Wait for the scorer, ends what it has left, and exits with its code."""
+    """Wait for the scorer, end the processes that it left, and exit with its code."""
     while True:
         ended, status = os.wait()
         if ended == scorer:

@@ -52,7 +52,7 @@ _LINE_LIMIT_BYTES = 1 << 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScorerSpec:
-    """The function that scores."""
+    """The function that scores, and the form of its calls."""
 
     target: str
     """`module:function`, looked up in the working directory too, or `FILE.py:function`."""
@@ -127,7 +127,7 @@ class ScorerProcess:
         self.source, self.checks_answers = str(reply["source"]), bool(reply["checks_answers"])
 
     def ask(self, request: Mapping[str, object], *, timeout_s: float) -> Mapping[str, object]:
-        """Send a request and waits for its reply.
+        """Send a request and wait for its reply.
 
         Raises:
             TimeoutError: no reply in time.
@@ -158,7 +158,7 @@ class ScorerProcess:
                 self._process.wait(_END_TIMEOUT_S)
 
     def close(self) -> None:
-        """End it and give its channels back; nobody may wait for it any more. Idempotent."""
+        """End the process and close its channels; no thread may wait for it any more. Idempotent."""
         self.end()
         if self._channel.fileno() != -1:
             self._hear_rest()

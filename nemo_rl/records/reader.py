@@ -33,7 +33,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 
 class CorruptRecord(NemoRLError):
-    """Bytes that are not those that were written."""
+    """The bytes differ from those that were written."""
 
 
 class UnsupportedRecord(NemoRLError):

@@ -116,7 +116,7 @@ class Manifest:
     version: int = FORMAT_VERSION
 
     def as_record(self) -> dict[str, object]:
-        """Return the JSON form."""
+        """Return the record as a JSON object."""
         return asdict(self)
 
     @classmethod

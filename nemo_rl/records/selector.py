@@ -51,7 +51,7 @@ class _Selection:
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """Sites to record.
+    """A choice of sites to record.
 
     Example:
         >>> chosen = Selector.parse("layer.out & layer in 0..1; logits")

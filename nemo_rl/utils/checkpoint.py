@@ -126,7 +126,7 @@ class CheckpointManager:
         self._token = uuid.uuid4().hex[:8]
 
     def save(self, step: int, *, write: Callable[[Path], None], state: Mapping[str, object]) -> Path:
-        """Run `write(tmp folder)`, adds `state` and a manifest, renames, updates `latest`, prunes.
+        """Run `write(tmp folder)`, add `state` and a manifest, rename the folder, update `latest`, and prune.
 
         Raises:
             CheckpointError: as in `begin` and `guarded`. WorkerError, KeyboardInterrupt: as in `guarded`.
@@ -153,7 +153,7 @@ class CheckpointManager:
         return unfinished
 
     def complete(self, unfinished: Unfinished) -> Path:
-        """Add state and manifest, renames, updates `latest`, prunes; the folder under its name.
+        """Add state and manifest, rename the folder, update `latest`, and prune; return the folder under its name.
 
         May run in a thread beside the training, where nothing else is done with this manager's folder.
 

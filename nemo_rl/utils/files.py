@@ -41,7 +41,7 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> Path:
 
 
 def write_text(path: Path, text: str) -> Path:
-    """Write a text at once: `path` holds `text`, or what it held before."""
+    """Write a text as a whole: `path` holds `text`, or its former content after a failure."""
     return replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 

@@ -18,7 +18,7 @@ ETAG_TIMEOUT_S = 15.0
 
 
 def why_unreachable() -> str | None:
-    """Return why the hub cannot be asked; None when it answers, with whatever code."""
+    """Return why the hub cannot be asked, or None when it answers, with any code."""
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     failed: list[str] = []

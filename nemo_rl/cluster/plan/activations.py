@@ -75,7 +75,7 @@ class LayerBytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassActivations:
-    """Bytes of one rank."""
+    """The bytes that a pass of one rank holds besides weights."""
 
     layers: int
     """Kept by the layers of one microbatch."""

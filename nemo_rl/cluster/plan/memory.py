@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineMemory:
-    """Bytes of one engine."""
+    """The memory of one engine, in bytes."""
 
     is_known: bool
     """False for an engine of which nothing is known here: the numbers are those of the embedded one."""
@@ -44,7 +44,7 @@ class EngineMemory:
     cache: int
     """Keys and values of all rows at full length."""
     working: int
-    """While a token is computed, or prompts are: whatever is more."""
+    """Bytes while a token is computed, or while prompts are: the larger of both."""
 
 
 def engine_memory(setting: Setting, batches: Batches) -> EngineMemory:

@@ -32,7 +32,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """One machine."""
+    """One machine of the run, with the processes on it."""
 
     number: int
     devices: tuple[Device, ...]
@@ -46,7 +46,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Port:
-    """Something that listens."""
+    """A port on which a process of the run listens."""
 
     who: str
     node: int

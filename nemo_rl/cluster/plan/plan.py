@@ -151,7 +151,7 @@ class Plan:
     nodes: tuple[Node, ...]
     ports: tuple[Port, ...]
     hosts: tuple[dict[str, int], ...]
-    """Memory of each node by what it is for."""
+    """Memory of each node by its use."""
     bounds: tuple[StageBound, ...]
     problems: tuple[str, ...]
     """One line for each part that does not fit."""

@@ -60,7 +60,7 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyRule:
-    """One key of NeMo-RL."""
+    """The rule for one key of NeMo-RL."""
 
     fate: Fate
     to: str = ""

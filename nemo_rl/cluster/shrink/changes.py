@@ -143,7 +143,7 @@ ON_GPUS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """One key."""
+    """One changed key, with its reason."""
 
     key: str
     was: object

@@ -44,7 +44,7 @@ DELETES = "~"
 
 
 def write_recipe(folder: Path, recipe: Path, overrides: Sequence[str], changes: Changes) -> MasterConfig:
-    """Write both files and loads the small one, so that every rule has looked at it.
+    """Write both files and load the small one, so that every rule has checked it.
 
     Raises:
         ConfigError: the small recipe breaks a rule.
@@ -112,7 +112,7 @@ class ShrinkRequest:
 
 
 def shrink(request: ShrinkRequest, *, console: Console) -> ShrinkReport:
-    """Check the real recipe, writes a small one, runs it and looks at what it did.
+    """Check the real recipe, write a small one, run it and check the run.
 
     Raises:
         UserError: the recipe is at fault, as it is or made small; the message is that of the rule or the run.

@@ -48,7 +48,7 @@ DISCARD_PORT = 9
 
 
 class Node:
-    """This node's part.
+    """This node's part of the job.
 
     Args:
         settings: read from the environment.

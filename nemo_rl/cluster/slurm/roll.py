@@ -54,7 +54,7 @@ class _Member:
 
 
 class Roll:
-    """The head's side.
+    """The head's side of the roll call.
 
     Args:
         names: the other nodes.
