@@ -58,7 +58,7 @@ _EXPECTED: Mapping[str, str] = {
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> MasterConfig:
-    """Compose `path`, applies `overrides`, resolves `${...}` and validates.
+    """Compose `path`, apply `overrides`, resolve `${...}` and validate.
 
     Raises:
         ConfigError: with one line per problem, `FILE: dotted.path: what; expected ..., got ...; did you mean 'x'?`
