@@ -108,7 +108,7 @@ class DiagnosticsConfig(Section):
     tracer: TracerConfig = Field(default_factory=TracerConfig)
 
 
-def rule_keep_steps_keys_need_their_switch(config: MasterConfig) -> list[str]:
+def rule_keep_steps_need_their_switch(config: MasterConfig) -> list[str]:
     section = config.diagnostics.keep_steps
     if section.enabled:
         return []
@@ -134,7 +134,7 @@ def rule_tracer_keys_need_their_switch(config: MasterConfig) -> list[str]:
     return lines + would_be_ignored(switches, "policy.tracer", tuple(type(switches).model_fields), **because)
 
 
-def rule_tracer_host_reachable_from_every_node(config: MasterConfig) -> list[str]:
+def rule_tracer_host_reachable(config: MasterConfig) -> list[str]:
     section, num_nodes = config.diagnostics.tracer, config.cluster.num_nodes
     if not section.enabled or num_nodes == 1 or not section.host.startswith(("127.", "localhost", "::1")):
         return []

@@ -320,7 +320,7 @@ def rule_logprob_microbatch_tokens_not_below_train(config: MasterConfig) -> list
     return lines
 
 
-def rule_fixed_microbatches_divide_the_batch(config: MasterConfig) -> list[str]:
+def rule_fixed_microbatches_divide(config: MasterConfig) -> list[str]:
     policy = config.policy
     if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:
         return []

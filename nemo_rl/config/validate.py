@@ -27,7 +27,7 @@ from nemo_rl.config.schema import DatasetConfig, MasterConfig
 __all__ = ["RULES"]
 
 
-def rule_prompt_and_response_fit_the_sequence(config: MasterConfig) -> list[str]:
+def rule_lengths_fit(config: MasterConfig) -> list[str]:
     policy, prompt = config.policy, config.data.max_input_seq_length
     new, total = policy.generation.max_new_tokens, policy.max_total_sequence_length
     if new is None and prompt >= total:
